@@ -1,0 +1,1 @@
+"""The ground: values, validation and decisions. No Django, no I/O, no clock of its own."""

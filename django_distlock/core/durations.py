@@ -1,0 +1,60 @@
+"""Durations are seconds: a float, an int or a timedelta, checked in one place."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import TypeAlias
+
+from .errors import InvalidArgument, shown
+
+#: What a caller may give as a duration; numbers are seconds.
+Duration: TypeAlias = float | timedelta
+
+#: The shortest lease. Below it, the way to the store and back takes a good part of the lease.
+MIN_TTL = 0.1
+
+#: Seconds after `expires_at` in which nobody else is granted the key. Fixed, so that every
+#: backend and every version of a rolling deployment agrees on when a key is free.
+GRACE = 1.0
+
+#: The longest time, in seconds, that one attempt waits inside the store.
+MAX_BOUND = 1.0
+
+
+def number(value: object, name: str, *, minimum: float, maximum: float = math.inf) -> float:
+    """Return `value`, a finite number within the bounds (inclusive), as a float.
+
+    Raises:
+        InvalidArgument: Another type (`bool` included), NaN, infinity, or out of bounds.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidArgument(f"{name} must be a number, not {shown(value)}.")
+    # Compared before float(): an int too large for a float is out of bounds, not OverflowError.
+    if not minimum <= value <= min(maximum, 1e15):
+        upper = "finite" if maximum == math.inf else f"at most {maximum:g}"
+        raise InvalidArgument(
+            f"{name} must be at least {minimum:g} and {upper}, not {shown(value)}."
+        )
+    return float(value)
+
+
+def seconds(value: object, name: str, *, minimum: float = 0.0, maximum: float = math.inf) -> float:
+    """Return a duration, a number of seconds or a `timedelta`, as seconds.
+
+    Raises:
+        InvalidArgument: Another type (`bool` included), NaN, infinity, or out of bounds.
+    """
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    return number(value, f"{name} (seconds)", minimum=minimum, maximum=maximum)
+
+
+def wait_seconds(value: object) -> float | None:
+    """Return how long to keep trying: seconds, 0 for one attempt, None for ever."""
+    return None if value is None else seconds(value, "wait")
+
+
+def ttl_seconds(value: object, *, maximum: float = math.inf) -> float:
+    """Return a legal ttl in seconds, from 0.1 to `maximum`."""
+    return seconds(value, "ttl", minimum=MIN_TTL, maximum=maximum)

@@ -1,0 +1,90 @@
+"""What can go wrong, as one tree with codes and facts. Drawn in `django_distlock.exceptions`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .holders import Holder
+
+
+def shown(value: object) -> str:
+    """Return `value` as messages show it: short, and never an error of its own."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - whatever a repr raises, such as that of a huge int
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+class LockError(Exception):
+    """The root of all errors of this package.
+
+    Attributes:
+        code: A short word for programs: `"internal"`, `"aborted"` or a subclass's own.
+        key: The key it happened to, where there is one.
+    """
+
+    code = "internal"
+
+    def __init__(self, message: str = "", *, key: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.key = key
+        if code is not None:
+            self.code = code
+
+
+class LockNotAcquired(LockError):
+    """Somebody else held the key for as long as the caller was willing to wait.
+
+    Attributes:
+        holder: Who holds it, if the store could tell.
+        held_for: Seconds it has been held, by the store's clock, or None.
+        expires_in: Seconds until its holder's lease ends, or None (unknown, or no expiry).
+    """
+
+    code = "acquisition_timeout"
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        key: str | None = None,
+        holder: Holder | None = None,
+        held_for: float | None = None,
+        expires_in: float | None = None,
+    ):
+        super().__init__(message, key=key)
+        self.holder = holder
+        self.held_for = held_for
+        self.expires_in = expires_in
+
+
+class LockLost(LockError):
+    """The lease ended before the work under it did."""
+
+    code = "lost"
+
+
+class BackendUnavailable(LockError):
+    """The store did not answer: nothing is known about the key.
+
+    `code` is `"service_unavailable"`, `"network_timeout"`, `"auth_failed"` or `"rate_limited"`.
+    """
+
+    code = "service_unavailable"
+
+
+class InvalidArgument(LockError, ValueError):
+    """A key, token, duration or other argument breaks a rule. Nothing was touched."""
+
+    code = "invalid_argument"
+
+
+class LockUsageError(LockError):
+    """Used in a way that cannot work. The message says what to do instead.
+
+    `code` is `"reentrant"`, `"foreign_context"`, `"unsupported"` or `"self_blocked"`.
+    """
+
+    code = "unsupported"

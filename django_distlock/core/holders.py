@@ -1,0 +1,120 @@
+"""Who holds a lock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from .errors import InvalidArgument, shown
+
+MAX_METADATA_BYTES = 4096
+MAX_METADATA_DEPTH = 20
+
+#: Characters that a column takes.
+MAX_TEXT = 255
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """The identity of a holder, as it is stored beside its lock.
+
+    Attributes:
+        host: The host's name, behind `DISTLOCK_HOLDER["prefix"]`.
+        boot_id: What distinguishes this start of the host from others; "" if unknown.
+        process: A name that a restarted worker keeps.
+        pid: The process id.
+        started_at: When the process started, in seconds since the host's boot; None if unknown.
+        thread: The thread's name.
+        task_id: The id of the task or job that runs, if one does.
+        metadata: What the application adds: a user, a reason. JSON, at most 4096 bytes.
+    """
+
+    host: str = ""
+    boot_id: str = ""
+    process: str = ""
+    pid: int = 0
+    started_at: float | None = None
+    thread: str = ""
+    task_id: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("host", "boot_id", "process", "thread", "task_id"):
+            value = getattr(self, name)
+            if value is None and name == "task_id":
+                continue
+            if not is_plain_text(value) or len(value) > MAX_TEXT:
+                raise InvalidArgument(
+                    f"A holder's {name} is a str of at most {MAX_TEXT} characters without NUL and"
+                    f" surrogates, not {shown(value)}."
+                )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return a dictionary that `from_json` reads."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Holder:
+        """Return the holder that `data` describes.
+
+        Names it does not know are left out: a newer version may have written them.
+        """
+        known = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in data.items() if name in known})
+
+
+def is_plain_text(value: object) -> bool:
+    """Whether every store can keep `value`: text without NUL and lone surrogates."""
+    if not isinstance(value, str):
+        return False
+    return "\0" not in value and not any(0xD800 <= ord(char) <= 0xDFFF for char in value)
+
+
+def validate_metadata(metadata: object) -> dict[str, Any]:
+    """Return a copy of `metadata`, which must survive JSON unchanged.
+
+    Raises:
+        InvalidArgument: Not a mapping, not JSON, with text that PostgreSQL's `jsonb` refuses (NUL,
+            lone surrogates), or more than 4096 bytes.
+    """
+    if not isinstance(metadata, Mapping):
+        raise InvalidArgument(f"metadata must be a mapping, not {shown(metadata)}.")
+    copy: dict[str, Any] = _json(metadata, MAX_METADATA_DEPTH)
+    size = len(json.dumps(copy, ensure_ascii=False).encode())
+    if size > MAX_METADATA_BYTES:
+        raise InvalidArgument(
+            f"metadata takes at most {MAX_METADATA_BYTES} bytes of JSON; this takes {size}."
+        )
+    return copy
+
+
+def _json(value: object, depth: int) -> Any:
+    if depth == 0:
+        raise InvalidArgument(f"metadata is nested more than {MAX_METADATA_DEPTH} deep.")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and abs(value) < 2**63:
+        return value
+    if isinstance(value, str):
+        return _json_text(value)
+    if isinstance(value, float) and abs(value) < float("inf"):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_json(each, depth - 1) for each in value]
+    if isinstance(value, Mapping):
+        return {_json_text(name): _json(each, depth - 1) for name, each in value.items()}
+    raise InvalidArgument(
+        f"metadata must be JSON: text, finite numbers, lists and mappings; not {shown(value)}."
+    )
+
+
+def _json_text(value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(f"A name in metadata must be a str, not {shown(value)}.")
+    if not is_plain_text(value):
+        raise InvalidArgument(
+            f"Text in metadata must not contain NUL or surrogates: {shown(value)}."
+        )
+    return str.__str__(value)

@@ -1,0 +1,269 @@
+"""Keys: what is legal, what a store calls them, and how arguments become one."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import decimal
+import enum
+import hashlib
+import inspect
+import re
+import secrets
+import string
+import unicodedata
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import InvalidArgument, shown
+
+MAX_KEY_BYTES = 512
+
+#: Stands between prefix and hash where the readable form would be too long. The Ohm sign is not
+#: in NFC (which writes a Greek omega), so no normalised key can contain it.
+HASH_MARKER = "\u2126"
+
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{22}")
+
+
+def normalize_key(key: object) -> str:
+    """Return `key` in NFC: two spellings that look the same are one lock.
+
+    Raises:
+        InvalidArgument: Not a `str`, empty, longer than 512 bytes of UTF-8, or with NUL or a
+            lone surrogate.
+    """
+    if not isinstance(key, str):
+        raise InvalidArgument(f"A key must be a str, not {type(key).__name__} ({shown(key)}).")
+    if not key:
+        raise InvalidArgument("A key must not be empty.")
+    if not key.isascii():
+        key = unicodedata.normalize("NFC", key)
+    return _checked(key)
+
+
+def _checked(key: str) -> str:
+    if "\0" in key:
+        raise InvalidArgument(f"A key must not contain NUL: {shown(key)}.")
+    try:
+        size = len(key.encode())
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"A key must not contain a lone surrogate: {shown(key)}.") from None
+    if size > MAX_KEY_BYTES:
+        raise InvalidArgument(
+            f"A key has at most {MAX_KEY_BYTES} bytes of UTF-8; this one has {size}: {key[:40]!r}…"
+        )
+    # A subclass of str (SafeString, an enum's member) would travel into records and repr.
+    return str.__str__(key)
+
+
+def normalize_prefix(prefix: object, limit: int) -> str:
+    """Return a namespace for keys in NFC, without its trailing colons.
+
+    Args:
+        limit: The bytes of the longest storage key.
+
+    Raises:
+        InvalidArgument: Not a `str`, with NUL, a lone surrogate or a brace, or so long that not
+            even a hashed key fits behind it.
+    """
+    if not isinstance(prefix, str):
+        raise InvalidArgument(f"A key prefix must be a str, not {shown(prefix)}.")
+    prefix = unicodedata.normalize("NFC", prefix).rstrip(":")
+    if any(bad in prefix for bad in "\0{}"):
+        raise InvalidArgument(f"A key prefix must not contain NUL or braces: {shown(prefix)}.")
+    try:
+        size = len((prefix + HASH_MARKER).encode()) + 22
+    except UnicodeEncodeError:
+        raise InvalidArgument(
+            f"A key prefix must not contain a surrogate: {shown(prefix)}."
+        ) from None
+    if size > limit:
+        raise InvalidArgument(
+            f"The key prefix {prefix[:40]!r}… is too long: with a hashed key it makes {size} bytes,"
+            f" and this store takes {limit}."
+        )
+    return prefix
+
+
+def storage_key(prefix: str, key: str, limit: int) -> str:
+    """Return what a store calls `key`: readable where it fits, hashed where it does not.
+
+    Args:
+        prefix: A namespace from `normalize_prefix`.
+        key: A key from `normalize_key`.
+        limit: The bytes of the longest storage key, inclusive.
+    """
+    full = f"{prefix}:{key}" if prefix else key
+    # No character of UTF-8 is longer than 4 bytes: most keys need no encoding to be measured.
+    if len(full) * 4 <= limit or len(full.encode()) <= limit:
+        return full
+    # Over the whole prefixed key, so that equal keys of two namespaces hash apart.
+    return f"{prefix}{HASH_MARKER}{_base64(hashlib.sha256(full.encode()).digest()[:16])}"
+
+
+def prefix_end(prefix: str) -> str | None:
+    """Return the first text, by code points, behind all that start with `prefix`.
+
+    None if there is no such text.
+    """
+    trimmed = prefix.rstrip(chr(0x10FFFF))
+    if not trimmed:
+        return None
+    after = ord(trimmed[-1]) + 1
+    return trimmed[:-1] + chr(0xE000 if after == 0xD800 else after)
+
+
+def advisory_id(salt: str, storage_key: str) -> int:
+    """Return a signed 64-bit number for advisory locks: the start of SHA-256.
+
+    Args:
+        salt: Keeps apart the uses that share a database's one space of advisory locks.
+        storage_key: What to lock.
+    """
+    digest = hashlib.sha256(f"{salt}\0{storage_key}".encode()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)
+
+
+def new_token() -> str:
+    """Return a proof of ownership: 16 random bytes as 22 base64url characters."""
+    return _base64(secrets.token_bytes(16))
+
+
+def validate_token(token: object) -> str:
+    """Return `token` if it has the form of one.
+
+    Raises:
+        InvalidArgument: It has not. The message does not repeat it: it may be a secret.
+    """
+    if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+        raise InvalidArgument("A token is 22 characters of A-Z, a-z, 0-9, '-' and '_'.")
+    return token
+
+
+def _base64(raw: bytes) -> str:
+    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTemplate:
+    """A key with fields, filled from the arguments of a call: `"invoice:{invoice_id}"`.
+
+    `f(1)` and `f(a=1)` make the same key, defaults included. A field may follow attributes and
+    items (`{invoice.pk}`) and take a format spec (`{day:%Y-%m}`). Literal braces are doubled.
+
+    With more than one field, the characters that separate fields are percent-encoded inside the
+    values: `("1:2", "3")` and `("1", "2:3")` make different keys of `"{a}:{b}"`.
+    """
+
+    template: str
+    signature: inspect.Signature
+    #: Literal text, the field behind it (None at the end), and the field's format spec.
+    parts: tuple[tuple[str, str | None, str], ...]
+
+    @classmethod
+    def for_function(cls, template: str, function: Callable[..., Any]) -> KeyTemplate:
+        """Return the template of `function`'s calls.
+
+        Raises:
+            InvalidArgument: The template is malformed, names what is not a parameter, or has two
+                fields with nothing between them.
+        """
+        made = cls(template, inspect.signature(function), _parse(template))
+        for literal, name, _spec in made.parts[1:]:
+            if not literal and name is not None:
+                raise InvalidArgument(
+                    f"The key template {template!r} needs a separator before {{{name}}}: without"
+                    " one, different arguments make the same key."
+                )
+        for _literal, name, _spec in made.parts:
+            root = None if name is None else re.split(r"[.\[]", name, maxsplit=1)[0]
+            if root is not None and root not in made.signature.parameters:
+                raise InvalidArgument(
+                    f"The key template {template!r} names {root!r}, which is not a parameter of"
+                    f" {function.__qualname__}{made.signature}."
+                )
+        return made
+
+    def render(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return the key of one call.
+
+        Raises:
+            InvalidArgument: A value has no canonical text, or the key is not legal.
+            TypeError: The arguments do not fit the function.
+        """
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        # Between fields only: what stands before the first and behind the last cannot be confused.
+        between = (literal for literal, name, _ in self.parts[1:] if name is not None)
+        separators = set("".join(between))
+        made = []
+        for literal, name, spec in self.parts:
+            made.append(literal)
+            if name is not None:
+                value, _root = string.Formatter().get_field(name, (), bound.arguments)
+                made.append(_escape(self._text(name, value, spec), separators, literal))
+        return normalize_key("".join(made))
+
+    def _text(self, name: str, value: object, spec: str) -> str:
+        if isinstance(value, enum.Enum):
+            value = value.value
+        if not isinstance(value, _CANONICAL):
+            raise InvalidArgument(
+                f"{{{name}}} in the key template {self.template!r} is of type"
+                f" {type(value).__name__}, which has no canonical text. Use an attribute, as in"
+                f" {{{name}.pk}}."
+            )
+        try:
+            text = format(value, spec) if spec else str(value)
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(
+                f"{{{name}:{spec}}} in the key template {self.template!r}: {error}."
+            ) from None
+        return unicodedata.normalize("NFC", text)
+
+
+_CANONICAL = (
+    str, int, float, decimal.Decimal, uuid.UUID, datetime.date, datetime.time, type(None),
+)  # fmt: skip
+
+
+def _parse(template: str) -> tuple[tuple[str, str | None, str], ...]:
+    try:
+        parsed = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise InvalidArgument(f"The key template {template!r}: {error}.") from None
+    parts: list[tuple[str, str | None, str]] = []
+    before = ""
+    for literal, name, spec, conversion in parsed:
+        if conversion:
+            raise InvalidArgument(
+                f"The key template {template!r} has the conversion !{conversion}; use the value"
+                " itself or an attribute of it."
+            )
+        before += literal
+        # Formatter.parse() splits a literal at doubled braces: such a piece has no field of its
+        # own and belongs to the literal behind it.
+        if name is not None:
+            parts.append((before, name, spec or ""))
+            before = ""
+    return (*parts, (before, None, ""))
+
+
+def _escape(text: str, separators: set[str], before: str) -> str:
+    """Encode in a value what could be taken for a separator."""
+    if not separators:
+        return text
+    # A mark that is no separator itself: it begins an escape, and nothing else.
+    mark = next(char for char in map(chr, range(ord("%"), 0x3000)) if char not in separators)
+    escaped: list[str] = []
+    for index, char in enumerate(text):
+        # A combining character would melt into the separator before it.
+        melts = index == 0 and not unicodedata.is_normalized("NFC", before + char)
+        if char == mark or char in separators or melts:
+            escaped.extend(f"{mark}{byte:02X}" for byte in char.encode())
+        else:
+            escaped.append(char)
+    return "".join(escaped)

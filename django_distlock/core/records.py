@@ -1,0 +1,179 @@
+"""The values that backends take and answer."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import Final
+
+from .durations import GRACE
+from .holders import Holder
+
+#: A grant with a fence above this logs a warning; above the maximum there are none.
+FENCE_WARNING: Final = 800_000_000_000_000
+FENCE_MAX: Final = 900_000_000_000_000
+
+
+class Unknown(enum.Enum):
+    """The type of `UNKNOWN`."""
+
+    UNKNOWN = "unknown"
+
+    def __bool__(self) -> bool:
+        return False
+
+
+#: The store did not get to answer within the bound: the record stands as it did. False in a
+#: condition, and not the same as None or False, which mean that the lease is gone.
+UNKNOWN: Final = Unknown.UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A key was granted, or its lease extended.
+
+    Attributes:
+        key: The key, normalised.
+        token: The proof of ownership. A bearer secret.
+        fence: At least 1; grows with each grant of the key. An extend leaves it as it is.
+        ttl: Seconds from the grant, or from the extend, to `expires_at`; None: no expiry.
+        acquired_at: When it was granted, by the store's clock.
+        expires_at: When it ends, as stored; None: no expiry.
+        stop_requested: An operator asked the holder to finish.
+    """
+
+    key: str
+    token: str = field(repr=False)
+    fence: int
+    ttl: float | None
+    acquired_at: datetime
+    expires_at: datetime | None
+    stop_requested: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Contended:
+    """The key was not granted. Any field may be None when busy.
+
+    Attributes:
+        holder: Who holds it.
+        fence: The holder's fence.
+        acquired_at: Since when, by the store's clock.
+        expires_at: Until when, if nobody extends; None: no expiry.
+        free_at: From when on it may be granted to somebody else; None: no expiry.
+        observed_at: The store's clock when it looked. Only the difference between two times of
+            one store means anything to a client whose own clock may be wrong.
+        busy: No answer within the bound: a transaction holds a row that decides. The waiters'
+            flag could not be set, and a holder may not be known.
+        paused: An operator paused the key.
+    """
+
+    holder: Holder | None = None
+    fence: int | None = None
+    acquired_at: datetime | None = None
+    expires_at: datetime | None = None
+    free_at: datetime | None = None
+    observed_at: datetime | None = None
+    busy: bool = False
+    paused: bool = False
+
+    @property
+    def held_for(self) -> float | None:
+        """Seconds since the grant, as the store saw it."""
+        return _between(self.acquired_at, self.observed_at)
+
+    @property
+    def expires_in(self) -> float | None:
+        """Seconds until the lease ends, as the store saw it; None: unknown, or no expiry."""
+        return _between(self.observed_at, self.expires_at)
+
+    @property
+    def free_in(self) -> float | None:
+        """Seconds until the key is free, as the store saw it; None: unknown, or no expiry."""
+        return _between(self.observed_at, self.free_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a store keeps about a held key.
+
+    Attributes:
+        ttl: Seconds that the last grant or extend gave; None: no expiry.
+        free_at: `expires_at` plus the grace; equal to it once settled; None: no expiry.
+        wanted: A waiter of this grant sleeps, and its end must wake it.
+    """
+
+    key: str
+    token: str = field(repr=False)
+    fence: int
+    ttl: float | None
+    acquired_at: datetime
+    renewed_at: datetime
+    expires_at: datetime | None
+    free_at: datetime | None
+    holder: Holder
+    wanted: bool = False
+    stop_requested_at: datetime | None = None
+
+    def is_live(self, now: datetime) -> bool:
+        """Whether nobody else may be granted the key: the one predicate, everywhere."""
+        return self.free_at is None or now < self.free_at
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether its holder is done with it: the key stays taken, the token is spent."""
+        return self.free_at is not None and self.free_at == self.expires_at
+
+    def is_owned(self, token: str | None, now: datetime) -> bool:
+        """Whether this token (None: any) holds the key and may extend or release it."""
+        if token is None:
+            return self.is_live(now)
+        return self.token == token and self.is_live(now) and not self.is_settled
+
+    def shortened(self, now: datetime, seconds: float) -> Record:
+        """Return the record with an end in `seconds` at the latest; it never gets longer."""
+        expires_at, free_at = lease_ends(now, seconds)
+        if self.is_settled:
+            free_at = expires_at
+        if self.free_at is not None and free_at is not None and self.free_at <= free_at:
+            return self
+        return replace(self, expires_at=expires_at, free_at=free_at)
+
+    def contended(self, now: datetime, *, busy: bool = False, paused: bool = False) -> Contended:
+        """Return what a caller who is not granted the key gets to know."""
+        return Contended(
+            holder=self.holder,
+            fence=self.fence,
+            acquired_at=self.acquired_at,
+            expires_at=self.expires_at,
+            free_at=self.free_at,
+            observed_at=now,
+            busy=busy,
+            paused=paused,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A part of a listing.
+
+    Attributes:
+        records: Live records, in the order of their storage keys.
+        cursor: Where the next page starts; None: this was the last one.
+    """
+
+    records: tuple[Record, ...]
+    cursor: str | None
+
+
+def lease_ends(now: datetime, ttl: float | None) -> tuple[datetime | None, datetime | None]:
+    """Return `expires_at` and `free_at` of a lease that is granted or extended `now`."""
+    if ttl is None:
+        return None, None
+    expires_at = now + timedelta(seconds=ttl)
+    return expires_at, expires_at + timedelta(seconds=GRACE)
+
+
+def _between(start: datetime | None, end: datetime | None) -> float | None:
+    return None if start is None or end is None else (end - start).total_seconds()

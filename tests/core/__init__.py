@@ -1,0 +1,1 @@
+"""Tests of the ground: no clock, no store, no sleep."""

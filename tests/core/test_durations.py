@@ -1,0 +1,112 @@
+"""Durations: seconds as a float, an int or a timedelta."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+from django_distlock.core.durations import (
+    GRACE,
+    MAX_BOUND,
+    MIN_TTL,
+    number,
+    seconds,
+    ttl_seconds,
+    wait_seconds,
+)
+from django_distlock.core.errors import InvalidArgument
+
+
+def short(value: object) -> str:
+    """Name a case."""
+    return repr(value)[:20]
+
+
+NOT_DURATIONS: list[Any] = [True, False, "5", None, [5], Decimal(5), 5j, b"5", object]
+OUT_OF_BOUNDS: list[Any] = [
+    math.nan,
+    math.inf,
+    -math.inf,
+    -1,
+    -0.001,
+    timedelta(seconds=-1),
+    10**400,
+    -(10**400),
+]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0, 0.0), (1, 1.0), (0.25, 0.25), (timedelta(minutes=2), 120.0), (timedelta(0), 0.0)],
+)
+def test_legal_durations_become_floats(value: Any, expected: float) -> None:
+    """Ints, floats and timedeltas are seconds."""
+    made = seconds(value, "ttl")
+    assert made == expected
+    assert type(made) is float
+
+
+@pytest.mark.parametrize("value", NOT_DURATIONS, ids=short)
+def test_other_types_are_refused_with_name_unit_and_value(value: object) -> None:
+    """A bool is no number here, and nothing is parsed; the message names unit and value."""
+    with pytest.raises(InvalidArgument) as caught:
+        seconds(value, "ttl")
+    assert str(caught.value) == f"ttl (seconds) must be a number, not {value!r}."
+
+
+@pytest.mark.parametrize("value", OUT_OF_BOUNDS, ids=short)
+def test_numbers_out_of_bounds_are_refused(value: Any) -> None:
+    """NaN, infinity, negatives and numbers no float can hold are refused, never clamped."""
+    with pytest.raises(InvalidArgument, match=r"^wait \(seconds\) must be at least 0 and finite"):
+        wait_seconds(value)
+
+
+@pytest.mark.parametrize("check", [wait_seconds, ttl_seconds])
+def test_number_too_long_to_print_is_refused_as_well(check: Any) -> None:
+    """Python refuses to print an int of 5000 digits; the error is still this package's."""
+    with pytest.raises(InvalidArgument):
+        check(10**5000)
+
+
+def test_wait_means_one_attempt_or_for_ever() -> None:
+    """0 and None are legal waits, and not the same."""
+    assert wait_seconds(0) == 0.0
+    assert wait_seconds(None) is None
+    assert wait_seconds(0.5) == 0.5
+    assert wait_seconds(timedelta(milliseconds=5)) == 0.005
+
+
+@pytest.mark.parametrize("value", [*NOT_DURATIONS, *OUT_OF_BOUNDS, 0, 0.0999, 60.1], ids=short)
+def test_ttl_out_of_bounds_is_refused(value: Any) -> None:
+    """A ttl is at least 0.1 s and at most what the settings allow; None is none."""
+    with pytest.raises(InvalidArgument, match=r"^ttl \(seconds\) must be"):
+        ttl_seconds(value, maximum=60)
+
+
+@pytest.mark.parametrize("value", [0.1, 1, 60, timedelta(milliseconds=100), timedelta(minutes=1)])
+def test_bounds_of_a_ttl_are_inclusive(value: Any) -> None:
+    """The shortest and the longest ttl are legal."""
+    assert MIN_TTL <= ttl_seconds(value, maximum=60) <= 60
+
+
+def test_message_says_both_bounds() -> None:
+    """Who reads the message knows what would have been right."""
+    with pytest.raises(InvalidArgument, match="must be at least 0.1 and at most 60, not 61"):
+        ttl_seconds(61, maximum=60)
+
+
+def test_number_has_inclusive_bounds() -> None:
+    """A plain number is checked by the same rules, without a unit."""
+    assert number(1, "factor", minimum=1, maximum=2) == 1.0
+    assert number(2, "factor", minimum=1, maximum=2) == 2.0
+    with pytest.raises(InvalidArgument, match=r"^factor must be at least 1 and at most 2, not 2.1"):
+        number(2.1, "factor", minimum=1, maximum=2)
+
+
+def test_fixed_times_are_those_of_the_contract() -> None:
+    """Every backend and every version agrees on grace, shortest ttl and longest bound."""
+    assert (GRACE, MIN_TTL, MAX_BOUND) == (1.0, 0.1, 1.0)

@@ -1,0 +1,246 @@
+"""Keys from the arguments of a call."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import enum
+import itertools
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from django_distlock.core.errors import InvalidArgument
+from django_distlock.core.keys import KeyTemplate
+
+DAY = datetime.date(2026, 3, 4)
+ID = uuid.UUID("12345678123456781234567812345678")
+
+
+class Colour(enum.Enum):
+    """Members with values of several types."""
+
+    RED = "red"
+    SEVEN = 7
+    PAIR = (1, 2)
+
+
+@dataclass
+class Invoice:
+    """An argument that has no canonical text itself."""
+
+    pk: int
+    lines: list[str]
+
+
+def charge(invoice_id: Any, *, currency: Any = "EUR") -> None:
+    """Take arguments by position and by name, with a default."""
+
+
+def pair(a: Any, b: Any = "b") -> None:
+    """Take two."""
+
+
+def anything(*args: Any, **kwargs: Any) -> None:
+    """Take everything."""
+
+
+def render(template: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """Make the key of one call."""
+    return KeyTemplate.for_function(template, function).render(args, kwargs)
+
+
+def test_positional_and_keyword_arguments_make_the_same_key() -> None:
+    """`f(1)` and `f(a=1)` are one lock."""
+    assert render("p:{a}:{b}", pair, 1, 2) == "p:1:2"
+    assert render("p:{a}:{b}", pair, b=2, a=1) == "p:1:2"
+    assert render("p:{a}:{b}", pair, 1, b=2) == "p:1:2"
+
+
+def test_defaults_take_part() -> None:
+    """Leaving an argument out is the same as passing its default."""
+    key = "charge:42:EUR"
+    assert render("charge:{invoice_id}:{currency}", charge, 42) == key
+    assert render("charge:{invoice_id}:{currency}", charge, 42, currency="EUR") == key
+    assert render("charge:{invoice_id}:{currency}", charge, 42, currency="USD") != key
+
+
+def test_template_without_fields_is_the_same_for_all_calls() -> None:
+    """A template may be a plain key."""
+    assert render("nightly", pair, 1) == render("nightly", pair, 2) == "nightly"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{a.pk}", "7"),
+        ("{a.lines[1]}", "second"),
+        ("{b[name]}", "Ada"),
+        ("{a.pk:05d}", "00007"),
+        ("{b[day]:%Y-%m}", "2026-03"),
+        ("invoice:{a.pk}!", "invoice:7!"),
+        ("{{{a.pk}}}", "{7}"),
+        ("{{}}", "{}"),
+        ("{{a}}:{a.pk}", "{a}:7"),
+    ],
+)
+def test_fields_follow_attributes_items_and_formats(template: str, expected: str) -> None:
+    """A field may be an attribute or an item, and take a format; literal braces are doubled."""
+    invoice = Invoice(7, ["first", "second"])
+    assert render(template, pair, invoice, {"name": "Ada", "day": DAY}) == expected
+
+
+def test_collected_arguments_are_fields_too() -> None:
+    """`*args` and `**kwargs` are reached by item."""
+    assert render("{args[0]}:{kwargs[name]}", anything, 5, name="x") == "5:x"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("text", "text"),
+        (7, "7"),
+        (True, "True"),
+        (0.5, "0.5"),
+        (decimal.Decimal("1.50"), "1.50"),
+        (ID, "12345678-1234-5678-1234-567812345678"),
+        (DAY, "2026-03-04"),
+        (datetime.datetime(2026, 3, 4, 5, 6, tzinfo=datetime.UTC), "2026-03-04 05:06:00+00:00"),
+        (datetime.time(5, 6), "05:06:00"),
+        (None, "None"),
+        (Colour.RED, "red"),
+        (Colour.SEVEN, "7"),
+        ("e\u0301", "\u00e9"),
+    ],
+)
+def test_types_with_canonical_text(value: object, text: str) -> None:
+    """Text, numbers, UUIDs, dates, times, None and enumerations of them are legal values."""
+    assert render("{a}", pair, value) == text
+
+
+@pytest.mark.parametrize(
+    "value", [[1], {"a": 1}, {1}, (1,), b"bytes", Invoice(1, []), object(), Colour.PAIR, 1j]
+)
+def test_value_without_canonical_text_is_refused(value: object) -> None:
+    """What prints differently from run to run makes no key; the message says what to do."""
+    with pytest.raises(InvalidArgument, match="has no canonical text. Use an attribute") as caught:
+        render("x:{a}", pair, value)
+    assert "{a}" in str(caught.value)
+    assert "'x:{a}'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "rule"),
+    [
+        ("{c}", r"names 'c', which is not a parameter of pair\(a: "),
+        ("{}", "names ''"),
+        ("{0}", "names '0'"),
+        ("{c.pk}", "names 'c'"),
+        ("{c[0]}", "names 'c'"),
+        ("{a}{b}", r"needs a separator before \{b\}"),
+        ("x{a}{b}y", r"needs a separator before \{b\}"),
+        ("{a!r}", "has the conversion !r"),
+        ("{a", "expected '}'"),
+        ("a}", "Single '}'"),
+        ("{a}:{", "Single '{'"),
+    ],
+)
+def test_bad_template_is_refused_before_any_call(template: str, rule: str) -> None:
+    """An unknown parameter, a missing separator or a slip of syntax fails at decoration."""
+    with pytest.raises(InvalidArgument, match=rule) as caught:
+        KeyTemplate.for_function(template, pair)
+    assert repr(template) in str(caught.value)
+
+
+def test_arguments_that_do_not_fit_are_pythons_own_error() -> None:
+    """A call that Python would refuse is refused as Python does."""
+    with pytest.raises(TypeError, match="missing a required argument: 'a'"):
+        render("{a}", pair)
+
+
+@pytest.mark.parametrize(
+    ("value", "rule"), [("", "must not be empty"), ("\0", "NUL"), ("x" * 513, "at most 512 bytes")]
+)
+def test_made_key_follows_the_rules_of_keys(value: str, rule: str) -> None:
+    """A key made of arguments is checked like any other."""
+    with pytest.raises(InvalidArgument, match=rule):
+        render("{a}", pair, value)
+
+
+def test_format_that_does_not_fit_the_value_is_an_invalid_argument() -> None:
+    """A format spec that the value refuses is reported as this package's error."""
+    with pytest.raises(InvalidArgument, match="a:d"):
+        render("x:{a:d}", pair, "text")
+
+
+def test_one_field_is_not_escaped() -> None:
+    """Where nothing can be confused, the value is readable as it is."""
+    assert render("path:{a}", pair, "a:b/c%d") == "path:a:b/c%d"
+
+
+def test_separators_inside_values_are_escaped() -> None:
+    """With two fields, what separates them is percent-encoded inside values."""
+    assert render("{a}:{b}", pair, "1:2", "3") == "1%3A2:3"
+    assert render("{a}:{b}", pair, "1", "2:3") == "1:2%3A3"
+    assert render("{a} → {b}", pair, "x→", "y z") == "x%E2%86%92 → y%20z"
+    assert render("<{a}:{b}>", pair, "<1>", "2") == "<<1>:2>"
+
+
+PIECES = ["", "a", ":", "%", "%3A", "3A", "25", "=", "\u0338", "≠", "≠a", "-", "--", "%%", "3"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{a}:{b}",
+        "x{a}:{b}y",
+        "{a}::{b}",
+        "{a}:-{b}",
+        "{a}%{b}",
+        "{a}%25{b}",
+        "{a}3{b}",
+        "{a}={b}",
+        "{a}-{b}",
+        "%{a}:{b}%",
+    ],
+)
+def test_different_arguments_never_make_one_key(template: str) -> None:
+    """Joining never makes one key of two different pairs of values."""
+    made = KeyTemplate.for_function(template, pair)
+    values = ["".join(both) for both in itertools.product(PIECES, repeat=2)]
+    # Values that NFC calls the same are the same value.
+    pairs = list(itertools.product(sorted({render("-{a}", pair, v)[1:] for v in values}), repeat=2))
+    keys: dict[str, tuple[str, ...]] = {}
+    for each in pairs:
+        key = made.render(each, {})
+        assert keys.setdefault(key, each) == each, (key, keys[key], each)
+
+
+def test_three_fields_with_two_separators_never_collide() -> None:
+    """The separator of one pair of fields is escaped in every value."""
+
+    def three(a: str, b: str, c: str) -> None:
+        """Take three."""
+
+    made = KeyTemplate.for_function("{a}:{b}/{c}", three)
+    values = ["", "x", ":", "/", "%", ":/", "/:", "x:", "/x", "%2F"]
+    keys = {made.render(each, {}) for each in itertools.product(values, repeat=3)}
+    assert len(keys) == len(values) ** 3
+
+
+def test_method_template_sees_self() -> None:
+    """The template of a method may use its object."""
+
+    class Account:
+        """Something with a key of its own."""
+
+        pk = 5
+
+        def pay(self, amount: int) -> None:
+            """Pay."""
+
+    assert render("pay:{self.pk}:{amount}", Account.pay, SimpleNamespace(pk=5), 10) == "pay:5:10"

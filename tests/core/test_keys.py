@@ -1,0 +1,313 @@
+"""Keys: what is legal, what a store calls them, what advisory locks call them, and tokens."""
+
+from __future__ import annotations
+
+import enum
+import random
+import re
+from typing import Any
+
+import pytest
+
+from django_distlock.core.errors import InvalidArgument
+from django_distlock.core.keys import (
+    HASH_MARKER,
+    MAX_KEY_BYTES,
+    advisory_id,
+    new_token,
+    normalize_key,
+    normalize_prefix,
+    prefix_end,
+    storage_key,
+    validate_token,
+)
+
+
+class Text(str):
+    """A subclass of `str` that shows itself differently, as `SafeString` may."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return "shown"
+
+    def __repr__(self) -> str:
+        return "Text()"
+
+
+class Queue(str, enum.Enum):  # noqa: UP042 - `StrEnum` formats as its value, this does not
+    """An enumeration whose members are text."""
+
+    MAIL = "mail"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "a",
+        " ",
+        " leading and trailing ",
+        "invoice:42",
+        "a/b:c{d}[e]%f",
+        "Groß- und Kleinschreibung",
+        "🔒",
+        "👩‍👩‍👧",
+        "\n\t",
+        "id:1",
+        "fence:1",
+        "\u200b",
+    ],
+)
+def test_legal_key_is_kept_as_it_is(key: str) -> None:
+    """Colons, slashes, spaces, braces and emoji are legal; nothing is trimmed or folded."""
+    assert normalize_key(key) == key
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("caf\u00e9", "cafe\u0301"),
+        ("\u212b", "\u00c5"),
+        ("\u2126", "\u03a9"),
+        ("\uac00", "\u1100\u1161"),
+        ("q\u0307\u0323", "q\u0323\u0307"),
+    ],
+)
+def test_spellings_equal_under_nfc_are_one_key(one: str, other: str) -> None:
+    """Two spellings that Unicode calls the same are one lock."""
+    assert normalize_key(one) == normalize_key(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("a", "A"), ("a", "a "), ("e", "\u00e9"), ("\ufb01", "fi"), ("1", "\u0661")]
+)
+def test_keys_that_only_look_alike_stay_apart(one: str, other: str) -> None:
+    """There is no case folding, no trimming, no compatibility mapping."""
+    assert normalize_key(one) != normalize_key(other)
+
+
+@pytest.mark.parametrize("key", ["x" * 512, "é" * 256, "🔒" * 128, "e\u0301" * 256])
+def test_exactly_512_bytes_are_legal(key: str) -> None:
+    """The limit is inclusive, and counts bytes of UTF-8 after normalisation."""
+    assert len(normalize_key(key).encode()) == MAX_KEY_BYTES == 512
+
+
+@pytest.mark.parametrize("key", ["x" * 513, "é" * 256 + "x", "🔒" * 128 + "x", "\ufb2c" * 86])
+def test_513_bytes_are_refused_with_the_size(key: str) -> None:
+    """A key above the limit is refused; the message says the limit and the size."""
+    with pytest.raises(InvalidArgument, match=r"at most 512 bytes of UTF-8; this one has \d{3}"):
+        normalize_key(key)
+
+
+@pytest.mark.parametrize(
+    ("key", "rule"),
+    [
+        ("", "must not be empty"),
+        ("a\0b", "must not contain NUL"),
+        ("\ud800", "must not contain a lone surrogate"),
+        ("a\udfff", "must not contain a lone surrogate"),
+    ],
+)
+def test_illegal_text_is_refused_with_the_rule(key: str, rule: str) -> None:
+    """Empty text, NUL and lone surrogates are refused."""
+    with pytest.raises(InvalidArgument, match=rule):
+        normalize_key(key)
+
+
+@pytest.mark.parametrize("key", [None, 42, b"bytes", 4.2, ["a"], True, object])
+def test_other_types_are_refused_with_the_value(key: object) -> None:
+    """A key is text: nothing is converted, and the message names type and value."""
+    with pytest.raises(InvalidArgument, match="must be a str") as caught:
+        normalize_key(key)
+    assert type(key).__name__ in str(caught.value)
+    assert repr(key) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"), [(Text("plain"), "plain"), (Text("é"), "é"), (Queue.MAIL, "mail")]
+)
+def test_subclass_of_str_becomes_a_str(key: str, text: str) -> None:
+    """What travels into records is a plain `str` with the same characters."""
+    made = normalize_key(key)
+    assert type(made) is str
+    assert made == text
+
+
+@pytest.mark.parametrize(
+    ("prefix", "key", "limit", "expected"),
+    [
+        ("distlock", "invoice:42", 100, "distlock:invoice:42"),
+        ("", "invoice:42", 100, "invoice:42"),
+        ("distlock", "x" * 60, 50, "distlock\u2126REMHUM_bgaSN6ksyc3Z6IQ"),
+        ("distlock", "é" * 30, 50, "distlock\u2126OoRVW8wpfgbgcJDyUwOFVw"),
+        ("", "x" * 60, 50, "\u2126QvLZczVmn4aEa3IaiqWFUQ"),
+    ],
+)
+def test_storage_key_vectors(prefix: str, key: str, limit: int, expected: str) -> None:
+    """Every version makes the same name of a key: two of them may run side by side."""
+    assert storage_key(prefix, key, limit) == expected
+
+
+@pytest.mark.parametrize("key", ["k" * 10, "é" * 5, "🔒🔒kk"])
+def test_limit_of_a_storage_key_is_inclusive(key: str) -> None:
+    """A name of exactly the limit is readable; one byte more is hashed."""
+    readable = f"p:{key}"
+    size = len(readable.encode())
+    assert size == 12
+    assert storage_key("p", key, size) == readable
+    assert storage_key("p", key, size - 1).startswith(f"p{HASH_MARKER}")
+
+
+def test_hashed_storage_key_fits_where_the_prefix_does() -> None:
+    """A prefix that is let in leaves room for the marker and 22 characters."""
+    limit = 40
+    prefix = normalize_prefix("p" * 15, limit)
+    assert len(storage_key(prefix, "k" * 100, limit).encode()) == limit
+    with pytest.raises(InvalidArgument, match=r"too long: .* 41 bytes, and this store takes 40"):
+        normalize_prefix("p" * 16, limit)
+
+
+def test_prefix_is_hashed_in() -> None:
+    """The same key hashes apart in two namespaces, and not only before the marker."""
+    one, other = (storage_key(prefix, "k" * 100, 60) for prefix in ("one", "other"))
+    assert one.partition(HASH_MARKER)[2] != other.partition(HASH_MARKER)[2]
+
+
+def test_no_key_contains_the_marker() -> None:
+    """A key that imitates a hashed name is another name: NFC rewrites the marker."""
+    hashed = storage_key("p", "k" * 100, 60)
+    imitation = storage_key("", normalize_key(hashed), 60)
+    assert imitation != hashed
+    assert HASH_MARKER not in normalize_key(f"a{HASH_MARKER}b")
+    assert HASH_MARKER not in normalize_prefix(f"a{HASH_MARKER}b", 60)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "expected"),
+    [("app:", "app"), ("app:::", "app"), ("a:b:", "a:b"), (":", ""), ("", ""), ("e\u0301", "é")],
+)
+def test_trailing_colons_of_a_prefix_are_dropped(prefix: str, expected: str) -> None:
+    """`"app"` and `"app:"` are one namespace; prefixes are NFC like keys."""
+    assert normalize_prefix(prefix, 100) == expected
+
+
+@pytest.mark.parametrize(
+    ("prefix", "rule"),
+    [
+        ("a{b", "braces"),
+        ("a}b", "braces"),
+        ("a\0b", "NUL"),
+        ("a\ud800", "surrogate"),
+        ("p" * 100, "too long"),
+        (None, "must be a str, not None"),
+        (b"p", "must be a str, not b'p'"),
+    ],
+)
+def test_bad_prefix_is_refused_with_the_rule(prefix: object, rule: str) -> None:
+    """A prefix that would break a store's keys is refused before there are any."""
+    with pytest.raises(InvalidArgument, match=rule):
+        normalize_prefix(prefix, 60)
+
+
+def test_hundred_thousand_keys_make_as_many_names() -> None:
+    """Neither hashed storage keys nor advisory numbers collide."""
+    keys = [f"invoice:{number}:{'x' * 40}" for number in range(100_000)]
+    names = {storage_key("p", key, 40) for key in keys}
+    assert len(names) == len(keys)
+    assert all(HASH_MARKER in name for name in names)
+    assert len({advisory_id("salt", name) for name in names}) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("salt", "name", "expected"),
+    [
+        ("a", "k", -7337921046377067402),
+        ("b", "k", 2764628968360607873),
+        ("a", "k2", 8654691549450801814),
+        ("django_distlock", "distlock:invoice:42", -439316130616502465),
+    ],
+)
+def test_advisory_vectors(salt: str, name: str, expected: int) -> None:
+    """Every version makes the same number of a name, and each salt another one."""
+    assert advisory_id(salt, name) == expected
+
+
+def test_advisory_numbers_use_all_signed_64_bits() -> None:
+    """The numbers fill PostgreSQL's `bigint`: both signs, and every bit varies."""
+    numbers = [advisory_id("salt", str(number)) for number in range(2000)]
+    assert all(-(2**63) <= number < 2**63 for number in numbers)
+    for bit in range(64):
+        ones = sum(number >> bit & 1 for number in numbers)
+        assert 800 < ones < 1200, bit
+
+
+def test_salt_and_name_are_kept_apart() -> None:
+    """Moving a character from the name into the salt makes another number."""
+    assert advisory_id("ab", "c") != advisory_id("a", "bc")
+
+
+@pytest.mark.parametrize(
+    ("prefix", "end"),
+    [
+        ("", None),
+        ("\U0010ffff", None),
+        ("\U0010ffff\U0010ffff", None),
+        ("a", "b"),
+        ("az", "a{"),
+        ("a\U0010ffff", "b"),
+        ("\ud7ff", "\ue000"),
+        ("é", "ê"),
+    ],
+)
+def test_prefix_end_vectors(prefix: str, end: str | None) -> None:
+    """The end of a prefix is the next text by code points, over the surrogates' gap."""
+    assert prefix_end(prefix) == end
+
+
+def test_prefix_end_bounds_exactly_the_texts_with_the_prefix() -> None:
+    """Between a prefix and its end lie the texts that start with it, and no others."""
+    alphabet = "az:~\x7f\u00e9\ud7ff\ue000\U0001f512\U0010ffff"
+    chance = random.Random(7)
+    texts = ["".join(chance.choices(alphabet, k=chance.randint(0, 4))) for _ in range(3000)]
+    for prefix in texts[:60]:
+        end = prefix_end(prefix)
+        for text in texts:
+            inside = text >= prefix and (end is None or text < end)
+            assert inside == text.startswith(prefix), (prefix, text)
+
+
+def test_tokens_are_22_random_base64url_characters() -> None:
+    """A token is 128 random bits in base64url, and no two are equal."""
+    tokens = [new_token() for _ in range(5000)]
+    assert all(re.fullmatch(r"[A-Za-z0-9_-]{22}", token) for token in tokens)
+    assert len(set(tokens)) == len(tokens)
+    # The last character carries two bits: 22 of them carry 132 bits, and 128 are random.
+    assert {token[-1] for token in tokens} == set("AQgw")
+    assert {char for token in tokens for char in token[:-1]} == set(
+        "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-"
+    )
+    assert all(validate_token(token) == token for token in tokens)
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        "",
+        "a" * 21,
+        "a" * 23,
+        "a" * 21 + "+",
+        "a" * 21 + "\n",
+        "a" * 22 + "\n",
+        "é" * 22,
+        "\u0661" * 22,
+        None,
+        22,
+        b"a" * 22,
+    ],
+)
+def test_malformed_token_is_refused_without_repeating_it(token: Any) -> None:
+    """A token is checked with a full match; the message does not show what may be a secret."""
+    with pytest.raises(InvalidArgument, match="A token is 22 characters") as caught:
+        validate_token(token)
+    assert caught.value.code == "invalid_argument"
+    assert not token or str(token) not in str(caught.value).replace("22 characters", "")
