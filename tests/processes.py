@@ -1,0 +1,140 @@
+"""Run a function in a process of its own, on the same test databases.
+
+    with spawn("tests.integration.workers:hold", "invoice:42", PYTHONDEVMODE="0") as worker:
+        worker.wait_for("held")
+        worker.send("let go")
+        assert worker.result() == {"fence": 1}
+
+The function talks by `print` and `input`, and returns something that JSON can carry.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import django
+from django.db import connections
+
+RESULT = "result: "
+# No worker outlives its test by more, should the test itself be killed.
+LIFETIME_SECONDS = 120
+
+
+def spawn(target: str, *arguments: Any, **environment: str) -> Process:
+    """Start `module:function` with arguments that JSON can carry."""
+    names = {alias: str(connections[alias].settings_dict["NAME"]) for alias in connections}
+    return Process(
+        [sys.executable, "-u", "-m", "tests.processes", target, json.dumps(arguments)],
+        {
+            **os.environ,
+            "DJANGO_SETTINGS_MODULE": "tests.settings",
+            "DISTLOCK_TEST_DATABASES": json.dumps(names),
+            **environment,
+        },
+    )
+
+
+class Process:
+    """A running function. Leaving its block ends it, whatever it is doing."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self.popen = subprocess.Popen(
+            command,
+            cwd=Path(__file__).parent.parent,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            bufsize=1,
+        )
+        self._output: list[str] = []
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.kill()
+
+    def wait_for(self, line: str, timeout: float = 20) -> None:
+        """Return when the function has printed this line."""
+        give_up = time.monotonic() + timeout
+        while (printed := self._next(give_up)) != line:
+            if printed is None:
+                raise AssertionError(f"ended before it said {line!r}:\n{self._said()}")
+
+    def send(self, line: str) -> None:
+        """Answer the function's `input()`."""
+        assert self.popen.stdin
+        self.popen.stdin.write(line + "\n")
+
+    def result(self, timeout: float = 30) -> Any:
+        """Wait for the end, and give what the function returned."""
+        give_up = time.monotonic() + timeout
+        while self._next(give_up) is not None:
+            pass
+        self.popen.wait()
+        results = [line for line in self._output if line.startswith(RESULT)]
+        if not results:
+            raise AssertionError(f"exit status {self.popen.returncode}:\n{self._said()}")
+        return json.loads(results[-1].removeprefix(RESULT))
+
+    def kill(self) -> None:
+        """Kill the process, unless it has ended, and clear up after it."""
+        self.popen.kill()
+        self.popen.wait()
+        self._reader.join()
+        for pipe in (self.popen.stdin, self.popen.stdout):
+            assert pipe
+            pipe.close()
+
+    def _read(self) -> None:
+        assert self.popen.stdout
+        for line in self.popen.stdout:
+            self._output.append(line.rstrip("\n"))
+            self._lines.put(self._output[-1])
+        self._lines.put(None)
+
+    def _next(self, give_up: float) -> str | None:
+        """Give the next line, or None at the end."""
+        try:
+            return self._lines.get(timeout=max(0, give_up - time.monotonic()))
+        except queue.Empty:
+            raise AssertionError(f"nothing more in time after:\n{self._said()}") from None
+
+    def _said(self) -> str:
+        return "\n".join(self._output)
+
+
+def main(target: str, arguments: str) -> None:
+    """Be the process: call the function and print what it returns."""
+    faulthandler.register(signal.SIGALRM, chain=True)
+    signal.alarm(LIFETIME_SECONDS)
+    django.setup()
+    module, _, function = target.partition(":")
+    result = getattr(import_module(module), function)(*json.loads(arguments))
+    print(RESULT + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,75 @@
+"""Django's settings for the tests, over the servers that `tests.services_plugin` started."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from psycopg import IsolationLevel
+
+ENGINES = {"postgresql": "django.db.backends.postgresql"}
+
+
+def database(url: str) -> dict[str, Any]:
+    """Turn the address of a database into Django's settings."""
+    parts = urlsplit(url)
+    return {
+        "ENGINE": ENGINES[parts.scheme],
+        "NAME": unquote(parts.path[1:]),
+        "USER": unquote(parts.username or ""),
+        "PASSWORD": unquote(parts.password or ""),
+        "HOST": unquote(parts.hostname or ""),
+        "PORT": str(parts.port or ""),
+        "OPTIONS": dict(parse_qsl(parts.query)),
+    }
+
+
+# Type checkers read the settings where no server runs: there the defaults do.
+POSTGRES = database(os.environ.get("DISTLOCK_TEST_POSTGRES_URL", "postgresql:///postgres"))
+SCRATCH = Path(os.environ.get("DISTLOCK_TEST_SCRATCH", tempfile.gettempdir()))
+
+DATABASES: dict[str, dict[str, Any]] = {
+    "default": POSTGRES,
+    "serializable": {
+        **POSTGRES,
+        "OPTIONS": {**POSTGRES["OPTIONS"], "isolation_level": IsolationLevel.SERIALIZABLE},
+        "TEST": {"MIRROR": "default"},
+    },
+    "sqlite": {
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": SCRATCH / "distlock.sqlite3",
+        "OPTIONS": {"timeout": 5, "init_command": "PRAGMA journal_mode=WAL"},
+        # Named, or Django keeps it in memory, where no other process sees it.
+        "TEST": {"NAME": str(SCRATCH / "test-distlock.sqlite3")},
+    },
+}
+# A process that a test started works on the databases of that test.
+for alias, name in json.loads(os.environ.get("DISTLOCK_TEST_DATABASES", "{}")).items():
+    DATABASES[alias]["NAME"] = name
+
+INSTALLED_APPS = [
+    "django.contrib.contenttypes",
+    "django.contrib.auth",
+    "django_distlock",
+    "tests.shop",
+]
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+SECRET_KEY = "only for tests"
+USE_TZ = True
+
+DATABASE_BACKEND = "django_distlock.backends.database.DatabaseBackend"
+DISTLOCK: dict[str, dict[str, Any]] = {
+    "default": {"BACKEND": DATABASE_BACKEND, "OPTIONS": {"using": "default"}},
+    "memory": {"BACKEND": "django_distlock.backends.memory.MemoryBackend"},
+    "sqlite": {"BACKEND": DATABASE_BACKEND, "OPTIONS": {"using": "sqlite"}},
+    "postgres": {"BACKEND": DATABASE_BACKEND, "OPTIONS": {"using": "default"}},
+    "postgres_orm": {
+        "BACKEND": DATABASE_BACKEND,
+        "KEY_PREFIX": "distlock-orm",
+        "OPTIONS": {"using": "default", "server_functions": False},
+    },
+}

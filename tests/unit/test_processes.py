@@ -1,0 +1,92 @@
+"""Functions in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from tests.processes import spawn
+from tests.shop.models import Row
+
+
+def add(name: str, amount: int) -> dict[str, int]:
+    """Add to a row once the test says so."""
+    print("ready")
+    row = Row.objects.get(name=name)
+    row.value += amount * int(input())
+    row.save()
+    return {"value": row.value, "pid": os.getpid()}
+
+
+def fail() -> None:
+    """Fail."""
+    raise ZeroDivisionError
+
+
+def sleep() -> None:
+    """Never end by itself."""
+    print("asleep")
+    time.sleep(60)
+
+
+def variable(name: str) -> str | None:
+    """Read the environment."""
+    return os.environ.get(name)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_process_works_on_the_test_database() -> None:
+    """A process reads and writes the rows of the test that started it, and can be talked to."""
+    Row.objects.create(name="stock", value=1)
+    with spawn("tests.unit.test_processes:add", "stock", 10) as worker:
+        worker.wait_for("ready")
+        worker.send("4")
+        result = worker.result()
+    assert result == {"value": 41, "pid": worker.popen.pid}
+    assert Row.objects.get(name="stock").value == 41
+
+
+@pytest.mark.django_db(transaction=True, databases=["sqlite"])
+def test_process_works_on_the_sqlite_test_database() -> None:
+    """The SQLite test database is a file that another process can open."""
+    Row.objects.using("sqlite").create(name="stock")
+    with spawn("tests.unit.test_processes:names", "sqlite") as worker:
+        assert worker.result() == ["stock"]
+
+
+def names(using: str) -> list[str]:
+    """List the rows of a database."""
+    return list(Row.objects.using(using).values_list("name", flat=True))
+
+
+def test_environment_reaches_the_process() -> None:
+    """Keyword arguments are environment variables."""
+    with spawn("tests.unit.test_processes:variable", "ANSWER", ANSWER="42") as worker:
+        assert worker.result() == "42"
+
+
+def test_failure_carries_the_traceback() -> None:
+    """A function that raises fails the test, with the process's own words."""
+    with (
+        spawn("tests.unit.test_processes:fail") as worker,
+        pytest.raises(AssertionError, match="ZeroDivisionError"),
+    ):
+        worker.result()
+
+
+def test_leaving_the_block_ends_the_process() -> None:
+    """No process outlives its block."""
+    with spawn("tests.unit.test_processes:sleep") as worker:
+        worker.wait_for("asleep")
+    assert worker.popen.returncode == -9
+
+
+def test_silence_is_bounded() -> None:
+    """Waiting for a line that never comes ends."""
+    with (
+        spawn("tests.unit.test_processes:sleep") as worker,
+        pytest.raises(AssertionError, match="nothing more in time"),
+    ):
+        worker.wait_for("awake", timeout=0.05)
