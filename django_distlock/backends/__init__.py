@@ -1,0 +1,1 @@
+"""Stores that answer acquire, extend, release and read about a key: once, without waiting."""

@@ -1,0 +1,395 @@
+"""The narrow waist: what every backend answers, and the checks that are the same for all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
+
+from ..conf import BackendConfig
+from ..core import durations
+from ..core.durations import MAX_BOUND, Duration
+from ..core.errors import InvalidArgument, LockUsageError, shown
+from ..core.holders import Holder, is_plain_text
+from ..core.keys import normalize_key, normalize_prefix, storage_key, validate_token
+from ..core.records import Contended, Grant, Page, Record, Unknown
+from ..exceptions import InvalidLockBackend
+from .threads import CallThreads
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class BaseLockBackend:
+    """A store of locks, asked once per call.
+
+    Each public operation is one attempt, atomic in the store, without retries. It checks its
+    arguments before any I/O and hands the storage key to the method of the same name with a
+    leading underscore, which a backend defines. Contention and loss are answers; a store that
+    cannot be reached raises `BackendUnavailable`.
+
+    An operation that would have to wait longer than `bound` seconds for somebody else's
+    transaction answers `Contended(busy=True)`, or `UNKNOWN` where it is about a lease of one's own.
+
+    Operations have twins in async with the prefix `a`, which run on threads of this backend.
+
+    Args:
+        config: What `DISTLOCK` says about the alias.
+        unknown: Options that no class on the way here knows.
+
+    Raises:
+        InvalidLockBackend: An unknown option, or a key prefix that this store cannot take.
+    """
+
+    # Do processes on different hosts see each other's locks?
+    distributed: ClassVar[bool] = False
+    # Does every grant carry a fence that grows?
+    supports_fencing: ClassVar[bool] = True
+    # Does a lease end by itself?
+    supports_ttl: ClassVar[bool] = True
+    # Does the store wake its waiters?
+    supports_wakeups: ClassVar[bool] = False
+    # Can held locks be listed?
+    supports_listing: ClassVar[bool] = True
+    # Can a lock be found by its token?
+    supports_token_lookup: ClassVar[bool] = True
+    # Whose clock decides when a lease ends?
+    time_authority: Literal["server", "client"] = "server"
+    # How many bytes does the longest storage key have?
+    storage_key_limit: ClassVar[int] = 1000
+
+    def __init__(self, config: BackendConfig, **unknown: Any):
+        self.config = config
+        self.alias = config.alias
+        if unknown:
+            names = ", ".join(map(repr, sorted(unknown)))
+            raise InvalidLockBackend(f"DISTLOCK[{self.alias!r}]: Unknown options: {names}.")
+        try:
+            self.key_prefix = normalize_prefix(config.key_prefix, self.storage_key_limit)
+        except InvalidArgument as error:
+            raise InvalidLockBackend(f"DISTLOCK[{self.alias!r}]: KEY_PREFIX: {error}") from None
+        self._threads = CallThreads(f"distlock-{self.alias}", self._own_thread)
+
+    # Operations
+
+    def acquire(
+        self,
+        key: str,
+        token: str,
+        ttl: Duration | None,
+        holder: Holder | None = None,
+        *,
+        wanted: bool = False,
+        replace: str | None = None,
+        bound: Duration = MAX_BOUND,
+    ) -> Grant | Contended:
+        """Grant the key to `token` if it is free.
+
+        Contended, nothing is written and no fence is used up.
+
+        Args:
+            ttl: Seconds until the lease ends by itself, from 0.1 to `MAX_TTL`; None: no expiry.
+            holder: Who asks.
+            wanted: Mark the grant that is in the way, so that its end wakes the caller.
+            replace: Grant also if this is the token of the grant that is in the way.
+            bound: Seconds to wait inside the store, at most 1.
+
+        Raises:
+            InvalidArgument: Key, token, ttl or bound break a rule.
+            BackendUnavailable: The store did not answer. The key may have been granted: release it
+                with this token, or acquire with `replace=token`.
+            LockUsageError: The store cannot be asked from here.
+            LockError: The key has used up its fences.
+        """
+        key = normalize_key(key)
+        validate_token(token)
+        if replace is not None:
+            validate_token(replace)
+        return self._acquire(
+            self._name(key),
+            key,
+            token,
+            self._ttl(ttl),
+            holder or Holder(),
+            wanted=wanted,
+            replace=replace,
+            bound=_bound(bound),
+        )
+
+    def extend(
+        self, grant: Grant, ttl: Duration | None = None, *, bound: Duration = MAX_BOUND
+    ) -> Grant | Unknown | None:
+        """Give the lease `ttl` more seconds from now, replacing what it had left.
+
+        Args:
+            ttl: Seconds; None: as many as the grant had.
+
+        Returns:
+            The grant with its new end; None: the lease is gone; `UNKNOWN`: no answer within the
+            bound.
+        """
+        validate_token(grant.token)
+        ttl = grant.ttl if ttl is None else ttl
+        name = self._name(normalize_key(grant.key))
+        return self._extend(name, grant, self._ttl(ttl), bound=_bound(bound))
+
+    def extend_many(self, grants: Sequence[Grant]) -> Sequence[Grant | Unknown | None]:
+        """Extend several leases, each by its own ttl, in one round trip.
+
+        A record that a transaction holds is skipped as `UNKNOWN`.
+
+        Returns:
+            An answer as `extend` gives it for each grant, in the order of `grants`.
+        """
+        named = [(self._name(normalize_key(grant.key)), grant) for grant in grants]
+        for grant in grants:
+            validate_token(grant.token)
+            self._ttl(grant.ttl)
+        return self._extend_many(named) if named else []
+
+    def release(self, grant: Grant, *, bound: Duration = MAX_BOUND) -> bool | Unknown:
+        """Give the key back. Return True once, False if the lease is gone, or `UNKNOWN`."""
+        validate_token(grant.token)
+        return self._release(self._name(normalize_key(grant.key)), grant, bound=_bound(bound))
+
+    def settle(
+        self, grant: Grant, seconds: Duration, *, bound: Duration = MAX_BOUND
+    ) -> bool | Unknown:
+        """End the work but keep the key taken, without grace, for `seconds` since the grant.
+
+        If that is past, the key goes at once. The answer is that of `release`.
+        """
+        validate_token(grant.token)
+        held = durations.seconds(seconds, "seconds", maximum=self.config.max_ttl)
+        return self._settle(self._name(normalize_key(grant.key)), grant, held, bound=_bound(bound))
+
+    def read(self, key: str) -> Record | None:
+        """Return the record of a held key; None: nobody holds it."""
+        return self._read(self._name(normalize_key(key)))
+
+    def read_token(self, token: str) -> Record | None:
+        """Return the record that this token holds; None: none. `supports_token_lookup`."""
+        self._require("supports_token_lookup", "find a lock by its token")
+        return self._read_token(validate_token(token))
+
+    def list(
+        self,
+        prefix: str = "",
+        cursor: str | None = None,
+        *,
+        host: str | None = None,
+        task_id: str | None = None,
+        limit: int = 100,
+    ) -> Page:
+        """Return a page of held locks. `supports_listing`.
+
+        Args:
+            prefix: What their keys start with.
+            cursor: The `cursor` of the page before.
+            host: Only those of this `Holder.host`.
+            task_id: Only those of this `Holder.task_id`.
+            limit: The size of the page, from 1 to 10 000.
+        """
+        self._require("supports_listing", "list its locks")
+        _positive(limit, "limit", 10_000)
+        for name, value in (("cursor", cursor), ("host", host), ("task_id", task_id)):
+            _text(value, name)
+        prefix = normalize_key(prefix) if prefix else ""
+        return self._list(prefix, cursor, host=host, task_id=task_id, limit=limit)
+
+    def shorten(
+        self, key: str, seconds: Duration, token: str | None = None, *, bound: Duration = MAX_BOUND
+    ) -> Record | Contended | None:
+        """Let a held key end in `seconds` at the latest; it never gets longer.
+
+        Args:
+            token: Only if this is the holder's token.
+
+        Returns:
+            The record as it is now; None: nobody (or another token) holds it; busy.
+        """
+        key = normalize_key(key)
+        if token is not None:
+            validate_token(token)
+        left = durations.seconds(seconds, "seconds", maximum=self.config.max_ttl)
+        return self._shorten(self._name(key), left, token, bound=_bound(bound))
+
+    def force_release(self, key: str, *, bound: Duration = MAX_BOUND) -> Record | Contended | None:
+        """Take a key from its holder: the fence moves on first, then the record goes.
+
+        Returns:
+            The record that was removed; None: nobody held it; busy: a guarded transaction of the
+            holder is open, nothing was changed.
+        """
+        key = normalize_key(key)
+        return self._force_release(self._name(key), key, bound=_bound(bound))
+
+    def request_stop(self, key: str, *, bound: Duration = MAX_BOUND) -> Record | Contended | None:
+        """Ask the holder to finish: its next extend says `stop_requested`.
+
+        Returns:
+            The record as it is now; None: nobody holds the key; busy.
+        """
+        return self._request_stop(self._name(normalize_key(key)), bound=_bound(bound))
+
+    def pause(
+        self, key: str, until: datetime, by: str | None = None, *, bound: Duration = MAX_BOUND
+    ) -> Contended | None:
+        """Grant the key to nobody until `until`, by the store's clock. A holder keeps its lease.
+
+        Args:
+            until: An aware datetime.
+            by: Who wants it so, for people to read; at most 200 characters.
+
+        Returns:
+            None: done; busy: nothing was changed.
+        """
+        key = normalize_key(key)
+        until = _aware(until, "until")
+        _text(by, "by", 200)
+        return self._pause(self._name(key), key, until, by, bound=_bound(bound))
+
+    def resume(self, key: str, *, bound: Duration = MAX_BOUND) -> bool | Contended:
+        """End a pause. Return whether the key was paused, or busy."""
+        return self._resume(self._name(normalize_key(key)), bound=_bound(bound))
+
+    def cleanup(self, before: datetime, limit: int = 1000) -> int:
+        """Remove the records of leases that were over before `before`; return how many went.
+
+        What a transaction holds is skipped. Fence counters are never touched.
+
+        Args:
+            before: An aware datetime. A future one counts as now: no live record goes.
+            limit: How many to remove at most, from 1 to 100 000.
+        """
+        _positive(limit, "limit", 100_000)
+        return self._cleanup(_aware(before, "before"), limit)
+
+    # The same, awaited
+
+    async def aacquire(self, *args: Any, **kwargs: Any) -> Grant | Contended:
+        """See `acquire`."""
+        return await self.run_async(self.acquire, *args, **kwargs)
+
+    async def aextend(self, *args: Any, **kwargs: Any) -> Grant | Unknown | None:
+        """See `extend`."""
+        return await self.run_async(self.extend, *args, **kwargs)
+
+    async def arelease(self, *args: Any, **kwargs: Any) -> bool | Unknown:
+        """See `release`."""
+        return await self.run_async(self.release, *args, **kwargs)
+
+    async def aread(self, key: str) -> Record | None:
+        """See `read`."""
+        return await self.run_async(self.read, key)
+
+    async def run_async(self, operation: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a call on a thread of this backend. Cancelling the await does not cancel the call."""
+        return await asyncio.shield(
+            asyncio.wrap_future(self._threads.submit(operation, *args, **kwargs))
+        )
+
+    # What a backend defines
+
+    def _own_thread(self) -> None:
+        """Prepare a thread that runs asynchronous operations."""
+
+    def _acquire(
+        self,
+        name: str,
+        key: str,
+        token: str,
+        ttl: float | None,
+        holder: Holder,
+        *,
+        wanted: bool,
+        replace: str | None,
+        bound: float,
+    ) -> Grant | Contended:
+        raise NotImplementedError
+
+    def _extend(
+        self, name: str, grant: Grant, ttl: float | None, *, bound: float
+    ) -> Grant | Unknown | None:
+        raise NotImplementedError
+
+    def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> Sequence[Grant | Unknown | None]:
+        raise NotImplementedError
+
+    def _release(self, name: str, grant: Grant, *, bound: float) -> bool | Unknown:
+        raise NotImplementedError
+
+    def _settle(self, name: str, grant: Grant, seconds: float, *, bound: float) -> bool | Unknown:
+        raise NotImplementedError
+
+    def _read(self, name: str) -> Record | None:
+        raise NotImplementedError
+
+    def _read_token(self, token: str) -> Record | None:
+        raise NotImplementedError
+
+    def _list(
+        self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
+    ) -> Page:
+        raise NotImplementedError
+
+    def _shorten(
+        self, name: str, seconds: float, token: str | None, *, bound: float
+    ) -> Record | Contended | None:
+        raise NotImplementedError
+
+    def _force_release(self, name: str, key: str, *, bound: float) -> Record | Contended | None:
+        raise NotImplementedError
+
+    def _request_stop(self, name: str, *, bound: float) -> Record | Contended | None:
+        raise NotImplementedError
+
+    def _pause(
+        self, name: str, key: str, until: datetime, by: str | None, *, bound: float
+    ) -> Contended | None:
+        raise NotImplementedError
+
+    def _resume(self, name: str, *, bound: float) -> bool | Contended:
+        raise NotImplementedError
+
+    def _cleanup(self, before: datetime, limit: int) -> int:
+        raise NotImplementedError
+
+    # Checks
+
+    def _name(self, key: str) -> str:
+        return storage_key(self.key_prefix, key, self.storage_key_limit)
+
+    def _ttl(self, ttl: Duration | None) -> float | None:
+        return None if ttl is None else durations.ttl_seconds(ttl, maximum=self.config.max_ttl)
+
+    def _require(self, capability: str, what: str) -> None:
+        if not getattr(self, capability):
+            raise LockUsageError(
+                f"The lock backend {self.alias!r} ({type(self).__name__}) cannot {what}.",
+                code="unsupported",
+            )
+
+
+def _bound(bound: Duration) -> float:
+    return min(MAX_BOUND, durations.seconds(bound, "bound"))
+
+
+def _positive(value: int, name: str, maximum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= maximum:
+        raise InvalidArgument(f"{name} must be an int from 1 to {maximum}, not {shown(value)}.")
+
+
+def _text(value: str | None, name: str, maximum: int = 1000) -> None:
+    if value is not None and not (is_plain_text(value) and len(value) <= maximum):
+        raise InvalidArgument(
+            f"{name} must be a str of at most {maximum} characters without NUL and surrogates, not"
+            f" {shown(value)}."
+        )
+
+
+def _aware(value: datetime, name: str) -> datetime:
+    if not isinstance(value, datetime) or value.utcoffset() is None:
+        raise InvalidArgument(f"{name} must be an aware datetime, not {shown(value)}.")
+    return value.astimezone(UTC)

@@ -1,0 +1,49 @@
+"""The threads on which a backend serves asynchronous code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from django.db import connections
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: Calls that run at once. Many, because the store is bounded by connections: a call that waits for
+#: one must not keep another from being made.
+THREADS = 32
+
+
+class CallThreads:
+    """Threads of a backend's own, where no other work delays a call.
+
+    Args:
+        name: What the threads' names start with.
+        prepare: Is called first in each thread.
+    """
+
+    def __init__(self, name: str, prepare: Callable[[], None]):
+        self._name = name
+        self._prepare = prepare
+        self._executor: tuple[int, ThreadPoolExecutor] | None = None
+
+    def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Start a call."""
+        if self._executor is None or self._executor[0] != os.getpid():
+            # A fork copies the pool's object and none of its threads.
+            pool = ThreadPoolExecutor(
+                THREADS, thread_name_prefix=self._name, initializer=self._prepare
+            )
+            self._executor = (os.getpid(), pool)
+        return self._executor[1].submit(_run, call, *args, **kwargs)
+
+
+def _run(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    try:
+        return call(*args, **kwargs)
+    finally:
+        # What a signal's receiver opened here, no end of a request would ever close.
+        connections.close_all()

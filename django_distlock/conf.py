@@ -1,0 +1,231 @@
+"""The one reader of `DISTLOCK`, `DISTLOCK_TABLES` and `DISTLOCK_HOLDER`.
+
+Settings are read when first needed, checked, and copied: nothing here keeps or changes the
+project's dictionaries.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from django.conf import settings
+
+from .core.durations import MIN_TTL, seconds, ttl_seconds, wait_seconds
+from .core.errors import InvalidArgument, shown
+from .core.retry import Retry
+from .exceptions import InvalidLockBackend
+
+DEFAULT_BACKENDS: Mapping[str, Mapping[str, Any]] = {
+    "default": {"BACKEND": "django_distlock.backends.database.DatabaseBackend"}
+}
+
+DEFAULT_TABLES: Mapping[str, str] = {
+    "locks": "django_distlock_heldlock",
+    "fences": "django_distlock_fencecounter",
+    "events": "django_distlock_lockevent",
+}
+
+#: PostgreSQL's names have at most 63 bytes, and functions and constraints add up to 15 to theirs.
+_MAX_TABLE_NAME = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendConfig:
+    """What one alias of `DISTLOCK` says.
+
+    Attributes:
+        backend: The import path of the backend's class.
+        key_prefix: The namespace of its keys.
+        ttl: Seconds a lease lives where a lock does not say.
+        wait: Seconds to keep trying where a lock does not say; None: for ever.
+        max_ttl: The longest legal ttl, in seconds.
+        lock_connections: How many connections of its own a process opens at most.
+        retry: Pauses between attempts where a lock does not say.
+        options: Keyword arguments of the backend's class.
+    """
+
+    alias: str = "default"
+    backend: str = ""
+    key_prefix: str = "distlock"
+    ttl: float = 30.0
+    wait: float | None = 5.0
+    max_ttl: float = 604_800.0
+    lock_connections: int = 4
+    retry: Retry = field(default_factory=Retry)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def aliases() -> list[str]:
+    """Return the names of the configured backends, without reading what they say."""
+    return list(_configured())
+
+
+def backend_config(alias: str) -> BackendConfig:
+    """Return what `DISTLOCK` says about `alias`, checked.
+
+    Raises:
+        InvalidLockBackend: There is no such alias, or a setting breaks a rule.
+    """
+    configured = _configured()
+    if alias not in configured:
+        names = ", ".join(map(repr, configured)) or "none"
+        raise InvalidLockBackend(
+            f"The lock backend {alias!r} is not configured. DISTLOCK has: {names}."
+        )
+    where, raw = f"DISTLOCK[{alias!r}]", configured[alias]
+    if not isinstance(raw, Mapping):
+        raise InvalidLockBackend(f"{where} must be a dictionary, not {shown(raw)}.")
+    _refuse_unknown(where, raw, _READERS)
+    if not isinstance(raw.get("BACKEND"), str):
+        raise InvalidLockBackend(
+            f"{where}: BACKEND must be the import path of a backend, not"
+            f" {shown(raw.get('BACKEND'))}."
+        )
+    read: dict[str, Any] = {"alias": alias}
+    for name, value in raw.items():
+        try:
+            read[name.lower()] = _READERS[name](value)
+        except InvalidArgument as error:
+            raise InvalidLockBackend(f"{where}: {name}: {error}") from None
+    config = BackendConfig(**read)
+    if config.ttl > config.max_ttl:
+        raise InvalidLockBackend(
+            f"{where}: TTL ({config.ttl:g} s) is above MAX_TTL ({config.max_ttl:g} s)."
+        )
+    return config
+
+
+def table(name: str) -> str:
+    """Return the table of `"locks"`, `"fences"` or `"events"`.
+
+    Raises:
+        InvalidLockBackend: `DISTLOCK_TABLES` names something else, or a name twice, or what is not
+            an identifier of at most 48 characters.
+    """
+    raw = getattr(settings, "DISTLOCK_TABLES", {})
+    if not isinstance(raw, Mapping):
+        raise InvalidLockBackend(f"DISTLOCK_TABLES must be a dictionary, not {shown(raw)}.")
+    _refuse_unknown("DISTLOCK_TABLES", raw, DEFAULT_TABLES)
+    tables = {**DEFAULT_TABLES, **raw}
+    for what, value in tables.items():
+        if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+            raise InvalidLockBackend(
+                f"DISTLOCK_TABLES[{what!r}] must be an identifier, not {shown(value)}."
+            )
+        if len(value) > _MAX_TABLE_NAME:
+            raise InvalidLockBackend(
+                f"DISTLOCK_TABLES[{what!r}] has {len(value)} characters, more than"
+                f" {_MAX_TABLE_NAME}: {shown(value)}."
+            )
+    # Some databases fold the case of names.
+    if len({value.lower() for value in tables.values()}) < len(tables):
+        raise InvalidLockBackend(
+            f"DISTLOCK_TABLES must name different tables, so that no cleanup of locks can reach"
+            f" the fence counters: {tables!r}."
+        )
+    configured: str = tables[name]
+    return configured
+
+
+@dataclass(frozen=True, slots=True)
+class HolderConfig:
+    """What `DISTLOCK_HOLDER` says.
+
+    Attributes:
+        prefix: Stands before the host's name.
+        process: The process's name; None: taken from the program that runs.
+    """
+
+    prefix: str = ""
+    process: str | None = None
+
+
+def holder_config() -> HolderConfig:
+    """Return how this process names itself.
+
+    Raises:
+        InvalidLockBackend: `DISTLOCK_HOLDER` breaks a rule.
+    """
+    raw = getattr(settings, "DISTLOCK_HOLDER", {})
+    if not isinstance(raw, Mapping):
+        raise InvalidLockBackend(f"DISTLOCK_HOLDER must be a dictionary, not {shown(raw)}.")
+    _refuse_unknown("DISTLOCK_HOLDER", raw, ("prefix", "process"))
+    for name, value in raw.items():
+        if name == "process" and value is None:
+            continue
+        try:
+            _stored_text(value)
+        except InvalidArgument as error:
+            raise InvalidLockBackend(f"DISTLOCK_HOLDER[{name!r}] {error}") from None
+    return HolderConfig(**raw)
+
+
+def _configured() -> Mapping[str, Any]:
+    raw = getattr(settings, "DISTLOCK", DEFAULT_BACKENDS)
+    if not isinstance(raw, Mapping):
+        raise InvalidLockBackend(f"DISTLOCK must be a dictionary, not {shown(raw)}.")
+    return raw
+
+
+def _refuse_unknown(where: str, raw: Mapping[str, Any], known: Collection[str]) -> None:
+    unknown = [name for name in raw if name not in known]
+    if unknown:
+        raise InvalidLockBackend(
+            f"{where}: Unknown settings: {', '.join(map(repr, unknown))}."
+            f" Known are: {', '.join(known)}."
+        )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument(f"must be a str, not {shown(value)}.")
+    return value
+
+
+def _stored_text(value: object) -> str:
+    text = _text(value)
+    if not text.isprintable() or len(text) > 100:
+        raise InvalidArgument(
+            f"must be printable text of at most 100 characters, not {shown(value)}."
+        )
+    return text
+
+
+def _connections(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidArgument(f"must be an int of at least 1, not {shown(value)}.")
+    return value
+
+
+def _retry(value: object) -> Retry:
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(f"must be a dictionary, not {shown(value)}.")
+    known = ("delay", "factor", "cap", "max_retries")
+    unknown = [name for name in value if name not in known]
+    if unknown:
+        raise InvalidArgument(
+            f"unknown: {', '.join(map(repr, unknown))}; known are: {', '.join(known)}."
+        )
+    return Retry(**value)
+
+
+def _options(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise InvalidArgument(f"must be a dictionary of options, not {shown(value)}.")
+    return dict(value)
+
+
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "BACKEND": _text,
+    "KEY_PREFIX": _text,
+    "TTL": ttl_seconds,
+    "WAIT": wait_seconds,
+    # A hundred years: far above it, adding a ttl to a time leaves the calendar.
+    "MAX_TTL": lambda value: seconds(value, "MAX_TTL", minimum=MIN_TTL, maximum=3.2e9),
+    "LOCK_CONNECTIONS": _connections,
+    "RETRY": _retry,
+    "OPTIONS": _options,
+}

@@ -1,0 +1,39 @@
+"""All errors of this package.
+
+::
+
+    LockError                      code "internal", "aborted"
+     ├── LockNotAcquired           "acquisition_timeout"
+     ├── LockLost                  "lost"
+     ├── BackendUnavailable        "service_unavailable", "network_timeout",
+     │                             "auth_failed", "rate_limited"
+     ├── InvalidArgument           "invalid_argument"          (also a ValueError)
+     └── LockUsageError            "reentrant", "foreign_context", "unsupported", "self_blocked"
+
+    InvalidLockBackend             a mistake in settings       (an ImproperlyConfigured)
+"""
+
+from django.core.exceptions import ImproperlyConfigured
+
+from .core.errors import (
+    BackendUnavailable,
+    InvalidArgument,
+    LockError,
+    LockLost,
+    LockNotAcquired,
+    LockUsageError,
+)
+
+__all__ = [
+    "BackendUnavailable",
+    "InvalidArgument",
+    "InvalidLockBackend",
+    "LockError",
+    "LockLost",
+    "LockNotAcquired",
+    "LockUsageError",
+]
+
+
+class InvalidLockBackend(ImproperlyConfigured):
+    """`DISTLOCK` names a backend that does not exist, or an option that breaks a rule."""

@@ -1,0 +1,89 @@
+"""The configured lock backends, by alias."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, cast
+
+from django.core.signals import setting_changed
+from django.utils.module_loading import import_string
+
+from .backends.base import BaseLockBackend
+from .conf import aliases, backend_config
+from .exceptions import InvalidLockBackend
+
+
+class LockBackendHandler:
+    """Lock backends by alias, as `DISTLOCK` configures them: `lock_backends["default"]`.
+
+    There is one backend object per process and alias, shared by all threads: it owns the
+    connections that must be bounded for the process as a whole.
+    """
+
+    def __init__(self) -> None:
+        self._backends: dict[str, BaseLockBackend] = {}
+        self._mutex = threading.Lock()
+
+    def __getitem__(self, alias: str) -> BaseLockBackend:
+        """Return the backend of `alias`.
+
+        Raises:
+            InvalidLockBackend: It is not configured, cannot be imported, or its settings break a
+                rule.
+        """
+        backend = self._backends.get(alias)
+        if backend is None:
+            with self._mutex:
+                backend = self._backends.get(alias) or self._make(alias)
+                self._backends[alias] = backend
+        return backend
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(aliases())
+
+    def all(self) -> list[BaseLockBackend]:
+        """Return every configured backend."""
+        return [self[alias] for alias in self]
+
+    def reset(self) -> None:
+        """Forget the backends: settings have changed."""
+        with self._mutex:
+            self._backends.clear()
+
+    def _make(self, alias: str) -> BaseLockBackend:
+        config = backend_config(alias)
+        where = f"DISTLOCK[{alias!r}]"
+        try:
+            backend_class = import_string(config.backend)
+        except (ImportError, TypeError, ValueError) as error:  # The last two: a leading dot
+            raise InvalidLockBackend(
+                f"{where}: BACKEND {config.backend!r} cannot be imported: {error}"
+            ) from error
+        if not (isinstance(backend_class, type) and issubclass(backend_class, BaseLockBackend)):
+            raise InvalidLockBackend(
+                f"{where}: BACKEND {config.backend!r} is not a subclass of BaseLockBackend."
+            )
+        return backend_class(config, **config.options)
+
+
+class _DefaultBackend:
+    """Stands for `lock_backends["default"]`, whatever that is when it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(lock_backends["default"], name)
+
+    def __repr__(self) -> str:
+        return "<default_lock_backend>"
+
+
+lock_backends = LockBackendHandler()
+default_lock_backend = cast(BaseLockBackend, _DefaultBackend())
+
+
+def _forget(*, setting: str, **_: Any) -> None:
+    if setting in ("DISTLOCK", "DISTLOCK_HOLDER", "DATABASES", "DATABASE_ROUTERS"):
+        lock_backends.reset()
+
+
+setting_changed.connect(_forget, dispatch_uid="django_distlock.handler")

@@ -1,0 +1,60 @@
+"""What happens to locks, as Django signals.
+
+The sender is the backend's class. Each carries `alias`, `key`, `fence` (None where none was
+granted) and `holder` (None where unknown). They are sent with `send_robust()`: a receiver that
+raises is logged and changes nothing. A token is never sent.
+
+=====================  ============================================================================
+signal                 also carries
+=====================  ============================================================================
+`lock_acquired`        `waited` (seconds)
+`lock_not_acquired`    `waited`, `cause` (`LockNotAcquired`, or what was raised); `holder` is the
+                       one that has the key
+`lock_bypassed`        `waited`
+`lock_extended`        `ttl` (seconds), `cause` (None, or the error that left the outcome unknown)
+`lock_released`        `held_for` (seconds), `released` (whether the store freed the key), `cause`
+`lock_lost`            `held_for`, `cause` (a sentence)
+`lock_taken_over`      `previous` (holder), `cause`
+`lock_forced`          `actor`, `reason`
+`fence_rejected`       `current` (the row's fence), `model`, `pk`
+=====================  ============================================================================
+"""
+
+import logging
+from typing import Any
+
+from django.dispatch import Signal
+
+__all__ = [
+    "fence_rejected",
+    "lock_acquired",
+    "lock_bypassed",
+    "lock_extended",
+    "lock_forced",
+    "lock_lost",
+    "lock_not_acquired",
+    "lock_released",
+    "lock_taken_over",
+]
+
+logger = logging.getLogger("django_distlock")
+
+lock_acquired = Signal()
+lock_not_acquired = Signal()
+lock_bypassed = Signal()
+lock_extended = Signal()
+lock_released = Signal()
+lock_lost = Signal()
+lock_taken_over = Signal()
+lock_forced = Signal()
+fence_rejected = Signal()
+
+
+def tell(signal: Signal, sender: type, **facts: Any) -> None:
+    """Send a signal whose receivers cannot change what happened."""
+    try:
+        signal.send_robust(sender, **facts)
+    except Exception:
+        # Not a receiver's error, which is logged by Django: an asynchronous receiver, told from the
+        # thread of an event loop, cannot be awaited.
+        logger.exception("A signal could not be sent")

@@ -1,0 +1,278 @@
+"""Settings: a closed vocabulary, checked when first needed, copied."""
+
+from __future__ import annotations
+
+import copy
+import math
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+
+from django_distlock import conf
+from django_distlock.conf import BackendConfig, HolderConfig
+from django_distlock.core.retry import Retry
+from django_distlock.exceptions import InvalidLockBackend
+
+MEMORY = "django_distlock.backends.memory.MemoryBackend"
+
+
+def read(settings: Any, alias: str = "x", **configured: Any) -> BackendConfig:
+    """Read one alias with these settings."""
+    settings.DISTLOCK = {alias: {"BACKEND": MEMORY, **configured}}
+    return conf.backend_config(alias)
+
+
+def refusal(settings: Any, **configured: Any) -> str:
+    """Give the message that settings are refused with."""
+    with pytest.raises(InvalidLockBackend) as caught:
+        read(settings, **configured)
+    return str(caught.value)
+
+
+def test_no_setting_means_the_database_backend(settings: Any) -> None:
+    """A project that configures nothing gets one alias, on its database."""
+    del settings.DISTLOCK
+    assert conf.aliases() == ["default"]
+    assert conf.backend_config("default") == BackendConfig(
+        backend="django_distlock.backends.database.DatabaseBackend"
+    )
+
+
+def test_empty_setting_means_no_backend(settings: Any) -> None:
+    """`DISTLOCK = {}` says that there are no locks, and is not the same as no setting."""
+    settings.DISTLOCK = {}
+    assert conf.aliases() == []
+    with pytest.raises(InvalidLockBackend, match="'default' is not configured. DISTLOCK has: none"):
+        conf.backend_config("default")
+
+
+def test_defaults_are_those_of_the_documentation(settings: Any) -> None:
+    """What is left out has its documented value."""
+    assert read(settings) == BackendConfig(
+        alias="x",
+        backend=MEMORY,
+        key_prefix="distlock",
+        ttl=30.0,
+        wait=5.0,
+        max_ttl=604_800.0,
+        lock_connections=4,
+        retry=Retry(delay=0.1, factor=2.0, cap=1.0, max_retries=None),
+        options={},
+    )
+
+
+def test_every_setting_is_read(settings: Any) -> None:
+    """Each name reaches its attribute."""
+    config = read(
+        settings,
+        KEY_PREFIX="app",
+        TTL=timedelta(minutes=1),
+        WAIT=None,
+        MAX_TTL=60,
+        LOCK_CONNECTIONS=2,
+        RETRY={"delay": 0.2, "max_retries": 3},
+        OPTIONS={"using": "other"},
+    )
+    assert config == BackendConfig(
+        alias="x",
+        backend=MEMORY,
+        key_prefix="app",
+        ttl=60.0,
+        wait=None,
+        max_ttl=60.0,
+        lock_connections=2,
+        retry=Retry(delay=0.2, max_retries=3),
+        options={"using": "other"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("BACKEND", None, "BACKEND must be the import path of a backend, not None"),
+        ("BACKEND", dict, "BACKEND must be the import path of a backend, not <class 'dict'>"),
+        ("KEY_PREFIX", 5, "KEY_PREFIX: must be a str, not 5"),
+        ("KEY_PREFIX", None, "KEY_PREFIX: must be a str, not None"),
+        ("TTL", 0.05, "TTL: ttl (seconds) must be at least 0.1 and finite, not 0.05"),
+        ("TTL", True, "TTL: ttl (seconds) must be a number, not True"),
+        ("TTL", None, "TTL: ttl (seconds) must be a number, not None"),
+        ("TTL", "30", "TTL: ttl (seconds) must be a number, not '30'"),
+        ("TTL", math.nan, "TTL: ttl (seconds) must be at least 0.1 and finite, not nan"),
+        ("TTL", 604_801, "TTL (604801 s) is above MAX_TTL (604800 s)"),
+        ("WAIT", -1, "WAIT: wait (seconds) must be at least 0 and finite, not -1"),
+        ("WAIT", False, "WAIT: wait (seconds) must be a number, not False"),
+        ("WAIT", math.inf, "WAIT: wait (seconds) must be at least 0 and finite, not inf"),
+        ("MAX_TTL", 0, "MAX_TTL: MAX_TTL (seconds) must be at least 0.1 and at most 3.2e+09"),
+        ("MAX_TTL", 1e10, "MAX_TTL: MAX_TTL (seconds) must be at least 0.1 and at most 3.2e+09"),
+        ("MAX_TTL", None, "MAX_TTL: MAX_TTL (seconds) must be a number, not None"),
+        ("MAX_TTL", 10, "TTL (30 s) is above MAX_TTL (10 s)"),
+        ("LOCK_CONNECTIONS", 0, "LOCK_CONNECTIONS: must be an int of at least 1, not 0"),
+        ("LOCK_CONNECTIONS", True, "LOCK_CONNECTIONS: must be an int of at least 1, not True"),
+        ("LOCK_CONNECTIONS", 2.0, "LOCK_CONNECTIONS: must be an int of at least 1, not 2.0"),
+        ("RETRY", None, "RETRY: must be a dictionary, not None"),
+        ("RETRY", Retry(), "RETRY: must be a dictionary, not Retry("),
+        ("RETRY", {"dely": 1}, "RETRY: unknown: 'dely'; known are: delay, factor, cap"),
+        ("RETRY", {"delay": 0}, "RETRY: delay must be at least 0.001 and finite, not 0"),
+        ("RETRY", {"cap": 0.01}, "RETRY: cap must be at least 0.1 and finite, not 0.01"),
+        ("RETRY", {"max_retries": -1}, "RETRY: max_retries must be at least 0, not -1"),
+        ("OPTIONS", None, "OPTIONS: must be a dictionary of options, not None"),
+        ("OPTIONS", {1: 2}, "OPTIONS: must be a dictionary of options, not {1: 2}"),
+        ("OPTIONS", [("using", "x")], "OPTIONS: must be a dictionary of options"),
+    ],
+)
+def test_bad_value_is_refused_with_alias_name_value_and_rule(
+    settings: Any, name: str, value: object, rule: str
+) -> None:
+    """Who reads the message knows what to change, where, and to what."""
+    message = refusal(settings, **{name: value})
+    assert message.startswith("DISTLOCK['x']: ")
+    assert rule in message
+
+
+@pytest.mark.parametrize(
+    "name", ["TIMEOUT", "ttl", "KEY_PREFIX ", "HEARTBEAT", "FENCE_FLOOR", "LOCATION", 5]
+)
+def test_unknown_name_is_refused_with_the_known_ones(settings: Any, name: Any) -> None:
+    """The vocabulary is closed: a slip, or a setting of a later version, is no silence."""
+    settings.DISTLOCK = {"x": {"BACKEND": MEMORY, name: 1}}
+    with pytest.raises(InvalidLockBackend) as caught:
+        conf.backend_config("x")
+    assert str(caught.value) == (
+        f"DISTLOCK['x']: Unknown settings: {name!r}. Known are: BACKEND, KEY_PREFIX, TTL, WAIT,"
+        f" MAX_TTL, LOCK_CONNECTIONS, RETRY, OPTIONS."
+    )
+
+
+def test_missing_backend_is_refused(settings: Any) -> None:
+    """An alias without a backend is no alias."""
+    settings.DISTLOCK = {"x": {"TTL": 5}}
+    with pytest.raises(InvalidLockBackend, match=r"DISTLOCK\['x'\]: BACKEND must be .* not None"):
+        conf.backend_config("x")
+
+
+@pytest.mark.parametrize("value", [None, [], "default", 5])
+def test_setting_must_be_a_dictionary(settings: Any, value: object) -> None:
+    """`DISTLOCK` and each alias are dictionaries."""
+    settings.DISTLOCK = value
+    with pytest.raises(InvalidLockBackend, match="DISTLOCK must be a dictionary, not "):
+        conf.aliases()
+    settings.DISTLOCK = {"x": value}
+    with pytest.raises(InvalidLockBackend, match=r"DISTLOCK\['x'\] must be a dictionary, not "):
+        conf.backend_config("x")
+
+
+def test_unknown_alias_is_refused_with_the_known_ones(settings: Any) -> None:
+    """The message lists what is configured."""
+    settings.DISTLOCK = {"a": {"BACKEND": MEMORY}, "b": {"BACKEND": MEMORY}}
+    with pytest.raises(
+        InvalidLockBackend, match=r"backend 'c' is not configured. DISTLOCK has: 'a', 'b'\."
+    ):
+        conf.backend_config("c")
+
+
+def test_mistake_in_one_alias_leaves_the_others_alone(settings: Any) -> None:
+    """Only the alias that is asked for is read."""
+    settings.DISTLOCK = {"bad": {"BACKEND": MEMORY, "TTL": 0}, "good": {"BACKEND": MEMORY}}
+    assert conf.aliases() == ["bad", "good"]
+    assert conf.backend_config("good").alias == "good"
+
+
+def test_projects_dictionaries_are_neither_changed_nor_kept(settings: Any) -> None:
+    """Reading changes nothing, and changing the settings afterwards changes no configuration."""
+    raw = {"x": {"BACKEND": MEMORY, "RETRY": {"delay": 0.2}, "OPTIONS": {"using": "a"}}}
+    before = copy.deepcopy(raw)
+    settings.DISTLOCK = raw
+    config = conf.backend_config("x")
+    assert raw == before
+    raw["x"]["OPTIONS"]["using"] = "b"  # type: ignore[index]
+    assert config.options == {"using": "a"}
+
+
+def test_mistake_in_settings_is_djangos_kind_of_error() -> None:
+    """`InvalidLockBackend` is an `ImproperlyConfigured`, as in Django's own handlers."""
+    assert issubclass(InvalidLockBackend, ImproperlyConfigured)
+
+
+TABLES = {
+    "locks": "django_distlock_heldlock",
+    "fences": "django_distlock_fencecounter",
+    "events": "django_distlock_lockevent",
+}
+
+
+@pytest.mark.parametrize("custom", [{}, {"locks": "app_locks"}, {"fences": "F", "events": "_e"}])
+def test_tables_may_be_named_one_by_one(settings: Any, custom: dict[str, str]) -> None:
+    """What `DISTLOCK_TABLES` leaves out keeps its default."""
+    settings.DISTLOCK_TABLES = custom
+    assert {name: conf.table(name) for name in TABLES} == {**TABLES, **custom}
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"lock": "a"}, "DISTLOCK_TABLES: Unknown settings: 'lock'. Known are: locks, fences"),
+        ({"locks": ""}, "DISTLOCK_TABLES['locks'] must be an identifier, not ''"),
+        ({"locks": None}, "DISTLOCK_TABLES['locks'] must be an identifier, not None"),
+        ({"fences": "a b"}, "DISTLOCK_TABLES['fences'] must be an identifier, not 'a b'"),
+        ({"fences": 'a"b'}, "must be an identifier"),
+        ({"fences": "1a"}, "must be an identifier"),
+        ({"fences": "a\n"}, "must be an identifier"),
+        ({"events": "é"}, "must be an identifier"),
+        ({"events": "e" * 49}, "DISTLOCK_TABLES['events'] has 49 characters, more than 48"),
+        ({"locks": "same", "fences": "same"}, "must name different tables"),
+        ({"locks": "Same", "fences": "sAME"}, "must name different tables"),
+        ({"locks": "django_distlock_fencecounter"}, "must name different tables"),
+        (None, "DISTLOCK_TABLES must be a dictionary, not None"),
+        (["a"], "DISTLOCK_TABLES must be a dictionary, not ['a']"),
+    ],
+)
+def test_bad_tables_are_refused(settings: Any, tables: Any, message: str) -> None:
+    """Table names are identifiers, short enough, known, and different."""
+    settings.DISTLOCK_TABLES = tables
+    for name in TABLES:
+        with pytest.raises(InvalidLockBackend) as caught:
+            conf.table(name)
+        assert message in str(caught.value)
+
+
+def test_longest_table_name_is_legal(settings: Any) -> None:
+    """48 characters leave room for the names of functions and constraints."""
+    settings.DISTLOCK_TABLES = {"events": "e" * 48}
+    assert conf.table("events") == "e" * 48
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ({}, HolderConfig("", None)),
+        ({"prefix": "eu-"}, HolderConfig("eu-", None)),
+        ({"process": "worker@1"}, HolderConfig("", "worker@1")),
+        ({"prefix": "eu-", "process": None}, HolderConfig("eu-", None)),
+    ],
+)
+def test_holder_is_read(settings: Any, raw: dict[str, Any], expected: HolderConfig) -> None:
+    """Prefix and process are optional."""
+    settings.DISTLOCK_HOLDER = raw
+    assert conf.holder_config() == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"host": "x"}, "DISTLOCK_HOLDER: Unknown settings: 'host'. Known are: prefix, process"),
+        ({"prefix": None}, "DISTLOCK_HOLDER['prefix'] must be a str, not None"),
+        ({"prefix": 5}, "DISTLOCK_HOLDER['prefix'] must be a str, not 5"),
+        ({"process": 5}, "DISTLOCK_HOLDER['process'] must be a str, not 5"),
+        ({"prefix": "a\0"}, "DISTLOCK_HOLDER['prefix']"),
+        ({"process": "\ud800"}, "DISTLOCK_HOLDER['process']"),
+        (None, "DISTLOCK_HOLDER must be a dictionary, not None"),
+    ],
+)
+def test_bad_holder_is_refused(settings: Any, raw: Any, message: str) -> None:
+    """A process's own name is checked like every setting: no record may be refused for it."""
+    settings.DISTLOCK_HOLDER = raw
+    with pytest.raises(InvalidLockBackend) as caught:
+        conf.holder_config()
+    assert message in str(caught.value)

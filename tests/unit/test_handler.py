@@ -1,0 +1,216 @@
+"""The configured backends, by alias."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from django.db import connections
+from django.test import override_settings
+
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.backends.database import DatabaseBackend
+from django_distlock.backends.memory import MemoryBackend
+from django_distlock.core.records import Grant
+from django_distlock.exceptions import InvalidLockBackend
+from django_distlock.handler import LockBackendHandler, default_lock_backend, lock_backends
+
+MEMORY = "django_distlock.backends.memory.MemoryBackend"
+DATABASE = "django_distlock.backends.database.DatabaseBackend"
+TOKEN = "A" * 22
+
+
+def refusal(alias: str = "x", **configured: Any) -> str:
+    """Give the message that an alias is refused with."""
+    with (
+        override_settings(DISTLOCK={alias: configured}),
+        pytest.raises(InvalidLockBackend) as caught,
+    ):
+        lock_backends[alias]
+    return str(caught.value)
+
+
+class SlowBackend(MemoryBackend):
+    """Takes its time to be made, and counts how often it is."""
+
+    made = 0
+    barrier = threading.Barrier(8)
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        threading.Event().wait(0.02)
+        type(self).made += 1
+
+
+def test_backend_is_what_the_settings_say() -> None:
+    """An alias gives an object of its class, which knows alias and configuration."""
+    with override_settings(DISTLOCK={"x": {"BACKEND": MEMORY, "TTL": 7}}):
+        backend = lock_backends["x"]
+        assert type(backend) is MemoryBackend
+        assert backend.alias == "x"
+        assert backend.config.ttl == 7
+
+
+def test_one_object_per_alias() -> None:
+    """Asking twice gives the same object; two aliases of one class are two objects."""
+    configured = {"a": {"BACKEND": MEMORY}, "b": {"BACKEND": MEMORY}}
+    with override_settings(DISTLOCK=configured):
+        assert lock_backends["a"] is lock_backends["a"]
+        assert lock_backends["a"] is not lock_backends["b"]
+
+
+def test_one_object_for_all_threads() -> None:
+    """Threads that ask at the same time get one object, made once."""
+    SlowBackend.made = 0
+
+    def ask(_: int) -> BaseLockBackend:
+        SlowBackend.barrier.wait(timeout=10)
+        return lock_backends["x"]
+
+    path = f"{__name__}.SlowBackend"
+    with (
+        override_settings(DISTLOCK={"x": {"BACKEND": path}}),
+        ThreadPoolExecutor(8) as threads,
+    ):
+        backends = list(threads.map(ask, range(8)))
+    assert len({id(backend) for backend in backends}) == 1
+    assert SlowBackend.made == 1
+
+
+def test_no_setting_gives_the_database_backend(settings: Any) -> None:
+    """Without `DISTLOCK` the locks are in the default database."""
+    del settings.DISTLOCK
+    assert list(lock_backends) == ["default"]
+    backend = lock_backends["default"]
+    assert type(backend) is DatabaseBackend
+    assert backend.using == "default"
+
+
+def test_empty_setting_gives_none() -> None:
+    """`DISTLOCK = {}` configures no backend; asking for one says so."""
+    with override_settings(DISTLOCK={}):
+        assert list(lock_backends) == []
+        assert lock_backends.all() == []
+        with pytest.raises(InvalidLockBackend, match="'default' is not configured.*has: none"):
+            lock_backends["default"]
+        with pytest.raises(InvalidLockBackend, match="'default' is not configured"):
+            _ = default_lock_backend.alias
+
+
+def test_all_gives_every_backend() -> None:
+    """Iterating gives aliases, `all()` the backends."""
+    with override_settings(DISTLOCK={"a": {"BACKEND": MEMORY}, "b": {"BACKEND": MEMORY}}):
+        assert list(lock_backends) == ["a", "b"]
+        assert lock_backends.all() == [lock_backends["a"], lock_backends["b"]]
+
+
+def test_unknown_alias_is_refused_with_the_known_ones() -> None:
+    """A slip in an alias is answered with the aliases."""
+    with (
+        override_settings(DISTLOCK={"a": {"BACKEND": MEMORY}}),
+        pytest.raises(InvalidLockBackend, match="'b' is not configured. DISTLOCK has: 'a'"),
+    ):
+        lock_backends["b"]
+
+
+@pytest.mark.parametrize("path", ["nowhere.Backend", f"{MEMORY}s", "NoDots", ""])
+def test_backend_that_cannot_be_imported_is_refused(path: str) -> None:
+    """The message names alias and path, and keeps the reason."""
+    message = refusal(BACKEND=path)
+    assert message.startswith(f"DISTLOCK['x']: BACKEND {path!r} cannot be imported: ")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["django.core.cache.cache", "datetime.date", "django_distlock.core.keys.new_token"],
+)
+def test_backend_of_another_kind_is_refused(path: str) -> None:
+    """What imports and is no backend is refused before it is called."""
+    assert refusal(BACKEND=path) == (
+        f"DISTLOCK['x']: BACKEND {path!r} is not a subclass of BaseLockBackend."
+    )
+
+
+@pytest.mark.parametrize("backend", [MEMORY, DATABASE])
+def test_unknown_options_are_refused(backend: str) -> None:
+    """`OPTIONS` are a closed vocabulary of each backend."""
+    assert refusal(BACKEND=backend, OPTIONS={"ulr": 1}) == "DISTLOCK['x']: Unknown options: 'ulr'."
+    assert refusal(BACKEND=backend, OPTIONS={"b": 1, "a": 2}) == (
+        "DISTLOCK['x']: Unknown options: 'a', 'b'."
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"using": "nowhere"}, "using: "),
+        ({"using": 5}, "using"),
+        ({"using": ""}, "using"),
+        ({"server_functions": "yes"}, "server_functions must be True or False, not 'yes'"),
+        ({"cleanup_on_read": 1}, "cleanup_on_read must be True or False, not 1"),
+    ],
+)
+def test_bad_option_is_refused_with_its_name(options: dict[str, Any], rule: str) -> None:
+    """An option's value is checked when the backend is made."""
+    message = refusal(BACKEND=DATABASE, OPTIONS=options)
+    assert message.startswith("DISTLOCK['x']: ")
+    assert rule in message
+
+
+@pytest.mark.parametrize("backend", [MEMORY, DATABASE])
+@pytest.mark.parametrize(
+    ("prefix", "rule"), [("a{b}", "braces"), ("p" * 9990, "too long"), ("\ud800", "surrogate")]
+)
+def test_bad_prefix_is_refused_when_the_backend_is_made(
+    backend: str, prefix: str, rule: str
+) -> None:
+    """A prefix that the store cannot take is refused before there is a key."""
+    message = refusal(BACKEND=backend, KEY_PREFIX=prefix)
+    assert message.startswith("DISTLOCK['x']: KEY_PREFIX: ")
+    assert rule in message
+
+
+def test_backend_that_was_refused_can_be_corrected() -> None:
+    """A mistake leaves nothing behind."""
+    refusal(BACKEND=MEMORY, TTL=0)
+    with override_settings(DISTLOCK={"x": {"BACKEND": MEMORY}}):
+        assert lock_backends["x"].alias == "x"
+
+
+def test_changed_settings_make_new_backends() -> None:
+    """`override_settings` takes effect at once, and ends with its block."""
+    with override_settings(DISTLOCK={"x": {"BACKEND": MEMORY, "TTL": 7}}):
+        outer = lock_backends["x"]
+        with override_settings(DISTLOCK={"x": {"BACKEND": MEMORY, "TTL": 8}}):
+            assert lock_backends["x"] is not outer
+            assert lock_backends["x"].config.ttl == 8
+        assert lock_backends["x"].config.ttl == 7
+
+
+def test_other_settings_leave_the_backends_alone() -> None:
+    """A test that changes something else does not lose the locks in memory."""
+    with override_settings(DISTLOCK={"x": {"BACKEND": MEMORY}}):
+        backend = lock_backends["x"]
+        with override_settings(USE_TZ=True, LANGUAGE_CODE="de"):
+            assert lock_backends["x"] is backend
+
+
+def test_default_stands_for_the_alias_of_that_name() -> None:
+    """`default_lock_backend` follows the settings, though it was imported before."""
+    with override_settings(DISTLOCK={"default": {"BACKEND": MEMORY, "TTL": 7}}):
+        assert default_lock_backend.config.ttl == 7
+        assert isinstance(default_lock_backend.acquire("key", TOKEN, 1), Grant)
+        assert lock_backends["default"].read("key") is not None
+    with override_settings(DISTLOCK={"default": {"BACKEND": MEMORY, "TTL": 8}}):
+        assert default_lock_backend.config.ttl == 8
+
+
+def test_making_a_backend_connects_nowhere() -> None:
+    """A backend connects when it is asked something, not when it is made."""
+    handler = LockBackendHandler()
+    before = {alias: connections[alias].connection for alias in connections}
+    with override_settings(DISTLOCK={"x": {"BACKEND": DATABASE, "OPTIONS": {"using": "default"}}}):
+        assert handler["x"].alias == "x"
+    assert {alias: connections[alias].connection for alias in connections} == before
