@@ -1,0 +1,263 @@
+"""Locks of one process, and the reference: the contract in a dictionary.
+
+Threads and coroutines of one process exclude each other; other processes see nothing. For tests
+and for the development server.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace as changed
+from datetime import UTC, datetime, timedelta
+from typing import Any, ClassVar, Literal
+
+from ..conf import BackendConfig
+from ..core.errors import InvalidArgument, LockError
+from ..core.holders import Holder
+from ..core.records import (
+    FENCE_MAX,
+    FENCE_WARNING,
+    Contended,
+    Grant,
+    Page,
+    Record,
+    Unknown,
+    lease_ends,
+)
+from .base import BaseLockBackend
+
+logger = logging.getLogger("django_distlock")
+
+_every: weakref.WeakSet[MemoryBackend] = weakref.WeakSet()
+
+
+class MemoryBackend(BaseLockBackend):
+    """Keep locks in this process's memory.
+
+    A mutex makes each operation atomic, so none is ever busy and none unknown.
+
+    Args:
+        clock: Answers seconds that never go back.
+    """
+
+    time_authority: Literal["server", "client"] = "client"
+    storage_key_limit: ClassVar[int] = 10_000
+
+    def __init__(
+        self,
+        config: BackendConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        **unknown: Any,
+    ):
+        super().__init__(config, **unknown)
+        self._clock = clock
+        # The calendar is read once: afterwards only the clock that never goes back counts.
+        self._epoch = datetime.now(UTC) - timedelta(seconds=clock())
+        # Never shrinks: a fence must outlive every lock of its key.
+        self._fences: dict[str, int] = {}
+        self._paused_until: dict[str, datetime] = {}
+        self._begin()
+        _every.add(self)
+
+    def _acquire(
+        self,
+        name: str,
+        key: str,
+        token: str,
+        ttl: float | None,
+        holder: Holder,
+        *,
+        wanted: bool,
+        replace: str | None,
+        bound: float,
+    ) -> Grant | Contended:
+        with self._mutex:
+            now = self._now()
+            record = self._live(name, now)
+            paused_until = self._paused_until.get(name)
+            paused = paused_until is not None and now < paused_until
+            if record is not None and (paused or record.token != replace):
+                if wanted and not record.wanted:
+                    self._put(name, changed(record, wanted=True))
+                return record.contended(now, paused=paused)
+            if paused:
+                return Contended(observed_at=now, paused=True)
+            if self._by_token.get(token, name) != name:
+                raise InvalidArgument("This token already holds another key.", key=key)
+            fence = self._next_fence(name, key)
+            expires_at, free_at = lease_ends(now, ttl)
+            self._put(name, Record(key, token, fence, ttl, now, now, expires_at, free_at, holder))
+            return Grant(key, token, fence, ttl, now, expires_at)
+
+    def _extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
+        with self._mutex:
+            now = self._now()
+            record = self._owned(name, grant.token, now)
+            if record is None:
+                return None
+            expires_at, free_at = lease_ends(now, ttl)
+            self._put(
+                name,
+                changed(record, ttl=ttl, renewed_at=now, expires_at=expires_at, free_at=free_at),
+            )
+            stop = record.stop_requested_at is not None
+            return changed(
+                grant, fence=record.fence, ttl=ttl, acquired_at=record.acquired_at,
+                expires_at=expires_at, stop_requested=stop,
+            )  # fmt: skip
+
+    def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
+        with self._mutex:
+            return [self._extend(name, grant, grant.ttl, bound=0) for name, grant in named]
+
+    def _release(self, name: str, grant: Grant, *, bound: float) -> bool:
+        with self._mutex:
+            if self._owned(name, grant.token, self._now()) is None:
+                return False
+            self._drop(name)
+            return True
+
+    def _settle(self, name: str, grant: Grant, seconds: float, *, bound: float) -> bool:
+        with self._mutex:
+            now = self._now()
+            record = self._owned(name, grant.token, now)
+            if record is None:
+                return False
+            until = record.acquired_at + timedelta(seconds=seconds)
+            self._put(name, changed(record, expires_at=until, free_at=until))
+            if until <= now:
+                self._drop(name)
+            return True
+
+    def _read(self, name: str) -> Record | None:
+        with self._mutex:
+            return self._live(name, self._now())
+
+    def _read_token(self, token: str) -> Record | None:
+        with self._mutex:
+            name = self._by_token.get(token)
+            return None if name is None else self._owned(name, token, self._now())
+
+    def _list(
+        self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
+    ) -> Page:
+        with self._mutex:
+            now = self._now()
+            names = [
+                name
+                for name, record in sorted(self._records.items())
+                if (cursor is None or name > cursor)
+                and record.is_live(now)
+                and record.key.startswith(prefix)
+                and host in (None, record.holder.host)
+                and task_id in (None, record.holder.task_id)
+            ]
+            shown = names[:limit]
+            records = tuple(self._records[name] for name in shown)
+            return Page(records, shown[-1] if len(names) > limit else None)
+
+    def _shorten(
+        self, name: str, seconds: float, token: str | None, *, bound: float
+    ) -> Record | None:
+        with self._mutex:
+            now = self._now()
+            record = self._owned(name, token, now)
+            if record is None:
+                return None
+            record = record.shortened(now, seconds)
+            self._put(name, record)
+            return record
+
+    def _force_release(self, name: str, key: str, *, bound: float) -> Record | None:
+        with self._mutex:
+            record = self._live(name, self._now())
+            if record is None:
+                return None
+            self._next_fence(name, key)
+            self._drop(name)
+            return record
+
+    def _request_stop(self, name: str, *, bound: float) -> Record | None:
+        with self._mutex:
+            now = self._now()
+            record = self._live(name, now)
+            if record is not None:
+                record = changed(record, stop_requested_at=record.stop_requested_at or now)
+                self._put(name, record)
+            return record
+
+    def _pause(self, name: str, key: str, until: datetime, by: str | None, *, bound: float) -> None:
+        # Nobody can ask this store who paused a key.
+        with self._mutex:
+            self._paused_until[name] = until
+
+    def _resume(self, name: str, *, bound: float) -> bool:
+        with self._mutex:
+            until = self._paused_until.pop(name, None)
+            return until is not None and self._now() < until
+
+    def _cleanup(self, before: datetime, limit: int) -> int:
+        with self._mutex:
+            before = min(before, self._now())
+            over = [
+                name
+                for name, record in sorted(self._records.items())
+                if record.free_at is not None and record.free_at <= before
+            ]
+            for name in over[:limit]:
+                self._drop(name)
+            return len(over[:limit])
+
+    def _begin(self) -> None:
+        """Hold nothing. In a forked child too: its parent's locks are held by its parent."""
+        self._mutex = threading.RLock()
+        self._records: dict[str, Record] = {}
+        self._by_token: dict[str, str] = {}
+
+    # What the operations are made of; the mutex is held.
+
+    def _now(self) -> datetime:
+        return self._epoch + timedelta(seconds=self._clock())
+
+    def _live(self, name: str, now: datetime) -> Record | None:
+        record = self._records.get(name)
+        return record if record is not None and record.is_live(now) else None
+
+    def _owned(self, name: str, token: str | None, now: datetime) -> Record | None:
+        record = self._records.get(name)
+        return record if record is not None and record.is_owned(token, now) else None
+
+    def _put(self, name: str, record: Record) -> None:
+        before = self._records.get(name)
+        if before is not None:
+            self._by_token.pop(before.token, None)
+        self._records[name] = record
+        self._by_token[record.token] = name
+
+    def _drop(self, name: str) -> None:
+        del self._by_token[self._records.pop(name).token]
+
+    def _next_fence(self, name: str, key: str) -> int:
+        fence = self._fences.get(name, 0) + 1
+        if fence > FENCE_MAX:
+            raise LockError(f"The key {key!r} has used up its fences ({FENCE_MAX}).", key=key)
+        if fence > FENCE_WARNING:
+            logger.warning("The fence of %r is %d; %d is the last.", key, fence, FENCE_MAX)
+        self._fences[name] = fence
+        return fence
+
+
+def _begin_in_child() -> None:
+    # A thread of the parent may have had the mutex, and is not here to give it back.
+    for backend in list(_every):
+        backend._begin()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_in_child)
