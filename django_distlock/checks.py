@@ -1,0 +1,133 @@
+"""System checks: `distlock.E0xx` for settings, `E1xx` and `W1xx` for databases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from django.apps import apps
+from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
+from django.db import DatabaseError, connections, models, router
+
+from . import conf
+from .backends.database import DatabaseBackend
+from .connections import database_file
+from .handler import lock_backends
+from .models import FenceCounter, HeldLock, LockEvent
+
+_DOCS = "See docs/reference/checks.md."
+
+
+@checks.register("distlock")
+def check_settings(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
+    """E001: each alias of `DISTLOCK` makes a backend, and the holder's name is legal."""
+    found: list[checks.CheckMessage] = []
+    for read in (conf.holder_config, *(_maker(alias) for alias in _aliases(found))):
+        try:
+            read()
+        except ImproperlyConfigured as error:
+            found.append(checks.Error(str(error), hint=_DOCS, id="distlock.E001"))
+    return found
+
+
+@checks.register("distlock")
+def check_aliases(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
+    """E102 and W101: the locks' database is no mirror, and a SQLite file of their own."""
+    found: list[checks.CheckMessage] = []
+    for backend in _database_backends():
+        connection = connections[backend.using]
+        where = f"DISTLOCK[{backend.alias!r}]"
+        if (connection.settings_dict.get("TEST") or {}).get("MIRROR"):
+            found.append(
+                checks.Error(
+                    f"{where} keeps its locks in {backend.using!r}, which is a mirror of another"
+                    " database. A replica lags behind: two would hold one lock.",
+                    hint=f"Set OPTIONS['using'] to the database that is written. {_DOCS}",
+                    id="distlock.E102",
+                )
+            )
+        if connection.vendor == "sqlite" and _shares_file(backend.using):
+            found.append(
+                checks.Warning(
+                    f"{where} keeps its locks in the SQLite file of other models"
+                    f" ({backend.using!r}). SQLite has one writer per file: inside atomic() on it,"
+                    " acquire is refused.",
+                    hint="Give the locks an alias with a file of its own, and a router: see"
+                    " docs/howto/choose-a-database.md.",
+                    id="distlock.W101",
+                )
+            )
+    return found
+
+
+@checks.register(checks.Tags.database)
+def check_tables(
+    app_configs: Any, databases: Sequence[str] | None, **_: Any
+) -> list[checks.CheckMessage]:
+    """W103: the tables that the settings name exist.
+
+    A warning, because `migrate` runs these checks too and stops at errors.
+    """
+    found: list[checks.CheckMessage] = []
+    for using in sorted({backend.using for backend in _database_backends()} & {*(databases or ())}):
+        expected = [model._meta.db_table for model in (HeldLock, FenceCounter, LockEvent)]
+        try:
+            existing = set(connections[using].introspection.table_names())
+        except DatabaseError as error:
+            message = f"The lock tables in {using!r} cannot be looked for: {error}"
+            found.append(checks.Warning(message, hint=_DOCS, id="distlock.W102"))
+            continue
+        missing = [name for name in expected if name not in existing]
+        if missing:
+            found.append(
+                checks.Warning(
+                    f"The database {using!r} has no table {', '.join(missing)}.",
+                    hint=f"Run manage.py migrate --database {using}. If DISTLOCK_TABLES was"
+                    " changed after a migration, the tables have to be renamed: see"
+                    " docs/howto/rename-tables.md.",
+                    id="distlock.W103",
+                )
+            )
+    return found
+
+
+def _aliases(found: list[checks.CheckMessage]) -> list[str]:
+    try:
+        return conf.aliases()
+    except ImproperlyConfigured as error:
+        found.append(checks.Error(str(error), hint=_DOCS, id="distlock.E001"))
+        return []
+
+
+def _maker(alias: str) -> Any:
+    return lambda: lock_backends[alias]
+
+
+def _database_backends() -> Iterator[DatabaseBackend]:
+    for alias in _aliases([]):
+        try:
+            backend = lock_backends[alias]
+        except ImproperlyConfigured:
+            continue  # E001 says so.
+        if isinstance(backend, DatabaseBackend):
+            yield backend
+
+
+def _shares_file(using: str) -> bool:
+    """Whether models of other apps are written to the file of this alias."""
+    file = database_file(connections[using])
+    same = [
+        alias
+        for alias in connections
+        if connections[alias].vendor == "sqlite" and database_file(connections[alias]) == file
+    ]
+    return any(_is_written_to(model, same) for model in apps.get_models(include_auto_created=True))
+
+
+def _is_written_to(model: type[models.Model], aliases: Sequence[str]) -> bool:
+    return (
+        model._meta.app_label != "django_distlock"
+        and model._meta.managed
+        and router.db_for_write(model) in aliases
+    )

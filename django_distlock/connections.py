@@ -1,0 +1,308 @@
+"""Which connection a lock statement runs on.
+
+A lock that nobody sees before the caller commits is no lock, and a rollback would hand the same
+fence out twice. So a lock statement runs where it commits by itself: on the thread's connection
+while that is idle in autocommit, else on one of a few connections of our own.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from django.db import connections
+from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
+from django.db.backends.signals import connection_created
+from django.db.utils import Error as DjangoDatabaseError
+
+from .core.durations import MAX_BOUND
+from .core.errors import LockError, LockUsageError
+
+#: Seconds after which an unused connection of our own is closed.
+IDLE_SECONDS = 10.0
+
+#: Seconds to wait at least for the place of SQLite's one writer. It is taken for milliseconds, by
+#: whoever locks any key: without this, trying once for a free key would fail now and then.
+WRITER_SECONDS = 0.1
+
+#: What has to come to an end before a database can be dropped.
+before_drop: list[Callable[[], None]] = []
+
+_own_threads = threading.local()
+_every: weakref.WeakSet[LockConnections] = weakref.WeakSet()
+#: Connections that a fork copied. Kept, so that no destructor speaks on the parent's socket.
+_inherited: list[BaseDatabaseWrapper] = []
+
+
+class NoConnectionFree(Exception):
+    """All of our connections stayed in use for as long as the caller could wait."""
+
+
+def use_own_connections() -> None:
+    """Say that this thread is ours: nobody closes its connections at the end of a request."""
+    _own_threads.active = True
+
+
+def in_test_case(connection: BaseDatabaseWrapper) -> bool:
+    """Whether the outermost transaction is a `TestCase`'s, which is always rolled back."""
+    blocks = connection.atomic_blocks
+    return bool(blocks) and getattr(blocks[0], "_from_testcase", False)
+
+
+def in_transaction(connection: BaseDatabaseWrapper) -> bool:
+    """Whether the caller has a transaction open, other than that of a `TestCase`."""
+    return connection.in_atomic_block and not in_test_case(connection)
+
+
+class LockConnections:
+    """The connections of one alias in one process.
+
+    Args:
+        alias: The database that holds the lock tables.
+        limit: How many connections of our own at most.
+    """
+
+    def __init__(self, alias: str, limit: int):
+        self.alias = alias
+        self.limit = limit
+        self._reset()
+        _every.add(self)
+        connection_created.connect(_close_before_drop, dispatch_uid="django_distlock")
+
+    @contextmanager
+    def use(
+        self, bound: float = MAX_BOUND, *, writes: bool = True
+    ) -> Iterator[BaseDatabaseWrapper]:
+        """Make `connections[alias]` one on which a statement commits by itself.
+
+        Args:
+            bound: Seconds that a statement may wait for a lock of SQLite's; PostgreSQL is told
+                with the statement.
+            writes: Whether the statements write.
+
+        Raises:
+            LockUsageError: SQLite, and this thread's own transaction is in the way of writing.
+            NoConnectionFree: All of ours were in use for a second.
+        """
+        connection = connections[self.alias]
+        if in_test_case(connection):
+            yield connection
+        elif self._is_free(connection):
+            with _left_usable(connection):
+                yield connection
+        else:
+            if writes:
+                _refuse_self_block(connection)
+            with self._borrowed(connection, bound) as borrowed:
+                # The ORM finds its connection by alias. Nothing else runs in this thread now.
+                connections[self.alias] = borrowed
+                try:
+                    yield borrowed
+                finally:
+                    connections[self.alias] = connection
+
+    def close_idle(self) -> None:
+        """Close the connections that nobody uses right now."""
+        if self._pid != os.getpid():
+            return  # Copied by a fork: a word on their sockets would end the parent's sessions.
+        while self._idle:
+            try:
+                connection, _since = self._idle.popleft()
+            except IndexError:
+                return
+            _close(connection)
+
+    def close_all(self) -> None:
+        """Close our connections; wait a second for those in use."""
+        slots, taken = self._slots, 0
+        until = time.monotonic() + MAX_BOUND
+        while taken < self.limit and slots.acquire(timeout=max(0.0, until - time.monotonic())):
+            taken += 1
+        self.close_idle()
+        for _ in range(taken):
+            slots.release()
+
+    def _is_free(self, connection: BaseDatabaseWrapper) -> bool:
+        if getattr(_own_threads, "active", False) or connection.in_atomic_block:
+            return False
+        if connection.vendor == "sqlite":
+            # Ours begin their transactions with IMMEDIATE: a deferred one that comes to write
+            # fails at once where another one writes, whatever the timeout. A database in memory
+            # is only seen by the connections that share it.
+            return bool(connection.is_in_memory_db())  # type: ignore[attr-defined]
+        return connection.get_autocommit()
+
+    # Connections of our own
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._idle: deque[tuple[BaseDatabaseWrapper, float]] = deque()
+        self._slots = threading.BoundedSemaphore(self.limit)
+        self._reaper: threading.Timer | None = None
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @contextmanager
+    def _borrowed(
+        self, template: BaseDatabaseWrapper, bound: float
+    ) -> Iterator[BaseDatabaseWrapper]:
+        if self._pid != os.getpid():
+            _inherited.extend(connection for connection, _since in self._idle)
+            self._reset()
+        slots = self._slots
+        # A place in our own queue is not contention: it is waited for also with a bound of 0.
+        if not slots.acquire(timeout=MAX_BOUND):
+            raise NoConnectionFree(f"All {self.limit} lock connections of {self.alias!r} in use.")
+        try:
+            connection = self._open(template)
+            try:
+                with _left_usable(connection):
+                    if connection.vendor == "sqlite":
+                        with connection.cursor() as cursor:
+                            wait = max(bound, WRITER_SECONDS)
+                            cursor.execute(f"PRAGMA busy_timeout = {int(wait * 1000)}")
+                    yield connection
+            finally:
+                if connection.connection is not None:
+                    self._keep(template, connection)
+                else:
+                    # The server went away: those that idled meanwhile are as stale.
+                    self.close_idle()
+        finally:
+            slots.release()
+
+    def _open(self, template: BaseDatabaseWrapper) -> BaseDatabaseWrapper:
+        while self._idle:
+            try:
+                connection, _since = self._idle.pop()
+            except IndexError:
+                break
+            # A test run renames its databases under the same alias.
+            if connection.settings_dict["NAME"] == template.settings_dict["NAME"]:
+                return connection
+            connection.close()
+        made = type(template)(_own_settings(template), self.alias)
+        # Used by one thread at a time, but not by the same one every time.
+        made.inc_thread_sharing()
+        return made
+
+    def _keep(self, template: BaseDatabaseWrapper, connection: BaseDatabaseWrapper) -> None:
+        self._idle.append((connection, time.monotonic()))
+        self._watch(template.connection)
+        if self._reaper is None:
+            self._start_reaper()
+
+    def _watch(self, raw: Any) -> None:
+        # When Django closes the thread's connection, its driver's object dies: ours go with it.
+        try:
+            if raw is not None and raw not in self._watched:
+                self._watched.add(raw)
+                weakref.finalize(raw, self.close_idle)
+        except TypeError:
+            pass  # A driver whose connections take no weak references: the reaper remains.
+
+    def _start_reaper(self) -> None:
+        self._reaper = threading.Timer(IDLE_SECONDS, self._reap)
+        self._reaper.daemon = True
+        try:
+            self._reaper.start()
+        except RuntimeError:
+            self._reaper = None  # The interpreter ends, and takes no new threads.
+
+    def _reap(self) -> None:
+        self._reaper = None
+        before = time.monotonic() - IDLE_SECONDS
+        for _ in range(len(self._idle)):
+            try:
+                connection, since = self._idle.popleft()
+            except IndexError:
+                break
+            if since <= before:
+                _close(connection)
+            else:
+                self._idle.append((connection, since))
+        if self._idle:
+            self._start_reaper()
+
+
+@contextmanager
+def _left_usable(connection: BaseDatabaseWrapper) -> Iterator[None]:
+    """Close the connection where an error broke it, so that the next statement reconnects."""
+    try:
+        yield
+    except LockError:
+        raise
+    except DjangoDatabaseError:
+        # Not `close_if_unusable_or_obsolete()`: that ends the session of a healthy connection too,
+        # where CONN_MAX_AGE is 0, and with it what the caller has set on it.
+        if connection.errors_occurred and not connection.in_atomic_block:
+            if connection.is_usable():
+                connection.errors_occurred = False
+            else:
+                connection.close()
+        raise
+    except BaseException:
+        # Interrupted in the middle of the protocol, perhaps by a signal's handler: nobody knows
+        # what the next answer would be.
+        connection.close()
+        raise
+
+
+def _close(connection: BaseDatabaseWrapper) -> None:
+    """Close a connection of ours that nobody uses, from wherever a finaliser may run.
+
+    Django's own `close()` refuses in the thread of an event loop.
+    """
+    raw, connection.connection = connection.connection, None
+    with suppress(Exception):
+        raw.close()
+
+
+def _own_settings(template: BaseDatabaseWrapper) -> dict[str, Any]:
+    options = dict(template.settings_dict["OPTIONS"])
+    # A pooled connection keeps what a session left on it, and the project counted its own.
+    options.pop("pool", None)
+    if template.vendor == "sqlite":
+        options["transaction_mode"] = "IMMEDIATE"
+    return {
+        **template.settings_dict,
+        "OPTIONS": options,
+        "AUTOCOMMIT": True,
+        "CONN_MAX_AGE": None,
+        "CONN_HEALTH_CHECKS": False,
+    }
+
+
+def _refuse_self_block(connection: BaseDatabaseWrapper) -> None:
+    if connection.vendor != "sqlite":
+        return
+    file = database_file(connection)
+    for other in connections.all(initialized_only=True):
+        if in_transaction(other) and other.vendor == "sqlite" and database_file(other) == file:
+            raise LockUsageError(
+                f"SQLite has one writer per file, and this thread has a transaction open on the"
+                f" file of the locks, through the alias {other.alias!r} ({file}). Take the lock"
+                f" outside of atomic(), or give the locks an alias with a file of its own.",
+                code="self_blocked",
+            )
+
+
+def database_file(connection: BaseDatabaseWrapper) -> str:
+    """Return what tells one SQLite database from another."""
+    name = str(connection.settings_dict["NAME"])
+    return name if name.startswith(("file:", ":memory:")) else str(Path(name).resolve())
+
+
+def _close_before_drop(connection: BaseDatabaseWrapper, **_: Any) -> None:
+    # A test run that drops its database first connects to none: ours would be in the way.
+    if connection.alias == NO_DB_ALIAS:
+        for finish in before_drop:
+            finish()
+        for each in list(_every):
+            each.close_all()

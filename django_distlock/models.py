@@ -1,0 +1,143 @@
+"""The tables: locks that are held, fence counters that are never deleted, and events."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from django.db import models
+from django.utils import timezone
+from django.utils.translation import gettext_lazy as _
+
+from . import conf
+from .core.holders import Holder
+from .core.records import FENCE_MAX, Record
+from .fields import InstantField, KeyField
+from .managers import FenceCounterManager, HeldLockManager, refuse_change
+
+#: Bytes of the longest storage key: any key of 512 bytes behind a prefix of 127 or less.
+MAX_STORAGE_KEY = 640
+
+
+class HeldLock(models.Model):
+    """A lock that is held, or was when it expired. Release deletes the row.
+
+    Written by `HeldLockManager` and the server functions alone.
+    """
+
+    storage_key = KeyField(_("storage key"), primary_key=True, max_length=MAX_STORAGE_KEY)
+    key = models.CharField(_("key"), max_length=512)
+    token = KeyField(_("token"), unique=True, max_length=22)
+    fence = models.PositiveBigIntegerField(_("fence"))
+    #: Seconds that the last grant or extend gave; null: no expiry.
+    ttl = models.FloatField(_("ttl"), null=True)
+    acquired_at = InstantField(_("acquired at"))
+    renewed_at = InstantField(_("renewed at"))
+    expires_at = InstantField(_("expires at"), null=True)
+    #: From when on somebody else may have the key: the grace later.
+    free_at = InstantField(_("free at"), null=True)
+    #: A waiter of this grant sleeps.
+    wanted = models.BooleanField(_("wanted"), default=False)
+    holder = models.JSONField(_("holder"), default=dict)
+    holder_host = models.CharField(_("host"), max_length=255)
+    task_id = KeyField(_("task id"), max_length=255, null=True, db_index=True)
+    stop_requested_at = InstantField(_("stop requested at"), null=True)
+
+    objects = HeldLockManager()
+
+    class Meta:
+        db_table = conf.table("locks")
+        default_permissions = ("view",)
+        verbose_name = _("held lock")
+        verbose_name_plural = _("held locks")
+
+    def __str__(self) -> str:
+        return self.key
+
+    def as_record(self) -> Record:
+        """Return the row as the value that backends answer with."""
+        return Record(
+            key=self.key,
+            token=self.token,
+            fence=self.fence,
+            ttl=self.ttl,
+            acquired_at=self.acquired_at,
+            renewed_at=self.renewed_at,
+            expires_at=self.expires_at,
+            free_at=self.free_at,
+            holder=Holder.from_json(self.holder),
+            wanted=self.wanted,
+            stop_requested_at=self.stop_requested_at,
+        )
+
+
+class FenceCounter(models.Model):
+    """The last fence of a key. Never deleted, never lowered: the next grant counts on.
+
+    On PostgreSQL a trigger refuses both as well.
+    """
+
+    storage_key = KeyField(_("storage key"), primary_key=True, max_length=MAX_STORAGE_KEY)
+    key = models.CharField(_("key"), max_length=512)
+    fence = models.PositiveBigIntegerField(_("fence"))
+    paused_until = InstantField(_("paused until"), null=True)
+    paused_by = models.CharField(_("paused by"), max_length=200, null=True)  # noqa: DJ001 - null: nobody
+
+    objects = FenceCounterManager()
+
+    class Meta:
+        db_table = conf.table("fences")
+        # Also what Django itself goes through must not delete.
+        base_manager_name = "objects"
+        default_permissions = ("view",)
+        verbose_name = _("fence counter")
+        verbose_name_plural = _("fence counters")
+        constraints = (
+            models.CheckConstraint(
+                condition=models.Q(fence__lte=FENCE_MAX),
+                # The name is unique in a schema on some databases: the table's keeps it apart.
+                name=f"{conf.table('fences')}_max",
+            ),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.fence}"
+
+    def save(self, *args: Any, **kwargs: Any) -> None:
+        if not self._state.adding:
+            refuse_change("saved")
+        super().save(*args, **{**kwargs, "force_insert": True})
+
+    def delete(self, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse_change("deleted")
+
+
+class LockEvent(models.Model):
+    """What an operator needs to know afterwards. Not a row per acquire."""
+
+    class Kind(models.TextChoices):
+        """What happened."""
+
+        FORCED = "forced", _("forced")
+        LOST = "lost", _("lost")
+        TAKEN_OVER = "taken_over", _("taken over")
+        REJECTED = "rejected", _("rejected")
+        TIMED_OUT = "timed_out", _("timed out")
+
+    at = models.DateTimeField(_("at"), db_index=True, default=timezone.now)
+    backend = models.CharField(_("backend"), max_length=100)
+    key = models.CharField(_("key"), max_length=512)
+    kind = models.CharField(_("kind"), max_length=20, choices=Kind)
+    fence = models.PositiveBigIntegerField(_("fence"), null=True)
+    holder = models.JSONField(_("holder"), default=dict)
+    actor = models.CharField(_("actor"), max_length=200, blank=True)
+    reason = models.TextField(_("reason"), blank=True)
+    details = models.JSONField(_("details"), default=dict)
+
+    class Meta:
+        db_table = conf.table("events")
+        default_permissions = ("view",)
+        verbose_name = _("lock event")
+        verbose_name_plural = _("lock events")
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.key}"

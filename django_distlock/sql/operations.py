@@ -1,0 +1,123 @@
+"""How what is in `sql/postgresql` gets into a database."""
+
+from __future__ import annotations
+
+import re
+
+from django.db import connections, router, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.base.schema import BaseDatabaseSchemaEditor
+from django.db.migrations.operations.base import Operation
+from django.db.migrations.state import ProjectState
+
+from ..conf import table
+from . import SCRIPTS, removal, script
+
+_BODY = re.compile(r"FUNCTION\s+\"(\w+)\"\s*\(.*?\$body\$(.*?)\$body\$", re.DOTALL)
+
+
+class InstallScripts(Operation):
+    """Install functions, trigger and storage parameters on PostgreSQL; nothing elsewhere.
+
+    Where the role may not use PL/pgSQL, functions and trigger stay away: such a project sets
+    `server_functions` to False.
+    """
+
+    reduces_to_sql = True
+    reversible = True
+
+    def state_forwards(self, app_label: str, state: ProjectState) -> None:
+        """Leave the state of the models as it is."""
+
+    def database_forwards(
+        self,
+        app_label: str,
+        schema_editor: BaseDatabaseSchemaEditor,
+        from_state: ProjectState,
+        to_state: ProjectState,
+    ) -> None:
+        """Run the scripts; `sqlmigrate` prints them."""
+        connection = schema_editor.connection
+        if not _concerned(connection, app_label):
+            return
+        for name in _allowed_scripts(connection, ask=not schema_editor.collect_sql):
+            schema_editor.execute(script(name), params=None)
+
+    def database_backwards(
+        self,
+        app_label: str,
+        schema_editor: BaseDatabaseSchemaEditor,
+        from_state: ProjectState,
+        to_state: ProjectState,
+    ) -> None:
+        """Drop the functions. The trigger goes with its function."""
+        if _concerned(schema_editor.connection, app_label):
+            for statement in removal():
+                schema_editor.execute(statement, params=None)
+
+    def describe(self) -> str:
+        """Return what `migrate --plan` prints."""
+        return "Install the functions, the trigger and the storage parameters (PostgreSQL)"
+
+    @property
+    def migration_name_fragment(self) -> str:
+        """Return what `makemigrations` would call a migration of this alone."""
+        return "install_scripts"
+
+
+def install_missing(using: str) -> None:
+    """Install what a database lacks, where tables were made without migrations.
+
+    Also brings a function up to date that names other tables than the settings do now.
+    """
+    connection = connections[using]
+    if not _concerned(connection, "django_distlock"):
+        return
+    with transaction.atomic(using=using), connection.cursor() as cursor:
+        # Two processes that replace one function at once disturb each other.
+        cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended('django_distlock', 0))")
+        cursor.execute("SELECT to_regclass(quote_ident(%s)) IS NOT NULL", [table("locks")])
+        if not cursor.fetchone()[0]:
+            return
+        for name in _allowed_scripts(connection, ask=True):
+            if not _is_installed(connection, name):
+                cursor.execute(script(name))
+
+
+def _concerned(connection: BaseDatabaseWrapper, app_label: str) -> bool:
+    return connection.vendor == "postgresql" and router.allow_migrate(connection.alias, app_label)
+
+
+def _allowed_scripts(connection: BaseDatabaseWrapper, *, ask: bool) -> tuple[str, ...]:
+    if not ask:
+        return SCRIPTS
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT has_language_privilege('plpgsql', 'USAGE')")
+        return SCRIPTS if cursor.fetchone()[0] else ("storage",)
+
+
+def _is_installed(connection: BaseDatabaseWrapper, name: str) -> bool:
+    if name == "fence_guard" and not _found(connection, _TRIGGER, [table("fences")]):
+        return False
+    function = _BODY.search(script(name))
+    if function is None:
+        return _found(connection, _STORAGE, [table("locks")])
+    return _found(connection, _FUNCTION, [function[1], function[2]])
+
+
+_FUNCTION = (
+    "SELECT EXISTS (SELECT FROM pg_proc WHERE proname = %s AND prosrc = %s"
+    " AND pronamespace = current_schema()::regnamespace)"
+)
+_TRIGGER = (
+    "SELECT EXISTS (SELECT FROM pg_trigger WHERE tgname = 'distlock_fence_guard'"
+    " AND tgrelid = to_regclass(quote_ident(%s)))"
+)
+_STORAGE = "SELECT reloptions IS NOT NULL FROM pg_class WHERE oid = to_regclass(quote_ident(%s))"
+
+
+def _found(connection: BaseDatabaseWrapper, question: str, arguments: list[str]) -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute(question, arguments)
+        row = cursor.fetchone()
+        return bool(row and row[0])

@@ -1,0 +1,1 @@
+"""The package in projects and databases: its schema, its checks, its connections."""

@@ -1,0 +1,61 @@
+"""Databases that a test has for itself, beside those that all tests share."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from django.db import connections
+from pytest_django import DjangoDbBlocker
+
+from tests.contract.aliases import alias_like
+
+from .databases import new_database
+
+
+# As in the contract suite: what locks do is committed, so nothing runs inside of a transaction.
+@pytest.fixture(autouse=True)
+def _databases(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[None]:
+    with django_db_blocker.unblock():
+        yield
+        for connection in connections.all(initialized_only=True):
+            assert not connection.in_atomic_block
+            connection.close()
+
+
+@pytest.fixture
+def key() -> str:
+    """Give a text that only this test uses: a key, or the start of several."""
+    return f"t{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def postgresql() -> Iterator[str]:
+    """Give the alias of an empty PostgreSQL database."""
+    with new_database() as name, alias_like("default", NAME=name) as alias:
+        yield alias
+
+
+@pytest.fixture
+def sqlite(tmp_path: Path) -> Iterator[str]:
+    """Give the alias of an empty SQLite file."""
+    # No test pulls the plug.
+    quick = {"init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF"}
+    with alias_like("sqlite", NAME=str(tmp_path / "empty.sqlite3"), OPTIONS=quick) as alias:
+        yield alias
+
+
+@pytest.fixture(params=["postgresql", "sqlite"])
+def empty(request: pytest.FixtureRequest) -> str:
+    """Give the alias of an empty database, of each kind in turn."""
+    alias: str = request.getfixturevalue(request.param)
+    return alias
+
+
+@pytest.fixture(params=[True, False], ids=["functions", "orm"])
+def server_functions(request: pytest.FixtureRequest) -> bool:
+    """Say which of PostgreSQL's two paths the backend takes."""
+    chosen: bool = request.param
+    return chosen

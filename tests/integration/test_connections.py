@@ -1,0 +1,477 @@
+"""Connections of our own: few, closed when nobody needs them, and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import connections, transaction
+
+from django_distlock import Lock, Retry, distlock
+from django_distlock import connections as distlock_connections
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.errors import BackendUnavailable
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Grant
+from django_distlock.handler import lock_backends
+from django_distlock.models import FenceCounter, HeldLock
+from tests.contract.aliases import alias_like, locks_on
+from tests.contract.helpers import Later, at_once
+from tests.contract.locking import eventually
+from tests.processes import spawn
+from tests.shop.models import Row
+
+from .databases import ask, migrate, new_database, server
+
+#: Patient, because 20 threads on a small machine take turns at a few connections.
+PATIENT: dict[str, Any] = {"wait": 60, "retry": Retry(delay=0.01, cap=0.05)}
+
+
+@contextmanager
+def counted(*, server_functions: bool = True, **configured: Any) -> Iterator[tuple[str, str]]:
+    """Give an alias whose sessions the server can tell from others, and locks on it."""
+    with alias_like("default") as using:
+        connections.settings[using]["OPTIONS"]["application_name"] = using
+        options = {"using": using, "server_functions": server_functions}
+        with locks_on(using, OPTIONS=options, **configured) as backend:
+            yield using, backend
+
+
+def sessions(using: str) -> set[int]:
+    """Return the server's process ids of an alias's sessions, idle ones included."""
+    rows = ask("default", "SELECT pid FROM pg_stat_activity WHERE application_name = %s", using)
+    return {pid for (pid,) in rows}
+
+
+def session_of(using: str) -> int:
+    """Return the server's process id of this thread's own session."""
+    connections[using].ensure_connection()
+    pid: int = connections[using].connection.info.backend_pid
+    return pid
+
+
+def cut(pids: set[int]) -> None:
+    """Let the server end sessions, and wait until they have ended."""
+    for pid in pids:
+        ask("default", "SELECT pg_terminate_backend(%s, 10000)", pid)
+
+
+def lock_inside(using: str, lock: Lock) -> int:
+    """Take a lock in a transaction of the caller; return its fence."""
+    with transaction.atomic(using=using):
+        Row.objects.using(using).exists()
+        with lock as lease:
+            lease.extend()
+    return lease.fence
+
+
+# How many
+
+
+def test_twenty_threads_share_four_connections(key: str) -> None:
+    """However many threads lock in transactions, ours are never more than `LOCK_CONNECTIONS`."""
+    seen: list[int] = []
+    over = threading.Event()
+    with counted() as (using, backend):
+        ready = threading.Barrier(20)
+
+        def work(number: int) -> None:
+            lock = distlock(f"{key}:{number}", backend=backend, **PATIENT)
+            connections[using].ensure_connection()
+            ready.wait(60)
+            for _ in range(3):
+                lock_inside(using, lock)
+            # None closes its own connection while another one works.
+            ready.wait(60)
+
+        def watch() -> None:
+            while not over.is_set():
+                seen.append(len(sessions(using)))
+                time.sleep(0.005)
+
+        watching = Later(watch)
+        try:
+            at_once(partial(work, number) for number in range(20))
+        finally:
+            over.set()
+            watching.result()
+        assert lock_backends[backend].config.lock_connections == 4
+        assert 20 < max(seen) <= 20 + 4
+        assert eventually(lambda: not sessions(using), timeout=5)
+
+
+def test_asynchronous_locks_share_four_connections(key: str) -> None:
+    """Tasks have no connections: all of them work on ours."""
+
+    async def work() -> int:
+        async def one(number: int) -> None:
+            async with distlock(f"{key}:{number}", backend=backend, **PATIENT) as lease:
+                await lease.aextend()
+
+        await asyncio.gather(*(one(number) for number in range(20)))
+        return len(await asyncio.to_thread(_sessions_elsewhere, using))
+
+    with counted() as (using, backend):
+        assert 1 <= asyncio.run(work()) <= 4
+
+
+def _sessions_elsewhere(using: str) -> set[int]:
+    try:
+        return sessions(using)
+    finally:
+        connections.close_all()
+
+
+# How long
+
+
+def test_unused_connection_is_closed(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that nobody has used for a while is closed, and opened again when needed."""
+    monkeypatch.setattr(distlock_connections, "IDLE_SECONDS", 0.3)
+    with counted() as (using, backend):
+        lock = distlock(key, backend=backend)
+        for fence in (1, 2):
+            assert lock_inside(using, lock) == fence
+            assert len(sessions(using)) == 2
+            assert eventually(lambda: sessions(using) == {session_of(using)}, timeout=5)
+
+
+def test_unused_connection_of_asynchronous_code_is_closed(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no connection of Django's to go with, time alone closes ours."""
+    monkeypatch.setattr(distlock_connections, "IDLE_SECONDS", 0.3)
+
+    async def work() -> None:
+        async with distlock(key, backend=backend):
+            pass
+
+    with counted() as (using, backend):
+        asyncio.run(work())
+        assert len(sessions(using)) == 1
+        assert eventually(lambda: not sessions(using), timeout=5)
+
+
+def test_connection_in_use_outlives_the_time(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time counts from the last use: who locks again and again keeps the connection."""
+    monkeypatch.setattr(distlock_connections, "IDLE_SECONDS", 1.0)
+    with counted() as (using, backend):
+        lock = distlock(key, backend=backend)
+        lock_inside(using, lock)
+        ours = sessions(using)
+        until = time.monotonic() + 2.5
+        while time.monotonic() < until:
+            time.sleep(0.05)
+            lock_inside(using, lock)
+        assert sessions(using) == ours
+
+
+def test_closing_all_connections_closes_ours(key: str, server_functions: bool) -> None:
+    """`connections.close_all()` in the thread that used them leaves no session."""
+    with counted(server_functions=server_functions) as (using, backend):
+        lock_inside(using, distlock(key, backend=backend))
+        assert len(sessions(using)) == 2
+        connections[using].close()
+        gc.collect()
+        assert eventually(lambda: not sessions(using), timeout=5)
+
+
+def test_connections_are_closed_from_an_event_loop_too(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the end of Django's connection is noticed in an event loop, ours go with it quietly."""
+    unraisable: list[str] = []
+    # As text, because the error would keep alive what it is about.
+    monkeypatch.setattr(
+        sys, "unraisablehook", lambda said: unraisable.append(f"{said.exc_value!r}")
+    )
+    kept: list[Any] = []
+
+    def work() -> None:
+        lock_inside(using, distlock(key, backend=backend))
+        kept.append(connections[using].connection)
+
+    async def let_go() -> None:
+        kept.clear()
+        gc.collect()
+
+    with counted() as (using, backend):
+        # It ends with its connections closed, and with one object of the driver's left.
+        Later(work).result()
+        assert eventually(lambda: len(sessions(using)) == 1)
+        asyncio.run(let_go())
+        assert eventually(lambda: not sessions(using), timeout=5)
+        gc.collect()
+    assert unraisable == []
+
+
+# Sessions that the server ends
+
+
+@pytest.mark.parametrize("where", ["thread", "own", "async"])
+@pytest.mark.parametrize("operation", ["acquire", "extend", "release", "read"])
+def test_cut_session_is_told_once(
+    key: str, server_functions: bool, where: str, operation: str
+) -> None:
+    """Between two operations the server ends the session: one error at most, then it works."""
+    with counted(server_functions=server_functions) as (using, alias):
+        backend = lock_backends[alias]
+        ask_store = _asker(where, backend, using)
+        grant = ask_store(backend.acquire, key, new_token(), 60)
+        assert isinstance(grant, Grant)
+        spared = {session_of(using)} if where == "own" else set()
+        cut(sessions(using) - spared)
+        call = {
+            "acquire": partial(ask_store, backend.acquire, f"{key}-b", new_token(), 60),
+            "extend": partial(ask_store, backend.extend, grant),
+            "release": partial(ask_store, backend.release, grant),
+            "read": partial(ask_store, backend.read, key),
+        }[operation]
+        try:
+            answer = call()
+        except BackendUnavailable:
+            answer = call()
+        if operation == "acquire":
+            assert isinstance(answer, Grant)
+            assert answer.fence == 1
+        elif operation == "release":
+            assert answer is True
+        else:
+            assert answer is not None
+            assert answer.token == grant.token
+
+
+def _asker(where: str, backend: BaseLockBackend, using: str) -> Callable[..., Any]:
+    """Return what calls an operation on the thread's connection, or on one of ours."""
+
+    def inside(operation: Callable[..., Any], *args: Any) -> Any:
+        with transaction.atomic(using=using):
+            return operation(*args)
+
+    def awaited(operation: Callable[..., Any], *args: Any) -> Any:
+        return asyncio.run(backend.run_async(operation, *args))
+
+    def plain(operation: Callable[..., Any], *args: Any) -> Any:
+        return operation(*args)
+
+    return {"thread": plain, "own": inside, "async": awaited}[where]
+
+
+@pytest.mark.parametrize("where", ["thread", "own"])
+def test_lease_outlives_its_session(key: str, server_functions: bool, where: str) -> None:
+    """A lease is extended and released over sessions that come and go."""
+    with counted(server_functions=server_functions) as (using, alias):
+        lock = distlock(key, backend=alias, wait=5)
+        if where == "own":
+            with transaction.atomic(using=using):
+                lease = lock.acquire()
+        else:
+            lease = lock.acquire()
+        for _ in range(3):
+            cut(sessions(using))
+            lease.extend()
+        cut(sessions(using))
+        assert lease.release() is True
+        assert not lock.locked()
+
+
+# Forks
+
+
+def test_child_leaves_the_parents_connections_alone(key: str) -> None:
+    """A forked child locks on connections of its own, and its end closes none of the parent's."""
+    with spawn("tests.integration.test_connections:fork_and_lock", key) as worker:
+        said = worker.result(60)
+    assert said["child"] == {"fence": 1, "own": True, "status": 0}
+    assert said["before"] == said["after"]
+    assert said["fences"] == [1, 2]
+
+
+def fork_and_lock(key: str) -> dict[str, Any]:
+    """Lock, fork a child that locks, and lock again."""
+    with counted() as (using, backend):
+        lock = distlock(f"{key}:parent", backend=backend, wait=0)
+        fences = [lock_inside(using, lock)]
+        before = sessions(using)
+        connections["default"].close()
+        reads, writes = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reads)
+            _be_the_child(using, backend, key, writes, before)
+        os.close(writes)
+        with os.fdopen(reads) as pipe:
+            fence, own = pipe.read().split()
+        _pid, status = os.waitpid(child, 0)
+        after = sessions(using)
+        fences.append(lock_inside(using, lock))
+    return {
+        "before": sorted(before),
+        "after": sorted(after),
+        "fences": fences,
+        "child": {"fence": int(fence), "own": own == "True", "status": status},
+    }
+
+
+def _be_the_child(using: str, backend: str, key: str, writes: int, parents: set[int]) -> None:
+    """Lock in a transaction, and end as an interpreter does."""
+    # As servers and task queues do behind a fork: the socket is the parent's.
+    for connection in connections.all(initialized_only=True):
+        connection.connection = None
+    gc.collect()
+    fence = lock_inside(using, distlock(f"{key}:child", backend=backend, wait=0))
+    mine = sessions(using) - parents
+    os.write(writes, f"{fence} {len(mine) == 2}".encode())
+    os.close(writes)
+    connections.close_all()
+    sys.exit(0)
+
+
+# Isolation
+
+
+@pytest.mark.parametrize("level", ["serializable", "repeatable read"])
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_servers_own_isolation_is_no_obstacle(
+    postgresql: str, server_functions: bool, level: str, where: str
+) -> None:
+    """Where the database's default is another isolation, locks protect as everywhere."""
+    name = connections[postgresql].settings_dict["NAME"]
+    migrate(postgresql)
+    connections[postgresql].close()
+    with server() as raw:
+        raw.execute(f"ALTER DATABASE {name} SET default_transaction_isolation = '{level}'")
+    assert ask(postgresql, "SHOW transaction_isolation") == [(level,)]
+    ask(postgresql, "CREATE TABLE counter AS SELECT 0 AS value")
+    options = {"using": postgresql, "server_functions": server_functions}
+    with locks_on(postgresql, OPTIONS=options) as backend:
+        lock = distlock("counter", backend=backend, **PATIENT)
+
+        def add() -> None:
+            for _ in range(5):
+                with lock as lease:
+                    lease.extend()
+                    ((value,),) = ask(postgresql, "SELECT value FROM counter")
+                    ask(postgresql, "UPDATE counter SET value = %s", value + 1)
+
+        def lock_in_a_transaction() -> None:
+            for _ in range(5):
+                with transaction.atomic(using=postgresql):
+                    ask(postgresql, "SELECT 1")
+                    with lock as lease:
+                        lease.extend()
+
+        at_once([add if where == "outside" else lock_in_a_transaction] * 4)
+        assert ask(postgresql, "SELECT value FROM counter") == [(20 * (where == "outside"),)]
+        assert FenceCounter.objects.using(postgresql).get().fence == 20
+        assert not HeldLock.objects.using(postgresql).exists()
+        assert ask(postgresql, "SHOW transaction_isolation") == [(level,)]
+
+
+# Ends
+
+
+def test_database_can_be_dropped_behind_asynchronous_locks(key: str) -> None:
+    """A test run drops its database as Django does, though ours are idle in it."""
+
+    async def work() -> None:
+        async with distlock(key, backend=backend) as lease:
+            await lease.aextend()
+
+    with new_database() as name, alias_like("default", NAME=name) as using:
+        migrate(using)
+        with locks_on(using) as backend:
+            asyncio.run(work())
+            connections[using].close()
+            assert _sessions_in(name) > 0
+            # What `destroy_test_db` does, without its printing and its going back to another name.
+            creation: Any = connections[using].creation
+            creation._destroy_test_db(name, verbosity=0)
+        with server() as raw:
+            assert not raw.execute(
+                "SELECT 1 FROM pg_database WHERE datname = %s", [name]
+            ).fetchall()
+
+
+def _sessions_in(database: str) -> int:
+    with server() as raw:
+        row = raw.execute(
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = %s", [database]
+        ).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+@pytest.mark.parametrize(("kind", "times"), [("functions", 50), ("orm", 15), ("sqlite", 15)])
+def test_many_locks_leave_nothing(
+    request: pytest.FixtureRequest,
+    key: str,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    times: int,
+) -> None:
+    """Behind 1000 locks from 20 threads there is no session, no thread, no file and no record."""
+    monkeypatch.setattr(distlock_connections, "IDLE_SECONDS", 0.3)
+    with _store(request, kind) as (using, backend):
+        threads = set(threading.enumerate())
+
+        def work(number: int) -> None:
+            lock = distlock(f"{key}:{number}", backend=backend, **PATIENT)
+            for count in range(1, times + 1):
+                if count % 5 or kind == "sqlite":
+                    with lock as lease:
+                        assert lease.fence == count
+                else:
+                    assert lock_inside(using, lock) == count
+
+        for thread in [Later(work, number) for number in range(20)]:
+            thread.result(120)
+        connections[using].close()
+        assert eventually(lambda: _open(using) == 0, timeout=10), _open(using)
+        assert eventually(lambda: set(threading.enumerate()) <= threads | _workers(), timeout=10)
+        counters = FenceCounter.objects.using(using).filter(key__startswith=key)
+        assert [counter.fence for counter in counters] == [times] * 20
+        assert not HeldLock.objects.using(using).filter(key__startswith=key).exists()
+
+
+@contextmanager
+def _store(request: pytest.FixtureRequest, kind: str) -> Iterator[tuple[str, str]]:
+    if kind == "sqlite":
+        using = request.getfixturevalue("sqlite")
+        migrate(using)
+        with locks_on(using) as backend:
+            yield using, backend
+    else:
+        with counted(server_functions=kind == "functions") as made:
+            yield made
+
+
+def _workers() -> set[threading.Thread]:
+    """Return the one thread that a process keeps for releases behind transactions."""
+    return {each for each in threading.enumerate() if each.name == "distlock-releases"}
+
+
+def _open(using: str) -> int:
+    """Count what this process has open: sessions, or files."""
+    if connections[using].vendor == "postgresql":
+        return len(sessions(using))
+    # SQLite keeps a file open for statements that only the garbage collector finds.
+    gc.collect()
+    file = str(connections[using].settings_dict["NAME"])
+    found = 0
+    for each in Path("/proc/self/fd").iterdir():
+        try:
+            found += str(each.readlink()).startswith(file)
+        except OSError:
+            continue
+    return found

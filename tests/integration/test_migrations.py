@@ -1,0 +1,525 @@
+"""Tables, functions and trigger: how they come into a database, and go."""
+
+from __future__ import annotations
+
+import io
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.db import DatabaseError, connection, connections
+from django.test import override_settings
+
+from django_distlock import LockError, LockUsageError, distlock
+from django_distlock.conf import table
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Grant
+from django_distlock.handler import lock_backends
+from django_distlock.models import FenceCounter
+from tests.contract.aliases import alias_like, locks_on
+
+from .databases import (
+    APP,
+    FUNCTIONS,
+    TABLES,
+    TRIGGER,
+    ask,
+    lock_and_release,
+    migrate,
+    objects,
+    server,
+    tables,
+)
+from .projects import Project
+
+NAMES = pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param({"locks": "order", "fences": "user", "events": "table"}, id="reserved"),
+        pytest.param({"locks": "AcmeLocks", "fences": "AcmeFences"}, id="mixed case"),
+        pytest.param({"locks": f"l_{'x' * 46}", "fences": f"f_{'x' * 46}"}, id="longest"),
+    ],
+)
+
+
+def bodies(using: str) -> dict[str, str]:
+    """Return the functions of a PostgreSQL database and what they do."""
+    return dict(
+        ask(
+            using,
+            "SELECT proname, prosrc FROM pg_proc WHERE pronamespace = 'public'::regnamespace",
+        )
+    )
+
+
+def run_script(using: str, printed: str) -> None:
+    """Run what `sqlmigrate` has printed."""
+    connection = connections[using]
+    connection.ensure_connection()
+    if connection.vendor == "sqlite":
+        connection.connection.executescript(printed)
+    else:
+        connection.connection.execute(printed)
+
+
+# From zero and back
+
+
+def test_migrates_forth_and_back_and_forth(empty: str) -> None:
+    """Behind a migration to zero nothing of ours is left, and the next one starts anew."""
+    before = objects(empty)
+    migrate(empty)
+    assert tables(empty) >= TABLES
+    assert lock_and_release(empty) == 1
+    migrate(empty, "zero")
+    assert objects(empty) == before
+    migrate(empty)
+    assert lock_and_release(empty) == 1
+
+
+def test_migration_installs_functions_and_trigger(postgresql: str) -> None:
+    """On PostgreSQL the functions, with a version in their names, and the trigger are there."""
+    migrate(postgresql)
+    assert set(bodies(postgresql)) == FUNCTIONS
+    assert all(name.endswith("_v1") for name in FUNCTIONS)
+    assert objects(postgresql)["triggers"] == {TRIGGER}
+
+
+def test_functions_are_the_ones_that_are_called(postgresql: str) -> None:
+    """Without its functions PostgreSQL's fast path fails, so it is they that the tests run."""
+    migrate(postgresql)
+    ask(postgresql, "DROP FUNCTION django_distlock_heldlock_acquire_v1")
+    with pytest.raises(LockError, match="migrate"):
+        lock_and_release(postgresql)
+    assert lock_and_release(postgresql, server_functions=False) == 1
+
+
+@pytest.mark.parametrize(
+    "obstacle",
+    [
+        "CREATE TABLE django_distlock_lockevent (id integer)",
+        "CREATE VIEW django_distlock_fencecounter AS SELECT 1 AS x",
+    ],
+)
+def test_migration_that_fails_leaves_nothing(empty: str, obstacle: str) -> None:
+    """What stands in the way of the last table keeps the first ones away too."""
+    ask(empty, obstacle)
+    before = objects(empty)
+    with pytest.raises(DatabaseError):
+        migrate(empty)
+    assert objects(empty) == before
+    ask(empty, f"DROP {' '.join(obstacle.split()[1:3])}")
+    migrate(empty)
+    assert lock_and_release(empty) == 1
+
+
+def test_functions_that_fail_leave_nothing(postgresql: str) -> None:
+    """Tables without their functions are not left behind either."""
+    signature = "django_distlock_heldlock_release_v1(text, text, double precision, integer)"
+    ask(postgresql, f"CREATE FUNCTION {signature} RETURNS integer LANGUAGE sql AS 'SELECT 1'")
+    before = objects(postgresql)
+    with pytest.raises(DatabaseError):
+        migrate(postgresql)
+    assert objects(postgresql) == before
+    ask(postgresql, f"DROP FUNCTION {signature}")
+    migrate(postgresql)
+    assert lock_and_release(postgresql) == 1
+
+
+# What the commands print
+
+
+def test_sqlmigrate_prints_the_whole_schema(postgresql: str) -> None:
+    """Tables, functions, trigger and storage parameters: the script alone makes a lock store."""
+    printed = _sqlmigrate(postgresql)
+    for name in TABLES:
+        assert f'CREATE TABLE "{name}"' in printed
+    for name in FUNCTIONS:
+        assert f'CREATE OR REPLACE FUNCTION "{name}"(' in printed
+    assert f"CREATE TRIGGER {TRIGGER}" in printed
+    assert "fillfactor" in printed
+    run_script(postgresql, printed)
+    assert set(bodies(postgresql)) == FUNCTIONS
+    assert lock_and_release(postgresql) == 1
+
+
+def test_sqlmigrate_prints_only_tables_elsewhere(sqlite: str) -> None:
+    """On SQLite there is nothing but tables and their indexes, and the script makes them."""
+    printed = _sqlmigrate(sqlite)
+    statements = [line for line in printed.splitlines() if line and not line.startswith("--")]
+    starts = {" ".join(line.split()[:2]) for line in statements}
+    assert starts == {"BEGIN;", "CREATE TABLE", "CREATE INDEX", "COMMIT;"}
+    run_script(sqlite, printed)
+    assert lock_and_release(sqlite) == 1
+
+
+def test_sqlmigrate_prints_the_way_back(empty: str) -> None:
+    """The script of the way back leaves nothing."""
+    before = objects(empty)
+    run_script(empty, _sqlmigrate(empty))
+    run_script(empty, _sqlmigrate(empty, backwards=True))
+    assert objects(empty) == before
+
+
+def test_sqlmigrate_touches_nothing(empty: str) -> None:
+    """Printing is all it does."""
+    before = objects(empty)
+    _sqlmigrate(empty)
+    assert objects(empty) == before
+
+
+def _sqlmigrate(using: str, **options: Any) -> str:
+    printed = io.StringIO()
+    call_command("sqlmigrate", APP, "0001", database=using, stdout=printed, **options)
+    return printed.getvalue()
+
+
+def test_makemigrations_has_nothing_to_do() -> None:
+    """Models and migrations agree under the default names."""
+    call_command("makemigrations", APP, check_changes=True, dry_run=True, verbosity=0)
+
+
+# Names of one's own
+
+
+@NAMES
+def test_makemigrations_has_nothing_to_do_under_other_names(
+    empty: str, names: dict[str, str]
+) -> None:
+    """Models and migrations agree under any legal names of the tables."""
+    project = Project(empty, DISTLOCK_TABLES=names)
+    assert "No changes" in project.manage("makemigrations", APP, "--check", "--dry-run")
+
+
+@NAMES
+def test_locks_work_under_other_names(empty: str, names: dict[str, str]) -> None:
+    """Every operation finds the tables that the settings name; zero takes all of it away."""
+    before = objects(empty)
+    project = Project(empty, DISTLOCK_TABLES=names)
+    said = project.run("tests.integration.test_migrations:use_all_operations")
+    assert said["refused"] == []
+    assert set(names.values()) <= set(said["tables"])
+    assert not TABLES & set(said["tables"]) - {"django_distlock_lockevent"}
+    assert objects(empty) == before
+
+
+def use_all_operations() -> dict[str, Any]:
+    """Be a project: migrate, ask everything of the locks, and go back to zero."""
+    migrate("default")
+    made = sorted(tables("default"))
+    for server_functions in (True, False):
+        options = {"using": "default", "server_functions": server_functions}
+        with locks_on("default", KEY_PREFIX=f"p{server_functions}", OPTIONS=options) as alias:
+            _ask_everything(alias)
+    refused = _not_refused()
+    migrate("default", "zero")
+    return {"tables": made, "refused": refused}
+
+
+def _ask_everything(alias: str) -> None:
+    """Call each operation of a backend once."""
+    backend = lock_backends[alias]
+    key, token = "invoice:42", new_token()
+    grant = backend.acquire(key, token, 30)
+    assert isinstance(grant, Grant)
+    assert grant.fence == 1
+    assert backend.acquire(key, new_token(), 30, wanted=True).fence == 1
+    assert backend.extend(grant, 40) is not None
+    assert backend.extend_many([grant])[0] is not None
+    assert backend.read(key) is not None
+    assert backend.read_token(token) is not None
+    assert [record.key for record in backend.list("invoice").records] == [key]
+    assert backend.request_stop(key) is not None
+    assert backend.shorten(key, 20) is not None
+    assert backend.settle(grant, 10) is True
+    assert backend.force_release(key) is not None
+    grant = backend.acquire(key, token, 30)
+    assert isinstance(grant, Grant)
+    assert grant.fence == 3
+    assert backend.release(grant) is True
+
+
+def _not_refused() -> list[str]:
+    """Return what could take a fence back, and was not refused."""
+    counter = FenceCounter.objects.all()[0]
+    found = []
+    try:
+        counter.delete()
+        found.append("delete")
+    except LockUsageError:
+        pass
+    if connection.vendor == "postgresql":
+        for statement in ('DELETE FROM "{}"', 'UPDATE "{}" SET fence = fence - 1'):
+            try:
+                ask("default", statement.format(table("fences")))
+                found.append(statement)
+            except DatabaseError:
+                pass
+    return found
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param({"locks": "acme_locks", "fences": "acme_fences", "events": "acme_events"}),
+        pytest.param(
+            {
+                "locks": "Django_Distlock_HeldLock",
+                "fences": "Django_Distlock_FenceCounter",
+                "events": "Django_Distlock_LockEvent",
+            },
+        ),
+    ],
+    ids=["other names", "other case"],
+)
+def test_projects_share_a_schema(postgresql: str, names: dict[str, str]) -> None:
+    """Two projects with tables of different names in one schema do not touch each other."""
+    migrate(postgresql)
+    ours = bodies(postgresql)
+    with locks_on(postgresql) as backend:
+        lease = distlock("invoice:42", backend=backend).acquire()
+        # The other project has a history of its own, as in a schema that it had first.
+        ask(postgresql, "DELETE FROM django_migrations")
+        project = Project(postgresql, DISTLOCK_TABLES=names)
+        said = project.run("tests.integration.test_migrations:be_the_other_project")
+        assert said == {"fences": [1, 2], "locked": False}
+        lease.extend()
+        assert lease.release() is True
+        # It went back to zero, and ours is what it was.
+        assert bodies(postgresql) == ours
+        assert objects(postgresql)["triggers"] == {TRIGGER}
+        with distlock("invoice:42", backend=backend) as lease:
+            assert lease.fence == 2
+
+
+def be_the_other_project() -> dict[str, Any]:
+    """Lock the same key in tables of other names."""
+    migrate("default")
+    lock = distlock("invoice:42", wait=0)
+    fences = []
+    for _ in range(2):
+        with lock as lease:
+            lease.extend()
+            fences.append(lease.fence)
+    locked = lock.locked()
+    migrate("default", "zero")
+    return {"fences": fences, "locked": locked}
+
+
+# Without migrations
+
+
+def test_tables_without_migrations_have_the_server_side(postgresql: str) -> None:
+    """Made as `--nomigrations` does, a database has functions, trigger and storage parameters."""
+    _without_migrations(postgresql)
+    assert set(bodies(postgresql)) == FUNCTIONS
+    assert objects(postgresql)["triggers"] == {TRIGGER}
+    options = ask(
+        postgresql, "SELECT reloptions FROM pg_class WHERE relname = 'django_distlock_heldlock'"
+    )
+    assert "fillfactor=50" in options[0][0]
+    assert lock_and_release(postgresql) == 1
+
+
+def test_tables_without_migrations_work(empty: str) -> None:
+    """A test run that skips migrations can lock, on every database."""
+    _without_migrations(empty)
+    assert tables(empty) >= TABLES
+    assert lock_and_release(empty) == 1
+    assert lock_and_release(empty, server_functions=False) == 2
+
+
+def test_tables_made_either_way_are_the_same(empty: str) -> None:
+    """Migrations and `--nomigrations` make the same tables, indexes, functions and triggers."""
+    migrate(empty)
+    migrated = objects(empty)
+    migrate(empty, "zero")
+    _without_migrations(empty)
+    # The other apps of the tests came along.
+    assert {
+        kind: {name for name in names if "distlock" in name}
+        for kind, names in objects(empty).items()
+    } == migrated
+
+
+def _without_migrations(using: str) -> None:
+    with override_settings(MIGRATION_MODULES={APP: None}):
+        call_command("migrate", database=using, run_syncdb=True, verbosity=0)
+
+
+# Repairs behind `migrate`
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_function_that_was_dropped_is_put_back(postgresql: str, name: str) -> None:
+    """`migrate` with nothing to apply installs what is missing."""
+    migrate(postgresql)
+    was = bodies(postgresql)
+    ask(postgresql, f"DROP FUNCTION {name} CASCADE")
+    migrate(postgresql)
+    assert bodies(postgresql) == was
+    assert objects(postgresql)["triggers"] == {TRIGGER}
+    assert lock_and_release(postgresql) == 1
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS - {"django_distlock_fencecounter_guard_v1"}))
+def test_function_that_names_other_tables_is_replaced(postgresql: str, name: str) -> None:
+    """A function left from before a renaming, under a name in use, is brought up to date."""
+    migrate(postgresql)
+    was = bodies(postgresql)
+    ((definition,),) = ask(
+        postgresql, "SELECT pg_get_functiondef(oid) FROM pg_proc WHERE proname = %s", name
+    )
+    head, separator, body = definition.partition("AS $")
+    ask(postgresql, "CREATE TABLE elsewhere AS TABLE django_distlock_heldlock")
+    replaced = head + separator + body.replace('"django_distlock_heldlock"', '"elsewhere"')
+    ask(postgresql, replaced.replace("%", "%%"))
+    assert bodies(postgresql) != was
+    migrate(postgresql)
+    assert bodies(postgresql) == was
+
+
+def test_trigger_that_was_lost_is_put_back(postgresql: str) -> None:
+    """A fence table that was made anew gets its trigger, though the function is still there."""
+    _without_migrations(postgresql)
+    ask(postgresql, "DROP TABLE django_distlock_fencecounter")
+    assert objects(postgresql)["triggers"] == set()
+    _without_migrations(postgresql)
+    assert objects(postgresql)["triggers"] == {TRIGGER}
+
+
+def test_storage_that_was_chosen_is_left_alone(postgresql: str) -> None:
+    """An administrator's own storage parameters outlive `migrate`."""
+    migrate(postgresql)
+    ask(postgresql, "ALTER TABLE django_distlock_heldlock SET (fillfactor = 70)")
+    migrate(postgresql)
+    found = ask(
+        postgresql, "SELECT reloptions FROM pg_class WHERE relname = 'django_distlock_heldlock'"
+    )
+    assert "fillfactor=70" in found[0][0]
+
+
+def test_functions_of_other_versions_are_left_alone(postgresql: str) -> None:
+    """A worker of another release keeps the functions that it knows."""
+    migrate(postgresql)
+    for version in (0, 2):
+        ask(
+            postgresql,
+            f"CREATE FUNCTION django_distlock_heldlock_acquire_v{version}(text) RETURNS integer"
+            f" LANGUAGE sql AS 'SELECT {version}'",
+        )
+    migrate(postgresql)
+    assert set(bodies(postgresql)) - FUNCTIONS == {
+        "django_distlock_heldlock_acquire_v0",
+        "django_distlock_heldlock_acquire_v2",
+    }
+    assert lock_and_release(postgresql) == 1
+
+
+def test_functions_follow_the_schema_of_the_tables(postgresql: str) -> None:
+    """Where the search path names a schema, all is made there, beside the same in another."""
+    migrate(postgresql)
+    ask(postgresql, "CREATE SCHEMA tenant")
+    options = {"options": "-c search_path=tenant"}
+    name = connections[postgresql].settings_dict["NAME"]
+    with alias_like("default", NAME=name, OPTIONS=options) as tenant:
+        migrate(tenant)
+        assert lock_and_release(tenant) == 1
+        assert lock_and_release(postgresql) == 1
+        assert lock_and_release(tenant) == 2
+        migrate(tenant, "zero")
+    assert set(bodies(postgresql)) == FUNCTIONS
+    assert lock_and_release(postgresql) == 2
+
+
+def test_processes_that_migrate_at_once_do_not_disturb_each_other(postgresql: str) -> None:
+    """A deployment starts several; each gets through, and the functions are repaired."""
+    migrate(postgresql)
+    project = Project(postgresql)
+    was = bodies(postgresql)
+    target = "tests.integration.test_migrations:migrate_when_told"
+    with ExitStack() as stack:
+        workers = [stack.enter_context(project.start(target, 6)) for _ in range(3)]
+        for _ in range(6):
+            for worker in workers:
+                worker.wait_for("ready", timeout=60)
+            for name in was:
+                # As it is after the names of the tables were changed: there, and wrong.
+                ask(
+                    postgresql,
+                    "DO $do$ BEGIN EXECUTE regexp_replace(pg_get_functiondef(%s::regproc),"
+                    " 'BEGIN', 'BEGIN '); END $do$".replace("%s", f"'{name}'"),
+                )
+            assert bodies(postgresql) != was
+            for worker in workers:
+                worker.send("go")
+        assert [worker.result(60) for worker in workers] == [6, 6, 6]
+    assert bodies(postgresql) == was
+
+
+def migrate_when_told(times: int) -> int:
+    """Be a process of a deployment."""
+    for _ in range(times):
+        connections["default"].ensure_connection()
+        print("ready")
+        input()
+        migrate("default")
+    return times
+
+
+# Rights
+
+
+@contextmanager
+def role(database: str) -> Iterator[str]:
+    """Make a role that may make tables, and may not use PL/pgSQL."""
+    name = f"distlock_{secrets.token_hex(6)}"
+
+    def do(where: str, statement: str) -> None:
+        with server(where) as raw:
+            raw.execute(statement.format(name))
+
+    do(database, "CREATE ROLE {} LOGIN PASSWORD 'only for tests'")
+    try:
+        do(database, "GRANT ALL ON SCHEMA public TO {}")
+        do(database, "REVOKE USAGE ON LANGUAGE plpgsql FROM PUBLIC")
+        yield name
+    finally:
+        do(database, "DROP OWNED BY {}")
+        do(database, "DROP ROLE {}")
+
+
+def test_role_without_plpgsql_can_migrate_and_lock(postgresql: str) -> None:
+    """Tables come without functions and trigger, and `server_functions=False` locks on them."""
+    name = connections[postgresql].settings_dict["NAME"]
+    with (
+        role(name) as user,
+        alias_like("default", NAME=name, USER=user, PASSWORD="only for tests") as limited,
+    ):
+        migrate(limited)
+        assert tables(limited) == TABLES
+        assert bodies(limited) == {}
+        assert objects(limited)["triggers"] == set()
+        assert lock_and_release(limited, server_functions=False) == 1
+        with pytest.raises(LockError, match="migrate"):
+            lock_and_release(limited)
+        migrate(limited, "zero")
+        assert tables(limited) == set()
+
+
+def test_functions_come_once_they_are_allowed(postgresql: str) -> None:
+    """When the right is granted later, the next `migrate` installs what was left out."""
+    name = connections[postgresql].settings_dict["NAME"]
+    with (
+        role(name) as user,
+        alias_like("default", NAME=name, USER=user, PASSWORD="only for tests") as limited,
+    ):
+        migrate(limited)
+        with server(name) as raw:
+            raw.execute("GRANT USAGE ON LANGUAGE plpgsql TO PUBLIC")
+        migrate(limited)
+        assert set(bodies(limited)) == FUNCTIONS
+        assert lock_and_release(limited) == 1
