@@ -1,0 +1,66 @@
+"""What this process still has to end when the interpreter does."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from typing import Protocol
+
+from .host import monotonic
+
+#: Seconds that the end of the interpreter spends on leases that are in somebody's way.
+EXIT_PATIENCE = 2.0
+
+
+class Ending(Protocol):
+    """What a lease has to have to be ended here."""
+
+    token: str
+    deadline: float
+
+    def release_at_exit(self, patience: float) -> None:
+        """Release within so many seconds."""
+
+
+class HeldHere:
+    """The leases that this process has to end, once each."""
+
+    def __init__(self) -> None:
+        self._by_token: dict[str, Ending] = {}
+        # How many there may be before those that are over are forgotten.
+        self._sweep_at = 0
+        self._mutex = threading.Lock()
+
+    def __contains__(self, lease: Ending) -> bool:
+        return lease.token in self._by_token
+
+    def add(self, lease: Ending) -> None:
+        """Take a lease in, or the one that goes on with its token."""
+        if self._sweep_at == 0:
+            atexit.register(self.release_all)
+        if len(self._by_token) >= self._sweep_at:
+            self._sweep()
+        self._by_token[lease.token] = lease
+
+    def discard(self, lease: Ending) -> None:
+        """Forget a lease: it has ended."""
+        self._by_token.pop(lease.token, None)
+
+    def release_all(self) -> None:
+        """Release what is still held: the interpreter ends."""
+        until = monotonic() + EXIT_PATIENCE
+        for lease in list(self._by_token.values()):
+            lease.release_at_exit(max(0.0, until - monotonic()))
+
+    def _sweep(self) -> None:
+        """Forget what is over: whoever takes leases and drops them leaves them to the ttl."""
+        now = monotonic()
+        with self._mutex:
+            # Copied in one step: other threads go on taking leases.
+            for lease in list(self._by_token.values()):
+                if lease.deadline <= now:
+                    self.discard(lease)
+            self._sweep_at = max(1024, 2 * len(self._by_token))
+
+
+held_here = HeldHere()

@@ -1,0 +1,214 @@
+"""The types of the public API, frozen: `mypy --strict` reads this file, and nobody runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Mapping
+from datetime import datetime, timedelta
+from typing import Any, assert_type
+
+from django.dispatch import Signal
+
+from django_distlock import (
+    BackendUnavailable,
+    Holder,
+    InvalidArgument,
+    InvalidLockBackend,
+    Lease,
+    Lock,
+    LockError,
+    LockInfo,
+    LockLost,
+    LockNotAcquired,
+    LockUsageError,
+    Retry,
+    current_lease,
+    default_lock_backend,
+    distlock,
+    lock_backends,
+)
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.inspection import get_by_key, get_by_token, owns
+from django_distlock.signals import (
+    lock_acquired,
+    lock_extended,
+    lock_lost,
+    lock_not_acquired,
+    lock_released,
+)
+
+
+def describe() -> None:
+    """All arguments behind the key are optional and named."""
+    assert_type(distlock("key"), Lock)
+    assert_type(
+        distlock(
+            "key",
+            ttl=5,
+            wait=None,
+            backend="default",
+            retry=Retry(delay=0.1, factor=2, cap=1, max_retries=None),
+            metadata={"user": "Ada"},
+        ),
+        Lock,
+    )
+    distlock("key", ttl=timedelta(seconds=5), wait=timedelta(0))
+    distlock("key", ttl=5.5, wait=0)
+    distlock("key", ttl=None, wait=0.5)
+    distlock("key", 5)  # type: ignore[call-arg]
+    distlock(5)  # type: ignore[arg-type]
+    distlock("key", backend=None)  # type: ignore[arg-type]
+    distlock("key", retry={"delay": 1})  # type: ignore[arg-type]
+    distlock("key", timeout=5)  # type: ignore[call-arg]
+    # What becomes a duration is typed, so that a slip is found before it runs.
+    distlock("key", ttl="5")  # type: ignore[arg-type]
+    distlock("key", wait="5")  # type: ignore[arg-type]
+
+
+def use(lock: Lock) -> None:
+    """Blocks and handles give leases."""
+    with lock as lease:
+        assert_type(lease, Lease)
+    assert_type(lock.acquire(), Lease)
+    assert_type(lock.try_acquire(), Lease | None)
+    assert_type(lock.locked(), bool)
+    assert_type(lock.key, str)
+    assert_type(lock.backend, str)
+    lock.key = "other"  # type: ignore[misc]
+
+
+async def ause(lock: Lock) -> None:
+    """The same with awaits."""
+    async with lock as lease:
+        assert_type(lease, Lease)
+    assert_type(await lock.aacquire(), Lease)
+    assert_type(await lock.atry_acquire(), Lease | None)
+    assert_type(await lock.alocked(), bool)
+
+
+@distlock("invoice:{invoice_id}")
+def decorated(invoice_id: int, *, currency: str = "EUR") -> str:
+    """Keep its parameters and its result."""
+    return f"{invoice_id} {currency}"
+
+
+@distlock("invoice:{invoice_id}")
+async def adecorated(invoice_id: int) -> str:
+    """Stay a coroutine function."""
+    return f"{invoice_id}"
+
+
+def call() -> None:
+    """A decorated function has the type of the function."""
+    assert_type(decorated(1, currency="USD"), str)
+    decorated("1")  # type: ignore[arg-type]
+    decorated()  # type: ignore[call-arg]
+    takes(adecorated)
+    takes(decorated)  # type: ignore[arg-type]
+
+
+def takes(function: Callable[[int], Coroutine[Any, Any, str]]) -> None:
+    """Take a coroutine function."""
+
+
+async def acall() -> None:
+    """The same with awaits."""
+    assert_type(await adecorated(1), str)
+
+
+def hold(lease: Lease) -> None:
+    """What a lease tells and does."""
+    assert_type(lease.key, str)
+    assert_type(lease.backend, str)
+    assert_type(lease.token, str)
+    assert_type(lease.fence, int)
+    assert_type(lease.fence_token, str)
+    assert_type(lease.acquired_at, datetime)
+    assert_type(lease.expires_at, datetime | None)
+    assert_type(lease.deadline, float)
+    assert_type(lease.held, bool)
+    assert_type(lease.is_lost, bool)
+    assert_type(lease.is_released, bool)
+    assert_type(lease.stop_requested, bool)
+    assert_type(lease.remaining(), float)
+    assert_type(lease.release(), bool)
+    lease.check()
+    lease.extend()
+    lease.extend(5)
+    lease.extend(timedelta(seconds=5))
+    assert_type(current_lease(), Lease | None)
+    assert_type(current_lease("key"), Lease | None)
+
+
+async def ahold(lease: Lease) -> None:
+    """The same with awaits."""
+    await lease.aextend()
+    await lease.aextend(5)
+    await lease.aextend(timedelta(seconds=5))
+    assert_type(await lease.arelease(), bool)
+
+
+def look() -> None:
+    """What lookups answer."""
+    info = get_by_key("key", backend="default", raw=True)
+    assert_type(info, LockInfo | None)
+    assert_type(get_by_token("token", backend="default", raw=False), LockInfo | None)
+    assert_type(owns("token", backend="default"), bool)
+    assert info
+    assert_type(info.key_hash, str)
+    assert_type(info.token_hash, str)
+    assert_type(info.fence, int)
+    assert_type(info.acquired_at, datetime)
+    assert_type(info.expires_at, datetime | None)
+    assert_type(info.renewed_at, datetime)
+    assert_type(info.holder, Holder)
+    assert_type(info.key, str | None)
+    assert_type(info.token, str | None)
+
+
+def holders(holder: Holder) -> None:
+    """What is known about a holder."""
+    assert_type(holder.host, str)
+    assert_type(holder.boot_id, str)
+    assert_type(holder.process, str)
+    assert_type(holder.pid, int)
+    assert_type(holder.started_at, float | None)
+    assert_type(holder.thread, str)
+    assert_type(holder.task_id, str | None)
+    assert_type(holder.metadata, Mapping[str, Any])
+
+
+def errors() -> None:
+    """What errors know."""
+    try:
+        distlock("key").acquire()
+    except LockNotAcquired as error:
+        assert_type(error.holder, Holder | None)
+        assert_type(error.held_for, float | None)
+        assert_type(error.expires_in, float | None)
+    except (LockLost, BackendUnavailable, LockUsageError) as error:
+        assert_type(error.code, str)
+    except InvalidArgument as error:
+        errors_of_python(error)
+    except LockError as error:
+        assert_type(error.key, str | None)
+        assert_type(error.code, str)
+    except InvalidLockBackend as mistake:
+        assert_type(mistake.args, tuple[Any, ...])
+
+
+def errors_of_python(error: ValueError) -> None:
+    """Take what Python's own functions raise."""
+
+
+def backends() -> None:
+    """The configured backends, by alias."""
+    assert_type(lock_backends["default"], BaseLockBackend)
+    assert_type(lock_backends.all(), list[BaseLockBackend])
+    assert_type(list(lock_backends), list[str])
+    assert_type(default_lock_backend, BaseLockBackend)
+
+
+def listen() -> None:
+    """Signals are Django's."""
+    for signal in (lock_acquired, lock_not_acquired, lock_extended, lock_released, lock_lost):
+        assert_type(signal, Signal)
