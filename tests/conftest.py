@@ -1,0 +1,64 @@
+"""What all tests share: the test databases, and skips that are declared and counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from django.apps import apps
+from django.conf import settings
+from django.test.utils import setup_databases, teardown_databases
+from pytest_django import DjangoDbBlocker
+
+#: The reason of a skip that a marker declares starts with this, and the summary counts it.
+DECLARED = "declared: "
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers."""
+    for line in (
+        "requires(*capabilities, **values): skip backends that lack one or have another value",
+        "stores(*names, why): skip backends whose records another store keeps, and say why",
+        "pending: a promise that is not kept yet; its test fails once it might be",
+    ):
+        config.addinivalue_line("markers", line)
+
+
+@pytest.fixture(scope="session")
+def django_db_setup(
+    request: pytest.FixtureRequest,
+    django_test_environment: None,
+    django_db_blocker: DjangoDbBlocker,
+    django_db_modify_db_settings: None,
+) -> Iterator[None]:
+    """Make every test database, whatever was selected.
+
+    The fixture of pytest-django makes those that a marker names, and the marker also empties them
+    after each test. The contract suite must not have that: see its conftest.
+    """
+    if request.config.getvalue("nomigrations"):
+        settings.MIGRATION_MODULES = {app.label: None for app in apps.get_app_configs()}
+    keep = request.config.getvalue("reuse_db")
+    with django_db_blocker.unblock():
+        made = setup_databases(
+            verbosity=0, interactive=False, keepdb=keep and not request.config.getvalue("create_db")
+        )
+    yield
+    if not keep:
+        with django_db_blocker.unblock():
+            teardown_databases(made, verbosity=0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count what was left out on purpose."""
+    counts: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", ()):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+        _, declared, what = reason.partition(DECLARED)
+        if declared:
+            counts[what] += 1
+    if counts:
+        terminalreporter.section("declared skips")
+        for what, count in sorted(counts.items()):
+            terminalreporter.write_line(f"{count:4}  {what}")

@@ -1,0 +1,1 @@
+"""The promises of every lock backend, one file each."""

@@ -1,0 +1,105 @@
+"""Short words for what most tests do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from django.db import connections
+
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Contended, Grant, Record
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: What a prompt answer takes at most on a busy machine, and a bounded wait beyond its bound. Less
+#: than a second: that is how long those wait whom nobody told a bound.
+PROMPT = 0.9
+#: What other processes may take to start and to end, on a machine with much else to do.
+PATIENCE = 120
+#: A bound to wait for in tests.
+SHORT = 0.05
+
+
+def take(
+    backend: BaseLockBackend, key: str, ttl: float | None = 30, token: str = "", **more: Any
+) -> Grant:
+    """Acquire a key that is free."""
+    answer = backend.acquire(key, token or new_token(), ttl, **more)
+    assert isinstance(answer, Grant)
+    return answer
+
+
+def contend(backend: BaseLockBackend, key: str, ttl: float | None = 30, **more: Any) -> Contended:
+    """Try to acquire a key that somebody holds."""
+    answer = backend.acquire(key, new_token(), ttl, **more)
+    assert isinstance(answer, Contended)
+    return answer
+
+
+def held(backend: BaseLockBackend, key: str) -> Record:
+    """Read the record of a key that somebody holds."""
+    record = backend.read(key)
+    assert record is not None
+    return record
+
+
+def listed(backend: BaseLockBackend, prefix: str = "", **filters: Any) -> list[str]:
+    """List the keys that start with a prefix, through all pages."""
+    keys: list[str] = []
+    cursor = None
+    while True:
+        page = backend.list(prefix, cursor, **filters)
+        keys += [record.key for record in page.records]
+        if (cursor := page.cursor) is None:
+            return keys
+
+
+@contextmanager
+def prompt(seconds: float = 0) -> Iterator[None]:
+    """Check that the block takes no longer than this, and what a busy machine adds."""
+    started = time.monotonic()
+    yield
+    took = time.monotonic() - started
+    assert took < seconds + PROMPT, f"took {took:.3f} s instead of {seconds:g} s"
+
+
+class Later(Generic[T]):
+    """A call in a thread of its own, which closes its connections at the end."""
+
+    def __init__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs):
+        self._future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                self._future.set_result(function(*args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 - result() raises it
+                self._future.set_exception(error)
+            finally:
+                connections.close_all()
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def result(self, timeout: float = 20) -> T:
+        """Return what the call returned, or raise what it raised."""
+        self._thread.join(timeout)
+        return self._future.result(timeout=0)
+
+
+def at_once(calls: Iterable[Callable[[], T]]) -> list[T]:
+    """Make calls in threads that start together."""
+    todo = list(calls)
+    barrier = threading.Barrier(len(todo))
+
+    def run(call: Callable[[], T]) -> T:
+        barrier.wait(10)
+        return call()
+
+    return [each.result() for each in [Later(run, call) for call in todo]]

@@ -1,0 +1,125 @@
+"""What other processes do with locks. See `tests.processes`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from django.db import connections
+
+from django_distlock import BackendUnavailable, LockError, LockUsageError, current_lease, distlock
+
+
+def hold_to_the_end(alias: str, key: str, how: str) -> dict[str, Any]:
+    """Take a lock, and end this process without giving it back."""
+    lock = distlock(key, backend=alias, ttl=60)
+    if how == "ended thread":
+        thread = threading.Thread(target=lock.acquire)
+        thread.start()
+        thread.join()
+    elif how == "working thread":
+        entered = threading.Event()
+
+        def work() -> None:
+            with lock:
+                entered.set()
+                time.sleep(60)
+
+        threading.Thread(target=work, daemon=True).start()
+        entered.wait()
+    elif how == "asyncio":
+        asyncio.run(_take(lock))
+    elif how == "exit":
+        lock.acquire()
+        print("held")
+        sys.exit(3)
+    else:
+        lock.acquire()
+    print("held")
+    return {"pid": os.getpid()}
+
+
+async def _take(lock: Any) -> None:
+    await lock.aacquire()
+
+
+def hold_until_told(alias: str, key: str, ttl: float, how: str) -> bool:
+    """Take a lock, and wait for a signal, or for a line."""
+    if how == "turned into an exit":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    lock = distlock(key, backend=alias, ttl=ttl)
+    if how == "in a block":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        with lock:
+            print("held")
+            input()
+    lease = lock.acquire()
+    print("held")
+    input()
+    return lease.release()
+
+
+def fork(alias: str, key: str) -> dict[str, Any]:
+    """Hold a lock over a fork, and let the child try what it may not do."""
+    lock = distlock(key, backend=alias, ttl=60, wait=0)
+    unbound = distlock(f"{key}:unbound", backend=alias, ttl=60).acquire()
+    reads, writes = os.pipe()
+    with lock as lease:
+        before = lease.expires_at
+        child = os.fork()
+        if child == 0:
+            _be_the_child(lock, lease, unbound, writes)
+        os.close(writes)
+        with os.fdopen(reads) as pipe:
+            said = dict(line.strip().split("=", 1) for line in pipe)
+        _, status = os.waitpid(child, 0)
+        after = {
+            "status": status,
+            "held": lease.held,
+            "locked": lock.locked(),
+            "unbound": distlock(unbound.key, backend=alias).locked(),
+            "unchanged": lease.expires_at == before,
+        }
+    return {"child": said, "parent": after, "released": [lease.is_released, unbound.release()]}
+
+
+def _be_the_child(lock: Any, lease: Any, unbound: Any, writes: int) -> None:
+    """Try everything on the parent's leases, and end as an interpreter does."""
+    for connection in connections.all(initialized_only=True):
+        # The socket is the parent's: as every forked worker does, leave it alone.
+        connection.connection = None
+    said = []
+    for name, call in {
+        "release": lease.release,
+        "unbound": unbound.release,
+        "check": lease.check,
+        "extend": lease.extend,
+        "aextend": lambda: asyncio.run(lease.aextend()),
+        "arelease": lambda: asyncio.run(lease.arelease()),
+    }.items():
+        try:
+            said.append(f"{name}={call()}")
+        except LockUsageError as error:
+            said.append(f"{name}={error.code}")
+    said += [
+        f"held={lease.held}",
+        f"is_lost={lease.is_lost}",
+        f"remaining={lease.remaining()}",
+        f"current={current_lease() is not None}",
+    ]
+    try:
+        said.append(f"locked={lock.locked()}")
+        own = distlock(f"{lock.key}:child", backend=lock.backend)
+        with own as taken:
+            said.append(f"own={taken.held}")
+    except (LockError, BackendUnavailable) as error:
+        said.append(f"trouble={type(error).__name__}: {error}")
+    os.write(writes, "\n".join(said).encode() + b"\n")
+    os.close(writes)
+    # Through the block's end and the exit handlers, which must not release what is the parent's.
+    sys.exit(0)

@@ -1,0 +1,105 @@
+"""Short words for tests of the lock API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+from django.db import transaction
+from django.dispatch import Signal
+
+from django_distlock import Lease, Lock, distlock
+from django_distlock.handler import lock_backends
+from tests.backends import Registered
+
+from .helpers import Later
+
+#: A short lease, and how long to wait until it is certainly over. The grace is not.
+SHORT = 0.2
+PAST = 0.25
+
+
+def lock_of(registered: Registered, key: str, **more: Any) -> Lock:
+    """Describe a lock on the backend under test."""
+    return distlock(key, backend=registered.alias, **more)
+
+
+def taken(lock: Lock) -> bool:
+    """Ask from another thread, on a connection of its own, whether anybody holds the lock."""
+    return Later(lock.locked).result()
+
+
+def grantable(lock: Lock) -> bool:
+    """Try from another thread, once, to take the lock, and give it back."""
+
+    def attempt() -> bool:
+        # Long enough that no slow reply comes behind its end.
+        lease = replace(lock, ttl=30.0).try_acquire()
+        return lease is not None and lease.release()
+
+    return Later(attempt).result()
+
+
+@contextmanager
+def held_elsewhere(lock: Lock) -> Iterator[Lease]:
+    """Hold a lock as another thread does."""
+    lease = Later(lock.acquire).result()
+    try:
+        yield lease
+    finally:
+        Later(lease.release).result()
+
+
+def take_away(lease: Lease) -> None:
+    """Let an operator take the key from its holder."""
+    assert Later(lock_backends[lease.backend].force_release, lease.key).result() is not None
+
+
+class RollbackError(Exception):
+    """Ends a transaction."""
+
+
+@contextmanager
+def rolled_back(using: str | None = None) -> Iterator[None]:
+    """Run the block in a transaction that is rolled back."""
+    with suppress(RollbackError), transaction.atomic(using=using):
+        yield
+        raise RollbackError
+
+
+def eventually(condition: Callable[[], bool], timeout: float = 2.0) -> bool:
+    """Wait until a condition holds; return whether it did in time."""
+    give_up = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+class Heard:
+    """What a signal said about one key."""
+
+    def __init__(self, signal: Signal, key: str):
+        self.facts: list[dict[str, Any]] = []
+        self._signal, self._key = signal, key
+
+    def __enter__(self) -> Heard:
+        self._signal.connect(self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._signal.disconnect(self._receive)
+
+    def _receive(self, **facts: Any) -> None:
+        if facts["key"] == self._key:
+            self.facts.append(facts)
+
+    @property
+    def once(self) -> dict[str, Any]:
+        """Give the facts of a signal that was sent exactly once."""
+        assert len(self.facts) == 1, self.facts
+        return self.facts[0]

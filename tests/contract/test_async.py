@@ -1,0 +1,57 @@
+"""The awaited twins answer as the operations do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.errors import InvalidArgument
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Contended, Grant
+
+from .stores import DatabaseStore, Store
+
+
+async def test_twins_answer_alike(backend: BaseLockBackend, key: str) -> None:
+    """Acquire, extend, read and release can be awaited, with the same answers."""
+    grant = await backend.aacquire(key, new_token(), 30)
+    assert isinstance(grant, Grant)
+    assert isinstance(await backend.aacquire(key, new_token(), 30), Contended)
+    extended = await backend.aextend(grant, 60, bound=0.5)
+    assert isinstance(extended, Grant)
+    assert extended.ttl == 60
+    record = await backend.aread(key)
+    assert record is not None
+    assert record.expires_at == extended.expires_at
+    assert await backend.arelease(grant) is True
+    assert await backend.arelease(grant) is False
+    assert await backend.aread(key) is None
+
+
+async def test_bad_arguments_are_refused(backend: BaseLockBackend) -> None:
+    """Awaited, a bad argument is the same error."""
+    with pytest.raises(InvalidArgument):
+        await backend.aacquire("", new_token(), 30)
+
+
+async def test_other_operations_can_be_awaited(backend: BaseLockBackend, key: str) -> None:
+    """Every operation can be run on the backend's own threads."""
+    grant = await backend.aacquire(key, new_token(), 30)
+    assert isinstance(grant, Grant)
+    page = await backend.run_async(backend.list, key)
+    assert [record.key for record in page.records] == [key]
+    name = await backend.run_async(lambda: threading.current_thread().name)
+    assert name != threading.current_thread().name
+    assert await backend.run_async(backend.force_release, key)
+
+
+async def test_many_acquires_have_one_winner(
+    backend: BaseLockBackend, store: Store, key: str
+) -> None:
+    """Tasks of one loop exclude each other as threads do."""
+    answers = await asyncio.gather(*(backend.aacquire(key, new_token(), 30) for _ in range(8)))
+    assert sum(isinstance(answer, Grant) for answer in answers) == 1
+    assert store.registered.store == "memory" or isinstance(store, DatabaseStore)

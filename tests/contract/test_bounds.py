@@ -1,0 +1,270 @@
+"""Waits inside the store are bounded: busy and unknown are answers too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import UNKNOWN, Contended, Grant, Record
+
+from .helpers import SHORT, held, prompt, take
+from .stores import DatabaseStore, Elapse, Postgres, Stranger
+
+HAS_TRANSACTIONS = pytest.mark.stores(
+    "sqlite", "postgresql", why="a mutex makes each operation atomic: nothing waits inside"
+)
+HAS_ROW_LOCKS = pytest.mark.stores("postgresql", why="there are no row locks")
+
+
+def operations(backend: BaseLockBackend, grant: Grant) -> dict[str, Callable[[float], object]]:
+    """Name every operation that changes the record of a held key, each with its bound."""
+    return {
+        "extend": lambda bound: backend.extend(grant, bound=bound),
+        "release": lambda bound: backend.release(grant, bound=bound),
+        "settle": lambda bound: backend.settle(grant, 0, bound=bound),
+        "shorten": lambda bound: backend.shorten(grant.key, 0, bound=bound),
+        "force_release": lambda bound: backend.force_release(grant.key, bound=bound),
+        "request_stop": lambda bound: backend.request_stop(grant.key, bound=bound),
+        "takeover": lambda bound: backend.acquire(
+            grant.key, new_token(), 30, replace=grant.token, bound=bound
+        ),
+    }
+
+
+@HAS_TRANSACTIONS
+@pytest.mark.parametrize(
+    "operation",
+    ["extend", "release", "settle", "shorten", "force_release", "request_stop", "takeover"],
+)
+def test_held_record_bounds_every_operation(
+    backend: BaseLockBackend, stranger: Stranger, key: str, operation: str
+) -> None:
+    """Where a transaction holds the record, the answer comes in time, and the record stands."""
+    grant = take(backend, key)
+    before = held(backend, key)
+    call = operations(backend, grant)[operation]
+    stranger.hold(key)
+    with prompt(SHORT):
+        answer = call(SHORT)
+    if operation in ("extend", "release", "settle"):
+        assert answer is UNKNOWN
+    else:
+        assert isinstance(answer, Contended)
+        assert (answer.busy, answer.fence) == (True, grant.fence)
+    assert held(backend, key) == before
+    stranger.rollback()
+    assert held(backend, key) == before
+    again = call(1)
+    assert again is True or isinstance(again, (Grant, Record))
+
+
+@HAS_TRANSACTIONS
+@pytest.mark.parametrize("operation", ["extend", "release", "force_release", "takeover"])
+def test_bound_of_zero_is_not_for_ever(
+    backend: BaseLockBackend, stranger: Stranger, key: str, operation: str
+) -> None:
+    """With a bound of 0 the answer comes at once."""
+    call = operations(backend, take(backend, key))[operation]
+    stranger.hold(key)
+    with prompt():
+        answer = call(0)
+    assert answer is UNKNOWN or (isinstance(answer, Contended) and answer.busy)
+
+
+@HAS_TRANSACTIONS
+def test_bound_is_a_second_at_most(backend: BaseLockBackend, stranger: Stranger, key: str) -> None:
+    """Nobody waits longer than a second inside the store, whatever was asked for."""
+    grant = take(backend, key)
+    stranger.hold(key)
+    with prompt(1):
+        assert backend.release(grant, bound=60) is UNKNOWN
+
+
+@HAS_TRANSACTIONS
+def test_unknown_release_can_be_tried_again(
+    backend: BaseLockBackend, stranger: Stranger, key: str
+) -> None:
+    """A release without an answer has changed nothing, and works once the way is clear."""
+    grant = take(backend, key)
+    stranger.hold(key)
+    answer = backend.release(grant, bound=0.05)
+    assert answer is UNKNOWN
+    assert not answer
+    stranger.rollback()
+    assert backend.release(grant) is True
+
+
+@HAS_TRANSACTIONS
+def test_expired_record_that_is_held_is_busy(
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str
+) -> None:
+    """An acquire behind a transaction that holds an expired record is busy: no holder, no fence."""
+    old = take(backend, key, 5)
+    store.elapse(6.1)
+    stranger.hold(key)
+    with prompt(SHORT):
+        answer = backend.acquire(key, new_token(), 30, bound=SHORT)
+    assert isinstance(answer, Contended)
+    assert answer.busy
+    stranger.rollback()
+    assert backend.read(key) is None
+    assert take(backend, key).fence == old.fence + 1
+
+
+@HAS_TRANSACTIONS
+def test_new_key_in_a_held_table_is_busy(
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str
+) -> None:
+    """An acquire of a new key is bounded too, and leaves nothing behind."""
+    stranger.hold_table()
+    with prompt(SHORT):
+        answer = backend.acquire(key, new_token(), 30, bound=SHORT)
+    assert isinstance(answer, Contended)
+    assert answer.busy
+    assert answer.holder is None
+    stranger.rollback()
+    assert store.fence(key) == 0
+    assert take(backend, key).fence == 1
+
+
+@HAS_TRANSACTIONS
+@pytest.mark.parametrize("operation", ["pause", "resume"])
+def test_pause_and_resume_are_bounded(
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str, operation: str
+) -> None:
+    """Where a transaction holds the fence, pause and resume are busy and change nothing."""
+    take(backend, key)
+    until = store.now() + timedelta(minutes=1)
+    if operation == "resume":
+        assert backend.pause(key, until) is None
+    stranger.hold_table()
+    if isinstance(stranger, Postgres):
+        stranger.guard(key)
+    with prompt(SHORT):
+        answer = (
+            backend.pause(key, until, bound=SHORT)
+            if operation == "pause"
+            else backend.resume(key, bound=SHORT)
+        )
+    assert isinstance(answer, Contended)
+    assert answer.busy
+    stranger.rollback()
+    assert backend.resume(key) is (operation == "resume")
+
+
+@HAS_ROW_LOCKS
+def test_advisory_lock_of_a_stalled_rival_is_busy(
+    backend: BaseLockBackend, stranger: Stranger, key: str
+) -> None:
+    """An acquirer that stalls in the queue for a key delays the next one by the bound at most."""
+    stranger.queue(key)
+    with prompt(SHORT):
+        answer = backend.acquire(key, new_token(), 30, bound=SHORT)
+    assert isinstance(answer, Contended)
+    assert answer.busy
+    with prompt(1):
+        assert isinstance(backend.acquire(key, new_token(), 30), Contended)
+    stranger.rollback()
+    assert take(backend, key).fence == 1
+
+
+@HAS_ROW_LOCKS
+@pytest.mark.parametrize("how", ["free", "expired", "takeover"])
+def test_open_guard_is_busy_at_once(
+    backend: BaseLockBackend, elapse: Elapse, stranger: Postgres, key: str, how: str
+) -> None:
+    """While a guard stands on the fence, nobody takes the key over, and nobody waits for that."""
+    grant = take(backend, key, 5)
+    if how == "free":
+        backend.release(grant)
+    elif how == "expired":
+        elapse(6.1)
+    stranger.guard(key)
+    with prompt():
+        answer = backend.acquire(key, new_token(), 30, replace=grant.token)
+    assert isinstance(answer, Contended)
+    assert answer.busy
+    if how == "takeover":
+        assert answer.fence == grant.fence
+    stranger.commit()
+    assert take(backend, key, replace=grant.token).fence == grant.fence + 1
+
+
+@HAS_ROW_LOCKS
+def test_open_guard_stops_a_force_release(
+    backend: BaseLockBackend, stranger: Postgres, key: str
+) -> None:
+    """Force-release is busy while a guard is open, at once, and the lease stands."""
+    grant = take(backend, key)
+    stranger.guard(key)
+    with prompt():
+        answer = backend.force_release(key)
+    assert isinstance(answer, Contended)
+    assert (answer.busy, answer.fence) == (True, grant.fence)
+    assert held(backend, key).token == grant.token
+    stranger.commit()
+    assert isinstance(backend.force_release(key), Record)
+
+
+@HAS_ROW_LOCKS
+def test_open_guard_does_not_delay_the_holder(
+    backend: BaseLockBackend, stranger: Postgres, key: str
+) -> None:
+    """The holder extends, settles and releases while a guard of its own transaction is open."""
+    grant = take(backend, key)
+    stranger.guard(key)
+    with prompt():
+        assert isinstance(backend.extend(grant), Grant)
+        assert all(isinstance(each, Grant) for each in backend.extend_many([grant]))
+        assert isinstance(backend.shorten(key, 20), Record)
+        assert isinstance(backend.request_stop(key), Record)
+        assert backend.release(grant) is True
+
+
+@HAS_ROW_LOCKS
+def test_waiting_acquire_does_not_delay_the_holder(
+    backend: BaseLockBackend, stranger: Postgres, key: str
+) -> None:
+    """A takeover that finds a guard open lets go of the record: the holder extends at once."""
+    grant = take(backend, key)
+    stranger.guard(key)
+    backend.acquire(key, new_token(), 30, replace=grant.token)
+    with prompt():
+        assert isinstance(backend.extend(grant), Grant)
+        assert backend.release(grant) is True
+
+
+@HAS_ROW_LOCKS
+def test_locks_of_other_keys_are_nobodys_business(
+    backend: BaseLockBackend, stranger: Postgres, key: str
+) -> None:
+    """A transaction that holds everything of one key delays nothing of another."""
+    take(backend, f"{key}-a")
+    stranger.hold(f"{key}-a")
+    stranger.guard(f"{key}-a")
+    stranger.queue(f"{key}-a")
+    with prompt():
+        grant = take(backend, f"{key}-b")
+        assert isinstance(backend.extend(grant), Grant)
+        assert backend.release(grant) is True
+
+
+@pytest.mark.stores("postgresql", why="there is no lock_timeout")
+def test_session_keeps_its_settings(
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str
+) -> None:
+    """No operation changes or drops what the caller's session had set, whatever its answer."""
+    store.ask("SET lock_timeout = '1234ms'")
+    grant = take(backend, key)
+    stranger.hold(key)
+    for call in operations(backend, grant).values():
+        call(0.02)
+    stranger.rollback()
+    backend.extend(grant)
+    backend.extend_many([grant])
+    backend.release(grant)
+    assert store.ask("SHOW lock_timeout") == [("1234ms",)]

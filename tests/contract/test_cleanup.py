@@ -1,0 +1,152 @@
+"""Cleanup takes away what is over, and nothing else."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.records import Record
+
+from .helpers import Later, held, prompt, take
+from .stores import DatabaseStore, Store, Stranger
+
+
+def sweep(backend: BaseLockBackend, store: Store) -> None:
+    """Remove what other tests left behind."""
+    while backend.cleanup(store.now()):
+        pass
+
+
+def test_cleanup_removes_expired_records(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Records past `free_at` go, and are counted."""
+    for number in range(3):
+        take(backend, f"{key}-{number}", 5)
+    store.elapse(6.1)
+    assert backend.cleanup(store.now()) >= 3
+    assert not any(store.has_record(f"{key}-{number}") for number in range(3))
+
+
+def test_cleanup_spares_live_records(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Held, settled, in their grace and endless: what is live stays as it is."""
+    take(backend, f"{key}-held", 50)
+    take(backend, f"{key}-endless", None)
+    backend.settle(take(backend, f"{key}-settled"), 50)
+    sweep(backend, store)
+    take(backend, f"{key}-grace", 5)
+    store.elapse(5.2)
+    keys = [f"{key}-{name}" for name in ("grace", "held", "endless", "settled")]
+    before: list[Record | None] = [held(backend, each) for each in keys]
+    sweep(backend, store)
+    assert [backend.read(each) for each in keys] == before
+
+
+def test_cleanup_before_the_future_is_before_now(
+    backend: BaseLockBackend, store: Store, key: str
+) -> None:
+    """A time in the future removes no live record."""
+    take(backend, f"{key}-live", 5)
+    take(backend, f"{key}-expired", 5)
+    backend.extend(take(backend, f"{key}-long"), 3600)
+    backend.shorten(f"{key}-expired", 0)
+    store.elapse(1.1)
+    while backend.cleanup(store.now() + timedelta(days=365)):
+        pass
+    assert backend.read(f"{key}-live") is not None
+    assert backend.read(f"{key}-long") is not None
+    assert not store.has_record(f"{key}-expired")
+
+
+def test_cleanup_before_a_time_spares_what_ended_later(
+    backend: BaseLockBackend, store: Store, key: str
+) -> None:
+    """Only what was over before the time given goes."""
+    take(backend, f"{key}-old", 5)
+    take(backend, f"{key}-young", 50)
+    store.elapse(60)
+    while backend.cleanup(store.now() - timedelta(seconds=30)):
+        pass
+    assert not store.has_record(f"{key}-old")
+    assert store.has_record(f"{key}-young")
+
+
+def test_cleanup_is_limited(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """No more than the limit goes at once; the rest goes later."""
+    keys = [f"{key}-{number}" for number in range(5)]
+    for each in keys:
+        take(backend, each, 5)
+    store.elapse(6.1)
+    assert backend.cleanup(store.now(), limit=2) == 2
+    assert backend.cleanup(store.now(), limit=1) == 1
+    assert sum(store.has_record(each) for each in keys) >= 2
+    sweep(backend, store)
+    assert not any(store.has_record(each) for each in keys)
+
+
+def test_cleanup_leaves_the_counters(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Fences and pauses outlive every cleanup."""
+    grant = take(backend, key, 5)
+    backend.pause(f"{key}-paused", store.now() + timedelta(hours=1))
+    store.elapse(6.1)
+    sweep(backend, store)
+    assert store.fence(key) == grant.fence
+    assert backend.resume(f"{key}-paused") is True
+    assert take(backend, key).fence == grant.fence + 1
+
+
+def test_cleanup_of_nothing_is_zero(backend: BaseLockBackend, store: Store) -> None:
+    """Where nothing was over that long ago, nothing goes."""
+    assert backend.cleanup(store.now() - timedelta(days=10_000)) == 0
+
+
+@pytest.mark.stores("postgresql", why="no transaction can hold a single record")
+def test_cleanup_skips_locked_rows(
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str
+) -> None:
+    """What a transaction holds is left for the next time, without waiting."""
+    take(backend, f"{key}-locked", 5)
+    take(backend, f"{key}-other", 5)
+    store.elapse(6.1)
+    stranger.hold(f"{key}-locked")
+    with prompt():
+        Later(sweep, backend, store).result(10)
+    assert store.has_record(f"{key}-locked")
+    assert not store.has_record(f"{key}-other")
+    stranger.rollback()
+    sweep(backend, store)
+    assert not store.has_record(f"{key}-locked")
+
+
+@pytest.mark.stores("sqlite", "postgresql", why="a mutex makes each operation atomic")
+def test_cleanup_of_a_busy_store_is_zero(
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str
+) -> None:
+    """Where another transaction holds the table, cleanup gives up within a second."""
+    take(backend, key, 5)
+    store.elapse(6.1)
+    stranger.hold_table()
+    with prompt(1):
+        assert Later(backend.cleanup, store.now()).result(10) == 0
+    stranger.rollback()
+    assert store.has_record(key)
+
+
+@pytest.mark.stores("sqlite", "postgresql", why="an expired record is removed by cleanup alone")
+def test_cleanup_on_read_is_an_option(
+    backend: BaseLockBackend, store: DatabaseStore, key: str
+) -> None:
+    """With `cleanup_on_read`, a read removes the expired record that it finds, and no live one."""
+    options = {**backend.config.options, "cleanup_on_read": True}
+    tidy = store.variant(options=options)
+    live = take(backend, f"{key}-live")
+    expired = take(backend, key, 5)
+    store.elapse(6.1)
+    take(backend, f"{key}-other", 5)
+    assert tidy.read(f"{key}-live") is not None
+    assert store.has_record(key)
+    assert tidy.read(key) is None
+    assert not store.has_record(key)
+    assert tidy.read_token(expired.token) is None
+    assert tidy.read_token(live.token) is not None
+    assert store.fence(key) == expired.fence

@@ -1,0 +1,170 @@
+"""Whoever loses takes no lock, writes nothing and waits for nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from django.db import DatabaseError
+
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.records import Contended
+
+from .helpers import SHORT, contend, held, prompt, take
+from .stores import DatabaseStore, Elapse, Postgres, Stranger
+
+HAS_TRANSACTIONS = pytest.mark.stores(
+    "sqlite", "postgresql", why="a mutex makes each operation atomic: there are no transactions"
+)
+
+
+@contextmanager
+def read_only(store: DatabaseStore) -> Iterator[None]:
+    """Let the server refuse whatever this session writes, row locks included."""
+    store.ask("SET default_transaction_read_only = on")
+    try:
+        yield
+    finally:
+        store.ask("SET default_transaction_read_only = off")
+
+
+def versions(store: DatabaseStore, key: str) -> list[object]:
+    """Return what changes in PostgreSQL's rows when they are written or locked."""
+    return [
+        store.ask(
+            f"SELECT xmin::text, xmax::text, ctid::text FROM {table} WHERE storage_key = %s",
+            [store.name(key)],
+        )
+        for table in (store.locks, store.fences)
+    ]
+
+
+@pytest.mark.stores("postgresql", why="no session can be forbidden to write")
+def test_session_that_may_not_write_can_lose(
+    backend: BaseLockBackend, store: DatabaseStore, key: str
+) -> None:
+    """Contended is an answer also where the server refuses each write and each row lock."""
+    grant = take(backend, key)
+    contend(backend, key, wanted=True)
+    with read_only(store):
+        assert contend(backend, key).fence == grant.fence
+        # The flag stands already.
+        assert contend(backend, key, wanted=True).fence == grant.fence
+        with pytest.raises(DatabaseError, match="read-only"):
+            store.ask(f"SELECT 1 FROM {store.locks} FOR UPDATE")
+
+
+@pytest.mark.stores("postgresql", why="rows carry no mark of who wrote or locked them")
+def test_losing_leaves_the_rows_alone(
+    backend: BaseLockBackend, store: DatabaseStore, key: str
+) -> None:
+    """Neither the record nor the fence is written or locked by those who lose."""
+    take(backend, key)
+    before = versions(store, key)
+    for _ in range(3):
+        contend(backend, key)
+    assert versions(store, key) == before
+
+
+@HAS_TRANSACTIONS
+def test_losing_waits_for_nobody(backend: BaseLockBackend, stranger: Stranger, key: str) -> None:
+    """Contended comes at once and is not busy, whatever another transaction holds."""
+    grant = take(backend, key)
+    contend(backend, key, wanted=True)
+    stranger.queue(key)
+    stranger.hold(key)
+    stranger.hold_table()
+    if isinstance(stranger, Postgres):
+        stranger.guard(key)
+        stranger.execute(f"LOCK TABLE {stranger.store.fences} IN EXCLUSIVE MODE")
+    for wanted in (False, True):
+        with prompt():
+            contended = contend(backend, key, wanted=wanted)
+        assert (contended.fence, contended.busy) == (grant.fence, False)
+
+
+def test_wanted_marks_the_grant(backend: BaseLockBackend, key: str) -> None:
+    """A loser that wants to be woken marks the record; one that does not, does not."""
+    take(backend, key)
+    contend(backend, key)
+    assert held(backend, key).wanted is False
+    contend(backend, key, wanted=True)
+    assert held(backend, key).wanted is True
+    contend(backend, key)
+    contend(backend, key, wanted=True)
+    assert held(backend, key).wanted is True
+
+
+def test_wanted_marks_nothing_else(backend: BaseLockBackend, key: str) -> None:
+    """The mark is all that a loser changes."""
+    take(backend, key)
+    before = held(backend, key)
+    contend(backend, key, wanted=True)
+    after = held(backend, key)
+    assert before.wanted != after.wanted
+    for name in ("token", "fence", "ttl", "acquired_at", "renewed_at", "expires_at", "free_at",
+                 "holder", "stop_requested_at"):  # fmt: skip
+        assert getattr(before, name) == getattr(after, name), name
+
+
+@pytest.mark.stores("postgresql", why="rows carry no mark of who wrote them")
+def test_wanted_is_written_once_per_grant(
+    backend: BaseLockBackend, store: DatabaseStore, key: str
+) -> None:
+    """The second loser that wants to be woken finds the mark and writes nothing."""
+    take(backend, key)
+    contend(backend, key, wanted=True)
+    before = versions(store, key)
+    for _ in range(3):
+        contend(backend, key, wanted=True)
+    assert versions(store, key) == before
+
+
+def test_wanted_survives_extends(backend: BaseLockBackend, key: str) -> None:
+    """The mark stands until the grant ends."""
+    grant = take(backend, key)
+    contend(backend, key, wanted=True)
+    backend.extend(grant)
+    backend.extend_many([grant])
+    backend.shorten(key, 20)
+    backend.settle(grant, 20)
+    assert held(backend, key).wanted is True
+
+
+@pytest.mark.parametrize("how", ["release", "expiry", "takeover", "force-release"])
+def test_new_grant_has_no_mark(
+    backend: BaseLockBackend, elapse: Elapse, key: str, how: str
+) -> None:
+    """The mark belongs to a grant and not to its key."""
+    grant = take(backend, key, 5)
+    contend(backend, key, wanted=True)
+    if how == "release":
+        backend.release(grant)
+    elif how == "expiry":
+        elapse(6.1)
+    elif how == "force-release":
+        backend.force_release(key)
+    take(backend, key, replace=grant.token, wanted=True)
+    assert held(backend, key).wanted is False
+
+
+def test_granted_wanted_marks_nothing(backend: BaseLockBackend, key: str) -> None:
+    """Who gets the key waits for nobody: its own grant is not marked."""
+    take(backend, key, wanted=True)
+    assert held(backend, key).wanted is False
+
+
+@HAS_TRANSACTIONS
+def test_mark_that_cannot_be_set_is_busy(
+    backend: BaseLockBackend, stranger: Stranger, key: str
+) -> None:
+    """Where a transaction holds the record, the flag is not set: busy, with the holder."""
+    grant = take(backend, key)
+    stranger.hold(key)
+    with prompt(SHORT):
+        contended = backend.acquire(key, "x" * 22, 30, wanted=True, bound=SHORT)
+    assert isinstance(contended, Contended)
+    assert (contended.busy, contended.fence) == (True, grant.fence)
+    stranger.rollback()
+    assert held(backend, key).wanted is False

@@ -1,0 +1,256 @@
+"""When a lease ends: ttl, grace, and what extend makes of them."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.backends.memory import MemoryBackend
+from django_distlock.conf import BackendConfig
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Contended, Grant
+from tests.backends import BACKENDS
+from tests.processes import spawn
+
+from .helpers import PATIENCE, contend, held, take
+from .stores import Elapse, Store
+
+pytestmark = pytest.mark.requires("supports_ttl")
+
+
+def test_grace_lasts_one_second(backend: BaseLockBackend, key: str) -> None:
+    """A key is locked half a second behind its ttl, and free 1.1 s behind it."""
+    # The grant was somewhere between these two readings of the clock.
+    asked = time.monotonic()
+    take(backend, key, 0.1)
+    granted = time.monotonic()
+    time.sleep(max(0, asked + 0.1 + 0.5 - time.monotonic()))
+    contended = contend(backend, key)
+    assert not contended.busy
+    time.sleep(max(0, granted + 0.1 + 1.1 - time.monotonic()))
+    take(backend, key)
+
+
+def test_store_says_when_the_key_is_free(backend: BaseLockBackend, key: str) -> None:
+    """`free_at` is one second behind `expires_at`, after a grant and after an extend."""
+    grant = take(backend, key, 7)
+    record = held(backend, key)
+    assert record.expires_at is not None
+    assert record.free_at == record.expires_at + timedelta(seconds=1)
+    backend.extend(grant, 9)
+    record = held(backend, key)
+    assert record.expires_at is not None
+    assert record.free_at == record.expires_at + timedelta(seconds=1)
+
+
+def test_record_is_live_before_its_end_only() -> None:
+    """At `free_at` the key is free; a microsecond before, it is not."""
+    clock = [1000.0]
+    backend = MemoryBackend(BackendConfig(), clock=lambda: clock[0])
+    take(backend, "key", 8)
+    clock[0] = 1008.999999
+    contend(backend, "key")
+    assert backend.read("key") is not None
+    clock[0] = 1009.0
+    assert backend.read("key") is None
+    take(backend, "key")
+
+
+def test_holder_may_extend_in_the_grace(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
+    """In the second behind `expires_at` the store still honours an extend, and nobody else."""
+    grant = take(backend, key, 5)
+    elapse(5.2)
+    contend(backend, key)
+    extended = backend.extend(grant)
+    assert isinstance(extended, Grant)
+    assert extended.fence == grant.fence
+    elapse(5.2)
+    contend(backend, key)
+
+
+def test_holder_may_release_in_the_grace(
+    backend: BaseLockBackend, elapse: Elapse, key: str
+) -> None:
+    """In the second behind `expires_at` the store still honours a release: the key is free."""
+    grant = take(backend, key, 5)
+    elapse(5.2)
+    assert backend.read(key) is not None
+    assert backend.release(grant) is True
+    take(backend, key)
+
+
+def test_lease_is_gone_behind_the_grace(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
+    """Past `free_at` every operation answers that nobody holds the key."""
+    grant = take(backend, key, 5)
+    elapse(6.1)
+    assert backend.read(key) is None
+    assert backend.read_token(grant.token) is None
+    assert backend.shorten(key, 1) is None
+    assert backend.request_stop(key) is None
+    assert backend.force_release(key) is None
+    assert backend.extend_many([grant]) == [None]
+    assert backend.settle(grant, 100) is False
+    assert backend.extend(grant) is None
+    assert backend.release(grant) is False
+
+
+def test_expired_lease_is_never_resurrected(
+    backend: BaseLockBackend, elapse: Elapse, key: str
+) -> None:
+    """An extend past `free_at` leaves the key free, also where nobody else came."""
+    grant = take(backend, key, 5)
+    elapse(6.1)
+    assert backend.extend(grant, 100) is None
+    assert backend.extend_many([grant]) == [None]
+    assert backend.read(key) is None
+    assert take(backend, key).fence > grant.fence
+
+
+def test_successor_is_safe_from_the_expired_holder(
+    backend: BaseLockBackend, elapse: Elapse, key: str
+) -> None:
+    """Whoever took the key after an expiry keeps it, whatever the old holder tries."""
+    old = take(backend, key, 5)
+    elapse(6.1)
+    new = take(backend, key, 50)
+    record = held(backend, key)
+    assert new.fence > old.fence
+    assert backend.extend(old) is None
+    assert backend.extend_many([old]) == [None]
+    assert backend.settle(old, 1) is False
+    assert backend.release(old) is False
+    assert backend.shorten(key, 1, token=old.token) is None
+    assert held(backend, key) == record
+
+
+def test_extend_moves_the_end(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """The new end is the store's now + ttl; fence, grant and holder stay."""
+    grant = take(backend, key, 5)
+    store.elapse(3)
+    granted = held(backend, key)
+    before = store.now()
+    extended = backend.extend(grant, 8)
+    after = store.now()
+    assert isinstance(extended, Grant)
+    assert extended.expires_at is not None
+    assert before <= extended.expires_at - timedelta(seconds=8) <= after
+    record = held(backend, key)
+    assert extended.acquired_at == record.acquired_at == granted.acquired_at
+    assert extended.fence == record.fence == grant.fence
+    assert extended.ttl == record.ttl == 8
+    assert record.expires_at == extended.expires_at
+    assert record.renewed_at == extended.expires_at - timedelta(seconds=8)
+    assert record.holder == granted.holder
+
+
+def test_extend_without_ttl_gives_the_same_again(backend: BaseLockBackend, key: str) -> None:
+    """Without a ttl of its own, an extend gives the one that the grant had."""
+    grant = take(backend, key, 7)
+    extended = backend.extend(grant)
+    assert isinstance(extended, Grant)
+    assert extended.ttl == 7
+    shorter = backend.extend(extended, 3)
+    assert isinstance(shorter, Grant)
+    again = backend.extend(shorter)
+    assert isinstance(again, Grant)
+    assert again.ttl == 3
+
+
+def test_extend_replaces_also_when_that_is_sooner(
+    backend: BaseLockBackend, elapse: Elapse, key: str
+) -> None:
+    """An extend does not add: a shorter ttl brings the end nearer."""
+    grant = take(backend, key, 100)
+    extended = backend.extend(grant, 5)
+    assert isinstance(extended, Grant)
+    assert grant.expires_at is not None
+    assert extended.expires_at is not None
+    assert extended.expires_at < grant.expires_at
+    elapse(6.1)
+    assert backend.read(key) is None
+    take(backend, key)
+
+
+def test_extended_lease_outlives_its_first_ttl(
+    backend: BaseLockBackend, elapse: Elapse, key: str
+) -> None:
+    """A lease that is extended again and again is held all the time."""
+    grant = take(backend, key, 50)
+    for _ in range(4):
+        elapse(40)
+        contend(backend, key)
+        assert isinstance(backend.extend(grant), Grant)
+    assert backend.release(grant) is True
+
+
+@pytest.mark.requires("distributed", time_authority="server")
+@pytest.mark.parametrize("hours", [1, -1])
+def test_wrong_clock_of_a_client_changes_nothing(
+    backend: BaseLockBackend, store: Store, key: str, hours: int
+) -> None:
+    """A client whose clock is an hour off gets and sees the same times as everybody else."""
+    alias = store.registered.alias
+    take(backend, f"{key}-held", 1800)
+    with spawn(
+        "tests.contract.workers:ask_with_clock_off", alias, key, f"{key}-held", hours * 3600
+    ) as client:
+        seen = client.result(PATIENCE)
+    now = store.now().timestamp()
+    # The wrong clock would be out by an hour, a slow machine by seconds.
+    assert seen["clock"] == pytest.approx(now + hours * 3600, abs=300)
+    assert seen["granted"] == pytest.approx(now + 1500, abs=300)
+    assert seen["extended"] == pytest.approx(now + 1800, abs=300)
+    assert seen["expires_in"] == pytest.approx(1800, abs=300)
+    assert seen["reads"]
+    assert backend.read(f"{key}-held") is not None
+    record = held(backend, key)
+    assert record.expires_at is not None
+    assert record.expires_at.timestamp() == pytest.approx(seen["extended"], abs=1e-5)
+
+
+@pytest.mark.requires(time_authority="server")
+def test_clock_of_this_process_changes_nothing(
+    backend: BaseLockBackend, store: Store, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No answer of the store depends on what `time.time()` says here."""
+    grant = take(backend, key, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: 4e9)
+        contended = contend(backend, key)
+        extended = backend.extend(grant, 7)
+    assert contended.expires_in is not None
+    assert 0 < contended.expires_in <= 5
+    assert isinstance(extended, Grant)
+    assert extended.expires_at is not None
+    assert timedelta(0) < extended.expires_at - store.now() <= timedelta(seconds=7)
+
+
+@pytest.mark.parametrize("ttl", [0.1, 604_800])
+def test_shortest_and_longest_ttl_are_exact(backend: BaseLockBackend, key: str, ttl: float) -> None:
+    """The bounds of a ttl are legal, and the end lies just so far behind the grant."""
+    grant = take(backend, key, ttl)
+    assert grant.expires_at == grant.acquired_at + timedelta(seconds=ttl)
+    extended = backend.extend(grant, timedelta(seconds=ttl))
+    assert isinstance(extended, Grant)
+    assert extended.ttl == ttl
+
+
+def test_registry_has_every_time_authority(backend: BaseLockBackend, store: Store) -> None:
+    """Where the store has a clock of its own, that one decides."""
+    expected = "server" if store.registered.store == "postgresql" else "client"
+    assert backend.time_authority == expected
+    assert store.registered is BACKENDS[store.registered.alias]
+
+
+def test_contender_sees_how_long(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
+    """Contended, a caller can tell how long the key was held and when it will be free."""
+    take(backend, key, 20)
+    elapse(5)
+    contended = backend.acquire(key, new_token(), 20)
+    assert isinstance(contended, Contended)
+    assert contended.held_for == pytest.approx(5, abs=1)
+    assert contended.expires_in == pytest.approx(15, abs=1)
+    assert contended.free_in == pytest.approx(16, abs=1)

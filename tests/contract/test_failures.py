@@ -1,0 +1,171 @@
+"""Trouble is an exception: a store that cannot be reached never looks like contention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.backends.database import DatabaseBackend
+from django_distlock.core.errors import BackendUnavailable, LockError
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Contended, Grant
+from tests.backends import Registered
+
+from .helpers import Later, contend, take
+from .stores import DatabaseStore, Postgres, Stranger
+from .test_arguments import NOW, TOKEN, grant
+from .unreachable import unreachable
+
+CAN_FAIL = pytest.mark.stores("sqlite", "postgresql", why="its memory is always there")
+
+OPERATIONS: dict[str, Callable[[BaseLockBackend], object]] = {
+    "acquire": lambda backend: backend.acquire("key", TOKEN, 30),
+    "acquire wanted": lambda backend: backend.acquire("key", TOKEN, 30, wanted=True),
+    "acquire in no time": lambda backend: backend.acquire("key", TOKEN, 30, bound=0),
+    "takeover": lambda backend: backend.acquire("key", TOKEN, 30, replace=new_token()),
+    "extend": lambda backend: backend.extend(grant()),
+    "extend_many": lambda backend: backend.extend_many([grant()]),
+    "release": lambda backend: backend.release(grant()),
+    "settle": lambda backend: backend.settle(grant(), 5),
+    "read": lambda backend: backend.read("key"),
+    "read_token": lambda backend: backend.read_token(TOKEN),
+    "list": lambda backend: backend.list(),
+    "shorten": lambda backend: backend.shorten("key", 5),
+    "force_release": lambda backend: backend.force_release("key"),
+    "request_stop": lambda backend: backend.request_stop("key"),
+    "pause": lambda backend: backend.pause("key", NOW),
+    "resume": lambda backend: backend.resume("key"),
+    "cleanup": lambda backend: backend.cleanup(NOW),
+}
+
+
+def broken(registered: Registered, **settings: object) -> DatabaseBackend:
+    """Make the backend on a database that is not there."""
+    made = unreachable(registered, **settings)
+    assert made is not None
+    return made
+
+
+@CAN_FAIL
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_store_that_is_not_there_raises(registered: Registered, operation: str) -> None:
+    """Every operation raises `BackendUnavailable` with a code and the cause, time and again."""
+    backend = broken(registered)
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable) as caught:
+            OPERATIONS[operation](backend)
+        assert caught.value.code == "service_unavailable"
+        assert caught.value.__cause__ is not None
+        assert TOKEN not in str(caught.value)
+
+
+@CAN_FAIL
+def test_error_names_the_key(registered: Registered) -> None:
+    """Where an operation is about one key, the error carries it."""
+    with pytest.raises(BackendUnavailable) as caught:
+        broken(registered).acquire("invoice:42", TOKEN, 30)
+    assert caught.value.key == "invoice:42"
+
+
+@pytest.mark.stores("postgresql", why="there is nobody to log in to")
+def test_role_that_does_not_exist_raises(registered: Registered) -> None:
+    """A refused login is unavailable too, and not contended."""
+    with pytest.raises(BackendUnavailable):
+        broken(registered, USER="nobody_at_all").acquire("key", TOKEN, 30)
+
+
+@pytest.mark.stores("postgresql", why="there is no server to be without the database")
+def test_database_that_does_not_exist_raises(registered: Registered) -> None:
+    """A server without the database is unavailable."""
+    with pytest.raises(BackendUnavailable):
+        broken(registered, NAME="no_such_database").acquire("key", TOKEN, 30)
+
+
+@CAN_FAIL
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_missing_tables_are_told_apart(
+    registered: Registered, tmp_path: object, operation: str
+) -> None:
+    """Without the tables every operation raises an error that says what to run."""
+    elsewhere: dict[str, object] = (
+        {"OPTIONS": {"options": "-c search_path=pg_catalog"}}
+        if registered.store == "postgresql"
+        else {"NAME": f"{tmp_path}/empty.sqlite3"}
+    )
+    with pytest.raises(LockError, match="migrate") as caught:
+        OPERATIONS[operation](broken(registered, **elsewhere))
+    assert not isinstance(caught.value, BackendUnavailable)
+
+
+@pytest.mark.stores("postgresql", why="no session that could be cut off")
+@pytest.mark.parametrize("operation", ["acquire", "extend", "release", "read"])
+def test_cut_session_raises_and_recovers(
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Postgres, key: str, operation: str
+) -> None:
+    """After the server cut the session, one error at most, and then it works again."""
+    mine = take(backend, key)
+    calls: dict[str, Callable[[], object]] = {
+        "acquire": lambda: backend.acquire(f"{key}-b", new_token(), 30),
+        "extend": lambda: backend.extend(mine),
+        "release": lambda: backend.release(mine),
+        "read": lambda: backend.read(key),
+    }
+    ((process,),) = store.ask("SELECT pg_backend_pid()")
+    stranger.execute("SELECT pg_terminate_backend(%s, 5000)", process)
+    with pytest.raises(BackendUnavailable):
+        calls[operation]()
+    answer = calls[operation]()
+    assert answer is not None
+    assert answer is not False
+    assert not isinstance(answer, Contended)
+
+
+@pytest.mark.stores("postgresql", why="no session that could be cut off")
+def test_cut_while_waiting_raises(
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Postgres, key: str
+) -> None:
+    """An acquire whose session is cut in the middle of a wait is neither granted nor contended."""
+    take(backend, key, 5)
+    store.elapse(6.1)
+    stranger.hold(key)
+    waiter = Later(backend.acquire, key, new_token(), 30)
+    stranger.wait_until_blocked()
+    store.ask(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND cardinality(pg_blocking_pids(pid)) > 0"
+    )
+    with pytest.raises(BackendUnavailable):
+        waiter.result()
+    stranger.rollback()
+    assert backend.read(key) is None
+    take(backend, key)
+
+
+@pytest.mark.stores("postgresql", why="no statement_timeout")
+def test_cancelled_statement_raises(
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str
+) -> None:
+    """A statement that the server cancels is trouble, not contention; the session goes on."""
+    take(backend, key, 5)
+    store.elapse(6.1)
+    stranger.hold(key)
+    store.ask("SET statement_timeout = '50ms'")
+    with pytest.raises(BackendUnavailable) as caught:
+        backend.acquire(key, new_token(), 30)
+    assert caught.value.code == "network_timeout"
+    store.ask("SET statement_timeout = 0")
+    stranger.rollback()
+    take(backend, key)
+
+
+@pytest.mark.stores("postgresql", why="no session is read-only")
+def test_read_only_server_raises(backend: BaseLockBackend, store: DatabaseStore, key: str) -> None:
+    """On a server that takes no writes a free key is neither granted nor contended."""
+    store.ask("SET default_transaction_read_only = on")
+    with pytest.raises(BackendUnavailable):
+        backend.acquire(key, new_token(), 30)
+    store.ask("SET default_transaction_read_only = off")
+    assert isinstance(backend.acquire(key, new_token(), 30), Grant)
+    contend(backend, key)

@@ -1,0 +1,301 @@
+"""Fences grow with every grant of a key, for the life of the store."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from django.db import DatabaseError, transaction
+from django.db.models import F
+
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.errors import InvalidArgument, LockError, LockUsageError
+from django_distlock.core.records import FENCE_MAX, FENCE_WARNING
+from django_distlock.models import FenceCounter
+from tests.processes import spawn
+
+from .helpers import PATIENCE, contend, held, take
+from .stores import DatabaseStore, Elapse, Store
+
+pytestmark = pytest.mark.requires("supports_fencing")
+
+DATABASE_ONLY = pytest.mark.stores(
+    "sqlite", "postgresql", why="counters are in a dictionary that only acquire reaches"
+)
+
+
+def test_first_fence_is_one(backend: BaseLockBackend, key: str) -> None:
+    """A key that was never held gets fence 1, then 2."""
+    first = take(backend, key)
+    assert first.fence == 1
+    backend.release(first)
+    assert take(backend, key).fence == 2
+
+
+def test_fences_grow_over_releases(backend: BaseLockBackend, key: str) -> None:
+    """Each grant behind a release has a higher fence, as a number and as text of 15 digits."""
+    fences = []
+    for _ in range(11):
+        grant = take(backend, key)
+        fences.append(grant.fence)
+        backend.release(grant)
+    assert fences == sorted(set(fences))
+    texts = [f"{fence:015d}" for fence in fences]
+    assert texts == sorted(set(texts))
+
+
+def test_fences_grow_over_expiry(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
+    """A grant behind an expired one has a higher fence."""
+    old = take(backend, key, 5)
+    elapse(6.1)
+    assert take(backend, key).fence > old.fence
+
+
+def test_fences_grow_over_cleanup(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Cleanup takes expired records and leaves the counters."""
+    old = take(backend, key, 5)
+    store.elapse(6.1)
+    while backend.cleanup(store.now()):
+        pass
+    assert not store.has_record(key)
+    assert store.fence(key) == old.fence
+    assert take(backend, key).fence > old.fence
+
+
+def test_fences_grow_over_force_release(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Force-release moves the fence on, so that the old one is lower before anybody is next."""
+    old = take(backend, key)
+    backend.force_release(key)
+    between = store.fence(key)
+    assert between > old.fence
+    assert take(backend, key).fence > between
+
+
+def test_fences_grow_over_settle(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
+    """A grant behind a settled one has a higher fence."""
+    old = take(backend, key)
+    backend.settle(old, 5)
+    elapse(5.01)
+    assert take(backend, key).fence > old.fence
+
+
+@pytest.mark.requires("distributed")
+def test_fences_grow_over_a_new_process(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """A program that starts later counts on where the others were."""
+    first = take(backend, key)
+    backend.release(first)
+    with spawn("tests.contract.workers:grant", store.registered.alias, key) as program:
+        second = program.result(PATIENCE)
+    assert second == first.fence + 1
+    assert take(backend, key).fence == second + 1
+
+
+def test_fences_grow_over_a_rollback_of_the_caller(
+    backend: BaseLockBackend, store: Store, key: str
+) -> None:
+    """A fence that was handed out inside a transaction is not handed out again when it fails."""
+    using = store.registered.using or "default"
+    fences = [take(backend, key).fence]
+    backend.force_release(key)
+    with transaction.atomic(using=using):
+        if store.registered.store == "sqlite":
+            # One writer per file: instead of waiting for itself, the caller is told at once.
+            with pytest.raises(LockUsageError) as caught:
+                take(backend, key)
+            assert caught.value.code == "self_blocked"
+        else:
+            fences.append(take(backend, key).fence)
+        transaction.set_rollback(True, using=using)
+    backend.force_release(key)
+    fences.append(take(backend, key).fence)
+    assert fences == sorted(set(fences))
+
+
+def test_grant_inside_a_transaction_is_seen_at_once(
+    backend: BaseLockBackend, store: Store, key: str
+) -> None:
+    """What is granted, extended and released inside of `atomic()` is so for everybody, now."""
+    using = store.registered.using or "default"
+    if store.registered.store == "sqlite":
+        using = "default"
+    with transaction.atomic(using=using):
+        grant = take(backend, key, 5)
+        assert store.fence(key) == grant.fence
+        backend.extend(grant, 500)
+        transaction.set_rollback(True, using=using)
+    record = held(backend, key)
+    assert (record.token, record.ttl) == (grant.token, 500)
+    with transaction.atomic(using=using):
+        assert backend.release(grant) is True
+        transaction.set_rollback(True, using=using)
+    assert backend.read(key) is None
+
+
+def test_keys_count_for_themselves(backend: BaseLockBackend, key: str) -> None:
+    """The grants of one key do not move the fence of another."""
+    for _ in range(3):
+        backend.release(take(backend, f"{key}-a"))
+    assert take(backend, f"{key}-b").fence == 1
+    assert take(backend, f"{key}-a").fence == 4
+
+
+def test_contention_uses_up_no_fence(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """However many are refused, the next grant has the next fence."""
+    grant = take(backend, key)
+    for wanted in (False, True, False, True):
+        contend(backend, key, wanted=wanted)
+    assert store.fence(key) == grant.fence
+    backend.release(grant)
+    assert take(backend, key).fence == grant.fence + 1
+
+
+def test_refused_token_uses_up_no_fence(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """An acquire that fails leaves the counter as it was."""
+    grant = take(backend, f"{key}-a")
+    with pytest.raises(InvalidArgument):
+        backend.acquire(f"{key}-b", grant.token, 30)
+    assert store.fence(f"{key}-b") == 0
+
+
+def test_extend_keeps_the_fence(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Extend, settle and release leave the counter as it was."""
+    grant = take(backend, key)
+    backend.extend(grant)
+    backend.extend_many([grant])
+    backend.shorten(key, 5)
+    backend.settle(grant, 0)
+    assert store.fence(key) == grant.fence
+
+
+def test_last_fence_is_granted(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """The greatest fence is legal."""
+    store.set_fence(key, FENCE_MAX - 1)
+    grant = take(backend, key)
+    assert grant.fence == held(backend, key).fence == FENCE_MAX == 900_000_000_000_000
+
+
+def test_overflow_fails_and_leaves_nothing(
+    backend: BaseLockBackend, store: Store, key: str
+) -> None:
+    """Behind the greatest fence, acquire fails, the key is not held, the counter stays."""
+    store.set_fence(key, FENCE_MAX)
+    for _ in range(2):
+        with pytest.raises(LockError) as caught:
+            take(backend, key)
+        assert type(caught.value) is LockError
+        assert (caught.value.code, caught.value.key) == ("internal", key)
+        assert str(FENCE_MAX) in str(caught.value)
+    assert backend.read(key) is None
+    assert not store.has_record(key)
+    assert store.fence(key) == FENCE_MAX
+
+
+def test_overflow_takes_nobody_over(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Where no fence is left, a takeover and a force-release leave the holder its lease."""
+    grant = take(backend, key)
+    store.set_fence(key, FENCE_MAX)
+    with pytest.raises(LockError):
+        take(backend, key, replace=grant.token)
+    assert held(backend, key).token == grant.token
+    with pytest.raises(LockError):
+        backend.force_release(key)
+    assert held(backend, key).token == grant.token
+    assert backend.release(grant) is True
+
+
+@pytest.mark.parametrize(
+    ("last", "warns"), [(FENCE_WARNING - 1, False), (FENCE_WARNING, True)], ids=["at", "above"]
+)
+def test_high_fence_warns(
+    backend: BaseLockBackend,
+    store: Store,
+    key: str,
+    caplog: pytest.LogCaptureFixture,
+    last: int,
+    warns: bool,
+) -> None:
+    """Above 8e14, and no sooner, a grant logs a warning that names the key."""
+    assert FENCE_WARNING == 800_000_000_000_000
+    store.set_fence(key, last)
+    with caplog.at_level(logging.WARNING, logger="django_distlock"):
+        grant = take(backend, key)
+    assert grant.fence == last + 1
+    assert [key in record.getMessage() for record in caplog.records] == [True] * warns
+    assert grant.token not in caplog.text
+
+
+@DATABASE_ONLY
+def test_models_refuse_to_delete_counters(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Neither a model nor a queryset deletes a counter, in part or as a whole."""
+    fence = take(backend, key).fence
+    counters = FenceCounter.objects.using(store.registered.using)
+    with pytest.raises(LockUsageError):
+        counters.get(key=key).delete()
+    with pytest.raises(LockUsageError):
+        counters.get(key=key).delete(using=store.registered.using)
+    with pytest.raises(LockUsageError):
+        counters.filter(key=key).delete()
+    with pytest.raises(LockUsageError):
+        counters.all().delete()
+    assert store.fence(key) == fence
+
+
+@DATABASE_ONLY
+def test_models_refuse_to_change_counters(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Neither a model nor a queryset lowers a fence, or gives it another key."""
+    using = store.registered.using
+    fence = take(backend, key).fence
+    counters = FenceCounter.objects.using(using)
+    row = counters.get(key=key)
+    row.fence = 0
+    with pytest.raises(LockUsageError):
+        row.save()
+    with pytest.raises(LockUsageError):
+        row.save(update_fields=["fence"])
+    with pytest.raises((LockUsageError, DatabaseError)), transaction.atomic(using=using):
+        FenceCounter(storage_key=row.storage_key, key=key, fence=0).save(using=using)
+    with pytest.raises(LockUsageError):
+        counters.filter(key=key).update(fence=F("fence") - 1)
+    with pytest.raises(LockUsageError):
+        counters.filter(key=key).update(storage_key="elsewhere")
+    with pytest.raises(LockUsageError):
+        counters.bulk_update([row], ["fence"])
+    with pytest.raises(LockUsageError):
+        counters.bulk_create(
+            [row], update_conflicts=True, update_fields=["fence"], unique_fields=["storage_key"]
+        )
+    with pytest.raises(LockUsageError):
+        counters.update_or_create(defaults={"fence": 0}, storage_key=row.storage_key)
+    assert store.fence(key) == fence
+
+
+@pytest.mark.stores("postgresql", why="no trigger guards the counters against SQL by hand")
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DELETE FROM {table} WHERE key = %s",
+        "UPDATE {table} SET fence = fence - 1 WHERE key = %s",
+        "UPDATE {table} SET fence = 0 WHERE key = %s",
+        "UPDATE {table} SET storage_key = storage_key || 'x' WHERE key = %s",
+        (
+            "INSERT INTO {table} (storage_key, key, fence) SELECT storage_key, key, 0 FROM {table}"
+            " WHERE key = %s ON CONFLICT (storage_key) DO UPDATE SET fence = excluded.fence"
+        ),
+    ],
+)
+def test_server_refuses_to_take_a_fence_back(
+    backend: BaseLockBackend, store: DatabaseStore, key: str, statement: str
+) -> None:
+    """SQL by hand neither deletes nor lowers a counter, nor gives it another key."""
+    fence = take(backend, key).fence
+    with pytest.raises(DatabaseError, match="fence"):
+        store.ask(statement.format(table=store.fences), [key])
+    assert store.fence(key) == fence
+
+
+@pytest.mark.stores("postgresql", why="no trigger guards the counters against SQL by hand")
+def test_server_lets_a_fence_be_raised(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Raising a fence by hand is how grants stay above those of another store."""
+    backend.release(take(backend, key))
+    store.set_fence(key, 1000)
+    assert take(backend, key).fence == 1001

@@ -1,0 +1,153 @@
+"""Two keys are one lock if they are the same text in NFC, byte by byte, and never otherwise."""
+
+from __future__ import annotations
+
+import itertools
+import unicodedata
+
+import pytest
+
+from django_distlock.backends.base import BaseLockBackend
+
+from .helpers import contend, held, listed, take
+from .stores import Store
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        ":a:b::", "/a/b", " a b ", "{a}", "{", "}", "a}b{c", "%s%%", "🔒", "Füße", "日本語", "ключ",
+        "\t\n\r", "'\"\\;--", "\x01\x7f", "-_.~", "\u2028", "\u2126", "\ufeff", "\U0010ffff",
+    ],
+    ids=ascii,
+)  # fmt: skip
+def test_any_text_is_a_key(backend: BaseLockBackend, key: str, end: str) -> None:
+    """Punctuation, spaces, braces and every script make keys that can be held, read and listed."""
+    given = f"{key}{end}"
+    grant = take(backend, given)
+    assert grant.key == unicodedata.normalize("NFC", given)
+    contend(backend, given)
+    assert held(backend, given).key == grant.key
+    assert listed(backend, given) == [grant.key]
+    assert backend.release(grant) is True
+
+
+@pytest.mark.parametrize("char", ["k", "é", "語", "🔒"])
+def test_longest_key_has_512_bytes(backend: BaseLockBackend, key: str, char: str) -> None:
+    """A key of exactly 512 bytes works in every operation."""
+    room = 512 - len(key)
+    longest = key + char * (room // len(char.encode()))
+    longest += "x" * (512 - len(longest.encode()))
+    assert len(longest.encode()) == 512
+    grant = take(backend, longest)
+    contend(backend, longest, wanted=True)
+    assert backend.extend(grant)
+    assert backend.extend_many([grant])[0]
+    assert backend.read(longest) == backend.read_token(grant.token)
+    assert listed(backend, longest) == [longest]
+    assert backend.request_stop(longest)
+    assert backend.shorten(longest, 5)
+    assert backend.release(grant) is True
+    assert take(backend, longest).fence == 2
+    assert backend.force_release(longest)
+
+
+def test_long_keys_stay_apart(backend: BaseLockBackend, key: str) -> None:
+    """Keys of 512 bytes that differ in their last one are two locks."""
+    start = key + "k" * (511 - len(key))
+    take(backend, start + "a")
+    take(backend, start + "b")
+
+
+def test_spellings_of_one_text_are_one_lock(backend: BaseLockBackend, key: str) -> None:
+    """A key in NFD and the same in NFC contend, and everything finds it by either."""
+    nfc, nfd = f"{key}-caf\u00e9", f"{key}-cafe\u0301"
+    grant = take(backend, nfd)
+    assert grant.key == nfc
+    contend(backend, nfc)
+    contend(backend, nfd)
+    assert backend.read(nfc) == backend.read(nfd)
+    assert backend.request_stop(nfc)
+    assert backend.release(grant) is True
+    assert take(backend, nfc).fence == 2
+    assert backend.force_release(nfd)
+
+
+def test_key_is_measured_in_nfc(backend: BaseLockBackend, key: str) -> None:
+    """A key that is too long in NFD and not in NFC is legal."""
+    nfd = key + "e\u0301" * ((512 - len(key)) // 2)
+    assert len(nfd.encode()) > 512
+    take(backend, nfd)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        ("a", "A"), ("é", "e", "É"), ("a", "a ", " a", "a  "), ("ß", "ss", "SS"),
+        ("i", "\u0131", "\u0130"),
+        ("a", "a\t", "a\n"), ("ﬁ", "fi"), ("1", "\uff11", "01"), ("a", "a\u200b"), ("\u0430", "a"),
+        ("a:b", "a/b", "a.b", "a_b", "a%b"), ("", ":", "::"),
+    ],
+    ids=ascii,
+)  # fmt: skip
+def test_texts_that_look_alike_are_different_locks(
+    backend: BaseLockBackend, key: str, ends: tuple[str, ...]
+) -> None:
+    """Case, accents, width and spaces around make another key."""
+    grants = [take(backend, f"{key}{end}") for end in ends]
+    assert {grant.fence for grant in grants} == {1}
+    for grant, other in itertools.permutations(grants, 2):
+        assert grant.key != other.key
+    for grant in grants:
+        assert held(backend, grant.key).token == grant.token
+    assert backend.release(grants[0]) is True
+    for grant in grants[1:]:
+        assert held(backend, grant.key).token == grant.token
+
+
+@pytest.mark.requires("supports_token_lookup")
+def test_token_counts_with_its_case(backend: BaseLockBackend, key: str) -> None:
+    """Tokens that differ in case alone are two tokens."""
+    lower, upper = f"{key}-lower", f"{key}-upper"
+    text = (key * 2)[:22]
+    first = take(backend, lower, token=text.lower())
+    second = take(backend, upper, token=text.upper())
+    assert held(backend, lower).token == first.token
+    assert backend.read_token(second.token) == held(backend, upper)
+    assert backend.read_token(first.token) == held(backend, lower)
+    assert backend.release(first) is True
+    assert backend.read_token(second.token) is not None
+
+
+@pytest.mark.parametrize(
+    "start", ["id:", "fence:", "lock:", "token:", "pause:", "distlock:", "distlock", ":", "\u2126"]
+)
+def test_no_key_reaches_another_record(
+    backend: BaseLockBackend, store: Store, key: str, start: str
+) -> None:
+    """Names that a store might use inside are plain keys: they change no other lock."""
+    victim = take(backend, key)
+    before = held(backend, key)
+    for target in (key, victim.token, store.name(key)):
+        name = f"{start}{target}"
+        if name == key:
+            continue
+        grant = take(backend, name)
+        assert grant.fence == 1
+        assert backend.release(grant) is True
+        take(backend, name)
+        assert backend.force_release(name)
+    assert held(backend, key) == before
+    assert store.fence(key) == victim.fence
+    assert backend.read_token(victim.token) == before
+    assert backend.release(victim) is True
+
+
+def test_subclass_of_str_is_plain_inside(backend: BaseLockBackend, key: str) -> None:
+    """A key of a subclass of `str` is kept and given back as plain text."""
+
+    class Loud(str):
+        __slots__ = ()
+
+    assert type(take(backend, Loud(key)).key) is str
+    assert type(held(backend, Loud(key)).key) is str

@@ -1,0 +1,220 @@
+"""What is held can be read, found by its token, and listed."""
+
+from __future__ import annotations
+
+import pytest
+
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.holders import Holder
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Record
+
+from .helpers import contend, held, listed, take
+from .stores import Elapse, Store
+
+LISTS = pytest.mark.requires("supports_listing")
+
+
+def test_read_shows_what_is_held(backend: BaseLockBackend, key: str) -> None:
+    """A held key has a record; a free one, a released one and an unknown one have none."""
+    assert backend.read(key) is None
+    grant = take(backend, key)
+    assert isinstance(backend.read(key), Record)
+    backend.release(grant)
+    assert backend.read(key) is None
+
+
+@pytest.mark.requires("supports_token_lookup")
+def test_read_by_token_shows_the_same(backend: BaseLockBackend, key: str) -> None:
+    """A token finds the record of the key that it holds, and nothing afterwards."""
+    grant = take(backend, key)
+    assert backend.read_token(grant.token) == backend.read(key)
+    assert backend.read_token(new_token()) is None
+    backend.release(grant)
+    assert backend.read_token(grant.token) is None
+
+
+@pytest.mark.requires("supports_token_lookup")
+def test_expired_and_missing_look_the_same(
+    backend: BaseLockBackend, elapse: Elapse, key: str
+) -> None:
+    """Whoever reads cannot tell an expired lock from none."""
+    grant = take(backend, key, 5)
+    elapse(6.1)
+    assert backend.read(key) is None
+    assert backend.read_token(grant.token) is None
+
+
+def test_reading_changes_nothing(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """A read leaves live and expired records where they are."""
+    grant = take(backend, key, 5)
+    before = held(backend, key)
+    backend.read_token(grant.token)
+    backend.list(key)
+    assert held(backend, key) == before
+    store.elapse(6.1)
+    backend.read(key)
+    backend.read_token(grant.token)
+    backend.list(key)
+    assert store.has_record(key)
+
+
+@LISTS
+def test_list_shows_what_is_held(backend: BaseLockBackend, key: str) -> None:
+    """A page holds the records that read gives, and ends where there are no more."""
+    for name in "bca":
+        take(backend, f"{key}-{name}", holder=Holder(host=name))
+    page = backend.list(key)
+    assert page.cursor is None
+    assert [record.key for record in page.records] == [f"{key}-{name}" for name in "abc"]
+    assert list(page.records) == [backend.read(f"{key}-{name}") for name in "abc"]
+
+
+@LISTS
+def test_list_leaves_out_what_is_over(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
+    """Released and expired locks are not shown; one without expiry is."""
+    take(backend, f"{key}-expired", 5)
+    take(backend, f"{key}-endless", None)
+    elapse(6.1)
+    backend.release(take(backend, f"{key}-released"))
+    take(backend, f"{key}-live")
+    assert listed(backend, key) == [f"{key}-endless", f"{key}-live"]
+
+
+@LISTS
+@pytest.mark.parametrize(
+    ("prefix", "inside", "outside"),
+    [
+        ("%", ["%", "%a", "%%"], ["a", "a%", "\\%"]),
+        ("_", ["_", "_a", "__"], ["a", "aa", "\\_"]),
+        ("a_b", ["a_b", "a_bc"], ["aXb", "a%b", "A_b"]),
+        ("a%", ["a%", "a%b"], ["ab", "aa%", "A%"]),
+        ("\\", ["\\", "\\%"], ["%", "/"]),
+        ("Ab", ["Ab", "Abc"], ["ab", "AB", "aB", "Áb"]),
+        ("'", ["'", "''", "' OR 1=1 --"], ['"', "a"]),
+        ("a:b", ["a:b", "a:b:c"], ["a", "a:", "a:a", "a:c", "a;b"]),
+        ("x*", ["x*", "x*y"], ["x", "xy", "x["]),
+        ("é", ["é", "éa"], ["e", "É", "è"]),
+        ("z ", ["z ", "z  ", "z a"], ["z", "za"]),
+        ("\U0010ffff", ["\U0010ffff", "\U0010ffff\U0010ffff", "\U0010ffffa"], ["a", "\uffff"]),
+        ("a\U0010ffff", ["a\U0010ffff", "a\U0010ffffz"], ["a", "b", "a\uffff", "a\U0010fffe"]),
+        ("\ud7ff", ["\ud7ff", "\ud7ffa"], ["\ue000", "\ud7fe"]),
+    ],
+    ids=ascii,
+)
+def test_prefix_is_plain_text(
+    backend: BaseLockBackend, key: str, prefix: str, inside: list[str], outside: list[str]
+) -> None:
+    """A prefix means itself: no wildcard, no escape, no case, no accent, and the whole of it."""
+    for end in inside + outside:
+        take(backend, f"{key}{end}")
+    assert sorted(listed(backend, f"{key}{prefix}")) == sorted(f"{key}{end}" for end in inside)
+
+
+@LISTS
+def test_no_prefix_lists_all(backend: BaseLockBackend, key: str) -> None:
+    """Without a prefix every held lock is shown."""
+    keys = {f"{start}{key}" for start in ("A", "z", "%", "\U0010ffff", "0", " ")}
+    for each in keys:
+        take(backend, each)
+    assert keys <= set(listed(backend))
+
+
+@LISTS
+def test_prefix_is_normalised(backend: BaseLockBackend, key: str) -> None:
+    """A prefix in another Unicode form finds the same keys."""
+    take(backend, f"{key}-caf\u00e9-1")
+    assert listed(backend, f"{key}-cafe\u0301") == [f"{key}-caf\u00e9-1"]
+
+
+@LISTS
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 100])
+def test_pages_show_each_lock_once(backend: BaseLockBackend, key: str, limit: int) -> None:
+    """Through all pages, each lock is shown exactly once, in one order, whatever their size."""
+    keys = [f"{key}-{end}" for end in ("", "a", "A", "aa", "b:%", "é", "\U0010ffff")]
+    for each in keys:
+        take(backend, each)
+    seen = listed(backend, f"{key}-", limit=limit)
+    assert sorted(seen) == sorted(keys)
+    assert seen == listed(backend, f"{key}-", limit=10_000)
+    first = backend.list(f"{key}-", limit=limit)
+    assert len(first.records) == min(limit, len(keys))
+    assert (first.cursor is None) == (limit >= len(keys))
+
+
+@LISTS
+def test_pages_bear_changes_between_them(backend: BaseLockBackend, key: str) -> None:
+    """What is held all the time is seen once, though others come and go between the pages."""
+    grants = {name: take(backend, f"{key}-{name}") for name in "bdfh"}
+    first = backend.list(key, limit=2)
+    assert [record.key for record in first.records] == [f"{key}-b", f"{key}-d"]
+    # The lock at the cursor goes; one comes before it, and one behind.
+    backend.release(grants["d"])
+    take(backend, f"{key}-a")
+    take(backend, f"{key}-g")
+    rest = backend.list(key, first.cursor, limit=10)
+    assert [record.key for record in rest.records] == [f"{key}-{name}" for name in "fgh"]
+
+
+@LISTS
+def test_list_filters_by_host_and_task(backend: BaseLockBackend, key: str) -> None:
+    """Only what the host, the task, or both hold is shown, and each page is filled with it."""
+    for number in range(6):
+        host, task = f"{key}-host-{number % 2}", f"{key}-task-{number % 3}"
+        take(backend, f"{key}-{number}", holder=Holder(host=host, task_id=task))
+    take(backend, f"{key}-6", holder=Holder(host=f"{key}-host-0"))
+    host, task = f"{key}-host-0", f"{key}-task-2"
+    assert listed(backend, key, host=host, limit=2) == [f"{key}-{n}" for n in (0, 2, 4, 6)]
+    assert listed(backend, key, task_id=task, limit=1) == [f"{key}-{n}" for n in (2, 5)]
+    assert listed(backend, key, host=host, task_id=task) == [f"{key}-2"]
+    assert listed(backend, host=host) == [f"{key}-{n}" for n in (0, 2, 4, 6)]
+    assert listed(backend, key, host=host.upper()) == []
+    assert listed(backend, key, task_id="") == []
+    assert listed(backend, f"{key}-4", host=host) == [f"{key}-4"]
+
+
+@LISTS
+def test_prefixes_of_settings_are_worlds_apart(
+    backend: BaseLockBackend, store: Store, key: str
+) -> None:
+    """Two backends on one store with different key prefixes neither see nor disturb each other."""
+    other = store.with_prefix(f"elsewhere-{key}")
+    mine = take(backend, key)
+    theirs = take(other, key)
+    assert theirs.fence == 1
+    assert listed(backend, key) == [key]
+    assert listed(other, key) == [key]
+    assert held(backend, key).token == mine.token
+    assert held(other, key).token == theirs.token
+    assert backend.release(theirs) is False
+    assert other.release(theirs) is True
+    assert other.list().records == ()
+    contend(backend, key)
+    assert backend.force_release(key)
+    assert take(other, key).fence == 2
+
+
+@LISTS
+def test_prefix_of_a_prefix_is_another_prefix(store: Store, key: str) -> None:
+    """A key prefix that only starts like another one does not show its locks."""
+    short, long = store.with_prefix(f"{key}a"), store.with_prefix(f"{key}ab")
+    take(long, "key")
+    assert short.list().records == ()
+    assert listed(long) == ["key"]
+
+
+@LISTS
+def test_empty_key_prefix_is_legal(store: Store, key: str) -> None:
+    """Without a key prefix, locks are kept and listed under their keys alone."""
+    bare = store.with_prefix("")
+    grant = take(bare, key)
+    assert listed(bare, key) == [key]
+    assert bare.release(grant) is True
+
+
+def test_records_hide_their_tokens(backend: BaseLockBackend, key: str) -> None:
+    """The text of grants and records does not contain the token."""
+    grant = take(backend, key)
+    for value in (grant, held(backend, key), backend.list(key), backend.extend(grant)):
+        assert grant.token not in repr(value)
+        assert grant.token not in str(value)

@@ -1,0 +1,159 @@
+"""A block runs under the lock, and leaving it gives the key back."""
+
+from __future__ import annotations
+
+import pytest
+
+from django_distlock import Lease, LockError, LockNotAcquired
+from tests.backends import Registered
+
+from .locking import grantable, held_elsewhere, lock_of, taken
+
+
+def test_block_runs_while_nobody_else_can_have_the_key(registered: Registered, key: str) -> None:
+    """Inside the block the key is taken for everybody else, behind it it is free at once."""
+    lock = lock_of(registered, key)
+    with lock as lease:
+        assert isinstance(lease, Lease)
+        assert lease.held
+        assert taken(lock)
+        assert not grantable(lock)
+    assert not taken(lock)
+    assert grantable(lock)
+    assert lease.is_released
+    assert not lease.held
+
+
+async def test_asynchronous_block_does_the_same(registered: Registered, key: str) -> None:
+    """`async with` is the twin of `with`."""
+    lock = lock_of(registered, key)
+    async with lock as lease:
+        assert isinstance(lease, Lease)
+        assert lease.held
+        assert await lock.alocked()
+        assert not grantable(lock)
+    assert not await lock.alocked()
+    assert grantable(lock)
+    assert lease.is_released
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, LockError])
+def test_error_in_the_block_passes_and_frees_the_key(
+    registered: Registered, key: str, error: type[BaseException]
+) -> None:
+    """What the body raises is what the caller sees, and the key is free."""
+    lock, raised = lock_of(registered, key), error("from the body")
+    with pytest.raises(error) as caught, lock:
+        raise raised
+    assert caught.value is raised
+    assert grantable(lock)
+
+
+async def test_error_in_the_asynchronous_block_passes_and_frees_the_key(
+    registered: Registered, key: str
+) -> None:
+    """The same for `async with`."""
+    lock, raised = lock_of(registered, key), ValueError("from the body")
+    with pytest.raises(ValueError, match="from the body") as caught:
+        async with lock:
+            raise raised
+    assert caught.value is raised
+    assert grantable(lock)
+
+
+def test_leaving_early_frees_the_key(registered: Registered, key: str) -> None:
+    """`return`, `break` and a closed generator leave the block as its end does."""
+    lock = lock_of(registered, key)
+
+    def returns() -> None:
+        with lock:
+            return
+
+    def yields() -> object:
+        with lock:
+            yield
+
+    returns()
+    assert grantable(lock)
+    for _ in range(3):
+        with lock:
+            break
+    assert grantable(lock)
+    generator = yields()
+    next(generator)  # type: ignore[call-overload]
+    assert taken(lock)
+    generator.close()  # type: ignore[attr-defined]
+    assert grantable(lock)
+
+
+def test_body_never_runs_without_the_lock(registered: Registered, key: str) -> None:
+    """Contention raises before the body's first line."""
+    lock, ran = lock_of(registered, key, wait=0), []
+    with held_elsewhere(lock):
+        with pytest.raises(LockNotAcquired), lock:
+            ran.append("body")
+        assert taken(lock)
+    assert ran == []
+
+
+async def test_asynchronous_body_never_runs_without_the_lock(
+    registered: Registered, key: str
+) -> None:
+    """The same for `async with`."""
+    lock, ran = lock_of(registered, key, wait=0), []
+    with held_elsewhere(lock):
+        with pytest.raises(LockNotAcquired):
+            async with lock:
+                ran.append("body")
+        assert taken(lock)
+    assert ran == []
+
+
+def test_releasing_inside_the_block_is_the_end_of_the_lease(
+    registered: Registered, key: str
+) -> None:
+    """A block that gave its lease back early ends quietly, and releases nobody else's."""
+    lock = lock_of(registered, key)
+    with lock as lease:
+        assert lease.release() is True
+        with held_elsewhere(lock) as other:
+            assert lease.release() is False
+            assert other.held
+            assert taken(lock)
+    assert grantable(lock)
+
+
+def test_blocks_on_different_keys_nest(registered: Registered, key: str) -> None:
+    """Locks on different keys know nothing of each other."""
+    first, second = lock_of(registered, key), lock_of(registered, f"{key}:2")
+    with first as outer, second as inner:
+        assert outer.held
+        assert inner.held
+        assert outer.token != inner.token
+    with first:
+        with second:
+            pass
+        assert taken(first)
+        assert not taken(second)
+
+
+@pytest.mark.parametrize(
+    "spelling", ["é🔒 a/b:c{d}", " ", "e\u0301", "x" * 512, "id:1", "'\";--%s"]
+)
+def test_any_legal_key_can_be_locked(registered: Registered, key: str, spelling: str) -> None:
+    """Colons, slashes, spaces, braces and emoji are letters like others."""
+    text = spelling if len(spelling) == 512 else key + spelling
+    lock = lock_of(registered, text)
+    with lock_of(registered, text) as lease:
+        assert lease.key == lock.key
+        assert taken(lock)
+    assert not taken(lock)
+
+
+def test_two_spellings_are_one_lock(registered: Registered, key: str) -> None:
+    """Spellings equal under NFC exclude each other; others do not."""
+    with lock_of(registered, f"{key}caf\u00e9") as lease:
+        assert lease.key == f"{key}caf\u00e9"
+        assert not grantable(lock_of(registered, f"{key}cafe\u0301"))
+        for other in ("cafe", "CAF\u00c9", "caf\u00e9 ", " caf\u00e9"):
+            assert grantable(lock_of(registered, key + other))

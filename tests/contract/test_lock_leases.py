@@ -1,0 +1,363 @@
+"""What a lease knows, and how it is extended, lost and released."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import pickle
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from django_distlock import InvalidArgument, Lease, LockLost, LockUsageError
+from django_distlock.core.keys import validate_token
+from django_distlock.handler import lock_backends
+from tests.backends import Registered
+
+from .helpers import Later
+from .locking import PAST, SHORT, grantable, held_elsewhere, lock_of, take_away, taken
+
+Extend = Callable[[Lease, Any], None]
+Release = Callable[[Lease], bool]
+
+
+def with_extend(lease: Lease, ttl: Any) -> None:
+    """Extend on this thread."""
+    lease.extend(ttl)
+
+
+def with_aextend(lease: Lease, ttl: Any) -> None:
+    """Extend with an await."""
+    asyncio.run(lease.aextend(ttl))
+
+
+def with_release(lease: Lease) -> bool:
+    """Release on this thread."""
+    return lease.release()
+
+
+def with_arelease(lease: Lease) -> bool:
+    """Release with an await."""
+    return asyncio.run(lease.arelease())
+
+
+@pytest.fixture(params=[with_extend, with_aextend], ids=["extend", "aextend"])
+def extend(request: pytest.FixtureRequest) -> Extend:
+    """Give both ways to extend."""
+    made: Extend = request.param
+    return made
+
+
+@pytest.fixture(params=[with_release, with_arelease], ids=["release", "arelease"])
+def release(request: pytest.FixtureRequest) -> Release:
+    """Give both ways to release."""
+    made: Release = request.param
+    return made
+
+
+def test_lease_tells_what_is_held(registered: Registered, key: str) -> None:
+    """Key, alias, token, fence and times describe one holding."""
+    with lock_of(registered, key, ttl=20) as lease:
+        assert (lease.key, lease.backend) == (key, registered.alias)
+        assert validate_token(lease.token) == lease.token
+        assert lease.fence == 1
+        assert lease.fence_token == "000000000000001"
+        assert (lease.held, lease.is_lost, lease.is_released) == (True, False, False)
+        assert lease.stop_requested is False
+        assert 19 < lease.remaining() <= 20
+        assert lease.check() is None  # type: ignore[func-returns-value]
+
+
+def test_fence_token_is_fifteen_digits_in_the_order_of_fences(
+    registered: Registered, key: str
+) -> None:
+    """As text, later fences are greater."""
+    lock, tokens = lock_of(registered, key), []
+    for _ in range(11):
+        with lock as lease:
+            tokens.append(lease.fence_token)
+            assert int(lease.fence_token) == lease.fence
+    assert all(len(token) == 15 and token.isdigit() for token in tokens)
+    assert tokens == sorted(set(tokens))
+
+
+def test_times_are_the_stores_and_aware(registered: Registered, key: str) -> None:
+    """`acquired_at` and `expires_at` are aware, a ttl apart, and what the store keeps."""
+    with lock_of(registered, key, ttl=20) as lease:
+        assert lease.expires_at is not None
+        assert lease.acquired_at.utcoffset() == lease.expires_at.utcoffset() == timedelta(0)
+        assert lease.expires_at - lease.acquired_at == timedelta(seconds=20)
+        assert abs(lease.acquired_at - datetime.now(UTC)) < timedelta(seconds=10)
+        record = lock_backends[registered.alias].read(key)
+        assert record is not None
+        assert (record.acquired_at, record.expires_at) == (lease.acquired_at, lease.expires_at)
+        assert (record.token, record.fence) == (lease.token, lease.fence)
+
+
+def test_holder_stops_before_the_store_expires(registered: Registered, key: str) -> None:
+    """By the holder's own clock the lease ends no later than by the store's."""
+    with lock_of(registered, key, ttl=20) as lease:
+        for _ in range(2):
+            now = datetime.now(UTC)
+            left = lease.remaining()
+            assert lease.expires_at is not None
+            # The clock of SQLite has milliseconds, and that of memory is read once.
+            assert left <= (lease.expires_at - now).total_seconds() + 0.002
+            lease.extend()
+
+
+def test_token_is_in_no_text_of_a_lease(registered: Registered, key: str) -> None:
+    """What is logged of a lease names the key, and not the secret."""
+    with lock_of(registered, key) as lease:
+        assert key in repr(lease)
+        assert lease.token not in f"{lease!r} {lease!s} {lease:}"
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_lease_is_not_copied(
+    registered: Registered, key: str, copied: Callable[[Lease], Any]
+) -> None:
+    """A lease belongs to the process that took it, and there is one of it."""
+    with lock_of(registered, key) as lease, pytest.raises(TypeError, match="lease"):
+        copied(lease)
+
+
+def test_extend_replaces_the_ttl(registered: Registered, key: str, extend: Extend) -> None:
+    """The new end is now + ttl, also when that is sooner."""
+    lease = lock_of(registered, key, ttl=20).acquire()
+    fence, token, acquired_at = lease.fence, lease.token, lease.acquired_at
+    extend(lease, 60)
+    assert 59 < lease.remaining() <= 60
+    extend(lease, timedelta(seconds=5))
+    assert 4 < lease.remaining() <= 5
+    assert lease.expires_at is not None
+    assert timedelta(seconds=4) < lease.expires_at - datetime.now(UTC) < timedelta(seconds=5.1)
+    assert (lease.fence, lease.token, lease.acquired_at) == (fence, token, acquired_at)
+    record = lock_backends[registered.alias].read(key)
+    assert record is not None
+    assert record.expires_at == lease.expires_at
+    assert lease.release()
+
+
+def test_extend_without_a_number_gives_the_locks_ttl(
+    registered: Registered, key: str, extend: Extend
+) -> None:
+    """The ttl of the lock counts, not that of an earlier extend."""
+    lease = lock_of(registered, key, ttl=20).acquire()
+    extend(lease, 5)
+    extend(lease, None)
+    assert 19 < lease.remaining() <= 20
+    assert lease.release()
+
+
+def test_extend_refuses_what_is_no_ttl(registered: Registered, key: str, extend: Extend) -> None:
+    """The rules of a ttl hold, and a refused one changes nothing."""
+    lease = lock_of(registered, key, ttl=20).acquire()
+    before = lease.expires_at
+    for ttl in (0, 0.05, -1, True, "5", math.nan, math.inf, 604_801, 10**400):
+        with pytest.raises(InvalidArgument, match="ttl"):
+            extend(lease, ttl)
+    assert lease.held
+    assert lease.expires_at == before
+    assert lease.release()
+
+
+def test_extended_lease_outlives_its_first_end(
+    registered: Registered, key: str, extend: Extend
+) -> None:
+    """Work that extends in time keeps the key."""
+    lease = lock_of(registered, key, ttl=0.5).acquire()
+    extend(lease, 20)
+    time.sleep(0.55)
+    lease.check()
+    assert taken(lock_of(registered, key))
+    assert lease.release() is True
+
+
+def test_check_raises_behind_the_deadline(registered: Registered, key: str) -> None:
+    """A lease past its deadline says so, though the store keeps its grace."""
+    lock = lock_of(registered, key, ttl=SHORT)
+    lease = lock.acquire()
+    time.sleep(PAST)
+    with pytest.raises(LockLost, match=key) as caught:
+        lease.check()
+    assert (caught.value.code, caught.value.key) == ("lost", key)
+    assert lease.token not in str(caught.value)
+    assert (lease.held, lease.is_lost, lease.remaining()) == (False, True, 0.0)
+    assert taken(lock)
+
+
+def test_lease_past_its_deadline_refuses_extend_but_may_release(
+    registered: Registered, key: str, extend: Extend, release: Release
+) -> None:
+    """Once over it stays over; giving the key back before the grace ends still helps others."""
+    lock = lock_of(registered, key, ttl=SHORT)
+    lease = lock.acquire()
+    time.sleep(PAST)
+    with pytest.raises(LockLost):
+        extend(lease, 20)
+    assert lease.is_lost
+    assert taken(lock)
+    assert release(lease) is True
+    assert not taken(lock)
+    assert lease.is_lost
+    assert not lease.is_released
+    assert release(lease) is False
+
+
+def test_extend_of_a_key_that_was_taken_away_is_lost(
+    registered: Registered, key: str, extend: Extend, release: Release
+) -> None:
+    """The store's answer that the lease is gone is a loss, for good."""
+    lock = lock_of(registered, key)
+    lease = lock.acquire()
+    take_away(lease)
+    assert lease.held
+    with pytest.raises(LockLost, match=key):
+        extend(lease, None)
+    assert (lease.held, lease.is_lost) == (False, True)
+    with held_elsewhere(lock) as other:
+        assert release(lease) is False
+        with pytest.raises(LockLost):
+            extend(lease, None)
+        assert taken(lock)
+        assert other.fence > lease.fence
+
+
+def test_block_that_outlived_its_lease_raises(registered: Registered, key: str) -> None:
+    """A body that succeeded without the lock for its last part did not succeed."""
+    lock, ran = lock_of(registered, key, ttl=SHORT), []
+
+    def work() -> None:
+        with lock:
+            time.sleep(PAST)
+            ran.append("body")
+
+    with pytest.raises(LockLost, match=key):
+        work()
+    assert ran == ["body"]
+    # The key is given back all the same: nobody has to wait for the grace.
+    assert grantable(lock)
+
+
+async def test_asynchronous_block_that_outlived_its_lease_raises(
+    registered: Registered, key: str
+) -> None:
+    """The same for `async with`."""
+    lock = lock_of(registered, key, ttl=SHORT)
+    with pytest.raises(LockLost, match=key):
+        async with lock:
+            await asyncio.sleep(PAST)
+    assert grantable(lock)
+
+
+def test_function_that_outlived_its_lease_raises(registered: Registered, key: str) -> None:
+    """The same for decorated functions."""
+
+    @lock_of(registered, key, ttl=SHORT)
+    def work() -> None:
+        time.sleep(PAST)
+
+    @lock_of(registered, key, ttl=SHORT)
+    async def awork() -> None:
+        await asyncio.sleep(PAST)
+
+    with pytest.raises(LockLost):
+        work()
+    with pytest.raises(LockLost):
+        asyncio.run(awork())
+
+
+def test_block_whose_key_was_taken_away_raises(registered: Registered, key: str) -> None:
+    """An operator who takes the key from a running block makes it fail at its end."""
+    lock = lock_of(registered, key)
+    with pytest.raises(LockLost, match=key), lock as lease:
+        take_away(lease)
+    assert lease.is_lost
+    assert grantable(lock)
+
+
+def test_loss_never_hides_the_bodys_own_error(registered: Registered, key: str) -> None:
+    """What went wrong in the body says more than that its lease ended too."""
+    lock = lock_of(registered, key, ttl=SHORT)
+
+    def late() -> None:
+        with lock:
+            time.sleep(PAST)
+            raise ZeroDivisionError
+
+    async def alate() -> None:
+        async with lock:
+            await asyncio.sleep(PAST)
+            raise ZeroDivisionError
+
+    def taken_away() -> None:
+        with lock_of(registered, key) as lease:
+            take_away(lease)
+            raise ZeroDivisionError
+
+    for work in (late, lambda: asyncio.run(alate()), taken_away):
+        with pytest.raises(ZeroDivisionError):
+            work()
+    assert grantable(lock)
+
+
+def test_release_answers_true_once(registered: Registered, key: str, release: Release) -> None:
+    """The call that gives the key back is told so, and no other."""
+    lock = lock_of(registered, key)
+    lease = lock.acquire()
+    assert release(lease) is True
+    assert (lease.held, lease.is_released, lease.is_lost) == (False, True, False)
+    assert not taken(lock)
+    assert release(lease) is False
+    assert lease.remaining() == 0.0
+
+
+def test_of_many_releases_one_is_true(registered: Registered, key: str) -> None:
+    """Threads that release one lease at the same time are told once that they did."""
+    lease = lock_of(registered, key).acquire()
+    answers = [each.result() for each in [Later(lease.release) for _ in range(6)]]
+    assert sorted(answers) == [False] * 5 + [True]
+
+
+def test_released_lease_is_of_no_use(registered: Registered, key: str, extend: Extend) -> None:
+    """Working on under a lease that was given up is a mistake, and extending it as well."""
+    lock = lock_of(registered, key)
+    lease = lock.acquire()
+    assert lease.release()
+    with pytest.raises(LockUsageError, match="released"):
+        lease.check()
+    with pytest.raises(LockUsageError, match="released"):
+        extend(lease, None)
+    assert not taken(lock)
+
+
+def test_old_lease_never_touches_the_next_ones_lock(registered: Registered, key: str) -> None:
+    """A lease that ended leaves its successor alone, whatever is tried with it."""
+    lock = lock_of(registered, key)
+    with lock as old:
+        pass
+    with held_elsewhere(lock) as new:
+        assert old.release() is False
+        with pytest.raises(LockUsageError):
+            old.extend()
+        assert taken(lock)
+        assert new.held
+
+
+def test_lease_of_acquire_is_bound_to_nothing(registered: Registered, key: str) -> None:
+    """A lease from `acquire()` outlives the function that took it, and contends as anybody's."""
+    lock = lock_of(registered, key)
+    lease = lock.acquire()
+    assert lock.try_acquire() is None
+    assert taken(lock)
+    # Any thread may give it back.
+    assert Later(lease.release).result() is True
+    again = lock.try_acquire()
+    assert again is not None
+    assert again.fence == lease.fence + 1
+    assert again.release()

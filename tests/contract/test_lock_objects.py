@@ -1,0 +1,167 @@
+"""A `Lock` is a description: frozen, without state, shared by whoever likes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from django_distlock import InvalidArgument, InvalidLockBackend, Lease, Lock, Retry, distlock
+from tests.backends import Registered
+
+from .helpers import at_once
+from .locking import grantable, lock_of, taken
+
+
+def test_lock_cannot_be_changed() -> None:
+    """A lock is a frozen value: equal descriptions are equal, and nothing can be assigned."""
+    lock = distlock("key", ttl=5)
+    assert lock == distlock("key", ttl=5)
+    assert lock != distlock("key", ttl=6)
+    assert isinstance(lock, Lock)
+    assert dataclasses.is_dataclass(lock)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        lock.key = "other"  # type: ignore[misc]
+
+
+def test_lock_holds_no_state(registered: Registered, key: str) -> None:
+    """Holding a lock changes nothing on its description."""
+    lock = lock_of(registered, key)
+    before = repr(lock)
+    with lock as lease:
+        assert repr(lock) == before
+        assert lock == lock_of(registered, key)
+        assert lease.token not in repr(lock)
+    assert repr(lock) == before
+
+
+def test_lock_is_used_again_and_again(registered: Registered, key: str) -> None:
+    """Each use is a lease of its own, with a token and a fence of its own."""
+    lock = lock_of(registered, key)
+    leases = []
+    for _ in range(3):
+        with lock as lease:
+            leases.append(lease)
+    assert len({lease.token for lease in leases}) == 3
+    assert [lease.fence for lease in leases] == sorted({lease.fence for lease in leases})
+
+
+def test_threads_share_one_lock_object(registered: Registered, key: str) -> None:
+    """8 threads that use one object at once get 8 leases, one after the other."""
+    lock = lock_of(registered, key, wait=20, retry=Retry(delay=0.005, factor=1, cap=0.01))
+    value = [0]
+    inside = threading.Lock()
+
+    def add() -> tuple[str, int]:
+        with lock as lease:
+            assert inside.acquire(blocking=False), "two holders"
+            before = value[0]
+            assert lease.held
+            value[0] = before + 1
+            inside.release()
+            return lease.token, lease.fence
+
+    made = at_once([add] * 8)
+    assert value == [8]
+    assert len({token for token, _ in made}) == len({fence for _, fence in made}) == 8
+    assert grantable(lock)
+
+
+def test_aliases_are_stores_of_their_own(registered: Registered, key: str) -> None:
+    """The lock is taken on the backend that it names."""
+    other = distlock(key, backend="sqlite" if registered.alias == "memory" else "memory")
+    with lock_of(registered, key) as lease:
+        assert lease.backend == registered.alias
+        assert not taken(other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"key": ""}, "key"),
+        ({"key": None}, "key"),
+        ({"key": "a\0"}, "key"),
+        ({"key": "x" * 513}, "key"),
+        ({"ttl": 0}, "ttl"),
+        ({"ttl": 0.05}, "ttl"),
+        ({"ttl": True}, "ttl"),
+        ({"ttl": "30"}, "ttl"),
+        ({"ttl": math.nan}, "ttl"),
+        ({"ttl": math.inf}, "ttl"),
+        ({"ttl": timedelta(0)}, "ttl"),
+        ({"wait": -1}, "wait"),
+        ({"wait": False}, "wait"),
+        ({"wait": math.nan}, "wait"),
+        ({"wait": math.inf}, "wait"),
+        ({"wait": "5"}, "wait"),
+        ({"wait": timedelta(seconds=-1)}, "wait"),
+        ({"retry": 5}, "retry"),
+        ({"retry": {"delay": 1}}, "retry"),
+        ({"metadata": [1]}, "metadata"),
+        ({"metadata": {"a": object()}}, "metadata"),
+        ({"backend": 5}, "backend"),
+    ],
+)
+def test_bad_argument_is_refused_when_the_lock_is_described(
+    arguments: dict[str, Any], name: str
+) -> None:
+    """A bad value is refused before any I/O; the message names the argument."""
+    with pytest.raises(InvalidArgument, match=f"(?i){name}"):
+        distlock(**{"key": "key", **arguments})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["heartbeat", "hold", "min_hold", "reentrant", "steal_if_dead", "basic", "on_conflict",
+     "max_lifetime", "timeout"],
+)  # fmt: skip
+def test_argument_without_behaviour_is_absent(name: str) -> None:
+    """A parameter appears when it does something."""
+    with pytest.raises(TypeError, match=name):
+        distlock("key", **{name: True})  # type: ignore[arg-type]
+
+
+def test_key_is_the_only_positional_argument() -> None:
+    """Everything behind the key is named."""
+    with pytest.raises(TypeError):
+        distlock("key", 5)  # type: ignore[call-arg]
+
+
+def test_ttl_above_the_settings_maximum_is_refused(registered: Registered, key: str) -> None:
+    """`MAX_TTL` bounds what a lock may ask for."""
+    with pytest.raises(InvalidArgument, match="at most 604800"):
+        lock_of(registered, key, ttl=604_801).acquire()
+    assert not taken(lock_of(registered, key))
+
+
+def test_unknown_alias_is_a_mistake_in_settings() -> None:
+    """A lock on an alias that is not configured says which ones are."""
+    with pytest.raises(InvalidLockBackend, match="'nowhere' is not configured"):
+        distlock("key", backend="nowhere").acquire()
+
+
+def test_what_a_lock_does_not_say_comes_from_the_settings(settings: Any, key: str) -> None:
+    """Without ttl and wait the settings of the alias count."""
+    settings.DISTLOCK = {
+        "x": {"BACKEND": "django_distlock.backends.memory.MemoryBackend", "TTL": 7, "WAIT": 0}
+    }
+    lock = distlock(key, backend="x")
+    with lock as lease:
+        assert 6 < lease.remaining() <= 7
+        assert not grantable(lock)
+    lease = distlock(key, ttl=3, backend="x").acquire()
+    assert isinstance(lease, Lease)
+    assert 2 < lease.remaining() <= 3
+    assert lease.release()
+
+
+def test_metadata_is_copied(registered: Registered, key: str) -> None:
+    """Changing the caller's dictionary changes no lock that was described before."""
+    metadata = {"reason": "first"}
+    lock = lock_of(registered, key, metadata=metadata)
+    metadata["reason"] = "second"
+    assert lock == lock_of(registered, key, metadata={"reason": "first"})

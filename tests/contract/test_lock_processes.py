@@ -1,0 +1,106 @@
+"""A lease belongs to the process that took it, and ends with it where that can be promised."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.backends import Registered
+from tests.processes import Process, spawn
+
+from .locking import eventually, grantable, lock_of, taken
+
+pytestmark = pytest.mark.stores("sqlite", "postgresql", why="no other process sees its locks")
+
+WORKERS = "tests.contract.lock_workers"
+
+
+@pytest.mark.parametrize("how", ["main thread", "exit", "ended thread", "asyncio"])
+def test_normal_exit_gives_back_what_is_held(registered: Registered, key: str, how: str) -> None:
+    """The end of the interpreter releases, be it by return or by `sys.exit`, of any thread."""
+    lock = lock_of(registered, key)
+    with spawn(f"{WORKERS}:hold_to_the_end", registered.alias, key, how) as worker:
+        worker.wait_for("held")
+        assert worker.popen.wait(timeout=20) == (3 if how == "exit" else 0)
+    assert not taken(lock)
+    assert grantable(lock)
+
+
+def test_thread_that_still_works_at_the_exit_keeps_its_key(
+    registered: Registered, key: str
+) -> None:
+    """A daemon thread works until the process is gone: its key is left to the ttl."""
+    lock = lock_of(registered, key)
+    with spawn(f"{WORKERS}:hold_to_the_end", registered.alias, key, "working thread") as worker:
+        worker.wait_for("held")
+        assert worker.popen.wait(timeout=20) == 0
+    assert taken(lock)
+
+
+def end_with(worker: Process, sent: signal.Signals) -> int:
+    """Send a signal; give the exit status."""
+    os.kill(worker.popen.pid, sent)
+    return worker.popen.wait(timeout=20)
+
+
+@pytest.mark.parametrize("how", ["turned into an exit", "in a block"])
+def test_termination_that_a_program_turns_into_an_exit_gives_back(
+    registered: Registered, key: str, how: str
+) -> None:
+    """Where SIGTERM raises `SystemExit`, blocks and the interpreter's end release as always."""
+    lock = lock_of(registered, key)
+    with spawn(f"{WORKERS}:hold_until_told", registered.alias, key, 60, how) as worker:
+        worker.wait_for("held")
+        assert taken(lock)
+        assert end_with(worker, signal.SIGTERM) == 0
+    assert not taken(lock)
+    assert grantable(lock)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_termination_without_a_handler_is_ended_by_the_ttl(
+    registered: Registered, key: str, sent: signal.Signals
+) -> None:
+    """The library installs no handler: the key stays taken until the lease and its grace end."""
+    lock = lock_of(registered, key)
+    with spawn(f"{WORKERS}:hold_until_told", registered.alias, key, 0.5, "") as worker:
+        worker.wait_for("held")
+        assert end_with(worker, sent) == -sent
+        assert taken(lock)
+        ended = time.monotonic()
+    assert eventually(lambda: grantable(lock), timeout=5)
+    assert time.monotonic() - ended < 2.5
+
+
+def test_fork_neither_extends_nor_releases(registered: Registered, key: str) -> None:
+    """A forked child sees that the lease is not its own, and can take locks of its own."""
+    with spawn(f"{WORKERS}:fork", registered.alias, key) as worker:
+        result = worker.result()
+    child = result["child"]
+    assert "trouble" not in child, child
+    assert child == {
+        "release": "False",
+        "unbound": "False",
+        "arelease": "False",
+        "check": "foreign_context",
+        "extend": "foreign_context",
+        "aextend": "foreign_context",
+        "held": "False",
+        "is_lost": "False",
+        "remaining": "0.0",
+        "current": "False",
+        "locked": "True",
+        "own": "True",
+    }
+    assert result["parent"] == {
+        "status": 0,
+        "held": True,
+        "locked": True,
+        "unbound": True,
+        "unchanged": True,
+    }
+    assert result["released"] == [True, True]
+    assert grantable(lock_of(registered, key))

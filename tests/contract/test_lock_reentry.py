@@ -1,0 +1,225 @@
+"""A context that holds a key is told so, instead of waiting for itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import time
+from contextlib import suppress
+
+import pytest
+
+from django_distlock import LockLost, LockNotAcquired, LockUsageError, current_lease, distlock
+from tests.backends import Registered
+
+from .helpers import Later, prompt
+from .locking import PAST, SHORT, grantable, held_elsewhere, lock_of, taken
+
+
+def test_reentry_is_refused_at_once(registered: Registered, key: str) -> None:
+    """The same key in the same context is refused, however long one would wait."""
+    again = lock_of(registered, key, wait=None, ttl=5)
+    with lock_of(registered, key) as lease:
+        with prompt(), pytest.raises(LockUsageError, match=key) as caught, again:
+            pytest.fail("entered twice")
+        assert (caught.value.code, caught.value.key) == ("reentrant", key)
+        assert lease.held
+        assert taken(lock_of(registered, key))
+    assert grantable(lock_of(registered, key))
+
+
+async def test_reentry_in_async_is_refused_at_once(registered: Registered, key: str) -> None:
+    """The same for `async with`, in any mixture."""
+    lock = lock_of(registered, key, wait=None)
+    async with lock:
+        with prompt(), pytest.raises(LockUsageError):
+            async with lock:
+                pytest.fail("entered twice")
+        with prompt(), pytest.raises(LockUsageError), lock:
+            pytest.fail("entered twice")
+    assert grantable(lock)
+
+
+def test_reentry_under_another_spelling_is_refused(registered: Registered, key: str) -> None:
+    """Spellings that are one lock are one lock here too."""
+    one = lock_of(registered, key + "caf\u00e9")
+    other = lock_of(registered, key + "cafe\u0301", wait=None)
+    with one, pytest.raises(LockUsageError), other:
+        pytest.fail("entered twice")
+
+
+def test_other_backends_key_is_another_lock(registered: Registered, key: str) -> None:
+    """The same text on another alias may be locked inside."""
+    other = distlock(key, backend="sqlite" if registered.alias == "memory" else "memory")
+    with lock_of(registered, key) as outer, other as inner:
+        assert outer.backend != inner.backend
+        assert current_lease(key) is inner
+
+
+def test_another_thread_contends(registered: Registered, key: str) -> None:
+    """For another thread it is no re-entry but a lock that somebody holds."""
+    lock = lock_of(registered, key, wait=0)
+
+    def enter() -> None:
+        with lock:
+            pytest.fail("entered twice")
+
+    with lock, pytest.raises(LockNotAcquired):
+        Later(enter).result()
+
+
+def test_key_can_be_entered_again_behind_its_release(registered: Registered, key: str) -> None:
+    """What was given back or lost is not held, even inside its block."""
+    lock = lock_of(registered, key)
+    with lock as first:
+        first.release()
+        with lock as second:
+            assert second.fence == first.fence + 1
+            assert current_lease(key) is second
+        assert current_lease(key) is None
+    with lock:
+        pass
+
+
+def test_unbound_lease_is_contended_like_anybodys(registered: Registered, key: str) -> None:
+    """A lease from `acquire()` is not the context's: a block contends with it."""
+    lock = lock_of(registered, key, wait=0)
+    lease = lock.acquire()
+    assert current_lease() is None
+    with pytest.raises(LockNotAcquired), lock:
+        pytest.fail("entered twice")
+    with pytest.raises(LockNotAcquired):
+        lock.acquire()
+    assert lease.release()
+
+
+def test_acquire_inside_a_block_contends(registered: Registered, key: str) -> None:
+    """`acquire()` and `try_acquire()` of a key that is held say that it is."""
+    lock = lock_of(registered, key, wait=0)
+    with lock:
+        assert lock.try_acquire() is None
+        with pytest.raises(LockNotAcquired):
+            lock.acquire()
+
+
+def test_current_lease_is_that_of_the_innermost_block(registered: Registered, key: str) -> None:
+    """Without a key the innermost lease, with a key that one's, outside of blocks none."""
+    outer, inner = f"{key}:outer", f"{key}:inner"
+    assert current_lease() is None
+    with lock_of(registered, outer) as first:
+        assert current_lease() is first
+        with lock_of(registered, inner) as second:
+            assert current_lease() is second
+            assert current_lease(outer) is first
+            assert current_lease(inner) is second
+            assert current_lease(f"{key}:other") is None
+        assert current_lease() is first
+        assert current_lease(inner) is None
+    assert current_lease() is None
+    assert current_lease(outer) is None
+
+
+def test_current_lease_knows_spellings(registered: Registered, key: str) -> None:
+    """A key may be asked for in any spelling."""
+    with lock_of(registered, key + "caf\u00e9") as lease:
+        assert current_lease(key + "cafe\u0301") is lease
+
+
+def test_current_lease_is_none_once_lost_or_released(registered: Registered, key: str) -> None:
+    """Who asks gets a lease to work under, or none."""
+    with lock_of(registered, key) as lease:
+        lease.release()
+        assert current_lease() is None
+    with suppress(LockLost), lock_of(registered, key, ttl=SHORT) as lease:
+        assert current_lease() in (lease, None)
+        time.sleep(PAST)
+        assert current_lease() is None
+
+
+def test_current_lease_of_another_thread_is_not_ours(registered: Registered, key: str) -> None:
+    """A new thread starts with an empty context."""
+    with lock_of(registered, key):
+        assert Later(current_lease).result() is None
+
+
+def test_copied_context_shows_what_was_held(registered: Registered, key: str) -> None:
+    """A context that was copied inside the block sees its lease as long as it is held."""
+    with lock_of(registered, key) as lease:
+        context = contextvars.copy_context()
+        assert context.run(current_lease) is lease
+    assert context.run(current_lease) is None
+
+
+async def test_current_lease_reaches_threads_and_tasks_of_the_block(
+    registered: Registered, key: str
+) -> None:
+    """`asyncio.to_thread` and tasks that the block starts work under its lease."""
+    lock = lock_of(registered, key)
+
+    async def current() -> object:
+        return current_lease(key)
+
+    async with lock as lease:
+        assert current_lease() is lease
+        assert await asyncio.to_thread(current_lease, key) is lease
+        assert await asyncio.create_task(current()) is lease
+        with pytest.raises(LockUsageError):
+            await asyncio.to_thread(lock.__enter__)
+    assert await asyncio.to_thread(current_lease) is None
+
+
+async def test_task_that_outlives_the_block_has_no_lease(registered: Registered, key: str) -> None:
+    """A task started in the block may take the lock itself once the block is over."""
+    lock = lock_of(registered, key)
+    left = asyncio.Event()
+
+    async def work() -> int:
+        assert current_lease() is not None
+        await left.wait()
+        assert current_lease() is None
+        async with lock as own:
+            assert current_lease() is own
+            return own.fence
+
+    async with lock as lease:
+        task = asyncio.create_task(work())
+        await asyncio.sleep(0)
+    left.set()
+    assert await task > lease.fence
+
+
+async def test_tasks_do_not_see_each_others_leases(registered: Registered, key: str) -> None:
+    """Each task has its own leases, though all of them run in one thread."""
+
+    async def work(number: int) -> bool:
+        async with lock_of(registered, f"{key}:{number}") as lease:
+            await asyncio.sleep(0.01)
+            return current_lease() is lease and current_lease(f"{key}:{1 - number}") is None
+
+    assert list(await asyncio.gather(work(0), work(1))) == [True, True]
+    assert current_lease() is None
+
+
+def test_block_left_in_another_context_is_refused_and_frees_the_key(
+    registered: Registered, key: str
+) -> None:
+    """A block belongs to the context that entered it; leaving it elsewhere says so."""
+    lock = lock_of(registered, key)
+    contextvars.copy_context().run(lock.__enter__)
+    assert taken(lock)
+    with pytest.raises(LockUsageError) as caught:
+        lock.__exit__(None, None, None)
+    assert caught.value.code == "foreign_context"
+
+
+def test_contention_inside_a_block_leaves_the_outer_lease_alone(
+    registered: Registered, key: str
+) -> None:
+    """Failing to get a second lock changes nothing on the first one."""
+    first, second = lock_of(registered, key), lock_of(registered, f"{key}:2", wait=0)
+    with held_elsewhere(second), first as lease:
+        with pytest.raises(LockNotAcquired), second:
+            pytest.fail("entered")
+        assert current_lease() is lease
+        assert lease.held
+    assert grantable(first)

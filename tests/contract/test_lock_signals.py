@@ -1,0 +1,259 @@
+"""What happens to locks is told, also when it went wrong, and never with a token."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.dispatch import Signal
+
+from django_distlock import Holder, Lease, LockLost, LockNotAcquired, signals
+from django_distlock.handler import lock_backends
+from tests.backends import Registered
+
+from .locking import (
+    PAST,
+    SHORT,
+    Heard,
+    grantable,
+    held_elsewhere,
+    lock_of,
+    take_away,
+)
+
+FIRED: dict[str, Signal] = {
+    name: getattr(signals, name)
+    for name in (
+        "lock_acquired",
+        "lock_not_acquired",
+        "lock_extended",
+        "lock_released",
+        "lock_lost",
+    )
+}
+
+
+def check_common(facts: dict[str, Any], registered: Registered, lease: Lease) -> None:
+    """Check what every signal carries."""
+    assert facts["sender"] is type(lock_backends[registered.alias])
+    assert (facts["alias"], facts["key"], facts["fence"]) == (
+        registered.alias, lease.key, lease.fence,
+    )  # fmt: skip
+    assert isinstance(facts["holder"], Holder)
+    assert facts["holder"].metadata == {"user": "Ada"}
+    assert lease.token not in repr(facts)
+
+
+@pytest.fixture
+def everything(key: str) -> Iterator[list[str]]:
+    """Collect the names of all signals about the key, in order, and look for tokens in them."""
+    told: list[str] = []
+    receivers = []
+    for name, signal in FIRED.items():
+
+        def receive(name: str = name, **facts: Any) -> None:
+            if facts["key"] == key:
+                told.append(name)
+
+        signal.connect(receive)
+        receivers.append((signal, receive))
+    yield told
+    for signal, receive in receivers:
+        signal.disconnect(receive)
+
+
+def test_life_of_a_lease_is_told_in_order(
+    registered: Registered, key: str, everything: list[str]
+) -> None:
+    """Acquired, extended, released: each once."""
+    with lock_of(registered, key) as lease:
+        lease.extend()
+    assert everything == ["lock_acquired", "lock_extended", "lock_released"]
+
+
+async def test_life_of_an_asynchronous_lease_is_told_in_order(
+    registered: Registered, key: str, everything: list[str]
+) -> None:
+    """The same for the twins."""
+    async with lock_of(registered, key) as lease:
+        await lease.aextend()
+    assert everything == ["lock_acquired", "lock_extended", "lock_released"]
+
+
+def test_handles_and_decorators_go_through_the_same_door(
+    registered: Registered, key: str, everything: list[str]
+) -> None:
+    """`acquire`, `try_acquire` and decorators are told like blocks."""
+    lock = lock_of(registered, key)
+    lock.acquire().release()
+    lease = lock.try_acquire()
+    assert lease is not None
+    lease.release()
+    lock(lambda: None)()
+    assert everything == ["lock_acquired", "lock_released"] * 3
+
+
+def test_grant_is_told(registered: Registered, key: str) -> None:
+    """`lock_acquired` carries how long it took."""
+    lock = lock_of(registered, key, metadata={"user": "Ada"})
+    with Heard(signals.lock_acquired, key) as heard, lock as lease:
+        check_common(heard.once, registered, lease)
+        assert 0 <= heard.once["waited"] < 5
+
+
+def test_contention_is_told(registered: Registered, key: str) -> None:
+    """`lock_not_acquired` carries the error, and who has the key."""
+    lock = lock_of(registered, key, wait=0.1, metadata={"user": "Ada"})
+    with held_elsewhere(lock) as other:
+        for attempt in (lock.acquire, lambda: asyncio.run(lock.aacquire())):
+            with Heard(signals.lock_not_acquired, key) as heard:
+                with pytest.raises(LockNotAcquired) as caught:
+                    attempt()
+                facts = heard.once
+                assert facts["sender"] is type(lock_backends[registered.alias])
+                assert (facts["alias"], facts["fence"]) == (registered.alias, None)
+                assert facts["cause"] is caught.value
+                assert facts["holder"] == caught.value.holder
+                assert 0.1 <= facts["waited"] < 5
+                assert other.token not in repr(facts)
+
+
+def test_refused_attempt_is_told(registered: Registered, key: str) -> None:
+    """`try_acquire` that answers None tells as well."""
+    lock = lock_of(registered, key)
+    with held_elsewhere(lock), Heard(signals.lock_not_acquired, key) as heard:
+        assert lock.try_acquire() is None
+    assert isinstance(heard.once["cause"], LockNotAcquired)
+
+
+def test_extend_is_told(registered: Registered, key: str) -> None:
+    """`lock_extended` carries the ttl that was given."""
+    lease = lock_of(registered, key, ttl=20, metadata={"user": "Ada"}).acquire()
+    with Heard(signals.lock_extended, key) as heard:
+        lease.extend(7)
+    check_common(heard.once, registered, lease)
+    assert (heard.once["ttl"], heard.once["cause"]) == (7.0, None)
+    with Heard(signals.lock_extended, key) as heard:
+        asyncio.run(lease.aextend())
+    assert heard.once["ttl"] == 20.0
+    lease.release()
+
+
+def test_release_is_told(registered: Registered, key: str) -> None:
+    """`lock_released` carries how long it was held, and that the store freed the key."""
+    lock = lock_of(registered, key, metadata={"user": "Ada"})
+    lease = lock.acquire()
+    time.sleep(0.05)
+    with Heard(signals.lock_released, key) as heard:
+        lease.release()
+    check_common(heard.once, registered, lease)
+    assert (heard.once["released"], heard.once["cause"]) == (True, None)
+    assert 0.05 <= heard.once["held_for"] < 5
+    lease = asyncio.run(lock.aacquire())
+    with Heard(signals.lock_released, key) as heard:
+        asyncio.run(lease.arelease())
+    check_common(heard.once, registered, lease)
+
+
+def test_second_release_is_not_told(registered: Registered, key: str) -> None:
+    """What did not happen is not told."""
+    lease = lock_of(registered, key).acquire()
+    lease.release()
+    with Heard(signals.lock_released, key) as heard:
+        lease.release()
+    assert heard.facts == []
+
+
+def test_loss_is_told_once(registered: Registered, key: str) -> None:
+    """`lock_lost` is sent when the loss is noticed, and not again."""
+    lease = lock_of(registered, key, ttl=SHORT, metadata={"user": "Ada"}).acquire()
+    time.sleep(PAST)
+    with Heard(signals.lock_lost, key) as heard:
+        for _ in range(3):
+            with pytest.raises(LockLost):
+                lease.check()
+            with pytest.raises(LockLost):
+                lease.extend()
+        lease.release()
+    check_common(heard.once, registered, lease)
+    assert isinstance(heard.once["cause"], str)
+    assert heard.once["held_for"] >= SHORT
+
+
+def test_loss_at_the_end_of_a_block_is_told(
+    registered: Registered, key: str, everything: list[str]
+) -> None:
+    """A block that outlived its lease tells of loss, also when its own error is what is seen."""
+
+    def work() -> None:
+        with lock_of(registered, key, ttl=SHORT):
+            time.sleep(PAST)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work()
+    assert sorted(everything) == ["lock_acquired", "lock_lost", "lock_released"]
+
+
+def test_key_that_was_taken_away_is_told_as_loss(
+    registered: Registered, key: str, everything: list[str]
+) -> None:
+    """A release that finds nothing tells of loss, and that the store freed nothing."""
+    lease = lock_of(registered, key).acquire()
+    take_away(lease)
+    with Heard(signals.lock_released, key) as released, Heard(signals.lock_lost, key) as lost:
+        assert lease.release() is False
+    assert released.once["released"] is False
+    assert lost.once["fence"] == lease.fence
+    assert "lock_lost" in everything
+
+
+def test_receiver_that_raises_changes_nothing(
+    registered: Registered, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error of somebody who listens is logged, and costs neither lock nor release."""
+
+    def fail(**facts: Any) -> None:
+        if facts["key"] == key:
+            raise ZeroDivisionError("from a receiver")
+
+    lock = lock_of(registered, key, wait=0)
+    for signal in FIRED.values():
+        signal.connect(fail)
+    try:
+        with caplog.at_level(logging.ERROR), lock as lease:
+            lease.extend()
+            assert lease.held
+            assert not grantable(lock)
+        with held_elsewhere(lock), pytest.raises(LockNotAcquired):
+            lock.acquire()
+        with pytest.raises(LockLost), lock as lease:
+            take_away(lease)
+    finally:
+        for signal in FIRED.values():
+            signal.disconnect(fail)
+    assert grantable(lock)
+    assert "from a receiver" in caplog.text
+
+
+def test_receiver_of_the_release_may_take_the_key(registered: Registered, key: str) -> None:
+    """When `lock_released` is sent, the key is free: the next step may follow from it."""
+    lock = lock_of(registered, key, wait=0)
+    fences: list[int] = []
+
+    def follow(**facts: Any) -> None:
+        if facts["key"] == key and len(fences) < 2:
+            with lock as lease:
+                fences.append(lease.fence)
+
+    signals.lock_released.connect(follow)
+    try:
+        with lock as first:
+            pass
+    finally:
+        signals.lock_released.disconnect(follow)
+    assert fences == [first.fence + 1, first.fence + 2]

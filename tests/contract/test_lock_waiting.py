@@ -1,0 +1,231 @@
+"""How long a caller keeps trying, and what it gets to know when that was not enough."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from django_distlock import Lease, Lock, LockNotAcquired, Retry
+from django_distlock.host import monotonic
+from tests.backends import Registered
+
+from .helpers import Later, prompt
+from .locking import SHORT, grantable, held_elsewhere, lock_of, taken
+
+#: After its first attempt this one tries again at the deadline only.
+LAZY = Retry(delay=60, factor=1, cap=60)
+
+Acquire = Callable[[Lock], Lease]
+
+
+def with_acquire(lock: Lock) -> Lease:
+    """Acquire on this thread."""
+    return lock.acquire()
+
+
+def with_aacquire(lock: Lock) -> Lease:
+    """Acquire with an await."""
+    return asyncio.run(lock.aacquire())
+
+
+@pytest.fixture(params=[with_acquire, with_aacquire], ids=["acquire", "aacquire"])
+def acquire(request: pytest.FixtureRequest) -> Acquire:
+    """Give both ways to acquire."""
+    made: Acquire = request.param
+    return made
+
+
+def release_after(lease: Lease, seconds: float) -> Later[bool]:
+    """Release from another thread, later."""
+
+    def run() -> bool:
+        time.sleep(seconds)
+        return lease.release()
+
+    return Later(run)
+
+
+def test_wait_zero_tries_once(registered: Registered, key: str, acquire: Acquire) -> None:
+    """With `wait=0` a taken key is refused at once, and a free one granted."""
+    lock = lock_of(registered, key, wait=0)
+    with held_elsewhere(lock), prompt(), pytest.raises(LockNotAcquired):
+        acquire(lock)
+    assert acquire(lock).release()
+
+
+@pytest.mark.parametrize("wait", [0.3, timedelta(milliseconds=300)])
+def test_wait_over_is_not_acquired(
+    registered: Registered, key: str, acquire: Acquire, wait: Any
+) -> None:
+    """A number or a timedelta is how long a caller tries, no less and not much more."""
+    lock = lock_of(registered, key, wait=wait)
+    with held_elsewhere(lock):
+        started = time.monotonic()
+        with prompt(0.3), pytest.raises(LockNotAcquired):
+            acquire(lock)
+        assert time.monotonic() - started >= 0.299
+
+
+def test_refusal_tells_who_holds_the_key(
+    registered: Registered, key: str, acquire: Acquire
+) -> None:
+    """The error knows key, holder, since when and until when, and never the token."""
+    lock = lock_of(registered, key, wait=0, ttl=30, metadata={"user": "Ada"})
+    with held_elsewhere(lock) as lease:
+        with pytest.raises(LockNotAcquired) as caught:
+            acquire(lock)
+        error = caught.value
+        assert (error.code, error.key) == ("acquisition_timeout", key)
+        assert error.holder is not None
+        assert error.holder.pid == os.getpid()
+        assert error.holder.metadata == {"user": "Ada"}
+        assert error.held_for is not None
+        assert 0 <= error.held_for < 5
+        assert error.expires_in is not None
+        assert 25 < error.expires_in <= 30
+        assert key in str(error)
+        assert str(os.getpid()) in str(error)
+        assert lease.token not in f"{error!s} {error!r} {vars(error)}"
+
+
+def test_key_that_is_given_back_is_granted(
+    registered: Registered, key: str, acquire: Acquire
+) -> None:
+    """A waiter gets the key soon after its release."""
+    lock = lock_of(registered, key, wait=5, retry=Retry(delay=0.05, factor=1, cap=0.05))
+    release = release_after(Later(lock.acquire).result(), 0.2)
+    with prompt(0.25):
+        lease = acquire(lock)
+    assert release.result() is True
+    assert lease.held
+    assert lease.release()
+
+
+def test_wait_none_waits_until_granted(registered: Registered, key: str, acquire: Acquire) -> None:
+    """`None` is for ever."""
+    lock = lock_of(registered, key, wait=None, retry=Retry(delay=0.05, factor=1, cap=0.05))
+    release = release_after(Later(lock.acquire).result(), 0.4)
+    with prompt(0.45):
+        lease = acquire(lock)
+    assert release.result() is True
+    assert lease.release()
+
+
+def test_last_attempt_is_at_the_deadline(
+    registered: Registered, key: str, acquire: Acquire
+) -> None:
+    """A long step of backoff does not cost the last attempt: it is cut to the deadline."""
+    lock = lock_of(registered, key, wait=0.4, retry=LAZY)
+    release = release_after(Later(lock.acquire).result(), 0.1)
+    started = time.monotonic()
+    lease = acquire(lock)
+    assert time.monotonic() - started >= 0.39
+    assert release.result() is True
+    assert lease.release()
+
+
+def test_waiter_tries_when_an_abandoned_key_becomes_free(
+    registered: Registered, key: str, acquire: Acquire
+) -> None:
+    """A waiter knows when a lease ends that nobody extends, and needs no backoff for it."""
+    lease = Later(lock_of(registered, key, ttl=SHORT).acquire).result()
+    started = time.monotonic()
+    with prompt(SHORT + 1.0):
+        granted = acquire(lock_of(registered, key, wait=5, retry=LAZY))
+    assert time.monotonic() - started > 0.9
+    assert granted.fence > lease.fence
+    assert not lease.held
+    assert granted.release()
+    assert lease.release() is False
+
+
+def test_retries_end_before_the_wait(registered: Registered, key: str, acquire: Acquire) -> None:
+    """`max_retries` bounds the attempts, whatever time is left."""
+    lock = lock_of(
+        registered, key, wait=30, retry=Retry(delay=0.01, factor=1, cap=0.01, max_retries=2)
+    )
+    with held_elsewhere(lock), prompt(0.05), pytest.raises(LockNotAcquired):
+        acquire(lock)
+
+
+def test_try_acquire_is_one_attempt(registered: Registered, key: str) -> None:
+    """It answers None where the key is taken, whatever `wait` the lock has."""
+    lock = lock_of(registered, key, wait=None)
+    with held_elsewhere(lock), prompt():
+        assert lock.try_acquire() is None
+    lease = lock.try_acquire()
+    assert lease is not None
+    assert lease.held
+    assert taken(lock)
+    assert lease.release()
+
+
+async def test_atry_acquire_is_one_attempt(registered: Registered, key: str) -> None:
+    """The twin in async."""
+    lock = lock_of(registered, key, wait=None)
+    with held_elsewhere(lock), prompt():
+        assert await lock.atry_acquire() is None
+    lease = await lock.atry_acquire()
+    assert lease is not None
+    assert taken(lock)
+    assert await lease.arelease()
+
+
+def test_locked_reads_only(registered: Registered, key: str) -> None:
+    """Asking whether anybody holds a key takes nothing and uses up no fence."""
+    lock = lock_of(registered, key)
+    with lock as first:
+        pass
+    for _ in range(3):
+        assert lock.locked() is False
+        assert asyncio.run(lock.alocked()) is False
+    with lock as second:
+        assert lock.locked() is True
+        assert asyncio.run(lock.alocked()) is True
+    assert second.fence == first.fence + 1
+    assert grantable(lock)
+
+
+async def test_waiting_does_not_stop_the_event_loop(registered: Registered, key: str) -> None:
+    """While one task waits for a lock, others go on."""
+    lock = lock_of(registered, key, wait=0.5)
+    ticks = 0
+    with held_elsewhere(lock):
+        waiting = asyncio.create_task(lock.aacquire())
+        while not waiting.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        with pytest.raises(LockNotAcquired):
+            waiting.result()
+    assert ticks > 15
+
+
+async def test_tasks_exclude_each_other(registered: Registered, key: str) -> None:
+    """Tasks of one event loop are contenders like any others."""
+    lock = lock_of(registered, key, wait=20, retry=Retry(delay=0.005, factor=1, cap=0.005))
+    value = 0
+
+    async def add() -> None:
+        nonlocal value
+        async with lock:
+            before = value
+            await asyncio.sleep(0.001)
+            value = before + 1
+
+    await asyncio.gather(*(add() for _ in range(12)))
+    assert value == 12
+
+
+def test_deadline_counts_from_before_the_request(registered: Registered, key: str) -> None:
+    """The holder's own deadline lies between ttl after the call's start and after its end."""
+    before = monotonic()
+    lease = lock_of(registered, key, ttl=10).acquire()
+    after = monotonic()
+    assert before + 10 <= lease.deadline <= after + 10
+    assert lease.release()

@@ -1,0 +1,300 @@
+"""What an operator does to a lock: shorten, force-release, request a stop, pause, resume."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.holders import Holder
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Contended, Grant, Record
+
+from .helpers import contend, held, take
+from .stores import Elapse, Store
+
+
+def test_shorten_brings_the_end_nearer(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """The lease ends in so many seconds, with grace; the record that comes back says so."""
+    grant = take(backend, key, 100)
+    before = store.now()
+    record = backend.shorten(key, 50)
+    after = store.now()
+    assert isinstance(record, Record)
+    assert record == held(backend, key)
+    assert record.expires_at is not None
+    assert before <= record.expires_at - timedelta(seconds=50) <= after
+    assert record.free_at == record.expires_at + timedelta(seconds=1)
+    assert (record.token, record.fence) == (grant.token, grant.fence)
+    store.elapse(45)
+    contend(backend, key)
+    store.elapse(6.01)
+    take(backend, key)
+
+
+def test_shorten_never_lengthens(backend: BaseLockBackend, key: str) -> None:
+    """An end that is nearer already stays."""
+    take(backend, key, 5)
+    before = held(backend, key)
+    assert backend.shorten(key, 100) == before
+    assert held(backend, key) == before
+
+
+def test_shorten_to_nothing_leaves_the_grace(
+    backend: BaseLockBackend, elapse: Elapse, key: str
+) -> None:
+    """Shortened to 0 seconds, a lease is over, and its key free a second later."""
+    grant = take(backend, key, 100)
+    assert backend.shorten(key, 0)
+    contend(backend, key)
+    elapse(1.01)
+    assert backend.extend(grant) is None
+    take(backend, key)
+
+
+def test_shorten_ends_a_lock_without_expiry(
+    backend: BaseLockBackend, elapse: Elapse, key: str
+) -> None:
+    """A lock without expiry gets an end."""
+    take(backend, key, None)
+    record = backend.shorten(key, 5)
+    assert isinstance(record, Record)
+    assert record.expires_at is not None
+    elapse(6.1)
+    assert backend.read(key) is None
+
+
+def test_shorten_spares_other_tokens(backend: BaseLockBackend, key: str) -> None:
+    """With a token, only its own lease is shortened."""
+    grant = take(backend, key, 100)
+    before = held(backend, key)
+    assert backend.shorten(key, 1, token=new_token()) is None
+    assert held(backend, key) == before
+    assert backend.shorten(key, 1, token=grant.token)
+    assert held(backend, key) != before
+
+
+def test_shorten_of_nothing_is_none(backend: BaseLockBackend, key: str) -> None:
+    """Nobody holds the key: nothing to shorten."""
+    assert backend.shorten(key, 5) is None
+    assert backend.read(key) is None
+
+
+def test_holder_may_extend_a_shortened_lease(backend: BaseLockBackend, key: str) -> None:
+    """A holder that turns out to live renews its lease."""
+    grant = take(backend, key, 100)
+    backend.shorten(key, 1)
+    extended = backend.extend(grant)
+    assert isinstance(extended, Grant)
+    assert extended.ttl == 100
+
+
+def test_force_release_takes_the_key_away(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """The record comes back, the key is free at once, and the old lease is gone."""
+    grant = take(backend, key, holder=Holder(host="stuck"))
+    before = held(backend, key)
+    assert backend.force_release(key) == before
+    assert not store.has_record(key)
+    assert backend.read(key) is None
+    assert backend.extend(grant) is None
+    assert backend.release(grant) is False
+    assert backend.read_token(grant.token) is None
+    take(backend, key)
+
+
+def test_force_release_moves_the_fence_first(
+    backend: BaseLockBackend, store: Store, key: str
+) -> None:
+    """Behind a force-release the counter is above the old fence, before anybody acquires."""
+    grant = take(backend, key)
+    backend.force_release(key)
+    assert store.fence(key) == grant.fence + 1
+    assert take(backend, key).fence == grant.fence + 2
+
+
+def test_force_release_of_nothing_is_none(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Nobody holds the key: no record, and no fence is used up."""
+    assert backend.force_release(key) is None
+    assert store.fence(key) == 0
+    grant = take(backend, key, 5)
+    store.elapse(6.1)
+    assert backend.force_release(key) is None
+    assert store.fence(key) == grant.fence
+
+
+def test_force_release_ends_a_lock_without_expiry(backend: BaseLockBackend, key: str) -> None:
+    """The way out of a lock that never ends."""
+    take(backend, key, None)
+    assert backend.force_release(key)
+    take(backend, key)
+
+
+def test_request_to_stop_is_seen_at_extend(
+    backend: BaseLockBackend, store: Store, key: str
+) -> None:
+    """The holder learns of it with its next extend, and keeps its lease."""
+    grant = take(backend, key)
+    extended = backend.extend(grant)
+    assert isinstance(extended, Grant)
+    assert extended.stop_requested is False
+    before = store.now()
+    record = backend.request_stop(key)
+    after = store.now()
+    assert isinstance(record, Record)
+    assert record == held(backend, key)
+    assert record.stop_requested_at is not None
+    assert before <= record.stop_requested_at <= after
+    for _ in range(2):
+        extended = backend.extend(grant)
+        assert isinstance(extended, Grant)
+        assert extended.stop_requested is True
+    contend(backend, key)
+    assert backend.release(grant) is True
+
+
+def test_request_to_stop_is_made_once(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
+    """A second request keeps the time of the first."""
+    take(backend, key, 100)
+    backend.request_stop(key)
+    elapse(5)
+    first = held(backend, key)
+    second = backend.request_stop(key)
+    assert second == first
+
+
+def test_request_to_stop_nothing_is_none(
+    backend: BaseLockBackend, elapse: Elapse, key: str
+) -> None:
+    """Nobody holds the key: nobody to ask."""
+    assert backend.request_stop(key) is None
+    take(backend, key, 5)
+    elapse(6.1)
+    assert backend.request_stop(key) is None
+
+
+@pytest.mark.parametrize("how", ["release", "expiry", "takeover"])
+def test_request_to_stop_is_for_one_holder(
+    backend: BaseLockBackend, elapse: Elapse, key: str, how: str
+) -> None:
+    """The next holder was not asked to stop."""
+    first = take(backend, key, 5)
+    backend.request_stop(key)
+    if how == "release":
+        backend.release(first)
+    elif how == "expiry":
+        elapse(6.1)
+    second = take(backend, key, replace=first.token)
+    assert second.stop_requested is False
+    assert held(backend, key).stop_requested_at is None
+    extended = backend.extend(second)
+    assert isinstance(extended, Grant)
+    assert extended.stop_requested is False
+
+
+def test_paused_key_is_granted_to_nobody(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """A free key that is paused is contended, says why, and uses up no fence."""
+    backend.release(take(backend, key))
+    assert backend.pause(key, store.now() + timedelta(minutes=1), by="ops") is None
+    contended = contend(backend, key)
+    assert (contended.paused, contended.busy) == (True, False)
+    assert contended.holder is None
+    assert contended.fence is None
+    assert contend(backend, key, wanted=True).paused
+    assert contend(backend, key, replace=new_token()).paused
+    assert store.fence(key) == 1
+    assert backend.read(key) is None
+
+
+def test_key_that_never_was_can_be_paused(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """A pause needs no earlier lock, and the first fence behind it is 1."""
+    assert backend.pause(key, store.now() + timedelta(minutes=1)) is None
+    assert contend(backend, key).paused
+    assert backend.resume(key) is True
+    assert take(backend, key).fence == 1
+
+
+def test_holder_keeps_a_paused_key(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """A pause ends no lease: the holder extends and releases, others are told both."""
+    grant = take(backend, key, 20)
+    before = held(backend, key)
+    backend.pause(key, store.now() + timedelta(minutes=1))
+    assert held(backend, key) == before
+    contended = contend(backend, key)
+    assert (contended.paused, contended.fence) == (True, grant.fence)
+    assert contended.holder == before.holder
+    assert isinstance(backend.extend(grant), Grant)
+    assert backend.release(grant) is True
+    assert contend(backend, key).paused
+
+
+def test_paused_key_is_not_taken_over(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Also who names the holder's token is granted nothing."""
+    grant = take(backend, key)
+    backend.pause(key, store.now() + timedelta(minutes=1))
+    assert contend(backend, key, replace=grant.token).paused
+    assert held(backend, key).token == grant.token
+
+
+def test_waiter_of_a_held_and_paused_key_is_marked(
+    backend: BaseLockBackend, store: Store, key: str
+) -> None:
+    """Held and paused, the holder's record still takes the mark of who waits."""
+    take(backend, key)
+    backend.pause(key, store.now() + timedelta(minutes=1))
+    contend(backend, key, wanted=True)
+    assert held(backend, key).wanted is True
+
+
+def test_pause_ends_by_itself(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Behind its time a pause is over, and there is nothing to resume."""
+    backend.pause(key, store.now() + timedelta(seconds=60))
+    store.elapse(50)
+    assert contend(backend, key).paused
+    store.elapse(10)
+    take(backend, key)
+    assert backend.resume(key) is False
+
+
+def test_pause_into_the_past_is_none(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """A pause until a time that is over has no effect."""
+    backend.pause(key, store.now() - timedelta(seconds=60))
+    take(backend, key)
+
+
+def test_resume_ends_a_pause(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Resume says whether the key was paused, and makes it available."""
+    assert backend.resume(key) is False
+    backend.pause(key, store.now() + timedelta(minutes=1))
+    assert backend.resume(key) is True
+    assert backend.resume(key) is False
+    take(backend, key)
+
+
+def test_later_pause_replaces_the_earlier_one(
+    backend: BaseLockBackend, store: Store, key: str
+) -> None:
+    """The last word counts, longer or shorter."""
+    backend.pause(key, store.now() + timedelta(seconds=600))
+    backend.pause(key, store.now() + timedelta(seconds=60))
+    store.elapse(61)
+    take(backend, key)
+
+
+def test_pause_is_for_one_key(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Other keys are granted, also those that start alike."""
+    backend.pause(key, store.now() + timedelta(minutes=1))
+    take(backend, f"{key}-b")
+    take(backend, key[:-1])
+
+
+def test_operators_are_given_records(backend: BaseLockBackend, key: str) -> None:
+    """No operation on a held key answers with anything but a record."""
+    take(backend, key)
+    for answer in (
+        backend.shorten(key, 5),
+        backend.request_stop(key),
+        backend.force_release(key),
+    ):
+        assert isinstance(answer, Record)
+        assert not isinstance(answer, Contended)

@@ -1,0 +1,389 @@
+"""Races, provoked: another client stands in the way until the rivals wait for it.
+
+Memory has no such tests. Each of its operations runs under one mutex from the reading of the clock
+to the last write, and there is nobody else: an extend cannot stall between judging and writing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import FENCE_WARNING, Contended, Grant, Record
+from tests.processes import spawn
+
+from .helpers import PATIENCE, Later, at_once, held, take
+from .stores import DatabaseStore, Elapse, Store, Stranger
+from .workers import WIDTH, count_up
+
+STALLS = pytest.mark.stores(
+    "sqlite", "postgresql", why="a mutex from clock to write: no operation stalls in between"
+)
+
+
+@pytest.fixture
+def _restless() -> Iterator[None]:
+    """Let threads change places as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_restless")
+def test_one_of_ten_gets_a_new_key(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Of ten that acquire a key that never was, one gets it, with fence 1; the next gets 2."""
+    if backend.distributed:
+        fences = _ten_processes(store, key)
+    else:
+        answers = at_once([lambda: backend.acquire(key, new_token(), 30)] * 10)
+        fences = [each.fence if isinstance(each, Grant) else None for each in answers]
+    assert sorted(fences, key=str) == [1] + [None] * 9
+    record = held(backend, key)
+    assert record.fence == 1
+    assert backend.release(Grant(key, record.token, 1, 30, record.acquired_at, None)) is True
+    assert take(backend, key).fence == 2
+
+
+def _ten_processes(store: Store, key: str) -> list[int | None]:
+    with ExitStack() as stack:
+        rivals = [
+            stack.enter_context(
+                spawn("tests.contract.workers:attempt", store.registered.alias, key)
+            )
+            for _ in range(10)
+        ]
+        for rival in rivals:
+            rival.wait_for("ready", timeout=PATIENCE)
+        stranger = store.stranger()
+        # All of them find the key free, and none can take it before the last one has looked; but
+        # the first one does not wait for longer than a second.
+        stranger.hold_table()
+        for rival in rivals:
+            rival.send("go")
+        stranger.wait_until_blocked(len(rivals), patience=0.7)
+        stranger.rollback()
+        return [rival.result(PATIENCE)["fence"] for rival in rivals]
+
+
+class Dawdler(logging.Handler):
+    """Delays whoever logs."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take a while."""
+        time.sleep(0.02)
+
+
+def test_stalled_acquire_has_no_rival(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """An acquire that is held up between judging and writing is still the only one.
+
+    Its warning about a high fence is logged just there by the backend in memory.
+    """
+    store.set_fence(key, FENCE_WARNING)
+    logger = logging.getLogger("django_distlock")
+    handler = Dawdler()
+    logger.addHandler(handler)
+    try:
+        answers = at_once([lambda: backend.acquire(key, new_token(), 30)] * 4)
+    finally:
+        logger.removeHandler(handler)
+    assert [each.fence for each in answers if isinstance(each, Grant)] == [FENCE_WARNING + 1]
+
+
+@pytest.mark.usefixtures("_restless")
+def test_one_of_many_takes_over(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
+    """Of those who would replace one dead holder, one does."""
+    dead = take(backend, key)
+    answers = at_once([lambda: backend.acquire(key, new_token(), 30, replace=dead.token)] * 4)
+    assert [each.fence for each in answers if isinstance(each, Grant)] == [dead.fence + 1]
+
+
+@pytest.mark.usefixtures("_restless")
+def test_one_of_many_gets_an_expired_key(
+    backend: BaseLockBackend, elapse: Elapse, key: str
+) -> None:
+    """Of those who find a lease expired, one gets the key."""
+    old = take(backend, key, 5)
+    elapse(6.1)
+    answers = at_once([lambda: backend.acquire(key, new_token(), 30)] * 4)
+    assert [each.fence for each in answers if isinstance(each, Grant)] == [old.fence + 1]
+
+
+@pytest.fixture
+def nearly_over(store: DatabaseStore, key: str) -> Grant:
+    """Give a lease with 0.15 s left before the key is free."""
+    grant = take(store.backend, key, 0.5)
+    store.elapse(0.5 + 1 - 0.15)
+    return grant
+
+
+def _until_free(store: Store, grant: Grant) -> None:
+    record = store.backend.read(grant.key)
+    if record is not None:
+        assert record.free_at is not None
+        time.sleep(max(0.0, (record.free_at - store.now()).total_seconds()) + 0.01)
+    assert store.backend.read(grant.key) is None
+
+
+@STALLS
+def test_stalled_extend_wins_over_an_acquire(
+    backend: BaseLockBackend,
+    store: DatabaseStore,
+    stranger: Stranger,
+    nearly_over: Grant,
+    key: str,
+) -> None:
+    """An acquire that found the key free while an extend was on its way does not get it."""
+    stranger.hold(key)
+    _until_free(store, nearly_over)
+    rival = Later(backend.acquire, key, new_token(), 30)
+    stranger.wait_until_blocked()
+    stranger.extend(key, 20)
+    stranger.commit()
+    answer = rival.result()
+    assert isinstance(answer, Contended)
+    assert not answer.busy
+    record = held(backend, key)
+    assert (record.token, record.fence) == (nearly_over.token, nearly_over.fence)
+    assert store.fence(key) == nearly_over.fence
+
+
+@STALLS
+def test_extend_and_acquire_have_one_winner(
+    backend: BaseLockBackend,
+    store: DatabaseStore,
+    stranger: Stranger,
+    nearly_over: Grant,
+    key: str,
+) -> None:
+    """Where an extend stalls past the end of its lease, it or the acquire behind it loses."""
+    stranger.hold(key)
+    extend = Later(backend.extend, nearly_over, 20)
+    stranger.wait_until_blocked()
+    _until_free(store, nearly_over)
+    acquire = Later(backend.acquire, key, new_token(), 30)
+    stranger.wait_until_blocked(2)
+    stranger.rollback()
+    extended, acquired = extend.result(), acquire.result()
+    # The extend came too late by the clock that it reads behind the wait.
+    assert extended is None
+    assert isinstance(acquired, Grant)
+    assert held(backend, key).token == acquired.token
+
+
+@STALLS
+@pytest.mark.parametrize("operation", ["extend", "release", "settle"])
+def test_lease_that_ends_while_waiting_is_gone(
+    backend: BaseLockBackend,
+    store: DatabaseStore,
+    stranger: Stranger,
+    nearly_over: Grant,
+    operation: str,
+) -> None:
+    """Extend, release and settle judge the lease by the time behind their wait."""
+    calls: dict[str, Callable[[], object]] = {
+        "extend": lambda: backend.extend(nearly_over, 20),
+        "release": lambda: backend.release(nearly_over),
+        "settle": lambda: backend.settle(nearly_over, 500),
+    }
+    stranger.hold(nearly_over.key)
+    call = Later(calls[operation])
+    stranger.wait_until_blocked()
+    _until_free(store, nearly_over)
+    stranger.rollback()
+    assert call.result() in (None, False)
+    assert backend.read(nearly_over.key) is None
+
+
+@STALLS
+@pytest.mark.parametrize("operation", ["extend", "release", "settle", "shorten"])
+def test_successor_is_safe_from_those_who_waited(
+    backend: BaseLockBackend, stranger: Stranger, key: str, operation: str
+) -> None:
+    """Whoever waited for the record while another token took it over changes nothing."""
+    grant = take(backend, key)
+    successor = new_token()
+    calls: dict[str, Callable[[], object]] = {
+        "extend": lambda: backend.extend(grant, 500),
+        "release": lambda: backend.release(grant),
+        "settle": lambda: backend.settle(grant, 0),
+        "shorten": lambda: backend.shorten(key, 0, token=grant.token),
+    }
+    stranger.hold(key)
+    stranger.give_to(key, successor)
+    call = Later(calls[operation])
+    stranger.wait_until_blocked()
+    stranger.commit()
+    assert call.result() in (None, False)
+    record = held(backend, key)
+    assert (record.token, record.expires_at) == (successor, grant.expires_at)
+
+
+@STALLS
+def test_waiter_gets_its_full_ttl(
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str
+) -> None:
+    """A grant behind a slow transaction lasts for its ttl from the end of the wait."""
+    take(backend, key, 5)
+    store.elapse(6.1)
+    stranger.hold(key)
+    waiter = Later(backend.acquire, key, new_token(), 0.3)
+    stranger.wait_until_blocked()
+    time.sleep(0.1)
+    freed = store.now()
+    stranger.rollback()
+    grant = waiter.result()
+    assert isinstance(grant, Grant)
+    _is_full(grant, freed, store)
+
+
+@STALLS
+def test_waiter_for_a_new_key_gets_its_full_ttl(
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str
+) -> None:
+    """The same for a key that never was, where a transaction holds the table."""
+    stranger.hold_table()
+    waiter = Later(backend.acquire, key, new_token(), 0.3)
+    stranger.wait_until_blocked()
+    time.sleep(0.1)
+    freed = store.now()
+    stranger.rollback()
+    grant = waiter.result()
+    assert isinstance(grant, Grant)
+    _is_full(grant, freed, store)
+
+
+@STALLS
+def test_extend_that_waited_gives_its_full_ttl(
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str
+) -> None:
+    """An extend behind a slow transaction counts from the end of the wait."""
+    grant = take(backend, key, 30)
+    stranger.hold(key)
+    waiter = Later(backend.extend, grant, 0.3)
+    stranger.wait_until_blocked()
+    time.sleep(0.1)
+    freed = store.now()
+    stranger.rollback()
+    extended = waiter.result()
+    assert isinstance(extended, Grant)
+    _is_full(extended, freed, store)
+
+
+def _is_full(grant: Grant, freed: datetime, store: Store) -> None:
+    assert grant.expires_at is not None
+    assert grant.ttl is not None
+    assert grant.expires_at - timedelta(seconds=grant.ttl) >= freed
+    assert held(store.backend, grant.key).expires_at == grant.expires_at
+    assert grant.expires_at > store.now()
+
+
+@STALLS
+def test_acquire_that_waited_for_a_release_gets_the_key(
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str
+) -> None:
+    """An acquire in the way of a removal sees that the record is gone, and makes its own."""
+    take(backend, key, 5)
+    store.elapse(6.1)
+    stranger.hold(key)
+    stranger.execute(f"DELETE FROM {store.locks} WHERE storage_key = %s", store.name(key))
+    waiter = Later(backend.acquire, key, new_token(), 30)
+    stranger.wait_until_blocked()
+    stranger.commit()
+    grant = waiter.result()
+    assert isinstance(grant, Grant)
+    assert grant.fence == 2
+    assert held(backend, key).token == grant.token
+
+
+@STALLS
+def test_pause_and_acquire_have_an_order(
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str
+) -> None:
+    """An acquire that found the key free does not get it if it was paused meanwhile."""
+    take(backend, key, 5)
+    store.elapse(6.1)
+    # PostgreSQL: the acquire waits in the queue for the key, before it has touched its fence.
+    stranger.queue(key)
+    waiter = Later(backend.acquire, key, new_token(), 30)
+    stranger.wait_until_blocked()
+    # Not through the backend's own pause, which would wait for the acquire.
+    stranger.execute(
+        f"UPDATE {store.fences} SET paused_until = %s WHERE storage_key = %s",
+        int((store.now().timestamp() + 60) * 1_000_000),
+        store.name(key),
+    )
+    stranger.commit()
+    answer = waiter.result()
+    assert isinstance(answer, Contended)
+    assert answer.paused
+    assert backend.resume(key) is True
+
+
+PROCESSES, TIMES = 8, 15
+
+
+@pytest.mark.usefixtures("_restless")
+def test_counter_under_the_lock_loses_nothing(
+    backend: BaseLockBackend, store: Store, key: str, tmp_path: Path
+) -> None:
+    """Eight that read, think and write under the lock make as many steps as they were told."""
+    counter = tmp_path / "counter"
+    counter.write_bytes(b"0" * WIDTH)
+    attempts = _count(backend, store, key, counter)
+    assert int(counter.read_bytes()) == PROCESSES * TIMES
+    assert store.fence(key) == PROCESSES * TIMES
+    # They were in each other's way, or this would prove nothing.
+    assert sum(attempts) > PROCESSES * TIMES
+
+
+@pytest.mark.usefixtures("_restless")
+@pytest.mark.parametrize("distributed", [False, True], ids=["threads", "processes"])
+def test_counter_without_the_lock_loses_some(distributed: bool, tmp_path: Path) -> None:
+    """The same without a lock loses steps: nothing else protects the counter."""
+    counter = tmp_path / "counter"
+    counter.write_bytes(b"0" * WIDTH)
+    if distributed:
+        _count_in_processes("memory", "", counter)
+    else:
+        at_once([lambda: count_up(None, "", str(counter), TIMES)] * PROCESSES)
+    assert int(counter.read_bytes()) < PROCESSES * TIMES
+
+
+def _count(backend: BaseLockBackend, store: Store, key: str, counter: Path) -> list[int]:
+    if not backend.distributed:
+        return at_once([lambda: count_up(backend, key, str(counter), TIMES)] * PROCESSES)
+    return _count_in_processes(store.registered.alias, key, counter)
+
+
+def _count_in_processes(alias: str, key: str, counter: Path) -> list[int]:
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                spawn("tests.contract.workers:count", alias, key, str(counter), TIMES)
+            )
+            for _ in range(PROCESSES)
+        ]
+        for worker in workers:
+            worker.wait_for("ready", timeout=PATIENCE)
+        for worker in workers:
+            worker.send("go")
+        return [worker.result(PATIENCE) for worker in workers]
+
+
+@STALLS
+def test_force_release_has_one_winner(backend: BaseLockBackend, key: str) -> None:
+    """Of force-releases at the same time, one gets the record, and the fence moves once."""
+    grant = take(backend, key)
+    answers = at_once([lambda: backend.force_release(key)] * 4)
+    removed = [each for each in answers if isinstance(each, Record)]
+    assert [each.token for each in removed] == [grant.token]

@@ -1,0 +1,183 @@
+"""Locks inside transactions borrow a few connections, and give all of them back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import psycopg
+import pytest
+from django.conf import settings
+from django.db import connections, transaction
+from django.test.runner import DiscoverRunner
+
+from django_distlock import Lock, Retry, distlock
+from tests.backends import Registered
+from tests.processes import spawn
+from tests.shop.models import Row
+
+from .aliases import alias_like, locks_on
+from .helpers import Later, at_once
+from .locking import eventually, grantable
+
+pytestmark = pytest.mark.stores("postgresql", why="its connections are no sessions of a server")
+
+
+@contextmanager
+def counted(registered: Registered, **configured: Any) -> Iterator[tuple[str, str]]:
+    """Give the alias of a database whose sessions can be counted, and of locks on it."""
+    with alias_like("default") as using:
+        connections.settings[using]["OPTIONS"]["application_name"] = using
+        options = {"using": using, "server_functions": registered.alias == "postgres"}
+        with locks_on(using, OPTIONS=options, **configured) as backend:
+            yield using, backend
+
+
+def sessions(using: str) -> int:
+    """Count the sessions of an alias, idle ones included, on a connection of another."""
+    with connections["default"].cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE application_name = %s", [using])
+        return int(cursor.fetchone()[0])
+
+
+def lock_inside(using: str, lock: Lock) -> None:
+    """Take a lock in a transaction."""
+    with transaction.atomic(using=using):
+        Row.objects.using(using).exists()
+        with lock as lease:
+            lease.extend()
+
+
+def test_closing_the_threads_connections_closes_ours(registered: Registered, key: str) -> None:
+    """After `connections.close_all()` in 10 threads, no session is left."""
+    with counted(registered) as (using, backend):
+        barrier = threading.Barrier(10)
+
+        def work(number: int) -> None:
+            lock = distlock(f"{key}:{number}", backend=backend)
+            lock_inside(using, lock)
+            barrier.wait(timeout=20)
+            # Later closes all of this thread's connections.
+
+        for thread in [Later(work, number) for number in range(10)]:
+            thread.result()
+        assert eventually(lambda: sessions(using) == 0), f"{sessions(using)} sessions are left"
+
+
+def test_locks_outside_of_transactions_open_none(registered: Registered, key: str) -> None:
+    """In autocommit a lock uses the connection that the thread has anyway."""
+    with counted(registered) as (using, backend):
+        lock = distlock(key, backend=backend)
+        for _ in range(3):
+            with lock as lease:
+                lease.extend()
+                assert lock.locked()
+        assert sessions(using) == 1
+
+
+def test_number_of_our_connections_is_bounded(registered: Registered, key: str) -> None:
+    """8 threads that lock in transactions at once share 2 connections, and all get their turn."""
+    with counted(registered, LOCK_CONNECTIONS=2) as (using, backend):
+        seen: list[int] = []
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.is_set():
+                seen.append(sessions(using))
+                time.sleep(0.005)
+
+        def work(number: int) -> None:
+            lock = distlock(
+                f"{key}:{number}", backend=backend, wait=10, retry=Retry(delay=0.01, cap=0.01)
+            )
+            for _ in range(4):
+                lock_inside(using, lock)
+
+        watching = Later(watch)
+        try:
+            at_once([partial(work, number) for number in range(8)])
+        finally:
+            over.set()
+            watching.result()
+        # Each thread has one of its own.
+        assert 2 < max(seen) <= 8 + 2
+
+
+def test_one_connection_of_ours_serves_one_thread(registered: Registered, key: str) -> None:
+    """A connection that was given back is used again."""
+    with counted(registered) as (using, backend):
+        lock = distlock(key, backend=backend)
+        for _ in range(5):
+            lock_inside(using, lock)
+            assert sessions(using) <= 2
+
+
+def test_session_that_was_killed_is_replaced(registered: Registered, key: str) -> None:
+    """A connection of ours that the server has closed costs at most a second attempt."""
+    with counted(registered) as (using, backend):
+        lock = distlock(key, backend=backend, wait=5)
+        lock_inside(using, lock)
+        with connections["default"].cursor() as cursor:
+            cursor.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE application_name = %s AND pid <> %s",
+                [using, connections[using].connection.info.backend_pid],
+            )
+        with transaction.atomic(using=using), lock as lease:
+            assert lease.held
+        assert grantable(lock)
+
+
+def test_lock_takes_nothing_from_the_projects_pool(registered: Registered, key: str) -> None:
+    """The pool of the alias may be empty: a lock in a transaction does not wait for it."""
+    pytest.importorskip("psycopg_pool", reason="psycopg[pool] is not installed")
+    pool = {"min_size": 1, "max_size": 1, "timeout": 0.5}
+    with alias_like("default", OPTIONS={"pool": pool}, CONN_MAX_AGE=0) as using:
+        options = {"using": using, "server_functions": registered.alias == "postgres"}
+        with locks_on(using, OPTIONS=options) as backend:
+            lock = distlock(key, backend=backend, wait=2)
+            try:
+                lock_inside(using, lock)
+                assert eventually(lambda: not lock.locked())
+            finally:
+                connections[using].close()
+                connections[using].close_pool()  # type: ignore[attr-defined]
+
+
+def drop_after_locks(key: str) -> bool:
+    """Be a test run: make a database, lock from threads inside transactions, drop it."""
+    options = connections.settings["default"]
+    options["NAME"] = settings.DATABASES["default"]["NAME"]
+    name = options["TEST"]["NAME"] = f"distlock_{key}"
+    runner = DiscoverRunner(verbosity=0, interactive=False)
+    made = runner.setup_databases(aliases={"default"})
+    assert options["NAME"] == name
+
+    def work(number: int) -> None:
+        for alias in ("postgres", "postgres_orm"):
+            lock_inside("default", distlock(f"{key}:{number}", backend=alias))
+
+    for thread in [Later(work, number) for number in range(4)]:
+        thread.result()
+    work(4)
+    # Sessions that are still connected would make this fail.
+    runner.teardown_databases(made)
+    return True
+
+
+def test_test_database_can_be_dropped(key: str) -> None:
+    """The end of a test run finds no session of ours in its database."""
+    target = "tests.contract.test_transaction_connections:drop_after_locks"
+    with spawn(target, key) as run:
+        assert run.result(timeout=60) is True
+    given = connections["default"].settings_dict
+    with psycopg.connect(
+        host=given["HOST"], port=given["PORT"], user=given["USER"], password=given["PASSWORD"],
+        dbname="postgres",
+    ) as raw:  # fmt: skip
+        found = raw.execute("SELECT 1 FROM pg_database WHERE datname = %s", [f"distlock_{key}"])
+        assert found.fetchone() is None

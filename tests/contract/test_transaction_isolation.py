@@ -1,0 +1,144 @@
+"""Locks work under any isolation level, and say where its reads may be older than the lock."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from django.db import connections, transaction
+from psycopg import IsolationLevel
+
+from django_distlock import Lease, Lock, distlock
+from tests.backends import Registered
+from tests.shop.models import Row
+
+from .aliases import alias_like, locks_on
+from .helpers import Later
+from .locking import eventually, grantable, lock_of, taken
+
+SNAPSHOTS = [IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE]
+
+
+@contextmanager
+def shown_warnings() -> Iterator[list[Any]]:
+    """Show each warning once per place, as programs see them by default."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        yield caught
+
+
+def with_block(lock: Lock) -> None:
+    """Enter and leave a block."""
+    with lock as lease:
+        assert lease.held
+
+
+def with_acquire(lock: Lock) -> None:
+    """Acquire and release."""
+    assert lock.acquire().release()
+
+
+def with_try_acquire(lock: Lock) -> None:
+    """Try once and release."""
+    lease = lock.try_acquire()
+    assert isinstance(lease, Lease)
+    assert lease.release()
+
+
+@pytest.mark.parametrize(
+    ("level", "use"),
+    [
+        (IsolationLevel.REPEATABLE_READ, with_block),
+        (IsolationLevel.REPEATABLE_READ, with_acquire),
+        (IsolationLevel.REPEATABLE_READ, with_try_acquire),
+        (IsolationLevel.SERIALIZABLE, with_block),
+    ],
+)
+def test_lock_in_a_snapshot_works_and_warns_once(
+    registered: Registered, key: str, level: IsolationLevel, use: Callable[[Lock], None]
+) -> None:
+    """What the caller reads may be older than the lock: that is said, once, where it is taken."""
+    lock = lock_of(registered, key)
+    with (
+        alias_like("default", OPTIONS={"isolation_level": level}) as alias,
+        shown_warnings() as caught,
+        transaction.atomic(using=alias),
+    ):
+        Row.objects.using(alias).exists()
+        for _ in range(3):
+            use(lock)
+        assert taken(lock)
+    assert [warning.category for warning in caught] == [RuntimeWarning]
+    assert "snapshot" in str(caught[0].message)
+    assert repr(alias) in str(caught[0].message)
+    # The line that takes the lock, so that people find it and each place is told once.
+    assert (caught[0].filename, caught[0].lineno) in {
+        (__file__, function.__code__.co_firstlineno + 2)
+        for function in (with_block, with_acquire, with_try_acquire)
+    }
+    assert eventually(lambda: grantable(lock))
+
+
+def test_lock_around_a_snapshot_does_not_warn(registered: Registered, key: str) -> None:
+    """The right order is quiet: the snapshot begins under the lock."""
+    lock = lock_of(registered, key)
+    with (
+        alias_like("default", OPTIONS={"isolation_level": IsolationLevel.SERIALIZABLE}) as alias,
+        shown_warnings() as caught,
+        lock,
+        transaction.atomic(using=alias),
+    ):
+        Row.objects.using(alias).exists()
+    assert [str(warning.message) for warning in caught] == []
+
+
+def test_read_committed_does_not_warn(registered: Registered, key: str) -> None:
+    """The default isolation sees what is committed, statement by statement."""
+    lock = lock_of(registered, key)
+    with shown_warnings() as caught, transaction.atomic(), lock:
+        Row.objects.exists()
+    assert [str(warning.message) for warning in caught] == []
+
+
+def test_transaction_that_sets_its_own_level_works(registered: Registered, key: str) -> None:
+    """A level that was set by hand changes nothing about the lock."""
+    lock = lock_of(registered, key)
+    with transaction.atomic():
+        with connections["default"].cursor() as cursor:
+            cursor.execute("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE READ ONLY")
+        with lock as lease:
+            lease.extend()
+            assert not grantable(lock)
+    assert grantable(lock)
+
+
+@pytest.mark.parametrize("functions", [True, False])
+@pytest.mark.parametrize("level", SNAPSHOTS)
+def test_locks_on_an_alias_of_snapshots_exclude_each_other(
+    level: IsolationLevel, functions: bool, key: str
+) -> None:
+    """Whatever isolation the alias has, the locks see what others commit, and lose no update."""
+    options = {"server_functions": functions}
+    value = [0]
+
+    def add() -> None:
+        for _ in range(10):
+            with lock:
+                before = value[0]
+                with transaction.atomic(using=alias):
+                    Row.objects.using(alias).exists()
+                value[0] = before + 1
+
+    with (
+        alias_like("default", OPTIONS={"isolation_level": level}) as alias,
+        locks_on(alias, OPTIONS={"using": alias, **options}) as backend,
+    ):
+        lock = distlock(key, backend=backend, wait=30)
+        for thread in [Later(add) for _ in range(4)]:
+            thread.result()
+        with lock as lease:
+            assert lease.fence == 41
+    assert value == [40]

@@ -1,0 +1,104 @@
+"""SQLite has one writer per file: a lock that would wait for its own transaction says so."""
+
+from __future__ import annotations
+
+import pytest
+from django.db import transaction
+
+from django_distlock import Lock, LockUsageError
+from django_distlock.handler import lock_backends
+from tests.backends import Registered
+from tests.shop.models import Row
+
+from .aliases import alias_like
+from .helpers import prompt
+from .locking import eventually, grantable, held_elsewhere, lock_of, taken
+
+pytestmark = pytest.mark.stores("sqlite", why="its store takes many writers")
+
+
+def check_refused(lock: Lock) -> None:
+    """Check that every way to take the lock is refused at once."""
+    for attempt in (lock.acquire, lock.try_acquire, lock.__enter__):
+        with prompt(), pytest.raises(LockUsageError) as caught:
+            attempt()
+        assert caught.value.code == "self_blocked"
+        assert "outside of atomic()" in str(caught.value)
+        assert "a file of its own" in str(caught.value)
+
+
+def test_acquire_inside_a_transaction_on_the_file_is_refused_at_once(
+    registered: Registered, key: str
+) -> None:
+    """It is refused before any wait, and leaves the transaction usable."""
+    lock = lock_of(registered, key, wait=5)
+    with transaction.atomic(using="sqlite"):
+        check_refused(lock)
+        Row.objects.using("sqlite").create(name=key)
+        check_refused(lock)
+    assert Row.objects.using("sqlite").filter(name=key).exists()
+    assert grantable(lock)
+
+
+def test_other_alias_of_the_same_file_is_refused_as_well(registered: Registered, key: str) -> None:
+    """What counts is the file."""
+    lock = lock_of(registered, key, wait=5)
+    with alias_like("sqlite") as alias, transaction.atomic(using=alias):
+        check_refused(lock)
+    assert grantable(lock)
+
+
+def test_other_file_is_no_obstacle(registered: Registered, key: str) -> None:
+    """A transaction elsewhere leaves the locks' file writable."""
+    with transaction.atomic(using="default"), lock_of(registered, key) as lease:
+        assert lease.held
+
+
+def test_reading_inside_a_transaction_on_the_file_is_possible(
+    registered: Registered, key: str
+) -> None:
+    """Whether a key is held can be asked at any time."""
+    lock = lock_of(registered, key)
+    with held_elsewhere(lock), transaction.atomic(using="sqlite"):
+        assert lock.locked() is True
+        record = lock_backends["sqlite"].read(key)
+        assert record is not None
+    assert lock.locked() is False
+
+
+def test_lock_around_a_transaction_on_the_file_works(registered: Registered, key: str) -> None:
+    """The order that the refusal asks for."""
+    lock = lock_of(registered, key)
+    with lock:
+        with transaction.atomic(using="sqlite"):
+            Row.objects.using("sqlite").create(name=key)
+        assert taken(lock)
+    assert grantable(lock)
+
+
+def test_release_inside_a_transaction_on_the_file_waits_for_its_end(
+    registered: Registered, key: str
+) -> None:
+    """A lease that was taken before may be given up inside: it is freed behind the commit."""
+    lock = lock_of(registered, key)
+    for roll_back in (False, True):
+        lease = lock.acquire()
+        with transaction.atomic(using="sqlite"):
+            Row.objects.using("sqlite").create(name=key)
+            assert lease.release() is True
+            transaction.set_rollback(roll_back, using="sqlite")
+        assert eventually(lambda: grantable(lock))
+
+
+def test_extend_inside_a_transaction_on_the_file_says_why_not(
+    registered: Registered, key: str
+) -> None:
+    """Writing for the lease is as impossible as taking it, and the lease stands."""
+    lease = lock_of(registered, key).acquire()
+    with transaction.atomic(using="sqlite"):
+        with prompt(), pytest.raises(LockUsageError) as caught:
+            lease.extend()
+        assert caught.value.code == "self_blocked"
+    assert lease.held
+    lease.extend()
+    assert lease.release()

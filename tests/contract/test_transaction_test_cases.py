@@ -1,0 +1,155 @@
+"""Locks in Django's test cases: `TestCase` rolls everything back, `TransactionTestCase` commits.
+
+Run by Django's runner and not by pytest, in a process with databases of its own: pytest would
+run them among tests that share their tables.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import unittest
+from typing import Any
+
+import pytest
+from django.conf import settings
+from django.db import connections, transaction
+from django.test import TestCase, TransactionTestCase
+from django.test.runner import DiscoverRunner
+
+from django_distlock import LockUsageError, Retry, current_lease, distlock
+from django_distlock.handler import lock_backends
+from tests.backends import BACKENDS
+from tests.processes import spawn
+from tests.shop.models import Row
+
+from .locking import rolled_back
+
+ALL = ("default", "sqlite")
+
+
+class InTestCase(TestCase):
+    """What works in a `TestCase`, where everything is one transaction that is rolled back."""
+
+    __test__ = False
+    databases = set(ALL)
+    alias = ""
+
+    def test_block_takes_and_frees_the_key(self) -> None:
+        """The end of the block frees the key, though nothing is ever committed."""
+        lock = distlock("block", backend=self.alias, wait=0)
+        for fence in (1, 2, 3):
+            with lock as lease:
+                assert lease.fence == fence
+                assert lock.locked()
+                assert current_lease() is lease
+                lease.extend(60)
+            assert not lock.locked()
+
+    def test_contention_is_seen(self) -> None:
+        """A second lease is refused."""
+        lock = distlock("contended", backend=self.alias, wait=0)
+        lease = lock.acquire()
+        assert lock.try_acquire() is None
+        assert lease.release() is True
+        assert lock.try_acquire() is not None
+
+    def test_block_inside_atomic_frees_at_its_end(self) -> None:
+        """An `atomic()` in a test commits nothing: the block's end frees the key."""
+        lock = distlock("atomic", backend=self.alias, wait=0)
+        with transaction.atomic():
+            Row.objects.create(name="in a test")
+            with lock as lease:
+                assert lease.held
+            assert not lock.locked()
+            with lock as again:
+                assert again.fence == lease.fence + 1
+
+    def test_block_that_fails_inside_atomic_frees_the_key(self) -> None:
+        """A savepoint that is rolled back leaves no key behind."""
+        lock = distlock("failing", backend=self.alias, wait=0)
+        with pytest.raises(ZeroDivisionError), transaction.atomic(), lock:
+            raise ZeroDivisionError
+        assert not lock.locked()
+        with lock:
+            pass
+
+    def test_lock_is_rolled_back_with_the_test(self) -> None:
+        """Whatever a test leaves held is gone in the next one: see the twin of this test."""
+        assert distlock("left", backend=self.alias, wait=0).try_acquire() is not None
+
+    def test_lock_is_rolled_back_with_the_test_again(self) -> None:
+        """The twin."""
+        if lock_backends[self.alias].distributed:
+            assert distlock("left", backend=self.alias, wait=0).try_acquire() is not None
+
+    def test_hooks_run_as_django_runs_them(self) -> None:
+        """No hook of ours appears among those that a test captures."""
+        lock = distlock("hooks", backend=self.alias)
+        with self.captureOnCommitCallbacks() as hooks, transaction.atomic(), lock:
+            pass
+        assert hooks == []
+
+
+class InTransactionTestCase(TransactionTestCase):
+    """What works in a `TransactionTestCase`, where transactions are real."""
+
+    __test__ = False
+    databases = set(ALL)
+    alias = ""
+
+    def test_key_waits_for_the_commit(self) -> None:
+        """As in a program, the key is free behind the transaction."""
+        lock = distlock("commit", backend=self.alias, wait=0)
+        with transaction.atomic():
+            with lock:
+                Row.objects.create(name="in a test")
+            assert lock.locked()
+        assert not lock.locked()
+
+    def test_key_waits_for_the_rollback(self) -> None:
+        """The same for a rollback; the next attempt gets it."""
+        lock = distlock("rollback", backend=self.alias, wait=0)
+        with rolled_back(), lock:
+            pass
+        with lock:
+            pass
+
+    def test_lock_on_the_file_of_the_transaction(self) -> None:
+        """SQLite refuses to block itself here as well."""
+        lock = distlock("self", backend=self.alias, wait=0, retry=Retry(max_retries=0))
+        if lock_backends[self.alias].time_authority == "client" and self.alias == "sqlite":
+            with transaction.atomic(using="sqlite"), pytest.raises(LockUsageError):
+                lock.acquire()
+        with lock:
+            pass
+
+
+def run_test_cases() -> dict[str, Any]:
+    """Be a test run: make databases, run the classes, drop the databases."""
+    cases = unittest.TestSuite()
+    loader = unittest.defaultTestLoader
+    for alias in BACKENDS:
+        for base in (InTestCase, InTransactionTestCase):
+            case = type(f"{base.__name__}_{alias}", (base,), {"alias": alias})
+            cases.addTests(loader.loadTestsFromTestCase(case))
+    for name in ALL:
+        options = connections.settings[name]
+        options["NAME"] = settings.DATABASES[name]["NAME"]
+        options["TEST"]["NAME"] = f"{options['NAME']}_cases_{os.getpid()}"
+    report = io.StringIO()
+    runner = DiscoverRunner(verbosity=0, interactive=False)
+    made = runner.setup_databases(aliases=set(ALL))
+    try:
+        result = unittest.TextTestRunner(report, warnings="error").run(cases)
+    finally:
+        # Fails if a session of ours is left in a database.
+        runner.teardown_databases(made)
+    # What failed is worth more than that something did.
+    return {"ran": result.testsRun, "fine": result.wasSuccessful() or report.getvalue()}
+
+
+def test_locks_work_in_django_test_cases() -> None:
+    """`TestCase` and `TransactionTestCase` run as in a project, and drop their databases."""
+    with spawn("tests.contract.test_transaction_test_cases:run_test_cases") as run:
+        assert run.result(timeout=60) == {"ran": 10 * len(BACKENDS), "fine": True}

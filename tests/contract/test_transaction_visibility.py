@@ -1,0 +1,175 @@
+"""A lock taken inside `atomic()` is committed at once, and a rollback takes nothing back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import DataError, connections, transaction
+
+from django_distlock import LockLost, LockUsageError
+from django_distlock.handler import lock_backends
+from tests.backends import Registered
+from tests.processes import spawn
+from tests.shop.models import Row
+
+from .helpers import Later
+from .locking import PAST, SHORT, eventually, grantable, lock_of, rolled_back, taken
+
+
+def read_holder(alias: str, key: str) -> int | None:
+    """Be another process, and read who holds a key."""
+    record = lock_backends[alias].read(key)
+    return None if record is None else record.holder.pid
+
+
+def test_lock_taken_inside_a_transaction_is_seen_at_once(registered: Registered, key: str) -> None:
+    """Before the caller commits, other connections see that the key is taken."""
+    lock = lock_of(registered, key)
+    with transaction.atomic(), lock as lease:
+        record = Later(lock_backends[registered.alias].read, key).result()
+        assert record is not None
+        assert (record.token, record.fence) == (lease.token, lease.fence)
+        assert not grantable(lock)
+
+
+@pytest.mark.stores("sqlite", "postgresql", why="one process")
+def test_lock_taken_inside_a_transaction_is_seen_by_other_processes(
+    registered: Registered, key: str
+) -> None:
+    """So do other processes."""
+    with transaction.atomic(), lock_of(registered, key):
+        target = "tests.contract.test_transaction_visibility:read_holder"
+        with spawn(target, registered.alias, key) as other:
+            assert other.result() == os.getpid()
+
+
+def test_rollback_never_hands_a_fence_out_twice(registered: Registered, key: str) -> None:
+    """Fences grow over transactions that are rolled back, as over all others."""
+    lock, fences = lock_of(registered, key), []
+    for _ in range(5):
+        with rolled_back(), lock as lease:
+            fences.append(lease.fence)
+    with lock as lease:
+        fences.append(lease.fence)
+    assert fences == [1, 2, 3, 4, 5, 6]
+
+
+def test_rollback_never_undoes_an_extend(registered: Registered, key: str) -> None:
+    """What the store was told stays told."""
+    lock = lock_of(registered, key, ttl=20)
+    lease = lock.acquire()
+    with rolled_back():
+        lease.extend(100)
+    record = lock_backends[registered.alias].read(key)
+    assert record is not None
+    assert record.ttl == 100
+    assert record.expires_at == lease.expires_at
+    assert lease.release()
+
+
+def test_callers_transaction_is_left_alone(registered: Registered, key: str) -> None:
+    """Taking, extending and failing to take locks neither commits nor breaks a transaction."""
+    lock = lock_of(registered, key)
+    with rolled_back():
+        Row.objects.create(name=key)
+        with lock as lease:
+            lease.extend()
+            assert lock.try_acquire() is None
+        assert connections["default"].in_atomic_block
+        assert not connections["default"].needs_rollback
+        assert Row.objects.filter(name=key).exists()
+    assert not Row.objects.filter(name=key).exists()
+    with transaction.atomic(), lock:
+        Row.objects.create(name=key)
+    assert Row.objects.get(name=key).value == 0
+
+
+def test_broken_transaction_does_not_stop_the_release(registered: Registered, key: str) -> None:
+    """A database error inside the block breaks the caller's transaction and not the lock's."""
+    lock = lock_of(registered, key)
+    with transaction.atomic(), lock as lease:
+        with pytest.raises(DataError):
+            Row.objects.create(name="x" * 101)
+        connections["default"].needs_rollback = True
+        lease.extend()
+        assert taken(lock)
+    assert eventually(lambda: grantable(lock))
+
+
+async def test_asynchronous_lock_is_taken_beside_a_synchronous_transaction(
+    registered: Registered, key: str
+) -> None:
+    """Synchronous code in a transaction does not delay locks of asynchronous code."""
+    lock, entered, leave = lock_of(registered, key), asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    @sync_to_async(thread_sensitive=True)
+    def in_transaction() -> None:
+        try:
+            with transaction.atomic():
+                Row.objects.filter(name=key).exists()
+                loop.call_soon_threadsafe(entered.set)
+                asyncio.run_coroutine_threadsafe(leave.wait(), loop).result(timeout=20)
+        finally:
+            connections.close_all()
+
+    task = asyncio.create_task(in_transaction())
+    await entered.wait()
+    async with asyncio.timeout(5), lock as lease:
+        assert lease.held
+    assert grantable(lock)
+    leave.set()
+    await task
+
+
+def test_manual_transaction_is_refused_with_the_reason(registered: Registered, key: str) -> None:
+    """With autocommit off nothing tells when a transaction ends: the key would be free early."""
+    lock = lock_of(registered, key)
+    transaction.set_autocommit(False)
+    try:
+        for attempt in (lock.acquire, lock.try_acquire, lock.__enter__):
+            with pytest.raises(LockUsageError, match="set_autocommit") as caught:
+                attempt()
+            assert caught.value.code == "unsupported"
+            assert "'default'" in str(caught.value)
+            assert "atomic()" in str(caught.value)
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
+    assert grantable(lock)
+
+
+def test_atomic_inside_a_manual_transaction_is_refused_too(
+    registered: Registered, key: str
+) -> None:
+    """An `atomic()` inside a manual transaction is a savepoint: its end commits nothing."""
+    lock = lock_of(registered, key)
+    transaction.set_autocommit(False)
+    try:
+        with transaction.atomic(), pytest.raises(LockUsageError) as caught:
+            lock.acquire()
+        assert caught.value.code == "unsupported"
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
+
+
+def test_lease_that_is_lost_inside_a_transaction_rolls_it_back(
+    registered: Registered, key: str
+) -> None:
+    """The block's `LockLost` leaves `atomic()` as an error does: nothing unprotected is kept."""
+    lock = lock_of(registered, key, ttl=SHORT)
+
+    def work() -> None:
+        with transaction.atomic(), lock:
+            Row.objects.create(name=key)
+            time.sleep(PAST)
+
+    with pytest.raises(LockLost):
+        work()
+    assert not Row.objects.filter(name=key).exists()
+    assert eventually(lambda: grantable(lock))
