@@ -1,0 +1,150 @@
+"""Show what a lock is good for, then serve the shop."""
+
+import signal
+from argparse import ArgumentParser, ArgumentTypeError
+from typing import Any
+
+from django.contrib.auth import get_user_model
+from django.core.management import BaseCommand, CommandError, call_command
+from django.db import DatabaseError, connections
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from shop.competition import Competition, Stuck
+from shop.models import Payment, Product
+
+STOCK = 10_000
+PRODUCTS = ["Coffee grinder", "Kettle", "Teapot"]
+PAYMENTS = {"Ada": "12.50", "Grace": "48.00", "Linus": "7.20"}
+USER = PASSWORD = "demo"
+
+
+def between(low: int, high: int) -> Any:
+    """Return a type for an argument: an int from `low` to `high`."""
+
+    def parse(text: str) -> int:
+        if not (text.isdecimal() and low <= int(text) <= high):
+            raise ArgumentTypeError(f"must be a number from {low} to {high}, not {text!r}")
+        return int(text)
+
+    return parse
+
+
+class Command(BaseCommand):
+    """From nothing to a shop that is open, by way of a competition."""
+
+    help = "Migrates, lets processes compete with and without a lock, and serves the shop."
+    # There is nothing to check before the first migration.
+    requires_system_checks: list[str] = []
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Take how many compete, how long, and where to serve."""
+        parser.add_argument("--workers", type=between(2, 32), default=4, help="processes: 4")
+        parser.add_argument("--rounds", type=between(0, 500), default=20, help="sales of each: 20")
+        parser.add_argument("--port", type=between(1, 65535), default=8000, help="default: 8000")
+        parser.add_argument("--no-serve", action="store_true", help="stop before serving")
+
+    def handle(self, *_args: Any, **options: Any) -> None:
+        """Run to the end, or until Ctrl-C."""
+        # A shell that starts it in the background has Ctrl-C ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.console = Console(highlight=False)
+        try:
+            self.set_up()
+            if options["rounds"]:
+                self.compete(options["workers"], options["rounds"])
+        except KeyboardInterrupt:
+            self.console.print("\nStopped.")
+            return
+        if not options["no_serve"]:
+            self.serve(options["port"])
+
+    def set_up(self) -> None:
+        """Make tables, a user and something to sell; leave what is there."""
+        for alias, connection in connections.settings.items():
+            self.console.print(f"Migrating {alias!r}: {connection['NAME']}")
+            try:
+                call_command("migrate", database=alias, verbosity=0)
+            except DatabaseError as error:
+                raise CommandError(f"The database {alias!r} cannot be used: {error}") from error
+        user, _ = get_user_model().objects.get_or_create(
+            username=USER, defaults={"is_staff": True, "is_superuser": True}
+        )
+        user.set_password(PASSWORD)
+        user.save()
+        for name in PRODUCTS:
+            Product.objects.update_or_create(name=name, defaults={"stock": STOCK})
+        for customer, amount in PAYMENTS.items():
+            Payment.objects.get_or_create(customer=customer, defaults={"amount": amount})
+
+    def compete(self, workers: int, rounds: int) -> None:
+        """Sell without the lock, then with it, and compare."""
+        self.console.print(
+            f"\n{workers} processes sell {rounds} pieces each of the same product. Each reads the"
+            " stock,\nthinks for a moment, and writes one less back.\n"
+        )
+        for with_lock in (False, True):
+            product, _ = Product.objects.update_or_create(
+                name=PRODUCTS[0], defaults={"stock": STOCK}
+            )
+            competition = Competition(product, workers, rounds, with_lock)
+            self.watch(competition)
+            self.console.print(result(competition))
+        if competition.lost or not competition.fences_rise:
+            raise CommandError("The lock did not protect the stock. Please report this.")
+
+    def watch(self, competition: Competition) -> None:
+        """Run a competition under a table that follows it."""
+        try:
+            with Live(console=self.console, refresh_per_second=8) as live:
+                competition.run(lambda: live.update(table(competition)))
+        except Stuck as error:
+            raise CommandError(str(error)) from None
+        finally:
+            if not self.console.is_terminal:
+                self.console.print()  # which Live leaves out there
+
+    def serve(self, port: int) -> None:
+        """Open the shop on this machine, until Ctrl-C."""
+        self.console.print(
+            f"The shop is on http://127.0.0.1:{port}/ and its admin on /admin/.\n"
+            f"User: {USER}, password: {PASSWORD}. Everybody knows them: for this demo only.\n"
+        )
+        call_command("runserver", f"127.0.0.1:{port}", use_reloader=False)
+
+
+def table(competition: Competition) -> Table:
+    """Return what each process has done so far."""
+    made = Table(
+        title="With the lock" if competition.with_lock else "Without the lock",
+        title_justify="left",
+        title_style="bold",
+    )
+    for heading in ("process", "sold", "last sale", "fence"):
+        made.add_column(heading, justify="right", min_width=9)
+    for seller in competition.sellers:
+        last = seller.sales[-1] if seller.sales else None
+        made.add_row(
+            str(seller.process.pid),
+            str(len(seller.sales)),
+            f"{last.read} → {last.wrote}" if last else "",
+            str(last.fence) if last and last.fence else "-",
+        )
+    return made
+
+
+def result(competition: Competition) -> str:
+    """Return what came out, in a sentence."""
+    lost = competition.lost
+    colour = "red" if lost else "green"
+    said = (
+        f"{'With' if competition.with_lock else 'Without'} the lock: {competition.sold} sold,"
+        f" the stock fell by {competition.stock_fell_by},"
+        f" [bold {colour}]{lost} updates lost[/].\n"
+    )
+    if competition.with_lock:
+        fences = competition.fences
+        rise = "each above the one before" if competition.fences_rise else "out of order"
+        said += f"Fences: {fences[0]} to {fences[-1]}, {rise}.\n"
+    return said

@@ -1,0 +1,18 @@
+"""What the shop does when something happens to a lock."""
+
+import logging
+from typing import Any
+
+from django.dispatch import receiver
+
+from django_distlock import Holder
+from django_distlock.signals import lock_not_acquired
+
+logger = logging.getLogger("shop")
+
+
+@receiver(lock_not_acquired)
+def log_refusal(*, key: str, holder: Holder | None, waited: float, **_: Any) -> None:
+    """Leave a line in the log about everybody who was sent away."""
+    who = "somebody" if holder is None else f"process {holder.pid} on {holder.host}"
+    logger.info("%s: given up after %.1f s, held by %s", key, waited, who)

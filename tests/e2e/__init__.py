@@ -1,0 +1,1 @@
+"""The example project from outside: processes, pages, exit statuses."""
