@@ -1,0 +1,125 @@
+"""What README and documentation say about this repository is so."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from django_distlock import conf
+from django_distlock.backends.database import DatabaseBackend
+from django_distlock.backends.memory import MemoryBackend
+from django_distlock.core.retry import Retry
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+README = (ROOT / "README.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+pages = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+
+
+def versions(of: str) -> set[str]:
+    """Return the versions that the package says it runs on."""
+    classifiers = " ".join(PROJECT["classifiers"])
+    return set(re.findall(rf"{of} :: (\d+\.\d+)", classifiers))
+
+
+def prose(page: Path) -> str:
+    """Return a page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("of", ["Python", "Django"])
+def test_readme_names_the_versions_that_the_package_declares(of: str) -> None:
+    """All of them, and no other."""
+    named = re.search(rf"{of} ((?:\d+\.\d+(?:, | and )?)+)", README)
+    assert named
+    assert set(re.findall(r"\d+\.\d+", named[1])) == versions(of)
+
+
+def test_readme_tells_how_long_the_reading_path_is() -> None:
+    """The number of lines is right to a hundred or so."""
+    path = README.partition("## Read the code")[2].partition("Then `")[0]
+    files = re.findall(r"`(django_distlock/[\w/]+\.py)`", path)
+    lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
+    told = re.search(r"about ([\d,]+) lines", path)
+    assert len(files) == 7
+    assert told
+    assert abs(int(told[1].replace(",", "")) - lines) <= 150, lines
+
+
+@pages
+def test_pages_name_no_other_versions(page: Path) -> None:
+    """A Python or Django that a page names is one that the package runs on."""
+    for of in ("Python", "Django"):
+        assert set(re.findall(rf"\b{of} (\d+\.\d+)", prose(page))) <= versions(of)
+
+
+def test_python_of_the_tutorial_is_the_oldest_that_is_required() -> None:
+    """`requires-python` and the first page that a newcomer reads agree."""
+    tutorial = (ROOT / "docs/tutorial/first-lock.md").read_text()
+    assert f"Python {PROJECT['requires-python'].removeprefix('>=')} or later" in tutorial
+
+
+@pages
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    """Each target exists, seen from the page."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", prose(page))
+    here = [target.split("#")[0] for target in targets if "://" not in target]
+    assert [target for target in here if not (page.parent / target).exists()] == []
+
+
+@pages
+def test_files_that_pages_name_exist(page: Path) -> None:
+    """A path in backquotes that starts with a folder of the repository is a path in it."""
+    named = re.findall(
+        r"`((?:\.ci|tests|docs|django_distlock|example_project)/[\w./-]+)`", prose(page)
+    )
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@pages
+def test_python_blocks_compile(page: Path) -> None:
+    """Whoever copies a block gets no syntax error."""
+    for number, block in enumerate(
+        re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    ):
+        compile(block, f"{page.name}, block {number}", "exec", flags=0x2000)  # top-level await
+
+
+@pytest.mark.parametrize(
+    ("heading", "known"),
+    [
+        ("## `DISTLOCK`", set(conf._READERS)),
+        ("### `RETRY`", {field.name for field in fields(Retry)}),
+        (
+            "### `OPTIONS` of the database backend",
+            set(inspect.signature(DatabaseBackend).parameters) - {"config", "unknown"},
+        ),
+        (
+            "### `OPTIONS` of the memory backend",
+            set(inspect.signature(MemoryBackend).parameters) - {"config", "unknown"},
+        ),
+        ("## `DISTLOCK_TABLES`", set(conf.DEFAULT_TABLES)),
+        ("## `DISTLOCK_HOLDER`", {field.name for field in fields(conf.HolderConfig)}),
+    ],
+)
+def test_settings_page_lists_what_the_settings_know(heading: str, known: set[str]) -> None:
+    """Every name has a row, and every row a name."""
+    page = (ROOT / "docs/reference/settings.md").read_text()
+    section = re.split(r"^#", page.partition(f"{heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    assert set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) == known
+
+
+def test_checks_page_lists_the_checks() -> None:
+    """Every id that the code reports has a row, and every row an id."""
+    page = (ROOT / "docs/reference/checks.md").read_text()
+    code = (ROOT / "django_distlock/checks.py").read_text()
+    assert set(re.findall(r"^\| `(distlock\.\w+)`", page, re.MULTILINE)) == set(
+        re.findall(r'id="(distlock\.\w+)"', code)
+    )
