@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -221,7 +221,7 @@ def catches(mutant: Mutant) -> bool:
             check=False,
         )
     if run.returncode not in (0, 1):
-        sys.exit(f"pytest could not run {mutant.test_id}:\n{run.stdout}\n{run.stderr}")
+        raise RuntimeError(f"pytest could not run {mutant.test_id}:\n{run.stdout}\n{run.stderr}")
     return run.returncode == 1
 
 
@@ -249,14 +249,13 @@ def main() -> None:
     if arguments.table:
         print(table())
         return
-    survivors = 0
-    for mutant in (each for each in MUTANTS if arguments.fault in each.fault):
-        began = time.monotonic()
-        caught = catches(mutant)
-        survivors += not caught
-        outcome = "caught" if caught else "SURVIVED"
-        took = time.monotonic() - began
-        print(f"{outcome:8} {took:5.1f} s  {mutant.backend:12} {mutant.fault}", flush=True)
+    chosen = [each for each in MUTANTS if arguments.fault in each.fault]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        survivors = 0
+        for mutant, caught in zip(chosen, pool.map(catches, chosen), strict=True):
+            survivors += not caught
+            outcome = "caught" if caught else "SURVIVED"
+            print(f"{outcome:8}  {mutant.backend:12} {mutant.fault}", flush=True)
     sys.exit(1 if survivors else 0)
 
 

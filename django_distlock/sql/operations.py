@@ -91,9 +91,11 @@ def _concerned(connection: BaseDatabaseWrapper, app_label: str) -> bool:
 def _allowed_scripts(connection: BaseDatabaseWrapper, *, ask: bool) -> tuple[str, ...]:
     if not ask:
         return SCRIPTS
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT has_language_privilege('plpgsql', 'USAGE')")
-        return SCRIPTS if cursor.fetchone()[0] else ("storage",)
+    if not _found(connection, "SELECT has_schema_privilege(current_schema(), 'CREATE')", []):
+        return ()  # The tables are somebody else's, who installed what they need.
+    if not _found(connection, "SELECT has_language_privilege('plpgsql', 'USAGE')", []):
+        return ("storage",)
+    return SCRIPTS
 
 
 def _is_installed(connection: BaseDatabaseWrapper, name: str) -> bool:

@@ -473,6 +473,15 @@ def test_error_of_a_kind_nobody_expects_passes(scripted: dict[str, list[Any]], k
     assert isinstance(heard.once["cause"], ZeroDivisionError)
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """Let SIGINT raise: a run in the background of a shell begins with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_interrupted_wait_holds_nothing(key: str) -> None:
     """Ctrl-C while waiting ends the wait, and the key is free for others afterwards."""
     lock = distlock(key, backend="memory", wait=10, retry=QUICK)
