@@ -72,7 +72,8 @@ def test_termination_without_a_handler_is_ended_by_the_ttl(
         assert taken(lock)
         ended = time.monotonic()
     assert eventually(lambda: grantable(lock), timeout=5)
-    assert time.monotonic() - ended < 2.5
+    took = time.monotonic() - ended
+    assert took < 2.5, f"took {took:.3f} s instead of 2.5 s"
 
 
 def test_fork_neither_extends_nor_releases(registered: Registered, key: str) -> None:
