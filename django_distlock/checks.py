@@ -92,6 +92,54 @@ def check_tables(
     return found
 
 
+@checks.register(checks.Tags.database)
+def check_mysql(
+    app_configs: Any, databases: Sequence[str] | None, **_: Any
+) -> list[checks.CheckMessage]:
+    """E103, W104 and W105: MariaDB and MySQL lock rows, and keep what they commit."""
+    found: list[checks.CheckMessage] = []
+    for using in sorted({backend.using for backend in _database_backends()} & {*(databases or ())}):
+        if connections[using].vendor != "mysql":
+            continue
+        try:
+            found += _mysql_findings(using)
+        except DatabaseError:
+            continue  # W102 says so.
+    return found
+
+
+def _mysql_findings(using: str) -> Iterator[checks.CheckMessage]:
+    connection = connections[using]
+    if not connection.features.has_select_for_update_skip_locked:
+        yield checks.Error(
+            f"The database {using!r} cannot skip locked rows, which several leases are extended"
+            " with.",
+            hint=f"Use MariaDB 10.6 or MySQL 8.0.1, or newer. {_DOCS}",
+            id="distlock.E103",
+        )
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT table_name, engine FROM information_schema.tables WHERE table_schema ="
+            " DATABASE() AND table_name IN (%s, %s) AND engine <> 'InnoDB'",
+            [HeldLock._meta.db_table, FenceCounter._meta.db_table],
+        )
+        for name, engine in cursor.fetchall():
+            yield checks.Warning(
+                f"The table {name} of {using!r} is kept by {engine}, which cannot lock rows: two"
+                " could hold one lock.",
+                hint=f"ALTER TABLE `{name}` ENGINE = InnoDB. {_DOCS}",
+                id="distlock.W104",
+            )
+        cursor.execute("SELECT @@innodb_flush_log_at_trx_commit")
+        if cursor.fetchone()[0] != 1:
+            yield checks.Warning(
+                f"The database {using!r} does not write its log at each commit: a crash may undo"
+                " grants, and hand out their fences again.",
+                hint=f"Set innodb_flush_log_at_trx_commit to 1, or FENCE_FLOOR. {_DOCS}",
+                id="distlock.W105",
+            )
+
+
 def _aliases(found: list[checks.CheckMessage]) -> list[str]:
     try:
         return conf.aliases()

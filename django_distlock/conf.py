@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from django.conf import settings
 
@@ -44,6 +44,7 @@ class BackendConfig:
         max_ttl: The longest legal ttl, in seconds.
         lock_connections: How many connections of its own a process opens at most.
         retry: Pauses between attempts where a lock does not say.
+        fence_floor: "clock": no fence is below what the store's clock says; None: they just count.
         options: Keyword arguments of the backend's class.
     """
 
@@ -55,6 +56,7 @@ class BackendConfig:
     max_ttl: float = 604_800.0
     lock_connections: int = 4
     retry: Retry = field(default_factory=Retry)
+    fence_floor: Literal["clock"] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -212,6 +214,12 @@ def _retry(value: object) -> Retry:
     return Retry(**value)
 
 
+def _fence_floor(value: object) -> str | None:
+    if value is not None and value != "clock":
+        raise InvalidArgument(f'must be "clock" or None, not {shown(value)}.')
+    return value
+
+
 def _options(value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise InvalidArgument(f"must be a dictionary of options, not {shown(value)}.")
@@ -227,5 +235,6 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "MAX_TTL": lambda value: seconds(value, "MAX_TTL", minimum=MIN_TTL, maximum=3.2e9),
     "LOCK_CONNECTIONS": _connections,
     "RETRY": _retry,
+    "FENCE_FLOOR": _fence_floor,
     "OPTIONS": _options,
 }

@@ -38,7 +38,9 @@ before_drop: list[Callable[[], None]] = []
 _own_threads = threading.local()
 _every: weakref.WeakSet[LockConnections] = weakref.WeakSet()
 #: Connections that a fork copied. Kept, so that no destructor speaks on the parent's socket.
-_inherited: list[BaseDatabaseWrapper] = []
+_inherited: list[Any] = []
+#: Which process opened the connection of a thread.
+_opened_by: weakref.WeakKeyDictionary[BaseDatabaseWrapper, int] = weakref.WeakKeyDictionary()
 
 
 class NoConnectionFree(Exception):
@@ -92,6 +94,7 @@ class LockConnections:
             NoConnectionFree: All of ours were in use for a second.
         """
         connection = connections[self.alias]
+        _leave_to_parent(connection)
         if in_test_case(connection):
             yield connection
         elif self._is_free(connection):
@@ -231,6 +234,22 @@ class LockConnections:
             self._start_reaper()
 
 
+def _note_process(connection: BaseDatabaseWrapper, **_: Any) -> None:
+    _opened_by[connection] = os.getpid()
+
+
+connection_created.connect(_note_process, dispatch_uid="django_distlock.process")
+
+
+def _leave_to_parent(connection: BaseDatabaseWrapper) -> None:
+    """Let go of a connection that a fork copied: two processes would read each other's answers."""
+    if connection.vendor == "sqlite" or connection.connection is None or connection.in_atomic_block:
+        return
+    if _opened_by.get(connection, os.getpid()) != os.getpid():
+        _inherited.append(connection.connection)
+        connection.connection = None
+
+
 @contextmanager
 def _left_usable(connection: BaseDatabaseWrapper) -> Iterator[None]:
     """Close the connection where an error broke it, so that the next statement reconnects."""
@@ -242,7 +261,8 @@ def _left_usable(connection: BaseDatabaseWrapper) -> Iterator[None]:
         # Not `close_if_unusable_or_obsolete()`: that ends the session of a healthy connection too,
         # where CONN_MAX_AGE is 0, and with it what the caller has set on it.
         if connection.errors_occurred and not connection.in_atomic_block:
-            if connection.is_usable():
+            # MySQL's wrapper cannot be asked where it never connected.
+            if connection.connection is not None and connection.is_usable():
                 connection.errors_occurred = False
             else:
                 connection.close()

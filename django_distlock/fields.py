@@ -11,14 +11,16 @@ from django.utils.dateparse import parse_datetime
 
 if TYPE_CHECKING:
     _CharField = models.CharField[Any, Any]
+    _TextField = models.TextField[Any, Any]
     _BigIntegerField = models.BigIntegerField[Any, Any]
 else:  # Only type checkers may give a field type arguments.
-    _CharField, _BigIntegerField = models.CharField, models.BigIntegerField
+    _CharField, _TextField = models.CharField, models.TextField
+    _BigIntegerField = models.BigIntegerField
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 
-# Without these, some databases take "A" for "a", "é" for "e" or "a " for "a".
+# Without these, some databases take "A" for "a", "é" for "e" or "a " for "a". Oracle does not.
 _BYTE_COLLATIONS = {"postgresql": "C", "sqlite": "BINARY"}
 
 
@@ -40,12 +42,32 @@ class KeyField(_CharField):
             # Spelt out, because Django gives a "varchar" that is unique a second index for LIKE.
             # With the C collation the first one serves, and each lock writes one row less.
             return f"character varying({self.max_length})"
+        if connection.vendor == "mysql":
+            # Whatever the database's own character set is. Spelt out, because Django warns of any
+            # unique "varchar" above 255, which older formats of InnoDB could not index.
+            return f"character varying({self.max_length}) CHARACTER SET utf8mb4"
         return super().db_type(connection)
 
     def db_parameters(self, connection: BaseDatabaseWrapper) -> Any:
         parameters = super().db_parameters(connection)
-        parameters["collation"] = _BYTE_COLLATIONS.get(connection.vendor)
+        parameters["collation"] = _byte_collation(connection)
         return parameters
+
+
+def _byte_collation(connection: BaseDatabaseWrapper) -> str | None:
+    if connection.vendor == "mysql":
+        # Not "utf8mb4_bin", which pads with spaces before it compares.
+        mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]
+        return "utf8mb4_nopad_bin" if mariadb else "utf8mb4_0900_bin"
+    return _BYTE_COLLATIONS.get(connection.vendor)
+
+
+class NoteField(_TextField):
+    """Text in any script, whatever the database's own character set is."""
+
+    def db_type(self, connection: BaseDatabaseWrapper) -> str | None:
+        wide = " CHARACTER SET utf8mb4" if connection.vendor == "mysql" else ""
+        return f"{super().db_type(connection)}{wide}"
 
 
 class InstantField(_BigIntegerField):

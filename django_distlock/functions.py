@@ -17,11 +17,21 @@ from django.db.utils import DatabaseError
 from . import vendors
 from .core.durations import GRACE, MAX_BOUND
 from .core.errors import LockError
+from .core.fences import FENCE_MAX, check_fence
 from .core.holders import Holder
-from .core.records import FENCE_MAX, UNKNOWN, Contended, Grant, Unknown
+from .core.keys import advisory_id
+from .core.records import UNKNOWN, Contended, Grant, Unknown
 from .fields import from_microseconds
-from .managers import check_fence
 from .sql import function_name
+from .vendors.postgresql import advisory_salt, milliseconds, sqlstate
+
+#: What stands for the arguments of each function.
+_PLACEHOLDERS = {
+    "acquire": f"%s, %s, %s, %s, %s, {GRACE}, %s::jsonb, %s, %s, %s, %s",
+    "extend": f"%s, %s, %s, {GRACE}, %s",
+    "extend_many": f"%s::text[], %s::text[], %s::double precision[], {GRACE}, %s",
+    "release": "%s, %s, %s, %s",
+}
 
 
 class ServerFunctions:
@@ -29,10 +39,18 @@ class ServerFunctions:
 
     Args:
         using: The alias whose connection is called on.
+        follows_clock: Whether no fence is below what the store's clock says.
     """
 
-    def __init__(self, using: str):
+    def __init__(self, using: str, *, follows_clock: bool = False):
         self._using = using
+        self._follows_clock = follows_clock
+        # Read from the settings once, as the models do.
+        self._salt = advisory_salt()
+        self._statements = {
+            operation: f'SELECT "{function_name(operation)}"({placeholders})'
+            for operation, placeholders in _PLACEHOLDERS.items()
+        }
 
     def acquire(
         self,
@@ -47,16 +65,12 @@ class ServerFunctions:
         bound: float,
     ) -> Grant | Contended:
         """Grant the key if it is free."""
-        row = self._call(
-            "acquire",
-            "%s, %s, %s, %s, %s, %s, %s::jsonb, %s, %s, %s, %s, %s",
-            [
-                name, key, vendors.advisory_key(name), token, ttl, GRACE,
-                json.dumps(holder.as_json()), holder.host, holder.task_id,
-                wanted, replace, vendors.milliseconds(bound),
-            ],
-        )[0]  # fmt: skip
-        outcome, now, fence, acquired_at, expires_at, free_at, holder_json = row
+        arguments = [
+            name, key, advisory_id(self._salt, name), token, ttl, json.dumps(holder.as_json()),
+            wanted, replace, self._follows_clock, _bound(bound),
+        ]  # fmt: skip
+        outcome, now, *record = _parts(self._call("acquire", arguments), 7)
+        fence, acquired_at, expires_at, free_at, known_holder = record
         if outcome == "granted":
             check_fence(key, fence)
             ends = _instant(expires_at)
@@ -64,7 +78,7 @@ class ServerFunctions:
         if outcome == "overflow":
             raise LockError(f"The key {key!r} has used up its fences ({FENCE_MAX}).", key=key)
         return Contended(
-            holder=None if holder_json is None else Holder.from_json(json.loads(holder_json)),
+            holder=None if known_holder is None else Holder.from_json(known_holder),
             fence=fence,
             acquired_at=_instant(acquired_at),
             expires_at=_instant(expires_at),
@@ -78,53 +92,60 @@ class ServerFunctions:
         self, name: str, grant: Grant, ttl: float | None, *, bound: float
     ) -> Grant | Unknown | None:
         """Replace the ttl of a lease."""
-        arguments = [name, grant.token, ttl, GRACE, vendors.milliseconds(bound)]
-        row = self._call("extend", "%s, %s, %s, %s, %s", arguments)[0]
-        return _extended(grant, ttl, *row)
+        arguments = [name, grant.token, ttl, _bound(bound)]
+        return _extended(grant, ttl, *_parts(self._call("extend", arguments), 5))
 
     def extend_many(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
         """Extend each lease by its own ttl; a row that somebody holds is skipped as unknown."""
-        rows = self._call(
-            "extend_many",
-            "%s::text[], %s::text[], %s::double precision[], %s, %s",
-            [
-                [name for name, _grant in named],
-                [grant.token for _name, grant in named],
-                [grant.ttl for _name, grant in named],
-                GRACE,
-                vendors.milliseconds(MAX_BOUND),
-            ],
-        )
+        arguments = [
+            [name for name, _grant in named],
+            [grant.token for _name, grant in named],
+            [grant.ttl for _name, grant in named],
+            _bound(MAX_BOUND),
+        ]
+        answers = json.loads(self._call("extend_many", arguments))
         return [
-            _extended(grant, grant.ttl, *row)
-            for (_name, grant), row in zip(named, rows, strict=True)
+            _extended(grant, grant.ttl, *_padded(answer, 5))
+            for (_name, grant), answer in zip(named, answers, strict=True)
         ]
 
     def release(
         self, name: str, grant: Grant, *, held: float | None = None, bound: float
     ) -> bool | Unknown:
         """Give the key back, or keep it taken for `held` seconds since the grant."""
-        arguments = [name, grant.token, held, vendors.milliseconds(bound)]
-        outcome = self._call("release", "%s, %s, %s, %s", arguments)[0][0]
+        arguments = [name, grant.token, held, _bound(bound)]
+        outcome = self._call("release", arguments)
         return UNKNOWN if outcome == "busy" else outcome == "released"
 
-    def _call(self, operation: str, placeholders: str, arguments: list[Any]) -> list[Any]:
-        # Of the settings' table name, which is an identifier, and of this module's placeholders.
-        statement = f'SELECT * FROM "{function_name(operation)}"({placeholders})'  # noqa: S608
+    def _call(self, operation: str, arguments: list[Any]) -> str:
+        statement = self._statements[operation]
         connection = connections[self._using]
         try:
             # In a test case's transaction, an error must not take the test's own work with it.
             savepoint = transaction.atomic(self._using) if connection.in_atomic_block else None
             with savepoint or nullcontext(), connection.cursor() as cursor:
                 cursor.execute(statement, arguments)
-                return list(cursor.fetchall())
+                return str(cursor.fetchone()[0])
         except DatabaseError as error:
-            if vendors.sqlstate(error) != "25001" or connection.in_atomic_block:
+            if sqlstate(error) != "25001" or connection.in_atomic_block:
                 raise
         # The server's default is another isolation level: say it, at the price of round trips.
-        with vendors.short_transaction(self._using, MAX_BOUND), connection.cursor() as cursor:
+        with vendors.of(self._using).short_transaction(MAX_BOUND), connection.cursor() as cursor:
             cursor.execute(statement, arguments)
-            return list(cursor.fetchall())
+            return str(cursor.fetchone()[0])
+
+
+def _bound(seconds: float) -> str:
+    return str(milliseconds(seconds))
+
+
+def _parts(answer: str, length: int) -> list[Any]:
+    """Return a JSON array, with None for what is left out at its end."""
+    return _padded(json.loads(answer), length)
+
+
+def _padded(parts: list[Any], length: int) -> list[Any]:
+    return parts + [None] * (length - len(parts))
 
 
 def _extended(

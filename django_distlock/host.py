@@ -10,8 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from django.core.signals import setting_changed
 
 from .conf import holder_config
 from .core.holders import MAX_TEXT, Holder
@@ -31,6 +34,12 @@ _BOOT_CLOCK: int | None = getattr(time, "CLOCK_BOOTTIME", None)
 
 def current_holder(metadata: Mapping[str, Any] | None = None) -> Holder:
     """Return the identity under which this thread takes a lock."""
+    holder = _this_thread(threading.current_thread().name)
+    return replace(holder, metadata=dict(metadata)) if metadata else holder
+
+
+@functools.lru_cache(maxsize=256)
+def _this_thread(name: str) -> Holder:
     config = holder_config()
     return Holder(
         host=_plain(config.prefix + socket.gethostname()),
@@ -38,9 +47,19 @@ def current_holder(metadata: Mapping[str, Any] | None = None) -> Holder:
         process=_plain(config.process or _process_name()),
         pid=os.getpid(),
         started_at=_started_at(os.getpid()),
-        thread=_plain(threading.current_thread().name),
-        metadata=dict(metadata or {}),
+        thread=_plain(name),
     )
+
+
+def _forget(*, setting: str, **_: Any) -> None:
+    if setting == "DISTLOCK_HOLDER":
+        _this_thread.cache_clear()
+
+
+setting_changed.connect(_forget, dispatch_uid="django_distlock.host")
+if hasattr(os, "register_at_fork"):
+    # A forked child is another process, also where it got the number of one that was here before.
+    os.register_at_fork(after_in_child=_this_thread.cache_clear)
 
 
 def _plain(text: str) -> str:
@@ -57,7 +76,6 @@ def _process_name() -> str:
     return program if worker == "MainProcess" else f"{program}:{worker}"
 
 
-@functools.cache
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -65,8 +83,6 @@ def _boot_id() -> str:
         return ""  # Not Linux.
 
 
-# By pid: a forked child is another process than the one that asked before.
-@functools.lru_cache(maxsize=1)
 def _started_at(pid: int) -> float | None:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

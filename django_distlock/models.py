@@ -9,9 +9,10 @@ from django.utils import timezone
 from django.utils.translation import gettext_lazy as _
 
 from . import conf
+from .core.fences import FENCE_MAX
 from .core.holders import Holder
-from .core.records import FENCE_MAX, Record
-from .fields import InstantField, KeyField
+from .core.records import Record
+from .fields import InstantField, KeyField, NoteField
 from .managers import FenceCounterManager, HeldLockManager, refuse_change
 
 #: Bytes of the longest storage key: any key of 512 bytes behind a prefix of 127 or less.
@@ -25,7 +26,7 @@ class HeldLock(models.Model):
     """
 
     storage_key = KeyField(_("storage key"), primary_key=True, max_length=MAX_STORAGE_KEY)
-    key = models.CharField(_("key"), max_length=512)
+    key = KeyField(_("key"), max_length=512)
     token = KeyField(_("token"), unique=True, max_length=22)
     fence = models.PositiveBigIntegerField(_("fence"))
     #: Seconds that the last grant or extend gave; null: no expiry.
@@ -38,7 +39,7 @@ class HeldLock(models.Model):
     #: A waiter of this grant sleeps.
     wanted = models.BooleanField(_("wanted"), default=False)
     holder = models.JSONField(_("holder"), default=dict)
-    holder_host = models.CharField(_("host"), max_length=255)
+    holder_host = KeyField(_("host"), max_length=255)
     task_id = KeyField(_("task id"), max_length=255, null=True, db_index=True)
     stop_requested_at = InstantField(_("stop requested at"), null=True)
 
@@ -51,7 +52,7 @@ class HeldLock(models.Model):
         verbose_name_plural = _("held locks")
 
     def __str__(self) -> str:
-        return self.key
+        return str(self.key)
 
     def as_record(self) -> Record:
         """Return the row as the value that backends answer with."""
@@ -77,10 +78,10 @@ class FenceCounter(models.Model):
     """
 
     storage_key = KeyField(_("storage key"), primary_key=True, max_length=MAX_STORAGE_KEY)
-    key = models.CharField(_("key"), max_length=512)
+    key = KeyField(_("key"), max_length=512)
     fence = models.PositiveBigIntegerField(_("fence"))
     paused_until = InstantField(_("paused until"), null=True)
-    paused_by = models.CharField(_("paused by"), max_length=200, null=True)  # noqa: DJ001 - null: nobody
+    paused_by = KeyField(_("paused by"), max_length=200, null=True)
 
     objects = FenceCounterManager()
 
@@ -124,13 +125,13 @@ class LockEvent(models.Model):
         TIMED_OUT = "timed_out", _("timed out")
 
     at = models.DateTimeField(_("at"), db_index=True, default=timezone.now)
-    backend = models.CharField(_("backend"), max_length=100)
-    key = models.CharField(_("key"), max_length=512)
+    backend = KeyField(_("backend"), max_length=100)
+    key = KeyField(_("key"), max_length=512)
     kind = models.CharField(_("kind"), max_length=20, choices=Kind)
     fence = models.PositiveBigIntegerField(_("fence"), null=True)
     holder = models.JSONField(_("holder"), default=dict)
-    actor = models.CharField(_("actor"), max_length=200, blank=True)
-    reason = models.TextField(_("reason"), blank=True)
+    actor = KeyField(_("actor"), max_length=200, blank=True)
+    reason = NoteField(_("reason"), blank=True)
     details = models.JSONField(_("details"), default=dict)
 
     class Meta:

@@ -68,6 +68,9 @@ def _is_manual(connection: BaseDatabaseWrapper) -> bool:
 def reads_a_snapshot(connection: BaseDatabaseWrapper) -> bool:
     """Whether a transaction goes on seeing what was committed when it began to read."""
     level = getattr(connection, "isolation_level", None)
+    if connection.vendor == "mysql":
+        # None is the server's default, which is this. What is serializable locks what it reads.
+        return level in ("repeatable read", None)
     if connection.vendor != "postgresql" or level is None:
         return False
     return getattr(level, "name", "") in ("REPEATABLE_READ", "SERIALIZABLE")

@@ -11,11 +11,15 @@ from ..conf import BackendConfig
 from ..core import durations
 from ..core.durations import MAX_BOUND, Duration
 from ..core.errors import InvalidArgument, LockUsageError, shown
+from ..core.fences import validate_fence
 from ..core.holders import Holder, is_plain_text
 from ..core.keys import normalize_key, normalize_prefix, storage_key, validate_token
-from ..core.records import Contended, Grant, Page, Record, Unknown
+from ..core.records import Contended, Grant, Page, Raised, Record, Unknown
 from ..exceptions import InvalidLockBackend
 from .threads import CallThreads
+
+#: Who asks where nobody says.
+_NOBODY = Holder()
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -111,7 +115,7 @@ class BaseLockBackend:
             key,
             token,
             self._ttl(ttl),
-            holder or Holder(),
+            holder or _NOBODY,
             wanted=wanted,
             replace=replace,
             bound=_bound(bound),
@@ -266,6 +270,32 @@ class BaseLockBackend:
         _positive(limit, "limit", 100_000)
         return self._cleanup(_aware(before, "before"), limit)
 
+    def raise_fences(
+        self,
+        to: int | None = None,
+        *,
+        key: str | None = None,
+        cursor: str | None = None,
+        limit: int = 1000,
+    ) -> Raised:
+        """Raise fence counters, after a store was changed or restored.
+
+        A key that somebody holds is left alone: its holder's guarded writes would fail.
+
+        Args:
+            to: The fence that the next grant exceeds; None: what the store's clock says.
+            key: The counter of this key, which is made where there is none; None: a page of all.
+            cursor: The `cursor` of the page before.
+            limit: The size of the page, from 1 to 10 000.
+        """
+        if to is not None:
+            validate_fence(to)
+        _positive(limit, "limit", 10_000)
+        _text(cursor, "cursor")
+        key = None if key is None else normalize_key(key)
+        name = None if key is None else self._name(key)
+        return self._raise_fences(to, name, key, cursor=cursor, limit=limit)
+
     # The same, awaited
 
     async def aacquire(self, *args: Any, **kwargs: Any) -> Grant | Contended:
@@ -356,6 +386,11 @@ class BaseLockBackend:
     def _cleanup(self, before: datetime, limit: int) -> int:
         raise NotImplementedError
 
+    def _raise_fences(
+        self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
+    ) -> Raised:
+        raise NotImplementedError
+
     # Checks
 
     def _name(self, key: str) -> str:
@@ -373,6 +408,8 @@ class BaseLockBackend:
 
 
 def _bound(bound: Duration) -> float:
+    if bound is MAX_BOUND:
+        return MAX_BOUND
     return min(MAX_BOUND, durations.seconds(bound, "bound"))
 
 

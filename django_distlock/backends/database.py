@@ -6,14 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from django.db import connections, router
-from django.db.utils import (
-    DatabaseError,
-    InterfaceError,
-    OperationalError,
-)
+from django.db.utils import DatabaseError, InterfaceError
 from django.utils.connection import ConnectionDoesNotExist
 
 from .. import vendors
@@ -22,39 +18,15 @@ from ..connections import LockConnections, NoConnectionFree, use_own_connections
 from ..core.durations import MAX_BOUND
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError
 from ..core.holders import Holder
-from ..core.records import UNKNOWN, Contended, Grant, Page, Record, Unknown
+from ..core.records import UNKNOWN, Contended, Grant, Page, Raised, Record, Unknown
 from ..exceptions import InvalidLockBackend
 from ..functions import ServerFunctions
 from ..managers import FenceCounterManager, HeldLockManager
 from ..models import MAX_STORAGE_KEY, FenceCounter, HeldLock
+from ..vendors import VENDORS
 from .base import BaseLockBackend
 
 T = TypeVar("T")
-
-#: By SQLSTATE, or by its class; the longest that fits counts. Everything else is "internal".
-_CODES = {
-    "08": "service_unavailable",  # connection exception
-    "25006": "service_unavailable",  # read-only transaction: a replica, or a failover
-    "28": "auth_failed",
-    "40": "service_unavailable",  # transaction rollback
-    "42501": "auth_failed",  # insufficient privilege
-    "53": "rate_limited",  # insufficient resources
-    "55P03": "network_timeout",  # lock not available
-    "57014": "network_timeout",  # statement timeout
-    "57P": "service_unavailable",  # shutdown, crash, starting up
-    "58": "service_unavailable",  # system error
-}
-#: By SQLite's primary result code.
-_SQLITE_CODES = {
-    5: "network_timeout",  # busy
-    6: "network_timeout",  # locked
-    8: "service_unavailable",  # read-only
-    10: "service_unavailable",  # I/O error
-    11: "service_unavailable",  # corrupt
-    13: "rate_limited",  # full
-    14: "service_unavailable",  # cannot open
-    26: "service_unavailable",  # not a database
-}
 
 
 class DatabaseBackend(BaseLockBackend):
@@ -101,19 +73,18 @@ class DatabaseBackend(BaseLockBackend):
             vendor = connections[self.using].vendor
         except ConnectionDoesNotExist as error:
             raise InvalidLockBackend(f"{where}: using: {error}") from None
-        if vendor not in vendors.SUPPORTED:
+        if vendor not in VENDORS:
             raise InvalidLockBackend(
                 f"{where}: using: {self.using!r} is a {vendor} database; supported are:"
-                f" {', '.join(vendors.SUPPORTED)}."
+                f" {', '.join(VENDORS)}."
             )
-        self.time_authority: Literal["server", "client"] = (
-            "client" if vendor == "sqlite" else "server"
-        )
+        self.time_authority = VENDORS[vendor].time_authority
         self.cleanup_on_read = cleanup_on_read
         self._locks: HeldLockManager = HeldLock.objects.db_manager(self.using)
+        self._locks.follows_clock = config.fence_floor == "clock"
         self._counters: FenceCounterManager = FenceCounter.objects.db_manager(self.using)
         self._hot: HeldLockManager | ServerFunctions = (
-            ServerFunctions(self.using)
+            ServerFunctions(self.using, follows_clock=self._locks.follows_clock)
             if server_functions and vendor == "postgresql"
             else self._locks
         )
@@ -173,10 +144,9 @@ class DatabaseBackend(BaseLockBackend):
     def _list(
         self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
     ) -> Page:
-        namespace = f"{self.key_prefix}:{prefix}" if self.key_prefix else prefix
         found = self._ask(
             partial(
-                self._locks.live_records, namespace, cursor,
+                self._locks.live_records, self._namespace(prefix), cursor,
                 host=host, task_id=task_id, limit=limit + 1,
             ),
             writes=False,
@@ -211,7 +181,19 @@ class DatabaseBackend(BaseLockBackend):
     def _cleanup(self, before: datetime, limit: int) -> int:
         return self._ask(partial(self._locks.cleanup, before, limit), busy=lambda: 0)
 
+    def _raise_fences(
+        self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
+    ) -> Raised:
+        if name is not None and key is not None:
+            raise_one = partial(self._counters.raise_one, to, name, key)
+            return self._ask(raise_one, busy=lambda: Raised(0, (key,)), key=key)
+        page = partial(self._counters.raise_page, to, self._namespace(), cursor, limit)
+        return self._ask(page)
+
     # How the store is asked
+
+    def _namespace(self, prefix: str = "") -> str:
+        return f"{self.key_prefix}:{prefix}" if self.key_prefix else prefix
 
     def _own_thread(self) -> None:
         use_own_connections()
@@ -237,7 +219,7 @@ class DatabaseBackend(BaseLockBackend):
             if busy is None:
                 raise BackendUnavailable(str(error), key=key, code="network_timeout") from error
         except DatabaseError as error:
-            if busy is None or not vendors.is_busy(error):
+            if busy is None or not vendors.of(self.using).is_busy(error):
                 raise self._translated(error, key) from error
         except InterfaceError as error:
             raise self._translated(error, key) from error
@@ -248,29 +230,22 @@ class DatabaseBackend(BaseLockBackend):
         try:
             with self._connections.use(0, writes=False):
                 record = self._locks.read(pk=name, bound=0)
-                now = vendors.now(self.using)
+                now = vendors.of(self.using).now()
         except (DatabaseError, InterfaceError, NoConnectionFree):
             return Contended(busy=True)
         return Contended(busy=True) if record is None else record.contended(now, busy=True)
 
     def _translated(self, error: Exception, key: str | None) -> LockError:
-        state, sqlite_code = vendors.sqlstate(error), vendors.sqlite_code(error)
-        about = f"The lock store {self.using!r}"
-        if vendors.is_duplicate(error):
+        vendor, about = vendors.of(self.using), f"The lock store {self.using!r}"
+        if vendor.is_duplicate(error):
             return InvalidArgument("This token already holds another key.", key=key)
-        if (state[:2] == "42" and state not in _CODES) or sqlite_code == vendors.SQLITE_ERROR:
+        if vendor.is_missing(error):
             return LockError(
                 f"{about} does not know what it was asked for. Are the migrations of"
                 f" django_distlock applied (manage.py migrate --database {self.using})? {error}",
                 key=key,
             )
-        code = _SQLITE_CODES.get(sqlite_code)
-        for length in (5, 3, 2):
-            code = code or _CODES.get(state[:length])
-        if code is None and not state and not sqlite_code:
-            # A driver that cannot reach its server has no state to report.
-            unreachable = isinstance(error, (OperationalError, InterfaceError))
-            code = "service_unavailable" if unreachable else None
+        code = vendor.unavailable_code(error)
         if code is not None:
             return BackendUnavailable(f"{about} did not answer: {error}", key=key, code=code)
         return LockError(f"{about} failed: {error}", key=key)

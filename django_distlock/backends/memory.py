@@ -6,7 +6,6 @@ and for the development server.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -17,21 +16,19 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, Literal
 
 from ..conf import BackendConfig
-from ..core.errors import InvalidArgument, LockError
+from ..core.errors import InvalidArgument
+from ..core.fences import clock_fence, next_fence
 from ..core.holders import Holder
 from ..core.records import (
-    FENCE_MAX,
-    FENCE_WARNING,
     Contended,
     Grant,
     Page,
+    Raised,
     Record,
     Unknown,
     lease_ends,
 )
 from .base import BaseLockBackend
-
-logger = logging.getLogger("django_distlock")
 
 _every: weakref.WeakSet[MemoryBackend] = weakref.WeakSet()
 
@@ -90,7 +87,7 @@ class MemoryBackend(BaseLockBackend):
                 return Contended(observed_at=now, paused=True)
             if self._by_token.get(token, name) != name:
                 raise InvalidArgument("This token already holds another key.", key=key)
-            fence = self._next_fence(name, key)
+            fence = self._next_fence(name, key, now)
             expires_at, free_at = lease_ends(now, ttl)
             self._put(name, Record(key, token, fence, ttl, now, now, expires_at, free_at, holder))
             return Grant(key, token, fence, ttl, now, expires_at)
@@ -176,10 +173,11 @@ class MemoryBackend(BaseLockBackend):
 
     def _force_release(self, name: str, key: str, *, bound: float) -> Record | None:
         with self._mutex:
-            record = self._live(name, self._now())
+            now = self._now()
+            record = self._live(name, now)
             if record is None:
                 return None
-            self._next_fence(name, key)
+            self._next_fence(name, key, now)
             self._drop(name)
             return record
 
@@ -201,6 +199,22 @@ class MemoryBackend(BaseLockBackend):
         with self._mutex:
             until = self._paused_until.pop(name, None)
             return until is not None and self._now() < until
+
+    def _raise_fences(
+        self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
+    ) -> Raised:
+        with self._mutex:
+            now = self._now()
+            fence = clock_fence(now) if to is None else to
+            if name is not None:
+                self._fences.setdefault(name, 0)
+            rest = [each for each in sorted(self._fences) if cursor is None or each > cursor]
+            names = rest[:limit] if name is None else [name]
+            low = [each for each in names if self._fences[each] < fence]
+            held = {each: self._records[each].key for each in low if self._live(each, now)}
+            self._fences |= dict.fromkeys(set(low) - held.keys(), fence)
+            more = name is None and len(rest) > limit
+            return Raised(len(low) - len(held), tuple(held.values()), names[-1] if more else None)
 
     def _cleanup(self, before: datetime, limit: int) -> int:
         with self._mutex:
@@ -243,12 +257,9 @@ class MemoryBackend(BaseLockBackend):
     def _drop(self, name: str) -> None:
         del self._by_token[self._records.pop(name).token]
 
-    def _next_fence(self, name: str, key: str) -> int:
-        fence = self._fences.get(name, 0) + 1
-        if fence > FENCE_MAX:
-            raise LockError(f"The key {key!r} has used up its fences ({FENCE_MAX}).", key=key)
-        if fence > FENCE_WARNING:
-            logger.warning("The fence of %r is %d; %d is the last.", key, fence, FENCE_MAX)
+    def _next_fence(self, name: str, key: str, now: datetime) -> int:
+        floor = now if self.config.fence_floor else None
+        fence = next_fence(key, self._fences.get(name, 0), floor)
         self._fences[name] = fence
         return fence
 

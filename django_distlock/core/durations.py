@@ -21,6 +21,9 @@ GRACE = 1.0
 #: The longest time, in seconds, that one attempt waits inside the store.
 MAX_BOUND = 1.0
 
+#: Seconds above which a float cannot tell one from the next.
+_MOST = 1e15
+
 
 def number(value: object, name: str, *, minimum: float, maximum: float = math.inf) -> float:
     """Return `value`, a finite number within the bounds (inclusive), as a float.
@@ -31,7 +34,7 @@ def number(value: object, name: str, *, minimum: float, maximum: float = math.in
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InvalidArgument(f"{name} must be a number, not {shown(value)}.")
     # Compared before float(): an int too large for a float is out of bounds, not OverflowError.
-    if not minimum <= value <= min(maximum, 1e15):
+    if not minimum <= value <= min(maximum, _MOST):
         upper = "finite" if maximum == math.inf else f"at most {maximum:g}"
         raise InvalidArgument(
             f"{name} must be at least {minimum:g} and {upper}, not {shown(value)}."
@@ -47,6 +50,8 @@ def seconds(value: object, name: str, *, minimum: float = 0.0, maximum: float = 
     """
     if isinstance(value, timedelta):
         value = value.total_seconds()
+    if (type(value) is float or type(value) is int) and minimum <= value <= maximum <= _MOST:
+        return float(value)  # Without making a message that nobody will read.
     return number(value, f"{name} (seconds)", minimum=minimum, maximum=maximum)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .errors import InvalidArgument, shown
@@ -53,7 +53,7 @@ class Holder:
 
     def as_json(self) -> dict[str, Any]:
         """Return a dictionary that `from_json` reads."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in _NAMES} | {"metadata": dict(self.metadata)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Holder:
@@ -61,15 +61,17 @@ class Holder:
 
         Names it does not know are left out: a newer version may have written them.
         """
-        known = {each.name for each in fields(cls)}
-        return cls(**{name: value for name, value in data.items() if name in known})
+        return cls(**{name: value for name, value in data.items() if name in _NAMES})
+
+
+_NAMES = {each.name: None for each in fields(Holder)}
 
 
 def is_plain_text(value: object) -> bool:
     """Whether every store can keep `value`: text without NUL and lone surrogates."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or "\0" in value:
         return False
-    return "\0" not in value and not any(0xD800 <= ord(char) <= 0xDFFF for char in value)
+    return value.isascii() or not any(0xD800 <= ord(char) <= 0xDFFF for char in value)
 
 
 def validate_metadata(metadata: object) -> dict[str, Any]:
@@ -79,6 +81,8 @@ def validate_metadata(metadata: object) -> dict[str, Any]:
         InvalidArgument: Not a mapping, not JSON, with text that PostgreSQL's `jsonb` refuses (NUL,
             lone surrogates), or more than 4096 bytes.
     """
+    if metadata == {}:
+        return {}
     if not isinstance(metadata, Mapping):
         raise InvalidArgument(f"metadata must be a mapping, not {shown(metadata)}.")
     copy: dict[str, Any] = _json(metadata, MAX_METADATA_DEPTH)

@@ -8,8 +8,8 @@ import decimal
 import enum
 import hashlib
 import inspect
+import os
 import re
-import secrets
 import string
 import unicodedata
 import uuid
@@ -129,7 +129,7 @@ def advisory_id(salt: str, storage_key: str) -> int:
 
 def new_token() -> str:
     """Return a proof of ownership: 16 random bytes as 22 base64url characters."""
-    return _base64(secrets.token_bytes(16))
+    return _base64(os.urandom(16))
 
 
 def validate_token(token: object) -> str:

@@ -10,9 +10,7 @@ from typing import Final
 from .durations import GRACE
 from .holders import Holder
 
-#: A grant with a fence above this logs a warning; above the maximum there are none.
-FENCE_WARNING: Final = 800_000_000_000_000
-FENCE_MAX: Final = 900_000_000_000_000
+_GRACE: Final = timedelta(seconds=GRACE)
 
 
 class Unknown(enum.Enum):
@@ -167,12 +165,27 @@ class Page:
     cursor: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """What became of fence counters that were to be raised.
+
+    Attributes:
+        raised: How many were.
+        left: Keys whose counters are still lower: held by somebody, or with a locked counter.
+        cursor: Where the next page starts; None: this was the last one.
+    """
+
+    raised: int
+    left: tuple[str, ...] = ()
+    cursor: str | None = None
+
+
 def lease_ends(now: datetime, ttl: float | None) -> tuple[datetime | None, datetime | None]:
     """Return `expires_at` and `free_at` of a lease that is granted or extended `now`."""
     if ttl is None:
         return None, None
     expires_at = now + timedelta(seconds=ttl)
-    return expires_at, expires_at + timedelta(seconds=GRACE)
+    return expires_at, expires_at + _GRACE
 
 
 def _between(start: datetime | None, end: datetime | None) -> float | None:

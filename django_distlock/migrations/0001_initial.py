@@ -4,8 +4,8 @@ import django.utils.timezone
 from django.db import migrations, models
 
 from django_distlock.conf import table
-from django_distlock.fields import InstantField, KeyField
-from django_distlock.sql.operations import InstallScripts
+from django_distlock.fields import InstantField, KeyField, NoteField
+from django_distlock.sql.operations import CreateInnoDBTables, InstallScripts
 
 
 class Migration(migrations.Migration):
@@ -14,6 +14,7 @@ class Migration(migrations.Migration):
     # The names of tables come from DISTLOCK_TABLES here as in the models, so that
     # `makemigrations --check` finds nothing to do with any names.
     operations = [
+        CreateInnoDBTables(begin=True),
         migrations.CreateModel(
             name="HeldLock",
             fields=[
@@ -26,7 +27,7 @@ class Migration(migrations.Migration):
                         verbose_name="storage key",
                     ),
                 ),
-                ("key", models.CharField(max_length=512, verbose_name="key")),
+                ("key", KeyField(max_length=512, verbose_name="key")),
                 ("token", KeyField(max_length=22, unique=True, verbose_name="token")),
                 ("fence", models.PositiveBigIntegerField(verbose_name="fence")),
                 ("ttl", models.FloatField(null=True, verbose_name="ttl")),
@@ -36,7 +37,7 @@ class Migration(migrations.Migration):
                 ("free_at", InstantField(null=True, verbose_name="free at")),
                 ("wanted", models.BooleanField(default=False, verbose_name="wanted")),
                 ("holder", models.JSONField(default=dict, verbose_name="holder")),
-                ("holder_host", models.CharField(max_length=255, verbose_name="host")),
+                ("holder_host", KeyField(max_length=255, verbose_name="host")),
                 (
                     "task_id",
                     KeyField(db_index=True, max_length=255, null=True, verbose_name="task id"),
@@ -62,12 +63,12 @@ class Migration(migrations.Migration):
                         verbose_name="storage key",
                     ),
                 ),
-                ("key", models.CharField(max_length=512, verbose_name="key")),
+                ("key", KeyField(max_length=512, verbose_name="key")),
                 ("fence", models.PositiveBigIntegerField(verbose_name="fence")),
                 ("paused_until", InstantField(null=True, verbose_name="paused until")),
                 (
                     "paused_by",
-                    models.CharField(max_length=200, null=True, verbose_name="paused by"),
+                    KeyField(max_length=200, null=True, verbose_name="paused by"),
                 ),
             ],
             options={
@@ -99,8 +100,8 @@ class Migration(migrations.Migration):
                         db_index=True, default=django.utils.timezone.now, verbose_name="at"
                     ),
                 ),
-                ("backend", models.CharField(max_length=100, verbose_name="backend")),
-                ("key", models.CharField(max_length=512, verbose_name="key")),
+                ("backend", KeyField(max_length=100, verbose_name="backend")),
+                ("key", KeyField(max_length=512, verbose_name="key")),
                 (
                     "kind",
                     models.CharField(
@@ -117,8 +118,8 @@ class Migration(migrations.Migration):
                 ),
                 ("fence", models.PositiveBigIntegerField(null=True, verbose_name="fence")),
                 ("holder", models.JSONField(default=dict, verbose_name="holder")),
-                ("actor", models.CharField(blank=True, max_length=200, verbose_name="actor")),
-                ("reason", models.TextField(blank=True, verbose_name="reason")),
+                ("actor", KeyField(blank=True, max_length=200, verbose_name="actor")),
+                ("reason", NoteField(blank=True, verbose_name="reason")),
                 ("details", models.JSONField(default=dict, verbose_name="details")),
             ],
             options={
@@ -128,5 +129,6 @@ class Migration(migrations.Migration):
                 "default_permissions": ("view",),
             },
         ),
+        CreateInnoDBTables(begin=False),
         InstallScripts(),
     ]

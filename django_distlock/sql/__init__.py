@@ -1,7 +1,7 @@
 """What lives in PostgreSQL beside the tables: functions, a trigger, storage parameters.
 
-The files are plain SQL over the default table names; `statements()` puts the configured ones in
-their place. Function names start with the locks' table and end with a version: a worker of the
+The files are plain SQL over the default table names; `script()` puts the configured ones in their
+place. Function names start with the locks' table and end with a version: a worker of the
 release before keeps calling the version it knows.
 """
 

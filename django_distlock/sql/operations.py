@@ -65,6 +65,54 @@ class InstallScripts(Operation):
         return "install_scripts"
 
 
+class CreateInnoDBTables(Operation):
+    """Let what a migration creates between `begin=True` and `begin=False` be InnoDB on MySQL.
+
+    Other engines have no row locks, and no transactions. The session's default is put back.
+    """
+
+    reduces_to_sql = True
+    reversible = True
+
+    def __init__(self, *, begin: bool):
+        self.begin = begin
+
+    def state_forwards(self, app_label: str, state: ProjectState) -> None:
+        """Leave the state of the models as it is."""
+
+    def database_forwards(
+        self,
+        app_label: str,
+        schema_editor: BaseDatabaseSchemaEditor,
+        from_state: ProjectState,
+        to_state: ProjectState,
+    ) -> None:
+        """Set the session's default engine."""
+        if schema_editor.connection.vendor == "mysql":
+            for statement in _INNODB if self.begin else _BEFORE:
+                schema_editor.execute(statement, params=None)
+
+    def database_backwards(
+        self,
+        app_label: str,
+        schema_editor: BaseDatabaseSchemaEditor,
+        from_state: ProjectState,
+        to_state: ProjectState,
+    ) -> None:
+        """Nothing is created on the way back."""
+
+    def describe(self) -> str:
+        """Return what `migrate --plan` prints."""
+        return "Create InnoDB tables" if self.begin else "Create tables of the default engine again"
+
+
+_INNODB = (
+    "SET @distlock_engine = @@default_storage_engine",
+    "SET SESSION default_storage_engine = InnoDB",
+)
+_BEFORE = ("SET SESSION default_storage_engine = @distlock_engine",)
+
+
 def install_missing(using: str) -> None:
     """Install what a database lacks, where tables were made without migrations.
 

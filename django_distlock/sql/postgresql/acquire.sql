@@ -1,124 +1,161 @@
 -- Grant a key if it is free. Times are microseconds since 1970, p_ttl and p_grace are seconds.
 --
+-- Answers a JSON array: outcome, now, fence, acquired_at, expires_at, free_at, holder.
+--
 -- outcome   granted    now, fence, acquired_at, expires_at
 --           contended  who holds it: fence, acquired_at, expires_at, free_at, holder
 --           paused     the same, where somebody holds it
---           busy       no answer within p_lock_ms; the last holder that was seen, if any
+--           busy       no answer within p_bound; the last holder that was seen, if any
 --           overflow   the key has used up its fences; nothing was written
 --
 -- Locks are taken in the order advisory(key), fence row, lock row, here and everywhere.
+--
+-- Answers are one text each, as all these functions give, because a row of columns costs the server
+-- a third more than the call itself: see docs/explanation/performance.md.
 CREATE OR REPLACE FUNCTION "django_distlock_heldlock_acquire_v1"(
     p_storage_key text, p_key text, p_advisory bigint, p_token text,
-    p_ttl double precision, p_grace double precision,
-    p_holder jsonb, p_host text, p_task_id text,
-    p_wanted boolean, p_replace text, p_lock_ms integer
-) RETURNS TABLE (
-    outcome text, now bigint, fence bigint,
-    acquired_at bigint, expires_at bigint, free_at bigint, holder text
-) LANGUAGE plpgsql VOLATILE AS $body$
-#variable_conflict use_column
+    p_ttl double precision, p_grace double precision, p_holder jsonb,
+    p_wanted boolean, p_replace text, p_floor boolean, p_bound text
+) RETURNS text LANGUAGE plpgsql VOLATILE AS $body$
 DECLARE
-    -- Not of the row's type, which would lock the table before lock_timeout is set.
-    r record;
+    -- Who holds the key. Columns and no row, whose type would lock the table before lock_timeout
+    -- is set.
+    h_token text;
+    h_fence bigint;
+    h_acquired_at bigint;
+    h_expires_at bigint;
+    h_free_at bigint;
+    h_wanted boolean;
+    h_holder jsonb;
+    h_now bigint;
+    h_live boolean;
     t bigint;
-    v_paused_until bigint;
-    v_live boolean;
-    v_seen boolean := false;
-    v_locked boolean := false;
+    v_outcome text;
+    v_last bigint;
+    v_paused boolean;
     v_fence bigint;
     v_expires bigint;
-    v_free bigint;
     v_lock_timeout text := current_setting('lock_timeout');
+    -- Assigned and not PERFORMed: an expression costs a fifth of a statement.
+    v_ignored text := set_config('lock_timeout', p_bound, true);
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         -- An older snapshot would not show what was committed while this waited.
         RAISE EXCEPTION 'distlock needs READ COMMITTED' USING ERRCODE = '25001';
     END IF;
-    -- 0 would mean "for ever".
-    PERFORM set_config('lock_timeout', greatest(p_lock_ms, 1)::text, true);
     BEGIN
         LOOP
             -- Read first: whoever loses takes no lock and writes nothing.
-            SELECT * INTO r FROM "django_distlock_heldlock" l WHERE l.storage_key = p_storage_key;
-            SELECT c.paused_until INTO v_paused_until
-                FROM "django_distlock_fencecounter" c WHERE c.storage_key = p_storage_key;
-            t := floor(extract(epoch FROM clock_timestamp()) * 1000000)::bigint;
-            v_live := r.storage_key IS NOT NULL AND (r.free_at IS NULL OR t < r.free_at);
-            v_seen := true;
-            outcome := CASE
-                WHEN t < v_paused_until THEN 'paused'
-                WHEN v_live AND r.token IS DISTINCT FROM p_replace THEN 'contended' END;
-            IF outcome IS NOT NULL THEN
-                IF v_live AND p_wanted AND NOT r.wanted THEN
-                    UPDATE "django_distlock_heldlock" l SET wanted = true
-                        WHERE l.storage_key = p_storage_key AND l.token = r.token AND NOT l.wanted;
-                    -- Released or marked by somebody else meanwhile: look again.
-                    CONTINUE WHEN NOT FOUND;
-                    -- Losing the mark in a crash costs one step of backoff.
-                    PERFORM set_config('synchronous_commit', 'off', true);
-                END IF;
-                EXIT;
-            END IF;
-            IF NOT v_locked THEN
+            SELECT
+                l.token, l.fence, l.acquired_at, l.expires_at, l.free_at, l.wanted, l.holder,
+                (date_part('epoch', clock_timestamp()) * 1000000)::bigint
+                INTO h_token, h_fence, h_acquired_at, h_expires_at, h_free_at, h_wanted, h_holder,
+                    h_now
+                FROM "django_distlock_heldlock" l
+                WHERE l.storage_key = p_storage_key;
+            h_live := h_token IS NOT NULL AND (h_free_at IS NULL OR h_now < h_free_at);
+            IF h_live AND h_token IS DISTINCT FROM p_replace THEN
+                v_outcome := 'contended';
+            ELSIF NOT pg_try_advisory_xact_lock(p_advisory) THEN
                 -- One acquirer per key. Those who queued behind the winner look again and lose
                 -- above, without a row lock.
                 PERFORM pg_advisory_xact_lock(p_advisory);
-                v_locked := true;
                 CONTINUE;
+            ELSE
+                -- A guard's FOR SHARE may stand for as long as a transaction: answer now.
+                SELECT c.fence INTO v_last FROM "django_distlock_fencecounter" c
+                    WHERE c.storage_key = p_storage_key AND (
+                        c.paused_until IS NULL OR
+                        c.paused_until <= (date_part('epoch', clock_timestamp()) * 1000000)::bigint
+                    ) FOR NO KEY UPDATE NOWAIT;
             END IF;
-            -- A guard's FOR SHARE may stand for as long as a transaction: answer now.
-            PERFORM 1 FROM "django_distlock_fencecounter" c
-                WHERE c.storage_key = p_storage_key FOR NO KEY UPDATE NOWAIT;
+            IF v_last IS NULL THEN
+                SELECT (date_part('epoch', clock_timestamp()) * 1000000)::bigint < c.paused_until
+                    INTO v_paused
+                    FROM "django_distlock_fencecounter" c WHERE c.storage_key = p_storage_key;
+                IF v_paused THEN
+                    v_outcome := 'paused';
+                ELSIF v_outcome IS NULL AND FOUND THEN
+                    CONTINUE; -- The pause has just ended.
+                END IF;
+                IF v_outcome IS NOT NULL THEN
+                    IF p_wanted AND h_live AND NOT h_wanted THEN
+                        UPDATE "django_distlock_heldlock" l SET wanted = true
+                            WHERE l.storage_key = p_storage_key AND l.token = h_token
+                                AND NOT l.wanted;
+                        IF NOT FOUND THEN
+                            -- Released or marked by somebody else meanwhile: look again.
+                            v_outcome := NULL;
+                            CONTINUE;
+                        END IF;
+                        -- Losing the mark in a crash costs one step of backoff.
+                        v_ignored := set_config('synchronous_commit', 'off', true);
+                    END IF;
+                    EXIT;
+                END IF;
+            END IF;
             -- Waits for an extend or a release in flight.
-            SELECT * INTO r FROM "django_distlock_heldlock" l
+            PERFORM FROM "django_distlock_heldlock" l
                 WHERE l.storage_key = p_storage_key FOR UPDATE;
-            SELECT c.paused_until INTO v_paused_until
-                FROM "django_distlock_fencecounter" c WHERE c.storage_key = p_storage_key;
             -- The clock after every wait, or a lease would come back with a part of it gone.
-            t := floor(extract(epoch FROM clock_timestamp()) * 1000000)::bigint;
-            v_live := r.storage_key IS NOT NULL AND (r.free_at IS NULL OR t < r.free_at);
-            CONTINUE WHEN t < v_paused_until OR (v_live AND r.token IS DISTINCT FROM p_replace);
-
+            t := (date_part('epoch', clock_timestamp()) * 1000000)::bigint;
             v_expires := t + round(p_ttl * 1000000)::bigint;
-            v_free := v_expires + round(p_grace * 1000000)::bigint;
-            INSERT INTO "django_distlock_fencecounter" AS c (storage_key, key, fence)
-                VALUES (p_storage_key, p_key, 1)
-                ON CONFLICT (storage_key) DO UPDATE SET fence = c.fence + 1
-                RETURNING c.fence INTO v_fence;
-            INSERT INTO "django_distlock_heldlock" AS l (
+            -- What the clock counts in 10 µs is the least, where a counter may be lost or stale.
+            v_fence := greatest(v_last + 1, CASE WHEN p_floor THEN t / 10 ELSE 1 END);
+            IF FOUND THEN
+                UPDATE "django_distlock_heldlock" l SET
+                    token = p_token, fence = v_fence, ttl = p_ttl, acquired_at = t, renewed_at = t,
+                    expires_at = v_expires, free_at = v_expires + round(p_grace * 1000000)::bigint,
+                    wanted = false, holder = p_holder, holder_host = p_holder->>'host',
+                    task_id = p_holder->>'task_id', stop_requested_at = NULL
+                    WHERE l.storage_key = p_storage_key
+                        AND (l.token = p_replace OR l.free_at <= t);
+                IF NOT FOUND THEN
+                    -- Granted or extended since the look above.
+                    v_last := NULL;
+                    CONTINUE;
+                END IF;
+            ELSE
+                INSERT INTO "django_distlock_heldlock" (
                     storage_key, key, token, fence, ttl, acquired_at, renewed_at, expires_at,
                     free_at, wanted, holder, holder_host, task_id, stop_requested_at
                 ) VALUES (
                     p_storage_key, p_key, p_token, v_fence, p_ttl, t, t, v_expires,
-                    v_free, false, p_holder, p_host, p_task_id, NULL
-                ) ON CONFLICT (storage_key) DO UPDATE SET
-                    token = excluded.token, fence = excluded.fence, ttl = excluded.ttl,
-                    acquired_at = excluded.acquired_at, renewed_at = excluded.renewed_at,
-                    expires_at = excluded.expires_at, free_at = excluded.free_at, wanted = false,
-                    holder = excluded.holder, holder_host = excluded.holder_host,
-                    task_id = excluded.task_id, stop_requested_at = NULL;
+                    v_expires + round(p_grace * 1000000)::bigint, false,
+                    p_holder, p_holder->>'host', p_holder->>'task_id', NULL
+                );
+            END IF;
+            IF v_last IS NULL THEN
+                INSERT INTO "django_distlock_fencecounter" (storage_key, key, fence)
+                    VALUES (p_storage_key, p_key, v_fence);
+            ELSE
+                UPDATE "django_distlock_fencecounter" c SET fence = v_fence
+                    WHERE c.storage_key = p_storage_key;
+            END IF;
             -- A grant that a crash of the server undoes would be given twice. In the body, because
             -- a SET clause of the function ends before the commit. A stronger setting stays.
             IF current_setting('synchronous_commit') <> 'remote_apply' THEN
-                PERFORM set_config('synchronous_commit', 'on', true);
+                v_ignored := set_config('synchronous_commit', 'on', true);
             END IF;
-            outcome := 'granted'; fence := v_fence;
-            acquired_at := t; expires_at := v_expires; free_at := v_free;
+            v_outcome := 'granted';
             EXIT;
         END LOOP;
     EXCEPTION
         WHEN lock_not_available OR deadlock_detected THEN
-            outcome := 'busy';
+            v_outcome := 'busy';
         WHEN check_violation THEN
-            outcome := 'overflow';
+            v_outcome := 'overflow';
     END;
     -- A test case's transaction goes on behind us.
-    PERFORM set_config('lock_timeout', v_lock_timeout, true);
-    now := t;
-    -- Busy before anything was read, r has no columns yet.
-    IF outcome IN ('contended', 'paused', 'busy') AND v_seen THEN
-        fence := r.fence; acquired_at := r.acquired_at; expires_at := r.expires_at;
-        free_at := r.free_at; holder := r.holder::text;
+    v_ignored := set_config('lock_timeout', v_lock_timeout, true);
+    IF v_outcome = 'granted' THEN
+        RETURN json_build_array(v_outcome, t, v_fence, t, v_expires);
+    ELSIF h_live THEN
+        RETURN json_build_array(
+            v_outcome, h_now, h_fence, h_acquired_at, h_expires_at, h_free_at, h_holder
+        );
     END IF;
-    RETURN NEXT;
+    RETURN json_build_array(
+        v_outcome, (date_part('epoch', clock_timestamp()) * 1000000)::bigint
+    );
 END $body$;

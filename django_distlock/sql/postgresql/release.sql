@@ -2,46 +2,55 @@
 --
 -- outcome   released   the record went, or was settled
 --           gone       no such record, another token, past free_at, or settled
---           busy       no answer within p_lock_ms; the record stands
+--           busy       no answer within p_bound; the record stands
 CREATE OR REPLACE FUNCTION "django_distlock_heldlock_release_v1"(
-    p_storage_key text, p_token text, p_held double precision, p_lock_ms integer
+    p_storage_key text, p_token text, p_held double precision, p_bound text
 ) RETURNS text LANGUAGE plpgsql VOLATILE AS $body$
 DECLARE
     -- Not of the row's type, which would lock the table before lock_timeout is set.
     r record;
     t bigint;
     v_until bigint;
-    v_outcome text;
+    v_outcome text := 'gone';
     v_lock_timeout text := current_setting('lock_timeout');
+    v_ignored text := set_config('lock_timeout', p_bound, true);
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         RAISE EXCEPTION 'distlock needs READ COMMITTED' USING ERRCODE = '25001';
     END IF;
-    PERFORM set_config('lock_timeout', greatest(p_lock_ms, 1)::text, true);
     BEGIN
-        -- Locked before it is judged: a plain DELETE with the clock in its condition would judge
-        -- by the time before the wait.
-        SELECT * INTO r FROM "django_distlock_heldlock" l
-            WHERE l.storage_key = p_storage_key FOR UPDATE;
-        t := floor(extract(epoch FROM clock_timestamp()) * 1000000)::bigint;
-        v_until := r.acquired_at + round(p_held * 1000000)::bigint;
-        IF r.storage_key IS NULL OR r.token <> p_token OR t >= r.free_at
-                OR r.free_at = r.expires_at THEN
-            v_outcome := 'gone';
-        ELSIF t < v_until THEN
-            UPDATE "django_distlock_heldlock" l SET expires_at = v_until, free_at = v_until
-                WHERE l.storage_key = p_storage_key;
-            v_outcome := 'released';
+        IF p_held IS NULL THEN
+            -- Judged by the clock after the wait: with the clock in its condition, it would judge
+            -- by the time before. What was over by then belonged to nobody, and may go as well.
+            DELETE FROM "django_distlock_heldlock" l
+                WHERE l.storage_key = p_storage_key AND l.token = p_token
+                    AND (l.free_at IS NULL OR l.free_at <> l.expires_at)
+                RETURNING l.free_at INTO r;
+            IF FOUND AND (r.free_at IS NULL
+                    OR (date_part('epoch', clock_timestamp()) * 1000000)::bigint < r.free_at) THEN
+                v_outcome := 'released';
+            END IF;
+            -- Losing it in a crash costs the rest of the ttl.
+            v_ignored := set_config('synchronous_commit', 'off', true);
         ELSE
-            DELETE FROM "django_distlock_heldlock" l WHERE l.storage_key = p_storage_key;
-            -- Losing it in a crash costs the rest of the ttl. Settling is not like that: it may
-            -- end the lease sooner or later than the store would by itself.
-            PERFORM set_config('synchronous_commit', 'off', true);
-            v_outcome := 'released';
+            SELECT * INTO r FROM "django_distlock_heldlock" l
+                WHERE l.storage_key = p_storage_key AND l.token = p_token FOR UPDATE;
+            t := (date_part('epoch', clock_timestamp()) * 1000000)::bigint;
+            v_until := r.acquired_at + round(p_held * 1000000)::bigint;
+            IF r.storage_key IS NOT NULL
+                    AND (r.free_at IS NULL OR (t < r.free_at AND r.free_at <> r.expires_at)) THEN
+                -- Durable, for it may end the lease sooner or later than it would by itself.
+                UPDATE "django_distlock_heldlock" l SET expires_at = v_until, free_at = v_until
+                    WHERE l.storage_key = p_storage_key AND t < v_until;
+                IF NOT FOUND THEN
+                    DELETE FROM "django_distlock_heldlock" l WHERE l.storage_key = p_storage_key;
+                END IF;
+                v_outcome := 'released';
+            END IF;
         END IF;
     EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
         v_outcome := 'busy';
     END;
-    PERFORM set_config('lock_timeout', v_lock_timeout, true);
+    v_ignored := set_config('lock_timeout', v_lock_timeout, true);
     RETURN v_outcome;
 END $body$;

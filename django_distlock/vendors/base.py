@@ -1,0 +1,95 @@
+"""What a lock's transaction asks of a database."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any, ClassVar, Literal
+
+from django.db import transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.utils import InterfaceError, OperationalError
+
+
+class Vendor(ABC):
+    """What differs between databases, for one connection.
+
+    Args:
+        connection: The one that the statements run on.
+    """
+
+    # Whose clock decides when a lease ends?
+    time_authority: ClassVar[Literal["server", "client"]] = "server"
+    # Do the acquirers of a key take turns by locking its fence counter, which must be there then?
+    turns_by_counter: ClassVar[bool] = False
+    # Does a statement lock also the rows that it only looked at? Then it names one at a time.
+    locks_what_it_scans: ClassVar[bool] = False
+
+    def __init__(self, connection: BaseDatabaseWrapper):
+        self.connection = connection
+
+    # Statements
+
+    @abstractmethod
+    def now(self) -> datetime:
+        """Return the store's clock, read now and not when the transaction began."""
+
+    @contextmanager
+    def short_transaction(self, bound: float, *, writes: bool = True) -> Iterator[None]:
+        """Open a transaction that sees what others commit.
+
+        In a `TestCase` it is a savepoint of the test's transaction.
+
+        Args:
+            bound: Seconds to wait at most for the locks of others.
+            writes: Whether it writes or locks; some databases need no transaction to read.
+        """
+        with transaction.atomic(using=self.connection.alias):
+            yield
+
+    def take_turn(self, name: str) -> bool:
+        """Wait for the other acquirers of a key, so that two cannot create it at once.
+
+        Returns:
+            Whether one of them may have been granted the key meanwhile.
+        """
+        return False
+
+    def make_durable(self) -> None:  # noqa: B027 - not all can
+        """Let this transaction's commit survive a crash of the server. A stronger setting stays."""
+
+    # Errors
+
+    @abstractmethod
+    def is_busy(self, error: BaseException) -> bool:
+        """Whether another transaction was in the way for longer than the bound."""
+
+    @abstractmethod
+    def is_duplicate(self, error: BaseException) -> bool:
+        """Whether a row with this value of a unique column exists already."""
+
+    @abstractmethod
+    def is_missing(self, error: BaseException) -> bool:
+        """Whether the statement names a table, a column or a function that is not there."""
+
+    @abstractmethod
+    def known_code(self, error: BaseException) -> str | None:
+        """Return the code of a `BackendUnavailable`; "": another known error; None: unknown."""
+
+    def unavailable_code(self, error: BaseException) -> str | None:
+        """Return the code of a `BackendUnavailable`; None: the store is there, and refused."""
+        code = self.known_code(error)
+        if code is None and isinstance(error, OperationalError | InterfaceError):
+            # A driver that cannot reach its server may have no number to report.
+            return "service_unavailable"
+        return code or None
+
+    # What the statements share
+
+    def _ask(self, statement: str, arguments: list[Any] | None = None) -> Any:
+        """Run a statement and return its first row, if it has rows."""
+        with self.connection.cursor() as cursor:
+            cursor.execute(statement, arguments)
+            return cursor.fetchone() if cursor.description else None
