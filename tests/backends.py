@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Store = Literal["memory", "sqlite", "postgresql"]
+Store = Literal["memory", "sqlite", "postgresql", "mysql"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,5 +37,6 @@ BACKENDS: Mapping[str, Registered] = {
         Registered(alias="sqlite", path=DATABASE, store="sqlite", using="sqlite"),
         Registered(alias="postgres", path=DATABASE, store="postgresql", using="default"),
         Registered(alias="postgres_orm", path=DATABASE, store="postgresql", using="default"),
+        Registered(alias="mariadb", path=DATABASE, store="mysql", using="mariadb"),
     )
 }

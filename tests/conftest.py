@@ -20,6 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "requires(*capabilities, **values): skip backends that lack one or have another value",
         "stores(*names, why): skip backends whose records another store keeps, and say why",
+        "faults: starts a server of its own, to stop it or to spoil it",
         "pending: a promise that is not kept yet; its test fails once it might be",
     ):
         config.addinivalue_line("markers", line)

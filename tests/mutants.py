@@ -32,11 +32,12 @@ DROP = "django_distlock/sql/postgresql/release.sql"
 MANAGERS = "django_distlock/managers.py"
 MEMORY = "django_distlock/backends/memory.py"
 CONNECTIONS = "django_distlock/connections.py"
-VENDORS = "django_distlock/vendors.py"
+POSTGRESQL = "django_distlock/vendors/postgresql.py"
+SQLITE = "django_distlock/vendors/sqlite.py"
 RECORDS = "django_distlock/core/records.py"
 TRANSACTIONS = "django_distlock/transactions.py"
 
-ORM_LOCK, ORM_NO_LOCK = r"row = self.select_for_update\(\).filter", "row = self.filter"
+ORM_LOCK, ORM_NO_LOCK = r"row = _only\(self.select_for_update\(\)", "row = _only(self"
 
 FREE_AT_COMMIT = f"{RELEASE}::test_key_is_free_once_the_data_is_committed"
 
@@ -66,8 +67,8 @@ MUTANTS = (
         fault="no row lock",
         backend="postgres",
         file=ACQUIRE,
-        old=r"WHERE l.storage_key = p_storage_key FOR UPDATE;",
-        new="WHERE l.storage_key = p_storage_key;",
+        old=r"(?s) FOR UPDATE;(.*?) AND \(l.token = p_replace OR l.free_at <= t\);",
+        new=r";\1;",
         test=f"{RACES}::test_stalled_extend_wins_over_an_acquire",
     ),
     Mutant(
@@ -77,6 +78,32 @@ MUTANTS = (
         old=ORM_LOCK,
         new=ORM_NO_LOCK,
         test=f"{RACES}::test_stalled_extend_wins_over_an_acquire",
+    ),
+    Mutant(
+        fault="no row lock",
+        backend="mariadb",
+        file=MANAGERS,
+        old=ORM_LOCK,
+        new=ORM_NO_LOCK,
+        test=f"{RACES}::test_stalled_extend_wins_over_an_acquire",
+    ),
+    Mutant(
+        fault="a collation that pads with spaces",
+        backend="mariadb",
+        file="django_distlock/fields.py",
+        old=r"utf8mb4_nopad_bin",
+        new="utf8mb4_bin",
+        test="tests/integration/test_mysql.py::test_texts_that_look_alike_are_different_rows",
+        case="storage_key",
+    ),
+    Mutant(
+        fault="fences that forget their floor",
+        backend="postgres",
+        file=ACQUIRE,
+        old=r"CASE WHEN p_floor THEN t / 10 ELSE 1 END",
+        new="1",
+        test="tests/contract/test_fence_floor.py::test_fences_rise_over_a_lost_counter",
+        case="{backend}-missing",
     ),
     Mutant(
         fault="no row lock",
@@ -105,7 +132,7 @@ MUTANTS = (
     Mutant(
         fault="transaction time for the clock",
         backend="postgres_orm",
-        file=VENDORS,
+        file=POSTGRESQL,
         old=r"clock_timestamp\(\)",
         new="now()",
         test=f"{RACES}::test_waiter_gets_its_full_ttl",
@@ -113,11 +140,12 @@ MUTANTS = (
     Mutant(
         fault="transaction time for the clock",
         backend="sqlite",
-        file=VENDORS,
-        old=r"(?s)return datetime.now\(UTC\)(.*?)( +)with transaction.atomic\(using=using\):",
+        file=SQLITE,
+        old=r"(?s)return datetime.now\(UTC\)(.*?)( +)with super\(\).short_transaction\(bound\):",
         new=(
-            r"return getattr(connection, 'began', None) or datetime.now(UTC)\1"
-            r"\2connection.began = datetime.now(UTC)\n\2with transaction.atomic(using=using):"
+            r"return getattr(self.connection, 'began', None) or datetime.now(UTC)\1"
+            r"\2self.connection.began = datetime.now(UTC)\n"
+            r"\2with super().short_transaction(bound):"
         ),
         test=f"{RACES}::test_waiter_gets_its_full_ttl",
     ),
@@ -137,7 +165,7 @@ MUTANTS = (
     ),
     *(
         Mutant(
-            fault="a release that does not lock its row",
+            fault="a release that judges by the time before its wait",
             backend=backend,
             file=file,
             old=old,
@@ -146,7 +174,7 @@ MUTANTS = (
             case="{backend}-release",
         )
         for backend, file, old, new in (
-            ("postgres", DROP, r" FOR UPDATE;", ";"),
+            ("postgres", DROP, r"clock_timestamp\(\)", "now()"),
             ("postgres_orm", MANAGERS, ORM_LOCK, ORM_NO_LOCK),
         )
     ),
@@ -171,8 +199,8 @@ MUTANTS = (
         fault="counter deleted with the lock",
         backend="postgres",
         file=DROP,
-        old=r"(DELETE FROM \"django_distlock_)heldlock(\" l WHERE l.storage_key = p_storage_key;)",
-        new=r"\1heldlock\2 \1fencecounter\2",
+        old=r"(v_outcome := 'released';)",
+        new=r'\1 DELETE FROM "django_distlock_fencecounter" WHERE storage_key = p_storage_key;',
         test=f"{FENCES}::test_fences_grow_over_releases",
     ),
     *(

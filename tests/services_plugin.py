@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from importlib.metadata import version
 
 import pytest
 
 from tests import services
 
 REPORT: list[str] = []
+#: What brings MariaDB's drivers.
+DRIVERS = {"MySQLdb": "mysqlclient", "pymysql": "PyMySQL"}
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -20,10 +24,21 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
         stack = ExitStack()
         early_config.add_cleanup(stack.close)
         scratch = stack.enter_context(services.folder())
-        postgres = stack.enter_context(services.postgres())
+        # Side by side: each run waits for the slowest of them.
+        with ThreadPoolExecutor() as pool:
+            postgres_starts = pool.submit(stack.enter_context, services.postgres())
+            mariadb_starts = pool.submit(stack.enter_context, services.mariadb())
+        postgres, mariadb = postgres_starts.result(), mariadb_starts.result()
         os.environ["DISTLOCK_TEST_SCRATCH"] = str(scratch)
         os.environ["DISTLOCK_TEST_POSTGRES_URL"] = postgres.url
         REPORT.append(f"PostgreSQL {postgres.version} ({postgres.source})")
+        if mariadb is None:
+            REPORT.append(services.NO_MARIADB)
+        else:
+            os.environ["DISTLOCK_TEST_MYSQL_URL"] = mariadb.url
+            driver = DRIVERS[services.mysql_driver().__name__]
+            by = f"{driver} {version(driver)}"
+            REPORT.append(f"MariaDB {mariadb.version} ({mariadb.source}), by {by}")
     return (yield)
 
 

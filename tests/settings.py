@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from psycopg import IsolationLevel
 
-ENGINES = {"postgresql": "django.db.backends.postgresql"}
+ENGINES = {
+    "postgresql": "django.db.backends.postgresql",
+    "mysql": "django.db.backends.mysql"
+    if find_spec("MySQLdb")
+    else "tests.contract.pymysql_engine",
+}
 
 
 def database(url: str) -> dict[str, Any]:
@@ -47,6 +53,9 @@ DATABASES: dict[str, dict[str, Any]] = {
         "TEST": {"NAME": str(SCRATCH / "test-distlock.sqlite3")},
     },
 }
+# The tests that need it are skipped where there is none, and the summary says so.
+if "DISTLOCK_TEST_MYSQL_URL" in os.environ:
+    DATABASES["mariadb"] = database(os.environ["DISTLOCK_TEST_MYSQL_URL"])
 # A process that a test started works on the databases of that test.
 for alias, name in json.loads(os.environ.get("DISTLOCK_TEST_DATABASES", "{}")).items():
     DATABASES[alias]["NAME"] = name
@@ -73,3 +82,5 @@ DISTLOCK: dict[str, dict[str, Any]] = {
         "OPTIONS": {"using": "default", "server_functions": False},
     },
 }
+if "mariadb" in DATABASES:
+    DISTLOCK["mariadb"] = {"BACKEND": DATABASE_BACKEND, "OPTIONS": {"using": "mariadb"}}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from django.db import connections
@@ -30,6 +33,75 @@ def alias_like(using: str, **changes: Any) -> Iterator[str]:
         connections[alias].close()
         del connections[alias]
         del connections.settings[alias]
+
+
+@contextmanager
+def counted_alias(using: str = "default") -> Iterator[str]:
+    """Add an alias whose sessions the server can tell from others."""
+    with alias_like(using) as alias:
+        if connections[using].vendor == "postgresql":
+            connections.settings[alias]["OPTIONS"]["application_name"] = alias
+            yield alias
+            return
+        given = connections.settings[alias]
+        given["USER"], given["PASSWORD"] = alias, "only for tests"
+        with connections[using].cursor() as cursor:
+            cursor.execute(f"CREATE USER {alias} IDENTIFIED BY 'only for tests'")
+            cursor.execute(f"GRANT ALL ON `{given['NAME']}`.* TO {alias}")
+        made_by = os.getpid()
+        try:
+            yield alias
+        finally:
+            # A forked child leaves the block too.
+            if os.getpid() == made_by:
+                with connections[using].cursor() as cursor:
+                    cursor.execute(f"DROP USER {alias}")
+
+
+def sessions(alias: str) -> set[int]:
+    """Return the server's numbers for the sessions of a counted alias, idle ones included."""
+    using, query = {
+        "postgresql": (
+            "default",
+            "SELECT pid FROM pg_stat_activity WHERE application_name = %s",
+        ),
+        "mysql": ("mariadb", "SELECT id FROM information_schema.processlist WHERE user = %s"),
+    }[connections[alias].vendor]
+    with connections[using].cursor() as cursor:
+        cursor.execute(query, [alias])
+        return {session for (session,) in cursor.fetchall()}
+
+
+def session_of(alias: str) -> int:
+    """Return the server's number for this thread's own session."""
+    function = "pg_backend_pid" if connections[alias].vendor == "postgresql" else "connection_id"
+    with connections[alias].cursor() as cursor:
+        cursor.execute(f"SELECT {function}()")
+        return int(cursor.fetchone()[0])
+
+
+def cut(alias: str, doomed: set[int]) -> None:
+    """Let the server end sessions of a counted alias, and wait until they have ended."""
+    on_postgresql = connections[alias].vendor == "postgresql"
+    with connections["default" if on_postgresql else "mariadb"].cursor() as cursor:
+        for session in doomed:
+            if on_postgresql:
+                cursor.execute("SELECT pg_terminate_backend(%s, 10000)", [session])
+            else:
+                cursor.execute(f"KILL CONNECTION {session}")
+    give_up = time.monotonic() + 10
+    while sessions(alias) & doomed and time.monotonic() < give_up:
+        time.sleep(0.01)
+
+
+def abandon_connections() -> None:
+    """Leave the connections alone that a fork has copied, as servers and task queues do."""
+    for connection in connections.all(initialized_only=True):
+        raw, connection.connection = connection.connection, None
+        if raw is not None and connection.vendor == "mysql" and hasattr(raw, "fileno"):
+            # Destroyed, mysqlclient's says good-bye on the socket of the parent. Not on this one.
+            with Path(os.devnull).open("w") as nowhere:
+                os.dup2(nowhere.fileno(), raw.fileno())
 
 
 @contextmanager

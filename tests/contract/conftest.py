@@ -12,6 +12,7 @@ from pytest_django import DjangoDbBlocker
 from django_distlock.backends.base import BaseLockBackend
 from tests.backends import BACKENDS, Registered
 from tests.conftest import DECLARED
+from tests.services import NO_MARIADB
 
 from .stores import DatabaseStore, Elapse, MemoryStore, Store, Stranger
 from .unreachable import forget
@@ -40,6 +41,8 @@ def key() -> str:
 def registered(request: pytest.FixtureRequest) -> Registered:
     """Give each line of the registry."""
     registered: Registered = request.param
+    if registered.using and registered.using not in connections.settings:
+        pytest.skip(f"{DECLARED}{NO_MARIADB}")
     marker = request.node.get_closest_marker("stores")
     if marker and registered.store not in marker.args:
         pytest.skip(f"{DECLARED}{registered.alias}: {marker.kwargs['why']}")

@@ -10,9 +10,9 @@ import threading
 import time
 from typing import Any
 
-from django.db import connections
-
 from django_distlock import BackendUnavailable, LockError, LockUsageError, current_lease, distlock
+
+from .aliases import abandon_connections
 
 
 def hold_to_the_end(alias: str, key: str, how: str) -> dict[str, Any]:
@@ -90,9 +90,7 @@ def fork(alias: str, key: str) -> dict[str, Any]:
 
 def _be_the_child(lock: Any, lease: Any, unbound: Any, writes: int) -> None:
     """Try everything on the parent's leases, and end as an interpreter does."""
-    for connection in connections.all(initialized_only=True):
-        # The socket is the parent's: as every forked worker does, leave it alone.
-        connection.connection = None
+    abandon_connections()
     said = []
     for name, call in {
         "release": lease.release,

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import time
 from abc import ABC, abstractmethod
@@ -21,7 +22,7 @@ from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.memory import MemoryBackend
 from django_distlock.core.keys import normalize_key
 from django_distlock.handler import lock_backends
-from django_distlock.vendors import advisory_key
+from django_distlock.vendors.postgresql import advisory_key
 from tests.backends import Registered
 
 #: Lets seconds pass for the keys of a test, without waiting.
@@ -134,23 +135,32 @@ class DatabaseStore(Store):
         self.locks, self.fences = conf.table("locks"), conf.table("fences")
         self._strangers: list[Stranger] = []
 
+    @property
+    def key_column(self) -> str:
+        """Return the name of the column that MySQL has a keyword for."""
+        return connections[self.registered.using].ops.quote_name("key")
+
     def elapse(self, seconds: float) -> None:
         find = "strpos" if self.registered.store == "postgresql" else "instr"
+        where = f"{find}({self.key_column}, %s) > 0"
         past = int(seconds * 1_000_000)
         self.ask(
             f"UPDATE {self.locks} SET acquired_at = acquired_at - %s,"
             " renewed_at = renewed_at - %s, expires_at = expires_at - %s, free_at = free_at - %s"
-            f" WHERE {find}(key, %s) > 0",
+            f" WHERE {where}",
             [past, past, past, past, self.mark],
         )
         self.ask(
-            f"UPDATE {self.fences} SET paused_until = paused_until - %s WHERE {find}(key, %s) > 0",
+            f"UPDATE {self.fences} SET paused_until = paused_until - %s WHERE {where}",
             [past, self.mark],
         )
 
     def now(self) -> datetime:
         if self.registered.store == "sqlite":
             return datetime.now(UTC)
+        if self.registered.store == "mysql":
+            naive: datetime = self.ask("SELECT UTC_TIMESTAMP(6)")[0][0]
+            return naive.replace(tzinfo=UTC)
         return cast(datetime, self.ask("SELECT clock_timestamp()")[0][0])
 
     def fence(self, key: str) -> int:
@@ -160,9 +170,14 @@ class DatabaseStore(Store):
         return int(found[0][0]) if found else 0
 
     def set_fence(self, key: str, fence: int) -> None:
+        or_raise = (
+            "ON DUPLICATE KEY UPDATE fence = VALUES(fence)"
+            if self.registered.store == "mysql"
+            else "ON CONFLICT (storage_key) DO UPDATE SET fence = excluded.fence"
+        )
         self.ask(
-            f"INSERT INTO {self.fences} (storage_key, key, fence) VALUES (%s, %s, %s)"
-            " ON CONFLICT (storage_key) DO UPDATE SET fence = excluded.fence",
+            f"INSERT INTO {self.fences} (storage_key, {self.key_column}, fence)"
+            f" VALUES (%s, %s, %s) {or_raise}",
             [self.name(key), key, fence],
         )
 
@@ -180,8 +195,18 @@ class DatabaseStore(Store):
         options = {**changed.options, **({"using": using} if using else {})}
         return DatabaseBackend(changed, **options)
 
+    def session(self) -> int:
+        """Return the server's number for the session of this thread."""
+        function = "pg_backend_pid" if self.registered.store == "postgresql" else "connection_id"
+        return int(self.ask(f"SELECT {function}()")[0][0])
+
     def stranger(self) -> Stranger:
-        made = Postgres(self) if self.registered.store == "postgresql" else SQLite(self)
+        kinds: dict[str, Callable[[DatabaseStore], Stranger]] = {
+            "postgresql": Postgres,
+            "mysql": MariaDB,
+            "sqlite": SQLite,
+        }
+        made = kinds[self.registered.store](self)
         self._strangers.append(made)
         return made
 
@@ -213,6 +238,10 @@ class Stranger(ABC):
     @abstractmethod
     def queue(self, key: str) -> None:
         """Stand where those wait who found the key free."""
+
+    @abstractmethod
+    def guard(self, key: str) -> None:
+        """Lock the key's fence as the guard of a lease does."""
 
     @abstractmethod
     def hold_table(self) -> None:
@@ -254,7 +283,28 @@ class Stranger(ABC):
         )
 
 
-class Postgres(Stranger):
+class Session(Stranger):
+    """A session of a server, which knows of the others that it has."""
+
+    def wait_until_blocked(self, clients: int = 1, patience: float = 20) -> None:
+        give_up = time.monotonic() + patience
+        while len(self.blocked()) < clients and time.monotonic() < give_up:
+            time.sleep(0.01)
+
+    @abstractmethod
+    def blocked(self) -> list[int]:
+        """Return the sessions on this database that wait for another one."""
+
+    @abstractmethod
+    def cut(self, session: int) -> None:
+        """End a session."""
+
+    @abstractmethod
+    def cancel(self, session: int) -> None:
+        """End the statement that a session runs."""
+
+
+class Postgres(Session):
     """A session of PostgreSQL."""
 
     def __init__(self, store: DatabaseStore):
@@ -280,26 +330,25 @@ class Postgres(Stranger):
         self.execute("SELECT pg_advisory_xact_lock(%s)", advisory_key(self.store.name(key)))
 
     def guard(self, key: str) -> None:
-        """Lock the key's fence as the guard of a lease does."""
         name = self.store.name(key)
         found = self.execute(
             f"SELECT 1 FROM {self.store.fences} WHERE storage_key = %s FOR SHARE", name
         )
         assert found, f"no fence of {key!r} to guard"
 
-    def wait_until_blocked(self, clients: int = 1, patience: float = 20) -> None:
-        give_up = time.monotonic() + patience
-        while self._blocked() < clients and time.monotonic() < give_up:
-            time.sleep(0.01)
-
-    def _blocked(self) -> int:
+    def blocked(self) -> list[int]:
         # Those behind others that wait count too.
-        row = self._watch.execute(
-            "SELECT count(*) FROM pg_stat_activity"
+        found = self._watch.execute(
+            "SELECT pid FROM pg_stat_activity"
             " WHERE datname = current_database() AND cardinality(pg_blocking_pids(pid)) > 0"
-        ).fetchone()
-        assert row
-        return int(row[0])
+        )
+        return [session for (session,) in found]
+
+    def cut(self, session: int) -> None:
+        self._watch.execute("SELECT pg_terminate_backend(%s, 5000)", [session])
+
+    def cancel(self, session: int) -> None:
+        self._watch.execute("SELECT pg_cancel_backend(%s)", [session])
 
     def commit(self) -> None:
         self._raw.commit()
@@ -310,6 +359,93 @@ class Postgres(Stranger):
     def close(self) -> None:
         self._raw.close()
         self._watch.close()
+
+
+_WAITING = re.compile(r"^LOCK WAIT .*\n.* thread id (\d+),", re.MULTILINE)
+
+
+class MariaDB(Session):
+    """A session of MariaDB, and another one that locks tables: that would end a transaction."""
+
+    def __init__(self, store: DatabaseStore):
+        super().__init__(store)
+        connection = connections[store.registered.using]
+        self._raw, self._tables, self._watch = (
+            connection.get_new_connection(connection.get_connection_params()) for _ in range(3)
+        )
+        for raw in (self._tables, self._watch):
+            raw.autocommit(True)
+
+    def execute(self, statement: str, *arguments: Any) -> list[Any]:
+        return _rows(self._raw, statement, *arguments)
+
+    def hold(self, key: str) -> None:
+        name = self.store.name(key)
+        found = self.execute(
+            f"SELECT 1 FROM {self.store.locks} WHERE storage_key = %s FOR UPDATE", name
+        )
+        assert found, f"no record of {key!r} to hold"
+
+    def queue(self, key: str) -> None:
+        # There are no advisory locks: the acquirers of a key take turns on its fence.
+        name = self.store.name(key)
+        _rows(
+            self._watch,
+            f"INSERT IGNORE INTO {self.store.fences} (storage_key, `key`, fence)"
+            " VALUES (%s, %s, 0)",
+            name,
+            key,
+        )
+        self.execute(f"SELECT 1 FROM {self.store.fences} WHERE storage_key = %s FOR UPDATE", name)
+
+    def guard(self, key: str) -> None:
+        name = self.store.name(key)
+        found = self.execute(
+            f"SELECT 1 FROM {self.store.fences} WHERE storage_key = %s LOCK IN SHARE MODE", name
+        )
+        assert found, f"no fence of {key!r} to guard"
+
+    def hold_table(self) -> None:
+        _rows(self._tables, f"LOCK TABLES {self.store.locks} READ")
+
+    def blocked(self) -> list[int]:
+        ours = _rows(
+            self._watch,
+            "SELECT id, state FROM information_schema.processlist WHERE db = DATABASE()",
+        )
+        # Not from `innodb_trx`, which shows nothing new to those who ask ten times a second.
+        ((_, _, status),) = _rows(self._watch, "SHOW ENGINE INNODB STATUS")
+        waiting = {int(session) for session in _WAITING.findall(status)}
+        return [
+            session
+            for session, state in ours
+            if session in waiting or (state or "").startswith("Waiting for table")
+        ]
+
+    def cut(self, session: int) -> None:
+        _rows(self._watch, f"KILL CONNECTION {session}")
+
+    def cancel(self, session: int) -> None:
+        _rows(self._watch, f"KILL QUERY {session}")
+
+    def commit(self) -> None:
+        self._raw.commit()
+        _rows(self._tables, "UNLOCK TABLES")
+
+    def rollback(self) -> None:
+        self._raw.rollback()
+        _rows(self._tables, "UNLOCK TABLES")
+
+    def close(self) -> None:
+        for raw in (self._raw, self._tables, self._watch):
+            raw.close()
+
+
+def _rows(raw: Any, statement: str, *arguments: Any) -> list[Any]:
+    """Run a statement on a connection of MySQL's drivers."""
+    with raw.cursor() as cursor:
+        cursor.execute(statement, arguments or None)
+        return list(cursor.fetchall()) if cursor.description else []
 
 
 class SQLite(Stranger):
@@ -332,6 +468,9 @@ class SQLite(Stranger):
         self.hold_table()
 
     def queue(self, key: str) -> None:
+        self.hold_table()
+
+    def guard(self, key: str) -> None:
         self.hold_table()
 
     def hold_table(self) -> None:

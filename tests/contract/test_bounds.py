@@ -12,12 +12,12 @@ from django_distlock.core.keys import new_token
 from django_distlock.core.records import UNKNOWN, Contended, Grant, Record
 
 from .helpers import SHORT, held, prompt, take
-from .stores import DatabaseStore, Elapse, Postgres, Stranger
+from .stores import DatabaseStore, Elapse, Stranger
 
 HAS_TRANSACTIONS = pytest.mark.stores(
-    "sqlite", "postgresql", why="a mutex makes each operation atomic: nothing waits inside"
+    "sqlite", "postgresql", "mysql", why="a mutex makes each operation atomic: nothing waits inside"
 )
-HAS_ROW_LOCKS = pytest.mark.stores("postgresql", why="there are no row locks")
+HAS_ROW_LOCKS = pytest.mark.stores("postgresql", "mysql", why="there are no row locks")
 
 
 def operations(backend: BaseLockBackend, grant: Grant) -> dict[str, Callable[[float], object]]:
@@ -141,9 +141,7 @@ def test_pause_and_resume_are_bounded(
     until = store.now() + timedelta(minutes=1)
     if operation == "resume":
         assert backend.pause(key, until) is None
-    stranger.hold_table()
-    if isinstance(stranger, Postgres):
-        stranger.guard(key)
+    stranger.guard(key)
     with prompt(SHORT):
         answer = (
             backend.pause(key, until, bound=SHORT)
@@ -157,7 +155,7 @@ def test_pause_and_resume_are_bounded(
 
 
 @HAS_ROW_LOCKS
-def test_advisory_lock_of_a_stalled_rival_is_busy(
+def test_stalled_rival_in_the_queue_is_busy(
     backend: BaseLockBackend, stranger: Stranger, key: str
 ) -> None:
     """An acquirer that stalls in the queue for a key delays the next one by the bound at most."""
@@ -175,7 +173,7 @@ def test_advisory_lock_of_a_stalled_rival_is_busy(
 @HAS_ROW_LOCKS
 @pytest.mark.parametrize("how", ["free", "expired", "takeover"])
 def test_open_guard_is_busy_at_once(
-    backend: BaseLockBackend, elapse: Elapse, stranger: Postgres, key: str, how: str
+    backend: BaseLockBackend, elapse: Elapse, stranger: Stranger, key: str, how: str
 ) -> None:
     """While a guard stands on the fence, nobody takes the key over, and nobody waits for that."""
     grant = take(backend, key, 5)
@@ -196,7 +194,7 @@ def test_open_guard_is_busy_at_once(
 
 @HAS_ROW_LOCKS
 def test_open_guard_stops_a_force_release(
-    backend: BaseLockBackend, stranger: Postgres, key: str
+    backend: BaseLockBackend, stranger: Stranger, key: str
 ) -> None:
     """Force-release is busy while a guard is open, at once, and the lease stands."""
     grant = take(backend, key)
@@ -212,7 +210,7 @@ def test_open_guard_stops_a_force_release(
 
 @HAS_ROW_LOCKS
 def test_open_guard_does_not_delay_the_holder(
-    backend: BaseLockBackend, stranger: Postgres, key: str
+    backend: BaseLockBackend, stranger: Stranger, key: str
 ) -> None:
     """The holder extends, settles and releases while a guard of its own transaction is open."""
     grant = take(backend, key)
@@ -227,7 +225,7 @@ def test_open_guard_does_not_delay_the_holder(
 
 @HAS_ROW_LOCKS
 def test_waiting_acquire_does_not_delay_the_holder(
-    backend: BaseLockBackend, stranger: Postgres, key: str
+    backend: BaseLockBackend, stranger: Stranger, key: str
 ) -> None:
     """A takeover that finds a guard open lets go of the record: the holder extends at once."""
     grant = take(backend, key)
@@ -240,7 +238,7 @@ def test_waiting_acquire_does_not_delay_the_holder(
 
 @HAS_ROW_LOCKS
 def test_locks_of_other_keys_are_nobodys_business(
-    backend: BaseLockBackend, stranger: Postgres, key: str
+    backend: BaseLockBackend, stranger: Stranger, key: str
 ) -> None:
     """A transaction that holds everything of one key delays nothing of another."""
     take(backend, f"{key}-a")
@@ -253,12 +251,20 @@ def test_locks_of_other_keys_are_nobodys_business(
         assert backend.release(grant) is True
 
 
-@pytest.mark.stores("postgresql", why="there is no lock_timeout")
+#: What sets a variable of the session that bounds waits, and what shows it.
+SESSION = {
+    "postgresql": ("SET lock_timeout = '1234ms'", "SHOW lock_timeout", "1234ms"),
+    "mysql": ("SET innodb_lock_wait_timeout = 37", "SELECT @@innodb_lock_wait_timeout", 37),
+}
+
+
+@pytest.mark.stores("postgresql", "mysql", why="no variable of the session bounds waits")
 def test_session_keeps_its_settings(
     backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str
 ) -> None:
     """No operation changes or drops what the caller's session had set, whatever its answer."""
-    store.ask("SET lock_timeout = '1234ms'")
+    change, show, value = SESSION[store.registered.store]
+    store.ask(change)
     grant = take(backend, key)
     stranger.hold(key)
     for call in operations(backend, grant).values():
@@ -267,4 +273,4 @@ def test_session_keeps_its_settings(
     backend.extend(grant)
     backend.extend_many([grant])
     backend.release(grant)
-    assert store.ask("SHOW lock_timeout") == [("1234ms",)]
+    assert store.ask(show)[0][0] == value

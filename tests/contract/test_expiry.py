@@ -240,7 +240,7 @@ def test_shortest_and_longest_ttl_are_exact(backend: BaseLockBackend, key: str, 
 
 def test_registry_has_every_time_authority(backend: BaseLockBackend, store: Store) -> None:
     """Where the store has a clock of its own, that one decides."""
-    expected = "server" if store.registered.store == "postgresql" else "client"
+    expected = "server" if store.registered.store in ("postgresql", "mysql") else "client"
     assert backend.time_authority == expected
     assert store.registered is BACKENDS[store.registered.alias]
 

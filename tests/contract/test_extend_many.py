@@ -87,7 +87,7 @@ def test_request_to_stop_is_seen(backend: BaseLockBackend, key: str) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.stores("postgresql", why="no transaction can hold a single record")
+@pytest.mark.stores("postgresql", "mysql", why="no transaction can hold a single record")
 def test_locked_rows_are_skipped(
     backend: BaseLockBackend, elapse: Elapse, stranger: Stranger, key: str
 ) -> None:
@@ -113,7 +113,7 @@ def test_locked_rows_are_skipped(
     assert isinstance(backend.extend_many([locked])[0], Grant)
 
 
-@pytest.mark.stores("sqlite", "postgresql", why="a mutex makes each operation atomic")
+@pytest.mark.stores("sqlite", "postgresql", "mysql", why="a mutex makes each operation atomic")
 def test_busy_store_knows_nothing(backend: BaseLockBackend, stranger: Stranger, key: str) -> None:
     """Where another transaction holds the whole table, each answer is unknown, within a second."""
     grants = [take(backend, f"{key}-{number}") for number in range(2)]

@@ -14,11 +14,12 @@ from django_distlock.core.records import Contended, Grant
 from tests.backends import Registered
 
 from .helpers import Later, contend, take
-from .stores import DatabaseStore, Postgres, Stranger
+from .stores import DatabaseStore, Session, Stranger
 from .test_arguments import NOW, TOKEN, grant
+from .test_contention import read_only
 from .unreachable import unreachable
 
-CAN_FAIL = pytest.mark.stores("sqlite", "postgresql", why="its memory is always there")
+CAN_FAIL = pytest.mark.stores("sqlite", "postgresql", "mysql", why="its memory is always there")
 
 OPERATIONS: dict[str, Callable[[BaseLockBackend], object]] = {
     "acquire": lambda backend: backend.acquire("key", TOKEN, 30),
@@ -69,14 +70,14 @@ def test_error_names_the_key(registered: Registered) -> None:
     assert caught.value.key == "invoice:42"
 
 
-@pytest.mark.stores("postgresql", why="there is nobody to log in to")
+@pytest.mark.stores("postgresql", "mysql", why="there is nobody to log in to")
 def test_role_that_does_not_exist_raises(registered: Registered) -> None:
     """A refused login is unavailable too, and not contended."""
     with pytest.raises(BackendUnavailable):
         broken(registered, USER="nobody_at_all").acquire("key", TOKEN, 30)
 
 
-@pytest.mark.stores("postgresql", why="there is no server to be without the database")
+@pytest.mark.stores("postgresql", "mysql", why="there is no server to be without the database")
 def test_database_that_does_not_exist_raises(registered: Registered) -> None:
     """A server without the database is unavailable."""
     with pytest.raises(BackendUnavailable):
@@ -92,6 +93,9 @@ def test_missing_tables_are_told_apart(
     elsewhere: dict[str, object] = (
         {"OPTIONS": {"options": "-c search_path=pg_catalog"}}
         if registered.store == "postgresql"
+        # A database that each server has.
+        else {"NAME": "mysql"}
+        if registered.store == "mysql"
         else {"NAME": f"{tmp_path}/empty.sqlite3"}
     )
     with pytest.raises(LockError, match="migrate") as caught:
@@ -99,10 +103,10 @@ def test_missing_tables_are_told_apart(
     assert not isinstance(caught.value, BackendUnavailable)
 
 
-@pytest.mark.stores("postgresql", why="no session that could be cut off")
+@pytest.mark.stores("postgresql", "mysql", why="no session that could be cut off")
 @pytest.mark.parametrize("operation", ["acquire", "extend", "release", "read"])
 def test_cut_session_raises_and_recovers(
-    backend: BaseLockBackend, store: DatabaseStore, stranger: Postgres, key: str, operation: str
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Session, key: str, operation: str
 ) -> None:
     """After the server cut the session, one error at most, and then it works again."""
     mine = take(backend, key)
@@ -112,8 +116,7 @@ def test_cut_session_raises_and_recovers(
         "release": lambda: backend.release(mine),
         "read": lambda: backend.read(key),
     }
-    ((process,),) = store.ask("SELECT pg_backend_pid()")
-    stranger.execute("SELECT pg_terminate_backend(%s, 5000)", process)
+    stranger.cut(store.session())
     with pytest.raises(BackendUnavailable):
         calls[operation]()
     answer = calls[operation]()
@@ -122,9 +125,9 @@ def test_cut_session_raises_and_recovers(
     assert not isinstance(answer, Contended)
 
 
-@pytest.mark.stores("postgresql", why="no session that could be cut off")
+@pytest.mark.stores("postgresql", "mysql", why="no session that could be cut off")
 def test_cut_while_waiting_raises(
-    backend: BaseLockBackend, store: DatabaseStore, stranger: Postgres, key: str
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Session, key: str
 ) -> None:
     """An acquire whose session is cut in the middle of a wait is neither granted nor contended."""
     take(backend, key, 5)
@@ -132,10 +135,8 @@ def test_cut_while_waiting_raises(
     stranger.hold(key)
     waiter = Later(backend.acquire, key, new_token(), 30)
     stranger.wait_until_blocked()
-    store.ask(
-        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-        " WHERE datname = current_database() AND cardinality(pg_blocking_pids(pid)) > 0"
-    )
+    for session in stranger.blocked():
+        stranger.cut(session)
     with pytest.raises(BackendUnavailable):
         waiter.result()
     stranger.rollback()
@@ -143,7 +144,33 @@ def test_cut_while_waiting_raises(
     take(backend, key)
 
 
-@pytest.mark.stores("postgresql", why="no statement_timeout")
+@pytest.mark.stores("postgresql", "mysql", why="nobody could cancel a statement")
+@pytest.mark.parametrize("operation", ["acquire", "extend", "release"])
+def test_statement_that_somebody_cancels_raises(
+    backend: BaseLockBackend, stranger: Session, key: str, operation: str
+) -> None:
+    """What an administrator cancels in the middle of a wait is trouble, and changes nothing."""
+    mine = take(backend, key)
+    calls: dict[str, Callable[[], object]] = {
+        "acquire": lambda: backend.acquire(key, new_token(), 30, replace=mine.token),
+        "extend": lambda: backend.extend(mine, 500),
+        "release": lambda: backend.release(mine),
+    }
+    before = backend.read(key)
+    stranger.hold(key)
+    waiter = Later(calls[operation])
+    stranger.wait_until_blocked()
+    for session in stranger.blocked():
+        stranger.cancel(session)
+    with pytest.raises(BackendUnavailable) as caught:
+        waiter.result()
+    assert caught.value.code == "network_timeout"
+    stranger.rollback()
+    assert backend.read(key) == before
+    assert isinstance(calls[operation](), Grant | bool)
+
+
+@pytest.mark.stores("postgresql", why="no setting of the session ends a statement")
 def test_cancelled_statement_raises(
     backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str
 ) -> None:
@@ -160,12 +187,10 @@ def test_cancelled_statement_raises(
     take(backend, key)
 
 
-@pytest.mark.stores("postgresql", why="no session is read-only")
+@pytest.mark.stores("postgresql", "mysql", why="no session is read-only")
 def test_read_only_server_raises(backend: BaseLockBackend, store: DatabaseStore, key: str) -> None:
     """On a server that takes no writes a free key is neither granted nor contended."""
-    store.ask("SET default_transaction_read_only = on")
-    with pytest.raises(BackendUnavailable):
+    with read_only(store), pytest.raises(BackendUnavailable):
         backend.acquire(key, new_token(), 30)
-    store.ask("SET default_transaction_read_only = off")
     assert isinstance(backend.acquire(key, new_token(), 30), Grant)
     contend(backend, key)

@@ -10,7 +10,7 @@ from django.db.models import F
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.errors import InvalidArgument, LockError, LockUsageError
-from django_distlock.core.records import FENCE_MAX, FENCE_WARNING
+from django_distlock.core.fences import FENCE_MAX, FENCE_WARNING
 from django_distlock.models import FenceCounter
 from tests.processes import spawn
 
@@ -20,7 +20,7 @@ from .stores import DatabaseStore, Elapse, Store
 pytestmark = pytest.mark.requires("supports_fencing")
 
 DATABASE_ONLY = pytest.mark.stores(
-    "sqlite", "postgresql", why="counters are in a dictionary that only acquire reaches"
+    "sqlite", "postgresql", "mysql", why="counters are in a dictionary that only acquire reaches"
 )
 
 

@@ -13,7 +13,9 @@ from tests.processes import Process, spawn
 
 from .locking import eventually, grantable, lock_of, taken
 
-pytestmark = pytest.mark.stores("sqlite", "postgresql", why="no other process sees its locks")
+pytestmark = pytest.mark.stores(
+    "sqlite", "postgresql", "mysql", why="no other process sees its locks"
+)
 
 WORKERS = "tests.contract.lock_workers"
 

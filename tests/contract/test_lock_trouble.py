@@ -38,7 +38,7 @@ from .aliases import alias_like
 from .helpers import Later, prompt
 from .locking import PAST, SHORT, Heard, eventually, grantable
 
-AWAY = pytest.mark.stores("sqlite", "postgresql", why="its memory is always there")
+AWAY = pytest.mark.stores("sqlite", "postgresql", "mysql", why="its memory is always there")
 QUICK = Retry(delay=0.02, factor=1, cap=0.02)
 
 Acquire = Callable[[Lock], Lease]
@@ -58,8 +58,9 @@ def store_away(registered: Registered, tmp_path: Path) -> Iterator[tuple[str, Ca
                 folder.symlink_to(real.parent)
 
         else:
-            proxy = stack.enter_context(Proxy("default"))
-            using = stack.enter_context(alias_like("default", HOST="127.0.0.1", PORT=proxy.port))
+            proxy = stack.enter_context(Proxy(registered.using))
+            away = {"HOST": "127.0.0.1", "PORT": proxy.port}
+            using = stack.enter_context(alias_like(registered.using, **away))
             come_back = proxy.start
         options = {**registered_options(registered), "using": using}
         path = "django_distlock.backends.database.DatabaseBackend"
@@ -78,7 +79,8 @@ class Proxy:
 
     def __init__(self, using: str):
         given = connections[using].settings_dict
-        self._target = (given["HOST"], int(given["PORT"] or 5432))
+        usual = {"postgresql": 5432, "mysql": 3306}[connections[using].vendor]
+        self._target = (given["HOST"], int(given["PORT"] or usual))
         self._listener = socket.socket()
         self._listener.bind(("127.0.0.1", 0))
         self.port = str(self._listener.getsockname()[1])

@@ -20,28 +20,22 @@ from tests.backends import Registered
 from tests.processes import spawn
 from tests.shop.models import Row
 
-from .aliases import alias_like, locks_on
+from .aliases import alias_like, counted_alias, cut, locks_on, session_of, sessions
 from .helpers import Later, at_once
 from .locking import eventually, grantable
 
-pytestmark = pytest.mark.stores("postgresql", why="its connections are no sessions of a server")
+pytestmark = pytest.mark.stores(
+    "postgresql", "mysql", why="its connections are no sessions of a server"
+)
 
 
 @contextmanager
 def counted(registered: Registered, **configured: Any) -> Iterator[tuple[str, str]]:
     """Give the alias of a database whose sessions can be counted, and of locks on it."""
-    with alias_like("default") as using:
-        connections.settings[using]["OPTIONS"]["application_name"] = using
+    with counted_alias(registered.using) as using:
         options = {"using": using, "server_functions": registered.alias == "postgres"}
         with locks_on(using, OPTIONS=options, **configured) as backend:
             yield using, backend
-
-
-def sessions(using: str) -> int:
-    """Count the sessions of an alias, idle ones included, on a connection of another."""
-    with connections["default"].cursor() as cursor:
-        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE application_name = %s", [using])
-        return int(cursor.fetchone()[0])
 
 
 def lock_inside(using: str, lock: Lock) -> None:
@@ -65,7 +59,7 @@ def test_closing_the_threads_connections_closes_ours(registered: Registered, key
 
         for thread in [Later(work, number) for number in range(10)]:
             thread.result()
-        assert eventually(lambda: sessions(using) == 0), f"{sessions(using)} sessions are left"
+        assert eventually(lambda: not sessions(using)), f"{sessions(using)} are left"
 
 
 def test_locks_outside_of_transactions_open_none(registered: Registered, key: str) -> None:
@@ -76,7 +70,7 @@ def test_locks_outside_of_transactions_open_none(registered: Registered, key: st
             with lock as lease:
                 lease.extend()
                 assert lock.locked()
-        assert sessions(using) == 1
+        assert len(sessions(using)) == 1
 
 
 def test_number_of_our_connections_is_bounded(registered: Registered, key: str) -> None:
@@ -87,7 +81,7 @@ def test_number_of_our_connections_is_bounded(registered: Registered, key: str) 
 
         def watch() -> None:
             while not over.is_set():
-                seen.append(sessions(using))
+                seen.append(len(sessions(using)))
                 time.sleep(0.005)
 
         def work(number: int) -> None:
@@ -113,7 +107,7 @@ def test_one_connection_of_ours_serves_one_thread(registered: Registered, key: s
         lock = distlock(key, backend=backend)
         for _ in range(5):
             lock_inside(using, lock)
-            assert sessions(using) <= 2
+            assert len(sessions(using)) <= 2
 
 
 def test_session_that_was_killed_is_replaced(registered: Registered, key: str) -> None:
@@ -121,17 +115,13 @@ def test_session_that_was_killed_is_replaced(registered: Registered, key: str) -
     with counted(registered) as (using, backend):
         lock = distlock(key, backend=backend, wait=5)
         lock_inside(using, lock)
-        with connections["default"].cursor() as cursor:
-            cursor.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
-                " WHERE application_name = %s AND pid <> %s",
-                [using, connections[using].connection.info.backend_pid],
-            )
+        cut(using, sessions(using) - {session_of(using)})
         with transaction.atomic(using=using), lock as lease:
             assert lease.held
         assert grantable(lock)
 
 
+@pytest.mark.stores("postgresql", why="its driver has no pool")
 def test_lock_takes_nothing_from_the_projects_pool(registered: Registered, key: str) -> None:
     """The pool of the alias may be empty: a lock in a transaction does not wait for it."""
     pytest.importorskip("psycopg_pool", reason="psycopg[pool] is not installed")

@@ -36,7 +36,7 @@ def test_lock_taken_inside_a_transaction_is_seen_at_once(registered: Registered,
         assert not grantable(lock)
 
 
-@pytest.mark.stores("sqlite", "postgresql", why="one process")
+@pytest.mark.stores("sqlite", "postgresql", "mysql", why="one process")
 def test_lock_taken_inside_a_transaction_is_seen_by_other_processes(
     registered: Registered, key: str
 ) -> None:

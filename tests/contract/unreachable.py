@@ -26,6 +26,7 @@ def unreachable(registered: Registered, **settings: Any) -> DatabaseBackend | No
         return None
     broken = {
         "postgresql": {"HOST": "127.0.0.1", "PORT": "1"},
+        "mysql": {"HOST": "127.0.0.1", "PORT": "1"},
         # A file instead of the folder: also root cannot open what is in it.
         "sqlite": {"NAME": str(Path(__file__) / "locks.sqlite3")},
     }[registered.store]

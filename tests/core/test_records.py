@@ -10,8 +10,6 @@ import pytest
 from django_distlock.core.durations import GRACE
 from django_distlock.core.holders import Holder
 from django_distlock.core.records import (
-    FENCE_MAX,
-    FENCE_WARNING,
     UNKNOWN,
     Contended,
     Grant,
@@ -92,10 +90,3 @@ def test_tokens_are_not_shown(value: object) -> None:
     assert TOKEN not in repr(value)
     assert TOKEN not in str(value)
     assert "key" in repr(value)
-
-
-def test_fence_limits_have_fifteen_digits() -> None:
-    """As text of 15 digits, fences sort like numbers."""
-    assert len(str(FENCE_MAX)) == len(str(FENCE_WARNING)) == 15
-    assert FENCE_WARNING == 8 * 10**14
-    assert FENCE_MAX == 9 * 10**14

@@ -10,9 +10,11 @@ import pytest
 from django.db import connections
 from pytest_django import DjangoDbBlocker
 
+from tests.conftest import DECLARED
 from tests.contract.aliases import alias_like
+from tests.services import NO_MARIADB
 
-from .databases import new_database
+from .databases import new_database, new_mysql_database
 
 
 # As in the contract suite: what locks do is committed, so nothing runs inside of a transaction.
@@ -47,7 +49,16 @@ def sqlite(tmp_path: Path) -> Iterator[str]:
         yield alias
 
 
-@pytest.fixture(params=["postgresql", "sqlite"])
+@pytest.fixture
+def mysql() -> Iterator[str]:
+    """Give the alias of an empty MariaDB database."""
+    if "mariadb" not in connections.settings:
+        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    with new_mysql_database() as name, alias_like("mariadb", NAME=name) as alias:
+        yield alias
+
+
+@pytest.fixture(params=["postgresql", "sqlite", "mysql"])
 def empty(request: pytest.FixtureRequest) -> str:
     """Give the alias of an empty database, of each kind in turn."""
     alias: str = request.getfixturevalue(request.param)

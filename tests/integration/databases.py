@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psycopg
 from django.core.management import call_command
-from django.db import connections
+from django.db import DatabaseError, connections
 
 from django_distlock import distlock
+from tests import services
 from tests.contract.aliases import locks_on
 
 APP = "django_distlock"
@@ -50,11 +51,59 @@ def new_database() -> Iterator[str]:
             raw.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
 
 
+def ask_mysql(statement: str, *arguments: Any, url: str = "", database: str = "") -> list[Any]:
+    """Run a statement in a session of its own; give its rows.
+
+    Args:
+        url: The address of the server; "": that of the tests' MariaDB.
+    """
+    raw = services.mysql_connect(url or os.environ["DISTLOCK_TEST_MYSQL_URL"], database=database)
+    try:
+        with raw.cursor() as cursor:
+            cursor.execute(statement, arguments or None)
+            return list(cursor.fetchall()) if cursor.description else []
+    finally:
+        raw.close()
+
+
+@contextmanager
+def new_mysql_database() -> Iterator[str]:
+    """Make an empty MariaDB database with the server's character set, and drop it."""
+    name = f"distlock_{secrets.token_hex(6)}"
+    ask_mysql(f"CREATE DATABASE {name}")
+    try:
+        yield name
+    finally:
+        for (session,) in ask_mysql(
+            "SELECT id FROM information_schema.processlist WHERE db = %s", name
+        ):
+            # What still has a transaction open there would hold the drop up.
+            with suppress(services.mysql_driver().OperationalError):
+                ask_mysql(f"KILL CONNECTION {session}")
+        ask_mysql(f"DROP DATABASE IF EXISTS {name}")
+
+
 def ask(using: str, statement: str, *arguments: Any) -> list[Any]:
     """Run a statement on this thread's connection; give its rows."""
     with connections[using].cursor() as cursor:
         cursor.execute(statement, arguments or None)
         return list(cursor.fetchall()) if cursor.description else []
+
+
+@contextmanager
+def errors_on(using: str) -> Iterator[set[int]]:
+    """Collect the numbers of the errors that MariaDB answers this thread's connection with."""
+    seen: set[int] = set()
+
+    def note(execute: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return execute(*arguments)
+        except DatabaseError as error:
+            seen.add(getattr(error.__cause__, "args", [0])[0])
+            raise
+
+    with connections[using].execute_wrapper(note):
+        yield seen
 
 
 def migrate(using: str, target: str | None = None, **options: Any) -> None:
@@ -67,6 +116,14 @@ def objects(using: str) -> dict[str, set[str]]:
     """Return the names of all that is in the database, but for Django's own table."""
     queries = {
         "sqlite": {"relations": "SELECT name FROM sqlite_master"},
+        "mysql": {
+            "relations": "SELECT table_name FROM information_schema.tables"
+            " WHERE table_schema = DATABASE()",
+            "routines": "SELECT routine_name FROM information_schema.routines"
+            " WHERE routine_schema = DATABASE()",
+            "triggers": "SELECT trigger_name FROM information_schema.triggers"
+            " WHERE trigger_schema = DATABASE()",
+        },
         "postgresql": {
             "relations": "SELECT relname FROM pg_class WHERE relnamespace = 'public'::regnamespace",
             "functions": "SELECT proname FROM pg_proc WHERE pronamespace = 'public'::regnamespace",

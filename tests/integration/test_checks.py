@@ -288,7 +288,7 @@ def test_missing_tables_do_not_stop_the_migration(empty: str) -> None:
 def test_only_the_databases_that_are_asked_for_are_looked_into(empty: str) -> None:
     """Without `--database`, or with another one, nobody looks for tables."""
     with locks_on(empty):
-        assert ids(empty) == ["distlock.W103"]
+        assert "distlock.W103" in ids(empty)
         assert ids("default") == []
         assert ids() == []
 
@@ -299,7 +299,7 @@ def test_some_tables_missing_are_named(empty: str) -> None:
     with connections[empty].cursor() as cursor:
         cursor.execute("DROP TABLE django_distlock_lockevent")
     with locks_on(empty):
-        (message,) = found(empty)
+        (message,) = [each for each in found(empty) if each.id == "distlock.W103"]
     assert message.msg.endswith("has no table django_distlock_lockevent.")
 
 

@@ -25,10 +25,20 @@ from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
 from django_distlock.handler import lock_backends
 from django_distlock.models import FenceCounter, HeldLock
-from tests.contract.aliases import alias_like, locks_on
+from tests.conftest import DECLARED
+from tests.contract.aliases import (
+    abandon_connections,
+    alias_like,
+    counted_alias,
+    cut,
+    locks_on,
+    session_of,
+    sessions,
+)
 from tests.contract.helpers import Later, at_once
 from tests.contract.locking import eventually
 from tests.processes import spawn
+from tests.services import NO_MARIADB
 from tests.shop.models import Row
 
 from .databases import ask, migrate, new_database, server
@@ -37,33 +47,27 @@ from .databases import ask, migrate, new_database, server
 PATIENT: dict[str, Any] = {"wait": 60, "retry": Retry(delay=0.01, cap=0.05)}
 
 
+#: By what they are called here: an alias, and whether functions are called.
+PATHS = {"functions": ("default", True), "orm": ("default", False), "mariadb": ("mariadb", False)}
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest) -> str:
+    """Give each server, and both ways that PostgreSQL has."""
+    chosen: str = request.param
+    if PATHS[chosen][0] not in connections.settings:
+        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    return chosen
+
+
 @contextmanager
-def counted(*, server_functions: bool = True, **configured: Any) -> Iterator[tuple[str, str]]:
+def counted(path: str = "functions", **configured: Any) -> Iterator[tuple[str, str]]:
     """Give an alias whose sessions the server can tell from others, and locks on it."""
-    with alias_like("default") as using:
-        connections.settings[using]["OPTIONS"]["application_name"] = using
+    like, server_functions = PATHS[path]
+    with counted_alias(like) as using:
         options = {"using": using, "server_functions": server_functions}
         with locks_on(using, OPTIONS=options, **configured) as backend:
             yield using, backend
-
-
-def sessions(using: str) -> set[int]:
-    """Return the server's process ids of an alias's sessions, idle ones included."""
-    rows = ask("default", "SELECT pid FROM pg_stat_activity WHERE application_name = %s", using)
-    return {pid for (pid,) in rows}
-
-
-def session_of(using: str) -> int:
-    """Return the server's process id of this thread's own session."""
-    connections[using].ensure_connection()
-    pid: int = connections[using].connection.info.backend_pid
-    return pid
-
-
-def cut(pids: set[int]) -> None:
-    """Let the server end sessions, and wait until they have ended."""
-    for pid in pids:
-        ask("default", "SELECT pg_terminate_backend(%s, 10000)", pid)
 
 
 def lock_inside(using: str, lock: Lock) -> int:
@@ -135,10 +139,10 @@ def _sessions_elsewhere(using: str) -> set[int]:
 # How long
 
 
-def test_unused_connection_is_closed(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_connection_is_closed(key: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that nobody has used for a while is closed, and opened again when needed."""
     monkeypatch.setattr(distlock_connections, "IDLE_SECONDS", 0.3)
-    with counted() as (using, backend):
+    with counted(path) as (using, backend):
         lock = distlock(key, backend=backend)
         for fence in (1, 2):
             assert lock_inside(using, lock) == fence
@@ -176,9 +180,9 @@ def test_connection_in_use_outlives_the_time(key: str, monkeypatch: pytest.Monke
         assert sessions(using) == ours
 
 
-def test_closing_all_connections_closes_ours(key: str, server_functions: bool) -> None:
+def test_closing_all_connections_closes_ours(key: str, path: str) -> None:
     """`connections.close_all()` in the thread that used them leaves no session."""
-    with counted(server_functions=server_functions) as (using, backend):
+    with counted(path) as (using, backend):
         lock_inside(using, distlock(key, backend=backend))
         assert len(sessions(using)) == 2
         connections[using].close()
@@ -187,7 +191,7 @@ def test_closing_all_connections_closes_ours(key: str, server_functions: bool) -
 
 
 def test_connections_are_closed_from_an_event_loop_too(
-    key: str, monkeypatch: pytest.MonkeyPatch
+    key: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the end of Django's connection is noticed in an event loop, ours go with it quietly."""
     unraisable: list[str] = []
@@ -205,7 +209,7 @@ def test_connections_are_closed_from_an_event_loop_too(
         kept.clear()
         gc.collect()
 
-    with counted() as (using, backend):
+    with counted(path) as (using, backend):
         # It ends with its connections closed, and with one object of the driver's left.
         Later(work).result()
         assert eventually(lambda: len(sessions(using)) == 1)
@@ -220,17 +224,15 @@ def test_connections_are_closed_from_an_event_loop_too(
 
 @pytest.mark.parametrize("where", ["thread", "own", "async"])
 @pytest.mark.parametrize("operation", ["acquire", "extend", "release", "read"])
-def test_cut_session_is_told_once(
-    key: str, server_functions: bool, where: str, operation: str
-) -> None:
+def test_cut_session_is_told_once(key: str, path: str, where: str, operation: str) -> None:
     """Between two operations the server ends the session: one error at most, then it works."""
-    with counted(server_functions=server_functions) as (using, alias):
+    with counted(path) as (using, alias):
         backend = lock_backends[alias]
         ask_store = _asker(where, backend, using)
         grant = ask_store(backend.acquire, key, new_token(), 60)
         assert isinstance(grant, Grant)
         spared = {session_of(using)} if where == "own" else set()
-        cut(sessions(using) - spared)
+        cut(using, sessions(using) - spared)
         call = {
             "acquire": partial(ask_store, backend.acquire, f"{key}-b", new_token(), 60),
             "extend": partial(ask_store, backend.extend, grant),
@@ -268,9 +270,9 @@ def _asker(where: str, backend: BaseLockBackend, using: str) -> Callable[..., An
 
 
 @pytest.mark.parametrize("where", ["thread", "own"])
-def test_lease_outlives_its_session(key: str, server_functions: bool, where: str) -> None:
+def test_lease_outlives_its_session(key: str, path: str, where: str) -> None:
     """A lease is extended and released over sessions that come and go."""
-    with counted(server_functions=server_functions) as (using, alias):
+    with counted(path) as (using, alias):
         lock = distlock(key, backend=alias, wait=5)
         if where == "own":
             with transaction.atomic(using=using):
@@ -278,9 +280,9 @@ def test_lease_outlives_its_session(key: str, server_functions: bool, where: str
         else:
             lease = lock.acquire()
         for _ in range(3):
-            cut(sessions(using))
+            cut(using, sessions(using))
             lease.extend()
-        cut(sessions(using))
+        cut(using, sessions(using))
         assert lease.release() is True
         assert not lock.locked()
 
@@ -288,22 +290,22 @@ def test_lease_outlives_its_session(key: str, server_functions: bool, where: str
 # Forks
 
 
-def test_child_leaves_the_parents_connections_alone(key: str) -> None:
+def test_child_leaves_the_parents_connections_alone(key: str, path: str) -> None:
     """A forked child locks on connections of its own, and its end closes none of the parent's."""
-    with spawn("tests.integration.test_connections:fork_and_lock", key) as worker:
+    with spawn("tests.integration.test_connections:fork_and_lock", key, path) as worker:
         said = worker.result(60)
     assert said["child"] == {"fence": 1, "own": True, "status": 0}
     assert said["before"] == said["after"]
     assert said["fences"] == [1, 2]
 
 
-def fork_and_lock(key: str) -> dict[str, Any]:
+def fork_and_lock(key: str, path: str) -> dict[str, Any]:
     """Lock, fork a child that locks, and lock again."""
-    with counted() as (using, backend):
+    with counted(path) as (using, backend):
         lock = distlock(f"{key}:parent", backend=backend, wait=0)
         fences = [lock_inside(using, lock)]
         before = sessions(using)
-        connections["default"].close()
+        connections[PATHS[path][0]].close()
         reads, writes = os.pipe()
         child = os.fork()
         if child == 0:
@@ -325,9 +327,7 @@ def fork_and_lock(key: str) -> dict[str, Any]:
 
 def _be_the_child(using: str, backend: str, key: str, writes: int, parents: set[int]) -> None:
     """Lock in a transaction, and end as an interpreter does."""
-    # As servers and task queues do behind a fork: the socket is the parent's.
-    for connection in connections.all(initialized_only=True):
-        connection.connection = None
+    abandon_connections()
     gc.collect()
     fence = lock_inside(using, distlock(f"{key}:child", backend=backend, wait=0))
     mine = sessions(using) - parents
@@ -412,7 +412,9 @@ def _sessions_in(database: str) -> int:
     return int(row[0])
 
 
-@pytest.mark.parametrize(("kind", "times"), [("functions", 50), ("orm", 15), ("sqlite", 15)])
+@pytest.mark.parametrize(
+    ("kind", "times"), [("functions", 50), ("orm", 15), ("mariadb", 15), ("sqlite", 15)]
+)
 def test_many_locks_leave_nothing(
     request: pytest.FixtureRequest,
     key: str,
@@ -451,8 +453,10 @@ def _store(request: pytest.FixtureRequest, kind: str) -> Iterator[tuple[str, str
         migrate(using)
         with locks_on(using) as backend:
             yield using, backend
+    elif PATHS[kind][0] not in connections.settings:
+        pytest.skip(f"{DECLARED}{NO_MARIADB}")
     else:
-        with counted(server_functions=kind == "functions") as made:
+        with counted(kind) as made:
             yield made
 
 
@@ -463,7 +467,7 @@ def _workers() -> set[threading.Thread]:
 
 def _open(using: str) -> int:
     """Count what this process has open: sessions, or files."""
-    if connections[using].vendor == "postgresql":
+    if connections[using].vendor != "sqlite":
         return len(sessions(using))
     # SQLite keeps a file open for statements that only the garbage collector finds.
     gc.collect()

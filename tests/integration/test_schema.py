@@ -18,7 +18,7 @@ from django.utils import translation
 from django.utils.functional import Promise
 
 from django_distlock import LockUsageError, distlock
-from django_distlock.core.records import FENCE_MAX
+from django_distlock.core.fences import FENCE_MAX
 from django_distlock.models import FenceCounter, HeldLock, LockEvent
 from tests.contract.aliases import locks_on
 

@@ -8,6 +8,7 @@ Those without a test here are covered by the tests that `TRAPS` names.
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -27,13 +28,13 @@ from django_distlock.core.keys import advisory_id, new_token
 from django_distlock.core.records import Contended, Grant
 from django_distlock.handler import lock_backends
 from django_distlock.models import HeldLock
-from django_distlock.vendors import advisory_key
+from django_distlock.vendors.postgresql import advisory_key
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.helpers import at_once, prompt, take
 from tests.processes import spawn
 from tests.shop.models import Row
 
-from .databases import APP, ask, migrate, objects, server, tables
+from .databases import APP, ask, errors_on, migrate, objects, server, tables
 
 ROOT = Path(__file__).parent.parent.parent
 DATABASE = "django_distlock.backends.database.DatabaseBackend"
@@ -68,7 +69,7 @@ TRAPS = {
     "D23": "tests/contract/test_keys.py::test_longest_key_has_512_bytes",
 }
 #: All that concern a lock in a database of Django's.
-NUMBERS = [*range(1, 11), 13, *range(17, 21), 22, 23]
+NUMBERS = [*range(1, 12), 13, *range(17, 21), 22, 23]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -228,6 +229,40 @@ def test_d10_row_is_locked_before_it_is_judged(key: str, operation: str) -> None
     assert len(locked) == 1
     assert begun < locked[0] < clock[-1] < min(written)
     assert statements[-1] == "COMMIT"
+
+
+# Trap D11, MariaDB locks the gap where a missing row would be
+
+
+def test_d11_neighbours_that_are_missing_do_not_collide(mysql: str, key: str) -> None:
+    """Those who make neighbouring keys at once, under REPEATABLE READ, get all of them."""
+    migrate(mysql)
+    # Between the looking and the writing: all have found nothing before the first one writes.
+    ask(
+        mysql,
+        "CREATE TRIGGER slow BEFORE UPDATE ON django_distlock_fencecounter"
+        " FOR EACH ROW DO SLEEP(0.05)",
+    )
+    name = connections[mysql].settings_dict["NAME"]
+    options = {"isolation_level": "repeatable read"}
+    with alias_like("mariadb", NAME=name, OPTIONS=options) as alias, locks_on(alias) as locks:
+        backend = lock_backends[locks]
+
+        def make(start: int) -> set[int]:
+            ask(alias, "SELECT 1")
+            ready.wait(20)
+            with errors_on(alias) as errors:
+                for number in range(start, 40, 8):
+                    grant = take(backend, f"{key}:{number:03}")
+                    assert isinstance(backend.extend(grant), Grant)
+                    assert grant.fence == 1
+                    if number % 3 == 0:
+                        assert backend.release(grant) is True
+            return errors
+
+        ready = threading.Barrier(8)
+        assert at_once([partial(make, start) for start in range(8)]) == [set()] * 8
+        assert HeldLock.objects.using(alias).count() == 26
 
 
 # Trap D13, Django closes connections between requests

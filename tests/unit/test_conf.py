@@ -59,6 +59,7 @@ def test_defaults_are_those_of_the_documentation(settings: Any) -> None:
         max_ttl=604_800.0,
         lock_connections=4,
         retry=Retry(delay=0.1, factor=2.0, cap=1.0, max_retries=None),
+        fence_floor=None,
         options={},
     )
 
@@ -73,6 +74,7 @@ def test_every_setting_is_read(settings: Any) -> None:
         MAX_TTL=60,
         LOCK_CONNECTIONS=2,
         RETRY={"delay": 0.2, "max_retries": 3},
+        FENCE_FLOOR="clock",
         OPTIONS={"using": "other"},
     )
     assert config == BackendConfig(
@@ -84,6 +86,7 @@ def test_every_setting_is_read(settings: Any) -> None:
         max_ttl=60.0,
         lock_connections=2,
         retry=Retry(delay=0.2, max_retries=3),
+        fence_floor="clock",
         options={"using": "other"},
     )
 
@@ -111,6 +114,8 @@ def test_every_setting_is_read(settings: Any) -> None:
         ("LOCK_CONNECTIONS", 0, "LOCK_CONNECTIONS: must be an int of at least 1, not 0"),
         ("LOCK_CONNECTIONS", True, "LOCK_CONNECTIONS: must be an int of at least 1, not True"),
         ("LOCK_CONNECTIONS", 2.0, "LOCK_CONNECTIONS: must be an int of at least 1, not 2.0"),
+        ("FENCE_FLOOR", "server", "FENCE_FLOOR: must be \"clock\" or None, not 'server'"),
+        ("FENCE_FLOOR", True, 'FENCE_FLOOR: must be "clock" or None, not True'),
         ("RETRY", None, "RETRY: must be a dictionary, not None"),
         ("RETRY", Retry(), "RETRY: must be a dictionary, not Retry("),
         ("RETRY", {"dely": 1}, "RETRY: unknown: 'dely'; known are: delay, factor, cap"),
@@ -131,9 +136,7 @@ def test_bad_value_is_refused_with_alias_name_value_and_rule(
     assert rule in message
 
 
-@pytest.mark.parametrize(
-    "name", ["TIMEOUT", "ttl", "KEY_PREFIX ", "HEARTBEAT", "FENCE_FLOOR", "LOCATION", 5]
-)
+@pytest.mark.parametrize("name", ["TIMEOUT", "ttl", "KEY_PREFIX ", "HEARTBEAT", "LOCATION", 5])
 def test_unknown_name_is_refused_with_the_known_ones(settings: Any, name: Any) -> None:
     """The vocabulary is closed: a slip, or a setting of a later version, is no silence."""
     settings.DISTLOCK = {"x": {"BACKEND": MEMORY, name: 1}}
@@ -141,7 +144,7 @@ def test_unknown_name_is_refused_with_the_known_ones(settings: Any, name: Any) -
         conf.backend_config("x")
     assert str(caught.value) == (
         f"DISTLOCK['x']: Unknown settings: {name!r}. Known are: BACKEND, KEY_PREFIX, TTL, WAIT,"
-        f" MAX_TTL, LOCK_CONNECTIONS, RETRY, OPTIONS."
+        f" MAX_TTL, LOCK_CONNECTIONS, RETRY, FENCE_FLOOR, OPTIONS."
     )
 
 

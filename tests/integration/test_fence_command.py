@@ -1,0 +1,97 @@
+"""`manage.py distlock_fence raise`."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from django_distlock import distlock
+from django_distlock.core.fences import FENCE_MAX
+from tests.contract.aliases import locks_on
+
+from .databases import migrate
+
+
+def raise_fences(*arguments: str) -> str:
+    """Run the command; return what it prints."""
+    output = StringIO()
+    call_command("distlock_fence", "raise", *arguments, stdout=output, no_color=True)
+    return output.getvalue()
+
+
+def next_fence(key: str, backend: str) -> int:
+    """Return the fence of the next grant."""
+    with distlock(key, backend=backend, wait=0) as lease:
+        return lease.fence
+
+
+def test_raises_one_key(key: str) -> None:
+    """A key's next grant is above the number."""
+    assert raise_fences(key, "--to", "500") == "Raised 1 fence counter.\n"
+    assert next_fence(key, "default") == 501
+    assert raise_fences(key, "--to", "500") == "Raised 0 fence counters.\n"
+
+
+def test_raises_to_the_clock(key: str) -> None:
+    """With `--clock` the number is the store's time."""
+    raise_fences(key, "--clock")
+    assert next_fence(key, "default") > 10**14
+
+
+def test_raises_all_of_a_backend(empty: str) -> None:
+    """With `--all` every counter of the backend, in pages."""
+    migrate(empty)
+    with locks_on(empty) as backend:
+        for number in range(3):
+            next_fence(f"key:{number}", backend)
+        printed = raise_fences("--all", "--to", "500", "--backend", backend)
+        assert printed == "Raised 3 fence counters.\n"
+        assert [next_fence(f"key:{number}", backend) for number in range(3)] == [501] * 3
+
+
+def test_held_key_is_an_error_that_names_it(empty: str) -> None:
+    """What was left alone is named, after the others were raised."""
+    migrate(empty)
+    with locks_on(empty) as backend:
+        next_fence("free", backend)
+        with (
+            distlock("held", backend=backend) as lease,
+            pytest.raises(CommandError, match=r"Left alone, because .*: 'held'\. Run"),
+        ):
+            raise_fences("--all", "--to", "500", "--backend", backend)
+        assert lease.fence == 1
+        assert next_fence("held", backend) == 2
+        assert next_fence("free", backend) == 501
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        ([], "one of the arguments KEY --all is required"),
+        (["key"], "one of the arguments --to --clock is required"),
+        (["key", "--all", "--clock"], "not allowed with argument"),
+        (["key", "--to", "5", "--clock"], "not allowed with argument"),
+        (["key", "--to", "0"], f"an int from 1 to {FENCE_MAX}, not 0"),
+        (["key", "--to", "-5"], "not '-5'"),
+        (["key", "--to", "many"], "not 'many'"),
+        (["key\0", "--to", "5"], "NUL"),
+        (["key", "--to", "5", "--backend", "nowhere"], "'nowhere' is not configured"),
+        (["key", "--to", "5", "--backend", "memory"], "in the memory of each process"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], rule: str) -> None:
+    """A slip is an error that names the value and the rule."""
+    with pytest.raises(CommandError) as caught:
+        raise_fences(*arguments)
+    assert rule in str(caught.value)
+
+
+def test_store_without_tables_is_an_error(empty: str) -> None:
+    """Where the tables are missing, nothing is said to be raised."""
+    with (
+        locks_on(empty) as backend,
+        pytest.raises(CommandError, match=r"manage\.py migrate"),
+    ):
+        raise_fences("key", "--to", "5", "--backend", backend)

@@ -1,0 +1,683 @@
+"""What is peculiar to MariaDB: engines, character sets, gap locks, timeouts, sessions."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from django.apps import apps
+from django.core import checks
+from django.core.management import call_command
+from django.db import DatabaseError, connections, transaction
+from django.test import override_settings
+
+from django_distlock import BackendUnavailable, LockError, Retry, distlock
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.fences import FENCE_MAX
+from django_distlock.core.holders import Holder
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import UNKNOWN, Contended, Grant
+from django_distlock.handler import lock_backends
+from django_distlock.models import FenceCounter, HeldLock, LockEvent
+from tests import services
+from tests.backends import DATABASE, Registered
+from tests.conftest import DECLARED
+from tests.contract.aliases import alias_like, locks_on
+from tests.contract.helpers import Later, at_once, held, prompt, take
+from tests.contract.locking import eventually
+from tests.contract.stores import DatabaseStore, MariaDB
+from tests.services import NO_MARIADB
+from tests.settings import database
+from tests.shop.models import Row
+
+from .databases import APP, TABLES, ask, errors_on, lock_and_release, migrate
+from .projects import Project
+from .test_migrations import run_script
+
+LOCKS, FENCES = "django_distlock_heldlock", "django_distlock_fencecounter"
+PATIENT: dict[str, Any] = {"wait": 60, "retry": Retry(delay=0.01, cap=0.05)}
+REPEATABLE_READ = {"isolation_level": "repeatable read"}
+ISOLATIONS: list[dict[str, str | None]] = [
+    {"isolation_level": "repeatable read"},
+    {"isolation_level": "serializable"},
+    {"isolation_level": None},  # the server's own
+    {
+        "isolation_level": None,
+        "init_command": "SET SESSION TRANSACTION ISOLATION LEVEL SERIALIZABLE",
+    },
+]
+# The server's numbers for what ends a wait.
+LOCK_WAIT_TIMEOUT, DEADLOCK, MAX_STATEMENT_TIME = 1205, 1213, 1969
+LONG_AGO = datetime(2000, 1, 1, tzinfo=UTC)
+TEXT = "żółć 🔒 日本語"
+
+
+@pytest.fixture
+def using(mysql: str) -> str:
+    """Give the alias of a MariaDB database of one's own with the tables."""
+    migrate(mysql)
+    return mysql
+
+
+@pytest.fixture
+def shared() -> str:
+    """Give the alias of the MariaDB database that all tests share."""
+    if "mariadb" not in connections.settings:
+        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    return "mariadb"
+
+
+@contextmanager
+def store_on(using: str, key: str) -> Iterator[DatabaseStore]:
+    """Give what keeps the records of a backend on an alias."""
+    with locks_on(using) as alias:
+        registered = Registered(alias=alias, path=DATABASE, store="mysql", using=using)
+        store = DatabaseStore(registered, key)
+        yield store
+        store.close()
+
+
+@pytest.fixture
+def store(shared: str, key: str) -> Iterator[DatabaseStore]:
+    """Give what keeps the records of a backend on the shared database."""
+    with store_on(shared, key) as store:
+        yield store
+
+
+@pytest.fixture
+def stranger(store: DatabaseStore) -> MariaDB:
+    """Give another client of the database."""
+    made = store.stranger()
+    assert isinstance(made, MariaDB)
+    return made
+
+
+# Tables
+
+
+@contextmanager
+def default_engine(using: str, engine: str) -> Iterator[str]:
+    """Give an alias of the same database where tables get another engine by default."""
+    name = connections[using].settings_dict["NAME"]
+    chosen = {"init_command": f"SET default_storage_engine = '{engine}'"}
+    with alias_like("mariadb", NAME=name, OPTIONS=chosen) as alias:
+        ask(alias, "CREATE TABLE other (id integer)")
+        assert engines(alias)["other"] == engine
+        yield alias
+
+
+def engines(using: str) -> dict[str, str]:
+    """Return the engine of each table."""
+    return dict(
+        ask(
+            using,
+            "SELECT table_name, engine FROM information_schema.tables"
+            " WHERE table_schema = DATABASE()",
+        )
+    )
+
+
+@pytest.mark.parametrize("how", ["migrate", "sqlmigrate"])
+@pytest.mark.parametrize("engine", ["MyISAM", "Aria"])
+def test_tables_are_transactional_whatever_the_default(mysql: str, engine: str, how: str) -> None:
+    """Row locks need InnoDB: our tables ask for it, and the tables of others keep what they had."""
+    with default_engine(mysql, engine) as alias:
+        if how == "migrate":
+            migrate(alias)
+        else:
+            run_script(alias, sqlmigrate(alias))
+        assert {engines(alias)[table] for table in TABLES} == {"InnoDB"}
+        assert ask(alias, "SELECT @@default_storage_engine") == [(engine,)]
+        assert lock_and_release(alias) == 1
+
+
+@pytest.mark.parametrize("engine", ["MyISAM", "Aria"])
+def test_tables_that_are_not_transactional_are_refused(mysql: str, engine: str) -> None:
+    """Without migrations nobody asks for InnoDB: the server refuses, and makes no unsafe table."""
+    with (
+        default_engine(mysql, engine) as alias,
+        override_settings(MIGRATION_MODULES={APP: None}),
+        pytest.raises(DatabaseError, match="too long"),
+    ):
+        call_command("migrate", database=alias, run_syncdb=True, verbosity=0)
+
+
+def test_tables_that_were_converted_are_reported(using: str) -> None:
+    """W104 names the tables that somebody has given another engine."""
+    with locks_on(using):
+        ids = [each.id for each in checks.run_checks(databases=[using])]
+        assert "distlock.W104" not in ids
+        ask(using, f"ALTER TABLE {FENCES} MODIFY storage_key varchar(200)")
+        ask(using, f"ALTER TABLE {FENCES} ENGINE = Aria")
+        found = checks.run_checks(databases=[using])
+        (message,) = [each for each in found if each.id == "distlock.W104"]
+        assert FENCES in message.msg
+        assert LOCKS not in message.msg
+
+
+def test_key_columns_compare_bytes(using: str) -> None:
+    """What identifies or finds a lock is utf8mb4 and compared by bytes, without padding."""
+    found = ask(
+        using,
+        "SELECT table_name, column_name, collation_name FROM information_schema.columns"
+        " WHERE table_schema = DATABASE() AND table_name IN (%s, %s)"
+        " AND column_name IN ('storage_key', 'key', 'token', 'task_id', 'holder_host')",
+        LOCKS,
+        FENCES,
+    )
+    assert len(found) == 7
+    assert {collation for _table, _column, collation in found} == {"utf8mb4_nopad_bin"}
+
+
+@pytest.mark.parametrize(
+    ("table", "indexed"),
+    [(LOCKS, ["storage_key", "task_id", "token"]), (FENCES, ["storage_key"])],
+)
+def test_each_key_column_has_one_index(using: str, table: str, indexed: list[str]) -> None:
+    """No index on a column that every extend writes."""
+    found = ask(
+        using,
+        "SELECT column_name FROM information_schema.statistics"
+        " WHERE table_schema = DATABASE() AND table_name = %s ORDER BY 1",
+        table,
+    )
+    assert [column for (column,) in found] == indexed
+
+
+ALIKE = ["a", "A", "á", "ä", "a ", " a", "a  ", "a\t", "\uff41", "ß", "ss"]
+
+
+@pytest.mark.parametrize("column", ["storage_key", "token"])
+def test_texts_that_look_alike_are_different_rows(using: str, column: str) -> None:
+    """The server tells case, accents and trailing spaces apart, in rows and in questions."""
+    rows = HeldLock.objects.using(using)
+    for number, text in enumerate(ALIKE):
+        name, token = f"key-{number}", f"token-{number}"
+        rows.create(
+            storage_key=text if column == "storage_key" else name,
+            token=text if column == "token" else token,
+            key=text, fence=1, acquired_at=LONG_AGO, renewed_at=LONG_AGO, holder_host="host",
+        )  # fmt: skip
+    for text in ALIKE:
+        assert rows.get(**{column: text}).key == text
+        assert ask(using, f"SELECT {column} FROM {LOCKS} WHERE {column} = %s", text) == [(text,)]
+
+
+def test_database_of_another_character_set_takes_any_text(store: DatabaseStore, key: str) -> None:
+    """In a database of latin1, keys and what is told of a holder keep their characters."""
+    backend, text = store.backend, f"{key} {TEXT}"
+    assert store.ask("SELECT @@character_set_database") == [("latin1",)]
+    holder = Holder(host=f"🖥 {key}", task_id=text, metadata={"user": TEXT})
+    grant = take(backend, text, holder=holder)
+    assert grant.key == text
+    record = held(backend, text)
+    assert (record.key, record.holder) == (text, holder)
+    for found in (
+        backend.list(text[:-1]),
+        backend.list(host=holder.host),
+        backend.list(task_id=holder.task_id),
+    ):
+        assert [each.key for each in found.records] == [text]
+    assert backend.release(grant) is True
+
+
+def test_database_of_another_character_set_takes_any_name_and_reason(
+    store: DatabaseStore, key: str
+) -> None:
+    """So does what operators write: who paused a key, and why something was done."""
+    using = store.registered.using
+    assert store.backend.pause(key, store.now() + timedelta(minutes=1), by=TEXT) is None
+    assert FenceCounter.objects.using(using).get(key=key).paused_by == TEXT
+    event = LockEvent(
+        backend="default", key=TEXT, kind="forced", holder={"user": TEXT}, actor=TEXT,
+        reason=TEXT, details={"why": TEXT},
+    )  # fmt: skip
+    event.save(using=using)
+    event.refresh_from_db(using=using)
+    assert {event.actor, event.reason, event.holder["user"], event.details["why"]} == {TEXT}
+
+
+def test_django_has_nothing_against_the_models(using: str) -> None:
+    """`manage.py check` warns neither of long unique columns (mysql.W003) nor of anything else."""
+    app = apps.get_app_config(APP)
+    found = checks.run_checks(app_configs=[app], databases=[using])
+    assert [
+        each for each in found if str(each.id).startswith(("mysql.", "fields.", "models."))
+    ] == []
+    said = Project(using).manage("check", "--database", "default")
+    assert "mysql." not in said
+
+
+def sqlmigrate(using: str) -> str:
+    """Return what `sqlmigrate` prints."""
+    printed = io.StringIO()
+    call_command("sqlmigrate", APP, "0001", database=using, stdout=printed)
+    return printed.getvalue()
+
+
+# Other transactions in the way
+
+
+def free(backend: BaseLockBackend, grant: Grant, bound: float) -> object:
+    """Acquire a key that is free."""
+    return backend.acquire(f"{grant.key}-free", new_token(), 30, bound=bound)
+
+
+#: Every operation that locks: what it is called, and whether it needs the key to be held.
+OPERATIONS: dict[str, Callable[[BaseLockBackend, Grant, float], object]] = {
+    "acquire": free,
+    "takeover": lambda backend, grant, bound: backend.acquire(
+        grant.key, new_token(), 30, replace=grant.token, bound=bound
+    ),
+    "contend": lambda backend, grant, bound: backend.acquire(
+        grant.key, new_token(), 30, wanted=True, bound=bound
+    ),
+    "extend": lambda backend, grant, bound: backend.extend(grant, bound=bound),
+    "extend_many": lambda backend, grant, bound: backend.extend_many([grant]),
+    "release": lambda backend, grant, bound: backend.release(grant, bound=bound),
+    "settle": lambda backend, grant, bound: backend.settle(grant, 60, bound=bound),
+    "shorten": lambda backend, grant, bound: backend.shorten(grant.key, 20, bound=bound),
+    "request_stop": lambda backend, grant, bound: backend.request_stop(grant.key, bound=bound),
+    "force_release": lambda backend, grant, bound: backend.force_release(grant.key, bound=bound),
+    "pause": lambda backend, grant, bound: backend.pause(grant.key, grant.acquired_at, bound=bound),
+    "resume": lambda backend, grant, bound: backend.resume(grant.key, bound=bound),
+    "read": lambda backend, grant, bound: backend.read(grant.key),
+    "read_token": lambda backend, grant, bound: backend.read_token(grant.token),
+    "list": lambda backend, grant, bound: backend.list(),
+    "cleanup": lambda backend, grant, bound: backend.cleanup(grant.acquired_at),
+}
+#: Those that wait for the record of a held key.
+WAITING = ["takeover", "contend", "extend", "release", "settle", "shorten", "request_stop"]
+
+
+def is_busy(answer: object) -> bool:
+    """Say whether an operation did not learn what it was asked."""
+    return answer is UNKNOWN or (isinstance(answer, Contended) and answer.busy)
+
+
+@pytest.mark.parametrize(
+    ("bound", "number"),
+    [
+        pytest.param(1, LOCK_WAIT_TIMEOUT, id="whole second"),
+        pytest.param(0.2, MAX_STATEMENT_TIME, id="part of a second"),
+        pytest.param(0, LOCK_WAIT_TIMEOUT, id="at once"),
+    ],
+)
+@pytest.mark.parametrize("operation", WAITING)
+def test_row_that_somebody_holds_is_busy(
+    store: DatabaseStore, stranger: MariaDB, key: str, operation: str, bound: float, number: int
+) -> None:
+    """However the server ends the wait, the answer is busy, and nothing was changed."""
+    backend = store.backend
+    grant = take(backend, key)
+    before = held(backend, key)
+    stranger.hold(key)
+    with errors_on(store.registered.using) as errors:
+        assert is_busy(OPERATIONS[operation](backend, grant, bound))
+    assert errors == {number}
+    stranger.rollback()
+    assert held(backend, key) == before
+    assert not is_busy(OPERATIONS[operation](backend, grant, 1))
+
+
+@pytest.mark.parametrize(
+    ("bound", "number"),
+    [
+        pytest.param(1, LOCK_WAIT_TIMEOUT, id="whole second"),
+        pytest.param(0.2, MAX_STATEMENT_TIME, id="part of a second"),
+        pytest.param(0, LOCK_WAIT_TIMEOUT, id="at once"),
+    ],
+)
+@pytest.mark.parametrize("operation", ["acquire", "extend"])
+def test_table_that_somebody_locks_is_busy(
+    store: DatabaseStore, stranger: MariaDB, key: str, operation: str, bound: float, number: int
+) -> None:
+    """A backup that locks the table, for which the server would wait a day, is bounded too."""
+    backend = store.backend
+    grant = take(backend, key)
+    stranger.hold_table()
+    with prompt(bound), errors_on(store.registered.using) as errors:
+        assert is_busy(OPERATIONS[operation](backend, grant, bound))
+    assert errors == {number}
+    stranger.rollback()
+    assert isinstance(OPERATIONS[operation](backend, grant, 1), Grant)
+
+
+def test_deadlock_is_busy(store: DatabaseStore, stranger: MariaDB, key: str) -> None:
+    """Who is chosen to give way has changed nothing, and the next attempt works."""
+    backend = store.backend
+    old = take(backend, key, 5)
+    store.elapse(6.1)
+    # The server ends the one that has changed less.
+    stranger.execute("INSERT INTO shop_row (name, value) SELECT 'ballast', seq FROM seq_1_to_100")
+    stranger.hold(key)
+    seen: list[set[int]] = []
+
+    def acquire() -> Grant | Contended:
+        with errors_on(store.registered.using) as errors:
+            seen.append(errors)
+            return backend.acquire(key, new_token(), 30)
+
+    waiter = Later(acquire)
+    stranger.wait_until_blocked()
+    # Against the order of all others: the record first, then the fence.
+    name = store.name(key)
+    stranger.execute(f"SELECT 1 FROM {FENCES} WHERE storage_key = %s FOR UPDATE", name)
+    assert is_busy(waiter.result())
+    assert seen == [{DEADLOCK}]
+    stranger.rollback()
+    assert store.fence(key) == old.fence
+    assert take(backend, key).fence == old.fence + 1
+
+
+def test_lock_waits_behind_a_deadlock(store: DatabaseStore, stranger: MariaDB, key: str) -> None:
+    """The lock API tries again, and the caller hears nothing of it."""
+    lock = distlock(key, backend=store.registered.alias, **PATIENT)
+    lock.acquire().release()
+    stranger.queue(key)
+    waiter = Later(lock.acquire)
+    assert not eventually(lambda: not waiter._thread.is_alive(), timeout=0.2)
+    stranger.rollback()
+    lease = waiter.result()
+    assert lease.fence == 2
+    assert lease.release() is True
+
+
+def test_cleanup_passes_by_what_others_hold(using: str, key: str) -> None:
+    """Rows of others are in nobody's way, also where walking the whole table would be cheaper."""
+    with store_on(using, key) as store:
+        backend, stranger = store.backend, store.stranger()
+        for number in range(5):
+            take(backend, f"{key}-{number}", 5)
+        store.elapse(6.1)
+        live = take(backend, f"{key}-live")
+        stranger.hold(live.key)
+        with prompt(), errors_on(using) as errors:
+            assert backend.cleanup(store.now()) == 5
+        assert errors == set()
+        stranger.rollback()
+        assert isinstance(backend.extend(live), Grant)
+
+
+def test_slow_server_is_not_contention(using: str, key: str) -> None:
+    """Who does not wait for others is granted a free key at once, however slow the server is."""
+    for table, event in ((LOCKS, "INSERT"), (FENCES, "INSERT"), (FENCES, "UPDATE")):
+        ask(
+            using,
+            f"CREATE TRIGGER slow_{table}_{event} BEFORE {event} ON {table}"
+            " FOR EACH ROW DO SLEEP(0.15)",
+        )
+    with locks_on(using) as backend:
+        lock = distlock(key, backend=backend, wait=0)
+        for fence in (1, 2):
+            lease = lock.try_acquire()
+            assert lease is not None
+            assert lease.fence == fence
+            assert lease.release() is True
+
+
+@pytest.mark.parametrize("settings", ISOLATIONS, ids=str)
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_isolation_of_the_alias_is_no_obstacle(
+    shared: str, key: str, settings: dict[str, str | None], where: str
+) -> None:
+    """Whatever isolation the project has chosen, locks protect, and the session keeps it."""
+    row = Row.objects.using(shared).create(name=key)
+    name = connections[shared].settings_dict["NAME"]
+    with alias_like(shared, NAME=name, OPTIONS=settings) as alias, locks_on(alias) as locks:
+        level = ask(alias, "SELECT @@tx_isolation")
+        assert level != [("READ-COMMITTED",)]
+        lock = distlock(key, backend=locks, **PATIENT)
+
+        def add() -> None:
+            for _ in range(5):
+                with lock as lease:
+                    lease.extend()
+                    row = Row.objects.using(alias).get(name=key)
+                    row.value += 1
+                    row.save()
+
+        def lock_in_a_transaction() -> None:
+            for _ in range(5):
+                with transaction.atomic(using=alias):
+                    Row.objects.using(alias).exists()
+                    with lock as lease:
+                        lease.extend()
+
+        with warnings.catch_warnings():
+            # They may say that the caller's snapshot is older than the lock.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            at_once([add if where == "outside" else lock_in_a_transaction] * 4)
+        row.refresh_from_db()
+        assert row.value == 20 * (where == "outside")
+        assert FenceCounter.objects.using(alias).get(key=key).fence == 20
+        assert not HeldLock.objects.using(alias).filter(key=key).exists()
+        assert ask(alias, "SELECT @@tx_isolation") == level
+
+
+# The caller's session
+
+
+@contextmanager
+def session_of_its_own(shared: str) -> Iterator[str]:
+    """Give an alias whose session has settings of its own for all that locks have to do with."""
+    name = connections[shared].settings_dict["NAME"]
+    changed = (
+        "SET SESSION innodb_lock_wait_timeout = 37, lock_wait_timeout = 4711,"
+        " max_statement_time = 77.5, time_zone = '+05:30', sql_mode = 'STRICT_ALL_TABLES'"
+    )
+    options = {**REPEATABLE_READ, "init_command": changed}
+    with alias_like(shared, NAME=name, OPTIONS=options) as alias:
+        yield alias
+
+
+#: What changes by itself.
+VOLATILE = {
+    "error_count", "identity", "insert_id", "last_gtid", "last_insert_id", "pseudo_slave_mode",
+    "rand_seed1", "rand_seed2", "timestamp", "warning_count",
+}  # fmt: skip
+
+
+def variables(using: str) -> dict[str, str]:
+    """Return what the session of this thread is set to."""
+    found = dict(ask(using, "SHOW SESSION VARIABLES"))
+    return {name: value for name, value in found.items() if name not in VOLATILE}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_session_keeps_every_variable(shared: str, key: str, operation: str) -> None:
+    """No operation changes a variable of the caller's session, whether it works, waits or fails."""
+    with session_of_its_own(shared) as alias, store_on(alias, key) as store:
+        backend, stranger = store.backend, store.stranger()
+        before = variables(alias)
+        assert before["innodb_lock_wait_timeout"] == "37"
+        grant = take(backend, key)
+        call = OPERATIONS[operation]
+        for stand_in_the_way in (stranger.hold, stranger.guard):
+            stand_in_the_way(key)
+            for bound in (0, 0.02):
+                call(backend, grant, bound)
+                assert variables(alias) == before
+            stranger.rollback()
+        if operation in ("acquire", "extend", "release", "pause", "force_release"):
+            stranger.hold_table()
+            call(backend, grant, 0.02)
+            assert variables(alias) == before
+            stranger.rollback()
+        store.set_fence(f"{key}-free", FENCE_MAX)
+        with suppress(LockError):
+            call(backend, grant, 1)
+        assert variables(alias) == before
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_next_transaction_of_the_caller_has_its_own_isolation(
+    shared: str, key: str, operation: str
+) -> None:
+    """The isolation that a lock needs ends with it: a snapshot of the caller's stays one."""
+    with session_of_its_own(shared) as alias, store_on(alias, key) as store:
+        backend, stranger = store.backend, store.stranger()
+        grant = take(backend, key)
+        call = OPERATIONS[operation]
+        for stand_in_the_way in (stranger.hold, stranger.guard, None):
+            if stand_in_the_way:
+                stand_in_the_way(key)
+                call(backend, grant, 0)
+                stranger.rollback()
+            else:
+                store.set_fence(f"{key}-free", FENCE_MAX)
+                with suppress(LockError):
+                    call(backend, grant, 1)
+            with transaction.atomic(using=alias):
+                before = Row.objects.using(alias).filter(name=key).count()
+                Later(Row.objects.using(shared).create, name=key).result()
+                assert Row.objects.using(alias).filter(name=key).count() == before
+            assert Row.objects.using(alias).filter(name=key).count() != before
+
+
+def test_clock_is_the_same_in_every_time_zone(shared: str, key: str) -> None:
+    """A session with a time zone of its own sees and sets the same times as all others."""
+    with session_of_its_own(shared) as alias, store_on(alias, key) as store:
+        ((there, utc),) = ask(alias, "SELECT NOW(), UTC_TIMESTAMP()")
+        assert there - utc == timedelta(hours=5, minutes=30)
+        grant = take(store.backend, key)
+        assert abs(grant.acquired_at - datetime.now(UTC)) < timedelta(minutes=1)
+        with locks_on(shared) as other:
+            record = lock_backends[other].read(key)
+            assert record is not None
+            assert record.acquired_at == grant.acquired_at
+            assert record.expires_at == grant.expires_at
+
+
+@pytest.mark.parametrize(("level", "warned"), [("repeatable read", 1), ("read committed", 0)])
+def test_lock_inside_a_snapshot_warns(shared: str, key: str, level: str, warned: int) -> None:
+    """What the caller reads may be older than the lock, as on PostgreSQL: that is said."""
+    name = connections[shared].settings_dict["NAME"]
+    options = {"isolation_level": level}
+    with (
+        alias_like(shared, NAME=name, OPTIONS=options) as alias,
+        locks_on(alias) as locks,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        with transaction.atomic(using=alias), distlock(key, backend=locks):
+            pass
+    assert ["snapshot" in str(each.message) for each in caught] == [True] * warned
+
+
+# Servers of one's own
+
+
+@contextmanager
+def server_like(**settings: Any) -> Iterator[str]:
+    """Start a server with other settings; give the alias of a database in it with the tables."""
+    if "mariadb" not in connections.settings:
+        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    with services.private_mariadb(**settings) as server:
+        connected = {**database(server.url), "TEST": connections.settings["mariadb"]["TEST"]}
+        with alias_like("mariadb", **connected) as alias:
+            migrate(alias)
+            yield alias
+
+
+@pytest.mark.faults
+def test_rollback_on_timeout_changes_nothing(key: str) -> None:
+    """Where a wait that ends takes its whole transaction with it, the answers are the same.
+
+    A lock's transaction has written nothing before its last wait, and the caller's is another one.
+    """
+    with server_like(innodb_rollback_on_timeout="ON") as using, store_on(using, key) as store:
+        backend, stranger = store.backend, store.stranger()
+        assert store.ask("SELECT @@innodb_rollback_on_timeout") == [(1,)]
+        ask(using, "CREATE TABLE diary (entry integer)")
+        grant = take(backend, key)
+        stranger.hold(key)
+        with transaction.atomic(using=using):
+            ask(using, "INSERT INTO diary VALUES (1)")
+            assert backend.extend(grant, bound=1) is UNKNOWN
+            assert is_busy(backend.acquire(key, new_token(), 30, replace=grant.token, bound=1))
+        stranger.rollback()
+        assert ask(using, "SELECT entry FROM diary") == [(1,)]
+        assert isinstance(backend.extend(grant), Grant)
+        store.elapse(31)
+        stranger.hold(key)
+        assert is_busy(backend.acquire(key, new_token(), 30, bound=1))
+        stranger.rollback()
+        assert store.fence(key) == grant.fence
+        assert take(backend, key).fence == grant.fence + 1
+
+
+#: What backups do: the first stops whoever writes, the second whoever commits.
+BACKUPS = {
+    "read lock": (["FLUSH TABLES WITH READ LOCK"], "UNLOCK TABLES"),
+    "block commit": (
+        [f"BACKUP STAGE {stage}" for stage in ("START", "FLUSH", "BLOCK_DDL", "BLOCK_COMMIT")],
+        "BACKUP STAGE END",
+    ),
+}
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("kind", BACKUPS)
+def test_backup_of_the_whole_server_is_busy(key: str, kind: str) -> None:
+    """While a backup stops the server, nothing is granted and nobody waits beyond the bound."""
+    begin, end = BACKUPS[kind]
+    with server_like() as using, store_on(using, key) as store:
+        backend, stranger = store.backend, store.stranger()
+        grant = take(backend, key)
+        record = held(backend, key)
+        for statement in begin:
+            stranger.execute(statement)
+        for bound in (0, 0.2, 1):
+            for operation in ("acquire", "extend", "release", "takeover"):
+                # In a thread, because who waits for a backup without a bound waits for a day.
+                with prompt(bound):
+                    assert is_busy(Later(OPERATIONS[operation], backend, grant, bound).result(10))
+        with prompt():
+            assert held(backend, key) == record
+            assert backend.read(f"{key}-free") is None
+        stranger.execute(end)
+        assert held(backend, key) == record
+        assert take(backend, f"{key}-free").fence == 1
+        assert backend.release(grant) is True
+
+
+@pytest.mark.faults
+def test_server_that_was_killed_comes_back_with_its_locks(key: str) -> None:
+    """A crash takes no grant and no fence back, and costs each session one error at most."""
+    if "mariadb" not in connections.settings:
+        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    port = services.free_port()
+    durable: dict[str, Any] = {"port": port, "innodb_flush_log_at_trx_commit": 1, "stop": "KILL"}
+    with ExitStack() as stack:
+        home = stack.enter_context(services.folder(owner=services.server_user()))
+        data = home / "data"
+        url = f"mysql://root@127.0.0.1:{port}/distlock"
+        using = stack.enter_context(alias_like("mariadb", **database(url)))
+        store = stack.enter_context(store_on(using, key))
+        backend = store.backend
+        with services.private_mariadb(data, **durable):
+            migrate(using)
+            grants = [take(backend, f"{key}-{number}", 600) for number in range(3)]
+            assert backend.release(grants[0]) is True
+        with pytest.raises(BackendUnavailable):
+            backend.extend(grants[1])
+        with services.private_mariadb(data, **durable):
+            assert isinstance(backend.extend(grants[1]), Grant)
+            assert isinstance(backend.acquire(grants[2].key, new_token(), 30), Contended)
+            assert take(backend, grants[0].key).fence == grants[0].fence + 1
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("flush", "warned"), [(1, False), (2, True)])
+def test_check_looks_at_the_durability_of_the_server(flush: int, warned: bool) -> None:
+    """W105 where a commit does not wait for the disk, and nothing where it does."""
+    with server_like(innodb_flush_log_at_trx_commit=flush) as using, locks_on(using):
+        found = checks.run_checks(tags=[checks.Tags.database], databases=[using])
+        assert ("distlock.W105" in [each.id for each in found]) is warned
+        assert not [each for each in found if each.is_serious()]
