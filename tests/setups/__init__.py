@@ -1,0 +1,1 @@
+"""Production set-ups: each with the real thing."""

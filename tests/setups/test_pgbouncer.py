@@ -1,0 +1,264 @@
+"""PgBouncer in transaction mode: the next statement may run on any of its few sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import psycopg
+import pytest
+from django.db import connections, transaction
+from psycopg import IsolationLevel
+
+from django_distlock import BackendUnavailable, distlock
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Contended, Grant, Unknown
+from django_distlock.handler import lock_backends
+from django_distlock.models import HeldLock
+from tests.contract.aliases import alias_like, locks_on
+from tests.contract.helpers import Later
+from tests.integration.databases import ask, server
+from tests.processes import spawn
+from tests.shop.models import Row
+
+from .counting import (
+    EAGER,
+    PATIENCE,
+    acount_once,
+    assert_none_lost,
+    count_inside,
+    count_once,
+    new_counter,
+    together,
+)
+from .servers import pgbouncer
+from .sessions import close_ours, named
+
+#: Sessions that PgBouncer has for all of its clients.
+POOL = 3
+#: How often each client counts.
+TIMES = 5
+
+
+@contextmanager
+def bounced(
+    *,
+    size: int = POOL,
+    server_functions: bool = True,
+    bouncer: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Iterator[tuple[str, str]]:
+    """Give an alias that goes through a PgBouncer, and locks on it."""
+    with (
+        pgbouncer(default_pool_size=size, **(bouncer or {})) as address,
+        through(address, server_functions=server_functions, **changes) as names,
+    ):
+        yield names
+
+
+@contextmanager
+def through(
+    address: dict[str, Any], *, server_functions: bool, **changes: Any
+) -> Iterator[tuple[str, str]]:
+    """Give an alias that goes through this PgBouncer, and locks on it."""
+    with alias_like("default", **address, **changes) as using:
+        options = {"using": using, "server_functions": server_functions}
+        with locks_on(using, OPTIONS=options) as backend:
+            try:
+                yield using, backend
+            finally:
+                close_ours(backend)
+
+
+@pytest.fixture(params=[True, False], ids=["functions", "orm"])
+def server_functions(request: pytest.FixtureRequest) -> bool:
+    """Say which of PostgreSQL's two paths the backend takes."""
+    chosen: bool = request.param
+    return chosen
+
+
+def test_clients_exclude_each_other(key: str, server_functions: bool) -> None:
+    """Threads, transactions, tasks and processes count through few sessions without a loss."""
+    new_counter(key)
+    with pgbouncer(default_pool_size=POOL) as address, ExitStack() as stack:
+        elsewhere = [
+            stack.enter_context(
+                spawn(f"{__name__}:count_elsewhere", address, key, server_functions)
+            )
+            for _ in range(2)
+        ]
+        using, backend = stack.enter_context(through(address, server_functions=server_functions))
+        lock = distlock(key, backend=backend, wait=PATIENCE, retry=EAGER)
+
+        def awaited() -> list[Any]:
+            async def one_after_the_other() -> list[Any]:
+                return [await acount_once(lock, key, using) for _ in range(TIMES)]
+
+            return asyncio.run(one_after_the_other())
+
+        def threaded(count: Any) -> list[Any]:
+            return [count(lock, key, using) for _ in range(TIMES)]
+
+        for process in elsewhere:
+            process.wait_for("ready", PATIENCE)
+        for process in elsewhere:
+            process.send("go")
+        # Fewer transactions at once than there are sessions: they lock on another one.
+        here: list[Callable[[], list[Any]]] = [partial(threaded, count_once)] * 6
+        here += [partial(threaded, count_inside), awaited]
+        counted = together(here) + [process.result(PATIENCE) for process in elsewhere]
+        assert_none_lost(each for answers in counted for each in answers)
+        assert len(counted) * TIMES == Row.objects.get(name=key).value
+        assert not Later(lock.locked).result()
+
+
+def count_elsewhere(
+    address: dict[str, Any], key: str, server_functions: bool
+) -> list[tuple[int, int]]:
+    """Count in a process of its own."""
+    with through(address, server_functions=server_functions) as (using, backend):
+        lock = distlock(key, backend=backend, wait=PATIENCE, retry=EAGER)
+        print("ready")
+        input()
+        return [count_once(lock, key, using) for _ in range(TIMES)]
+
+
+def test_every_operation_works(key: str, server_functions: bool) -> None:
+    """Each operation of a backend answers as without PgBouncer, again and again."""
+    with bounced(server_functions=server_functions) as (using, alias):
+        use_every_operation(lock_backends[alias], using, key)
+
+
+def test_arguments_bound_on_the_server_are_no_obstacle(key: str, server_functions: bool) -> None:
+    """Where the alias binds on the server, nothing is prepared for a session all the same."""
+    binding = {"server_side_binding": True}
+    with bounced(server_functions=server_functions, OPTIONS=binding) as (using, alias):
+        use_every_operation(lock_backends[alias], using, key)
+
+
+def use_every_operation(backend: BaseLockBackend, using: str, key: str) -> None:
+    """Call each operation more often than psycopg executes a statement before it prepares it."""
+    for _ in range(7):
+        token = new_token()
+        grant = backend.acquire(key, token, 30)
+        assert isinstance(grant, Grant)
+        with transaction.atomic(using=using):
+            ask(using, "SELECT 1")
+            assert isinstance(backend.acquire(key, new_token(), 30, wanted=True), Contended)
+            assert isinstance(backend.extend(grant, 60), Grant)
+            assert isinstance(backend.extend_many([grant])[0], Grant)
+        record = backend.read(key)
+        assert record is not None
+        assert record.token == token
+        assert backend.read_token(token) == record
+        assert [each.key for each in backend.list(key).records] == [key]
+        assert backend.shorten(key, 20) is not None
+        assert backend.request_stop(key) is not None
+        assert backend.release(grant) is True
+        taken_away = backend.acquire(key, new_token(), 30)
+        assert isinstance(taken_away, Grant)
+        assert taken_away.fence == grant.fence + 1
+        assert backend.force_release(key) is not None
+        backend.pause(key, taken_away.acquired_at + timedelta(seconds=60), "a test")
+        assert isinstance(backend.acquire(key, new_token(), 30), Contended)
+        assert backend.resume(key) is True
+        assert asyncio.run(_awaited(backend, key)) is True
+
+
+async def _awaited(backend: BaseLockBackend, key: str) -> bool | Unknown:
+    grant = await backend.aacquire(key, new_token(), 30)
+    assert isinstance(grant, Grant)
+    return await backend.arelease(grant)
+
+
+def test_session_is_given_on_as_it_was(key: str, server_functions: bool) -> None:
+    """The next client of a session finds no setting, no lock and no statement of ours on it."""
+    settings = ("lock_timeout", "synchronous_commit", "transaction_isolation", "statement_timeout")
+    question = "SELECT " + ", ".join(f"current_setting('{name}')" for name in settings)
+    with server() as raw:
+        expected = raw.execute(question).fetchone()
+    # One session for all, so that the next client gets the one that was used.
+    with bounced(size=1, server_functions=server_functions, **named(key)) as (using, alias):
+        backend = lock_backends[alias]
+        lock = distlock(key, backend=alias)
+
+        def use() -> None:
+            with lock as lease:
+                lease.extend()
+                assert lock.try_acquire() is None
+            lease = lock.acquire()
+            assert backend.force_release(key) is not None
+            assert lease.release() is False
+
+        Later(use).result(PATIENCE)
+        Later(asyncio.run, _use_async(lock)).result(PATIENCE)
+        used = _session(using)
+        settings_dict = connections[using].settings_dict
+        with psycopg.connect(
+            host=settings_dict["HOST"], port=settings_dict["PORT"], user=settings_dict["USER"],
+            dbname=settings_dict["NAME"], autocommit=True,
+        ) as client:  # fmt: skip
+            assert client.execute("SELECT pg_backend_pid()").fetchone() == (used,)
+            assert client.execute(question).fetchone() == expected
+            assert client.execute("SELECT count(*) FROM pg_prepared_statements").fetchone() == (0,)
+            held = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = %s"
+            assert client.execute(held, [used]).fetchone() == (0,)
+
+
+async def _use_async(lock: Any) -> None:
+    async with lock as lease:
+        await lease.aextend()
+
+
+def _session(using: str) -> int:
+    ((pid,),) = ask(using, "SELECT pg_backend_pid()")
+    assert isinstance(pid, int)
+    return pid
+
+
+def test_client_left_a_transaction_open(key: str) -> None:
+    """Where a client holds its session in a transaction, its locks come from another session."""
+    with bounced(size=2) as (using, backend):
+        lock = distlock(key, backend=backend)
+        with transaction.atomic(using=using):
+            ask(using, "SELECT 1")
+            with lock:
+                assert _recorded(key)
+            # Its release waits for the end of the transaction.
+            assert _recorded(key)
+        assert not _recorded(key)
+
+
+def _recorded(key: str) -> bool:
+    """Ask around PgBouncer."""
+    return HeldLock.objects.using("default").filter(key=key).exists()
+
+
+def test_too_few_sessions_grant_nothing(key: str) -> None:
+    """All sessions are taken by transactions that want locks: PgBouncer's timeout ends it."""
+    limit = {"query_wait_timeout": 1}
+    with bounced(size=1, bouncer=limit) as (using, backend):
+        lock = distlock(key, backend=backend, wait=0)
+        with transaction.atomic(using=using):
+            ask(using, "SELECT 1")
+            with pytest.raises(BackendUnavailable):
+                lock.acquire()
+            assert not _recorded(key)
+        # The session is free again, and the key with it.
+        with lock as lease:
+            assert lease.fence == 1
+
+
+def test_isolation_of_the_alias_is_no_obstacle(key: str, server_functions: bool) -> None:
+    """Where the alias asks for SERIALIZABLE, locks of the same session do not."""
+    serializable = {"isolation_level": IsolationLevel.SERIALIZABLE}
+    with bounced(server_functions=server_functions, OPTIONS=serializable) as (using, backend):
+        new_counter(key)
+        lock = distlock(key, backend=backend, wait=PATIENCE, retry=EAGER)
+        counted = together([lambda: [count_once(lock, key, using) for _ in range(5)]] * 6)
+        assert_none_lost(each for answers in counted for each in answers)

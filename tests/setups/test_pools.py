@@ -1,0 +1,179 @@
+"""Django's connection pools: `OPTIONS["pool"]`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from django.db import connections, transaction
+
+from django_distlock import BackendUnavailable, distlock
+from django_distlock import connections as distlock_connections
+from tests.contract.aliases import alias_like, locks_on
+from tests.contract.helpers import Later
+from tests.contract.locking import eventually
+from tests.integration.databases import ask
+
+from .counting import (
+    EAGER,
+    PATIENCE,
+    assert_none_lost,
+    count_inside,
+    count_once,
+    new_counter,
+    together,
+)
+from .sessions import close_ours, named, sessions
+
+#: Two connections for all threads, and half a second to wait for one.
+SMALL = {"min_size": 1, "max_size": 2, "timeout": 0.5}
+#: The same for those that may wait.
+PATIENT = {"min_size": 1, "max_size": 2, "timeout": PATIENCE}
+
+
+@contextmanager
+def pooled(pool: object, application: str) -> Iterator[tuple[str, str]]:
+    """Give an alias with a pool, and locks on it."""
+    options = {**named(application)["OPTIONS"], "pool": pool}
+    with alias_like("default", OPTIONS=options) as using, locks_on(using) as backend:
+        try:
+            yield using, backend
+        finally:
+            connections[using].close()
+            close_ours(backend)
+            close_pool(using)
+
+
+def close_pool(using: str) -> None:
+    """Close a pool as the end of its process does."""
+    connection: Any = connections[using]
+    connection.close_pool()
+
+
+@pytest.mark.parametrize("pool", [True, PATIENT], ids=["default", "small"])
+@pytest.mark.parametrize("count", [count_once, count_inside])
+def test_more_threads_than_connections(key: str, pool: object, count: Any) -> None:
+    """Threads that share a pool count without a loss, in transactions and without."""
+    with pooled(pool, key) as (using, backend):
+        new_counter(key)
+        lock = distlock(key, backend=backend, wait=PATIENCE, retry=EAGER)
+
+        def work() -> list[Any]:
+            counted = []
+            for _ in range(4):
+                counted.append(count(lock, key, using))
+                # As the end of a request does: the pool gets it back.
+                connections[using].close()
+            return counted
+
+        assert_none_lost(each for counted in together([work] * 8) for each in counted)
+
+
+def test_connections_of_ours_are_not_the_pools(key: str) -> None:
+    """Inside of transactions locks need connections, though the pool has no more to give."""
+    ready = threading.Barrier(2)
+
+    def work(number: int) -> set[int]:
+        try:
+            with transaction.atomic(using=using):
+                mine = _session(using)
+                # Now the pool is empty.
+                ready.wait(PATIENCE)
+                with distlock(f"{key}:{number}", backend=backend) as lease:
+                    lease.extend()
+                    ready.wait(PATIENCE)
+                    seen = sessions(key)
+                ready.wait(PATIENCE)
+            return {mine, *seen}
+        finally:
+            connections[using].close()
+
+    with pooled(SMALL, key) as (using, backend):
+        both = together(partial(work, number) for number in range(2))
+        # Two of the pool, and up to two of ours.
+        assert 3 <= len(both[0] | both[1]) <= 4
+
+
+def test_empty_pool_is_neither_contention_nor_a_grant(key: str) -> None:
+    """A thread that gets no connection from the pool is told so, and nothing is held."""
+    with pooled(SMALL, key) as (using, backend):
+        lock = distlock(key, backend=backend, wait=0)
+        emptied, over = threading.Barrier(3), threading.Event()
+
+        def occupy() -> None:
+            with transaction.atomic(using=using):
+                _session(using)
+                emptied.wait(PATIENCE)
+                over.wait(PATIENCE)
+            connections[using].close()
+
+        occupying = [Later(occupy) for _ in range(2)]
+        emptied.wait(PATIENCE)
+        try:
+            with pytest.raises(BackendUnavailable) as caught:
+                lock.acquire()
+            assert caught.value.code == "service_unavailable"
+        finally:
+            over.set()
+            for each in occupying:
+                each.result(PATIENCE)
+        with lock as lease:
+            assert lease.fence == 1
+
+
+def test_lease_is_released_though_the_pool_is_empty(key: str) -> None:
+    """Who holds a key and has given its connection back releases when the pool has one again."""
+    with pooled(SMALL, key) as (using, backend):
+        lock = distlock(key, backend=backend, wait=0)
+        lease = lock.acquire()
+        connections[using].close()
+        emptied, over = threading.Barrier(3), threading.Event()
+
+        def occupy() -> None:
+            _session(using)
+            emptied.wait(PATIENCE)
+            over.wait(PATIENCE)
+            connections[using].close()
+
+        occupying = [Later(occupy) for _ in range(2)]
+        emptied.wait(PATIENCE)
+        try:
+            with pytest.raises(BackendUnavailable):
+                lease.release()
+            assert lease.held
+        finally:
+            over.set()
+            for each in occupying:
+                each.result(PATIENCE)
+        assert lease.release() is True
+        assert lock.locked() is False
+
+
+def test_nothing_is_left(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When all is closed, the pool keeps its minimum, and idle connections of ours go."""
+    monkeypatch.setattr(distlock_connections, "IDLE_SECONDS", 0.3)
+    with pooled(PATIENT, key) as (using, backend):
+
+        def work(number: int) -> None:
+            lock = distlock(f"{key}:{number}", backend=backend, wait=PATIENCE)
+            with lock:
+                pass
+            with transaction.atomic(using=using), lock:
+                pass
+            connections.close_all()
+
+        together(partial(work, number) for number in range(6))
+        assert eventually(lambda: len(sessions(key)) <= PATIENT["max_size"], timeout=10)
+        assert connections[using].connection is None
+        close_pool(using)
+        assert eventually(lambda: not sessions(key), timeout=10)
+
+
+def _session(using: str) -> int:
+    ((pid,),) = ask(using, "SELECT pg_backend_pid()")
+    assert isinstance(pid, int)
+    return pid

@@ -1,0 +1,126 @@
+"""uWSGI, which forks its workers behind Python's back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from django_distlock import distlock
+from django_distlock.handler import lock_backends
+from tests.contract.helpers import Later
+from tests.contract.locking import eventually, grantable, taken
+from tests.shop.models import Row
+
+from .clients import WORKERS, count, workers
+from .counting import PATIENCE
+from .servers import Site, served
+from .sessions import named, sessions
+
+#: One request at a time in each worker, and several. `--enable-threads` is the default by now.
+KINDS = {
+    "processes": ["--enable-threads"],
+    # A thread of Python's that ran before the fork, such as ours, made workers with several
+    # threads crash now and then, until Python was told of the fork.
+    "threads": ["--threads", "3", "--py-call-uwsgi-fork-hooks"],
+    "lazy": ["--threads", "3", "--lazy-apps"],
+}
+
+
+def uwsgi(
+    home: Path, *arguments: str, kind: str = "processes", **more: Any
+) -> AbstractContextManager[Site]:
+    """Serve the project, loaded by the master before it forks."""
+    return served(
+        home, "pyuwsgi", "--http-socket", "127.0.0.1:{port}", "--module",
+        "tests.setups.web.wsgi:application", "--master", "--processes", str(WORKERS),
+        "--need-app", "--die-on-term", "--no-orphans", "--disable-logging", *KINDS[kind],
+        *arguments, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_exclude_each_other(key: str, tmp_path: Path, kind: str) -> None:
+    """Requests in all workers count without a loss, in transactions and without."""
+    # Lazy workers have no master that could lock for them.
+    with uwsgi(tmp_path, kind=kind, preload="" if kind == "lazy" else f"{key} close") as site:
+        assert len(count(site, key, 60)) == WORKERS
+        assert len(count(site, f"{key}:inside", 60, inside=1)) == WORKERS
+        assert "killed by signal" not in site.said()
+
+
+@pytest.mark.parametrize("kind", ["processes", "threads"])
+def test_lock_of_a_transaction_that_is_rolled_back_is_free(
+    key: str, tmp_path: Path, kind: str
+) -> None:
+    """What a rollback gives up is released behind the request, by a thread of ours."""
+    lock = distlock(key, wait=0)
+    with uwsgi(tmp_path, kind=kind) as site:
+        assert site.get("give_up", key=key)["fence"] == 1
+        assert eventually(lambda: grantable(lock), timeout=10)
+
+
+def test_lease_of_the_master_is_nobody_elses(key: str, tmp_path: Path) -> None:
+    """A worker knows that it is none of its own, though nobody has told Python of the fork."""
+    master = distlock(f"{key}:master")
+    database = {"CONN_MAX_AGE": None, **named(key)}
+    with uwsgi(tmp_path, preload=f"{key} close", database=database) as site:
+        before = lock_backends["default"].read(master.key)
+        said = workers(site, key).values()
+        for each in said:
+            assert each["master"] == {
+                "held": False,
+                "release": False,
+                "extend": "foreign_context",
+            }
+        assert before is not None
+        assert lock_backends["default"].read(master.key) == before
+        # For each worker Django's and one of ours, and nothing of the master's.
+        assert len({each["session"] for each in said}) == WORKERS
+        assert len(sessions(key)) == 2 * WORKERS
+    assert eventually(lambda: not sessions(key), timeout=10)
+
+
+def test_killed_worker_is_ended_by_the_ttl(key: str, tmp_path: Path) -> None:
+    """A worker that is killed while it holds a key blocks it for ttl and grace, not longer."""
+    lock = distlock(key, wait=0)
+    with uwsgi(tmp_path) as site:
+        request = site.request("hold", key=key, ttl=0.5)
+        try:
+            assert eventually(lambda: taken(lock), PATIENCE)
+            record = lock_backends["default"].read(key)
+            assert record is not None
+            os.kill(record.holder.pid, signal.SIGKILL)
+            assert eventually(lambda: grantable(lock), timeout=10)
+        finally:
+            request.close()
+        assert record.holder.pid not in workers(site, key)
+
+
+def test_graceful_reload_leaves_nothing(key: str, tmp_path: Path) -> None:
+    """Workers are replaced: who holds a key may finish; what was left is given back."""
+    touched = tmp_path / "reload"
+    touched.touch()
+    reload_workers = ["--touch-workers-reload", str(touched)]
+    with uwsgi(tmp_path, *reload_workers, database=named(key)) as site:
+        old = workers(site, key)
+        left = distlock(f"{key}:left")
+        site.get("leave", key=left.key)
+        holding = Later(site.get, "hold", key=key)
+        assert eventually(lambda: taken(distlock(key)), PATIENCE)
+        # It looks for a later second.
+        os.utime(touched, (time.time() + 10, time.time() + 10))
+        # The worker that holds nothing is replaced at once.
+        assert eventually(lambda: len(sessions(key)) < 2 * WORKERS, PATIENCE)
+        assert taken(distlock(key))
+        Row.objects.create(name=f"{key}:let go")
+        assert holding.result(PATIENCE)["pid"] in old
+        workers(site, key, but=old)
+        assert not taken(distlock(key))
+        assert not taken(left)
+    assert eventually(lambda: not sessions(key), timeout=10)

@@ -1,0 +1,1 @@
+"""A small project that web servers serve."""
