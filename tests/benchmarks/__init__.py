@@ -1,0 +1,1 @@
+"""What locks cost, beside what they could cost. Figures for people: nothing here judges by time."""

@@ -1,0 +1,29 @@
+"""What a run was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Sizes of the benchmarks; the command line sets them.
+
+    Attributes:
+        rounds: How often each subject has its turn.
+        slice_ms: Milliseconds of such a turn.
+        seconds: How long the clients of the throughput run at a time.
+        clients: How many processes ask at once.
+        keys: Numbers of counters and live locks.
+        rows: Rows that sizes are averaged over.
+    """
+
+    rounds: int = 30
+    slice_ms: float = 40.0
+    seconds: float = 2.0
+    clients: tuple[int, ...] = (1, 8, 32)
+    keys: tuple[int, ...] = (1_000, 100_000, 1_000_000)
+    rows: int = 100_000
+
+
+QUICK = Options(rounds=2, slice_ms=1, seconds=0.05, clients=(2,), keys=(50, 200), rows=500)

@@ -1,0 +1,138 @@
+"""A proxy on loopback that reads PostgreSQL's protocol and counts what goes by."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+#: A simple query, and the execution of a prepared or parsed one: each is a statement.
+STATEMENTS = (b"Q", b"E")
+READ_BYTES = 65_536
+
+
+@dataclass
+class Counts:
+    """What one operation sent and got.
+
+    Attributes:
+        round_trips: How often the client sent something after the server had answered.
+        statements: How many queries it sent, BEGIN and COMMIT included.
+    """
+
+    round_trips: int = 0
+    statements: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+    def as_json(self) -> dict[str, int]:
+        """Return the numbers by name."""
+        return asdict(self)
+
+
+@dataclass
+class Line:
+    """One connection through the proxy."""
+
+    client: socket.socket
+    server: socket.socket
+    answered: bool = True
+    #: Of the client's messages, what has not come in whole. The first one has no type.
+    pending: bytearray = field(default_factory=bytearray)
+    started: bool = False
+
+    def messages(self, data: bytes) -> Iterator[bytes]:
+        """Take what the client sent; give the types of the messages that are whole now."""
+        self.pending += data
+        while True:
+            head = 1 if self.started else 0
+            if len(self.pending) < head + 4:
+                return
+            length = head + int.from_bytes(self.pending[head : head + 4], "big")
+            if len(self.pending) < length:
+                return
+            kind = bytes(self.pending[:head])
+            del self.pending[:length]
+            self.started = True
+            yield kind
+
+
+class Proxy:
+    """Passes on what comes, and counts it. Sessions must be neither encrypted nor compressed."""
+
+    def __init__(self, host: str, port: int):
+        self._upstream = (host, port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._stop, self._stopped = socket.socketpair()
+        self._lock = threading.Lock()
+        self._counts = Counts()
+
+    def take(self) -> Counts:
+        """Return what was counted since the last call."""
+        with self._lock:
+            counts, self._counts = self._counts, Counts()
+        return counts
+
+    @contextmanager
+    def running(self) -> Iterator[Proxy]:
+        """Pass on until the block ends."""
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._stopped, selectors.EVENT_READ)
+        thread = threading.Thread(target=self._run, name="proxy", daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._stop.send(b"x")
+            thread.join()
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+            self._stop.close()
+            self._selector.close()
+
+    def _run(self) -> None:
+        while True:
+            for key, _events in self._selector.select():
+                if key.fileobj is self._stopped:
+                    return
+                if key.fileobj is self._listener:
+                    self._connect()
+                else:
+                    self._pass_on(key.data, key.fileobj is key.data.client)
+
+    def _connect(self) -> None:
+        client, _address = self._listener.accept()
+        line = Line(client, socket.create_connection(self._upstream))
+        for each in (line.client, line.server):
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._selector.register(each, selectors.EVENT_READ, line)
+
+    def _pass_on(self, line: Line, from_client: bool) -> None:
+        source, target = (line.client, line.server) if from_client else (line.server, line.client)
+        if source.fileno() < 0:
+            return  # The other end has closed it, a moment ago.
+        data = source.recv(READ_BYTES)
+        if not data:
+            for each in (line.client, line.server):
+                self._selector.unregister(each)
+                each.close()
+            return
+        # Counted before it is passed on: whoever has the answer finds it counted.
+        with self._lock:
+            self._count(line, data, from_client)
+        target.sendall(data)
+
+    def _count(self, line: Line, data: bytes, from_client: bool) -> None:
+        if not from_client:
+            self._counts.bytes_received += len(data)
+            line.answered = True
+            return
+        self._counts.bytes_sent += len(data)
+        self._counts.round_trips += line.answered
+        self._counts.statements += sum(kind in STATEMENTS for kind in line.messages(data))
+        line.answered = False

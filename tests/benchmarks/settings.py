@@ -1,0 +1,81 @@
+"""Django's settings for the benchmarks, over the server that `databases.serve` started."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.settings import database
+
+SERVER = urlsplit(os.environ.get("DISTLOCK_BENCH_URL", "postgresql://postgres@127.0.0.1/postgres"))
+SCRATCH = Path(os.environ.get("DISTLOCK_BENCH_SCRATCH", tempfile.gettempdir()))
+#: Databases that one benchmark has for itself: aliases of Django's and of lock backends.
+EXTRA = os.environ.get("DISTLOCK_BENCH_DATABASES", "").split()
+
+
+def postgres(name: str, **options: str) -> dict[str, Any]:
+    """Describe a database of the private server."""
+    return {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": f"bench_{name}",
+        "USER": SERVER.username or "",
+        "HOST": SERVER.hostname or "",
+        "PORT": str(SERVER.port or ""),
+        "CONN_MAX_AGE": None,
+        "OPTIONS": options,
+    }
+
+
+DATABASES: dict[str, dict[str, Any]] = {
+    "default": postgres("default"),
+    # Migrated once; the others are copies of it.
+    "template": postgres("template"),
+    # Its port becomes the proxy's, which reads what goes by.
+    "proxied": postgres("default", sslmode="disable", gssencmode="disable"),
+    "sqlite": {
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": SCRATCH / "bench.sqlite3",
+        "OPTIONS": {"timeout": 5, "init_command": "PRAGMA journal_mode=WAL"},
+    },
+    **{name: postgres(name) for name in EXTRA},
+}
+
+MARIADB = os.environ.get("DISTLOCK_BENCH_MYSQL_URL")
+if MARIADB:
+    DATABASES["mariadb"] = {**database(MARIADB), "CONN_MAX_AGE": None}
+
+INSTALLED_APPS = [
+    "django_distlock",
+    # A peer, where it is installed.
+    *(name for name in ("pgactivity", "pglock") if find_spec("pglock")),
+]
+SECRET_KEY = "only for benchmarks"
+USE_TZ = True
+
+DATABASE_BACKEND = "django_distlock.backends.database.DatabaseBackend"
+
+
+def locks(using: str, prefix: str = "distlock", **options: Any) -> dict[str, Any]:
+    """Describe a lock backend on a database."""
+    return {
+        "BACKEND": DATABASE_BACKEND,
+        "KEY_PREFIX": prefix,
+        "OPTIONS": {"using": using, **options},
+    }
+
+
+DISTLOCK: dict[str, dict[str, Any]] = {
+    "default": locks("default"),
+    "functions": locks("default"),
+    "orm": locks("default", "orm", server_functions=False),
+    "proxied_functions": locks("proxied", "proxied"),
+    "proxied_orm": locks("proxied", "proxied-orm", server_functions=False),
+    "sqlite": locks("sqlite"),
+    "memory": {"BACKEND": "django_distlock.backends.memory.MemoryBackend"},
+    **({"mariadb": locks("mariadb")} if MARIADB else {}),
+    **{name: locks(name) for name in EXTRA},
+}
