@@ -49,8 +49,8 @@ def test_workers_exclude_each_other(key: str, tmp_path: Path, kind: str) -> None
     """Requests in all workers count without a loss, in transactions and without."""
     # Lazy workers have no master that could lock for them.
     with uwsgi(tmp_path, kind=kind, preload="" if kind == "lazy" else f"{key} close") as site:
-        assert len(count(site, key, 60)) == WORKERS
-        assert len(count(site, f"{key}:inside", 60, inside=1)) == WORKERS
+        count(site, key, 60, by=WORKERS)
+        count(site, f"{key}:inside", 60, by=WORKERS, inside=1)
         assert "killed by signal" not in site.said()
 
 
