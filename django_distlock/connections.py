@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from django.db import connections
 from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
@@ -36,7 +36,7 @@ WRITER_SECONDS = 0.1
 before_drop: list[Callable[[], None]] = []
 
 _own_threads = threading.local()
-_every: weakref.WeakSet[LockConnections] = weakref.WeakSet()
+_every: weakref.WeakSet[Closing] = weakref.WeakSet()
 #: Connections that a fork copied. Kept, so that no destructor speaks on the parent's socket.
 _inherited: list[Any] = []
 #: Which process opened the connection of a thread.
@@ -63,20 +63,106 @@ def in_transaction(connection: BaseDatabaseWrapper) -> bool:
     return connection.in_atomic_block and not in_test_case(connection)
 
 
+class Closing(Protocol):
+    """What has connections open that are in the way of dropping a database."""
+
+    def close_all(self) -> None:
+        """Close them."""
+
+
+def close_before_drop(these: Closing) -> None:
+    """Let a test run close these connections before it drops its database."""
+    _every.add(these)
+    connection_created.connect(_close_before_drop, dispatch_uid="django_distlock")
+
+
+def keep_inherited(connection: Any) -> None:
+    """Leave a connection that a fork copied to its owner, for as long as this process lives."""
+    _inherited.append(connection)
+
+
+C = TypeVar("C")
+
+
+class IdleConnections(Generic[C]):
+    """Connections that nobody uses right now. Each is closed when it has idled for a while.
+
+    May be closed by a finaliser, so nothing here takes a lock.
+
+    Args:
+        close: Closes one, from wherever a finaliser may run.
+    """
+
+    def __init__(self, close: Callable[[C], None]):
+        self._close = close
+        self._idle: deque[tuple[C, float]] = deque()
+        self._reaper: threading.Timer | None = None
+
+    def __iter__(self) -> Iterator[C]:
+        return iter([connection for connection, _since in self._idle])
+
+    def keep(self, connection: C) -> None:
+        """Take a connection that is not needed any more."""
+        self._idle.append((connection, time.monotonic()))
+        if self._reaper is None:
+            self._start_reaper()
+
+    def take(self) -> C | None:
+        """Give the one that was used last; None: there is none."""
+        try:
+            return self._idle.pop()[0]
+        except IndexError:
+            return None
+
+    def close_all(self) -> None:
+        """Close them."""
+        while self._idle:
+            try:
+                connection, _since = self._idle.popleft()
+            except IndexError:
+                return
+            self._close(connection)
+
+    def _start_reaper(self) -> None:
+        self._reaper = threading.Timer(IDLE_SECONDS, self._reap)
+        self._reaper.daemon = True
+        try:
+            self._reaper.start()
+        except RuntimeError:
+            self._reaper = None  # The interpreter ends, and takes no new threads.
+
+    def _reap(self) -> None:
+        self._reaper = None
+        before = time.monotonic() - IDLE_SECONDS
+        for _ in range(len(self._idle)):
+            try:
+                connection, since = self._idle.popleft()
+            except IndexError:
+                break
+            if since <= before:
+                self._close(connection)
+            else:
+                self._idle.append((connection, since))
+        if self._idle:
+            self._start_reaper()
+
+
 class LockConnections:
     """The connections of one alias in one process.
 
     Args:
         alias: The database that holds the lock tables.
         limit: How many connections of our own at most.
+        apart: Stay outside of the transaction of a `TestCase` too: somebody else's sessions have
+            to see what is written.
     """
 
-    def __init__(self, alias: str, limit: int):
+    def __init__(self, alias: str, limit: int, *, apart: bool = False):
         self.alias = alias
         self.limit = limit
+        self._apart = apart
         self._reset()
-        _every.add(self)
-        connection_created.connect(_close_before_drop, dispatch_uid="django_distlock")
+        close_before_drop(self)
 
     @contextmanager
     def use(
@@ -95,7 +181,7 @@ class LockConnections:
         """
         connection = connections[self.alias]
         _leave_to_parent(connection)
-        if in_test_case(connection):
+        if in_test_case(connection) and not self._apart:
             yield connection
         elif self._is_free(connection):
             with _left_usable(connection):
@@ -115,12 +201,7 @@ class LockConnections:
         """Close the connections that nobody uses right now."""
         if self._pid != os.getpid():
             return  # Copied by a fork: a word on their sockets would end the parent's sessions.
-        while self._idle:
-            try:
-                connection, _since = self._idle.popleft()
-            except IndexError:
-                return
-            _close(connection)
+        self._idle.close_all()
 
     def close_all(self) -> None:
         """Close our connections; wait a second for those in use."""
@@ -146,9 +227,8 @@ class LockConnections:
 
     def _reset(self) -> None:
         self._pid = os.getpid()
-        self._idle: deque[tuple[BaseDatabaseWrapper, float]] = deque()
+        self._idle: IdleConnections[BaseDatabaseWrapper] = IdleConnections(_close)
         self._slots = threading.BoundedSemaphore(self.limit)
-        self._reaper: threading.Timer | None = None
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @contextmanager
@@ -156,7 +236,7 @@ class LockConnections:
         self, template: BaseDatabaseWrapper, bound: float
     ) -> Iterator[BaseDatabaseWrapper]:
         if self._pid != os.getpid():
-            _inherited.extend(connection for connection, _since in self._idle)
+            _inherited.extend(self._idle)
             self._reset()
         slots = self._slots
         # A place in our own queue is not contention: it is waited for also with a bound of 0.
@@ -181,25 +261,19 @@ class LockConnections:
             slots.release()
 
     def _open(self, template: BaseDatabaseWrapper) -> BaseDatabaseWrapper:
-        while self._idle:
-            try:
-                connection, _since = self._idle.pop()
-            except IndexError:
-                break
+        while (connection := self._idle.take()) is not None:
             # A test run renames its databases under the same alias.
             if connection.settings_dict["NAME"] == template.settings_dict["NAME"]:
                 return connection
             connection.close()
-        made = type(template)(_own_settings(template), self.alias)
+        made = own_connection(template)
         # Used by one thread at a time, but not by the same one every time.
         made.inc_thread_sharing()
         return made
 
     def _keep(self, template: BaseDatabaseWrapper, connection: BaseDatabaseWrapper) -> None:
-        self._idle.append((connection, time.monotonic()))
+        self._idle.keep(connection)
         self._watch(template.connection)
-        if self._reaper is None:
-            self._start_reaper()
 
     def _watch(self, raw: Any) -> None:
         # When Django closes the thread's connection, its driver's object dies: ours go with it.
@@ -209,29 +283,6 @@ class LockConnections:
                 weakref.finalize(raw, self.close_idle)
         except TypeError:
             pass  # A driver whose connections take no weak references: the reaper remains.
-
-    def _start_reaper(self) -> None:
-        self._reaper = threading.Timer(IDLE_SECONDS, self._reap)
-        self._reaper.daemon = True
-        try:
-            self._reaper.start()
-        except RuntimeError:
-            self._reaper = None  # The interpreter ends, and takes no new threads.
-
-    def _reap(self) -> None:
-        self._reaper = None
-        before = time.monotonic() - IDLE_SECONDS
-        for _ in range(len(self._idle)):
-            try:
-                connection, since = self._idle.popleft()
-            except IndexError:
-                break
-            if since <= before:
-                _close(connection)
-            else:
-                self._idle.append((connection, since))
-        if self._idle:
-            self._start_reaper()
 
 
 def _note_process(connection: BaseDatabaseWrapper, **_: Any) -> None:
@@ -284,8 +335,17 @@ def _close(connection: BaseDatabaseWrapper) -> None:
         raw.close()
 
 
-def _own_settings(template: BaseDatabaseWrapper) -> dict[str, Any]:
-    options = dict(template.settings_dict["OPTIONS"])
+def own_connection(template: BaseDatabaseWrapper, **defaults: Any) -> BaseDatabaseWrapper:
+    """Return a connection of our own to the database of another one; it is not open yet.
+
+    Args:
+        defaults: `OPTIONS` where the project's settings say nothing else.
+    """
+    return type(template)(_own_settings(template, defaults), template.alias)
+
+
+def _own_settings(template: BaseDatabaseWrapper, defaults: dict[str, Any]) -> dict[str, Any]:
+    options = {**defaults, **template.settings_dict["OPTIONS"]}
     # A pooled connection keeps what a session left on it, and the project counted its own.
     options.pop("pool", None)
     if template.vendor == "sqlite":

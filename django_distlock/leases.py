@@ -106,8 +106,11 @@ class Lease:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the lease ended before it was released. Once True it stays so."""
-        if self._state == "held" and monotonic() >= self.deadline:
+        """Whether the lease ended before it was released. Once True it stays so.
+
+        It ends by its deadline, or by what the store says without being asked, if it does that.
+        """
+        if self._state == "held" and (monotonic() >= self.deadline or self._is_cut_off()):
             self._state = "lost"
         return self._state == "lost"
 
@@ -131,7 +134,7 @@ class Lease:
         if self._state == "released":
             raise LockUsageError(f"The lease on {self.key!r} was released.", key=self.key)
         if self.is_lost:
-            self._lose(_OVER)
+            self._lose(_OVER if monotonic() >= self.deadline else _GONE)
 
     def extend(self, ttl: Duration | None = None) -> None:
         """Make the lease end `ttl` seconds from now, be it later or sooner than before.
@@ -330,6 +333,10 @@ class Lease:
                 "%r could not be released and stays taken for its ttl: %s", self.key, error
             )
             return False
+
+    def _is_cut_off(self) -> bool:
+        # What a fork copied says nothing: the parent's lease is the parent's.
+        return self._pid == os.getpid() and self._store.is_cut_off(self._grant)
 
     def _lose(self, cause: str) -> NoReturn:
         self._report_lost(cause)

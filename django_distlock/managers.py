@@ -8,7 +8,7 @@ the clock is read after the last of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -320,6 +320,9 @@ class FenceCounterQuerySet(models.QuerySet["FenceCounter"]):
 class FenceCounterManager(models.Manager.from_queryset(FenceCounterQuerySet)):  # type: ignore[misc]
     """Operations on fence counters, inside the transaction of a lock's operation."""
 
+    #: Tells which of these storage keys are held; None: those with a live record.
+    who_is_held: Callable[[Sequence[str]], Collection[str]] | None = None
+
     @property
     def _store(self) -> vendors.Vendor:
         return vendors.of(self.db)
@@ -365,8 +368,7 @@ class FenceCounterManager(models.Manager.from_queryset(FenceCounterQuerySet)):  
     def raise_one(self, fence: int | None, name: str, key: str) -> Raised:
         """Raise the counter of a key, which is made where there is none."""
         with self.turn(name, key, MAX_BOUND):
-            if self.lock(name) is None:
-                self.create(pk=name, key=key, fence=0)
+            self._lock_or_make(name, key)
             return self._raise([name], fence)
 
     def raise_page(self, fence: int | None, prefix: str, after: str | None, limit: int) -> Raised:
@@ -381,18 +383,27 @@ class FenceCounterManager(models.Manager.from_queryset(FenceCounterQuerySet)):  
         store, rows = self._store, self.filter(pk__in=names)
         unlocked = rows.select_for_update(skip_locked=True, no_key=self._has_no_key_locks)
         locked = {row.pk for row in unlocked.order_by("pk")}
-        now = store.now()
-        fence = clock_fence(now) if fence is None else fence
-        locks = apps.get_model("django_distlock", "HeldLock").objects.db_manager(self.db)
+        fence = clock_fence(store.now()) if fence is None else fence
         # Nobody acquires what is locked here, so who holds nothing now will not before the end.
-        live = locks.filter(Q(free_at__isnull=True) | Q(free_at__gt=now), pk__in=names)
-        free = locked.difference(live.values_list("pk", flat=True))
+        free = locked.difference((self.who_is_held or self._with_live_record)(names))
         low = dict(rows.filter(fence__lt=fence).values_list("pk", "key"))
         store.make_durable()
         raised = free & low.keys()
         for rows in _by_key(self, sorted(raised)):
             models.QuerySet.update(rows, fence=fence)
         return Raised(len(raised), tuple(low[each] for each in sorted(low.keys() - free)))
+
+    def _lock_or_make(self, name: str, key: str) -> None:
+        if self.lock(name) is None:
+            # Locks that last for a session make their counters out of turn.
+            self.bulk_create([self.model(pk=name, key=key, fence=0)], ignore_conflicts=True)
+            self.lock(name)
+
+    def _with_live_record(self, names: Sequence[str]) -> Collection[str]:
+        locks = apps.get_model("django_distlock", "HeldLock").objects.db_manager(self.db)
+        now = self._store.now()
+        live = locks.filter(Q(free_at__isnull=True) | Q(free_at__gt=now), pk__in=names)
+        return list(live.values_list("pk", flat=True))
 
     def paused_until(self, name: str) -> datetime | None:
         """Return until when a key is paused, if it ever was."""
@@ -403,10 +414,8 @@ class FenceCounterManager(models.Manager.from_queryset(FenceCounterQuerySet)):  
     def pause(self, name: str, key: str, until: datetime, by: str | None, *, bound: float) -> None:
         """Let nobody be granted the key until then."""
         with self.turn(name, key, bound):
-            if self.lock(name) is None:
-                self.create(pk=name, key=key, fence=0, paused_until=until, paused_by=by)
-            else:
-                self.filter(pk=name).update(paused_until=until, paused_by=by)
+            self._lock_or_make(name, key)
+            self.filter(pk=name).update(paused_until=until, paused_by=by)
 
     def resume(self, name: str, *, bound: float) -> bool:
         """End a pause; return whether there was one."""

@@ -157,16 +157,26 @@ class BaseLockBackend:
         validate_token(grant.token)
         return self._release(self._name(normalize_key(grant.key)), grant, bound=_bound(bound))
 
+    def is_cut_off(self, grant: Grant) -> bool:
+        """Whether the store has said, without being asked, that the lease is gone.
+
+        A look at what has arrived: nothing is sent, and nobody is waited for. False where the store
+        says nothing by itself, and about a lease that this process does not hold.
+        """
+        return False
+
     def settle(
         self, grant: Grant, seconds: Duration, *, bound: Duration = MAX_BOUND
     ) -> bool | Unknown:
         """End the work but keep the key taken, without grace, for `seconds` since the grant.
 
-        If that is past, the key goes at once. The answer is that of `release`.
+        If that is past, the key goes at once. The answer is that of `release`. `supports_ttl`.
         """
         validate_token(grant.token)
         held = durations.seconds(seconds, "seconds", maximum=self.config.max_ttl)
-        return self._settle(self._name(normalize_key(grant.key)), grant, held, bound=_bound(bound))
+        name, bound = self._name(normalize_key(grant.key)), _bound(bound)
+        self._require("supports_ttl", "keep a key taken until a time: no lease ends by itself")
+        return self._settle(name, grant, held, bound=bound)
 
     def read(self, key: str) -> Record | None:
         """Return the record of a held key; None: nobody holds it."""
@@ -174,8 +184,9 @@ class BaseLockBackend:
 
     def read_token(self, token: str) -> Record | None:
         """Return the record that this token holds; None: none. `supports_token_lookup`."""
+        validate_token(token)
         self._require("supports_token_lookup", "find a lock by its token")
-        return self._read_token(validate_token(token))
+        return self._read_token(token)
 
     def list(
         self,
@@ -205,7 +216,7 @@ class BaseLockBackend:
     def shorten(
         self, key: str, seconds: Duration, token: str | None = None, *, bound: Duration = MAX_BOUND
     ) -> Record | Contended | None:
-        """Let a held key end in `seconds` at the latest; it never gets longer.
+        """Let a held key end in `seconds` at the latest; it never gets longer. `supports_ttl`.
 
         Args:
             token: Only if this is the holder's token.
@@ -217,7 +228,9 @@ class BaseLockBackend:
         if token is not None:
             validate_token(token)
         left = durations.seconds(seconds, "seconds", maximum=self.config.max_ttl)
-        return self._shorten(self._name(key), left, token, bound=_bound(bound))
+        bound = _bound(bound)
+        self._require("supports_ttl", "end a lease at a time: no lease ends by itself")
+        return self._shorten(self._name(key), left, token, bound=bound)
 
     def force_release(self, key: str, *, bound: Duration = MAX_BOUND) -> Record | Contended | None:
         """Take a key from its holder: the fence moves on first, then the record goes.
@@ -429,4 +442,7 @@ def _text(value: str | None, name: str, maximum: int = 1000) -> None:
 def _aware(value: datetime, name: str) -> datetime:
     if not isinstance(value, datetime) or value.utcoffset() is None:
         raise InvalidArgument(f"{name} must be an aware datetime, not {shown(value)}.")
-    return value.astimezone(UTC)
+    try:
+        return value.astimezone(UTC)
+    except OverflowError:
+        raise InvalidArgument(f"{name} must be a time that UTC has, not {shown(value)}.") from None

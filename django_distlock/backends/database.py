@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
-from django.db import connections, router
 from django.db.utils import DatabaseError, InterfaceError
-from django.utils.connection import ConnectionDoesNotExist
 
 from .. import vendors
 from ..conf import BackendConfig
-from ..connections import LockConnections, NoConnectionFree, use_own_connections
-from ..core.durations import MAX_BOUND
-from ..core.errors import BackendUnavailable, InvalidArgument, LockError
+from ..connections import NoConnectionFree
+from ..core.errors import LockError
 from ..core.holders import Holder
-from ..core.records import UNKNOWN, Contended, Grant, Page, Raised, Record, Unknown
+from ..core.records import UNKNOWN, Contended, Grant, Page, Record, Unknown
 from ..exceptions import InvalidLockBackend
 from ..functions import ServerFunctions
-from ..managers import FenceCounterManager, HeldLockManager
-from ..models import MAX_STORAGE_KEY, FenceCounter, HeldLock
+from ..managers import HeldLockManager
+from ..models import HeldLock
 from ..vendors import VENDORS
 from .base import BaseLockBackend
+from .tables import FenceTable
 
-T = TypeVar("T")
 
-
-class DatabaseBackend(BaseLockBackend):
+class DatabaseBackend(FenceTable, BaseLockBackend):
     """Keep locks in a table, and fences in another.
 
     Args:
@@ -40,7 +36,6 @@ class DatabaseBackend(BaseLockBackend):
     """
 
     distributed: ClassVar[bool] = True
-    storage_key_limit: ClassVar[int] = MAX_STORAGE_KEY
 
     def __init__(
         self,
@@ -52,43 +47,24 @@ class DatabaseBackend(BaseLockBackend):
         **unknown: Any,
     ):
         super().__init__(config, **unknown)
-        where = f"DISTLOCK[{self.alias!r}]"
-        if using is not None and (not isinstance(using, str) or not using):
-            raise InvalidLockBackend(f"{where}: using must be a database alias, not {using!r}.")
         for name, value in (
             ("server_functions", server_functions),
             ("cleanup_on_read", cleanup_on_read),
         ):
             if not isinstance(value, bool):
-                raise InvalidLockBackend(f"{where}: {name} must be True or False, not {value!r}.")
-        longest = len(f"{self.key_prefix}:".encode()) + 512
-        if longest > self.storage_key_limit:
-            # Listing by prefix walks the storage keys, so none of them may be a hash.
-            raise InvalidLockBackend(
-                f"{where}: KEY_PREFIX: with a key of 512 bytes it makes {longest} bytes, and this"
-                f" store takes {self.storage_key_limit}."
-            )
-        self.using: str = using or router.db_for_write(HeldLock)
-        try:
-            vendor = connections[self.using].vendor
-        except ConnectionDoesNotExist as error:
-            raise InvalidLockBackend(f"{where}: using: {error}") from None
-        if vendor not in VENDORS:
-            raise InvalidLockBackend(
-                f"{where}: using: {self.using!r} is a {vendor} database; supported are:"
-                f" {', '.join(VENDORS)}."
-            )
+                raise InvalidLockBackend(
+                    f"DISTLOCK[{self.alias!r}]: {name} must be True or False, not {value!r}."
+                )
+        vendor = self._use_database(using)
         self.time_authority = VENDORS[vendor].time_authority
         self.cleanup_on_read = cleanup_on_read
         self._locks: HeldLockManager = HeldLock.objects.db_manager(self.using)
         self._locks.follows_clock = config.fence_floor == "clock"
-        self._counters: FenceCounterManager = FenceCounter.objects.db_manager(self.using)
         self._hot: HeldLockManager | ServerFunctions = (
             ServerFunctions(self.using, follows_clock=self._locks.follows_clock)
             if server_functions and vendor == "postgresql"
             else self._locks
         )
-        self._connections = LockConnections(self.using, config.lock_connections)
 
     def _acquire(
         self,
@@ -168,62 +144,8 @@ class DatabaseBackend(BaseLockBackend):
         request = partial(self._locks.request_stop, name, bound=bound)
         return self._ask(request, bound=bound, busy=partial(self._busy, name))
 
-    def _pause(
-        self, name: str, key: str, until: datetime, by: str | None, *, bound: float
-    ) -> Contended | None:
-        pause = partial(self._counters.pause, name, key, until, by, bound=bound)
-        return self._ask(pause, bound=bound, busy=partial(self._busy, name), key=key)
-
-    def _resume(self, name: str, *, bound: float) -> bool | Contended:
-        resume: Callable[[], bool | Contended] = partial(self._counters.resume, name, bound=bound)
-        return self._ask(resume, bound=bound, busy=partial(self._busy, name))
-
     def _cleanup(self, before: datetime, limit: int) -> int:
         return self._ask(partial(self._locks.cleanup, before, limit), busy=lambda: 0)
-
-    def _raise_fences(
-        self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
-    ) -> Raised:
-        if name is not None and key is not None:
-            raise_one = partial(self._counters.raise_one, to, name, key)
-            return self._ask(raise_one, busy=lambda: Raised(0, (key,)), key=key)
-        page = partial(self._counters.raise_page, to, self._namespace(), cursor, limit)
-        return self._ask(page)
-
-    # How the store is asked
-
-    def _namespace(self, prefix: str = "") -> str:
-        return f"{self.key_prefix}:{prefix}" if self.key_prefix else prefix
-
-    def _own_thread(self) -> None:
-        use_own_connections()
-
-    def _ask(
-        self,
-        operation: Callable[[], T],
-        *,
-        bound: float = MAX_BOUND,
-        busy: Callable[[], T] | None = None,
-        writes: bool = True,
-        key: str | None = None,
-    ) -> T:
-        """Run an operation where it commits by itself.
-
-        Args:
-            busy: Makes the answer where other transactions were in the way; None: raise.
-        """
-        try:
-            with self._connections.use(bound, writes=writes):
-                return operation()
-        except NoConnectionFree as error:
-            if busy is None:
-                raise BackendUnavailable(str(error), key=key, code="network_timeout") from error
-        except DatabaseError as error:
-            if busy is None or not vendors.of(self.using).is_busy(error):
-                raise self._translated(error, key) from error
-        except InterfaceError as error:
-            raise self._translated(error, key) from error
-        return busy()
 
     def _busy(self, name: str) -> Contended:
         """Return a busy answer, with the holder if a plain read can tell."""
@@ -234,21 +156,6 @@ class DatabaseBackend(BaseLockBackend):
         except (DatabaseError, InterfaceError, NoConnectionFree):
             return Contended(busy=True)
         return Contended(busy=True) if record is None else record.contended(now, busy=True)
-
-    def _translated(self, error: Exception, key: str | None) -> LockError:
-        vendor, about = vendors.of(self.using), f"The lock store {self.using!r}"
-        if vendor.is_duplicate(error):
-            return InvalidArgument("This token already holds another key.", key=key)
-        if vendor.is_missing(error):
-            return LockError(
-                f"{about} does not know what it was asked for. Are the migrations of"
-                f" django_distlock applied (manage.py migrate --database {self.using})? {error}",
-                key=key,
-            )
-        code = vendor.unavailable_code(error)
-        if code is not None:
-            return BackendUnavailable(f"{about} did not answer: {error}", key=key, code=code)
-        return LockError(f"{about} failed: {error}", key=key)
 
 
 def _unknown() -> Unknown:

@@ -101,7 +101,16 @@ def storage_key(prefix: str, key: str, limit: int) -> str:
     if len(full) * 4 <= limit or len(full.encode()) <= limit:
         return full
     # Over the whole prefixed key, so that equal keys of two namespaces hash apart.
-    return f"{prefix}{HASH_MARKER}{_base64(hashlib.sha256(full.encode()).digest()[:16])}"
+    return f"{prefix}{HASH_MARKER}{key_hash(full)}"
+
+
+def key_hash(storage_name: str) -> str:
+    """Return a short name for a storage key: 16 bytes of SHA-256 as 22 base64url characters.
+
+    Args:
+        storage_name: What a store calls the key, prefix included.
+    """
+    return _base64(hashlib.sha256(storage_name.encode()).digest()[:16])
 
 
 def prefix_end(prefix: str) -> str | None:

@@ -60,7 +60,7 @@ class PostgreSQL(Vendor):
         )
 
     def is_busy(self, error: BaseException) -> bool:
-        return sqlstate(error) in _BUSY
+        return is_busy(error)
 
     def is_duplicate(self, error: BaseException) -> bool:
         return sqlstate(error) == "23505"
@@ -81,6 +81,16 @@ def sqlstate(error: BaseException) -> str:
     return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None) or ""
 
 
+def is_busy(error: BaseException) -> bool:
+    """Whether another transaction was in the way for longer than the bound."""
+    return sqlstate(error) in _BUSY
+
+
+def is_overflow(error: BaseException) -> bool:
+    """Whether a key has used up its fences: no counter takes the next one."""
+    return sqlstate(error) == "23514"
+
+
 def milliseconds(bound: float) -> int:
     """Return a bound for `lock_timeout`, where 0 would mean for ever."""
     return max(1, int(bound * 1000))
@@ -94,3 +104,8 @@ def advisory_salt() -> str:
 def advisory_key(name: str) -> int:
     """Return the number of the advisory lock under which the acquirers of a key take turns."""
     return advisory_id(advisory_salt(), name)
+
+
+def session_salt() -> str:
+    """Return what keeps locks that last for a session apart from other advisory locks."""
+    return f"django_distlock:session:{table('fences')}"

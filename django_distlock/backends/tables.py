@@ -1,0 +1,145 @@
+"""What the backends share that keep their fence counters in a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
+from typing import ClassVar, TypeVar
+
+from django.db import connections, router
+from django.db.utils import DatabaseError, InterfaceError
+from django.utils.connection import ConnectionDoesNotExist
+
+from .. import vendors
+from ..conf import BackendConfig
+from ..connections import LockConnections, NoConnectionFree, use_own_connections
+from ..core.durations import MAX_BOUND
+from ..core.errors import BackendUnavailable, InvalidArgument, LockError
+from ..core.records import Contended, Raised
+from ..exceptions import InvalidLockBackend
+from ..managers import FenceCounterManager
+from ..models import MAX_STORAGE_KEY, FenceCounter, HeldLock
+from ..vendors import VENDORS
+
+T = TypeVar("T")
+
+
+class FenceTable:
+    """The operations on fence counters, and how a database is asked.
+
+    A mixin of `BaseLockBackend`, in front of it.
+    """
+
+    config: BackendConfig
+    alias: str
+    key_prefix: str
+    storage_key_limit: ClassVar[int] = MAX_STORAGE_KEY
+
+    def _use_database(self, using: str | None, *, apart: bool = False) -> str:
+        """Choose the database, and return its vendor.
+
+        Args:
+            using: Its alias; None: what the router says for writing `HeldLock`.
+            apart: See `LockConnections`.
+
+        Raises:
+            InvalidLockBackend: There is no such database, it is not supported, or the key prefix
+                is too long for its tables.
+        """
+        where = f"DISTLOCK[{self.alias!r}]"
+        if using is not None and (not isinstance(using, str) or not using):
+            raise InvalidLockBackend(f"{where}: using must be a database alias, not {using!r}.")
+        longest = len(f"{self.key_prefix}:".encode()) + 512
+        if longest > self.storage_key_limit:
+            # Listing by prefix walks the storage keys, so none of them may be a hash.
+            raise InvalidLockBackend(
+                f"{where}: KEY_PREFIX: with a key of 512 bytes it makes {longest} bytes, and this"
+                f" store takes {self.storage_key_limit}."
+            )
+        self.using: str = using or router.db_for_write(HeldLock)
+        try:
+            vendor = connections[self.using].vendor
+        except ConnectionDoesNotExist as error:
+            raise InvalidLockBackend(f"{where}: using: {error}") from None
+        if vendor not in VENDORS:
+            raise InvalidLockBackend(
+                f"{where}: using: {self.using!r} is a {vendor} database; supported are:"
+                f" {', '.join(VENDORS)}."
+            )
+        self._counters: FenceCounterManager = FenceCounter.objects.db_manager(self.using)
+        self._connections = LockConnections(self.using, self.config.lock_connections, apart=apart)
+        return vendor
+
+    def _pause(
+        self, name: str, key: str, until: datetime, by: str | None, *, bound: float
+    ) -> Contended | None:
+        pause = partial(self._counters.pause, name, key, until, by, bound=bound)
+        return self._ask(pause, bound=bound, busy=partial(self._busy, name), key=key)
+
+    def _resume(self, name: str, *, bound: float) -> bool | Contended:
+        resume: Callable[[], bool | Contended] = partial(self._counters.resume, name, bound=bound)
+        return self._ask(resume, bound=bound, busy=partial(self._busy, name))
+
+    def _raise_fences(
+        self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
+    ) -> Raised:
+        if name is not None and key is not None:
+            raise_one = partial(self._counters.raise_one, to, name, key)
+            return self._ask(raise_one, busy=lambda: Raised(0, (key,)), key=key)
+        page = partial(self._counters.raise_page, to, self._namespace(), cursor, limit)
+        return self._ask(page)
+
+    # How the store is asked
+
+    def _namespace(self, prefix: str = "") -> str:
+        return f"{self.key_prefix}:{prefix}" if self.key_prefix else prefix
+
+    def _own_thread(self) -> None:
+        use_own_connections()
+
+    def _ask(
+        self,
+        operation: Callable[[], T],
+        *,
+        bound: float = MAX_BOUND,
+        busy: Callable[[], T] | None = None,
+        writes: bool = True,
+        key: str | None = None,
+    ) -> T:
+        """Run an operation where it commits by itself.
+
+        Args:
+            busy: Makes the answer where other transactions were in the way; None: raise.
+        """
+        try:
+            with self._connections.use(bound, writes=writes):
+                return operation()
+        except NoConnectionFree as error:
+            if busy is None:
+                raise BackendUnavailable(str(error), key=key, code="network_timeout") from error
+        except DatabaseError as error:
+            if busy is None or not vendors.of(self.using).is_busy(error):
+                raise self._translated(error, key) from error
+        except InterfaceError as error:
+            raise self._translated(error, key) from error
+        return busy()
+
+    def _busy(self, name: str) -> Contended:
+        """Return a busy answer, with the holder if a plain read can tell."""
+        raise NotImplementedError
+
+    def _translated(self, error: Exception, key: str | None) -> LockError:
+        vendor, about = vendors.of(self.using), f"The lock store {self.using!r}"
+        if vendor.is_duplicate(error):
+            return InvalidArgument("This token already holds another key.", key=key)
+        if vendor.is_missing(error):
+            return LockError(
+                f"{about} does not know what it was asked for. Are the migrations of"
+                f" django_distlock applied (manage.py migrate --database {self.using})? {error}",
+                key=key,
+            )
+        code = vendor.unavailable_code(error)
+        if code is not None:
+            return BackendUnavailable(f"{about} did not answer: {error}", key=key, code=code)
+        return LockError(f"{about} failed: {error}", key=key)
