@@ -1,0 +1,30 @@
+"""The lock's operations as Redis scripts, one file each: atomic, and one round trip.
+
+A script is called by its digest and sent as a whole where the server does not know it: after a
+restart, a failover or `SCRIPT FLUSH`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+
+class Script(NamedTuple):
+    """A script, and the digest that Redis knows it by."""
+
+    text: str
+    digest: str
+
+
+@cache
+def script(name: str) -> Script:
+    """Return the script of an operation, such as `"acquire"`."""
+    folder = files(__package__)
+    text = "\n".join(
+        (folder / f"{each}.lua").read_text(encoding="utf-8") for each in ("common", name)
+    )
+    # Not a signature: it is what EVALSHA takes.
+    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())

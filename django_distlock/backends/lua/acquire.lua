@@ -1,0 +1,49 @@
+-- Grant a key if it is free.
+--
+-- KEYS: record, fence, pause; where tokens are indexed, that of the token, and of the one replaced.
+-- Answers: granted fence now expires_at | contended now [record] | paused now [record] | duplicate
+-- | overflow
+local lock, fence, pause, index, replaced = unpack(KEYS)
+local token, ttl, grace, maximum, key, holder, wanted, replace = unpack(ARGV)
+
+local held = redis.call('HMGET', lock, 'token', 'free_at')
+local live = held[1] and is_live(held[2])
+local paused = now < tonumber(redis.call('HGET', pause, 'until') or '0')
+if paused or live and held[1] ~= replace then
+    local outcome = (paused and 'paused ' or 'contended ') .. text(now)
+    if not live then
+        return outcome
+    end
+    if wanted == '1' then
+        redis.call('HSETNX', lock, 'wanted', '1')
+    end
+    return outcome .. ' ' .. described(lock)
+end
+local indexed = index and redis.call('GET', index)
+if indexed and indexed ~= lock then
+    return 'duplicate'
+end
+local granted = next_fence(fence)
+if granted > tonumber(maximum) then
+    return 'overflow'
+end
+-- The fence first: whatever happened behind it, it would only be skipped.
+redis.call('SET', fence, text(granted))
+if held[1] then
+    redis.call('DEL', lock)
+end
+if replaced and held[1] == replace then
+    redis.call('DEL', replaced)
+end
+local expires_at, free_at = lease_ends(ttl, grace)
+redis.call(
+    'HSET', lock, 'key', key, 'token', token, 'fence', text(granted), 'ttl', ttl,
+    'acquired_at', text(now), 'renewed_at', text(now), 'expires_at', expires_at,
+    'free_at', free_at, 'holder', holder
+)
+remove_at(lock, free_at)
+if index then
+    redis.call('SET', index, lock)
+    remove_at(index, free_at)
+end
+return 'granted ' .. text(granted) .. ' ' .. text(now) .. ' ' .. expires_at

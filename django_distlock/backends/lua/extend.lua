@@ -1,0 +1,23 @@
+-- Let a lease end `ttl` seconds from now.
+--
+-- KEYS: record; where tokens are indexed, that of the token.
+-- Answers: extended fence acquired_at stop_requested(0 or 1) expires_at | why not
+local lock, index = unpack(KEYS)
+local token, ttl, grace = unpack(ARGV)
+
+local why_not = refused(lock, token)
+if why_not then
+    return why_not
+end
+local expires_at, free_at = lease_ends(ttl, grace)
+begin(lock)
+redis.call(
+    'HSET', lock, 'ttl', ttl, 'renewed_at', text(now), 'expires_at', expires_at, 'free_at', free_at
+)
+remove_at(lock, free_at)
+if index then
+    redis.call('SET', index, lock)
+    remove_at(index, free_at)
+end
+local kept = redis.call('HMGET', lock, 'fence', 'acquired_at', 'stop_requested_at')
+return 'extended ' .. kept[1] .. ' ' .. kept[2] .. ' ' .. (kept[3] and '1 ' or '0 ') .. expires_at

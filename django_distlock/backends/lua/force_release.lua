@@ -1,0 +1,19 @@
+-- Take a key from its holder, whose fence is passed in the same step.
+--
+-- KEYS: record, fence. Answers: held now record | overflow | free
+local lock, fence = unpack(KEYS)
+local maximum = ARGV[1]
+
+local free_at = redis.call('HGET', lock, 'free_at')
+if not free_at or not is_live(free_at) then
+    return 'free'
+end
+local moved = next_fence(fence)
+if moved > tonumber(maximum) then
+    return 'overflow'
+end
+local record = described(lock)
+-- First: a server without memory lets a script go on that began with a write that takes none.
+redis.call('DEL', lock)
+redis.call('SET', fence, text(moved))
+return 'held ' .. text(now) .. ' ' .. record

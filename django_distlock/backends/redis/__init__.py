@@ -1,0 +1,327 @@
+"""Locks in Redis, or Valkey: one server, one behind Sentinel, or a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import cached_property, lru_cache, partial
+from typing import Any, ClassVar, Final, TypeVar
+
+from ...conf import BackendConfig
+from ...core.durations import GRACE
+from ...core.errors import LockError
+from ...core.fences import FENCE_MAX
+from ...core.holders import Holder
+from ...core.keys import key_hash
+from ...core.records import UNKNOWN, Contended, Grant, Page, Raised, Record, Unknown
+from ...exceptions import InvalidLockBackend
+from ...fields import to_microseconds
+from ..base import BaseLockBackend
+from ..lua import script
+from .answers import extended, granted, held, overflow
+from .clients import client_source
+from .lines import Call
+from .store import RedisStore, escaped, text
+
+#: What stands between a role and the user's key: the hash, in the braces that tell a cluster where
+#: the keys of one lock live.
+_ANY_TAG: Final = "{" + "?" * 22 + "}:"
+_GRACE: Final = repr(GRACE)
+_FENCE_MAX: Final = str(FENCE_MAX)
+
+logger = logging.getLogger("django_distlock")
+
+T = TypeVar("T")
+
+
+class RedisBackend(BaseLockBackend):
+    """Keep locks and fences in Redis.
+
+    Each operation is one script, so none is ever busy. Fences follow the server's clock, whatever
+    `FENCE_FLOOR` says: the data of Redis may be lost, or be stale after a failover.
+
+    Args:
+        cache: The alias of a cache that django-redis or Django keeps in Redis.
+        url: The address of a server.
+        client_factory: What makes a `redis.Redis` or `redis.RedisCluster` for locks alone, or its
+            import path. Called once, when first needed.
+        cleanup_on_read: Remove the expired record that a read comes across.
+    """
+
+    distributed: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        config: BackendConfig,
+        *,
+        cache: str | None = None,
+        url: str | None = None,
+        client_factory: str | Callable[[], Any] | None = None,
+        cleanup_on_read: bool = False,
+        **unknown: Any,
+    ):
+        super().__init__(config, **unknown)
+        where = f"DISTLOCK[{self.alias!r}]"
+        if not isinstance(cleanup_on_read, bool):
+            raise InvalidLockBackend(
+                f"{where}: cleanup_on_read must be True or False, not {cleanup_on_read!r}."
+            )
+        self.cleanup_on_read = cleanup_on_read
+        self.cache = cache
+        source = client_source(
+            where, {"cache": cache, "url": url, "client_factory": client_factory}
+        )
+        self.store = RedisStore(self.alias, source, config.lock_connections)
+        self._prefix = f"{self.key_prefix}:" if self.key_prefix else ""
+
+    @property
+    def supports_token_lookup(self) -> bool:  # type: ignore[override]
+        """Not on a cluster, where a token would lie on another server than its record."""
+        return not self.store.is_cluster
+
+    def _acquire(
+        self,
+        name: str,
+        key: str,
+        token: str,
+        ttl: float | None,
+        holder: Holder,
+        *,
+        wanted: bool,
+        replace: str | None,
+        bound: float,
+    ) -> Grant | Contended:
+        keys = [self._at("lock", name), self._at("fence", name), self._at("pause", name)]
+        tokens = [self._token(each) for each in (token, replace) if each is not None]
+        arguments = (
+            token, _seconds(ttl), _GRACE, _FENCE_MAX, key, json.dumps(holder.as_json()),
+            "1" if wanted else "", replace or "",
+        )  # fmt: skip
+
+        read = partial(granted, key, token, ttl)
+        return self._run(Call(script("acquire"), keys, arguments, tokens), read, key)
+
+    def _extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
+        question = self._extension(name, grant, ttl)
+        return self._run(question, partial(extended, grant, ttl), grant.key)
+
+    def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
+        answers = self.store.ask_all(
+            [self._extension(name, grant, grant.ttl) for name, grant in named]
+        )
+        failed = [each for each in answers if isinstance(each, LockError)]
+        if len(failed) == len(answers):
+            raise failed[0]
+        # One server of a cluster is no reason to count the leases of the others as unknown.
+        return [
+            UNKNOWN if isinstance(answer, LockError) else extended(grant, grant.ttl, answer)
+            for (_name, grant), answer in zip(named, answers, strict=True)
+        ]
+
+    def _extension(self, name: str, grant: Grant, ttl: float | None) -> Call:
+        arguments = (grant.token, _seconds(ttl), _GRACE)
+        tokens = [self._token(grant.token)]
+        return Call(script("extend"), [self._at("lock", name)], arguments, tokens)
+
+    def _release(self, name: str, grant: Grant, *, bound: float) -> bool:
+        return self._give_back(name, grant)
+
+    def _settle(self, name: str, grant: Grant, seconds: float, *, bound: float) -> bool:
+        return self._give_back(name, grant, repr(seconds))
+
+    def _give_back(self, name: str, grant: Grant, *seconds: str) -> bool:
+        def read(answer: str) -> bool:
+            if answer != "released":
+                logger.debug("%r cannot be released: %s", grant.key, answer)
+            return answer == "released"
+
+        arguments = (grant.token, *seconds)
+        tokens = [self._token(grant.token)]
+        question = Call(script("release"), [self._at("lock", name)], arguments, tokens)
+        return self._run(question, read, grant.key)
+
+    def _read(self, name: str) -> Record | None:
+        return self._run(self._reading(self._at("lock", name)), held)
+
+    def _read_token(self, token: str) -> Record | None:
+        lock = self.store.command("GET", self._token(token))
+        record = None if lock is None else self._run(self._reading(text(lock)), held)
+        # The index may be a moment older than the record.
+        if record is None or record.token != token or record.is_settled:
+            return None
+        return record
+
+    def _reading(self, lock: str) -> Call:
+        return Call(script("read"), [lock], ("1" if self.cleanup_on_read else "",))
+
+    def _list(
+        self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
+    ) -> Page:
+        found: list[Record] = []
+        last = None
+        pattern = _ANY_TAG + escaped(prefix) + "*"
+        for chunk in self.store.walk(self._at("lock", ""), pattern, cursor, limit):
+            questions = [self._reading(self._at("lock", name)) for name, _place in chunk]
+            for answer, (_name, place) in zip(self.store.ask_all(questions), chunk, strict=True):
+                record = held(_or_raise(answer))
+                if (
+                    record is None
+                    or host not in (None, record.holder.host)
+                    or task_id not in (None, record.holder.task_id)
+                ):
+                    continue
+                if len(found) == limit:
+                    return Page(tuple(found), last)
+                found.append(record)
+                last = place
+        return Page(tuple(found), None)
+
+    def _shorten(
+        self, name: str, seconds: float, token: str | None, *, bound: float
+    ) -> Record | None:
+        tokens = [] if token is None else [self._token(token)]
+        arguments = (repr(seconds), _GRACE, token or "")
+        record = self._run(
+            Call(script("shorten"), [self._at("lock", name)], arguments, tokens), held
+        )
+        if record is not None and record.free_at is not None and token is None:
+            milliseconds = -(-to_microseconds(record.free_at) // 1000)
+            self._tell_index(record, "PEXPIREAT", str(milliseconds))
+        return record
+
+    def _force_release(self, name: str, key: str, *, bound: float) -> Record | None:
+        def read(answer: str) -> Record | None:
+            return overflow(key) if answer == "overflow" else held(answer)
+
+        keys = [self._at("lock", name), self._at("fence", name)]
+        record = self._run(Call(script("force_release"), keys, (_FENCE_MAX,)), read, key)
+        if record is not None:
+            self._tell_index(record, "DEL")
+        return record
+
+    def _tell_index(self, record: Record, command: str, *words: str) -> None:
+        """Bring up to date what is found by a token that the caller of a script did not know."""
+        # Nothing rests on it: whoever follows it compares the token.
+        with suppress(LockError):
+            self.store.command(command, self._token(record.token), *words)
+
+    def _request_stop(self, name: str, *, bound: float) -> Record | None:
+        return self._run(Call(script("request_stop"), [self._at("lock", name)], ()), held)
+
+    def _pause(self, name: str, key: str, until: datetime, by: str | None, *, bound: float) -> None:
+        arguments = (str(to_microseconds(until)), by or "")
+        self._run(Call(script("pause"), [self._at("pause", name)], arguments), str, key)
+
+    def _resume(self, name: str, *, bound: float) -> bool:
+        return self._run(Call(script("resume"), [self._at("pause", name)], ()), str) == "resumed"
+
+    def _cleanup(self, before: datetime, limit: int) -> int:
+        # Redis removes records by itself when their time has come.
+        return 0
+
+    def _raise_fences(
+        self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
+    ) -> Raised:
+        if name is not None:
+            return self._raised(to, [name])
+        left: list[str] = []
+        raised, last, todo = 0, None, limit
+        for chunk in self.store.walk(self._at("fence", ""), _ANY_TAG + "*", cursor, limit):
+            part = chunk[:todo]
+            if part:
+                done = self._raised(to, [name for name, _place in part])
+                raised += done.raised
+                left += done.left
+                last = part[-1][1]
+                todo -= len(part)
+            if len(part) < len(chunk):
+                return Raised(raised, tuple(left), last)
+        return Raised(raised, tuple(left))
+
+    def _raised(self, to: int | None, names: Sequence[str]) -> Raised:
+        arguments = ("" if to is None else str(to),)
+        questions = [
+            Call(
+                script("raise_fence"), [self._at("lock", name), self._at("fence", name)], arguments
+            )
+            for name in names
+        ]
+        outcomes = [_or_raise(answer) for answer in self.store.ask_all(questions)]
+        held = (name for name, outcome in zip(names, outcomes, strict=True) if outcome == "held")
+        return Raised(outcomes.count("raised"), tuple(name[len(_ANY_TAG) :] for name in held))
+
+    # The same, awaited: no thread waits for a server
+
+    async def aacquire(self, *args: Any, **kwargs: Any) -> Grant | Contended:
+        """See `acquire`."""
+        answer: Grant | Contended = await self._later(self._awaited.acquire, *args, **kwargs)
+        return answer
+
+    async def aextend(self, *args: Any, **kwargs: Any) -> Grant | Unknown | None:
+        """See `extend`."""
+        answer: Grant | Unknown | None = await self._later(self._awaited.extend, *args, **kwargs)
+        return answer
+
+    async def arelease(self, *args: Any, **kwargs: Any) -> bool | Unknown:
+        """See `release`."""
+        answer: bool | Unknown = await self._later(self._awaited.release, *args, **kwargs)
+        return answer
+
+    async def aread(self, key: str) -> Record | None:
+        """See `read`."""
+        answer: Record | None = await self._later(self._awaited.read, key)
+        return answer
+
+    async def _later(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Await what `operation` gives. Cancelling the await does not cancel the question."""
+        question = asyncio.ensure_future(operation(*args, **kwargs))
+        # Who was cancelled does not want to know what became of it.
+        question.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(question)
+
+    @cached_property
+    def _awaited(self) -> RedisBackend:
+        """This backend, with answers that are awaited."""
+        twin = copy.copy(self)
+        twin._run = self._run_awaited  # type: ignore[assignment, method-assign]
+        return twin
+
+    def _run(self, question: Call, read: Callable[[str], T], key: str | None = None) -> T:
+        return read(self.store.ask(question, key))
+
+    async def _run_awaited(
+        self, question: Call, read: Callable[[str], T], key: str | None = None
+    ) -> T:
+        return read(await self.store.aask(question, key))
+
+    # What things are called
+
+    def _name(self, key: str) -> str:
+        # A tag of its own: with braces in the key, a cluster would take that part of it.
+        return _tagged(self._prefix, key)
+
+    def _at(self, role: str, name: str) -> str:
+        return f"{self._prefix}{role}:{name}"
+
+    def _token(self, token: str) -> str:
+        return f"{self._prefix}token:{token}"
+
+
+@lru_cache(maxsize=1024)  # A key is named again when it is released.
+def _tagged(prefix: str, key: str) -> str:
+    return f"{{{key_hash(prefix + key)}}}:{key}"
+
+
+def _or_raise(answer: str | LockError) -> str:
+    if isinstance(answer, LockError):
+        raise answer
+    return answer
+
+
+def _seconds(ttl: float | None) -> str:
+    return "" if ttl is None else repr(ttl)

@@ -1,0 +1,85 @@
+"""What the scripts answer, as values."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import datetime
+from typing import NoReturn
+
+from ...core.errors import InvalidArgument, LockError
+from ...core.fences import FENCE_MAX, check_fence
+from ...core.holders import Holder
+from ...core.records import Contended, Grant, Record
+from ...fields import from_microseconds
+
+logger = logging.getLogger("django_distlock")
+
+
+def granted(key: str, token: str, ttl: float | None, answer: str) -> Grant | Contended:
+    """Read the answer to an acquire."""
+    outcome, _, rest = answer.partition(" ")
+    if outcome != "granted":
+        return _contended(key, outcome, rest)
+    fence, now, expires_at = rest.split(" ")
+    check_fence(key, int(fence))
+    granted_at = from_microseconds(int(now))
+    return Grant(key, token, int(fence), ttl, granted_at, _instant(expires_at))
+
+
+def extended(grant: Grant, ttl: float | None, answer: str) -> Grant | None:
+    """Read the answer to an extend."""
+    outcome, *rest = answer.split(" ")
+    if outcome != "extended":
+        logger.debug("%r cannot be extended: %s", grant.key, outcome)
+        return None
+    fence, acquired_at, stop, expires_at = rest
+    granted_at = from_microseconds(int(acquired_at))
+    return Grant(
+        grant.key, grant.token, int(fence), ttl, granted_at, _instant(expires_at), stop == "1"
+    )
+
+
+def _contended(key: str, outcome: str, rest: str) -> Contended:
+    if outcome == "overflow":
+        overflow(key)
+    if outcome == "duplicate":
+        raise InvalidArgument("This token already holds another key.", key=key)
+    now, _, described = rest.partition(" ")
+    observed_at, paused = from_microseconds(int(now)), outcome == "paused"
+    if not described:
+        return Contended(observed_at=observed_at, paused=paused)
+    return _record(described).contended(observed_at, paused=paused)
+
+
+def overflow(key: str) -> NoReturn:
+    """Say that a key has no fences left."""
+    raise LockError(f"The key {key!r} has used up its fences ({FENCE_MAX}).", key=key)
+
+
+def held(answer: str) -> Record | None:
+    """Read an answer with a record; None: nobody holds the key."""
+    outcome, _, rest = answer.partition(" ")
+    return _record(rest.partition(" ")[2]) if outcome == "held" else None
+
+
+def _record(described: str) -> Record:
+    fields = json.loads(described)
+    stop = fields.get("stop_requested_at")
+    return Record(
+        key=fields["key"],
+        token=fields["token"],
+        fence=int(fields["fence"]),
+        ttl=float(fields["ttl"]) if fields["ttl"] else None,
+        acquired_at=from_microseconds(int(fields["acquired_at"])),
+        renewed_at=from_microseconds(int(fields["renewed_at"])),
+        expires_at=_instant(fields["expires_at"]),
+        free_at=_instant(fields["free_at"]),
+        holder=Holder.from_json(json.loads(fields["holder"])),
+        wanted="wanted" in fields,
+        stop_requested_at=_instant(stop) if stop else None,
+    )
+
+
+def _instant(microseconds: str) -> datetime | None:
+    return from_microseconds(int(microseconds)) if microseconds else None

@@ -1,0 +1,297 @@
+"""Clients of Redis for locks: made from what the project has, with connections of their own.
+
+A lock's command must be sent once. The project's clients send it again where a connection breaks,
+and so a release that had worked would answer that there was nothing to release: from them comes
+only where the server is and how to log in.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import redis
+import redis.asyncio
+from django.core.cache import InvalidCacheBackendError, caches
+from django.core.cache.backends.redis import RedisCache
+from django.utils.module_loading import import_string
+from redis import exceptions
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from redis.sentinel import SentinelConnectionPool
+
+from ...core.errors import BackendUnavailable, LockError, shown
+from ...exceptions import InvalidLockBackend
+
+#: Seconds to wait for a connection, and for an answer, where the project does not say. Without
+#: them a server that hangs would hang whoever wants a lock.
+SOCKET_SECONDS = 5.0
+
+#: What redis-py raises when a server is asked.
+ERRORS = (exceptions.RedisError, exceptions.RedisClusterException)
+
+#: What of a project's connection tells where the server is and how to log in.
+_ADDRESS = re.compile(
+    r"host|port|path|db|username|password|credential_provider|client_name|protocol|ssl_.*"
+    r"|socket_(timeout|connect_timeout|keepalive|keepalive_options)|health_check_interval"
+)
+
+#: By class; the first that fits counts.
+_CODES: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
+    ((exceptions.TimeoutError,), "network_timeout"),
+    (
+        (
+            exceptions.AuthenticationError,
+            exceptions.AuthenticationWrongNumberOfArgsError,
+            exceptions.AuthorizationError,
+            exceptions.NoPermissionError,
+        ),
+        "auth_failed",
+    ),
+    ((exceptions.MaxConnectionsError, exceptions.OutOfMemoryError), "rate_limited"),
+    (
+        (
+            exceptions.ClusterError,  # also where a slot is on its way for too long
+            exceptions.ConnectionError,
+            exceptions.ReadOnlyError,
+            exceptions.RedisClusterException,
+            exceptions.TryAgainError,
+        ),
+        "service_unavailable",
+    ),
+)
+
+#: By the word that an error of the server begins with, where no class stands for it.
+_WORDS: Mapping[str, str] = {
+    "BUSY": "service_unavailable",  # a script runs too long
+    "MASTERDOWN": "service_unavailable",
+    "MISCONF": "service_unavailable",  # cannot save, and does not accept writes
+    "NOREPLICAS": "service_unavailable",
+    "NOPERM": "auth_failed",
+    "OOM": "rate_limited",
+    "READONLY": "service_unavailable",
+    "UNKILLABLE": "service_unavailable",
+}
+#: Redis before 7 wraps an error in the script's: "…@user_script: 3: -OOM command not allowed".
+_WRAPPED = re.compile(r"@user_script:? ?\d+: -([A-Z]+) ")
+
+#: Connections are counted by who uses them, and not by their pool.
+_UNCOUNTED = 2**31
+
+#: What a server with a password says to who gives none and sends many words.
+_NO_LOGIN = "unauthenticated"
+
+#: What Redis 7.0 says where a script comes to a command that its user may not run: no word of its
+#: own, and no class.
+_FORBIDDEN = "The user executing the script can't run this command"
+
+Options = Mapping[str, Any]
+
+
+def client_source(where: str, options: Options) -> Callable[[], Any]:
+    """Return what makes the client that the options name. Nothing connects before it is called.
+
+    Args:
+        where: The setting, for messages.
+        options: `cache`, `url` and `client_factory`: one is given, the others are None.
+
+    Raises:
+        InvalidLockBackend: None is given, or several, or it leads to no Redis.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if len(given) != 1:
+        raise InvalidLockBackend(
+            f"{where}: OPTIONS needs one of cache, url and client_factory, not"
+            f" {' and '.join(given) or 'none'}."
+        )
+    ((name, value),) = given.items()
+    make = {"cache": _from_cache, "url": _from_url, "client_factory": _from_factory}[name]
+    try:
+        return make(value)
+    except InvalidLockBackend as error:
+        raise InvalidLockBackend(f"{where}: {name}: {error}") from error
+
+
+def own_client(client: Any) -> Any:
+    """Return a client with the address of `client` that sends each command once.
+
+    Raises:
+        InvalidLockBackend: It is none that this can be done for.
+    """
+    if isinstance(client, redis.RedisCluster):
+        # It tells where keys are, and is asked for nothing else: see `cluster`.
+        client.set_retry(_once())
+        _bound(client.nodes_manager.connection_kwargs)
+        for node in client.get_nodes():  # type: ignore[no-untyped-call]
+            _bound(client.get_redis_connection(node).connection_pool.connection_kwargs)
+        return client
+    pool = getattr(client, "connection_pool", None)
+    if not isinstance(client, redis.Redis) or not isinstance(pool, redis.ConnectionPool):
+        raise InvalidLockBackend(
+            "client_factory must make a redis.Redis or a redis.RedisCluster, not a"
+            f" {type(client).__name__}."
+        )
+    return redis.Redis(connection_pool=own_pool(pool))
+
+
+def own_pool(pool: Any) -> Any:
+    """Return what makes connections to where `pool` connects to, that send a command once."""
+    settings = _settings(pool.connection_kwargs) | {
+        "connection_class": pool.connection_class,
+        "retry": _once(),
+        "max_connections": _UNCOUNTED,
+    }
+    if not isinstance(pool, SentinelConnectionPool):
+        return redis.ConnectionPool(**settings)
+    manager = pool.sentinel_manager
+    ours = redis.sentinel.Sentinel(  # type: ignore[no-untyped-call]
+        [], min_other_sentinels=manager.min_other_sentinels
+    )
+    ours.sentinels = [
+        redis.Redis(connection_pool=own_pool(each.connection_pool)) for each in manager.sentinels
+    ]
+    return SentinelConnectionPool(  # type: ignore[no-untyped-call]
+        pool.service_name, ours, **settings
+    )
+
+
+def awaited_pool(pool: Any) -> Any:
+    """Return what makes connections for one event loop to where `pool` connects to."""
+    settings = _settings(pool.connection_kwargs) | {
+        "retry": redis.asyncio.retry.Retry(NoBackoff(), 0),
+        "max_connections": _UNCOUNTED,
+    }
+    secure = issubclass(pool.connection_class, redis.SSLConnection)
+    if isinstance(pool, SentinelConnectionPool):
+        manager = pool.sentinel_manager
+        awaited = redis.asyncio.sentinel.Sentinel(  # type: ignore[no-untyped-call]
+            [], min_other_sentinels=manager.min_other_sentinels
+        )
+        awaited.sentinels = [
+            redis.asyncio.Redis.from_pool(awaited_pool(each.connection_pool))
+            for each in manager.sentinels
+        ]
+        return redis.asyncio.sentinel.SentinelConnectionPool(  # type: ignore[no-untyped-call]
+            pool.service_name, awaited, ssl=secure, **settings
+        )
+    connection_class: Any = redis.asyncio.Connection
+    if secure:
+        connection_class = redis.asyncio.SSLConnection
+        _refuse_less_secure(settings, connection_class)
+    elif "path" in settings:
+        connection_class = redis.asyncio.UnixDomainSocketConnection
+    return redis.asyncio.ConnectionPool(connection_class=connection_class, **settings)
+
+
+def translated(error: Exception, alias: str, key: str | None) -> LockError:
+    """Return what an error of redis-py means."""
+    about = f"The lock store {alias!r}"
+    # The words of a command that a server does not know: they may hold a token.
+    said = str(error).partition(", with args beginning")[0]
+    if isinstance(error, exceptions.MovedError | exceptions.ClusterCrossSlotError):
+        return LockError(
+            f"{about} is a node of a cluster: OPTIONS needs a client_factory that makes a"
+            f" redis.RedisCluster. {said}",
+            key=key,
+        )
+    code = _code(error)
+    if code is None:
+        return LockError(f"{about} failed: {said}", key=key)
+    return BackendUnavailable(f"{about} did not answer: {said}", key=key, code=code)
+
+
+def _code(error: Exception) -> str | None:
+    # A cluster's client tells what it met with at its nodes as the cause of its own error.
+    met: Any = error
+    while isinstance(met, exceptions.RedisClusterException) and (met.__cause__ or met.__context__):
+        met = met.__cause__ or met.__context__
+    code = next((code for classes, code in _CODES if isinstance(met, classes)), None)
+    if code is not None or not isinstance(met, exceptions.ResponseError):
+        return code
+    wrapped = _WRAPPED.search(str(met))
+    word = wrapped[1] if wrapped else str(met).partition(" ")[0]
+    if any(said in str(met) for said in (_FORBIDDEN, _NO_LOGIN)):
+        return "auth_failed"
+    return _WORDS.get(word)
+
+
+def _from_cache(alias: object) -> Callable[[], Any]:
+    try:
+        cache: Any = caches[alias]  # type: ignore[index]
+    except (InvalidCacheBackendError, TypeError, AttributeError) as error:
+        raise InvalidLockBackend(f"There is no cache {shown(alias)}: {error}") from error
+    if isinstance(cache, RedisCache):
+        return _fixed(cache._cache.get_client(write=True))
+    # What django-redis calls its own; without importing it.
+    get_client = getattr(getattr(cache, "client", None), "get_client", None)
+    if get_client is None:
+        raise InvalidLockBackend(
+            f"The cache {alias!r} is a {type(cache).__name__}, which is not kept in Redis."
+        )
+    try:
+        # The client below the cache: what the cache does about errors, such as
+        # IGNORE_EXCEPTIONS, does not concern locks.
+        return _fixed(get_client(write=True))
+    except (TypeError, NotImplementedError) as error:
+        raise InvalidLockBackend(
+            f"The cache {alias!r} spreads its keys over several servers; a lock needs one."
+        ) from error
+
+
+def _from_url(url: object) -> Callable[[], Any]:
+    if not isinstance(url, str):
+        raise InvalidLockBackend(
+            f"It must be the address of a server, as a str, not a {type(url).__name__}."
+        )
+    try:
+        return _fixed(redis.Redis.from_url(url))
+    except (ValueError, TypeError):
+        # Not the address, nor what is wrong with it: both may hold a part of a password.
+        raise InvalidLockBackend(
+            "It is no address of Redis, such as redis://127.0.0.1:6379/1, or has an option that"
+            " redis-py does not know."
+        ) from None
+
+
+def _from_factory(factory: object) -> Callable[[], Any]:
+    if isinstance(factory, str):
+        try:
+            factory = import_string(factory)
+        except ImportError as error:
+            raise InvalidLockBackend(f"It cannot be imported: {error}") from error
+    if not callable(factory):
+        raise InvalidLockBackend(f"It must be callable, or the path of that, not {shown(factory)}.")
+    return factory
+
+
+def _fixed(client: Any) -> Callable[[], Any]:
+    made = own_client(client)
+    return lambda: made
+
+
+def _refuse_less_secure(settings: dict[str, Any], connection_class: Any) -> None:
+    """Leave out what asynchronous connections do not know, unless it would make them weaker."""
+    known = inspect.signature(connection_class).parameters
+    for name in [each for each in settings if each.startswith("ssl_") and each not in known]:
+        if settings.pop(name):
+            raise exceptions.ConnectionError(
+                f"Asynchronous connections of this redis-py do not know {name}."
+            )
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    settings = {name: value for name, value in given.items() if _ADDRESS.fullmatch(name)}
+    _bound(settings)
+    return settings
+
+
+def _bound(settings: dict[str, Any]) -> None:
+    for name in ("socket_timeout", "socket_connect_timeout"):
+        if settings.get(name) is None:
+            settings[name] = SOCKET_SECONDS
+
+
+def _once() -> Retry:
+    return Retry(NoBackoff(), 0)

@@ -1,0 +1,173 @@
+"""Connections to a Redis Cluster, which keeps each lock on one of its servers.
+
+redis-py's client tells which server has which keys. The servers are asked on connections of our
+own, as a single one is: after an interruption, the client's could give an answer to whoever asks
+next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from redis import exceptions
+
+from .clients import ERRORS, own_pool
+from .lines import Call, LoopLines, ThreadLines
+
+#: How often a question follows keys that have moved.
+MOVES = 5
+#: Seconds between two looks at which server has which keys, where servers do not answer.
+LOOK_SECONDS = 1.0
+
+_AWAY = (exceptions.ConnectionError, exceptions.TimeoutError)
+
+
+class ClusterLines:
+    """The connections of threads to a cluster.
+
+    Args:
+        client: The `redis.RedisCluster` that knows which server has which keys.
+        limit: See `ThreadLines`; for each server.
+    """
+
+    def __init__(self, client: Any, limit: int):
+        self._client = client
+        self._limit = limit
+        self._lines: dict[str, ThreadLines] = {}
+        self._looked_at = 0.0
+
+    def ask(self, call: Call) -> Any:
+        """See `ThreadLines.ask`."""
+        call = call._replace(tokens=())
+        node = self.node_of(call.keys[0])
+        asking = False
+        for _ in range(MOVES):
+            try:
+                return self.server(node).ask(call, asking=asking)
+            except exceptions.MovedError:
+                self._client.nodes_manager.initialize()
+                node, asking = self.node_of(call.keys[0]), False
+            except exceptions.AskError as error:
+                place = self._client.nodes_manager.remap_host_port(error.host, error.port)
+                node, asking = self._client.get_node(*place), True
+            except _AWAY:
+                self.look_again()
+                raise
+        raise exceptions.ClusterError(f"The keys moved {MOVES} times.")
+
+    def ask_all(self, calls: Sequence[Call]) -> list[Any]:
+        """Call scripts in one round trip to each server; give answers, and errors in their places.
+
+        A server that does not answer is the error of its calls alone, and delays no other.
+        """
+        answers: list[Any] = [None] * len(calls)
+        places: dict[str, list[int]] = {}
+        nodes: dict[str, Any] = {}
+        for place, call in enumerate(calls):
+            try:
+                node = self.node_of(call.keys[0])
+            except ERRORS as error:
+                answers[place] = error
+                continue
+            nodes[node.name] = node
+            places.setdefault(node.name, []).append(place)
+
+        def ask(name: str) -> list[Any]:
+            part = [calls[place]._replace(tokens=()) for place in places[name]]
+            try:
+                return self.server(nodes[name]).ask_all(part)
+            except ERRORS as error:
+                return [error] * len(part)
+
+        for name, found in zip(places, _side_by_side(ask, list(places)), strict=True):
+            for place, answer in zip(places[name], found, strict=True):
+                # Moved meanwhile: the cluster says where.
+                moved = isinstance(answer, exceptions.AskError)
+                answers[place] = self._asked(calls[place]) if moved else answer
+        if any(isinstance(answer, _AWAY) for answer in answers):
+            self.look_again()
+        return answers
+
+    def command(self, *words: str) -> Any:
+        """Run a command about the key that is its second word, and raise its error."""
+        return self.server(self.node_of(words[1])).command(*words)
+
+    def servers(self) -> list[ThreadLines]:
+        """Return the connections to each server that has keys, in an order that stays."""
+        nodes = sorted(self._client.get_primaries(), key=lambda node: str(node.name))
+        return [self.server(node) for node in nodes]
+
+    def awaited(self) -> ClusterLoopLines:
+        """Return the same for one event loop."""
+        return ClusterLoopLines(self)
+
+    def node_of(self, key: str) -> Any:
+        """Return which server has a key, as far as is known."""
+        return self._client.get_node_from_key(key)
+
+    def server(self, node: Any) -> ThreadLines:
+        """Return the connections to one server."""
+        lines = self._lines.get(node.name)
+        if lines is None:
+            pool = own_pool(self._client.get_redis_connection(node).connection_pool)
+            lines = self._lines.setdefault(node.name, ThreadLines(pool, self._limit))
+        return lines
+
+    def look_again(self) -> None:
+        """Ask the servers that answer which of them has which keys."""
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_SECONDS:
+            return
+        self._looked_at = now
+        try:
+            self._client.nodes_manager.initialize()
+        except ERRORS:
+            return  # None does. Whoever asks next meets with that.
+
+    def _asked(self, call: Call) -> Any:
+        try:
+            return self.ask(call)
+        except ERRORS as error:
+            return error
+
+
+class ClusterLoopLines:
+    """The connections of the coroutines of one event loop to a cluster.
+
+    Args:
+        threads: The same for threads, which find out what has moved.
+    """
+
+    def __init__(self, threads: ClusterLines):
+        self._threads = threads
+        self._lines: dict[str, LoopLines] = {}
+
+    async def ask(self, call: Call) -> Any:
+        """See `LoopLines.ask`."""
+        node = self._threads.node_of(call.keys[0])
+        lines = self._lines.get(node.name)
+        if lines is None:
+            lines = self._lines[node.name] = self._threads.server(node).awaited()
+        try:
+            return await lines.ask(call._replace(tokens=()))
+        except exceptions.AskError:
+            return await asyncio.to_thread(self._threads.ask, call)
+        except _AWAY:
+            await asyncio.to_thread(self._threads.look_again)
+            raise
+
+    async def close(self) -> None:
+        """Close the connections that nobody uses right now."""
+        for lines in self._lines.values():
+            await lines.close()
+
+
+def _side_by_side(ask: Any, names: Sequence[str]) -> list[Any]:
+    if len(names) < 2:
+        return [ask(name) for name in names]
+    with ThreadPoolExecutor(len(names)) as pool:
+        return list(pool.map(ask, names))

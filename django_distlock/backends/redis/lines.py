@@ -1,0 +1,238 @@
+"""Connections to one Redis server, each used by one caller at a time.
+
+redis-py's connections, without its client around them: that costs more than the server and the way
+to it together (docs/explanation/performance.md), and sends commands again when a connection breaks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from redis import exceptions
+
+from ..lua import Script
+from .clients import awaited_pool
+
+#: Seconds of idleness after which a connection is looked at before it is used: the server may have
+#: closed it.
+FRESH_SECONDS = 1.0
+
+
+class Call(NamedTuple):
+    """A script with its arguments.
+
+    Attributes:
+        tokens: Keys of the index of tokens, which come last and are left out on a cluster: there
+            they lie on other servers.
+    """
+
+    script: Script
+    keys: Sequence[str]
+    arguments: Sequence[str]
+    tokens: Sequence[str] = ()
+
+    def command(self, *, on_cluster: bool = False, whole: bool = False) -> tuple[str, ...]:
+        """Return the command that calls the script.
+
+        Args:
+            on_cluster: Whether tokens are not indexed.
+            whole: Bring the script along, for a server that does not know it.
+        """
+        keys = self.keys if on_cluster else (*self.keys, *self.tokens)
+        what = ("EVAL", self.script.text) if whole else ("EVALSHA", self.script.digest)
+        return (*what, str(len(keys)), *keys, *self.arguments)
+
+
+def packed(words: Sequence[str]) -> bytes:
+    """Return a command as it is sent: an array of texts, each with its length in bytes."""
+    parts = [b"*%d\r\n" % len(words)]
+    for word in words:
+        raw = word.encode()
+        parts.append(b"$%d\r\n%b\r\n" % (len(raw), raw))
+    return b"".join(parts)
+
+
+class ThreadLines:
+    """Connections for threads: as many as ask at the same time.
+
+    Nobody waits for one, and so none has to be counted: what counts in Python can be left in the
+    middle by a signal's handler that raises, such as that of a time limit.
+
+    Args:
+        pool: Says how connections are made.
+        limit: How many are kept while nobody needs them.
+    """
+
+    def __init__(self, pool: Any, limit: int):
+        self._pool = pool
+        self._limit = limit
+        self._idle: deque[tuple[Any, float]] = deque()
+
+    def ask(self, call: Call, *, asking: bool = False) -> Any:
+        """Call a script, whether the server knows it or not. Raise its error.
+
+        Args:
+            asking: Of a server of a cluster that is being given the slot of the keys.
+        """
+        first = [("ASKING",)] if asking else []
+        answer = self._exchange([*first, call.command()])[-1]
+        if isinstance(answer, exceptions.NoScriptError):
+            answer = self._exchange([*first, call.command(whole=True)])[-1]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def ask_all(self, calls: Sequence[Call]) -> list[Any]:
+        """Call scripts in one round trip; give answers, and errors in their places."""
+        answers = self._exchange([call.command() for call in calls])
+        unknown = [
+            place
+            for place, answer in enumerate(answers)
+            if isinstance(answer, exceptions.NoScriptError)
+        ]
+        if unknown:
+            again = self._exchange([calls[place].command(whole=True) for place in unknown])
+            for place, answer in zip(unknown, again, strict=True):
+                answers[place] = answer
+        return answers
+
+    def command(self, *words: str) -> Any:
+        """Run a command, and raise its error."""
+        (answer,) = self._exchange([words])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def servers(self) -> list[ThreadLines]:
+        """Return the connections to each server that has keys: this one."""
+        return [self]
+
+    def awaited(self) -> LoopLines:
+        """Return connections to the same server, for one event loop."""
+        return LoopLines(awaited_pool(self._pool))
+
+    @property
+    def name(self) -> str:
+        """What messages call the server; no part of it is a secret."""
+        given = self._pool.connection_kwargs
+        return given.get("path") or f"{given.get('host', 'localhost')}:{given.get('port', 6379)}"
+
+    def _exchange(self, commands: Sequence[Sequence[str]]) -> list[Any]:
+        connection, used_at = _taken(self._pool, self._idle)
+        # Where this is cut short, nobody knows what the next answer would be.
+        clean = False
+        try:
+            if used_at and _is_elsewhere(self._pool, connection):
+                connection.disconnect()
+                used_at = 0.0
+            if time.monotonic() - used_at > FRESH_SECONDS:
+                _look_at(connection)
+            connection.send_packed_command([packed(words) for words in commands])
+            answers = [_answer(connection) for _ in commands]
+            clean = True
+            return answers
+        finally:
+            if clean and len(self._idle) < self._limit:
+                self._idle.append((connection, time.monotonic()))
+            else:
+                connection.disconnect()
+
+
+class LoopLines:
+    """Connections for the coroutines of one event loop.
+
+    Args:
+        pool: Says how connections are made.
+    """
+
+    def __init__(self, pool: Any):
+        self._pool = pool
+        self._idle: deque[tuple[Any, float]] = deque()
+
+    async def ask(self, call: Call) -> Any:
+        """Call a script, whether the server knows it or not. Raise its error."""
+        try:
+            return await self._command(call.command())
+        except exceptions.NoScriptError:
+            return await self._command(call.command(whole=True))
+
+    async def close(self) -> None:
+        """Close the connections that nobody uses right now."""
+        while self._idle:
+            connection, _used_at = self._idle.pop()
+            await connection.disconnect()
+        # Those who tell where the primary is.
+        for each in getattr(getattr(self._pool, "sentinel_manager", None), "sentinels", ()):
+            await each.aclose()
+
+    async def _command(self, words: Sequence[str]) -> Any:
+        connection, used_at = _taken(self._pool, self._idle)
+        clean = False
+        try:
+            if used_at and _is_elsewhere(self._pool, connection):
+                await connection.disconnect()
+                used_at = 0.0
+            if time.monotonic() - used_at > FRESH_SECONDS:
+                await _alook_at(connection)
+            await connection.send_packed_command([packed(words)])
+            try:
+                answer = await connection.read_response()
+            except exceptions.ResponseError:
+                clean = True
+                raise
+            clean = True
+            return answer
+        finally:
+            if clean:
+                self._idle.append((connection, time.monotonic()))
+            else:
+                await connection.disconnect(nowait=True)
+
+
+def _taken(pool: Any, idle: deque[tuple[Any, float]]) -> tuple[Any, float]:
+    """Return a connection, and when it was used last; 0: it has to be looked at."""
+    try:
+        return idle.pop()
+    except IndexError:
+        return pool.make_connection(), 0.0
+
+
+def _is_elsewhere(pool: Any, connection: Any) -> bool:
+    """Whether, behind Sentinel, another connection has learnt that the primary is another one."""
+    primary = getattr(pool, "master_address", None)
+    return primary is not None and (connection.host, connection.port) != tuple(primary)
+
+
+def _look_at(connection: Any) -> None:
+    connection.connect()
+    try:
+        # It has nothing to say, unless that it was closed.
+        stale = connection.can_read()
+    except exceptions.ConnectionError:
+        stale = True
+    if stale:
+        connection.disconnect()
+        connection.connect()
+
+
+async def _alook_at(connection: Any) -> None:
+    await connection.connect()
+    # Its name before redis-py 8.
+    look = getattr(connection, "can_read", None) or connection.can_read_destructive
+    try:
+        stale = await look()
+    except exceptions.ConnectionError:
+        stale = True
+    if stale:
+        await connection.disconnect()
+        await connection.connect()
+
+
+def _answer(connection: Any) -> Any:
+    try:
+        return connection.read_response()
+    except exceptions.ResponseError as error:
+        return error

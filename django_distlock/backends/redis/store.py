@@ -1,0 +1,273 @@
+"""How Redis is asked: one script, many at once, awaited, or by walking through its keys."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import redis
+
+from ...core.durations import MAX_BOUND
+from ...core.errors import BackendUnavailable, InvalidArgument, LockError
+from .clients import ERRORS, own_client, translated
+from .cluster import ClusterLines
+from .lines import Call, ThreadLines
+
+#: How many keys of the database a step of a walk looks at: well below a millisecond of the server.
+STEP = 1000
+
+_PLACE = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(.*)", re.DOTALL)
+
+_every: weakref.WeakSet[RedisStore] = weakref.WeakSet()
+#: What a fork copied. Kept, so that no destructor speaks on the parent's sockets.
+_inherited: list[Any] = []
+
+
+class Lane(NamedTuple):
+    """What one event loop asks with."""
+
+    ask: Callable[[Call], Any]
+    slots: asyncio.Semaphore
+    closing: AsyncGenerator[None, None]
+
+
+class Place(NamedTuple):
+    """How far a walk has come: a server, a step of its `SCAN` from a cursor to a cursor, a key."""
+
+    server: int = 0
+    scan: int = 0
+    following: int = -1
+    last: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.server}.{self.scan}.{self.following}.{self.last}"
+
+    @classmethod
+    def parsed(cls, place: str) -> Place:
+        """Return what `str` made a text of."""
+        found = _PLACE.fullmatch(place)
+        if found is None:
+            raise InvalidArgument(f"{place!r} is no cursor of this store.")
+        return cls(int(found[1]), int(found[2]), int(found[3]), found[4])
+
+
+class RedisStore:
+    """The connections of one process to one store.
+
+    Args:
+        alias: The backend's alias, for messages.
+        make: Makes a client; called once.
+        limit: How many connections are kept for the threads of the process, and how many there
+            are for each event loop.
+    """
+
+    def __init__(self, alias: str, make: Callable[[], Any], limit: int):
+        self._alias = alias
+        self._make = make
+        self._limit = limit
+        self._client: Any = None
+        self._lines: ThreadLines | ClusterLines | None
+        self._begin()
+        _every.add(self)
+
+    @property
+    def client(self) -> Any:
+        """A client with the store's address: a `redis.Redis`, or a `redis.RedisCluster`."""
+        if self._client is None:
+            with self._making:
+                self._client = self._client or own_client(self._make())
+        return self._client
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether keys are spread over several servers."""
+        with self._asking():
+            return isinstance(self.client, redis.RedisCluster)
+
+    def ask(self, call: Call, key: str | None = None) -> str:
+        """Call a script.
+
+        Raises:
+            BackendUnavailable: The server did not answer.
+            LockError: The server refused.
+        """
+        with self._asking(key) as lines:
+            return text(lines.ask(call))
+
+    async def aask(self, call: Call, key: str | None = None) -> str:
+        """See `ask`."""
+        try:
+            lane = self._lanes.get(asyncio.get_running_loop()) or await self._lane()
+        except ERRORS as error:
+            raise translated(error, self._alias, key) from error
+        try:
+            if lane.slots.locked():
+                async with asyncio.timeout(MAX_BOUND):
+                    await lane.slots.acquire()
+            else:
+                await lane.slots.acquire()
+        except TimeoutError:
+            raise self._none_free(key) from None
+        try:
+            return text(await lane.ask(call))
+        except ERRORS as error:
+            raise translated(error, self._alias, key) from error
+        finally:
+            lane.slots.release()
+
+    def ask_all(self, calls: Sequence[Call]) -> list[str | LockError]:
+        """Call scripts in one round trip to each server; give answers, and errors in their places.
+
+        Raises:
+            BackendUnavailable: No server answered.
+        """
+        with self._asking() as lines:
+            answers = lines.ask_all(calls)
+        return [
+            translated(answer, self._alias, None) if isinstance(answer, Exception) else text(answer)
+            for answer in answers
+        ]
+
+    def command(self, *words: str) -> Any:
+        """Run a command."""
+        with self._asking() as lines:
+            return lines.command(*words)
+
+    def of_each_server(self, *words: str) -> dict[str, Any]:
+        """Run a command on each server that has keys; give the answers by the server's name."""
+        with self._asking() as lines:
+            return {each.name: each.command(*words) for each in lines.servers()}
+
+    def walk(
+        self, start: str, pattern: str, place: str | None, size: int
+    ) -> Iterator[list[tuple[str, str]]]:
+        """Go through the keys that match a pattern, without keeping the server from its work.
+
+        A key that is there all the time comes at least once; one that is made or removed
+        meanwhile may.
+
+        Args:
+            start: What all the keys start with.
+            pattern: What comes behind it, as `SCAN` takes it.
+            place: Behind which key to go on; None: from the start.
+            size: How many keys at most to give at once.
+
+        Yields:
+            What comes behind the start, each with its place.
+        """
+        pattern = escaped(start) + pattern
+        begin = Place() if place is None else Place.parsed(place)
+        with self._asking() as lines:
+            servers = lines.servers()
+        for server, line in enumerate(servers[begin.server :], begin.server):
+            step = begin if server == begin.server else Place(server)
+            while True:
+                with self._asking():
+                    following, found = line.command(
+                        "SCAN", str(step.scan), "MATCH", pattern, "COUNT", str(STEP)
+                    )
+                following = int(following)
+                # A step that is asked for again goes as far as it did, unless keys have come or
+                # gone meanwhile: then what it gives may be new, also where its name is not.
+                last = step.last if following == step.following else ""
+                step = step._replace(following=following)
+                ends = (text(name)[len(start) :] for name in found)
+                names = sorted(name for name in ends if name > last)
+                placed = [(name, str(step._replace(last=name))) for name in names]
+                yield from (placed[at : at + size] for at in range(0, len(placed), size))
+                if following == 0:
+                    break
+                step = Place(server, following)
+
+    @contextmanager
+    def _asking(self, key: str | None = None) -> Iterator[ThreadLines | ClusterLines]:
+        try:
+            yield self._made()
+        except ERRORS as error:
+            raise translated(error, self._alias, key) from error
+
+    def _made(self) -> ThreadLines | ClusterLines:
+        if self._lines is not None:
+            return self._lines
+        client = self.client
+        with self._making:
+            if self._lines is None:
+                self._lines = (
+                    ClusterLines(client, self._limit)
+                    if isinstance(client, redis.RedisCluster)
+                    else ThreadLines(client.connection_pool, self._limit)
+                )
+            return self._lines
+
+    def _none_free(self, key: str | None) -> LockError:
+        return BackendUnavailable(
+            f"All {self._limit} lock connections of {self._alias!r} are in use (LOCK_CONNECTIONS).",
+            key=key,
+            code="network_timeout",
+        )
+
+    # Event loops
+
+    async def _lane(self) -> Lane:
+        """Make what the running loop asks with: its connections can be used by no other."""
+        for each in [each for each in list(self._lanes) if each.is_closed()]:
+            self._lanes.pop(each, None)
+        # A cluster's client connects when it is made: not on the loop.
+        made = await asyncio.to_thread(self._made)
+        loop = asyncio.get_running_loop()
+        if loop in self._lanes:
+            return self._lanes[loop]
+        lines = made.awaited()
+        lane = Lane(lines.ask, asyncio.Semaphore(self._limit), self._closing(loop, lines.close))
+        self._lanes[loop] = lane
+        await anext(lane.closing)
+        return lane
+
+    async def _closing(
+        self, loop: asyncio.AbstractEventLoop, close: Callable[[], Awaitable[None]]
+    ) -> AsyncGenerator[None, None]:
+        """Close the connections of a loop, which ends its generators before itself."""
+        try:
+            yield
+        finally:
+            self._lanes.pop(loop, None)
+            await close()
+
+    # Processes
+
+    def _begin(self) -> None:
+        """Use nothing of a parent's."""
+        self._making = threading.Lock()
+        self._lines = None
+        self._lanes: dict[asyncio.AbstractEventLoop, Lane] = {}
+
+    def begin_in_child(self) -> None:
+        """Let go of what a fork copied. A client's own pool sees to itself."""
+        _inherited.append((self._lines, self._lanes))
+        self._begin()
+
+
+def escaped(text: str) -> str:
+    """Return a text that stands for itself in a pattern of `SCAN`."""
+    return re.sub(r"([*?\[\]\\])", r"\\\1", text)
+
+
+def text(answer: Any) -> str:
+    """Return an answer as text."""
+    # A client of the project's own making may decode.
+    return answer if isinstance(answer, str) else str(answer, "utf-8")
+
+
+def _begin_in_child() -> None:
+    for store in list(_every):
+        store.begin_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_in_child)
