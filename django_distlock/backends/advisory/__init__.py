@@ -1,0 +1,209 @@
+"""Locks that PostgreSQL keeps for as long as a session lasts."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, ClassVar
+
+from django.db import Error, connections
+
+from ...conf import BackendConfig, table
+from ...core.durations import MAX_BOUND
+from ...core.holders import Holder
+from ...core.records import UNKNOWN, Contended, Grant, Unknown
+from ...exceptions import InvalidLockBackend
+from ...vendors.postgresql import session_salt
+from ..base import BaseLockBackend
+from .attempts import SessionAttempts, Wish, second_key
+from .holdings import Holding, Holdings, Pong, ping
+from .session import NoAnswer
+from .sessions import Sessions
+from .sql import preparation
+
+_every: weakref.WeakSet[AdvisoryBackend] = weakref.WeakSet()
+
+
+class AdvisoryBackend(SessionAttempts, BaseLockBackend):
+    """Hold each lock by a PostgreSQL session of its own, and count fences in the table.
+
+    The server frees a lock when its session ends: at once when the process dies, within half a
+    minute when its host vanishes. No lease ends by its ttl, which only tells a holder without
+    answers when to stop: who never releases keeps the key for as long as the process lives. A
+    session that is cut off loses its lock, and `check()` sees it without a query.
+
+    Each lock that is held is a connection to the server itself: a pooler in between is refused,
+    also one that pools sessions. Fences always follow the clock. A lease belongs to the process
+    that took it; in every other one its token means nothing.
+
+    Args:
+        using: The alias of the database; None: what the router says for writing `HeldLock`.
+        max_connections: How many sessions this process opens at most, and so how many locks it
+            holds at once.
+    """
+
+    distributed: ClassVar[bool] = True
+    supports_ttl: ClassVar[bool] = False
+    supports_token_lookup: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        config: BackendConfig,
+        *,
+        using: str | None = None,
+        max_connections: int = 20,
+        **unknown: Any,
+    ):
+        super().__init__(config, **unknown)
+        where = f"DISTLOCK[{self.alias!r}]"
+        limit = max_connections
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise InvalidLockBackend(
+                f"{where}: max_connections must be an int of at least 1, not {limit!r}."
+            )
+        # Sessions see what is committed, so nothing may stay in the transaction of a TestCase.
+        vendor = self._use_database(using, apart=True)
+        if vendor != "postgresql":
+            raise InvalidLockBackend(
+                f"{where}: using: {self.using!r} is a {vendor} database; only PostgreSQL has locks"
+                f" that last for a session."
+            )
+        self._salt = session_salt()
+        self._fences = table("fences")
+        self._counters.who_is_held = self._held_among
+        self._holdings = Holdings()
+        self.max_connections = limit
+        self._sessions = Sessions(self.using, limit, preparation(self._fences))
+        _every.add(self)
+
+    def _acquire(
+        self,
+        name: str,
+        key: str,
+        token: str,
+        ttl: float | None,
+        holder: Holder,
+        *,
+        wanted: bool,
+        replace: str | None,
+        bound: float,
+    ) -> Grant | Contended:
+        wish = Wish(name, key, self._number(name), token, ttl, holder)
+        other = self._holdings.of_token(token)
+        if other is not None and other.name != name and not other.session.closed:
+            raise second_key(key)
+        held = None if replace is None else self._holdings.of_token(replace, name)
+        answer = None if held is None else self._hand_over(held, wish)
+        return self._attempt(wish) if answer is None else answer
+
+    def _extend(
+        self, name: str, grant: Grant, ttl: float | None, *, bound: float
+    ) -> Grant | Unknown | None:
+        holding = self._holdings.of_token(grant.token, name)
+        if holding is None:
+            return None
+        (pong,) = ping([holding], time.monotonic() + MAX_BOUND).values()
+        if isinstance(pong, Error):
+            raise self._refused(pong, grant.key) from pong
+        return self._extended(holding, grant, ttl, pong)
+
+    def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
+        # Each session is a connection of its own, so there is no one round trip to all of them.
+        found = [self._holdings.of_token(grant.token, name) for name, grant in named]
+        known = {holding for holding in found if holding is not None}
+        pongs = ping(known, time.monotonic() + MAX_BOUND)
+        return [
+            None if holding is None else self._extended(holding, grant, grant.ttl, pongs[holding])
+            for holding, (_name, grant) in zip(found, named, strict=True)
+        ]
+
+    def _extended(
+        self, holding: Holding, grant: Grant, ttl: float | None, pong: Pong
+    ) -> Grant | Unknown | None:
+        if not isinstance(pong, datetime):
+            return None if pong is None else UNKNOWN
+        facts: dict[str, Any] = {"ttl": ttl, "renewed_at": pong}
+        if holding.stop_word in holding.session.heard:
+            facts["stop_requested_at"] = pong
+        record = self._holdings.change(holding, **facts)
+        stop = record.stop_requested_at is not None
+        return Grant(grant.key, grant.token, record.fence, ttl, record.acquired_at, None, stop)
+
+    def _release(self, name: str, grant: Grant, *, bound: float) -> bool:
+        holding = self._holdings.of_token(grant.token, name)
+        if holding is None:
+            return False
+        session = holding.session
+        with session.mutex:
+            if not self._holdings.drop(holding):
+                return False
+            try:
+                return not session.closed and self._unlock(holding)
+            except NoAnswer as error:
+                raise self._no_answer(grant.key) from error
+            finally:
+                self._sessions.put_back(session)
+
+    def _unlock(self, holding: Holding) -> bool:
+        session = holding.session
+        try:
+            session.catch_up(time.monotonic() + MAX_BOUND)
+            return session.ask("distlock_release", holding.number)[0] == "t"
+        except Error:
+            # Cut off, it held nothing any more; alive, it frees the key by its end.
+            was_cut_off = session.closed
+            session.close()
+            return not was_cut_off
+        except BaseException:
+            # The server frees the key when it comes to know.
+            session.close()
+            raise
+
+    def is_cut_off(self, grant: Grant) -> bool:
+        """See `BaseLockBackend`. A server that ends a session closes its connection."""
+        holding = self._holdings.of_token(grant.token)
+        if holding is None or not holding.is_cut_off():
+            return False
+        # Unless it was released meanwhile.
+        return self._holdings.of_token(grant.token) is holding
+
+    def most_sessions(self) -> int:
+        """Open a session, and return how many the server takes from everybody together.
+
+        Raises:
+            LockUsageError: A pooler stands in between.
+            BackendUnavailable: The server did not answer.
+        """
+        session = self._taken(None)
+        if session is not None:
+            self._sessions.put_back(session)
+        return self._ask(self._most_sessions)
+
+    def _most_sessions(self) -> int:
+        with connections[self.using].cursor() as cursor:
+            cursor.execute(
+                "SELECT current_setting('max_connections')::int"
+                " - current_setting('superuser_reserved_connections')::int"
+            )
+            return int(cursor.fetchone()[0])
+
+    def _cleanup(self, before: datetime, limit: int) -> int:
+        # No record outlives its lock.
+        return 0
+
+    def _begin_in_child(self) -> None:
+        self._holdings.forget()
+        self._sessions.leave_to_parent()
+
+
+def _begin_in_child() -> None:
+    # The parent's leases are its own, and so is every word on its sockets.
+    for backend in list(_every):
+        backend._begin_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_in_child)

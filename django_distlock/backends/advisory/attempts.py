@@ -1,0 +1,201 @@
+"""How the advisory backend asks for a key: one statement, on a session that holds nothing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from django.db import Error
+
+from ...core.durations import MAX_BOUND
+from ...core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
+from ...core.fences import FENCE_MAX, check_fence
+from ...core.holders import Holder
+from ...core.records import Contended, Grant, Record
+from ...vendors.postgresql import is_busy, is_overflow
+from .holdings import Holding
+from .session import NoAnswer, PoolerInBetween, Row, Session
+from .sessions import AllInUse, Sessions
+from .sql import Seen, granted_at, halves, instant, shown
+from .views import SessionViews
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What an attempt asks for."""
+
+    name: str
+    key: str
+    number: int
+    token: str
+    ttl: float | None
+    holder: Holder
+
+
+class SessionAttempts(SessionViews):
+    """Attempts of the advisory backend, and the sessions that they run on."""
+
+    alias: str
+    _sessions: Sessions
+
+    def _attempt(self, wish: Wish) -> Grant | Contended:
+        """Try once on a session that holds nothing."""
+        session = self._taken(wish.key)
+        if session is None:
+            # Nothing can be prepared while the table is locked, but who holds the key is told.
+            busy = self._busy(wish.name)
+            return replace(busy, busy=busy.fence is None)
+        try:
+            with session.mutex:
+                return self._try(session, wish)
+        except LockError:
+            raise
+        except BaseException:
+            # Interrupted, it may hold the lock.
+            session.close()
+            raise
+        finally:
+            if not session.holds:
+                self._sessions.put_back(session)
+
+    def _hand_over(self, held: Holding, wish: Wish) -> Grant | Contended | None:
+        """Grant a key with the session that holds it; None: that one is gone."""
+        session = held.session
+        with session.mutex:
+            if session.closed or self._holdings.of_token(held.record.token) is not held:
+                return None
+            try:
+                session.catch_up(time.monotonic() + MAX_BOUND)
+                turn, paused, fence, now, *_ = self._ask_for(session, "distlock_hand_over", wish)
+            except NoAnswer as error:
+                raise self._no_answer(wish.key) from error
+            except Error as error:
+                if session.closed:
+                    return None
+                if is_busy(error):
+                    return self._busy(wish.name)
+                raise self._refused(error, wish.key) from error
+            except BaseException:
+                session.close()
+                raise
+            if fence is not None:
+                self._holdings.drop(held)
+                return self._granted(session, wish, int(fence), instant(now))
+            if "t" in (turn, paused):
+                return held.record.contended(instant(now), paused=True)
+            session.close()
+            return None
+
+    def _try(self, session: Session, wish: Wish) -> Grant | Contended:
+        try:
+            turn, paused, fence, now, *_ = self._ask_for(session, "distlock_acquire", wish)
+            if fence is not None:
+                return self._granted(session, wish, int(fence), instant(now))
+            if turn == "t":
+                # Paused since the statement began.
+                session.ask("distlock_release", wish.number)
+                return Contended(observed_at=instant(now), paused=True)
+            mine = self._holdings.of_name(wish.name)
+            if mine is not None and not mine.is_cut_off():
+                return mine.record.contended(instant(now), paused=paused == "t")
+            return self._lost(session, wish, paused=paused == "t")
+        except NoAnswer as error:
+            raise self._no_answer(wish.key) from error
+        except Error as error:
+            if session.closed or not (is_busy(error) or is_overflow(error)):
+                session.close()
+                raise self._refused(error, wish.key) from error
+            # What was locked stays locked, though the statement failed.
+            contended = self._undo(session, wish)
+            if is_overflow(error):
+                raise self._refused(error, wish.key) from error
+            return contended
+
+    def _ask_for(self, session: Session, statement: str, wish: Wish) -> Row:
+        try:
+            return session.ask(
+                statement, wish.name, wish.key, wish.number, *halves(wish.number),
+                session.durable, shown(wish.key, wish.name),
+            )  # fmt: skip
+        except NoAnswer as error:
+            raise self._no_answer(wish.key) from error
+
+    def _granted(self, session: Session, wish: Wish, fence: int, now: datetime) -> Grant:
+        at = granted_at(fence, now)
+        record = Record(wish.key, wish.token, fence, wish.ttl, at, at, None, None, wish.holder)
+        if not self._holdings.add(Holding(wish.name, wish.number, session, record)):
+            # Another thread was granted another key for this token meanwhile.
+            session.close()
+            raise second_key(wish.key)
+        self._sessions.keep_lock(session)
+        check_fence(wish.key, fence)
+        return Grant(wish.key, wish.token, fence, wish.ttl, at, None)
+
+    def _undo(self, session: Session, wish: Wish) -> Contended:
+        """Give back what a failed attempt may have locked, and say who was in its way."""
+        try:
+            if session.ask("distlock_release", wish.number)[0] == "t":
+                return Contended(busy=True)
+            # The whole table was locked: this attempt never had its turn.
+            lost = self._lost(session, wish)
+        except (NoAnswer, Error):
+            session.close()
+            return Contended(busy=True)
+        return replace(lost, busy=lost.fence is None)
+
+    def _lost(self, session: Session, wish: Wish, *, paused: bool = False) -> Contended:
+        now, *who = session.ask("distlock_lost", wish.name, *halves(wish.number))
+        if who[0] is None:
+            return Contended(observed_at=instant(now), paused=paused)
+        record = self._record(wish.name, Seen.read(who), instant(now))
+        return record.contended(instant(now), paused=paused)
+
+    # Trouble
+
+    def _taken(self, key: str | None) -> Session | None:
+        """Return a session that holds nothing; None: somebody's lock keeps it from being opened."""
+        try:
+            return self._sessions.take()
+        except AllInUse as error:
+            number = self._sessions.limit
+            what = "hold locks" if error.all_hold else "stayed in use for a second"
+            raise BackendUnavailable(
+                f"All {number} sessions of {self.using!r} {what} (max_connections of"
+                f" DISTLOCK[{self.alias!r}]): each lock is a connection here. Hold fewer at once,"
+                f" or allow more, which the server has to allow too.",
+                key=key,
+                code="rate_limited",
+            ) from error
+        except PoolerInBetween as error:
+            raise LockUsageError(
+                f"A connection pooler (such as PgBouncer) stands between {self.using!r} and its"
+                f" server: locks that last for a session cannot be trusted through it, in no mode."
+                f" Give DISTLOCK[{self.alias!r}] a database alias that goes to PostgreSQL"
+                f" directly.",
+                key=key,
+                code="unsupported",
+            ) from error
+        except NoAnswer as error:
+            raise self._no_answer(key) from error
+        except Error as error:
+            if is_busy(error):
+                return None
+            raise self._refused(error, key) from error
+
+    def _no_answer(self, key: str | None) -> BackendUnavailable:
+        return BackendUnavailable(
+            f"The lock store {self.using!r} did not answer in time.",
+            key=key,
+            code="network_timeout",
+        )
+
+    def _refused(self, error: Error, key: str | None) -> LockError:
+        if is_overflow(error):
+            return LockError(f"The key {key!r} has used up its fences ({FENCE_MAX}).", key=key)
+        return self._translated(error, key)
+
+
+def second_key(key: str) -> InvalidArgument:
+    """Return why a token that holds a key is not granted another one."""
+    return InvalidArgument("This token already holds another key.", key=key)

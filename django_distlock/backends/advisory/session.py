@@ -1,0 +1,242 @@
+"""A session of a PostgreSQL server, which holds one advisory lock at most.
+
+The protocol is spoken through `psycopg.pq`: an answer can be waited for with an end, several
+sessions can be asked side by side, and what the server says unasked is seen without a query.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psycopg
+from django.db.backends.base.base import BaseDatabaseWrapper
+from psycopg.pq import ConnStatus, ExecStatus
+
+from ...connections import keep_inherited, own_connection
+
+#: What tells the server and us about a peer that vanished, in half a minute.
+KEEPALIVES = {
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+}
+
+#: Seconds to wait for an answer that the server does not put off: then it is not there.
+ANSWER_SECONDS = 5.0
+
+#: Milliseconds that a statement waits for somebody else's lock. A guard may hold a fence for as
+#: long as a transaction, so all that is waited for is what others change in passing.
+_LOCK_TIMEOUT = 20
+
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+#: Needs no descriptor of its own, and takes any, where the system has it.
+_Selector: type[selectors.BaseSelector] = getattr(
+    selectors, "PollSelector", selectors.SelectSelector
+)
+
+Row = Sequence[str | None]
+
+
+class NoAnswer(Exception):
+    """The server has not answered in time."""
+
+
+class PoolerInBetween(Exception):
+    """Whoever answered is not the server that the session was opened with."""
+
+
+class Session:
+    """A connection of our own, outside of every pool.
+
+    Errors of the server are Django's, as those of its connections are.
+
+    Attributes:
+        mutex: Whoever asks or looks holds it: no two threads share a session.
+        pid: The server's number for it.
+        database: The name of the database.
+        holds: Whether it holds a lock.
+        heard: What others have sent to it since it was given a lock.
+        closed: Whether it has ended, as far as we know.
+        awaits: Whether an answer is still to come. There is one query at a time.
+
+    Raises:
+        PoolerInBetween: It does not go to the server.
+        django.db.Error: It cannot be opened.
+    """
+
+    def __init__(self, template: BaseDatabaseWrapper, prepared: str):
+        self.mutex = threading.Lock()
+        self.database = template.settings_dict["NAME"]
+        self.holds = False
+        self.heard: set[str] = set()
+        self.closed = False
+        self.awaits = False
+        self._process = os.getpid()
+        self._wrapper = own_connection(template, **KEEPALIVES)
+        self._wrapper.ensure_connection()
+        self._raw: psycopg.Connection[Any] = self._wrapper.connection
+        self._pgconn = self._raw.pgconn
+        self.pid = self._pgconn.backend_pid
+        try:
+            with self._errors():
+                self._pgconn.send_query(self._preparation(prepared).encode())
+                self.awaits = True
+                until = time.monotonic() + ANSWER_SECONDS
+                self._flush(until)
+                first = self._receive(until)[0]
+        except BaseException as error:
+            self.close()
+            if getattr(error.__cause__, "sqlstate", None) == "22012":
+                raise PoolerInBetween from error
+            raise
+        #: What makes a commit of this session durable.
+        self.durable = "remote_apply" if first[1] == "remote_apply" else "on"
+
+    def ask(self, statement: str, *arguments: object) -> Row:
+        """Run a prepared statement; return its one row.
+
+        Raises:
+            NoAnswer: The server has not answered in time. The session is closed.
+        """
+        try:
+            self.send(statement, *arguments)
+            return self.receive(time.monotonic() + ANSWER_SECONDS)
+        except NoAnswer:
+            self.close()
+            raise
+
+    def send(self, statement: str, *arguments: object) -> None:
+        """Begin to run a prepared statement."""
+        with self._errors():
+            values = [None if each is None else str(each).encode() for each in arguments]
+            self._pgconn.send_query_prepared(statement.encode(), values)
+            self.awaits = True
+            self._flush(time.monotonic() + ANSWER_SECONDS)
+
+    def receive(self, until: float) -> Row:
+        """Return the one row of what was sent.
+
+        Raises:
+            NoAnswer: It has not come until then (`time.monotonic`). It may still: see `catch_up`.
+        """
+        with self._errors():
+            return self._receive(until)[0]
+
+    def catch_up(self, until: float) -> None:
+        """Take the answer that came too late for who asked.
+
+        Raises:
+            NoAnswer: It has not come until then.
+        """
+        if self.awaits:
+            self.receive(until)
+
+    def look(self) -> bool:
+        """Return whether the server has ended the session. Nothing is sent or waited for."""
+        with suppress(psycopg.Error):
+            while not self.closed and _ready(self._pgconn.socket, _READ, 0):
+                self._pgconn.consume_input()
+            self._listen()
+            return self.closed
+        self.close()
+        return True
+
+    def close(self) -> None:
+        """End the session, and with it the lock that it holds."""
+        self.closed = True
+        if self._process == os.getpid():
+            with suppress(Exception):
+                self._raw.close()
+
+    def leave(self) -> None:
+        """Let go of what a fork copied: a word on its socket would end the parent's session."""
+        self.closed = True
+        keep_inherited(self._raw)
+
+    def _preparation(self, prepared: str) -> str:
+        options = {**KEEPALIVES, **self._wrapper.settings_dict["OPTIONS"]}
+        settings = {
+            "application_name": "distlock",
+            "default_transaction_isolation": "read committed",
+            "lock_timeout": _LOCK_TIMEOUT,
+            "idle_session_timeout": 0,
+            # A fence that is the clock's is below every later one, also where a crash undoes it.
+            "synchronous_commit": "off",
+            "plan_cache_mode": "force_generic_plan",
+            "tcp_keepalives_idle": options["keepalives_idle"],
+            "tcp_keepalives_interval": options["keepalives_interval"],
+            "tcp_keepalives_count": options["keepalives_count"],
+            "tcp_user_timeout": options["tcp_user_timeout"],
+        }
+        sets = ", ".join(
+            f"set_config('{name}', '{int(value) if name.startswith('tcp') else value}', false)"
+            for name, value in settings.items()
+        )
+        return (
+            # Fails where a pooler answers, before anything else reaches a session that others use.
+            f"SELECT 1 / (pg_backend_pid() = {self.pid})::int,"
+            f" current_setting('synchronous_commit');"
+            f' SELECT {sets}; LISTEN "distlock_{self.pid}"; {prepared}'
+        )
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            with self._wrapper.wrap_database_errors:
+                yield
+        finally:
+            if not self.closed and self._pgconn.status != ConnStatus.OK:
+                self.close()
+
+    def _receive(self, until: float) -> list[Row]:
+        """Return the first row of each result of what was sent."""
+        rows: list[Row] = []
+        failed = None
+        while (result := self._result(until)) is not None:
+            if result.status == ExecStatus.TUPLES_OK:
+                rows.append(_first_row(result))
+            elif result.status == ExecStatus.FATAL_ERROR:
+                failed = psycopg.errors.error_from_result(result)
+        self.awaits = False
+        self._listen()
+        if failed is not None:
+            raise failed
+        return rows
+
+    def _result(self, until: float) -> Any:
+        while self._pgconn.is_busy():
+            if not _ready(self._pgconn.socket, _READ, until - time.monotonic()):
+                raise NoAnswer
+            self._pgconn.consume_input()
+        return self._pgconn.get_result()
+
+    def _flush(self, until: float) -> None:
+        while self._pgconn.flush():
+            ready = _ready(self._pgconn.socket, _READ | _WRITE, until - time.monotonic())
+            if not ready:
+                raise NoAnswer
+            if ready & _READ:
+                self._pgconn.consume_input()
+
+    def _listen(self) -> None:
+        while (notice := self._pgconn.notifies()) is not None:
+            self.heard.add(notice.extra.decode())
+
+
+def _first_row(result: Any) -> Row:
+    values = (result.get_value(0, column) for column in range(result.nfields))
+    return [None if each is None else each.decode() for each in values]
+
+
+def _ready(socket: int, events: int, seconds: float) -> int:
+    with _Selector() as selector:
+        selector.register(socket, events)
+        found = selector.select(max(0.0, seconds))
+        return found[0][1] if found else 0
