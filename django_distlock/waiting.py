@@ -65,11 +65,12 @@ def acquire(backend: BaseLockBackend, request: Request) -> Granted:
     """
     attempts = _Attempts(backend, request)
     try:
-        outcome = _drive(attempts)
+        return attempts.conclude(_drive(attempts))
     except BaseException as error:
-        attempts.fail(error)
+        # Interrupted behind the grant, by a time limit in a receiver: nobody would release it.
+        if not attempts.concluded or attempts.granted:
+            attempts.fail(error)
         raise
-    return attempts.conclude(outcome)
 
 
 async def aacquire(backend: BaseLockBackend, request: Request) -> Granted:
@@ -207,6 +208,7 @@ class _Attempts:
             self.backend.release(grant)
         except BackendUnavailable:
             logger.warning("%r was granted but not used, and could not be released", grant.key)
+            self._release_later()
 
     def conclude(self, outcome: Outcome) -> Granted:
         """Return the grant, or raise why there is none."""
@@ -235,6 +237,10 @@ class _Attempts:
         if not self.concluded:
             self.concluded = True
             self._tell(lock_not_acquired, fence=None, holder=None, cause=error)
+
+    @property
+    def granted(self) -> bool:
+        return self._granted is not None
 
     def has_listeners(self) -> bool:
         sender = type(self.backend)

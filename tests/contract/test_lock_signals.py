@@ -256,4 +256,25 @@ def test_receiver_of_the_release_may_take_the_key(registered: Registered, key: s
             pass
     finally:
         signals.lock_released.disconnect(follow)
-    assert fences == [first.fence + 1, first.fence + 2]
+    assert registered.are_next(fences, first.fence)
+    assert len(fences) == 2
+
+
+class TimeIsUp(BaseException):
+    """What a signal's handler raises."""
+
+
+def test_receiver_that_is_interrupted_leaves_nothing_held(registered: Registered, key: str) -> None:
+    """A time limit that strikes in a receiver of the grant: nobody would release the key."""
+
+    def receive(*, key: str, **_: Any) -> None:
+        raise TimeIsUp
+
+    lock = lock_of(registered, key)
+    signals.lock_acquired.connect(receive)
+    try:
+        with pytest.raises(TimeIsUp):
+            lock.acquire()
+    finally:
+        signals.lock_acquired.disconnect(receive)
+    assert grantable(lock)
