@@ -27,7 +27,7 @@ class LockInfo(_Raw):
 
     Attributes:
         key_hash: 24 lower-case hex digits: HMAC-SHA256 of the key with the project's secret.
-        token_hash: The same of the token.
+        token_hash: The same of the token; "": the store does not tell it.
         fence: The holder's fence.
         acquired_at: Since when, by the store's clock.
         expires_at: Until when; None: no expiry.
@@ -88,7 +88,8 @@ def _info(record: Record | None, *, raw: bool) -> LockInfo | None:
         return None
     return LockInfo(
         key_hash=_hash(record.key),
-        token_hash=_hash(record.token),
+        # A store that keeps no tokens tells none.
+        token_hash=_hash(record.token) if record.token else "",
         fence=record.fence,
         acquired_at=record.acquired_at,
         expires_at=record.expires_at,

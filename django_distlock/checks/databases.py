@@ -1,4 +1,4 @@
-"""System checks: `distlock.E0xx` for settings, `E1xx` and `W1xx` for databases."""
+"""`distlock.E1xx` and `W1xx`: the databases of locks and fences."""
 
 from __future__ import annotations
 
@@ -7,50 +7,34 @@ from typing import Any
 
 from django.apps import apps
 from django.core import checks
-from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, connections, models, router
 
-from . import conf
-from .backends.database import DatabaseBackend
-from .connections import database_file
-from .handler import lock_backends
-from .models import FenceCounter, HeldLock, LockEvent
-
-_DOCS = "See docs/reference/checks.md."
-
-
-@checks.register("distlock")
-def check_settings(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
-    """E001: each alias of `DISTLOCK` makes a backend, and the holder's name is legal."""
-    found: list[checks.CheckMessage] = []
-    for read in (conf.holder_config, *(_maker(alias) for alias in _aliases(found))):
-        try:
-            read()
-        except ImproperlyConfigured as error:
-            found.append(checks.Error(str(error), hint=_DOCS, id="distlock.E001"))
-    return found
+from ..backends.tables import FenceTable
+from ..connections import database_file
+from ..models import FenceCounter, HeldLock, LockEvent
+from .configured import DOCS, configured, where
 
 
 @checks.register("distlock")
 def check_aliases(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
     """E102 and W101: the locks' database is no mirror, and a SQLite file of their own."""
     found: list[checks.CheckMessage] = []
-    for backend in _database_backends():
+    for backend in configured(FenceTable):
         connection = connections[backend.using]
-        where = f"DISTLOCK[{backend.alias!r}]"
+        setting = where(backend)
         if (connection.settings_dict.get("TEST") or {}).get("MIRROR"):
             found.append(
                 checks.Error(
-                    f"{where} keeps its locks in {backend.using!r}, which is a mirror of another"
+                    f"{setting} keeps its locks in {backend.using!r}, which is a mirror of another"
                     " database. A replica lags behind: two would hold one lock.",
-                    hint=f"Set OPTIONS['using'] to the database that is written. {_DOCS}",
+                    hint=f"Set OPTIONS['using'] to the database that is written. {DOCS}",
                     id="distlock.E102",
                 )
             )
         if connection.vendor == "sqlite" and _shares_file(backend.using):
             found.append(
                 checks.Warning(
-                    f"{where} keeps its locks in the SQLite file of other models"
+                    f"{setting} keeps its locks in the SQLite file of other models"
                     f" ({backend.using!r}). SQLite has one writer per file: inside atomic() on it,"
                     " acquire is refused.",
                     hint="Give the locks an alias with a file of its own, and a router: see"
@@ -70,13 +54,13 @@ def check_tables(
     A warning, because `migrate` runs these checks too and stops at errors.
     """
     found: list[checks.CheckMessage] = []
-    for using in sorted({backend.using for backend in _database_backends()} & {*(databases or ())}):
+    for using in _checked(databases):
         expected = [model._meta.db_table for model in (HeldLock, FenceCounter, LockEvent)]
         try:
             existing = set(connections[using].introspection.table_names())
         except DatabaseError as error:
             message = f"The lock tables in {using!r} cannot be looked for: {error}"
-            found.append(checks.Warning(message, hint=_DOCS, id="distlock.W102"))
+            found.append(checks.Warning(message, hint=DOCS, id="distlock.W102"))
             continue
         missing = [name for name in expected if name not in existing]
         if missing:
@@ -98,7 +82,7 @@ def check_mysql(
 ) -> list[checks.CheckMessage]:
     """E103, W104 and W105: MariaDB and MySQL lock rows, and keep what they commit."""
     found: list[checks.CheckMessage] = []
-    for using in sorted({backend.using for backend in _database_backends()} & {*(databases or ())}):
+    for using in _checked(databases):
         if connections[using].vendor != "mysql":
             continue
         try:
@@ -114,7 +98,7 @@ def _mysql_findings(using: str) -> Iterator[checks.CheckMessage]:
         yield checks.Error(
             f"The database {using!r} cannot skip locked rows, which several leases are extended"
             " with.",
-            hint=f"Use MariaDB 10.6 or MySQL 8.0.1, or newer. {_DOCS}",
+            hint=f"Use MariaDB 10.6 or MySQL 8.0.1, or newer. {DOCS}",
             id="distlock.E103",
         )
     with connection.cursor() as cursor:
@@ -127,7 +111,7 @@ def _mysql_findings(using: str) -> Iterator[checks.CheckMessage]:
             yield checks.Warning(
                 f"The table {name} of {using!r} is kept by {engine}, which cannot lock rows: two"
                 " could hold one lock.",
-                hint=f"ALTER TABLE `{name}` ENGINE = InnoDB. {_DOCS}",
+                hint=f"ALTER TABLE `{name}` ENGINE = InnoDB. {DOCS}",
                 id="distlock.W104",
             )
         cursor.execute("SELECT @@innodb_flush_log_at_trx_commit")
@@ -135,31 +119,14 @@ def _mysql_findings(using: str) -> Iterator[checks.CheckMessage]:
             yield checks.Warning(
                 f"The database {using!r} does not write its log at each commit: a crash may undo"
                 " grants, and hand out their fences again.",
-                hint=f"Set innodb_flush_log_at_trx_commit to 1, or FENCE_FLOOR. {_DOCS}",
+                hint=f"Set innodb_flush_log_at_trx_commit to 1, or FENCE_FLOOR. {DOCS}",
                 id="distlock.W105",
             )
 
 
-def _aliases(found: list[checks.CheckMessage]) -> list[str]:
-    try:
-        return conf.aliases()
-    except ImproperlyConfigured as error:
-        found.append(checks.Error(str(error), hint=_DOCS, id="distlock.E001"))
-        return []
-
-
-def _maker(alias: str) -> Any:
-    return lambda: lock_backends[alias]
-
-
-def _database_backends() -> Iterator[DatabaseBackend]:
-    for alias in _aliases([]):
-        try:
-            backend = lock_backends[alias]
-        except ImproperlyConfigured:
-            continue  # E001 says so.
-        if isinstance(backend, DatabaseBackend):
-            yield backend
+def _checked(databases: Sequence[str] | None) -> list[str]:
+    """Return which of the databases that are looked into hold locks or fences."""
+    return sorted({each.using for each in configured(FenceTable)} & {*(databases or ())})
 
 
 def _shares_file(using: str) -> bool:

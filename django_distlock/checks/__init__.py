@@ -1,0 +1,7 @@
+"""System checks, by what they look at. What their numbers say: docs/reference/checks.md."""
+
+from __future__ import annotations
+
+from . import advisory, databases, redis, settings
+
+__all__ = ["advisory", "databases", "redis", "settings"]

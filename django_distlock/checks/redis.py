@@ -1,0 +1,119 @@
+"""`distlock.E2xx` and `W2xx`: servers that forget, lag behind, or are somebody else's to empty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from django.conf import settings
+from django.core import checks
+
+from ..core.errors import LockError
+from .configured import DOCS, configured_by_path, where
+
+if TYPE_CHECKING:
+    from ..backends.redis import RedisBackend
+
+_GUARANTEES = "What it costs is in docs/explanation/guarantees.md."
+
+
+@checks.register("distlock")
+def check_redis_cache(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
+    """W201: nobody empties the locks together with a cache."""
+    found: list[checks.CheckMessage] = []
+    for backend in _backends():
+        given = settings.CACHES.get(backend.cache) if backend.cache else None
+        if given is None:
+            continue
+        same = [
+            alias
+            for alias, other in settings.CACHES.items()
+            if alias != backend.cache and other.get("LOCATION") == given.get("LOCATION")
+        ]
+        if backend.cache == "default" or same:
+            cache = same[0] if same else backend.cache
+            found.append(
+                checks.Warning(
+                    f"{where(backend)} keeps its locks in the Redis database of the cache"
+                    f" {cache!r}, whose clear() removes them and their fences.",
+                    hint="Give the locks a cache alias with a database or a server of their own,"
+                    f" or a url. {DOCS}",
+                    id="distlock.W201",
+                )
+            )
+    return found
+
+
+@checks.register("distlock", deploy=True)
+def check_redis_servers(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
+    """E201 and W202 to W205: ask the servers, which `check --deploy` alone does."""
+    found: list[checks.CheckMessage] = []
+    for backend in _backends():
+        try:
+            answers = backend.store.of_each_server("INFO", "everything")
+        except LockError as error:
+            found.append(
+                checks.Warning(
+                    f"{where(backend)} cannot be asked: {error}", hint=DOCS, id="distlock.W205"
+                )
+            )
+            continue
+        for server, answer in answers.items():
+            about = f"{where(backend)}: the Redis server {server}"
+            found += _findings(backend, about, _fields(answer))
+    return found
+
+
+def _findings(
+    backend: RedisBackend, about: str, fields: dict[str, str]
+) -> Iterator[checks.CheckMessage]:
+    if fields.get("cluster_enabled") == "1" and not backend.store.is_cluster:
+        yield checks.Error(
+            f"{about} is a node of a cluster, and is asked as if it were alone: it refuses the"
+            " keys of the other nodes.",
+            hint=f"Set OPTIONS['client_factory'] to what makes a redis.RedisCluster. {DOCS}",
+            id="distlock.E201",
+        )
+    policy = fields.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        yield checks.Warning(
+            f"{about} may evict keys ({policy}): a held lock could be granted again.",
+            hint=f"Set maxmemory-policy to noeviction, on a server for locks. {_GUARANTEES} {DOCS}",
+            id="distlock.W202",
+        )
+    if fields.get("aof_enabled") == "0" and not _saves(backend):
+        yield checks.Warning(
+            f"{about} keeps nothing over a restart: locks that are held could be granted again.",
+            hint=f"Set appendonly to yes. {_GUARANTEES} {DOCS}",
+            id="distlock.W203",
+        )
+    if fields.get("role") == "slave":
+        yield checks.Warning(
+            f"{about} is a replica: it refuses to write, and no lock can be taken.",
+            hint=f"Name the primary, or ask Sentinel for it. {DOCS}",
+            id="distlock.W204",
+        )
+
+
+def _saves(backend: RedisBackend) -> bool:
+    """Whether the servers save now and then; True where they may not be asked."""
+    try:
+        answers = backend.store.of_each_server("CONFIG", "GET", "save")
+    except LockError:
+        return True
+    # RESP 3 answers a mapping, RESP 2 a list of names and values.
+    pairs = [
+        each if isinstance(each, dict) else {each[0]: each[1]} for each in answers.values() if each
+    ]
+    return all(any(pair.values()) for pair in pairs)
+
+
+def _fields(answer: Any) -> dict[str, str]:
+    text = answer if isinstance(answer, str) else str(answer, "utf-8")
+    lines = (line.partition(":") for line in text.splitlines())
+    return {name: value for name, colon, value in lines if colon}
+
+
+def _backends() -> Iterator[RedisBackend]:
+    found = configured_by_path("django_distlock.backends.redis.RedisBackend")
+    return cast("Iterator[RedisBackend]", found)

@@ -1,0 +1,75 @@
+"""System checks of session locks: what they need of the server and of the way to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from django.core import checks
+from django.db import connections
+from django.test import override_settings
+
+from tests.contract.aliases import alias_like
+from tests.setups.servers import pgbouncer
+
+from .databases import ask
+
+ADVISORY = "django_distlock.backends.advisory.AdvisoryBackend"
+
+
+def found(using: str = "default", *, deploy: bool = True, **options: Any) -> dict[str, str]:
+    """Check session locks on an alias; give ids and texts of what is said about them."""
+    configured = {"BACKEND": ADVISORY, "OPTIONS": {"using": using, **options}}
+    with override_settings(DISTLOCK={"locks": configured}):
+        messages = checks.run_checks(include_deployment_checks=deploy)
+    return {str(each.id): each.msg for each in messages if str(each.id).startswith("distlock.")}
+
+
+def test_nothing_is_said_about_a_server_itself() -> None:
+    """An alias that goes to PostgreSQL itself is nothing to warn of."""
+    assert found() == {}
+
+
+def test_pooler_in_between() -> None:
+    """E301: no lock could be taken; what to do is said."""
+    with pgbouncer(pool_mode="transaction") as address, alias_like("default", **address) as using:
+        told = found(using)
+        assert list(told) == ["distlock.E301"]
+        assert "goes to PostgreSQL directly" in told["distlock.E301"]
+
+
+def test_alias_that_is_set_up_for_a_pooler() -> None:
+    """W301: without asking anybody, the alias tells."""
+    with alias_like("default", DISABLE_SERVER_SIDE_CURSORS=True) as using:
+        assert list(found(using, deploy=False)) == ["distlock.W301"]
+
+
+def test_server_that_does_not_answer() -> None:
+    """W302: nothing can be said about it."""
+    with alias_like("default", HOST="127.0.0.1", PORT="1") as using:
+        assert list(found(using)) == ["distlock.W302"]
+
+
+def test_more_sessions_than_the_server_takes() -> None:
+    """W303: one process could use up what the server has for all."""
+    ((most,),) = ask(
+        "default",
+        "SELECT current_setting('max_connections')::int"
+        " - current_setting('superuser_reserved_connections')::int",
+    )
+    assert str(most) in found(max_connections=most)["distlock.W303"]
+    assert found(max_connections=most - 1) == {}
+
+
+def test_mirror_of_another_database() -> None:
+    """E102: sessions of a replica exclude nobody on the primary."""
+    with alias_like("default", TEST={"MIRROR": "default"}) as using:
+        assert list(found(using, deploy=False)) == ["distlock.E102"]
+
+
+def test_nothing_connects_without_deploy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain check opens no connection."""
+    connections["default"].close()
+    monkeypatch.setattr("psycopg.connect", lambda *_, **__: pytest.fail("connects"))
+    monkeypatch.setattr("psycopg.Connection.connect", lambda *_, **__: pytest.fail("connects"))
+    assert found(deploy=False) == {}
