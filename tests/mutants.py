@@ -37,6 +37,11 @@ SQLITE = "django_distlock/vendors/sqlite.py"
 RECORDS = "django_distlock/core/records.py"
 TRANSACTIONS = "django_distlock/transactions.py"
 
+COMMON = "django_distlock/backends/lua/common.lua"
+REDIS = "django_distlock/backends/redis"
+ADVISORY = "django_distlock/backends/advisory"
+SESSIONS = "tests/integration/test_advisory_sessions.py"
+
 ORM_LOCK, ORM_NO_LOCK = r"row = _only\(self.select_for_update\(\)", "row = _only(self"
 
 FREE_AT_COMMIT = f"{RELEASE}::test_key_is_free_once_the_data_is_committed"
@@ -225,6 +230,78 @@ MUTANTS = (
             case="{backend}-by_block",
         )
         for backend in ("memory", "sqlite", "postgres", "postgres_orm")
+    ),
+    Mutant(
+        fault="fences that forget their floor",
+        backend="redis",
+        file=COMMON,
+        old=r"math.max\(last_fence\(fence\) \+ 1, math.floor\(now / 10\)\)",
+        new="last_fence(fence) + 1",
+        test="tests/contract/test_fence_floor.py::test_fences_rise_over_a_lost_counter",
+        case="{backend}-missing",
+    ),
+    Mutant(
+        fault="a token that nobody compares",
+        backend="redis",
+        file=COMMON,
+        old=r"held\[1\] ~= token",
+        new="false",
+        test="tests/contract/test_release.py::test_other_token_changes_nothing",
+        case="{backend}-another",
+    ),
+    Mutant(
+        fault="an expiry that is rounded down",
+        backend="redis",
+        file=COMMON,
+        old=r"math.ceil\(time / 1000\)",
+        new="math.floor(time / 1000) - 1",
+        test="tests/redis/test_expiry.py::test_record_expires_when_its_key_is_free",
+        case="604800",
+    ),
+    Mutant(
+        fault="a command that is sent again",
+        backend="redis",
+        file=f"{REDIS}/lines.py",
+        old=r"( +)(answer = self._exchange\(\[\*first, call.command\(\)\]\)\[-1\])",
+        new=r"\1try:\n\1    \2\n\1except exceptions.RedisError:\n\1    \2",
+        test="tests/redis/test_silence.py::test_lost_reply_of_a_release_is_not_asked_for_again",
+        case="sync-cut",
+    ),
+    Mutant(
+        fault="keys of a lock on several servers",
+        backend="redis_cluster",
+        file=f"{REDIS}/__init__.py",
+        old=r'return f"\{\{\{key_hash\(prefix \+ key\)\}\}\}:\{key\}"',
+        new='return f"{key_hash(prefix + key)}:{key}"',
+        test="tests/contract/test_grants.py::test_free_key_is_granted",
+    ),
+    Mutant(
+        fault="an unlock whose answer nobody reads",
+        backend="advisory",
+        file=f"{ADVISORY}/__init__.py",
+        old=r'session.ask\("distlock_release", holding.number\)\[0\] == "t"',
+        new='bool(session.ask("distlock_release", holding.number))',
+        test=f"{SESSIONS}::test_unlock_that_answers_no_is_a_loss",
+        case="",
+    ),
+    Mutant(
+        fault="a pooler that is taken for the server",
+        backend="advisory",
+        file=f"{ADVISORY}/session.py",
+        old=r"\(pg_backend_pid\(\) = \{self.pid\}\)::int",
+        new="1",
+        test="tests/integration/test_advisory_pgbouncer.py::test_pooler_in_between_is_refused",
+        case="transaction",
+    ),
+    Mutant(
+        fault="fences that a crash takes back",
+        backend="advisory",
+        file=f"{ADVISORY}/sql.py",
+        old=r"CASE WHEN done.fence > done.now / 10 THEN",
+        new="CASE WHEN false THEN",
+        test="tests/integration/test_advisory_crash.py"
+        "::test_fences_rise_where_the_counter_is_ahead_of_the_clock",
+        case="",
     ),
 )
 

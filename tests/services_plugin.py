@@ -28,10 +28,18 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
         with ThreadPoolExecutor() as pool:
             postgres_starts = pool.submit(stack.enter_context, services.postgres())
             mariadb_starts = pool.submit(stack.enter_context, services.mariadb())
+            redis_starts = pool.submit(stack.enter_context, services.redis())
+            cluster_starts = pool.submit(stack.enter_context, services.redis_cluster())
         postgres, mariadb = postgres_starts.result(), mariadb_starts.result()
+        redis, cluster = redis_starts.result(), cluster_starts.result()
         os.environ["DISTLOCK_TEST_SCRATCH"] = str(scratch)
         os.environ["DISTLOCK_TEST_POSTGRES_URL"] = postgres.url
+        os.environ["DISTLOCK_TEST_REDIS_URL"] = redis.url
+        os.environ["DISTLOCK_TEST_REDIS_CLUSTER_URL"] = cluster.url
         REPORT.append(f"PostgreSQL {postgres.version} ({postgres.source})")
+        by = f"redis-py {version('redis')}"
+        REPORT.append(f"{redis.version} ({redis.source}), by {by}")
+        REPORT.append(f"{cluster.version}, a cluster ({cluster.source}), by {by}")
         if mariadb is None:
             REPORT.append(services.NO_MARIADB)
         else:

@@ -36,6 +36,8 @@ def database(url: str) -> dict[str, Any]:
 
 # Type checkers read the settings where no server runs: there the defaults do.
 POSTGRES = database(os.environ.get("DISTLOCK_TEST_POSTGRES_URL", "postgresql:///postgres"))
+# Not from `tests.contract.redis_clients`: to import a driver takes every worker most of a second.
+REDIS_URL = os.environ.get("DISTLOCK_TEST_REDIS_URL", "redis://127.0.0.1:6379/0")
 SCRATCH = Path(os.environ.get("DISTLOCK_TEST_SCRATCH", tempfile.gettempdir()))
 
 DATABASES: dict[str, dict[str, Any]] = {
@@ -71,6 +73,7 @@ SECRET_KEY = "only for tests"
 USE_TZ = True
 
 DATABASE_BACKEND = "django_distlock.backends.database.DatabaseBackend"
+REDIS_BACKEND = "django_distlock.backends.redis.RedisBackend"
 DISTLOCK: dict[str, dict[str, Any]] = {
     "default": {"BACKEND": DATABASE_BACKEND, "OPTIONS": {"using": "default"}},
     "memory": {"BACKEND": "django_distlock.backends.memory.MemoryBackend"},
@@ -80,6 +83,16 @@ DISTLOCK: dict[str, dict[str, Any]] = {
         "BACKEND": DATABASE_BACKEND,
         "KEY_PREFIX": "distlock-orm",
         "OPTIONS": {"using": "default", "server_functions": False},
+    },
+    "redis": {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": REDIS_URL}},
+    "redis_cluster": {
+        "BACKEND": REDIS_BACKEND,
+        "OPTIONS": {"client_factory": "tests.contract.redis_clients.cluster"},
+    },
+    "advisory": {
+        "BACKEND": "django_distlock.backends.advisory.AdvisoryBackend",
+        # Some tests hold more locks at once than the default allows.
+        "OPTIONS": {"using": "default", "max_connections": 40},
     },
 }
 if "mariadb" in DATABASES:

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 from django.db import connections
 from pytest_django import DjangoDbBlocker
 
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.handler import lock_backends
 from tests.backends import BACKENDS, Registered
 from tests.conftest import DECLARED
 from tests.services import NO_MARIADB
 
 from .stores import DatabaseStore, Elapse, MemoryStore, Store, Stranger
+from .stores_redis import RedisStore
+from .stores_session import SessionStore, end_sessions
 from .unreachable import forget
+
+#: Who knows a store that is no database.
+KINDS: Mapping[str, Callable[[Registered, str], Store]] = {
+    "memory": MemoryStore,
+    "redis": RedisStore,
+    "redis_cluster": RedisStore,
+    "session": SessionStore,
+}
 
 
 # A lock must be committed to be seen, and a fence counter must outlive every test: so these tests
@@ -29,6 +40,7 @@ def _databases(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Ite
             assert not connection.in_atomic_block
             connection.close()
         forget()
+        end_sessions()
 
 
 @pytest.fixture
@@ -46,19 +58,15 @@ def registered(request: pytest.FixtureRequest) -> Registered:
     marker = request.node.get_closest_marker("stores")
     if marker and registered.store not in marker.args:
         pytest.skip(f"{DECLARED}{registered.alias}: {marker.kwargs['why']}")
+    if marker := request.node.get_closest_marker("requires"):
+        _skip_without(lock_backends[registered.alias], registered.alias, marker)
     return registered
 
 
 @pytest.fixture
-def store(request: pytest.FixtureRequest, registered: Registered, key: str) -> Iterator[Store]:
+def store(registered: Registered, key: str) -> Iterator[Store]:
     """Give what keeps the records of the backend under test."""
-    store: Store = (
-        MemoryStore(registered, key)
-        if registered.store == "memory"
-        else DatabaseStore(registered, key)
-    )
-    if marker := request.node.get_closest_marker("requires"):
-        _skip_without(store.backend, registered.alias, marker)
+    store = KINDS.get(registered.store, DatabaseStore)(registered, key)
     yield store
     store.close()
 

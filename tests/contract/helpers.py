@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar
 
+import pytest
 from django.db import connections
 
 from django_distlock.backends.base import BaseLockBackend
@@ -18,6 +19,14 @@ from django_distlock.core.records import Contended, Grant, Record
 P = ParamSpec("P")
 T = TypeVar("T")
 
+#: For tests of what is left of a lease that is over.
+KEEPS_EXPIRED = pytest.mark.stores(
+    "memory", "sqlite", "postgresql", "mysql", why="its store removes expired records itself"
+)
+#: For tests of a counter that starts at 1.
+COUNTS = pytest.mark.stores(
+    "memory", "sqlite", "postgresql", "mysql", why="its fences always follow the clock"
+)
 #: What a prompt answer takes at most on a busy machine, and a bounded wait beyond its bound. Less
 #: than a second: that is how long those wait whom nobody told a bound.
 PROMPT = 0.9
@@ -41,6 +50,11 @@ def contend(backend: BaseLockBackend, key: str, ttl: float | None = 30, **more: 
     answer = backend.acquire(key, new_token(), ttl, **more)
     assert isinstance(answer, Contended)
     return answer
+
+
+def finds(backend: BaseLockBackend, token: str, record: Record | None) -> bool:
+    """Say whether a token finds just this record, where a token finds any."""
+    return not backend.supports_token_lookup or backend.read_token(token) == record
 
 
 def held(backend: BaseLockBackend, key: str) -> Record:

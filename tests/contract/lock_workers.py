@@ -64,6 +64,20 @@ def hold_until_told(alias: str, key: str, ttl: float, how: str) -> bool:
     return lease.release()
 
 
+def hold_through_a_pause(alias: str, key: str, ttl: float) -> dict[str, Any]:
+    """Take a lock, wait for a line, and say what became of the lease meanwhile."""
+    lease = distlock(key, backend=alias, ttl=ttl).acquire()
+    print("held")
+    input()
+    said: dict[str, Any] = {"fence": lease.fence, "is_lost": lease.is_lost}
+    for name, call in {"check": lease.check, "extend": lease.extend}.items():
+        try:
+            said[name] = call()
+        except LockError as error:
+            said[name] = error.code
+    return {**said, "released": lease.release()}
+
+
 def fork(alias: str, key: str) -> dict[str, Any]:
     """Hold a lock over a fork, and let the child try what it may not do."""
     lock = distlock(key, backend=alias, ttl=60, wait=0)

@@ -15,7 +15,7 @@ from .helpers import SHORT, held, prompt, take
 from .stores import DatabaseStore, Elapse, Stranger
 
 HAS_TRANSACTIONS = pytest.mark.stores(
-    "sqlite", "postgresql", "mysql", why="a mutex makes each operation atomic: nothing waits inside"
+    "sqlite", "postgresql", "mysql", why="each operation is atomic by itself: nothing waits inside"
 )
 HAS_ROW_LOCKS = pytest.mark.stores("postgresql", "mysql", why="there are no row locks")
 

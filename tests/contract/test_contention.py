@@ -18,7 +18,7 @@ HAS_TRANSACTIONS = pytest.mark.stores(
     "sqlite",
     "postgresql",
     "mysql",
-    why="a mutex makes each operation atomic: there are no transactions",
+    why="each operation is atomic by itself: there are no transactions",
 )
 
 
@@ -109,6 +109,10 @@ def test_losing_waits_for_nobody(
         assert (contended.fence, contended.busy) == (grant.fence, False)
 
 
+@pytest.mark.stores(
+    "memory", "sqlite", "postgresql", "mysql", "redis", "redis_cluster",
+    why="a session wakes nobody yet, and has no mark for it",
+)  # fmt: skip
 def test_wanted_marks_the_grant(backend: BaseLockBackend, key: str) -> None:
     """A loser that wants to be woken marks the record; one that does not, does not."""
     take(backend, key)
@@ -121,6 +125,10 @@ def test_wanted_marks_the_grant(backend: BaseLockBackend, key: str) -> None:
     assert held(backend, key).wanted is True
 
 
+@pytest.mark.stores(
+    "memory", "sqlite", "postgresql", "mysql", "redis", "redis_cluster",
+    why="a session wakes nobody yet, and has no mark for it",
+)  # fmt: skip
 def test_wanted_marks_nothing_else(backend: BaseLockBackend, key: str) -> None:
     """The mark is all that a loser changes."""
     take(backend, key)
@@ -146,6 +154,7 @@ def test_wanted_is_written_once_per_grant(
     assert versions(store, key) == before
 
 
+@pytest.mark.requires("supports_ttl")
 def test_wanted_survives_extends(backend: BaseLockBackend, key: str) -> None:
     """The mark stands until the grant ends."""
     grant = take(backend, key)

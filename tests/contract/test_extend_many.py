@@ -15,6 +15,7 @@ from .helpers import Later, held, prompt, take
 from .stores import Elapse, Store, Stranger
 
 
+@pytest.mark.requires("supports_ttl")
 def test_answers_are_in_the_order_of_the_grants(
     backend: BaseLockBackend, store: Store, key: str
 ) -> None:
@@ -35,6 +36,7 @@ def test_answers_are_in_the_order_of_the_grants(
         assert held(backend, grant.key).expires_at == answer.expires_at
 
 
+@pytest.mark.requires("supports_ttl")
 def test_some_are_gone(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
     """Expired, released, foreign and unknown leases answer None beside the live ones."""
     expired = take(backend, f"{key}-expired", 5)
@@ -67,6 +69,7 @@ def test_many_are_legal(backend: BaseLockBackend, key: str) -> None:
     ]
 
 
+@pytest.mark.requires("supports_ttl")
 def test_replaces_also_when_that_is_sooner(
     backend: BaseLockBackend, elapse: Elapse, key: str
 ) -> None:
@@ -113,7 +116,7 @@ def test_locked_rows_are_skipped(
     assert isinstance(backend.extend_many([locked])[0], Grant)
 
 
-@pytest.mark.stores("sqlite", "postgresql", "mysql", why="a mutex makes each operation atomic")
+@pytest.mark.stores("sqlite", "postgresql", "mysql", why="each operation is atomic by itself")
 def test_busy_store_knows_nothing(backend: BaseLockBackend, stranger: Stranger, key: str) -> None:
     """Where another transaction holds the whole table, each answer is unknown, within a second."""
     grants = [take(backend, f"{key}-{number}") for number in range(2)]

@@ -13,8 +13,10 @@ from django_distlock.core.fences import FENCE_MAX, clock_fence
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
 
-from .helpers import at_once, take
+from .helpers import COUNTS, at_once, take
 from .stores import DatabaseStore, MemoryStore, Store
+from .stores_redis import RedisStore
+from .stores_session import SessionStore
 
 
 @pytest.fixture
@@ -23,7 +25,9 @@ def floored(store: Store) -> BaseLockBackend:
     if isinstance(store, MemoryStore):
         config = replace(store.memory.config, fence_floor="clock")
         return MemoryBackend(config, clock=store.clock)
-    assert isinstance(store, DatabaseStore)
+    if isinstance(store, SessionStore):
+        return store.backend  # They always do.
+    assert isinstance(store, DatabaseStore | RedisStore)
     return store.variant(fence_floor="clock")
 
 
@@ -41,11 +45,16 @@ def lose(store: Store, backend: BaseLockBackend, key: str, fence: int | None = N
         if fence is not None:
             backend._fences[name] = fence
         return
+    if isinstance(store, RedisStore):
+        store.lose_fence(key)
+        if fence is not None:
+            store.set_fence(key, fence)
+        return
     assert isinstance(store, DatabaseStore)
-    if store.registered.store == "postgresql":
+    if store.registered.store in ("postgresql", "session"):
         store.ask("SET session_replication_role = replica")  # puts the trigger to sleep
     store.ask(f"DELETE FROM {store.fences} WHERE storage_key = %s", [store.name(key)])
-    if store.registered.store == "postgresql":
+    if store.registered.store in ("postgresql", "session"):
         store.ask("SET session_replication_role = DEFAULT")
     if fence is not None:
         store.set_fence(key, fence)
@@ -109,6 +118,7 @@ def test_force_release_moves_the_fence_to_the_clock(
     assert take(floored, key).fence > grant.fence
 
 
+@COUNTS
 def test_without_the_setting_a_lost_counter_repeats_fences(
     backend: BaseLockBackend, store: Store, key: str
 ) -> None:

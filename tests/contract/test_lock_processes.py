@@ -8,13 +8,22 @@ import time
 
 import pytest
 
+from django_distlock import Lease
+from django_distlock.handler import lock_backends
 from tests.backends import Registered
 from tests.processes import Process, spawn
 
+from .helpers import Later
 from .locking import eventually, grantable, lock_of, taken
 
 pytestmark = pytest.mark.stores(
-    "sqlite", "postgresql", "mysql", why="no other process sees its locks"
+    "sqlite",
+    "postgresql",
+    "mysql",
+    "redis",
+    "redis_cluster",
+    "session",
+    why="no other process sees its locks",
 )
 
 WORKERS = "tests.contract.lock_workers"
@@ -31,6 +40,7 @@ def test_normal_exit_gives_back_what_is_held(registered: Registered, key: str, h
     assert grantable(lock)
 
 
+@pytest.mark.requires("supports_ttl")
 def test_thread_that_still_works_at_the_exit_keeps_its_key(
     registered: Registered, key: str
 ) -> None:
@@ -62,6 +72,7 @@ def test_termination_that_a_program_turns_into_an_exit_gives_back(
     assert grantable(lock)
 
 
+@pytest.mark.requires("supports_ttl")
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_termination_without_a_handler_is_ended_by_the_ttl(
     registered: Registered, key: str, sent: signal.Signals
@@ -76,6 +87,36 @@ def test_termination_without_a_handler_is_ended_by_the_ttl(
     assert eventually(lambda: grantable(lock), timeout=5)
     took = time.monotonic() - ended
     assert took < 2.5, f"took {took:.3f} s instead of 2.5 s"
+
+
+def test_holder_that_was_paused_finds_its_lease_lost(registered: Registered, key: str) -> None:
+    """A process that stood still for longer than its ttl stops when it goes on.
+
+    Where leases end in the store, a successor has a higher fence, and the late release changes
+    nothing. Where sessions hold locks, nobody else was granted the key.
+    """
+    ends_in_the_store = lock_backends[registered.alias].supports_ttl
+    lock = lock_of(registered, key, ttl=30, wait=0)
+    successor: Lease | None = None
+    with spawn(f"{WORKERS}:hold_through_a_pause", registered.alias, key, 0.5) as worker:
+        worker.wait_for("held")
+        os.kill(worker.popen.pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        if ends_in_the_store:
+            assert eventually(lambda: grantable(lock), timeout=10)
+            successor = Later(lock.acquire).result()
+        else:
+            time.sleep(max(0.0, stopped + 2 - time.monotonic()))
+            assert taken(lock)
+        os.kill(worker.popen.pid, signal.SIGCONT)
+        worker.send("go on")
+        said = worker.result()
+    assert (said["is_lost"], said["check"], said["extend"]) == (True, "lost", "lost")
+    assert said["released"] is not ends_in_the_store
+    if successor is not None:
+        assert successor.fence > said["fence"]
+        assert taken(lock)
+        assert Later(successor.release).result() is True
 
 
 def test_fork_neither_extends_nor_releases(registered: Registered, key: str) -> None:

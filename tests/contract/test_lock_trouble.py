@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from django.db import connections, transaction
 from django.test import override_settings
+from redis import RedisCluster
 
 from django_distlock import (
     BackendUnavailable,
@@ -37,8 +39,11 @@ from tests.backends import Registered
 from .aliases import alias_like
 from .helpers import Later, prompt
 from .locking import PAST, SHORT, Heard, eventually, grantable
+from .redis_clients import cluster_url, single_url
 
-AWAY = pytest.mark.stores("sqlite", "postgresql", "mysql", why="its memory is always there")
+AWAY = pytest.mark.stores(
+    "sqlite", "postgresql", "mysql", "redis", "redis_cluster", why="what it holds is in its memory"
+)
 QUICK = Retry(delay=0.02, factor=1, cap=0.02)
 
 Acquire = Callable[[Lock], Lease]
@@ -47,6 +52,7 @@ Acquire = Callable[[Lock], Lease]
 @contextmanager
 def store_away(registered: Registered, tmp_path: Path) -> Iterator[tuple[str, Callable[[], None]]]:
     """Give a lock alias whose store does not answer, and a function that brings the store back."""
+    options = registered_options(registered)
     with ExitStack() as stack:
         if registered.store == "sqlite":
             # A folder that is missing; its place is taken by a link to the real one.
@@ -57,14 +63,19 @@ def store_away(registered: Registered, tmp_path: Path) -> Iterator[tuple[str, Ca
             def come_back() -> None:
                 folder.symlink_to(real.parent)
 
+            options["using"] = using
         else:
-            proxy = stack.enter_context(Proxy(registered.using))
-            away = {"HOST": "127.0.0.1", "PORT": proxy.port}
-            using = stack.enter_context(alias_like(registered.using, **away))
+            proxy = stack.enter_context(Proxy(address(registered)))
             come_back = proxy.start
-        options = {**registered_options(registered), "using": using}
-        path = "django_distlock.backends.database.DatabaseBackend"
-        configured = {"away": {"BACKEND": path, "OPTIONS": options}}
+            if registered.store == "redis":
+                options["url"] = proxy.url
+            elif registered.store == "redis_cluster":
+                # Its other nodes are known once this one has answered.
+                options["client_factory"] = lambda: RedisCluster.from_url(proxy.url)
+            else:
+                away = {"HOST": "127.0.0.1", "PORT": str(proxy.port)}
+                options["using"] = stack.enter_context(alias_like(registered.using, **away))
+        configured = {"away": {"BACKEND": registered.path, "OPTIONS": options}}
         stack.enter_context(override_settings(DISTLOCK=configured))
         yield "away", come_back
 
@@ -74,16 +85,25 @@ def registered_options(registered: Registered) -> dict[str, Any]:
     return dict(lock_backends[registered.alias].config.options)
 
 
-class Proxy:
-    """A port that refuses connections until it forwards them to a database."""
+def address(registered: Registered) -> tuple[str, int]:
+    """Say where the store of the backend under test listens."""
+    if registered.store in ("redis", "redis_cluster"):
+        parts = urlsplit(single_url() if registered.store == "redis" else cluster_url())
+        return parts.hostname or "127.0.0.1", parts.port or 6379
+    given = connections[registered.using].settings_dict
+    usual = {"postgresql": 5432, "mysql": 3306}[connections[registered.using].vendor]
+    return given["HOST"], int(given["PORT"] or usual)
 
-    def __init__(self, using: str):
-        given = connections[using].settings_dict
-        usual = {"postgresql": 5432, "mysql": 3306}[connections[using].vendor]
-        self._target = (given["HOST"], int(given["PORT"] or usual))
+
+class Proxy:
+    """A port that refuses connections until it forwards them to a server."""
+
+    def __init__(self, target: tuple[str, int]):
+        self._target = target
         self._listener = socket.socket()
         self._listener.bind(("127.0.0.1", 0))
-        self.port = str(self._listener.getsockname()[1])
+        self.port: int = self._listener.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
         self._sockets: list[socket.socket] = []
 
     def __enter__(self) -> Proxy:
@@ -201,8 +221,13 @@ class ScriptedMemory(MemoryBackend):
     #: What was asked.
     asked: list[str] = []
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # What the test before left to a thread of ours is told to that test alone.
+        self._told = self.asked
+
     def _step(self, operation: str) -> Unknown | None:
-        self.asked.append(operation)
+        self._told.append(operation)
         steps = self.script.get(operation, [])
         step = steps.pop(0) if steps else None
         if isinstance(step, Exception):

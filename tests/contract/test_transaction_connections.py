@@ -24,9 +24,7 @@ from .aliases import alias_like, counted_alias, cut, locks_on, session_of, sessi
 from .helpers import Later, at_once
 from .locking import eventually, grantable
 
-pytestmark = pytest.mark.stores(
-    "postgresql", "mysql", why="its connections are no sessions of a server"
-)
+pytestmark = pytest.mark.stores("postgresql", "mysql", why="locks run on no session of the thread")
 
 
 @contextmanager

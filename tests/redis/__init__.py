@@ -1,0 +1,1 @@
+"""What only the Redis backend promises; the contract suite has what all backends do."""

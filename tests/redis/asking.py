@@ -1,0 +1,148 @@
+"""Ways to ask a backend, and a story that asks it everything."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Contended, Grant
+from tests.contract.helpers import contend, held, listed, take
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the operations are called that have a native twin in async.
+
+    Attributes:
+        prefix: What the names of the operations start with.
+    """
+
+    name: str
+    prefix: str
+
+    def ask(self, backend: Any, operation: str, *args: Any, **kwargs: Any) -> Any:
+        """Call an operation, and return its answer or raise its error."""
+        asked = getattr(backend, self.prefix + operation)
+        if not self.prefix:
+            return asked(*args, **kwargs)
+
+        async def wait() -> Any:
+            return await asked(*args, **kwargs)
+
+        return asyncio.run(wait())
+
+    def ask_late(
+        self, backend: Any, spoil: Callable[[], object], operation: str, *args: Any
+    ) -> Any:
+        """Call an operation over a connection that is open before something spoils it."""
+        if not self.prefix:
+            backend.read("opens a connection")
+            spoil()
+            return getattr(backend, operation)(*args)
+
+        async def wait() -> Any:
+            await backend.aread("opens a connection")
+            spoil()
+            return await getattr(backend, f"a{operation}")(*args)
+
+        return asyncio.run(wait())
+
+    def take(self, backend: Any, key: str, ttl: float | None = 30, token: str = "") -> Grant:
+        """Acquire a key that is free."""
+        answer = self.ask(backend, "acquire", key, token or new_token(), ttl)
+        assert isinstance(answer, Grant)
+        return answer
+
+
+WAYS = (Way("sync", ""), Way("async", "a"))
+
+
+class Interrupted:
+    """A backend to which something happens before each question.
+
+    Args:
+        before: What happens.
+    """
+
+    def __init__(self, backend: Any, before: Callable[[], object]):
+        self._backend = backend
+        self._before = before
+
+    def __getattr__(self, name: str) -> Any:
+        self._before()
+        return getattr(self._backend, name)
+
+
+def tell_story(backend: Any, key: str) -> None:
+    """Ask a backend everything that can be asked, and check that each answer is right."""
+    grant = take(backend, key, 30)
+    assert contend(backend, key, wanted=True).fence == grant.fence
+    assert held(backend, key).wanted
+    if backend.supports_token_lookup:
+        assert backend.read_token(grant.token) == backend.read(key)
+    other = take(backend, f"{key}-other", None)
+    for renewed in (backend.extend(grant, 60), *backend.extend_many([grant, other])):
+        assert isinstance(renewed, Grant)
+    assert sorted(listed(backend, key)) == [key, f"{key}-other"]
+    _meddle(backend, key, grant)
+    _pause(backend, key, grant)
+    replaced = take(backend, key, replace=grant.token)
+    assert backend.release(grant) is False
+    assert backend.settle(replaced, 60) is True
+    assert backend.settle(replaced, 60) is False
+    assert held(backend, key).is_settled
+    _take_away(backend, key)
+    assert backend.release(other) is True
+    assert backend.release(other) is False
+    assert backend.read(f"{key}-other") is None
+    assert backend.cleanup(datetime.now(UTC)) == 0
+
+
+def _meddle(backend: Any, key: str, grant: Grant) -> None:
+    assert backend.request_stop(key).stop_requested_at is not None
+    assert backend.extend(grant).stop_requested
+    for token in (None, grant.token):
+        before = held(backend, key).free_at
+        assert before is not None
+        assert backend.shorten(key, 20, token).free_at <= before
+    assert backend.shorten(key, 5, new_token()) is None
+
+
+def _pause(backend: Any, key: str, grant: Grant) -> None:
+    assert backend.pause(key, datetime.now(UTC) + timedelta(hours=1), "somebody") is None
+    answer = backend.acquire(key, new_token(), 30, replace=grant.token)
+    assert isinstance(answer, Contended)
+    assert answer.paused
+    assert backend.resume(key) is True
+    assert backend.resume(key) is False
+
+
+def _take_away(backend: Any, key: str) -> None:
+    fence = held(backend, key).fence
+    assert backend.force_release(key).fence == fence
+    assert backend.force_release(key) is None
+    far = fence + 10**12
+    assert backend.raise_fences(far, key=key).raised == 1
+    assert backend.raise_fences(far, limit=10_000).left == (f"{key}-other",)
+    after = take(backend, key)
+    assert after.fence == far + 1
+    assert backend.release(after) is True
+
+
+async def tell_short_story(backend: Any, key: str) -> None:
+    """Await everything that has a native twin, and check that each answer is right."""
+    token = new_token()
+    grant = await backend.aacquire(key, token, 30)
+    assert isinstance(grant, Grant)
+    assert isinstance(await backend.aacquire(key, new_token(), 30), Contended)
+    assert (await backend.aread(key)).token == token
+    extended = await backend.aextend(grant, 60)
+    assert extended.fence == grant.fence
+    assert await backend.arelease(grant) is True
+    assert await backend.arelease(grant) is False
+    assert await backend.aextend(grant) is None
+    assert await backend.aread(key) is None

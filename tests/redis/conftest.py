@@ -1,0 +1,72 @@
+"""Servers and backends for the tests of Redis alone."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.backends import BACKENDS
+from tests.contract.stores_redis import RedisStore
+from tests.keeper import Server
+from tests.redis_servers import private_redis
+
+from .asking import WAYS, Way
+from .servers import backend_on, client_of
+
+
+@pytest.fixture
+def key() -> str:
+    """Give a text that only this test uses: a key, or the start of several."""
+    return f"t{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def store(key: str) -> Iterator[RedisStore]:
+    """Give the server that all tests share, and its backend."""
+    store = RedisStore(BACKENDS["redis"], key)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def on_cluster(key: str) -> Iterator[RedisStore]:
+    """Give the cluster that all tests share, and its backend."""
+    store = RedisStore(BACKENDS["redis_cluster"], key)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def alone_on_cluster(on_cluster: RedisStore, key: str) -> Any:
+    """Give a backend on the shared cluster whose keys no other test sees."""
+    return on_cluster.variant(key_prefix=key)
+
+
+@pytest.fixture
+def private() -> Iterator[Server]:
+    """Give a server of this test alone, which may spoil it."""
+    with private_redis(stop="KILL", enable_debug_command="yes") as server:
+        yield server
+
+
+@pytest.fixture
+def client(private: Server) -> Iterator[Any]:
+    """Give a client of the private server, beside the backend."""
+    with client_of(private.url) as client:
+        yield client
+
+
+@pytest.fixture
+def backend(private: Server) -> Any:
+    """Give a backend on the private server."""
+    return backend_on(private.url)
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.name)
+def way(request: pytest.FixtureRequest) -> Way:
+    """Give both ways to ask: from a thread, and awaited."""
+    way: Way = request.param
+    return way

@@ -1,0 +1,86 @@
+"""A Redis Cluster: each key on its server, and every server asked about all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from redis.crc import key_slot
+
+from django_distlock.core.errors import LockUsageError
+from django_distlock.core.records import Grant
+from tests.contract.helpers import listed, take
+from tests.contract.stores_redis import RedisStore
+
+from .asking import tell_short_story, tell_story
+
+
+def test_everything_works_on_a_cluster(alone_on_cluster: Any, key: str) -> None:
+    """Every operation, but for finding a lock by its token."""
+    tell_story(alone_on_cluster, key)
+
+
+async def test_everything_can_be_awaited_on_a_cluster(on_cluster: RedisStore, key: str) -> None:
+    """Everything that has a native twin."""
+    await tell_short_story(on_cluster.backend, key)
+
+
+def test_cluster_finds_no_lock_by_its_token(on_cluster: RedisStore, key: str) -> None:
+    """The token would lie on another server: the capability is off, and asking is told so."""
+    grant = take(on_cluster.backend, key)
+    assert on_cluster.backend.supports_token_lookup is False
+    with pytest.raises(LockUsageError) as caught:
+        on_cluster.backend.read_token(grant.token)
+    assert caught.value.code == "unsupported"
+    assert not list(on_cluster.client.scan_iter("*token:*", count=1000))
+
+
+@pytest.mark.parametrize("name", ["plain", "a}b{c", "{tag}", "{", "}{", "{}", "x{y}z", "é{ß}"])
+def test_keys_of_a_lock_are_in_one_slot(on_cluster: RedisStore, key: str, name: str) -> None:
+    """Whatever braces a key has, its record, fence and pause are on one server."""
+    name = f"{key}{name}"
+    take(on_cluster.backend, name)
+    slots = {key_slot(on_cluster.at(role, name).encode()) for role in ("lock", "fence", "pause")}
+    assert len(slots) == 1
+
+
+def test_same_tag_in_keys_is_no_same_slot(on_cluster: RedisStore, key: str) -> None:
+    """Keys that share a part in braces are spread like all others."""
+    slots = {
+        key_slot(on_cluster.at("lock", f"{{{key}}}-{number}").encode()) for number in range(20)
+    }
+    assert len(slots) > 15
+
+
+def test_listing_goes_through_all_servers(on_cluster: RedisStore, key: str) -> None:
+    """In pages, each lock is listed once."""
+    names = [f"{key}-{number}" for number in range(30)]
+    grants = [take(on_cluster.backend, name) for name in names]
+    for limit in (1, 7, 100):
+        assert sorted(listed(on_cluster.backend, key, limit=limit)) == sorted(names)
+    assert all(isinstance(each, Grant) for each in on_cluster.backend.extend_many(grants))
+
+
+def test_fences_of_all_servers_are_raised(alone_on_cluster: Any, key: str) -> None:
+    """In pages, each counter of each server; those of held keys are named."""
+    names = [f"{key}-{number}" for number in range(30)]
+    grants = {name: take(alone_on_cluster, name) for name in names}
+    kept = names[:4]
+    for name in names[4:]:
+        assert alone_on_cluster.release(grants[name]) is True
+    to, cursor, raised = 300_000_000_000_000, None, 0
+    left: list[str] = []
+    while True:
+        page = alone_on_cluster.raise_fences(to, cursor=cursor, limit=7)
+        raised, left, cursor = raised + page.raised, [*left, *page.left], page.cursor
+        if cursor is None:
+            break
+    assert (raised, sorted(left)) == (26, kept)
+    assert {take(alone_on_cluster, name).fence for name in names[4:]} == {to + 1}
+
+
+def test_cluster_is_asked_from_loop_after_loop(on_cluster: RedisStore, key: str) -> None:
+    """Each event loop has connections of its own, which end with it."""
+    for number in range(3):
+        asyncio.run(tell_short_story(on_cluster.backend, f"{key}-{number}"))

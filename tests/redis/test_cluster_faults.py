@@ -1,0 +1,159 @@
+"""A cluster whose servers go, and whose slots move."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from redis.crc import key_slot
+
+from django_distlock.core.errors import BackendUnavailable, LockError
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import UNKNOWN, Contended, Grant
+from tests.contract.helpers import held, listed, take
+
+from .asking import Way, tell_short_story
+from .clusters import Cluster, at, spoilable
+from .servers import eventually
+
+pytestmark = pytest.mark.faults
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Give a cluster whose slots the tests of this module move."""
+    with spoilable() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def doomed() -> Iterator[Cluster]:
+    """Give a cluster of this test alone, which may lose a server."""
+    with spoilable() as cluster:
+        yield cluster
+
+
+def test_leases_on_other_servers_are_extended(doomed: Cluster, key: str) -> None:
+    """With one server gone, its leases are unknown, and those of the others get their time."""
+    port, *others = doomed.ports
+    gone = [take(doomed.backend, name) for name in doomed.keys_of(port, key)]
+    safe = [take(doomed.backend, name) for each in others for name in doomed.keys_of(each, key)]
+    assert all(isinstance(each, Grant) for each in doomed.backend.extend_many([*gone, *safe]))
+    _end(port)
+    for _ in range(2):
+        answers = doomed.backend.extend_many([*gone, *safe])
+        assert answers[:3] == [UNKNOWN] * 3
+        assert all(isinstance(each, Grant) for each in answers[3:])
+    with pytest.raises(BackendUnavailable):
+        doomed.backend.extend_many(gone)
+    # A list that lacked what one server has would look complete.
+    with pytest.raises(BackendUnavailable):
+        listed(doomed.backend, key)
+
+
+def test_only_the_server_that_is_gone_is_trouble(doomed: Cluster, key: str) -> None:
+    """A key there is neither granted nor contended; keys elsewhere are as before."""
+    port, *others = doomed.ports
+    (lost,), (kept,) = doomed.keys_of(port, key, 1), doomed.keys_of(others[0], key, 1)
+    grant = take(doomed.backend, kept)
+    _end(port)
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable) as caught:
+            doomed.backend.acquire(lost, new_token(), 30)
+        assert caught.value.code == "service_unavailable"
+        assert isinstance(doomed.backend.extend(grant), Grant)
+    assert doomed.backend.release(grant) is True
+
+
+async def test_only_the_server_that_is_gone_is_trouble_to_a_loop(doomed: Cluster, key: str) -> None:
+    """The same, awaited in a loop that goes on."""
+    port, *others = doomed.ports
+    (lost,), (kept,) = doomed.keys_of(port, key, 1), doomed.keys_of(others[0], key, 1)
+    grant = await doomed.backend.aacquire(kept, new_token(), 30)
+    _end(port)
+    for _ in range(2):
+        with pytest.raises(BackendUnavailable) as caught:
+            await doomed.backend.aacquire(lost, new_token(), 30)
+        assert caught.value.code == "service_unavailable"
+        assert isinstance(await doomed.backend.aextend(grant), Grant)
+    assert await doomed.backend.arelease(grant) is True
+
+
+def test_loop_begun_without_a_server_asks_the_others(doomed: Cluster, key: str) -> None:
+    """Also a loop that begins after a server has gone locks keys elsewhere."""
+    # The one that a client would ask about the cluster.
+    port = doomed.client.get_primaries()[0].port
+    elsewhere = next(each for each in doomed.ports if each != port)
+    (kept,) = doomed.keys_of(elsewhere, key, 1)
+    assert doomed.backend.read(kept) is None
+    _end(port)
+    for _ in range(2):
+        asyncio.run(tell_short_story(doomed.backend, kept))
+
+
+def _end(port: int) -> None:
+    with at(port) as node:
+        node.shutdown(nosave=True, now=True, force=True)
+
+
+def test_lock_follows_its_slot(cluster: Cluster, key: str, way: Way) -> None:
+    """A lease whose slot has moved to another server is extended and released there."""
+    grant = way.take(cluster.backend, key)
+    source = cluster.node_of(key).port
+    cluster.move(key)
+    assert isinstance(way.ask(cluster.backend, "acquire", key, new_token(), 30), Contended)
+    assert way.ask(cluster.backend, "read", key).token == grant.token
+    assert isinstance(way.ask(cluster.backend, "extend", grant), Grant)
+    assert way.ask(cluster.backend, "release", grant) is True
+    assert way.take(cluster.backend, key).fence > grant.fence
+    with at(source) as node:
+        assert node.keys(f"*{key}*") == []
+
+
+def test_many_leases_follow_their_slots(cluster: Cluster, key: str) -> None:
+    """Of leases extended together, those whose slots have moved are found where they are."""
+    grants = [take(cluster.backend, f"{key}-{number}") for number in range(6)]
+    for grant in grants[:2]:
+        cluster.move(grant.key)
+    for _ in range(2):
+        answers = cluster.backend.extend_many(grants)
+        assert all(isinstance(each, Grant) for each in answers)
+    assert sorted(listed(cluster.backend, key)) == sorted(grant.key for grant in grants)
+
+
+def test_slot_on_its_way_is_trouble_and_no_grant(cluster: Cluster, key: str, way: Way) -> None:
+    """With the record here and the fence there, nothing is granted, and it is said why."""
+    grant = take(cluster.backend, key)
+    with cluster.moving(key) as move_one:
+        move_one()
+        with pytest.raises(LockError) as caught:
+            way.ask(cluster.backend, "acquire", key, new_token(), 30)
+    assert type(caught.value) is BackendUnavailable
+    assert caught.value.code == "service_unavailable"
+    assert held(cluster.backend, key).token == grant.token
+
+
+def test_slot_without_a_server_keeps_no_other_from_its_extend(doomed: Cluster, key: str) -> None:
+    """A lease whose slot nobody serves is unknown; those of the others get their time."""
+    lost, *safe = [take(doomed.backend, f"{key}-{number}") for number in range(4)]
+    slot = key_slot(doomed.lock(lost.key).encode())
+    for port in doomed.ports:
+        with at(port) as node:
+            node.cluster("DELSLOTS", slot)
+    answers: list[Any] = []
+
+    def answered() -> bool:
+        # The nodes tell one another; one of them may still redirect to another.
+        answers[:] = doomed.backend.extend_many([lost, *safe])
+        return answers[0] is UNKNOWN
+
+    eventually(answered, "the lease is unknown")
+    assert all(isinstance(each, Grant) for each in answers[1:])
+    # The client has learned by now that nobody serves the slot.
+    again = doomed.backend.extend_many([lost, *safe])
+    assert again[0] is UNKNOWN
+    assert all(isinstance(each, Grant) for each in again[1:])
+    with pytest.raises(BackendUnavailable):
+        doomed.backend.read(lost.key)

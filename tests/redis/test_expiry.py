@@ -1,0 +1,226 @@
+"""Redis removes a record when its key is free, and a record that it is late to remove is free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from django_distlock.backends.lua import script
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Grant
+from tests.contract.helpers import finds, held, listed, take
+from tests.contract.stores_redis import RedisStore
+from tests.keeper import Server
+
+from .servers import backend_on, eventually
+
+
+def expires_with_the_lock(store: RedisStore, key: str) -> bool:
+    """Say whether Redis removes the record when the key is free, and at most 2 ms later."""
+    free_at = int(store.fields(key)["free_at"])
+    late = store.client.pexpiretime(store.at("lock", key)) * 1000 - free_at
+    return bool(0 <= late <= 2000)
+
+
+def index_expires_with_the_lock(store: RedisStore, key: str) -> bool:
+    """Say whether what finds the record by its token goes with the record."""
+    (index,) = store.tokens(key)
+    lock = store.at("lock", key)
+    return bool(store.client.pexpiretime(index) == store.client.pexpiretime(lock))
+
+
+@pytest.mark.parametrize("ttl", [0.1, 0.1234567, 1, 30, 604_800])
+def test_record_expires_when_its_key_is_free(store: RedisStore, key: str, ttl: float) -> None:
+    """After a grant, an extend, a shorten and a takeover."""
+    grant = take(store.backend, key, 100)
+    assert expires_with_the_lock(store, key)
+    extended = store.backend.extend(grant, ttl)
+    assert isinstance(extended, Grant)
+    assert expires_with_the_lock(store, key)
+    assert index_expires_with_the_lock(store, key)
+    store.backend.shorten(key, ttl / 2, grant.token)
+    assert expires_with_the_lock(store, key)
+    assert index_expires_with_the_lock(store, key)
+    take(store.backend, key, ttl, replace=grant.token)
+    assert expires_with_the_lock(store, key)
+    assert index_expires_with_the_lock(store, key)
+
+
+def test_settled_record_expires_when_its_key_is_free(store: RedisStore, key: str) -> None:
+    """A settled one goes without grace, and nothing finds it by its token."""
+    grant = take(store.backend, key)
+    assert store.backend.settle(grant, 60) is True
+    fields = store.fields(key)
+    assert fields["free_at"] == fields["expires_at"]
+    assert int(fields["free_at"]) == int(fields["acquired_at"]) + 60_000_000
+    assert expires_with_the_lock(store, key)
+    assert store.tokens(key) == set()
+
+
+def test_record_without_expiry_stays(store: RedisStore, key: str) -> None:
+    """With no ttl Redis keeps the record and its index; with a ttl again it removes them."""
+    grant = take(store.backend, key, None)
+    names = [store.at("lock", key), *store.tokens(key)]
+    assert [store.client.pttl(name) for name in names] == [-1, -1]
+    timed = store.backend.extend(grant, 30)
+    assert isinstance(timed, Grant)
+    assert expires_with_the_lock(store, key)
+    assert index_expires_with_the_lock(store, key)
+    # Extended as it was granted, it stays again.
+    assert isinstance(store.backend.extend(grant), Grant)
+    assert [store.client.pttl(name) for name in names] == [-1, -1]
+    assert store.backend.release(grant) is True
+    assert store.client.exists(*names) == 0
+
+
+def test_pause_expires_at_its_end(store: RedisStore, key: str) -> None:
+    """Redis removes a pause when it is over; one that is over is not kept at all."""
+    until = datetime.now(UTC) + timedelta(seconds=30)
+    store.backend.pause(key, until)
+    late = store.client.pexpiretime(store.at("pause", key)) - until.timestamp() * 1000
+    assert 0 <= late <= 2
+    store.backend.pause(key, datetime.now(UTC) - timedelta(seconds=1))
+    assert not store.client.exists(store.at("pause", key))
+
+
+def test_counter_never_expires(store: RedisStore, key: str) -> None:
+    """A fence counter has no expiry, and outlives release, takeover, settle, force and expiry."""
+    backend = store.backend
+    counter = store.at("fence", key)
+
+    def stays(fence: int) -> bool:
+        kept = int(store.client.get(counter) or 0)
+        return kept >= fence and store.client.pttl(counter) == -1
+
+    grant = take(backend, key)
+    assert stays(grant.fence)
+    assert backend.release(grant) is True
+    assert stays(grant.fence)
+    grant = take(backend, key, replace=take(backend, key).token)
+    assert backend.settle(grant, 0) is True
+    assert stays(grant.fence)
+    grant = take(backend, key)
+    assert backend.force_release(key) is not None
+    assert stays(grant.fence + 1)
+    grant = take(backend, key)
+    store.elapse(40)
+    assert backend.read(key) is None
+    assert backend.cleanup(datetime.now(UTC)) == 0
+    assert stays(grant.fence)
+    assert take(backend, key).fence > grant.fence
+
+
+def test_redis_removes_what_is_over(store: RedisStore, key: str) -> None:
+    """A record goes by itself, and what finds it by its token goes with it."""
+    grant = take(store.backend, key, 0.1)
+    assert store.tokens(key)
+    names = [store.at("lock", key), *store.tokens(key)]
+    store.backend.shorten(key, 0, grant.token)
+    for name in names:
+        # The grace would take a second.
+        store.client.pexpireat(name, store.client.pexpiretime(name) - 990)
+    eventually(lambda: not store.client.exists(*names), "Redis removes the record")
+    assert store.client.exists(store.at("fence", key))
+
+
+@pytest.fixture
+def overdue(store: RedisStore, key: str) -> Grant:
+    """Give the grant of a record that is over, and that Redis keeps nevertheless."""
+    grant = take(store.backend, key)
+    store.outlast(31.5)
+    store.client.persist(store.at("lock", key))
+    for index in store.tokens(key):
+        store.client.persist(index)
+    return grant
+
+
+def test_overdue_record_is_free(store: RedisStore, overdue: Grant, key: str) -> None:
+    """It is over for every question, and is not removed by one."""
+    backend = store.backend
+    assert backend.read(key) is None
+    assert listed(backend, key) == []
+    assert finds(backend, overdue.token, None)
+    assert backend.extend(overdue) is None
+    assert backend.extend_many([overdue]) == [None]
+    assert backend.release(overdue) is False
+    assert backend.settle(overdue, 60) is False
+    assert backend.shorten(key, 5) is None
+    assert backend.force_release(key) is None
+    assert backend.request_stop(key) is None
+    assert store.has_record(key)
+
+
+def test_overdue_record_gives_way(store: RedisStore, overdue: Grant, key: str) -> None:
+    """The next grant is no trouble, and keeps nothing of it."""
+    store.client.hset(store.at("lock", key), "wanted", "1")
+    store.client.hset(store.at("lock", key), "stop_requested_at", "1")
+    grant = take(store.backend, key)
+    assert grant.fence > overdue.fence
+    record = held(store.backend, key)
+    assert (record.token, record.wanted, record.stop_requested_at) == (grant.token, False, None)
+    assert expires_with_the_lock(store, key)
+    assert store.backend.release(overdue) is False
+
+
+def test_overdue_record_goes_when_it_is_read_if_so_configured(
+    store: RedisStore, overdue: Grant, key: str
+) -> None:
+    """With `cleanup_on_read` a read removes it; the counter stays, and so does a live record."""
+    tidy = store.variant({"cleanup_on_read": True})
+    live = take(store.backend, f"{key}-live")
+    assert tidy.read(key) is None
+    assert not store.has_record(key)
+    assert held(tidy, f"{key}-live").token == live.token
+    assert store.fence(key) == overdue.fence
+
+
+def test_script_says_why_not(store: RedisStore, key: str) -> None:
+    """A record that is missing, another's, over, or settled: an answer for each of them."""
+    lock = store.at("lock", key)
+
+    def answers(token: str) -> set[str]:
+        return {
+            store.client.eval(script(name).text, 1, lock, token, *more)
+            for name, more in (("extend", ("30", "1.0")), ("release", ()), ("release", ("60",)))
+        }
+
+    grant = take(store.backend, key)
+    assert answers(new_token()) == {"other"}
+    store.outlast(31.5)
+    store.client.persist(lock)
+    assert answers(grant.token) == {"expired"}
+    assert answers(new_token()) == {"other"}
+    grant = take(store.backend, key)
+    assert store.backend.settle(grant, 60) is True
+    assert answers(grant.token) == {"settled"}
+    store.client.delete(lock)
+    assert answers(grant.token) == {"missing"}
+
+
+@pytest.mark.parametrize("end", ["release", "force", "takeover", "settle"])
+def test_index_of_the_token_goes_with_its_grant(store: RedisStore, key: str, end: str) -> None:
+    """However a grant ends, nothing is left that finds the record by its token."""
+    backend = store.backend
+    grant = take(backend, key)
+    index = f"distlock:token:{grant.token}"
+    assert store.tokens(key) == {index}
+    ends: dict[str, Callable[[], object]] = {
+        "release": lambda: backend.release(grant),
+        "force": lambda: backend.force_release(key),
+        "takeover": lambda: take(backend, key, replace=grant.token),
+        "settle": lambda: backend.settle(grant, 60),
+    }
+    ends[end]()
+    assert not store.client.exists(index)
+    assert finds(backend, grant.token, None)
+
+
+def test_cycles_leave_nothing_but_the_counter(private: Server, client: Any, key: str) -> None:
+    """A thousand grants of one key leave one name in Redis."""
+    backend = backend_on(private.url)
+    for _ in range(1000):
+        assert backend.release(take(backend, key)) is True
+    assert client.keys("*") == [f"distlock:fence:{backend._name(key)}"]

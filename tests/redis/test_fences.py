@@ -1,0 +1,104 @@
+"""Fences in Redis: counted and checked inside the script, above the server's clock."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+
+from django_distlock.core.errors import LockError
+from django_distlock.core.fences import FENCE_MAX
+from django_distlock.core.keys import new_token
+from tests.contract.helpers import held, take
+from tests.contract.stores_redis import RedisStore
+
+from .asking import Way
+
+
+def kept(store: RedisStore, key: str) -> tuple[str | None, dict[str, str]]:
+    """Return the counter and the record of a key as they are kept."""
+    return store.client.get(store.at("fence", key)), store.fields(key)
+
+
+@pytest.mark.parametrize("before", [None, 10**14, 2 * 10**14, 799_999_999_999_999, FENCE_MAX - 1])
+def test_fence_is_kept_in_digits(store: RedisStore, key: str, before: int | None) -> None:
+    """Whatever its size, the counter and the record have each digit, and no exponent."""
+    if before is not None:
+        store.set_fence(key, before)
+    grant = take(store.backend, key)
+    counter, record = kept(store, key)
+    assert counter == record["fence"] == str(grant.fence)
+    assert re.fullmatch("[0-9]{15}", counter)
+    for time in ("acquired_at", "renewed_at", "expires_at", "free_at"):
+        assert re.fullmatch("[0-9]{16}", record[time])
+
+
+def test_fence_is_the_clock_or_the_next(store: RedisStore, key: str, way: Way) -> None:
+    """It is what the clock says in units of 10 µs, or one above the counter if that is more."""
+    first = way.take(store.backend, key)
+    clock = int(store.fields(key)["acquired_at"]) // 10
+    assert first.fence == clock
+    assert way.ask(store.backend, "release", first) is True
+    store.set_fence(key, clock + 10**9)
+    assert way.take(store.backend, key).fence == clock + 10**9 + 1
+
+
+def test_last_fence_is_granted(
+    store: RedisStore, key: str, way: Way, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last one is a fence like all, with a warning."""
+    store.set_fence(key, FENCE_MAX - 1)
+    with caplog.at_level(logging.WARNING, "django_distlock"):
+        assert way.take(store.backend, key).fence == FENCE_MAX
+    assert key in caplog.text
+
+
+@pytest.mark.parametrize("counter", [str(FENCE_MAX), "9" * 15, "9" * 40])
+def test_no_fence_is_left(store: RedisStore, key: str, way: Way, counter: str) -> None:
+    """Behind the last one the script refuses, and has written nothing."""
+    store.client.set(store.at("fence", key), counter)
+    token = new_token()
+    for _ in range(2):
+        with pytest.raises(LockError, match=re.escape(repr(key))) as caught:
+            way.ask(store.backend, "acquire", key, token, 30)
+        assert (type(caught.value), caught.value.code) == (LockError, "internal")
+    assert kept(store, key) == (counter, {})
+    assert not store.client.exists(f"distlock:token:{token}")
+
+
+def test_no_fence_is_left_to_take_a_key_away(store: RedisStore, key: str) -> None:
+    """A takeover and a force-release need a fence too: without one the holder keeps the key."""
+    store.set_fence(key, FENCE_MAX - 1)
+    grant = take(store.backend, key)
+    before = kept(store, key)
+    for call in (
+        lambda: store.backend.acquire(key, new_token(), 30, replace=grant.token),
+        lambda: store.backend.force_release(key),
+    ):
+        with pytest.raises(LockError):
+            call()
+    assert kept(store, key) == before
+    assert held(store.backend, key).token == grant.token
+    assert store.backend.release(grant) is True
+
+
+@pytest.mark.parametrize(
+    "counter",
+    ["garbage", "", "12three", "nan", "-nan", "inf", "-5", "1.5", "1e3", "0x1f", " 7", "7\n"],
+)
+def test_counter_that_is_no_number(store: RedisStore, key: str, way: Way, counter: str) -> None:
+    """What somebody else wrote there is an error, and stays as it is."""
+    store.client.set(store.at("fence", key), counter)
+    with pytest.raises(LockError):
+        way.ask(store.backend, "acquire", key, new_token(), 30)
+    assert kept(store, key) == (counter, {})
+
+
+@pytest.mark.parametrize("counter", ["0", "17", "0017"])
+def test_counter_far_below_the_clock(store: RedisStore, key: str, way: Way, counter: str) -> None:
+    """Whatever lies below the clock is passed over."""
+    store.client.set(store.at("fence", key), counter)
+    grant = way.take(store.backend, key)
+    assert kept(store, key)[0] == str(grant.fence)
+    assert grant.fence > 10**14

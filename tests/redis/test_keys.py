@@ -1,0 +1,122 @@
+"""Keys of Redis: no user key reaches what is another's."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from django.core.cache import caches
+
+from django_distlock.core.records import Contended, Grant
+from tests.contract.helpers import contend, held, listed, take
+from tests.contract.stores_redis import RedisStore
+from tests.keeper import Server
+
+from .servers import backend_on
+
+#: Keys that look like names of ours, like parts of them, or like patterns.
+ODD = (
+    "id:x", "fence:x", "lock:x", "token:x", "pause:x", "x", "distlock:x", "distlock:lock:x",
+    "a}b{c", "{tag}", "{", "}", "{}", "{}:x", "*", "?", "a?c", "abc", "[a-c]bc", "[^a]bc", "a\\*",
+    "\\", "a*", "^-]", " ", " x ", "line\nline", "\r\n", "\t", '"', "'", "%s", "$1", "🔒", "ß",
+    "SELECT", "\x7f", "\u2028", "-", "x:", ":x", ":",
+)  # fmt: skip
+
+
+def test_odd_keys_stay_apart(backend: Any, client: Any) -> None:
+    """Each has a lock, a fence and a pause of its own, and no other is touched."""
+    grants = {key: take(backend, key) for key in ODD}
+    assert len({each.fence for each in grants.values()}) == len(ODD)
+    # A record, a counter and a token's index for each.
+    assert client.dbsize() == 3 * len(ODD)
+    for number, key in enumerate(ODD):
+        assert held(backend, key).key == key
+        assert held(backend, key).token == grants[key].token
+        assert backend.read_token(grants[key].token).key == key
+        assert backend.release(grants[key]) is True
+        assert all(backend.read(other) is None for other in ODD[: number + 1])
+        assert all(backend.read(other) for other in ODD[number + 1 :])
+    assert client.dbsize() == len(ODD)
+
+
+@pytest.mark.parametrize("paused", ["x", "pause:x", "{tag}", "*", "a}b{c"])
+def test_pause_is_of_one_key(backend: Any, paused: str) -> None:
+    """A pause keeps one key from being granted, and none that looks alike."""
+    backend.pause(paused, datetime.now(UTC) + timedelta(hours=1))
+    for key in ODD:
+        answer = backend.acquire(key, "t" * 20 + f"{ODD.index(key):02}", 30)
+        assert isinstance(answer, Contended if key == paused else Grant)
+    assert backend.resume(paused) is True
+
+
+@pytest.mark.parametrize("prefix", [*ODD, "a", "b", "[", "lo"])
+def test_prefix_of_a_listing_is_literal(backend: Any, prefix: str) -> None:
+    """What a pattern would mean is meant by no prefix."""
+    for key in ODD:
+        take(backend, key)
+    expected = sorted(key for key in ODD if key.startswith(prefix))
+    assert sorted(listed(backend, prefix)) == expected
+    assert sorted(listed(backend, prefix, limit=1)) == expected
+
+
+@pytest.mark.parametrize("prefix", ["", "[a-c]*", "ünï", "a b", "lock", "x" * 600])
+def test_listing_under_a_key_prefix_is_literal(private: Server, prefix: str) -> None:
+    """Also with an odd `KEY_PREFIX`, one backend lists its own locks, and in pages."""
+    near = [backend_on(private.url, key_prefix=each) for each in ("a", "b*", "distlock", "lock:lo")]
+    for backend in near:
+        take(backend, "theirs")
+    backend = backend_on(private.url, key_prefix=prefix)
+    names = [*ODD, "y" * 500, "z" * 512]
+    for key in names:
+        take(backend, key)
+    assert sorted(listed(backend, limit=1)) == sorted(names)
+    assert sorted(listed(backend, limit=100)) == sorted(names)
+    cursor, raised = None, 0
+    while True:
+        page = backend.raise_fences(300_000_000_000_000, cursor=cursor, limit=1)
+        raised, cursor = raised + page.raised + len(page.left), page.cursor
+        if cursor is None:
+            break
+    assert raised == len(names)
+
+
+def test_key_prefixes_keep_apart(private: Server) -> None:
+    """The same key under two prefixes is two locks, also where joining makes the same text."""
+    pairs = [("a", "b:c"), ("a:b", "c"), ("", "a:b:c"), ("a:b:c", "x"), ("lock", "x"), ("", "x")]
+    grants = [take(backend_on(private.url, key_prefix=prefix), key) for prefix, key in pairs]
+    for (prefix, key), grant in zip(pairs, grants, strict=True):
+        backend = backend_on(private.url, key_prefix=prefix)
+        assert held(backend, key).token == grant.token
+        assert contend(backend, key).fence == grant.fence
+        assert key in listed(backend)
+
+
+def test_what_others_keep_in_the_same_database_is_theirs(
+    private: Server, client: Any, key: str, settings: Any
+) -> None:
+    """Locks neither see nor touch the entries of a cache in the same database, and vice versa."""
+    settings.CACHES = {
+        "default": {
+            "BACKEND": "django.core.cache.backends.redis.RedisCache",
+            "LOCATION": private.url,
+        }
+    }
+    backend = backend_on(options={"cache": "default"})
+    cache = caches["default"]
+    cache.set(key, "cached")
+    grant = take(backend, key)
+    assert cache.get(key) == "cached"
+    assert listed(backend) == [key]
+    cache.delete(key)
+    assert held(backend, key).token == grant.token
+    assert backend.release(grant) is True
+
+
+def test_tag_is_the_hash(store: RedisStore, key: str) -> None:
+    """Each name is prefix, role, the 22 characters of the hash in braces, and the key in whole."""
+    take(store.backend, key)
+    names = set(store.client.scan_iter(f"*{key}*", count=1000))
+    tag = store.at("lock", key).partition("{")[2].partition("}")[0]
+    assert len(tag) == 22
+    assert names == {f"distlock:{role}:{{{tag}}}:{key}" for role in ("lock", "fence")}

@@ -1,0 +1,154 @@
+"""Scripts: the server may forget them, touches what it was told of, and nobody is kept waiting."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from django_distlock.core.records import Grant
+from tests.contract.helpers import take
+from tests.contract.stores_redis import RedisStore
+from tests.keeper import Server
+
+from .asking import Interrupted, Way, tell_short_story, tell_story
+from .servers import backend_on
+
+#: What a script may run that has no key.
+KEYLESS = {"TIME"}
+
+
+def test_forgotten_scripts_are_sent_again(backend: Any, client: Any, key: str) -> None:
+    """Every operation works when the server has just forgotten all scripts."""
+    flushed: list[Any] = []
+
+    def forget() -> None:
+        flushed.append(client.script_flush())
+
+    tell_story(Interrupted(backend, forget), key)
+    assert len(flushed) > 30
+
+
+async def test_forgotten_scripts_are_sent_again_by_coroutines(
+    backend: Any, client: Any, key: str
+) -> None:
+    """The same, awaited."""
+    await tell_short_story(Interrupted(backend, client.script_flush), key)
+
+
+def test_forgotten_scripts_are_sent_again_to_a_cluster(
+    on_cluster: RedisStore, alone_on_cluster: Any, key: str
+) -> None:
+    """The same on the servers of a cluster."""
+    tell_story(Interrupted(alone_on_cluster, on_cluster.client.script_flush), key)
+
+
+async def test_forgotten_scripts_are_sent_again_to_a_cluster_by_coroutines(
+    on_cluster: RedisStore, key: str
+) -> None:
+    """The same on the servers of a cluster, awaited."""
+    await tell_short_story(Interrupted(on_cluster.backend, on_cluster.client.script_flush), key)
+
+
+def test_scripts_forgotten_at_any_moment_do_no_harm(
+    backend: Any, client: Any, private: Server, key: str
+) -> None:
+    """While the server forgets time and again, no answer is lost, also in the middle of many."""
+    grants = [take(backend, f"{key}-{number}") for number in range(40)]
+    with _forgetting(client):
+        for _ in range(30):
+            answers = backend.extend_many(grants)
+            assert all(isinstance(answer, Grant) for answer in answers)
+            assert len(backend.list(key, limit=100).records) == 40
+    assert all(backend.release(grant) for grant in grants)
+
+
+@contextmanager
+def _forgetting(client: Any) -> Iterator[None]:
+    done = threading.Event()
+
+    def forget() -> None:
+        while not done.wait(0.0005):
+            client.script_flush()
+
+    thread = threading.Thread(target=forget, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_known_script_is_one_command(backend: Any, client: Any, key: str, way: Way) -> None:
+    """An attempt, also a contended one, is one command, however often it is made."""
+    held = way.take(backend, key)
+    client.config_resetstat()
+    for _ in range(5):
+        way.ask(backend, "acquire", key, held.token[::-1], 30)
+    way.ask(backend, "extend", held)
+    way.ask(backend, "release", held)
+    stats = client.info("commandstats")
+    assert stats["cmdstat_evalsha"]["calls"] == 7
+    # Two of the scripts were new to the server.
+    assert stats["cmdstat_eval"]["calls"] == 2
+
+
+def test_keys_command_never_runs(backend: Any, client: Any, key: str) -> None:
+    """Nothing that was asked made the server look at all its keys at once."""
+    client.config_resetstat()
+    tell_story(backend, key)
+    ran = {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
+    assert "scan" in ran
+    assert not ran & {"keys", "flushall", "flushdb", "config|set", "randomkey", "wait"}
+
+
+def test_scripts_touch_only_the_keys_they_declare(backend: Any, client: Any, key: str) -> None:
+    """Each command inside a script is about one of the keys that were given to the script."""
+    declared: set[str] = set()
+    touched = 0
+    for source, (command, *words) in _watched(client, lambda: tell_story(backend, key)):
+        if source != "lua":
+            number = int(words[1]) if command.startswith("EVAL") else 0
+            declared = set(words[2 : 2 + number])
+        elif command not in KEYLESS:
+            assert words[0] in declared, (command, words, declared)
+            touched += 1
+    assert touched > 50
+
+
+def _watched(client: Any, run: Callable[[], None]) -> list[tuple[str, list[str]]]:
+    """Return which commands the server ran meanwhile, each with where it came from."""
+    heard: list[tuple[str, list[str]]] = []
+    with client.monitor() as monitor:
+        run()
+        client.echo("the end")
+        while not heard or heard[-1][1] != ["ECHO", "the end"]:
+            line = str(monitor.connection.read_response())
+            told = re.match(r"[\d.]+ \[\d+ ([^\]]*)\] (.*)", line, re.DOTALL)
+            assert told
+            heard.append((told[1], re.findall(r'"((?:[^"\\]|\\.)*)"', told[2])))
+    return heard
+
+
+@pytest.mark.parametrize("prefix", ["distlock", "shop:locks", "[a*?]"])
+def test_user_with_rights_on_the_prefix_alone_suffices(
+    private: Server, client: Any, key: str, prefix: str
+) -> None:
+    """Every operation works for a user that may touch `KEY_PREFIX:*` and run nothing dangerous."""
+    pattern = re.sub(r"([*?\[\]])", r"\\\1", prefix)
+    client.execute_command(
+        "ACL SETUSER", "locker", "on", ">secret", f"~{pattern}:*", "+@all", "-@dangerous", "-@admin"
+    )
+    url = private.url.replace("//", "//locker:secret@")
+    tell_story(backend_on(url, key_prefix=prefix), key)
+    assert client.execute_command("ACL LOG") == []
+
+
+def test_no_prefix_is_a_prefix_too(private: Server, key: str) -> None:
+    """Every operation works with an empty `KEY_PREFIX`."""
+    tell_story(backend_on(private.url, key_prefix=""), key)

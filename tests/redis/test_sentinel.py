@@ -1,0 +1,145 @@
+"""Redis behind Sentinel: after a failover locks go on at the new primary, and fences rise."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.sentinel import Sentinel
+
+from django_distlock.core.errors import BackendUnavailable
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Grant
+from tests import redis_servers
+from tests.contract.helpers import take
+from tests.keeper import folder, free_port, kept, server_user
+from tests.redis_servers import private_redis
+
+from .asking import tell_short_story, tell_story
+from .servers import Restartable, backend_on, client_of, eventually, restartable
+
+pytestmark = pytest.mark.faults
+
+SERVICE = "locks"
+DJANGO_REDIS = {
+    "BACKEND": "django_redis.cache.RedisCache",
+    "LOCATION": f"redis://{SERVICE}/0",
+}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A primary, a replica, and a Sentinel that watches them."""
+
+    primary: Restartable
+    replica: str
+    sentinel: int
+
+    def is_at(self, port: int) -> bool:
+        """Say whether the Sentinel sends clients to this port."""
+        with client_of(f"redis://127.0.0.1:{self.sentinel}/0") as client:
+            told = client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
+            return told is not None and int(told[1]) == port
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    """Give a primary with a replica that has all its data, and their Sentinel."""
+    with ExitStack() as stack:
+        primary = stack.enter_context(restartable(repl_diskless_sync_delay=0))
+        replica = stack.enter_context(private_redis(stop="KILL"))
+        with client_of(replica.url) as client:
+            client.replicaof("127.0.0.1", primary.port)
+            eventually(
+                lambda: client.info("replication").get("master_link_status") == "up",
+                "the replica follows",
+            )
+        sentinel = stack.enter_context(_sentinel(primary.port))
+        with client_of(f"redis://127.0.0.1:{sentinel}/0") as client:
+            eventually(
+                lambda: client.sentinel_slaves(SERVICE), "the Sentinel has found the replica"
+            )
+        yield Watched(primary, replica.url, sentinel)
+
+
+@contextmanager
+def _sentinel(primary: int) -> Iterator[int]:
+    with folder(owner=server_user()) as home:
+        settings, port = home / "sentinel.conf", free_port()
+        settings.write_text(
+            f"bind 127.0.0.1\nport {port}\nprotected-mode no\ndir {home}\n"
+            f"sentinel monitor {SERVICE} 127.0.0.1 {primary} 1\n"
+            f"sentinel down-after-milliseconds {SERVICE} 300\n"
+            f"sentinel failover-timeout {SERVICE} 3000\n"
+        )
+        if user := server_user():
+            # It writes into its settings what it finds out.
+            shutil.chown(settings, user)
+        program = redis_servers._program(home)
+        command: list[str | Path] = [program, settings, "--sentinel"]
+        with kept(command, home, lambda: _answers(port), stop="KILL"):
+            yield port
+
+
+def _answers(port: int) -> bool:
+    with client_of(f"redis://127.0.0.1:{port}/0") as client, suppress(Exception):
+        return bool(client.ping())
+    return False
+
+
+@pytest.fixture(params=["client_factory", "cache"])
+def backend(request: pytest.FixtureRequest, watched: Watched, settings: Any) -> Any:
+    """Give a backend that asks the Sentinel, by itself or as django-redis does."""
+    sentinels = [("127.0.0.1", watched.sentinel)]
+    if request.param == "client_factory":
+        manager: Any = Sentinel(sentinels, socket_timeout=2)  # type: ignore[no-untyped-call]
+        return backend_on(options={"client_factory": lambda: manager.master_for(SERVICE)})
+    options = {
+        "CLIENT_CLASS": "django_redis.client.SentinelClient",
+        "CONNECTION_FACTORY": "django_redis.pool.SentinelConnectionFactory",
+        "SENTINELS": sentinels,
+        "SENTINEL_KWARGS": {"socket_timeout": 2},
+    }
+    settings.CACHES = {"locks": {**DJANGO_REDIS, "OPTIONS": options}}
+    return backend_on(options={"cache": "locks"})
+
+
+def test_locks_go_on_after_a_failover(watched: Watched, backend: Any, key: str) -> None:
+    """While nobody is there it is trouble; then the replica grants, with higher fences."""
+    tell_story(backend, key)
+    asyncio.run(tell_short_story(backend, key))
+    before = take(backend, f"{key}-kept", 600)
+    watched.primary.kill()
+    with pytest.raises(BackendUnavailable):
+        backend.acquire(key, new_token(), 30)
+    with pytest.raises(BackendUnavailable):
+        asyncio.run(_acquire(backend, key))
+    replica = int(watched.replica.rpartition(":")[2].partition("/")[0])
+    eventually(lambda: watched.is_at(replica) and _grants(backend, key), "the replica grants")
+    after = take(backend, f"{key}-kept", 600, replace=before.token)
+    assert after.fence > before.fence
+    with client_of(watched.replica) as client:
+        assert client.info("replication")["role"] == "master"
+        assert client.exists(f"distlock:lock:{backend._name(f'{key}-kept')}")
+    assert backend.release(after) is True
+    tell_story(backend, f"{key}-b")
+    asyncio.run(tell_short_story(backend, f"{key}-b"))
+
+
+async def _acquire(backend: Any, key: str) -> Any:
+    return await backend.aacquire(key, new_token(), 30)
+
+
+def _grants(backend: Any, key: str) -> bool:
+    try:
+        answer = backend.acquire(key, new_token(), 30)
+    except BackendUnavailable:
+        return False
+    assert isinstance(answer, Grant)
+    return backend.release(answer) is True

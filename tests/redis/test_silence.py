@@ -1,0 +1,216 @@
+"""Redis does not answer, or its answer gets lost: nobody waits for long, and nothing runs twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+
+from django_distlock.backends.redis import lines
+from django_distlock.core.errors import BackendUnavailable
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Contended, Grant
+from tests.contract.helpers import held, prompt, take
+from tests.keeper import Server
+
+from .asking import Way
+from .servers import SILENCE, Proxy, backend_on, eventually, stopped, with_query
+
+pytestmark = pytest.mark.faults
+
+#: How a reply gets lost, and the code of the error that tells it.
+LOSSES = {"lost": "network_timeout", "cut": "service_unavailable"}
+
+
+@pytest.fixture
+def line(private: Server) -> Iterator[Proxy]:
+    """Give a way to the private server that can be spoiled."""
+    with Proxy(private.url) as line:
+        yield line
+
+
+@pytest.fixture
+def impatient(private: Server) -> Any:
+    """Give a backend on the private server that gives up soon."""
+    return backend_on(with_query(private.url, socket_timeout=SILENCE))
+
+
+@pytest.fixture
+def behind(line: Proxy) -> Any:
+    """Give a backend behind the line that gives up soon."""
+    return backend_on(with_query(line.url, socket_timeout=SILENCE))
+
+
+@pytest.mark.parametrize("operation", ["acquire", "extend", "release", "read"])
+def test_server_that_hangs_is_trouble_in_time(
+    impatient: Any, client: Any, key: str, way: Way, operation: str
+) -> None:
+    """Nobody waits longer than `socket_timeout`; what was asked is done when the server goes on."""
+    _warm(impatient, key)
+    grant = take(impatient, key)
+    token = new_token()
+    arguments = {"acquire": (f"{key}-b", token, 30), "read": (key,)}.get(operation, (grant,))
+    with ExitStack() as stack:
+        stop = partial(stack.enter_context, stopped(client))
+        with prompt(SILENCE), pytest.raises(BackendUnavailable) as caught:
+            way.ask_late(impatient, stop, operation, *arguments)
+    assert caught.value.code == "network_timeout"
+    if operation == "acquire":
+        eventually(lambda: impatient.read(f"{key}-b"), "the key is granted to the token")
+        assert held(impatient, f"{key}-b").token == token
+    elif operation == "release":
+        eventually(lambda: impatient.read(key) is None, "the key is free")
+    assert isinstance(way.ask(impatient, "extend", grant), Grant) is (operation != "release")
+
+
+@pytest.mark.parametrize("how", LOSSES)
+def test_lost_reply_of_an_acquire_is_not_asked_for_again(
+    line: Proxy, behind: Any, client: Any, key: str, way: Way, how: str
+) -> None:
+    """The server saw one attempt; the caller does not know, and its token gives the key back."""
+    _warm(behind, key)
+    token = new_token()
+    with pytest.raises(BackendUnavailable) as caught:
+        way.ask_late(behind, partial(_lose, line, how, client), "acquire", key, token, 30)
+    assert caught.value.code == LOSSES[how]
+    assert _asked(client) == 1
+    record = held(behind, key)
+    assert record.token == token
+    grant = Grant(key, token, record.fence, 30, record.acquired_at, record.expires_at)
+    assert isinstance(behind.acquire(key, new_token(), 30), Contended)
+    assert way.ask(behind, "release", grant) is True
+    assert behind.read(key) is None
+
+
+@pytest.mark.parametrize("how", LOSSES)
+def test_lost_reply_of_a_release_is_not_asked_for_again(
+    line: Proxy, behind: Any, client: Any, key: str, way: Way, how: str
+) -> None:
+    """The key is free; the release asked for again answers False, and takes nothing from others."""
+    _warm(behind, key)
+    grant = take(behind, key)
+    with pytest.raises(BackendUnavailable) as caught:
+        way.ask_late(behind, partial(_lose, line, how, client), "release", grant)
+    assert caught.value.code == LOSSES[how]
+    assert _asked(client) == 1
+    other = take(behind, key)
+    assert other.fence > grant.fence
+    assert way.ask(behind, "release", grant) is False
+    assert held(behind, key).token == other.token
+
+
+@pytest.mark.parametrize("how", LOSSES)
+def test_lost_replies_to_many_extends_are_not_asked_for_again(
+    line: Proxy, behind: Any, client: Any, key: str, how: str
+) -> None:
+    """`extend_many` raises where no server answered, and has sent each question once."""
+    _warm(behind, key)
+    grants = [take(behind, f"{key}-{number}") for number in range(3)]
+    _lose(line, how, client)
+    with pytest.raises(BackendUnavailable) as caught:
+        behind.extend_many(grants)
+    assert caught.value.code == LOSSES[how]
+    # A server whose line is cut may not have come to all of them.
+    assert _asked(client) == 3 or (how == "cut" and _asked(client) < 3)
+    assert all(isinstance(answer, Grant) for answer in behind.extend_many(grants))
+
+
+def _warm(backend: Any, key: str) -> None:
+    """Let the server know all scripts, and open a connection."""
+    grant = take(backend, key)
+    assert isinstance(backend.extend(grant), Grant)
+    backend.read(key)
+    assert backend.release(grant) is True
+
+
+def _lose(line: Proxy, how: str, client: Any) -> None:
+    """Lose the next reply, and count what is asked from now on."""
+    client.config_resetstat()
+    line.replies = how
+
+
+def _asked(client: Any) -> int:
+    """Return how many scripts were called."""
+    stats = client.info("commandstats")
+    return sum(stats.get(f"cmdstat_{each}", {"calls": 0})["calls"] for each in ("eval", "evalsha"))
+
+
+def test_server_that_takes_no_connection_is_trouble_in_time(
+    line: Proxy, behind: Any, key: str, way: Way
+) -> None:
+    """Also the log-in of a new connection is waited for no longer than `socket_timeout`."""
+    line.replies = "lost"
+    with prompt(SILENCE), pytest.raises(BackendUnavailable) as caught:
+        way.take(behind, key)
+    assert caught.value.code == "network_timeout"
+    assert way.take(behind, key).fence > 0
+
+
+def test_closed_idle_connection_is_no_error(
+    backend: Any, client: Any, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection that the server closed while nobody used it is replaced unseen."""
+    # Every connection counts as idle for long.
+    monkeypatch.setattr(lines, "FRESH_SECONDS", -1)
+    grant = take(backend, key)
+    calls: list[Callable[[], object]] = [
+        lambda: backend.read(key),
+        lambda: backend.extend(grant),
+        lambda: backend.extend_many([grant]),
+        lambda: backend.list(key),
+        lambda: backend.release(grant),
+    ]
+    for call in calls:
+        assert client.client_kill_filter(_type="normal", skipme=True) == 1
+        assert call()
+
+
+async def test_closed_idle_connection_is_no_error_for_coroutines(
+    backend: Any, client: Any, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same, awaited."""
+    monkeypatch.setattr(lines, "FRESH_SECONDS", -1)
+    grant = await backend.aacquire(key, new_token(), 30)
+    for operation in ("aextend", "aextend", "arelease"):
+        assert client.client_kill_filter(_type="normal", skipme=True) == 1
+        # The loop hears of it when it has nothing else to do.
+        await asyncio.sleep(0.02)
+        assert await getattr(backend, operation)(grant)
+
+
+def test_connection_closed_a_moment_ago_is_one_error(backend: Any, client: Any, key: str) -> None:
+    """What is cut in the middle of work is told once, and the next question is answered."""
+    grant = take(backend, key)
+    assert client.client_kill_filter(_type="normal", skipme=True) == 1
+    with pytest.raises(BackendUnavailable) as caught:
+        backend.extend(grant)
+    assert caught.value.code == "service_unavailable"
+    assert isinstance(backend.extend(grant), Grant)
+
+
+async def test_connections_of_a_loop_in_use_are_a_bound(
+    private: Server, client: Any, key: str
+) -> None:
+    """With all of `LOCK_CONNECTIONS` in use a coroutine waits a second, and is told the setting.
+
+    The loop is free meanwhile.
+    """
+    backend = backend_on(with_query(private.url, socket_timeout=3), lock_connections=1)
+    assert await backend.aread(key) is None
+    with stopped(client):
+        waiting = asyncio.ensure_future(backend.aread(key))
+        await asyncio.sleep(0)
+        with prompt(1), pytest.raises(BackendUnavailable) as caught:
+            await backend.aacquire(key, new_token(), 30)
+    _names_the_setting(caught.value, key)
+    assert await waiting is None
+    assert isinstance(await backend.aacquire(key, new_token(), 30), Grant)
+
+
+def _names_the_setting(error: BackendUnavailable, key: str) -> None:
+    assert (error.code, error.key) == ("network_timeout", key)
+    assert "LOCK_CONNECTIONS" in str(error)

@@ -1,0 +1,276 @@
+"""Where a backend's Redis is: an address, a cache of the project, or a client factory."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.cache import caches
+from redis import ConnectionPool, Redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
+
+from django_distlock.core.errors import BackendUnavailable
+from django_distlock.exceptions import InvalidLockBackend
+from tests.conftest import DECLARED
+from tests.contract.redis_clients import single_url
+from tests.keeper import Server, folder, free_port, server_user
+from tests.redis_servers import private_redis
+
+from .asking import Way, tell_short_story, tell_story
+from .servers import Proxy, backend_on, with_query
+
+DJANGO = "django.core.cache.backends.redis.RedisCache"
+DJANGO_REDIS = "django_redis.cache.RedisCache"
+PASSWORD = "pass-word-of-the-tests"
+
+
+def make_client() -> Any:
+    """Make a client, as a project does."""
+    return Redis.from_url(single_url())
+
+
+@pytest.mark.parametrize("kind", [DJANGO, DJANGO_REDIS])
+def test_cache_of_the_project_says_where(
+    private: Server, client: Any, key: str, settings: Any, kind: str
+) -> None:
+    """Everything works with the server of a cache, sync and async; the cache works on."""
+    settings.CACHES = {"locks": {"BACKEND": kind, "LOCATION": private.url}}
+    backend = backend_on(options={"cache": "locks"})
+    tell_story(backend, key)
+    asyncio.run(tell_short_story(backend, key))
+    assert client.keys("distlock:fence:*")
+    caches["locks"].set(key, "cached")
+    assert caches["locks"].get(key) == "cached"
+
+
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("kind", [DJANGO, DJANGO_REDIS])
+def test_cache_with_a_password(
+    private: Server, client: Any, key: str, settings: Any, kind: str, decode: bool
+) -> None:
+    """Log-in, database, and whatever a cache's connections do with answers are no matter."""
+    client.config_set("requirepass", PASSWORD)
+    pool = {"decode_responses": decode}
+    url = private.url.replace("//", f"//:{PASSWORD}@").replace("/0", "/3")
+    options = pool if kind == DJANGO else {"CONNECTION_POOL_KWARGS": pool}
+    settings.CACHES = {"locks": {"BACKEND": kind, "LOCATION": url, "OPTIONS": options}}
+    backend = backend_on(options={"cache": "locks"})
+    tell_story(backend, key)
+    asyncio.run(tell_short_story(backend, key))
+    assert "db3" in client.info("keyspace")
+    assert "db0" not in client.info("keyspace")
+
+
+def test_password_apart_from_the_address(
+    private: Server, client: Any, key: str, settings: Any
+) -> None:
+    """The way in which django-redis takes a password beside the address."""
+    client.config_set("requirepass", PASSWORD)
+    settings.CACHES = {
+        "locks": {
+            "BACKEND": DJANGO_REDIS,
+            "LOCATION": private.url,
+            "OPTIONS": {"PASSWORD": PASSWORD, "SOCKET_TIMEOUT": 3},
+        }
+    }
+    tell_story(backend_on(options={"cache": "locks"}), key)
+
+
+def test_cache_that_swallows_errors_swallows_none_of_locks(
+    key: str, settings: Any, way: Way
+) -> None:
+    """`IGNORE_EXCEPTIONS` makes a cache quiet; a lock that cannot be had is trouble."""
+    settings.CACHES = {
+        "locks": {
+            "BACKEND": DJANGO_REDIS,
+            "LOCATION": f"redis://127.0.0.1:{free_port()}/0",
+            "OPTIONS": {"IGNORE_EXCEPTIONS": True},
+        }
+    }
+    assert caches["locks"].get(key) is None
+    backend = backend_on(options={"cache": "locks"})
+    with pytest.raises(BackendUnavailable):
+        way.take(backend, key)
+    with pytest.raises(BackendUnavailable):
+        way.ask(backend, "read", key)
+
+
+@pytest.mark.parametrize("kind", [DJANGO, DJANGO_REDIS])
+def test_client_of_the_project_keeps_its_settings(
+    private: Server, client: Any, key: str, settings: Any, kind: str
+) -> None:
+    """Locks send each command once; the cache's own client goes on to try again."""
+    retry = Retry(ConstantBackoff(0.001), 3)
+    pool = {"retry": retry, "socket_timeout": 7}
+    options = pool if kind == DJANGO else {"CONNECTION_POOL_KWARGS": pool}
+    settings.CACHES = {"locks": {"BACKEND": kind, "LOCATION": private.url, "OPTIONS": options}}
+    cache: Any = caches["locks"]
+    theirs = (
+        cache._cache.get_client(write=True)
+        if kind == DJANGO
+        else cache.client.get_client(write=True)
+    ).connection_pool
+    backend = backend_on(options={"cache": "locks"})
+    tell_story(backend, key)
+    assert theirs.connection_kwargs["retry"] is retry
+    ours = backend.store.client.connection_pool
+    assert ours is not theirs
+    assert ours.connection_kwargs["retry"]._retries == 0
+    assert ours.connection_kwargs["socket_timeout"] == 7
+
+
+def test_client_of_a_factory_is_sent_each_command_once(
+    private: Server, client: Any, key: str, way: Way
+) -> None:
+    """A factory's client that tries again is not what locks are asked with."""
+    with Proxy(private.url) as line:
+        backend = backend_on(
+            options={
+                "client_factory": lambda: Redis.from_url(
+                    line.url, retry=Retry(ConstantBackoff(0.001), 5)
+                )
+            }
+        )
+        way.take(backend, f"{key}-warm")
+
+        def cut() -> None:
+            client.config_resetstat()
+            line.replies = "cut"
+
+        with pytest.raises(BackendUnavailable):
+            way.ask_late(backend, cut, "acquire", key, "t" * 22, 30)
+        assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == 1
+
+
+@pytest.mark.parametrize("given", ["tests.redis.test_sources.make_client", make_client])
+def test_client_factory_says_where(key: str, given: object) -> None:
+    """A path, or what is callable; called once, when first needed."""
+    calls = []
+
+    def counted() -> Any:
+        calls.append(1)
+        return make_client()
+
+    backend = backend_on(options={"client_factory": given if isinstance(given, str) else counted})
+    assert calls == []
+    for number in range(3):
+        asyncio.run(tell_short_story(backend, f"{key}-{number}"))
+        assert backend.read(key) is None
+    assert len(calls) == (not isinstance(given, str))
+
+
+@pytest.mark.parametrize(
+    "client",
+    [lambda: None, lambda: "redis://127.0.0.1", ConnectionPool, object],
+    ids=["none", "address", "pool", "object"],
+)
+def test_factory_that_makes_something_else(key: str, client: Callable[[], object]) -> None:
+    """What is no client is named when it is first needed."""
+    backend = backend_on(options={"client_factory": client})
+    with pytest.raises(InvalidLockBackend, match="redis.Redis or a redis.RedisCluster"):
+        backend.read(key)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({}, "needs one of cache, url and client_factory, not none"),
+        ({"url": "redis://h", "cache": "c"}, "not cache and url"),
+        ({"url": "redis://h", "client_factory": make_client}, "not url and client_factory"),
+        ({"url": "redis://h", "timeout": 5}, "Unknown options: 'timeout'"),
+        ({"url": "redis://h", "cleanup_on_read": 1}, "cleanup_on_read must be True or False"),
+        ({"url": "http://h"}, "url: It is no address"),
+        ({"url": 6379}, "url: It must be the address"),
+        ({"url": f"redis://:{PASSWORD}@h:port/0"}, "url: It is no address"),
+        ({"cache": "nowhere"}, "cache: There is no cache 'nowhere'"),
+        ({"cache": 5}, "cache: There is no cache 5"),
+        ({"cache": "memory"}, "LocMemCache, which is not kept in Redis"),
+        ({"cache": "sharded"}, "spreads its keys over several servers"),
+        ({"client_factory": "tests.redis.nothing"}, "client_factory: It cannot be imported"),
+        ({"client_factory": "nothing"}, "client_factory: It cannot be imported"),
+        ({"client_factory": 5}, "client_factory: It must be callable"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], rule: str, settings: Any) -> None:
+    """A slip is an error when the backend is made; it names the alias and the option."""
+    servers = [f"redis://127.0.0.1:{port}/0" for port in (1, 2)]
+    settings.CACHES = {
+        "memory": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"},
+        "sharded": {
+            "BACKEND": DJANGO_REDIS,
+            "LOCATION": servers,
+            "OPTIONS": {"CLIENT_CLASS": "django_redis.client.ShardClient"},
+        },
+    }
+    with pytest.raises(InvalidLockBackend) as caught:
+        backend_on(options=options, alias="here")
+    assert rule in str(caught.value)
+    assert "DISTLOCK['here']" in str(caught.value)
+    assert PASSWORD not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["url", DJANGO, DJANGO_REDIS])
+def test_backend_is_made_without_a_server(settings: Any, kind: str) -> None:
+    """Nothing connects before it is asked: settings can be read where no server runs."""
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    settings.CACHES = {"locks": {"BACKEND": kind, "LOCATION": url}}
+    backend = backend_on(url) if kind == "url" else backend_on(options={"cache": "locks"})
+    assert backend.supports_token_lookup
+    with pytest.raises(BackendUnavailable):
+        backend.read("key")
+
+
+def test_unix_socket(client: Any, key: str) -> None:
+    """An address of a socket in a file, sync and async."""
+    path = client.config_get("unixsocket")["unixsocket"]
+    backend = backend_on(f"unix://{path}?db=2")
+    tell_story(backend, key)
+    asyncio.run(tell_short_story(backend, key))
+    assert set(client.info("keyspace")) == {"db2"}
+
+
+def test_resp2(private: Server, key: str) -> None:
+    """The older protocol, sync and async."""
+    backend = backend_on(with_query(private.url, protocol=2))
+    tell_story(backend, key)
+    asyncio.run(tell_short_story(backend, key))
+
+
+def test_tls(key: str) -> None:
+    """Spoken to in secret, sync and async; a server that nobody vouches for is trouble."""
+    with folder(owner=server_user()) as home:
+        certificate, secret = _certificate(home)
+        port = free_port()
+        tls = {"tls_port": port, "tls_cert_file": certificate, "tls_key_file": secret}
+        with ExitStack() as stack:
+            try:
+                settings: dict[str, Any] = {**tls, "tls_auth_clients": "no", "stop": "KILL"}
+                stack.enter_context(private_redis(**settings))
+            except pytest.UsageError:
+                pytest.skip(f"{DECLARED}this server is built without TLS")
+            url = with_query(f"rediss://127.0.0.1:{port}/0", ssl_ca_certs=certificate)
+            backend = backend_on(url)
+            tell_story(backend, key)
+            asyncio.run(tell_short_story(backend, key))
+            with pytest.raises(BackendUnavailable):
+                backend_on(f"rediss://127.0.0.1:{port}/0").read(key)
+
+
+def _certificate(home: Path) -> tuple[Path, Path]:
+    certificate, secret = home / "certificate", home / "key"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+         "-nodes", "-days", "1", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-out", certificate, "-keyout", secret],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    for each in (certificate, secret):
+        os.chmod(each, 0o644)  # noqa: PTH101
+    return certificate, secret
