@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from importlib import import_module
@@ -21,7 +22,7 @@ from .databases import serve
 from .options import QUICK, Options
 from .report import Result, facts, show, warnings, write
 
-BENCHMARKS = ("latency", "roundtrips", "sizes", "scale", "throughput")
+BENCHMARKS = ("latency", "roundtrips", "sizes", "scale", "throughput", "redis", "advisory")
 
 
 def number(low: float, high: float, kind: type = int) -> Callable[[str], Any]:
@@ -132,18 +133,27 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measure(arguments: Sequence[str], console: Console) -> None:
-    """Run the benchmarks one after another, on a server of their own."""
+    """Run the benchmarks one after another, on servers of their own."""
     asked = parser().parse_args(arguments)
-    names = [name for name in BENCHMARKS if name in (asked.only or BENCHMARKS)]
+    names = chosen(asked)
     options: Options = with_given(asked, QUICK if asked.quick else Options())
     extra = [each for name in names for each in databases_of(name, options)]
-    with serve(extra, fsync=asked.fsync == "on") as server:
+    # One benchmark alone asks it.
+    mysql = "latency" in names
+    with serve(extra, fsync=asked.fsync == "on", mysql=mysql) as server:
         found: dict[str, Any] = {**begin(asked, server, console), "options": asdict(options)}
-        found["benchmarks"] = {}
+        found["benchmarks"], found["seconds"] = {}, {}
         for name in names:
+            began = time.monotonic()
             result: Result = benchmark(name).run(options)
             found["benchmarks"][name] = result.data
+            found["seconds"][name] = round(time.monotonic() - began, 1)
             finish(asked, result, found, console)
+
+
+def chosen(asked: argparse.Namespace) -> list[str]:
+    """Return the benchmarks that were asked for, in their order; all, where none was named."""
+    return [name for name in BENCHMARKS if name in (asked.only or BENCHMARKS)]
 
 
 def churn_tables(arguments: Sequence[str], console: Console) -> None:

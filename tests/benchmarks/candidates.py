@@ -7,7 +7,7 @@ PostgreSQL are called past all of it too, in the ways in which the floor is aske
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from itertools import cycle
@@ -16,6 +16,7 @@ from typing import Any
 from django.db import connections
 
 from django_distlock import distlock, lock_backends
+from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
 from django_distlock.functions import ServerFunctions
@@ -24,6 +25,7 @@ from django_distlock.leases import Lease
 
 from . import floor
 from .databases import hold
+from .race import Candidate, Unavailable
 from .timing import Subject
 
 #: Keys that are taken in turn: each has a fence counter after the warm-up.
@@ -32,15 +34,11 @@ HOT = "invoice:hot"
 TTL = 30.0
 
 
-class Unavailable(Exception):
-    """This candidate cannot be measured here; the text says what is missing."""
-
-
 class Waist:
     """The operations of one backend, with what they have to remember between two steps."""
 
-    def __init__(self, alias: str, keys: Sequence[str]):
-        self._backend = lock_backends[alias]
+    def __init__(self, backend: BaseLockBackend, keys: Sequence[str]):
+        self._backend = backend
         self._keys = cycle(keys)
         self._holder = current_holder()
         self.grant: Grant | None = None
@@ -164,12 +162,12 @@ class PublicApi:
 
 def locks_on(name: str, alias: str) -> Iterator[list[Subject]]:
     """Give the subjects of a lock backend."""
-    hot = hold(alias, HOT)
+    hot, backend = hold(alias, HOT), lock_backends[alias]
     # Held throughout, to be extended; no pair's key.
-    waist, api = Waist(alias, ["invoice:held-1"]), PublicApi(alias, ["invoice:held-2"])
+    waist, api = Waist(backend, ["invoice:held-1"]), PublicApi(alias, ["invoice:held-2"])
     waist.acquire()
     api.acquire()
-    pairs, public = Waist(alias, KEYS), PublicApi(alias, KEYS)
+    pairs, public = Waist(backend, KEYS), PublicApi(alias, KEYS)
     yield [
         Subject(
             f"{name}/backend", {"acquire": pairs.acquire, "release": pairs.release}, total="pair"
@@ -185,7 +183,7 @@ def locks_on(name: str, alias: str) -> Iterator[list[Subject]]:
     ]
     api.release()
     waist.release()
-    lock_backends[alias].release(hot)
+    backend.release(hot)
 
 
 def functions() -> Iterator[list[Subject]]:
@@ -223,15 +221,21 @@ def pglock() -> Iterator[list[Subject]]:
             if acquired:
                 raise RuntimeError(f"{HOT!r} was not contended")
 
-    other = connections["default"].copy()
-    try:
-        with other.cursor() as cursor:
-            number = module.advisory(HOT).int_lock_id
-            cursor.execute("SELECT pg_advisory_lock(%s)", [number])
+    with held_elsewhere(module.advisory(HOT).int_lock_id):
         yield [
             Subject("pglock/block", {"pair": block}),
             Subject("pglock/block", {"lose": lose}),
         ]
+
+
+@contextmanager
+def held_elsewhere(number: int) -> Iterator[None]:
+    """Hold an advisory lock in another session."""
+    other = connections["default"].copy()
+    try:
+        with other.cursor() as cursor:
+            cursor.execute("SELECT pg_advisory_lock(%s)", [number])
+        yield
     finally:
         other.close()
 
@@ -260,7 +264,7 @@ def mariadb_floor() -> Iterator[list[Subject]]:
 
 
 #: Another database joins here, with its lines in `floor` and its comparisons in `latency`.
-CANDIDATES: dict[str, Callable[[], Iterator[list[Subject]]]] = {
+CANDIDATES: dict[str, Candidate] = {
     "functions": functions,
     "orm": lambda: locks_on("orm", "orm"),
     "pglock": pglock,
@@ -271,9 +275,3 @@ CANDIDATES: dict[str, Callable[[], Iterator[list[Subject]]]] = {
     "mariadb-floor": mariadb_floor,
     "memory": lambda: locks_on("memory", "memory"),
 }
-
-
-@contextmanager
-def ready(name: str) -> Iterator[list[Subject]]:
-    """Prepare a candidate for the block, and clear up after it."""
-    yield from CANDIDATES[name]()

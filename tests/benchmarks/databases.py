@@ -1,4 +1,4 @@
-"""The private server, its databases, and what is in them."""
+"""The private servers, their databases, and what is in them."""
 
 from __future__ import annotations
 
@@ -16,31 +16,42 @@ from django.core.management import call_command
 from django.db import connections
 
 from django_distlock import lock_backends
+from django_distlock.backends.base import BaseLockBackend
 from django_distlock.conf import table
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
 from django_distlock.host import current_holder
-from tests.services import Server, folder, has_mariadb, private_mariadb, private_postgres
+from tests.services import (
+    Server,
+    folder,
+    has_mariadb,
+    private_mariadb,
+    private_postgres,
+    private_redis,
+)
 
 #: Seconds that nothing here outlives: what is held for a whole benchmark.
 LONG_TTL = 604_800.0
 
 
 @contextmanager
-def serve(extra: Iterable[str], *, fsync: bool) -> Iterator[Server]:
-    """Run a server with migrated databases, and set Django up over them.
+def serve(extra: Iterable[str], *, fsync: bool, mysql: bool = False) -> Iterator[Server]:
+    """Run servers, of PostgreSQL with migrated databases, and set Django up over them.
 
     Args:
         extra: Names of databases to have beside the default one; `create` makes them.
         fsync: Whether a commit waits for the disk.
+        mysql: Whether MariaDB is needed, where there is one.
     """
     with ExitStack() as stack:
         scratch = stack.enter_context(folder())
         server = stack.enter_context(private_postgres(durable=fsync))
-        if has_mariadb():
+        if mysql and has_mariadb():
             flush = 1 if fsync else 0
             made = private_mariadb(innodb_flush_log_at_trx_commit=flush)
             os.environ["DISTLOCK_BENCH_MYSQL_URL"] = stack.enter_context(made).url
+        # Nothing of it is written to a disk.
+        os.environ["DISTLOCK_BENCH_REDIS_URL"] = stack.enter_context(private_redis()).url
         # Clients are processes of their own, and read the same settings.
         os.environ["DISTLOCK_BENCH_URL"] = server.url
         os.environ["DISTLOCK_BENCH_SCRATCH"] = str(scratch)
@@ -89,7 +100,12 @@ def columns(model: str = "HeldLock") -> list[str]:
 
 def hold(alias: str, key: str, ttl: float = LONG_TTL) -> Grant:
     """Take a key for longer than any benchmark runs."""
-    grant = lock_backends[alias].acquire(key, new_token(), ttl, current_holder())
+    return take(lock_backends[alias], key, ttl)
+
+
+def take(backend: BaseLockBackend, key: str, ttl: float = LONG_TTL) -> Grant:
+    """Take a key from a backend, for longer than any benchmark runs."""
+    grant = backend.acquire(key, new_token(), ttl, current_holder())
     if not isinstance(grant, Grant):
         raise RuntimeError(f"{key!r} is not free: {grant}")
     return grant

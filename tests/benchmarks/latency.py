@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
-from .candidates import CANDIDATES, Unavailable, ready
+from .candidates import CANDIDATES
 from .options import Options
-from .report import Result, ratios, times
-from .timing import Comparison, Subject, measure
+from .race import race
+from .report import Result
+from .timing import Comparison
 
 COMPARISONS = (
     # The same driver on both sides: what the functions cost.
@@ -75,33 +74,13 @@ MEMORY_PAIR_US = 15.0
 
 
 def run(options: Options) -> Result:
-    """Measure all candidates that are there, turn by turn."""
-    subjects: list[Subject] = []
-    missing: dict[str, str] = {}
-    with ExitStack() as stack:
-        for name in CANDIDATES:
-            try:
-                subjects += stack.enter_context(ready(name))
-            except Unavailable as error:
-                missing[name] = str(error)
-        samples = measure(subjects, rounds=options.rounds, slice_ms=options.slice_ms)
-    figures = samples.figures()
-    found = [
-        each.ratio(samples.medians(each.of), samples.medians(each.to))
-        for each in COMPARISONS
-        if each.of in figures and each.to in figures
-    ]
+    """Measure what locks in a database, or in memory."""
+    done = race(CANDIDATES, options)
+    found = done.ratios(COMPARISONS)
     # A ratio to a constant.
     of = Comparison(
         what="memory, backend: pair / 15 µs", of="memory/backend/pair", to="15 us", at_most=1.0
     )
-    medians = samples.medians(of.of)
+    medians = done.samples.medians(of.of)
     found.append(of.ratio(medians, [MEMORY_PAIR_US] * len(medians)))
-    left_out = "".join(f"; without {name} ({why})" for name, why in missing.items())
-    return Result(
-        {"figures": figures, "ratios": found, "left_out": missing},
-        [
-            times(f"Latency: one client, {options.rounds} rounds{left_out}", figures),
-            ratios("Latency: medians of the rounds' ratios", found),
-        ],
-    )
+    return done.result("Latency", options, found)

@@ -1,13 +1,14 @@
-"""A proxy on loopback that reads PostgreSQL's protocol and counts what goes by."""
+"""A proxy on loopback that reads a server's protocol and counts what goes by."""
 
 from __future__ import annotations
 
 import selectors
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from typing import Protocol
 
 #: A simple query, and the execution of a prepared or parsed one: each is a statement.
 STATEMENTS = (b"Q", b"E")
@@ -20,7 +21,7 @@ class Counts:
 
     Attributes:
         round_trips: How often the client sent something after the server had answered.
-        statements: How many queries it sent, BEGIN and COMMIT included.
+        statements: How many queries or commands it sent, BEGIN and COMMIT included.
     """
 
     round_trips: int = 0
@@ -33,38 +34,82 @@ class Counts:
         return asdict(self)
 
 
+class Reader(Protocol):
+    """Reads what one client sends."""
+
+    def statements(self, data: bytes) -> int:
+        """Take what came; return how many statements are whole now."""
+        ...
+
+
+class PostgresReader:
+    """Reads messages, each with its type and its length. The first one has no type."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+        self._started = False
+
+    def statements(self, data: bytes) -> int:
+        """See `Reader`."""
+        self._pending += data
+        return sum(kind in STATEMENTS for kind in self._messages())
+
+    def _messages(self) -> Iterator[bytes]:
+        while True:
+            head = 1 if self._started else 0
+            if len(self._pending) < head + 4:
+                return
+            length = head + int.from_bytes(self._pending[head : head + 4], "big")
+            if len(self._pending) < length:
+                return
+            kind = bytes(self._pending[:head])
+            del self._pending[:length]
+            self._started = True
+            yield kind
+
+
+class RedisReader:
+    """Reads commands: arrays of texts, each with its length before it."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+        self._words = 0
+
+    def statements(self, data: bytes) -> int:
+        """See `Reader`."""
+        self._pending += data
+        whole = 0
+        while (end := self._pending.find(b"\r\n")) >= 0:
+            is_array, number = self._pending[:1] == b"*", int(self._pending[1:end])
+            taken = end + 2 if is_array else end + 2 + number + 2
+            if len(self._pending) < taken:
+                break
+            del self._pending[:taken]
+            self._words = number if is_array else self._words - 1
+            whole += self._words == 0
+        return whole
+
+
 @dataclass
 class Line:
     """One connection through the proxy."""
 
     client: socket.socket
     server: socket.socket
+    reader: Reader
     answered: bool = True
-    #: Of the client's messages, what has not come in whole. The first one has no type.
-    pending: bytearray = field(default_factory=bytearray)
-    started: bool = False
-
-    def messages(self, data: bytes) -> Iterator[bytes]:
-        """Take what the client sent; give the types of the messages that are whole now."""
-        self.pending += data
-        while True:
-            head = 1 if self.started else 0
-            if len(self.pending) < head + 4:
-                return
-            length = head + int.from_bytes(self.pending[head : head + 4], "big")
-            if len(self.pending) < length:
-                return
-            kind = bytes(self.pending[:head])
-            del self.pending[:length]
-            self.started = True
-            yield kind
 
 
 class Proxy:
-    """Passes on what comes, and counts it. Sessions must be neither encrypted nor compressed."""
+    """Passes on what comes, and counts it. Sessions must be neither encrypted nor compressed.
 
-    def __init__(self, host: str, port: int):
+    Args:
+        reader: Makes what reads a connection.
+    """
+
+    def __init__(self, host: str, port: int, reader: Callable[[], Reader] = PostgresReader):
         self._upstream = (host, port)
+        self._reader = reader
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
@@ -107,7 +152,7 @@ class Proxy:
 
     def _connect(self) -> None:
         client, _address = self._listener.accept()
-        line = Line(client, socket.create_connection(self._upstream))
+        line = Line(client, socket.create_connection(self._upstream), self._reader())
         for each in (line.client, line.server):
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._selector.register(each, selectors.EVENT_READ, line)
@@ -134,5 +179,5 @@ class Proxy:
             return
         self._counts.bytes_sent += len(data)
         self._counts.round_trips += line.answered
-        self._counts.statements += sum(kind in STATEMENTS for kind in line.messages(data))
+        self._counts.statements += line.reader.statements(data)
         line.answered = False

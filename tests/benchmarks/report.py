@@ -16,6 +16,7 @@ from typing import Any
 
 import django
 import psycopg
+from redis import Redis
 from rich.console import Console
 from rich.table import Table
 
@@ -25,6 +26,8 @@ SERVER_SETTINGS = (
     "server_version", "fsync", "synchronous_commit", "wal_sync_method", "full_page_writes",
     "wal_level", "shared_buffers", "max_wal_size", "checkpoint_timeout", "autovacuum_naptime",
 )  # fmt: skip
+
+REDIS_SETTINGS = ("save", "appendonly", "appendfsync", "maxmemory-policy", "io-threads")
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,11 @@ def facts() -> dict[str, Any]:
         "psycopg_implementation": psycopg.pq.__impl__,
         "libpq": psycopg.pq.version(),
         "django_pglock": _version("django-pglock"),
+        "redis_py": _version("redis"),
+        "hiredis": _version("hiredis"),
+        "django_redis": _version("django-redis"),
+        "python_redis_lock": _version("python-redis-lock"),
+        "redis": _redis(),
         "postgresql": dict(zip(SERVER_SETTINGS, ask("default", f"SELECT {names}")[0], strict=True)),
     }
 
@@ -130,6 +138,14 @@ def warnings(machine: Mapping[str, Any]) -> list[str]:
     if machine["load"][0] > machine["cpus"] / 2:
         said.append(f"The machine was busy: a load of {machine['load'][0]:.1f} before the start.")
     return said
+
+
+def _redis() -> dict[str, Any]:
+    with Redis.from_url(os.environ["DISTLOCK_BENCH_REDIS_URL"], decode_responses=True) as client:
+        told: Mapping[str, Any] = client.info("server")
+        settings: Mapping[str, Any] = client.config_get(*REDIS_SETTINGS)
+    names = ("redis_version", "valkey_version", "mem_allocator")
+    return {**{name: told[name] for name in names if name in told}, **settings}
 
 
 def _version(package: str) -> str | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from django.db import connections
 
@@ -29,12 +29,30 @@ def run(options: Options) -> Result:
         for name in ("functions", "orm"):
             alias = f"proxied_{name}"
             hot = hold(alias, HOT)
-            for operation, counts in _operations(alias, proxy):
-                counted[f"{name}/backend/{operation}"] = _same(operation, counts)
+            waist = Waist(lock_backends[alias], ["invoice:1"])
+            counted |= count(proxy, f"{name}/backend", waist)
             lock_backends[alias].release(hot)
-    rows = [[name, *(str(each) for each in counts.values())] for name, counts in counted.items()]
-    header = ["per operation", *next(iter(counted.values()))]
-    return Result({"figures": counted}, [Sheet("Round trips: counted on the wire", header, rows)])
+    return Result({"figures": counted}, [sheet(counted)])
+
+
+class Operations(Protocol):
+    """Whose operations are counted. Somebody else holds the key that `lose` tries for."""
+
+    def acquire(self) -> object:
+        """Take a key."""
+        ...
+
+    def extend(self) -> object:
+        """Renew what is held."""
+        ...
+
+    def lose(self) -> object:
+        """Try for a key that somebody else holds."""
+        ...
+
+    def release(self) -> object:
+        """Give back what is held."""
+        ...
 
 
 @contextmanager
@@ -49,22 +67,26 @@ def proxied() -> Iterator[Proxy]:
             connections["proxied"].close()
 
 
-def _operations(alias: str, proxy: Proxy) -> Iterator[tuple[str, list[Counts]]]:
-    waist = Waist(alias, ["invoice:1"])
+def count(proxy: Proxy, name: str, of: Operations) -> dict[str, dict[str, Any]]:
+    """Count what each operation sends through the proxy."""
     steps: dict[str, Step] = {
-        "acquire": waist.acquire,
-        "extend": waist.extend,
-        "lose": waist.lose,
-        "release": waist.release,
-    }
-    counts: dict[str, list[Counts]] = {name: [] for name in steps}
+        "acquire": of.acquire, "extend": of.extend, "lose": of.lose, "release": of.release,
+    }  # fmt: skip
+    counts: dict[str, list[Counts]] = {operation: [] for operation in steps}
     for number in range(WARM_UP + TIMES):
-        for name, step in steps.items():
+        for operation, step in steps.items():
             proxy.take()
             step()
             if number >= WARM_UP:
-                counts[name].append(proxy.take())
-    yield from counts.items()
+                counts[operation].append(proxy.take())
+    return {f"{name}/{each}": _same(f"{name}/{each}", taken) for each, taken in counts.items()}
+
+
+def sheet(counted: Mapping[str, Mapping[str, Any]], title: str = "Round trips") -> Sheet:
+    """Lay out what was counted."""
+    rows = [[name, *(str(each) for each in counts.values())] for name, counts in counted.items()]
+    header = ["per operation", *next(iter(counted.values()))]
+    return Sheet(f"{title}: counted on the wire", header, rows)
 
 
 def _same(operation: str, counts: list[Counts]) -> dict[str, Any]:

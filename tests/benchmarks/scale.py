@@ -7,17 +7,19 @@ keys are held, each with its counter, and a tenth as many have a counter alone.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import count
 
 from django_distlock import lock_backends
+from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
 from django_distlock.host import current_holder
 
-from .databases import FREE, LIVE, ask, create, drop, fill, filled_grant, hold
+from .databases import FREE, LIVE, ask, create, drop, fill, filled_grant, take
 from .options import Options
 from .report import Result, ratios, times
-from .timing import Comparison, Subject, measure
+from .timing import Comparison, Samples, Subject, measure
 
 FEWEST_FREE = 1000
 OPERATIONS = ("pair", "acquire", "new-pair", "extend", "lose", "read")
@@ -25,7 +27,7 @@ OPERATIONS = ("pair", "acquire", "new-pair", "extend", "lose", "read")
 
 def databases(options: Options) -> list[str]:
     """Return the databases that this takes for itself."""
-    return [_name(keys) for keys in options.keys]
+    return [name_of(keys) for keys in options.keys]
 
 
 def run(options: Options) -> Result:
@@ -33,54 +35,66 @@ def run(options: Options) -> Result:
     try:
         subjects: list[Subject] = []
         for keys in options.keys:
-            create(_name(keys))
-            free = max(FEWEST_FREE, keys // 10)
-            fill(_name(keys), locks=keys, free=free)
-            subjects += Among(_name(keys), keys, free).subjects()
+            create(name_of(keys))
+            free = free_beside(keys)
+            fill(name_of(keys), locks=keys, free=free)
+            subjects += Among(name_of(keys), lock_backends[name_of(keys)], keys, free).subjects()
         # Or the largest would be measured while its own pages are still written.
         ask("default", "CHECKPOINT")
         samples = measure(subjects, rounds=options.rounds, slice_ms=options.slice_ms)
     finally:
         for keys in options.keys:
-            drop(_name(keys))
+            drop(name_of(keys))
+    return compared("Scale", samples, options.keys)
+
+
+def compared(title: str, samples: Samples, numbers: Sequence[int]) -> Result:
+    """Lay out what operations cost among so many keys each, and among the fewest."""
     figures = samples.figures()
-    fewest, *more = options.keys
+    fewest, *more = numbers
     found = []
     for operation in OPERATIONS:
         for keys in more:
             flat = Comparison(
                 what=f"{operation}: {keys:,} keys / {fewest:,}",
-                of=f"{_name(keys)}/{operation}", to=f"{_name(fewest)}/{operation}", at_most=1.2,
+                of=f"{name_of(keys)}/{operation}", to=f"{name_of(fewest)}/{operation}", at_most=1.2,
             )  # fmt: skip
             found.append(flat.ratio(samples.medians(flat.of), samples.medians(flat.to)))
     return Result(
         {"figures": figures, "ratios": found},
         [
-            times("Scale: counters and live locks", figures),
-            ratios("Scale: medians of the rounds' ratios", found),
+            times(f"{title}: counters and live locks", figures),
+            ratios(f"{title}: medians of the rounds' ratios", found),
         ],
     )
 
 
-def _name(keys: int) -> str:
+def name_of(keys: int) -> str:
+    """Return what the figures among so many keys are called."""
     return f"keys_{keys}"
+
+
+def free_beside(keys: int) -> int:
+    """Return how many keys have a counter alone, beside so many that are held."""
+    return max(FEWEST_FREE, keys // 10)
 
 
 class Among:
     """Operations on keys taken at random among many.
 
     Args:
+        name: What figures start with.
         keys: How many are held.
         free: How many have a counter alone.
     """
 
-    def __init__(self, alias: str, keys: int, free: int):
-        self._name = alias
-        self._backend = lock_backends[alias]
+    def __init__(self, name: str, backend: BaseLockBackend, keys: int, free: int):
+        self._name = name
+        self._backend = backend
         self._keys, self._free = keys, free
         self._new = count()
         self._holder = current_holder()
-        self._grant = hold(alias, "template")
+        self._grant = take(backend, "template")
 
     def subjects(self) -> list[Subject]:
         """Return what is measured."""

@@ -1,4 +1,4 @@
-"""Django's settings for the benchmarks, over the server that `databases.serve` started."""
+"""Django's settings for the benchmarks, over the servers that `databases.serve` started."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ MARIADB = os.environ.get("DISTLOCK_BENCH_MYSQL_URL")
 if MARIADB:
     DATABASES["mariadb"] = {**database(MARIADB), "CONN_MAX_AGE": None}
 
+REDIS = os.environ.get("DISTLOCK_BENCH_REDIS_URL", "redis://127.0.0.1:6379/0")
+#: Of the peer that locks through a cache.
+CACHES = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": REDIS}}
+#: A peer that warns of each attempt that loses.
+LOGGING = {"version": 1, "loggers": {"redis_lock": {"level": "ERROR"}}}
+
 INSTALLED_APPS = [
     "django_distlock",
     # A peer, where it is installed.
@@ -76,6 +82,24 @@ DISTLOCK: dict[str, dict[str, Any]] = {
     "proxied_orm": locks("proxied", "proxied-orm", server_functions=False),
     "sqlite": locks("sqlite"),
     "memory": {"BACKEND": "django_distlock.backends.memory.MemoryBackend"},
+    "redis": {
+        "BACKEND": "django_distlock.backends.redis.RedisBackend",
+        "OPTIONS": {"url": REDIS},
+    },
+    # Keys of their own: both are measured in the same rounds.
+    "redis-async": {
+        "BACKEND": "django_distlock.backends.redis.RedisBackend",
+        "KEY_PREFIX": "distlock-async",
+        "OPTIONS": {"url": REDIS},
+    },
+    **{
+        name: {
+            "BACKEND": "django_distlock.backends.advisory.AdvisoryBackend",
+            "KEY_PREFIX": name,
+            "OPTIONS": {"using": "default"},
+        }
+        for name in ("advisory", "advisory-fresh")
+    },
     **({"mariadb": locks("mariadb")} if MARIADB else {}),
     **{name: locks(name) for name in EXTRA},
 }

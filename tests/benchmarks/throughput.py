@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ from django_distlock.core.records import Grant
 from django_distlock.host import current_holder
 
 from .candidates import BareFunctions, Calls
-from .clients import Prepare, Tally, Team, Work, hire
+from .clients import Prepare, Tally, Work, hire
 from .floor import Floor, as_django_opens, as_psycopg_opens, make_table, pair_steps
 from .options import Options
 from .report import Result, Sheet, ratios
@@ -33,37 +33,51 @@ KEYS_EACH = 16
 
 
 def run(options: Options) -> Result:
-    """Let every number of clients do the work of every candidate, turn by turn."""
+    """Measure what locks in a database."""
+    make_table("default")
+    return compete("Throughput", options, candidates(), _comparisons)
+
+
+def compete(
+    title: str,
+    options: Options,
+    candidates: Mapping[str, Prepare],
+    comparisons: Callable[[int], Iterable[Comparison]],
+) -> Result:
+    """Let every number of clients do the work of every candidate, turn by turn.
+
+    Args:
+        comparisons: What to compare, for a number of clients.
+    """
     rounds = max(2, options.rounds // 6)
     found: dict[str, list[dict[str, float]]] = {}
-    make_table("default")
     with hire(max(options.clients)) as team:
         for clients in options.clients:
             for number in range(-1, rounds):
-                turns = [(name, mode) for name in candidates() for mode in (OWN, HOT)]
+                turns = [(name, mode) for name in candidates for mode in (OWN, HOT)]
                 random.shuffle(turns)
                 for name, mode in turns:
                     # The first round warms up, and need not be long.
                     seconds = options.seconds if number >= 0 else options.seconds / 4
-                    said = _rates(turn(team, clients, seconds, name, mode))
+                    said = _rates(team.turn(clients, seconds, candidates[name], name, mode))
                     if number >= 0:
                         found.setdefault(f"{name}/{mode}/{clients}", []).append(said)
     figures = {
         each: _figure(found[each])
         for clients in options.clients
         for mode in (OWN, HOT)
-        for name in candidates()
+        for name in candidates
         if (each := f"{name}/{mode}/{clients}")
     }
     ratios_found = [
         each.ratio(figures[each.of]["rounds_per_second"], figures[each.to]["rounds_per_second"])
         for clients in options.clients
-        for each in _comparisons(clients)
+        for each in comparisons(clients)
         if each.of in figures and each.to in figures
     ]
     return Result(
         {"figures": figures, "ratios": ratios_found},
-        [_sheet(figures), ratios("Throughput: medians of the rounds' ratios", ratios_found)],
+        [_sheet(title, figures), ratios(f"{title}: medians of the rounds' ratios", ratios_found)],
     )
 
 
@@ -76,37 +90,33 @@ def candidates() -> dict[str, Prepare]:
     }  # fmt: skip
 
 
-def turn(team: Team, clients: int, seconds: float, name: str, mode: str) -> list[Tally]:
-    """Let the clients do one candidate's work."""
-    return team.turn(clients, seconds, candidates()[name], name, mode)
-
-
 def _comparisons(clients: int) -> Iterator[Comparison]:
     own = f"{OWN}/{clients}"
     # Only for this number was one agreed upon.
     target = 0.7 if clients == 8 else None
     # The same driver on both sides; and with all that Django and this package do around it.
     yield Comparison(
-        what=f"{_clients(clients)}, own keys: functions, driver / floor",
+        what=f"{clients_of(clients)}, own keys: functions, driver / floor",
         of=f"functions, driver/{own}", to=f"floor/{own}", at_least=target,
     )  # fmt: skip
     yield Comparison(
-        what=f"{_clients(clients)}, own keys: functions / floor", of=f"functions/{own}",
+        what=f"{clients_of(clients)}, own keys: functions / floor", of=f"functions/{own}",
         to=f"floor/{own}",
     )  # fmt: skip
     for peer in ("floor, prepared", "orm", "pglock"):
         yield Comparison(
-            what=f"{_clients(clients)}, own keys: functions / {peer}", of=f"functions/{own}",
+            what=f"{clients_of(clients)}, own keys: functions / {peer}", of=f"functions/{own}",
             to=f"{peer}/{own}",
         )  # fmt: skip
     for peer in ("orm", "pglock"):
         yield Comparison(
-            what=f"{_clients(clients)}, hot key: functions / {peer}",
+            what=f"{clients_of(clients)}, hot key: functions / {peer}",
             of=f"functions/{HOT}/{clients}", to=f"{peer}/{HOT}/{clients}",
         )  # fmt: skip
 
 
-def _clients(number: int) -> str:
+def clients_of(number: int) -> str:
+    """Say how many clients there are."""
     return "1 client" if number == 1 else f"{number} clients"
 
 
@@ -128,24 +138,25 @@ def _figure(rounds: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def _sheet(figures: Mapping[str, Mapping[str, Any]]) -> Sheet:
+def _sheet(title: str, figures: Mapping[str, Mapping[str, Any]]) -> Sheet:
     names = ("per_second", "least", "most", "lost_per_second")
     rows = [[name, *(f"{each[one]:,.0f}" for one in names)] for name, each in figures.items()]
     header = ["pairs per second, by clients", "median", "least", "most", "losing attempts"]
-    return Sheet("Throughput: all clients together", header, rows)
+    return Sheet(f"{title}: all clients together", header, rows)
 
 
 # What the clients do
 
 
-def _keys(number: int, mode: str) -> list[str]:
+def keys_of(number: int, mode: str) -> list[str]:
+    """Return the keys that a client takes in turn."""
     return ["hot"] if mode == HOT else [f"client-{number}:{each}" for each in range(KEYS_EACH)]
 
 
 @contextmanager
 def lock(number: int, alias: str, mode: str) -> Iterator[Work]:
     """Take and give back through a lock backend."""
-    backend, holder, keys = lock_backends[alias], current_holder(), cycle(_keys(number, mode))
+    backend, holder, keys = lock_backends[alias], current_holder(), cycle(keys_of(number, mode))
 
     def work() -> str:
         answer = backend.acquire(next(keys), new_token(), 30, holder)
@@ -163,7 +174,7 @@ def calls(number: int, _name: str, mode: str) -> Iterator[Work]:
     """Call the server functions over the floor's own connection."""
     prefix = lock_backends["functions"].key_prefix
     with as_django_opens("default") as execute:
-        made = Calls(BareFunctions("default", execute), prefix, _keys(number, mode))
+        made = Calls(BareFunctions("default", execute), prefix, keys_of(number, mode))
 
         def work() -> str:
             if not made.attempt():
@@ -180,7 +191,7 @@ def floor(number: int, name: str, mode: str) -> Iterator[Work]:
     opened = as_psycopg_opens if name.endswith("prepared") else as_django_opens
     made = Floor("default", "functions", f"floor:template-{number}")
     with opened("default") as execute:
-        steps = pair_steps(made, execute, _keys(number, mode))
+        steps = pair_steps(made, execute, keys_of(number, mode))
         upsert, trip = steps["upsert"], steps["trip"]
 
         def work() -> str:
@@ -195,7 +206,7 @@ def floor(number: int, name: str, mode: str) -> Iterator[Work]:
 def pglock(number: int, _name: str, mode: str) -> Iterator[Work]:
     """Take and give back an advisory lock."""
     module: Any = import_module("pglock")
-    keys = cycle(_keys(number, mode))
+    keys = cycle(keys_of(number, mode))
 
     def work() -> str:
         with module.advisory(next(keys), using="default", timeout=0) as acquired:

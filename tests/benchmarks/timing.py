@@ -6,15 +6,17 @@ operations; a ratio is that of two medians of the same round, and of those the m
 
 from __future__ import annotations
 
+import asyncio
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any
 
 #: An operation, or a part of one.
 Step = Callable[[], object]
+AwaitedStep = Callable[[], Awaitable[object]]
 
 #: No slice has fewer operations, however slow they are, and none has more.
 LEAST, MOST = 3, 2000
@@ -37,6 +39,49 @@ class Subject:
     def figures(self) -> list[str]:
         """Return the names of what is measured."""
         return [f"{self.name}/{step}" for step in (*self.steps, *filter(None, [self.total]))]
+
+    def slice(self, slice_ms: float) -> list[list[int]]:
+        """Run the steps for so long; return the nanoseconds of each, by step."""
+        steps = list(self.steps.values())
+        taken: list[list[int]] = [[] for _ in steps]
+        until = perf_counter_ns() + slice_ms * 1e6
+        for count in range(MOST):
+            if count >= LEAST and perf_counter_ns() >= until:
+                break
+            for step, into in zip(steps, taken, strict=True):
+                began = perf_counter_ns()
+                step()
+                into.append(perf_counter_ns() - began)
+        return taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class AwaitedSubject(Subject):
+    """The same, of steps that are awaited. A whole slice is one task, so that steps alone count.
+
+    Args:
+        runner: Whose loop it runs on.
+    """
+
+    steps: Mapping[str, AwaitedStep]
+    runner: asyncio.Runner
+
+    def slice(self, slice_ms: float) -> list[list[int]]:
+        """See `Subject.slice`."""
+        return self.runner.run(self._awaited(slice_ms))
+
+    async def _awaited(self, slice_ms: float) -> list[list[int]]:
+        steps = list(self.steps.values())
+        taken: list[list[int]] = [[] for _ in steps]
+        until = perf_counter_ns() + slice_ms * 1e6
+        for count in range(MOST):
+            if count >= LEAST and perf_counter_ns() >= until:
+                break
+            for step, into in zip(steps, taken, strict=True):
+                began = perf_counter_ns()
+                await step()
+                into.append(perf_counter_ns() - began)
+        return taken
 
 
 @dataclass
@@ -85,16 +130,7 @@ def measure(subjects: Sequence[Subject], *, rounds: int, slice_ms: float) -> Sam
 
 
 def _slice(subject: Subject, slice_ms: float) -> dict[str, list[int]]:
-    steps = list(subject.steps.values())
-    taken: list[list[int]] = [[] for _ in steps]
-    until = perf_counter_ns() + slice_ms * 1e6
-    for count in range(MOST):
-        if count >= LEAST and perf_counter_ns() >= until:
-            break
-        for step, into in zip(steps, taken, strict=True):
-            began = perf_counter_ns()
-            step()
-            into.append(perf_counter_ns() - began)
+    taken = subject.slice(slice_ms)
     if subject.total:
         taken.append([sum(parts) for parts in zip(*taken, strict=True)])
     return dict(zip(subject.figures(), taken, strict=True))
