@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from config.databases import postgres, sqlite
+from config.locks import backend
 
 BASE_DIR = Path(__file__).parent.parent
 
@@ -20,13 +21,9 @@ else:
     DATABASE_ROUTERS = ["config.databases.LocksRouter"]
     LOCKS = "locks"
 
-# The locks
+# The locks: in that database, in Redis, or held by sessions of PostgreSQL. Nothing else changes.
 DISTLOCK = {
-    "default": {
-        "BACKEND": "django_distlock.backends.database.DatabaseBackend",
-        "KEY_PREFIX": "shop",
-        "OPTIONS": {"using": LOCKS},
-    },
+    "default": {"KEY_PREFIX": "shop", **backend(os.environ.get("SHOP_LOCKS", ""), using=LOCKS)},
 }
 
 # What every Django project says
