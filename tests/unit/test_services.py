@@ -294,13 +294,14 @@ def test_wheels_of_redis_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> No
     """`DISTLOCK_TEST_SERVERS=wheels` passes over the system's Redis, and the wheel's one runs."""
     if redis_servers._wheel_program() is None:
         pytest.skip("no wheel for this platform")
+    system = redis_servers._system_program()
     monkeypatch.setenv("DISTLOCK_TEST_SERVERS", "wheels")
     monkeypatch.delenv("DISTLOCK_TEST_REDIS_URL")
     with services.redis() as server:
         program = Path(server.source.removeprefix("private, "))
         # Copied, where the user that runs it cannot enter the environment.
-        assert program.parent.name == "bin" or program.name == "valkey-server"
-        assert program != redis_servers._system_program()
+        assert program.name in ("redis-server", "valkey-server")
+        assert program != system
         assert ("Valkey" in server.version) == (program.name == "valkey-server")
 
 
