@@ -131,7 +131,7 @@ def kept(
         stop: The signal that ends it.
         pause: Seconds between asking and asking again.
     """
-    with (home / "log").open("wb") as log:
+    with (home / "log").open("w+b") as log:
         keeper = subprocess.Popen(
             ["/bin/sh", "-c", KEEPER, "keeper", *command],
             cwd=home,
@@ -143,17 +143,26 @@ def kept(
             start_new_session=True,
             **rights(),
         )
-    assert keeper.stdin
+        assert keeper.stdin
+        try:
+            give_up = time.monotonic() + START_SECONDS
+            while not _asked(answers):
+                if keeper.poll() is not None or time.monotonic() > give_up:
+                    # Through what is open: the keeper may have removed the folder.
+                    log.seek(0)
+                    raise pytest.UsageError(f"{command[0]} did not start: {log.read().decode()}")
+                time.sleep(pause)
+            yield
+        finally:
+            keeper.stdin.close()
+            keeper.wait(STOP_SECONDS)
+
+
+def _asked(answers: Callable[[], bool]) -> bool:
     try:
-        give_up = time.monotonic() + START_SECONDS
-        while not answers():
-            if keeper.poll() is not None or time.monotonic() > give_up:
-                raise pytest.UsageError(f"{command[0]} did not start: {(home / 'log').read_text()}")
-            time.sleep(pause)
-        yield
-    finally:
-        keeper.stdin.close()
-        keeper.wait(STOP_SECONDS)
+        return answers()
+    except FileNotFoundError:
+        return False  # The keeper has removed the folder: the server has ended.
 
 
 def free_port() -> int:

@@ -83,9 +83,9 @@ _UNCOUNTED = 2**31
 #: What a server with a password says to who gives none and sends many words.
 _NO_LOGIN = "unauthenticated"
 
-#: What Redis 7.0 says where a script comes to a command that its user may not run: no word of its
-#: own, and no class.
-_FORBIDDEN = "The user executing the script can't run this command"
+#: What Redis 7.0 and later ones say where a script comes to a command that its user may not run: no
+#: word of its own, and no class.
+_FORBIDDEN = ("The user executing the script can't run this command", "ACL failure in script")
 
 Options = Mapping[str, Any]
 
@@ -212,7 +212,7 @@ def _code(error: Exception) -> str | None:
         return code
     wrapped = _WRAPPED.search(str(met))
     word = wrapped[1] if wrapped else str(met).partition(" ")[0]
-    if any(said in str(met) for said in (_FORBIDDEN, _NO_LOGIN)):
+    if any(said in str(met) for said in (*_FORBIDDEN, _NO_LOGIN)):
         return "auth_failed"
     return _WORDS.get(word)
 
