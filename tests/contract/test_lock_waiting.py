@@ -123,7 +123,7 @@ def test_last_attempt_is_at_the_deadline(
 ) -> None:
     """A long step of backoff does not cost the last attempt: it is cut to the deadline."""
     lock = lock_of(registered, key, wait=1.5, retry=LAZY)
-    release = release_after(Later(lock.acquire).result(), 0.1)
+    release = release_after(Later(lock.acquire).result(), 0.7)
     started = time.monotonic()
     lease = acquire(lock)
     assert time.monotonic() - started >= 1.49

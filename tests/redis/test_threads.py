@@ -157,7 +157,8 @@ def test_thousands_of_cycles_leave_no_growth(private: Server, client: Any, key: 
     before = (connections(client), client.dbsize(), threading.active_count(), _open_files())
     cycles(backend, key, 2_000)
     after = (connections(client), client.dbsize(), threading.active_count(), _open_files())
-    assert after == before
+    # A thread that another test has left may end meanwhile.
+    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
 
 
 def _open_files() -> int:
