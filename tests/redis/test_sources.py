@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import subprocess
 from collections.abc import Callable
@@ -13,9 +14,12 @@ from typing import Any
 import pytest
 from django.core.cache import caches
 from redis import ConnectionPool, Redis
+from redis.asyncio import SSLConnection
 from redis.backoff import ConstantBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.retry import Retry
 
+from django_distlock.backends.redis.clients import awaited_pool
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.exceptions import InvalidLockBackend
 from tests.conftest import DECLARED
@@ -274,3 +278,14 @@ def _certificate(home: Path) -> tuple[Path, Path]:
     for each in (certificate, secret):
         os.chmod(each, 0o644)  # noqa: PTH101
     return certificate, secret
+
+
+def test_client_made_with_tls_is_awaited_too() -> None:
+    """What only synchronous connections know is left out where it says nothing, else refused."""
+    pool = awaited_pool(Redis(ssl=True, port=1).connection_pool)
+    assert isinstance(pool.make_connection(), SSLConnection)
+    stapled = Redis(ssl=True, port=1, ssl_validate_ocsp=True, ssl_ca_certs="here")
+    known = inspect.signature(SSLConnection).parameters
+    if "ssl_validate_ocsp" not in known:
+        with pytest.raises(RedisConnectionError, match="ssl_validate_ocsp"):
+            awaited_pool(stapled.connection_pool)

@@ -164,6 +164,8 @@ def awaited_pool(pool: Any) -> Any:
         "max_connections": _UNCOUNTED,
     }
     secure = issubclass(pool.connection_class, redis.SSLConnection)
+    if secure:
+        _refuse_less_secure(settings)
     if isinstance(pool, SentinelConnectionPool):
         manager = pool.sentinel_manager
         awaited = redis.asyncio.sentinel.Sentinel(  # type: ignore[no-untyped-call]
@@ -179,7 +181,6 @@ def awaited_pool(pool: Any) -> Any:
     connection_class: Any = redis.asyncio.Connection
     if secure:
         connection_class = redis.asyncio.SSLConnection
-        _refuse_less_secure(settings, connection_class)
     elif "path" in settings:
         connection_class = redis.asyncio.UnixDomainSocketConnection
     return redis.asyncio.ConnectionPool(connection_class=connection_class, **settings)
@@ -271,9 +272,9 @@ def _fixed(client: Any) -> Callable[[], Any]:
     return lambda: made
 
 
-def _refuse_less_secure(settings: dict[str, Any], connection_class: Any) -> None:
+def _refuse_less_secure(settings: dict[str, Any]) -> None:
     """Leave out what asynchronous connections do not know, unless it would make them weaker."""
-    known = inspect.signature(connection_class).parameters
+    known = inspect.signature(redis.asyncio.SSLConnection).parameters
     for name in [each for each in settings if each.startswith("ssl_") and each not in known]:
         if settings.pop(name):
             raise exceptions.ConnectionError(
