@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import threading
 from typing import Protocol
 
 from .host import monotonic
@@ -18,6 +17,10 @@ class Ending(Protocol):
     token: str
     deadline: float
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody has yet to be told of its end."""
+
     def release_at_exit(self, patience: float) -> None:
         """Release within so many seconds."""
 
@@ -29,10 +32,9 @@ class HeldHere:
         self._by_token: dict[str, Ending] = {}
         # How many there may be before those that are over are forgotten.
         self._sweep_at = 0
-        self._mutex = threading.Lock()
 
     def __contains__(self, lease: Ending) -> bool:
-        return lease.token in self._by_token
+        return self._by_token.get(lease.token) is lease
 
     def add(self, lease: Ending) -> None:
         """Take a lease in, or the one that goes on with its token."""
@@ -44,7 +46,8 @@ class HeldHere:
 
     def discard(self, lease: Ending) -> None:
         """Forget a lease: it has ended."""
-        self._by_token.pop(lease.token, None)
+        if lease in self:
+            self._by_token.pop(lease.token, None)
 
     def release_all(self) -> None:
         """Release what is still held: the interpreter ends."""
@@ -55,12 +58,11 @@ class HeldHere:
     def _sweep(self) -> None:
         """Forget what is over: whoever takes leases and drops them leaves them to the ttl."""
         now = monotonic()
-        with self._mutex:
-            # Copied in one step: other threads go on taking leases.
-            for lease in list(self._by_token.values()):
-                if lease.deadline <= now:
-                    self.discard(lease)
-            self._sweep_at = max(1024, 2 * len(self._by_token))
+        # Copied in one step: other threads go on taking leases.
+        for lease in list(self._by_token.values()):
+            if lease.deadline <= now and not lease.is_watched:
+                self.discard(lease)
+        self._sweep_at = max(1024, 2 * len(self._by_token))
 
 
 held_here = HeldHere()

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import math
 import os
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn, Protocol, TypeVar
 
-from . import transactions
-from .backends.base import BaseLockBackend
-from .core.durations import Duration, ttl_seconds
-from .core.errors import BackendUnavailable, LockLost, LockUsageError
+from asgiref.sync import sync_to_async
+from django.db import transaction
+
+from . import handover
+from .attempts import Granted
+from .core.durations import MAX_BOUND, Duration, seconds, ttl_seconds
+from .core.errors import InvalidArgument, LockUsageError
 from .core.holders import Holder
-from .core.records import UNKNOWN, Grant, Unknown
-from .core.retry import Retry
+from .core.records import Grant, Unknown
+from .core.renewing import DANGER_PART
+from .ending import EndingLease
 from .exits import held_here
 from .host import monotonic
-from .signals import lock_extended, lock_lost, lock_released, tell
-from .waiting import Granted, insist
+from .keeping import GONE, Terms
+from .losses import Callback
+from .signals import lock_extended
+from .waiting import insist
 
-logger = logging.getLogger("django_distlock")
-
-_OVER = "its deadline has passed"
-_GONE = "the store does not know it any more"
+Fenceable = TypeVar("Fenceable", bound="HasFence")
 
 
-class Lease:
+class HasFence(Protocol):
+    """A row that can be fenced."""
+
+    def raise_fence(self, lease: Any) -> None:
+        """Raise its fence to that of a lease, and load the row anew."""
+
+
+class Lease(EndingLease):
     """The right to work on a key until a deadline.
 
     Made by `Lock`; a lease belongs to the process that took it. Times of the store (`acquired_at`,
@@ -41,36 +53,6 @@ class Lease:
         deadline: When to stop, in seconds of this process's monotonic clock (`host.monotonic`);
             infinite without expiry. Counted from before the request, so never too late.
     """
-
-    def __init__(
-        self,
-        backend: BaseLockBackend,
-        granted: Granted,
-        *,
-        ttl: float | None,
-        holder: Holder,
-        retry: Retry,
-    ):
-        self.key = granted.grant.key
-        self.backend = backend.alias
-        self.token = granted.grant.token
-        self.fence = granted.grant.fence
-        self.deadline = granted.deadline
-        self._store = backend
-        self._grant = granted.grant
-        self._ttl = ttl
-        self._holder = holder
-        self._retry = retry
-        self._granted_at = monotonic()
-        self._pid = os.getpid()
-        self._state: Literal["held", "lost", "released"] = "held"
-        self._told_lost = False
-        self._telling = threading.Lock()
-        self._thread = threading.current_thread()
-        # Held while the store is asked, so that an extend and a release cannot cross. Whoever only
-        # looks does not take it: the store may hang.
-        self._mutex = threading.RLock()
-        held_here.add(self)
 
     def __repr__(self) -> str:
         state = "lost" if self.is_lost else "held" if self.held else "released"
@@ -100,21 +82,6 @@ class Lease:
         return self._grant.stop_requested
 
     @property
-    def held(self) -> bool:
-        """Whether the lease can be worked under: neither released, nor lost, nor another's."""
-        return self._pid == os.getpid() and self._state == "held" and not self.is_lost
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the lease ended before it was released. Once True it stays so.
-
-        It ends by its deadline, or by what the store says without being asked, if it does that.
-        """
-        if self._state == "held" and (monotonic() >= self.deadline or self._is_cut_off()):
-            self._state = "lost"
-        return self._state == "lost"
-
-    @property
     def is_released(self) -> bool:
         """Whether it was given up. Inside a transaction the key is freed at its end."""
         return self._state == "released"
@@ -130,11 +97,54 @@ class Lease:
             LockLost: It ended first.
             LockUsageError: It was released, or belongs to another process.
         """
-        self._require_process()
+        self.require_process()
         if self._state == "released":
             raise LockUsageError(f"The lease on {self.key!r} was released.", key=self.key)
         if self.is_lost:
-            self._lose(_OVER if monotonic() >= self.deadline else _GONE)
+            self._lose(self._why_over())
+
+    def on_lost(self, callback: Callback) -> None:
+        """Call `callback(lease)` when the lease is lost, at its deadline at the latest.
+
+        Once, in a thread of its own, unless `check()` or the end of the block finds out first;
+        never behind a clean release. Where the lease is lost already, at once.
+
+        Raises:
+            InvalidArgument: It cannot be called, or would have to be awaited.
+        """
+        self.require_process()
+        self._losses.on_lost(callback, self)
+        if self.is_lost:
+            self.report_lost(self._why_over())
+        elif self._state == "held":
+            self.watch()
+
+    def on_danger(self, callback: Callback, before: Duration | None = None) -> None:
+        """Call `callback(lease)` when the lease will be lost soon, unless it is extended by then.
+
+        Called again if the lease was extended meanwhile and comes into danger once more.
+
+        Args:
+            before: Seconds (or a `timedelta`) before the deadline, less than the ttl; None: a
+                quarter of the ttl. A heartbeat has failed twice by then.
+
+        Raises:
+            InvalidArgument: The callback cannot be called, or `before` breaks a rule.
+        """
+        self.require_process()
+        ttl = math.inf if self._grant.ttl is None else self._grant.ttl
+        if before is None:
+            before = 0.0 if ttl == math.inf else ttl * DANGER_PART
+        before = seconds(before, "before")
+        if before >= ttl:
+            raise InvalidArgument(
+                f"before ({before:g} s) must be below the ttl ({ttl:g} s), or it would be called"
+                " with every renewal.",
+                key=self.key,
+            )
+        self._losses.on_danger(callback, before)
+        if self._state == "held":
+            self.watch()
 
     def extend(self, ttl: Duration | None = None) -> None:
         """Make the lease end `ttl` seconds from now, be it later or sooner than before.
@@ -151,207 +161,193 @@ class Lease:
         with self._mutex:
             self.check()
             longest = self._store.config.max_ttl
-            seconds = self._ttl if ttl is None else ttl_seconds(ttl, maximum=longest)
+            new = self._terms.ttl if ttl is None else ttl_seconds(ttl, maximum=longest)
             before, deadline = self.deadline, self.deadline
 
             def question(bound: float) -> Grant | Unknown | None:
                 nonlocal deadline
-                deadline = math.inf if seconds is None else monotonic() + seconds
+                deadline = math.inf if new is None else monotonic() + new
                 # A shorter lease may begin with the request and its answer be lost.
-                self.deadline = min(self.deadline, deadline)
-                return self._store.extend(self._grant, seconds, bound=bound)
+                if deadline < self.deadline:
+                    self.deadline = deadline
+                    self._keep_on()
+                # With a ttl in the grant: an argument of None would mean that of the last extend.
+                return self._store.extend(replace(self._grant, ttl=new), bound=bound)
 
             try:
-                answer = insist(question, before, self._retry)
+                answer = insist(question, before, self._terms.retry)
             except Exception as error:
-                self._tell(lock_extended, ttl=seconds, cause=error)
+                # Its end may have come nearer: the heartbeat has to ask in time.
+                self.renewing.due_at = min(self.renewing.due_at, monotonic())
+                self._keep_on()
+                self._tell(lock_extended, ttl=new, slack=_left(before), cause=error)
                 raise
+            slack = _left(before)
             if isinstance(answer, Grant):
                 self._grant = answer
             # Seen as lost by anybody, it stays lost, whatever the store says now.
             if not isinstance(answer, Grant) or self._state == "lost" or monotonic() >= deadline:
                 self._state = "lost"
-                self._lose(_GONE if answer is None else "no answer came before its deadline")
+                self._lose(GONE if answer is None else "no answer came before its deadline")
             self.deadline = deadline
-        self._tell(lock_extended, ttl=answer.ttl, cause=None)
+            self.renewing.renewed(deadline - (answer.ttl or 0.0), answer.ttl)
+        self._keep_on()
+        self._tell(lock_extended, ttl=answer.ttl, slack=slack, cause=None)
 
     async def aextend(self, ttl: Duration | None = None) -> None:
         """See `extend`."""
         await self._store.run_async(self.extend, ttl)
 
-    def release(self) -> bool:
-        """Give the key back: at once, or when the transactions of this thread have ended.
+    # Fencing at the write
 
-        Returns:
-            True once, for the call that gave it up; False if it was given up or gone before.
+    def guard(self, using: str | None = None) -> None:
+        """Let nobody else be granted the key until the caller's transaction ends.
+
+        Or the savepoint that it was called in is rolled back.
+
+        Call it inside of `atomic()`, on the database of the locks: what is read and written from
+        here to the commit is done under the lock, whatever becomes of the lease meanwhile. The
+        heartbeat goes on; a takeover waits. On PostgreSQL, the server ends the transaction where
+        this process sends no statement for longer than the ttl and a second.
+
+        Args:
+            using: Another alias of that database; None: the one of the locks.
 
         Raises:
-            BackendUnavailable: The store did not answer. May be called again.
+            LockLost: The lease ended first, or the key was granted anew.
+            LockUsageError: No transaction is open; it is on another database, or may only read;
+                the backend cannot do that; or the lease was released.
+            BackendUnavailable: The store did not answer within a second, or the time left.
         """
-        if self._pid != os.getpid() or self._state == "released":
-            return False
-        if transactions.defer(self._name, self, self._release_deferred):
-            self._state = "released"
-            return True
-        return self._release_now() is True
+        # A wrong use is told before the state of the lease.
+        self._store.guarded_alias(using)
+        self.check()
+        if not self._store.guard(self._grant, using, bound=min(MAX_BOUND, self.remaining())):
+            self._state = "lost"
+            self._lose(GONE)
 
-    async def arelease(self) -> bool:
-        """See `release`. Once begun, it is carried out whatever is cancelled."""
-        if self._pid != os.getpid() or self._state == "released":
-            return False
-        if await transactions.adefer(self._name, self, self._release_deferred):
+    @contextmanager
+    def atomic(self, using: str | None = None) -> Iterator[None]:
+        """Open a transaction, and guard it: see `guard`."""
+        with transaction.atomic(using=self._store.guarded_alias(using)):
+            self.guard(using)
+            yield
+
+    def fenced(self, instance: Fenceable) -> Fenceable:
+        """Raise the fence of a row to ours, and load the row anew behind that.
+
+        From here on no older lease writes it, and `save()` is fenced by this one.
+
+        Args:
+            instance: Of a `FencedModel`.
+
+        Returns:
+            The same instance.
+
+        Raises:
+            FenceRejected: The row has a higher fence.
+            LockUsageError: It belongs to another key; or it is not of a `FencedModel`.
+        """
+        if not hasattr(instance, "raise_fence"):
+            raise LockUsageError(
+                f"A {type(instance).__name__} cannot be fenced: it is no FencedModel.", key=self.key
+            )
+        instance.raise_fence(self)
+        return instance
+
+    async def afenced(self, instance: Fenceable) -> Fenceable:
+        """See `fenced`."""
+        return await sync_to_async(self.fenced)(instance)
+
+    # Handing it over
+
+    def dump(self) -> str:
+        """Give the lease away, as a text for `Lease.load` in another process.
+
+        This process neither renews nor releases it any more: until somebody loads it, it lives for
+        what is left of its ttl. The text is signed with the project's secret and holds the token:
+        send it as you would send a password.
+
+        Raises:
+            LockLost: It ended first.
+            LockUsageError: It was released, belongs to another process, or its backend keeps
+                leases in the process that took them.
+        """
+        with self._mutex:
+            self.check()
+            text = handover.dump(
+                self._store, self._grant, hold=self._terms.hold, ttl=self._terms.ttl
+            )
+            self._end_keeping()
+            held_here.discard(self)
             self._state = "released"
-            return True
-        return await self._store.run_async(self._release_now) is True
+            return text
+
+    @classmethod
+    def load(cls, text: str) -> Lease:
+        """Take over what `dump` gave away: once, with a new token and a higher fence.
+
+        The lease is bound to no block: extend and release it yourself.
+
+        Raises:
+            InvalidArgument: It is no such text, or was signed with another secret.
+            LockLost: The lease is over, or somebody has loaded it.
+            LockNotAcquired: The key is paused. May be called again while the lease lives.
+            BackendUnavailable: The store did not answer.
+        """
+        loaded = handover.load(text)
+        retry = loaded.store.config.retry
+        terms = Terms(ttl=loaded.ttl, holder=loaded.holder, retry=retry, hold=loaded.hold)
+        return cls(loaded.store, loaded.granted, terms)
 
     # For holding, which binds leases to blocks
 
-    def adopt(self, ttl: float | None, wait: float | None) -> Lease | None:
+    def begin_block(self, *, heartbeat: bool, task: asyncio.Task[object] | None = None) -> None:
+        """Let a block hold the lease.
+
+        Args:
+            heartbeat: Renew it while it does.
+            task: What to cancel when the lease is lost.
+        """
+        self._losses.cancels(task)
+        if heartbeat:
+            self.keep()
+        self.watch()
+
+    def adopt(self, terms: Terms, wait: float | None) -> Lease | None:
         """Return a lease that goes on with this one, which a transaction keeps from its end.
 
         None: the store does not know it any more, or does not answer within `wait`.
         """
-        sent_at = monotonic()
-        until = self.deadline if wait is None else min(self.deadline, sent_at + wait)
-        answer = insist(
-            lambda bound: self._store.extend(self._grant, ttl, bound=bound), until, self._retry
-        )
-        if not isinstance(answer, Grant):
-            return None
-        deadline = math.inf if ttl is None else sent_at + ttl
-        return Lease(
-            self._store, Granted(answer, deadline), ttl=ttl, holder=self._holder, retry=self._retry
-        )
+        with self._mutex:
+            sent_at = monotonic()
+            until = self.deadline if wait is None else min(self.deadline, sent_at + wait)
 
-    def end_block(self, error: BaseException | None) -> None:
-        """Release behind a block that raised `error`, or did not.
+            def question(bound: float) -> Grant | Unknown | None:
+                return self._store.extend(replace(self._grant, ttl=terms.ttl), bound=bound)
 
-        Raises:
-            LockLost: The block succeeded, but the lease had ended before.
-        """
-        if self._pid != os.getpid() or self._state == "released":
-            return
-        was_lost = self.is_lost
-        if not transactions.defer(self._name, self, self._release_deferred):
-            self._release_quietly()
-            was_lost = was_lost or self.is_lost
-        self._end_of_block(error, was_lost=was_lost)
+            answer = insist(question, until, terms.retry)
+            if not isinstance(answer, Grant):
+                return None
+            self._end_keeping()
+        deadline = math.inf if answer.ttl is None else sent_at + answer.ttl
+        # What this one has promised, its successor keeps.
+        terms = replace(terms, hold=max(terms.hold, self._terms.hold), holder=self._terms.holder)
+        return Lease(self._store, Granted(answer, deadline), terms)
 
-    async def aend_block(self, error: BaseException | None) -> None:
-        """See `end_block`."""
-        if self._pid != os.getpid() or self._state == "released":
-            return
-        was_lost = self.is_lost
-        if not await transactions.adefer(self._name, self, self._release_deferred):
-            await self._store.run_async(self._release_quietly)
-            was_lost = was_lost or self.is_lost
-        self._end_of_block(error, was_lost=was_lost)
-
-    def _end_of_block(self, error: BaseException | None, *, was_lost: bool) -> None:
-        if not was_lost:
-            self._state = "released"
-            return
-        self._state = "lost"
-        try:
-            self._lose("it ended before the block did")
-        except LockLost:
-            # The body's own exception says more about what went wrong, and is never hidden.
-            if error is None:
-                raise
-
-    # The end
+    # For fencing
 
     @property
-    def _name(self) -> tuple[str, str]:
-        return self.backend, self.key
+    def holder(self) -> Holder:
+        """Who holds it, as the store shows it to others."""
+        return self._terms.holder
 
-    def _release_now(self, patience: float = math.inf) -> bool | Unknown:
-        """Ask the store, and tell what came of it.
+    def require_process(self) -> None:
+        """Refuse to be used by a fork of the process that took it.
 
-        Args:
-            patience: Seconds to ask again where a transaction holds the record; at least one
-                attempt is made.
-
-        Returns:
-            What the store answered; `UNKNOWN`: the record is held, and the lease not over.
+        Raises:
+            LockUsageError: It is.
         """
-        if self._pid != os.getpid():
-            return False
-        in_time = min(max(patience, 1.0), max(1.0, self.deadline - monotonic()), 1e6)
-        if not self._mutex.acquire(timeout=in_time):
-            raise BackendUnavailable(
-                f"{self.key!r} cannot be released: an extend of it has no answer.", key=self.key
-            )
-        try:
-            if self not in held_here:
-                return False
-            held_for = monotonic() - self._granted_at
-            was_over = monotonic() >= self.deadline
-            until = min(self.deadline, monotonic() + patience)
-            try:
-                answer = insist(
-                    lambda bound: self._store.release(self._grant, bound=bound), until, self._retry
-                )
-            except Exception as error:
-                self._tell(lock_released, held_for=held_for, released=False, cause=error)
-                raise
-            if answer is UNKNOWN and monotonic() < self.deadline:
-                return UNKNOWN
-            held_here.discard(self)
-            if was_over or not answer:
-                # Over before it was given up; or taken away, by an operator or a store's loss.
-                self._state = "lost"
-                self._report_lost(_GONE if answer is False and not was_over else _OVER)
-            elif self._state != "lost":
-                self._state = "released"
-        finally:
-            self._mutex.release()
-        if answer is UNKNOWN:
-            logger.warning("%r stays taken while a transaction holds its record", self.key)
-        self._tell(lock_released, held_for=held_for, released=bool(answer), cause=None)
-        return answer
-
-    def _release_deferred(self) -> bool:
-        """Release behind a transaction; False: the record is held, try again later."""
-        return self._release_quietly(0.0) is not UNKNOWN
-
-    def release_at_exit(self, patience: float) -> None:
-        """Release although a transaction may be open: with the process it rolls back.
-
-        Not where a thread still works under it, a daemon: what it does in its last moments is
-        protected by the ttl.
-        """
-        if self._thread is threading.current_thread() or not self._thread.is_alive():
-            self._release_quietly(patience)
-
-    def _release_quietly(self, patience: float = math.inf) -> bool | Unknown:
-        # Whatever goes wrong here must not replace what the block has raised or returned.
-        try:
-            return self._release_now(patience)
-        except Exception as error:  # noqa: BLE001
-            logger.warning(
-                "%r could not be released and stays taken for its ttl: %s", self.key, error
-            )
-            return False
-
-    def _is_cut_off(self) -> bool:
-        # What a fork copied says nothing: the parent's lease is the parent's.
-        return self._pid == os.getpid() and self._store.is_cut_off(self._grant)
-
-    def _lose(self, cause: str) -> NoReturn:
-        self._report_lost(cause)
-        raise LockLost(
-            f"The lease on {self.key!r} (fence {self.fence}) is lost: {cause}.", key=self.key
-        )
-
-    def _report_lost(self, cause: str) -> None:
-        with self._telling:
-            first, self._told_lost = not self._told_lost, True
-        if first:
-            held_for = monotonic() - self._granted_at
-            self._tell(lock_lost, held_for=held_for, cause=cause)
-
-    def _require_process(self) -> None:
         if self._pid != os.getpid():
             raise LockUsageError(
                 f"The lease on {self.key!r} belongs to process {self._pid}, not to this fork of it."
@@ -360,13 +356,7 @@ class Lease:
                 code="foreign_context",
             )
 
-    def _tell(self, signal: Any, **facts: Any) -> None:
-        tell(
-            signal,
-            type(self._store),
-            alias=self.backend,
-            key=self.key,
-            fence=self.fence,
-            holder=self._holder,
-            **facts,
-        )
+
+def _left(deadline: float) -> float | None:
+    """Return the seconds until a deadline; None: there is none."""
+    return None if deadline == math.inf else max(0.0, deadline - monotonic())

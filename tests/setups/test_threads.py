@@ -11,6 +11,7 @@ from django.db import transaction
 
 from django_distlock import Lock, distlock
 from django_distlock import connections as distlock_connections
+from django_distlock.backends import listening
 from django_distlock.handler import lock_backends
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.helpers import Later
@@ -52,6 +53,8 @@ def test_ten_thousand_locks_leave_no_connection(key: str, monkeypatch: pytest.Mo
     """Never more sessions than threads and `LOCK_CONNECTIONS`; none when all is idle."""
     # Shorter than in life, but longer than any pause between two locks.
     monkeypatch.setattr(distlock_connections, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(listening, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(listening, "LOOK_SECONDS", 1.0)
     seen: list[int] = []
     over = threading.Event()
 
@@ -74,7 +77,8 @@ def test_ten_thousand_locks_leave_no_connection(key: str, monkeypatch: pytest.Mo
         finally:
             over.set()
             watching.result()
-        assert allowed < max(seen) <= THREADS + allowed
+        # One more hears wake-ups.
+        assert allowed < max(seen) <= THREADS + allowed + 1
         # Django's own ended with their threads.
-        assert len(sessions(key)) <= allowed
-        assert eventually(lambda: not sessions(key), timeout=10)
+        assert len(sessions(key)) <= allowed + 1
+        assert eventually(lambda: not sessions(key), timeout=20)

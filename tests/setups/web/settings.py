@@ -15,6 +15,7 @@ DATABASES["default"] = {**default, **changes, "OPTIONS": options}
 
 ALLOWED_HOSTS = ["127.0.0.1"]
 ROOT_URLCONF = "tests.setups.web.urls"
+DISTLOCK_MONITOR_TOKEN = "only-for-these-tests"
 # A test that meets an error shows what the server wrote.
 LOGGING = {
     "version": 1,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from django.urls import path
+from django.urls import URLPattern, URLResolver, include, path
 
-from . import views
+from . import greenlets, views
 
-urlpatterns = [
+urlpatterns: list[URLPattern | URLResolver] = [
     path(view.__name__, view)
     for view in (
         views.ready,
@@ -18,5 +18,9 @@ urlpatterns = [
         views.ahold,
         views.await_alone,
         views.give_up,
+        greenlets.keep,
+        greenlets.take,
+        greenlets.starve,
     )
 ]
+urlpatterns.append(path("locks/", include("django_distlock.contrib.monitoring.urls")))

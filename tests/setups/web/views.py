@@ -99,4 +99,5 @@ def leave(request: HttpRequest) -> JsonResponse:
 
 def _lock(request: HttpRequest) -> Lock:
     ttl = float(request.GET.get("ttl", 60))
-    return distlock(request.GET["key"], ttl=ttl, wait=60, retry=EAGER)
+    backend = request.GET.get("backend", "default")
+    return distlock(request.GET["key"], ttl=ttl, wait=60, backend=backend, retry=EAGER)

@@ -1,0 +1,354 @@
+"""The attempts of one caller: one token, and what became of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+
+from django.dispatch import Signal
+
+from . import transactions
+from .backends.base import BaseLockBackend
+from .backends.queues import Turn
+from .core.acquiring import SAFETY_SECONDS, Attempt, Outcome, Steps, acquiring
+from .core.durations import MAX_BOUND
+from .core.errors import BackendUnavailable, LockError, LockNotAcquired
+from .core.holders import Holder
+from .core.keys import new_token
+from .core.logs import log_fields
+from .core.records import UNKNOWN, Contended, Grant, Record
+from .core.retry import Retry
+from .host import is_gone, monotonic
+from .signals import lock_acquired, lock_not_acquired, lock_taken_over, tell
+
+logger = logging.getLogger("django_distlock")
+
+#: Seconds at most that a process leaves a key to others whose wake-up it has just sent.
+MOST_REST = 1.0
+#: Seconds without a question of the waiter in front, after which those behind it ask as well.
+PATIENCE = SAFETY_SECONDS + 1.0
+
+#: Seconds of waiting before people can see who waits: shorter waits are not worth a row.
+NOTE_AFTER = 1.0
+#: Seconds that a note lives unless it is renewed, and when that is done.
+NOTE_LIVES, NOTE_RENEWED_AT = 60.0, 30.0
+
+#: Called when a caller begins to wait, also in the thread of an event loop: nothing here may block.
+when_waiting: list[Callable[[], None]] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a caller asks for: a key, for how long, and how long to keep trying."""
+
+    key: str
+    ttl: float | None
+    wait: float | None
+    holder: Holder
+    retry: Retry
+    steal_if_dead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A grant, and by when its holder must have stopped.
+
+    Attributes:
+        deadline: By `host.monotonic`. It counts from before the request was sent: the store
+            cannot have granted earlier than that.
+    """
+
+    grant: Grant
+    deadline: float
+
+
+class Attempts:
+    """What one caller does in the store until it is granted a key or gives up."""
+
+    def __init__(self, backend: BaseLockBackend, request: Request):
+        self.backend = backend
+        self.request = request
+        self.concluded = False
+        self._started = monotonic()
+        self._token = new_token()
+        self._sent_at = self._started
+        # Whether an attempt got no answer: it may have been granted.
+        self._unanswered = False
+        self._granted: Grant | None = None
+        self._in_the_way: Holder | None = None
+        self._taken_from: Holder | None = None
+        self._abandoned = False
+        # Held by an attempt in flight, so that whoever gives up waits for it and undoes it.
+        self._mutex = threading.Lock()
+        self._turn: Turn | None = None
+        self._note: str | None = None
+        self._noted_at = -math.inf
+
+    def steps(self) -> Steps:
+        """Return the algorithm that drives these attempts."""
+        request, queues = self.request, self.backend.queues
+        name = self.backend.storage_name(request.key)
+        return acquiring(
+            now=self._started,
+            wait=request.wait,
+            pauses=request.retry.pauses(),
+            # Who limits retries counts on their pauses to pass.
+            safety=SAFETY_SECONDS if request.retry.max_retries is None else None,
+            rest=self._rest(name),
+            others_wait=lambda: name in queues,
+            is_gone=is_gone if request.steal_if_dead else None,
+        )
+
+    def attempt(self, step: Attempt) -> Outcome:
+        """Ask the store once."""
+        request = self.request
+        with self._mutex:
+            if self._abandoned:
+                return Contended(busy=True)
+            self._sent_at = monotonic()
+            if self._turn is not None:
+                self._turn.asked_at = time.monotonic()
+            # Until an answer has come: a signal's handler may raise before it is kept.
+            unanswered, self._unanswered = self._unanswered, True
+            try:
+                outcome: Outcome = self.backend.acquire(
+                    request.key,
+                    self._token,
+                    request.ttl,
+                    request.holder,
+                    wanted=step.wanted,
+                    # A grant whose reply was lost is in our own way: it is ours to take over.
+                    replace=step.replace or (self._token if unanswered else None),
+                    bound=step.bound,
+                )
+            except BackendUnavailable as error:
+                return error
+            except LockError:
+                self._unanswered = unanswered
+                raise
+            if isinstance(outcome, Grant):
+                self._granted = outcome
+                self._taken_from = self._in_the_way if step.replace else None
+            elif isinstance(outcome, Contended):
+                self._in_the_way = outcome.holder
+            self._unanswered = unanswered
+            return outcome
+
+    def read(self) -> Record | None:
+        """Return the record of the key; None: nobody holds it, or the store does not answer."""
+        try:
+            return self.backend.read(self.request.key)
+        except BackendUnavailable:
+            return None
+
+    # Waiting in this process
+
+    def join(self, ring: Callable[[], bool]) -> bool:
+        """Queue up; return whether somebody was in front."""
+        # Kept first: interrupted behind this, it can leave whatever it has joined.
+        self._turn = Turn(self.backend.storage_name(self.request.key), ring)
+        self.backend.queues.join(self._turn)
+        for call in when_waiting:
+            call()
+        return not self.is_first
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is this caller's turn to ask the store."""
+        return self._turn is not None and self.backend.queues.is_first(self._turn)
+
+    @property
+    def patience(self) -> float:
+        """Seconds until the waiter in front has been silent for too long: it may be stuck."""
+        front = self.backend.queues.front(self.backend.storage_name(self.request.key))
+        return PATIENCE if front is None else PATIENCE - (time.monotonic() - front.asked_at)
+
+    @property
+    def may_be_noted(self) -> bool:
+        """Whether to let people see by now, or still, that this caller waits."""
+        now = monotonic()
+        return now - self._started >= NOTE_AFTER and now - self._noted_at >= NOTE_RENEWED_AT
+
+    def note(self) -> None:
+        """Let people see that this caller waits."""
+        self._noted_at = monotonic()
+        # No decision rests on it.
+        with suppress(LockError):
+            self._note = self.backend.note_waiter(
+                self.request.key, self.request.holder, self._note_lives(), self._note
+            )
+
+    def leave(self) -> Callable[[], None] | None:
+        """Wait no more; return what is left to do in the store, if anything."""
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            self.backend.queues.leave(turn)
+        note, self._note = self._note, None
+        return None if note is None else partial(self._drop, note)
+
+    def _drop(self, note: str) -> None:
+        with suppress(LockError):
+            self.backend.drop_waiter(self.request.key, note)
+
+    # The end
+
+    def give_back(self, grant: Grant) -> None:
+        """Release a grant that nobody will use."""
+        self._granted = None
+        try:
+            if self.backend.release(grant) is UNKNOWN:
+                self._release_later()
+        except BackendUnavailable:
+            logger.warning(
+                "%r was granted but not used, and could not be released",
+                grant.key,
+                extra=log_fields(
+                    "unused_grant", backend=self.backend.alias, key=grant.key, fence=grant.fence
+                ),
+            )
+            self._release_later()
+
+    def conclude(self, outcome: Outcome) -> Granted:
+        """Return the grant, or raise why there is none."""
+        self.concluded = True
+        request = self.request
+        if isinstance(outcome, Grant):
+            self._tell(lock_acquired, fence=outcome.fence, holder=request.holder)
+            if self._taken_from is not None:
+                self._tell_takeover(outcome, self._taken_from)
+            return Granted(
+                outcome, math.inf if outcome.ttl is None else self._sent_at + outcome.ttl
+            )
+        if self._unanswered:
+            self._release_later()
+        error = outcome if isinstance(outcome, BackendUnavailable) else _contended(request, outcome)
+        holder = getattr(error, "holder", None)
+        self._tell_refusal(error, holder)
+        raise error
+
+    def fail(self, error: BaseException) -> None:
+        """Leave nothing held, and tell."""
+        with self._mutex:
+            self._abandoned = True
+            if self._granted is not None:
+                self.give_back(self._granted)
+        if self._unanswered:
+            self._release_later()
+        if not self.concluded:
+            self.concluded = True
+            self._tell_refusal(error, None)
+
+    @property
+    def granted(self) -> bool:
+        """Whether a grant is held."""
+        return self._granted is not None
+
+    def has_listeners(self) -> bool:
+        """Whether somebody is told of the end."""
+        sender = type(self.backend)
+        told = [lock_acquired, lock_not_acquired]
+        if self._taken_from is not None:
+            told.append(lock_taken_over)
+        return any(each.has_listeners(sender) for each in told)
+
+    def _rest(self, name: str) -> float:
+        """Return the seconds to leave a key to others whose wake-up this process has just sent.
+
+        Who released it would win each time: the others have yet to hear of it.
+        """
+        since = self.backend.queues.since_wanted(name)
+        if since is None:
+            return 0.0
+        return min(MOST_REST, next(self.request.retry.pauses(), 0.0)) - since
+
+    def _note_lives(self) -> float:
+        if self.request.wait is None:
+            return NOTE_LIVES
+        left = self._started + self.request.wait - monotonic()
+        return min(NOTE_LIVES, max(1.0, left))
+
+    def _release_later(self) -> None:
+        """Release what an attempt without answer may have been granted, now and once more.
+
+        A server that lost its client goes on waiting for its turn, and may grant behind the first
+        release: as long as the bound for each of the two rows that it waits for.
+        """
+        transactions.later(self._release_unanswered)
+        transactions.later(self._release_unanswered, 2.5 * MAX_BOUND)
+
+    def _release_unanswered(self) -> None:
+        request, now = self.request, datetime.now(UTC)
+        try:
+            self.backend.release(Grant(request.key, self._token, 1, request.ttl, now, None))
+        except BackendUnavailable:
+            logger.debug(
+                "%r may stay taken for its ttl: the store is away",
+                request.key,
+                extra=log_fields("release_failed", backend=self.backend.alias, key=request.key),
+            )
+
+    def _tell_takeover(self, grant: Grant, previous: Holder) -> None:
+        who = f"{previous.process or 'a process'} (pid {previous.pid}) on {previous.host}"
+        alias, fence = self.backend.alias, grant.fence
+        logger.warning(
+            "%r was taken over from %s, which is gone",
+            grant.key,
+            who,
+            extra=log_fields(
+                "taken_over", backend=alias, key=grant.key, fence=fence, holder=previous
+            ),
+        )
+        tell(
+            lock_taken_over,
+            type(self.backend),
+            alias=self.backend.alias,
+            key=grant.key,
+            fence=grant.fence,
+            holder=self.request.holder,
+            previous=previous,
+            cause="its holder is gone",
+        )
+
+    def _tell_refusal(self, error: BaseException, holder: Holder | None) -> None:
+        wait = self.request.wait
+        self._tell(lock_not_acquired, fence=None, holder=holder, cause=error, wait=wait)
+
+    def _tell(self, signal: Signal, **facts: object) -> None:
+        tell(
+            signal,
+            type(self.backend),
+            alias=self.backend.alias,
+            key=self.request.key,
+            waited=monotonic() - self._started,
+            **facts,
+        )
+
+
+def _contended(request: Request, outcome: Contended) -> LockNotAcquired:
+    if request.wait is None:
+        waited = "by the last retry"
+    else:
+        waited = f"within {request.wait:g} s" if request.wait else "at once"
+    holder = outcome.holder
+    if outcome.paused:
+        why = "it is paused"
+    elif holder is not None:
+        held_for = outcome.held_for or 0.0
+        who = f"{holder.process or 'a process'} (pid {holder.pid}) on {holder.host}"
+        why = f"{who} has held it for {held_for:.1f} s"
+    else:
+        why = "a transaction is in the way" if outcome.busy else "it is held"
+    return LockNotAcquired(
+        f"The key {request.key!r} was not granted {waited}: {why}.",
+        key=request.key,
+        holder=holder,
+        held_for=outcome.held_for,
+        expires_in=outcome.expires_in,
+    )

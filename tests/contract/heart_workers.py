@@ -1,0 +1,173 @@
+"""What blocks and processes do that lose their leases. See `tests.processes`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from django_distlock import Lease, Lock, LockError, LockLost, LockUsageError, distlock, signals
+from django_distlock.handler import lock_backends
+from django_distlock.heartbeat import heartbeat_of
+from django_distlock.host import monotonic
+
+from .aliases import abandon_connections
+
+
+@contextmanager
+def loses(lock: Lock) -> Iterator[Lease]:
+    """Enter a block whose body succeeds, and whose end must say that the lease is lost."""
+    try:
+        with lock as lease:
+            yield lease
+    except LockLost:
+        return
+    raise AssertionError("The end of the block did not say that the lease is lost.")
+
+
+def hold_in_a_block(alias: str, key: str, ttl: float) -> bool:
+    """Work in a block until told to stop; say whether the lease was kept."""
+    with distlock(key, backend=alias, ttl=ttl, wait=20) as lease:
+        print(f"held {lease.fence}")
+        input()
+        return lease.held
+
+
+def stand_still(alias: str, key: str, ttl: float) -> dict[str, Any]:
+    """Work in a block, be stopped, and say when the loss was noticed behind it."""
+    told: list[float] = []
+    heard: list[str] = []
+    signals.lock_lost.connect(lambda **facts: heard.append(facts["cause"]), weak=False)
+    said: dict[str, Any] = {}
+    with suppress(LockLost), distlock(key, backend=alias, ttl=ttl) as lease:
+        lease.on_lost(lambda _: told.append(monotonic()))
+        said["fence"] = lease.fence
+        # Looked at before it is said: the stop may come just behind that.
+        before = last = monotonic()
+        print("held")
+        # Until time has jumped: nobody tells a process that it stood still. It does so while others
+        # wait for its lease, which may have been renewed some time before.
+        while last - before < 0.75 * ttl:
+            before, last = last, monotonic()
+            time.sleep(0.001)
+        said["seen_at"] = monotonic() if lease.is_lost else None
+        until = monotonic() + 10
+        while not told and monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(0.3)
+    return {**said, "told_at": told, "heard": heard, "is_lost": lease.is_lost}
+
+
+def fork_in_a_block(alias: str, key: str, ttl: float, how: str) -> dict[str, Any]:
+    """Fork inside of a block that goes on; say what became of the lease in both processes."""
+    lock = distlock(key, backend=alias, ttl=ttl, wait=0)
+    reads, writes = os.pipe()
+    with lock as lease:
+        if how == "amid a beat":
+            _wait_for_a_beat(alias)
+        child = os.fork()
+        if child == 0:
+            os.close(reads)
+            _be_the_child(lease, ttl, writes, how)
+        os.close(writes)
+        with os.fdopen(reads) as pipe:
+            said = dict(line.strip().split("=", 1) for line in pipe)
+        _, status = os.waitpid(child, 0)
+        # Long enough that it would be lost if the child had stopped its heartbeat.
+        time.sleep(1.5 * ttl)
+        # In this order: a lease that is held behind the question was held at it.
+        parent = {"status": status, "locked": lock.locked(), "held": lease.held}
+    return {"child": said, "parent": {**parent, "released": lease.is_released}}
+
+
+def _wait_for_a_beat(alias: str) -> None:
+    """Return while the heartbeat's thread asks the store."""
+    backend = lock_backends[alias]
+    asked = threading.Event()
+    extend_many = backend.extend_many
+
+    def slow(grants: Any) -> Any:
+        asked.set()
+        answers = extend_many(grants)
+        time.sleep(0.2)
+        return answers
+
+    backend.extend_many = slow  # type: ignore[method-assign]
+    assert asked.wait(20)
+    time.sleep(0.05)
+
+
+def _be_the_child(lease: Lease, ttl: float, writes: int, how: str) -> None:
+    """Live for longer than the parent's lease, with locks of our own, and end."""
+    abandon_connections()
+    alias = lease.backend
+    said = [f"parents={len(heartbeat_of(lock_backends[alias])._leases)}"]
+    try:
+        lease.check()
+    except LockUsageError as error:
+        said.append(f"check={error.code}")
+    try:
+        with distlock(f"{lease.key}:child", backend=alias, ttl=ttl, wait=0) as own:
+            time.sleep(1.5 * ttl)
+            said.append(f"own={own.held}")
+    except LockError as error:
+        said.append(f"own={type(error).__name__} {error}")
+    said.append(f"is_lost={lease.is_lost}")
+    os.write(writes, "\n".join(said).encode() + b"\n")
+    os.close(writes)
+    if how == "_exit":
+        os._exit(0)
+    # Through the block's end and the exit handlers.
+    sys.exit(0)
+
+
+def leave_inner_block_in_a_fork(key: str, ttl: float) -> list[str]:
+    """Leave, in a forked child, a block that the parent entered again; give what it noticed."""
+    reads, writes = os.pipe()
+    said: list[str] = []
+    lock = distlock(key, backend="memory", ttl=ttl, reentrant=True)
+    signals.lock_lost.connect(lambda **_: said.append("told of a loss"), weak=False)
+    child = -1
+    with lock:
+        try:
+            with lock:
+                child = os.fork()
+                if child == 0:
+                    time.sleep(1.5 * ttl)
+        except LockError as error:
+            said.append(f"raised {type(error).__name__}")
+        if child == 0:
+            os.write(writes, "\n".join(said).encode())
+            os._exit(0)
+        os.close(writes)
+        with os.fdopen(reads) as pipe:
+            noticed = pipe.read().split("\n")
+        os.waitpid(child, 0)
+    return [*noticed, *said]
+
+
+def keep_a_cycle(using: str, alias: str, key: str, ttl: float) -> dict[str, Any]:
+    """Roll a transaction back whose error lives on in a cycle, and see its lock released."""
+    from django.db import transaction
+
+    gc.disable()
+    lock = distlock(key, backend=alias, ttl=ttl, wait=0)
+    kept: list[Any] = []
+    try:
+        with transaction.atomic(using=using):
+            with lock:
+                pass
+            raise ZeroDivisionError
+    except ZeroDivisionError as error:
+        # As frameworks do that keep the last error: its frames hold on to what they had.
+        kept.append(error)
+        kept.append(kept)
+    began = monotonic()
+    while lock.locked() and monotonic() - began < 10:
+        time.sleep(0.02)
+    return {"took": monotonic() - began, "locked": lock.locked()}
