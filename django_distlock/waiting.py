@@ -3,57 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any, TypeVar
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import copy_context
+from functools import partial
+from typing import TypeVar
 
-from django.dispatch import Signal
-
-from . import transactions
+from .attempts import NOTE_AFTER, Attempts, Granted, Request
 from .backends.base import BaseLockBackend
-from .core.acquiring import Attempt, GiveBack, Outcome, Pause, Reply, acquiring
+from .core.acquiring import Attempt, GiveBack, LineUp, Outcome, Pause, Read, Reply, Step
 from .core.durations import MAX_BOUND
-from .core.errors import BackendUnavailable, LockError, LockNotAcquired
-from .core.holders import Holder
+from .core.errors import BackendUnavailable
 from .core.insisting import Answer, insisting
-from .core.keys import new_token
-from .core.records import Contended, Grant
 from .core.retry import Retry
 from .host import monotonic
-from .signals import lock_acquired, lock_not_acquired, tell
 
 A = TypeVar("A", bound=Answer)
 
-logger = logging.getLogger("django_distlock")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What a caller asks for: a key, for how long, and how long to keep trying."""
-
-    key: str
-    ttl: float | None
-    wait: float | None
-    holder: Holder
-    retry: Retry
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """A grant, and by when its holder must have stopped.
-
-    Attributes:
-        deadline: By `host.monotonic`. It counts from before the request was sent: the store
-            cannot have granted earlier than that.
-    """
-
-    grant: Grant
-    deadline: float
+#: Seconds of one sleep at most: an infinite one cannot be asked for.
+_LONGEST = 3600.0
 
 
 def acquire(backend: BaseLockBackend, request: Request) -> Granted:
@@ -63,9 +33,9 @@ def acquire(backend: BaseLockBackend, request: Request) -> Granted:
         LockNotAcquired: Somebody else had it for all of the wait.
         BackendUnavailable: The store did not answer until the end of the wait.
     """
-    attempts = _Attempts(backend, request)
+    attempts = Attempts(backend, request)
     try:
-        return attempts.conclude(_drive(attempts))
+        return attempts.conclude(_Calls(attempts).drive())
     except BaseException as error:
         # Interrupted behind the grant, by a time limit in a receiver: nobody would release it.
         if not attempts.concluded or attempts.granted:
@@ -75,17 +45,22 @@ def acquire(backend: BaseLockBackend, request: Request) -> Granted:
 
 async def aacquire(backend: BaseLockBackend, request: Request) -> Granted:
     """See `acquire`. Cancelled, it leaves nothing held, not even by an attempt in flight."""
-    attempts = _Attempts(backend, request)
+    attempts = Attempts(backend, request)
     try:
-        outcome = await _adrive(attempts)
+        outcome = await _Awaits(attempts).drive()
         if attempts.has_listeners():
-            # Receivers run on our threads: one that blocks must not stop the event loop.
-            return await backend.run_async(attempts.conclude, outcome)
+            # Receivers run on our threads: one that blocks must not stop the event loop. They see
+            # the caller's context, as those of `sync_to_async` do.
+            return await backend.run_async(copy_context().run, attempts.conclude, outcome)
         return attempts.conclude(outcome)
+    except GeneratorExit as error:
+        # Dropped with its event loop: there is nothing left to await in.
+        backend.run_apart(partial(attempts.fail, error))
+        raise
     except BaseException as error:
         # Cancelled behind the grant: nobody gets to know of it, so nobody would release it.
         if not attempts.concluded or isinstance(error, asyncio.CancelledError):
-            await backend.run_async(attempts.fail, error)
+            await backend.run_async(copy_context().run, attempts.fail, error)
         raise
 
 
@@ -118,179 +93,147 @@ def insist(question: Callable[[float], A], deadline: float, retry: Retry) -> A:
         return stop.value  # type: ignore[no-any-return]
 
 
-def _drive(attempts: _Attempts) -> Outcome:
-    steps = attempts.steps()
-    try:
-        step = next(steps)
-        while True:
-            outcome = None
-            if isinstance(step, Attempt):
-                outcome = attempts.attempt(step.bound)
-            elif isinstance(step, GiveBack):
-                attempts.give_back(step.grant)
-            else:
-                time.sleep(step.seconds)
-            step = steps.send(Reply(monotonic(), outcome))
-    except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]
+class _Calls:
+    """Carries out the steps of waiting, with calls."""
 
+    def __init__(self, attempts: Attempts):
+        self._attempts = attempts
+        self._backend = attempts.backend
+        self._woken = threading.Event()
 
-async def _adrive(attempts: _Attempts) -> Outcome:
-    steps, backend = attempts.steps(), attempts.backend
-    try:
-        step = next(steps)
-        while True:
-            outcome = None
-            if isinstance(step, Attempt):
-                outcome = await backend.run_async(attempts.attempt, step.bound)
-            elif isinstance(step, GiveBack):
-                await backend.run_async(attempts.give_back, step.grant)
-            else:
-                await asyncio.sleep(step.seconds)
-            step = steps.send(Reply(monotonic(), outcome))
-    except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]
-
-
-class _Attempts:
-    """The attempts of one caller: one token, and what became of it."""
-
-    def __init__(self, backend: BaseLockBackend, request: Request):
-        self.backend = backend
-        self.request = request
-        self.concluded = False
-        self._started = monotonic()
-        self._token = new_token()
-        self._sent_at = self._started
-        # Whether an attempt got no answer: it may have been granted.
-        self._unanswered = False
-        self._granted: Grant | None = None
-        self._abandoned = False
-        # Held by an attempt in flight, so that whoever gives up waits for it and undoes it.
-        self._mutex = threading.Lock()
-
-    def steps(self) -> Generator[Attempt | Pause | GiveBack, Reply, Outcome]:
-        request = self.request
-        return acquiring(now=self._started, wait=request.wait, pauses=request.retry.pauses())
-
-    def attempt(self, bound: float) -> Outcome:
-        request = self.request
-        with self._mutex:
-            if self._abandoned:
-                return Contended(busy=True)
-            self._sent_at = monotonic()
-            try:
-                outcome: Outcome = self.backend.acquire(
-                    request.key,
-                    self._token,
-                    request.ttl,
-                    request.holder,
-                    # A grant whose reply was lost is in our own way: it is ours to take over.
-                    replace=self._token if self._unanswered else None,
-                    bound=bound,
-                )
-            except BackendUnavailable as error:
-                self._unanswered = True
-                return error
-            except LockError:
-                raise
-            except BaseException:
-                # Such as a time limit that a signal's handler raises: the request is on its way.
-                self._unanswered = True
-                raise
-            if isinstance(outcome, Grant):
-                self._granted = outcome
-            return outcome
-
-    def give_back(self, grant: Grant) -> None:
-        self._granted = None
+    def drive(self) -> Outcome:
+        steps = self._attempts.steps()
         try:
-            self.backend.release(grant)
-        except BackendUnavailable:
-            logger.warning("%r was granted but not used, and could not be released", grant.key)
-            self._release_later()
+            step = next(steps)
+            while True:
+                step = steps.send(self._do(step))
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        finally:
+            rest = self._attempts.leave()
+            if rest is not None:
+                rest()
 
-    def conclude(self, outcome: Outcome) -> Granted:
-        """Return the grant, or raise why there is none."""
-        self.concluded = True
-        request = self.request
-        if isinstance(outcome, Grant):
-            self._tell(lock_acquired, fence=outcome.fence, holder=request.holder)
-            return Granted(
-                outcome, math.inf if outcome.ttl is None else self._sent_at + outcome.ttl
-            )
-        if self._unanswered:
-            self._release_later()
-        error = outcome if isinstance(outcome, BackendUnavailable) else _contended(request, outcome)
-        holder = getattr(error, "holder", None)
-        self._tell(lock_not_acquired, fence=None, holder=holder, cause=error)
-        raise error
+    def _do(self, step: Step) -> Reply:
+        attempts = self._attempts
+        if isinstance(step, Attempt):
+            # Whatever comes from here on concerns what the attempt does not see any more.
+            self._woken.clear()
+            outcome = attempts.attempt(step)
+            return Reply(monotonic(), outcome)
+        if isinstance(step, LineUp):
+            return self._line_up(step.until)
+        if isinstance(step, Read):
+            record = attempts.read()
+            return Reply(monotonic(), record=record)
+        if isinstance(step, GiveBack):
+            attempts.give_back(step.grant)
+            return Reply(monotonic())
+        return self._pause(step)
 
-    def fail(self, error: BaseException) -> None:
-        """Leave nothing held, and tell."""
-        with self._mutex:
-            self._abandoned = True
-            if self._granted is not None:
-                self.give_back(self._granted)
-        if self._unanswered:
-            self._release_later()
-        if not self.concluded:
-            self.concluded = True
-            self._tell(lock_not_acquired, fence=None, holder=None, cause=error)
+    def _line_up(self, until: float) -> Reply:
+        attempts = self._attempts
+        queued = attempts.join(self._ring)
+        while not attempts.is_first and (left := min(until - monotonic(), attempts.patience)) > 0:
+            self._sleep(left)
+            self._woken.clear()
+        bound = min(MAX_BOUND, max(0.0, until - monotonic()))
+        listening = attempts.is_first and self._backend.listen(bound)
+        return Reply(monotonic(), listening=listening, queued=queued)
 
-    @property
-    def granted(self) -> bool:
-        return self._granted is not None
+    def _pause(self, step: Pause) -> Reply:
+        self._sleep(step.seconds)
+        return Reply(monotonic(), listening=self._backend.listen())
 
-    def has_listeners(self) -> bool:
-        sender = type(self.backend)
-        return lock_acquired.has_listeners(sender) or lock_not_acquired.has_listeners(sender)
+    def _sleep(self, seconds: float) -> None:
+        """Sleep until woken; people get to see it when it takes long."""
+        until = monotonic() + seconds
+        if seconds > NOTE_AFTER and not self._attempts.may_be_noted:
+            self._woken.wait(NOTE_AFTER)
+        if self._attempts.may_be_noted and not self._woken.is_set():
+            self._attempts.note()
+        self._woken.wait(min(_LONGEST, max(0.0, until - monotonic())))
 
-    def _release_later(self) -> None:
-        """Release what an attempt without answer may have been granted, now and once more.
+    def _ring(self) -> bool:
+        self._woken.set()
+        return True
 
-        A server that lost its client goes on waiting for its turn, and may grant behind the first
-        release: as long as the bound for each of the two rows that it waits for.
-        """
-        transactions.later(self._release_unanswered)
-        transactions.later(self._release_unanswered, 2.5 * MAX_BOUND)
 
-    def _release_unanswered(self) -> None:
-        request, now = self.request, datetime.now(UTC)
+class _Awaits:
+    """Carries out the steps of waiting, with awaits."""
+
+    def __init__(self, attempts: Attempts):
+        self._attempts = attempts
+        self._backend = attempts.backend
+        self._loop = asyncio.get_running_loop()
+        self._woken = asyncio.Event()
+
+    async def drive(self) -> Outcome:
+        steps = self._attempts.steps()
         try:
-            self.backend.release(Grant(request.key, self._token, 1, request.ttl, now, None))
-        except BackendUnavailable:
-            logger.debug("%r may stay taken for its ttl: the store is away", request.key)
+            step = next(steps)
+            while True:
+                step = steps.send(await self._do(step))
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        except GeneratorExit:
+            rest = self._attempts.leave()
+            if rest is not None:
+                self._backend.run_apart(rest)
+            raise
+        finally:
+            rest = self._attempts.leave()
+            if rest is not None:
+                await self._backend.run_async(rest)
 
-    def _tell(self, signal: Signal, **facts: Any) -> None:
-        tell(
-            signal,
-            type(self.backend),
-            alias=self.backend.alias,
-            key=self.request.key,
-            waited=monotonic() - self._started,
-            **facts,
-        )
+    async def _do(self, step: Step) -> Reply:
+        attempts, run = self._attempts, self._backend.run_async
+        if isinstance(step, Attempt):
+            self._woken.clear()
+            outcome = await run(attempts.attempt, step)
+            return Reply(monotonic(), outcome)
+        if isinstance(step, LineUp):
+            return await self._line_up(step.until)
+        if isinstance(step, Read):
+            record = await run(attempts.read)
+            return Reply(monotonic(), record=record)
+        if isinstance(step, GiveBack):
+            await run(attempts.give_back, step.grant)
+            return Reply(monotonic())
+        return await self._pause(step)
 
+    async def _line_up(self, until: float) -> Reply:
+        attempts = self._attempts
+        queued = attempts.join(self._ring)
+        while not attempts.is_first and (left := min(until - monotonic(), attempts.patience)) > 0:
+            await self._sleep(left)
+            self._woken.clear()
+        listening = self._backend.is_listening
+        if attempts.is_first and not listening:
+            bound = min(MAX_BOUND, max(0.0, until - monotonic()))
+            listening = await self._backend.run_async(self._backend.listen, bound)
+        return Reply(monotonic(), listening=listening, queued=queued)
 
-def _contended(request: Request, outcome: Contended) -> LockNotAcquired:
-    if request.wait is None:
-        waited = "by the last retry"
-    else:
-        waited = f"within {request.wait:g} s" if request.wait else "at once"
-    holder = outcome.holder
-    if outcome.paused:
-        why = "it is paused"
-    elif holder is not None:
-        held_for = outcome.held_for or 0.0
-        who = f"{holder.process or 'a process'} (pid {holder.pid}) on {holder.host}"
-        why = f"{who} has held it for {held_for:.1f} s"
-    else:
-        why = "a transaction is in the way" if outcome.busy else "it is held"
-    return LockNotAcquired(
-        f"The key {request.key!r} was not granted {waited}: {why}.",
-        key=request.key,
-        holder=holder,
-        held_for=outcome.held_for,
-        expires_in=outcome.expires_in,
-    )
+    async def _pause(self, step: Pause) -> Reply:
+        await self._sleep(step.seconds)
+        return Reply(monotonic(), listening=self._backend.listen())
+
+    async def _sleep(self, seconds: float) -> None:
+        until = monotonic() + seconds
+        if seconds > NOTE_AFTER and not self._attempts.may_be_noted:
+            await self._wait(NOTE_AFTER)
+        if self._attempts.may_be_noted and not self._woken.is_set():
+            await self._backend.run_async(self._attempts.note)
+        await self._wait(min(_LONGEST, max(0.0, until - monotonic())))
+
+    async def _wait(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._woken.wait()
+
+    def _ring(self) -> bool:
+        try:
+            self._loop.call_soon_threadsafe(self._woken.set)
+        except RuntimeError:
+            return False  # The loop was closed.
+        return True

@@ -7,24 +7,53 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from .durations import MAX_BOUND
 from .errors import BackendUnavailable
-from .records import Contended, Grant
+from .holders import Holder
+from .records import Contended, Grant, Record
+
+#: Seconds between two attempts of a waiter who is woken: the net, should a wake-up be lost.
+SAFETY_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Try once, waiting at most `bound` seconds inside the store."""
+    """Try once, waiting at most `bound` seconds inside the store.
+
+    Attributes:
+        wanted: Let the end of the grant that is in the way wake this process.
+        replace: Take the key over from this token.
+    """
 
     bound: float
+    wanted: bool = False
+    replace: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LineUp:
+    """Queue up behind the waiters of this process; go on when first, or at the time `until`.
+
+    Also when the one in front has not asked the store for too long.
+
+    Whoever is first then lets wake-ups come.
+    """
+
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read the record of the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Sleep for `seconds`."""
+    """Sleep for `seconds`, or until woken."""
 
     seconds: float
 
@@ -35,6 +64,8 @@ class GiveBack:
 
     grant: Grant
 
+
+Step = Attempt | LineUp | Read | Pause | GiveBack
 
 #: What an attempt led to. An error says that nothing is known, not that the key is held.
 Outcome = Grant | Contended | BackendUnavailable
@@ -47,48 +78,135 @@ class Reply:
     Attributes:
         now: The caller's monotonic clock, in seconds, after the step.
         outcome: What an `Attempt` led to; None after the other steps.
+        record: What a `Read` found; None: nothing, or no answer.
+        listening: Whether wake-ups come.
+        queued: Whether somebody was in front when a `LineUp` began.
     """
 
     now: float
     outcome: Outcome | None = None
+    record: Record | None = None
+    listening: bool = False
+    queued: bool = False
+
+
+Steps = Generator[Step, Reply, Outcome]
 
 
 def acquiring(
-    *, now: float, wait: float | None, pauses: Iterator[float]
-) -> Generator[Attempt | Pause | GiveBack, Reply, Outcome]:
+    *,
+    now: float,
+    wait: float | None,
+    pauses: Iterator[float],
+    safety: float | None = SAFETY_SECONDS,
+    rest: float = 0.0,
+    others_wait: Callable[[], bool] = lambda: False,
+    is_gone: Callable[[Holder], bool] | None = None,
+) -> Steps:
     """Try until granted or until `wait` is over; return the last attempt's outcome.
 
     The first attempt is made at once and the last one at the deadline. Between them a caller
-    pauses until the earliest of: the next step of `pauses`, the moment the key becomes free, the
-    deadline.
+    sleeps until the earliest of: a wake-up, the moment the key becomes free, the next step of
+    `pauses`, the deadline. While wake-ups come, `safety` takes the place of a step, except behind
+    a busy or paused answer, which leaves no mark for a wake-up.
+
+    No wake-up is lost: the caller is in the queue, and wake-ups come, before the attempt that marks
+    the grant in its way, and whatever comes behind the attempt ends the sleep.
 
     Args:
         now: The caller's monotonic clock, in seconds.
         wait: Seconds to keep trying; 0: one attempt; None: for ever.
         pauses: Seconds between attempts; its end means that no attempt is left.
+        safety: Seconds between attempts while wake-ups come; None: as `pauses` say.
+        rest: Seconds to leave to others before the first attempt, unless that is the only one.
+        others_wait: Whether waiters of this process are in front.
+        is_gone: Whether a holder is provably gone, so that its key may be taken over at once.
     """
     deadline = math.inf if wait is None else now + wait
+    if rest > 0 and now < deadline:
+        now = (yield Pause(min(rest, deadline - now))).now
+    lined_up, listening = False, False
+    pause: float | None = None
+    # Whoever may take over from the dead looks first: those in front may have to wait for the ttl.
+    if now < deadline and is_gone is None and others_wait():
+        reply = yield LineUp(deadline)
+        lined_up, now, listening = True, reply.now, reply.listening
     while True:
         is_last = now >= deadline
-        sent_at = now
-        reply = yield Attempt(bound=max(0.0, min(MAX_BOUND, deadline - now)))
-        outcome, now = reply.outcome, reply.now
-        if outcome is None:
-            raise TypeError("An Attempt must be answered with its outcome.")
-        if isinstance(outcome, Grant):
-            if outcome.ttl is None or now < sent_at + outcome.ttl:
-                return outcome
-            # The reply took longer than the lease lives: somebody else may hold the key by now.
-            now = (yield GiveBack(outcome)).now
-            outcome = Contended(busy=True)
-        pause = None if is_last else next(pauses, None)
-        if pause is None:
+        bound = max(0.0, min(MAX_BOUND, deadline - now))
+        outcome, now = yield from _trying(now, bound, wanted=listening, is_gone=is_gone)
+        if isinstance(outcome, Grant) or is_last:
             return outcome
-        if isinstance(outcome, Contended) and _tells_when(outcome):
-            pause = min(pause, outcome.free_in or 0.0)
-        now = (yield Pause(max(0.0, min(pause, deadline - now)))).now
+        if pause is None and (pause := next(pauses, None)) is None:
+            return outcome
+        if not lined_up:
+            reply = yield LineUp(deadline)
+            lined_up, now, listening = True, reply.now, reply.listening
+            if reply.queued:
+                pause = None  # It has been slept for, in the queue.
+                continue
+            if listening and safety is not None:
+                continue
+        seconds = _sleep(outcome, pause, safety if listening else None)
+        reply = yield Pause(max(0.0, min(seconds, deadline - now)))
+        now, listening, pause = reply.now, reply.listening, None
 
 
-def _tells_when(outcome: Contended) -> bool:
-    # Busy or paused, the key may be past its end and yet not to be had: backoff, or it would spin.
-    return outcome.free_in is not None and not outcome.busy and not outcome.paused
+def _trying(
+    now: float, bound: float, *, wanted: bool, is_gone: Callable[[Holder], bool] | None
+) -> Generator[Step, Reply, tuple[Outcome, float]]:
+    """Try, and once more in the place of a holder that is gone; return the outcome and the time."""
+    sent_at = now
+    reply = yield Attempt(bound, wanted=wanted)
+    outcome = _outcome(reply)
+    if is_gone is not None and _may_be_taken_over(outcome, is_gone):
+        reply = yield Read()
+        record = reply.record
+        if record is not None and record.fence == outcome.fence and not record.is_settled:
+            sent_at = reply.now
+            reply = yield Attempt(bound, wanted=wanted, replace=record.token)
+            outcome = _outcome(reply)
+    if (
+        isinstance(outcome, Grant)
+        and outcome.ttl is not None
+        and reply.now >= sent_at + outcome.ttl
+    ):
+        # The reply took longer than the lease lives: somebody else may hold the key by now.
+        reply = yield GiveBack(outcome)
+        return Contended(busy=True), reply.now
+    return outcome, reply.now
+
+
+def _outcome(reply: Reply) -> Outcome:
+    if reply.outcome is None:
+        raise TypeError("An Attempt must be answered with its outcome.")
+    return reply.outcome
+
+
+def _may_be_taken_over(outcome: Outcome, is_gone: Callable[[Holder], bool]) -> TypeGuard[Contended]:
+    """Whether the key is held by somebody who is gone.
+
+    What is settled was given up in order and is kept for its time; a lock without expiry ends by
+    release alone.
+    """
+    return (
+        _leaves_mark(outcome)
+        and outcome.holder is not None
+        and outcome.expires_at is not None
+        and outcome.expires_at != outcome.free_at
+        and is_gone(outcome.holder)
+    )
+
+
+def _leaves_mark(outcome: Outcome) -> TypeGuard[Contended]:
+    """Whether an attempt has met with a grant, which it can ask to be woken by."""
+    return isinstance(outcome, Contended) and not outcome.busy and not outcome.paused
+
+
+def _sleep(outcome: Outcome, pause: float, safety: float | None) -> float:
+    """Return for how long to sleep, unless woken; `safety`: where wake-ups come."""
+    if not _leaves_mark(outcome):
+        # Nobody would wake us, and the key may be past its end and yet not to be had.
+        return pause
+    seconds = pause if safety is None else safety
+    return seconds if outcome.free_in is None else min(seconds, outcome.free_in)

@@ -12,15 +12,19 @@ from importlib.resources import files
 
 from ..conf import DEFAULT_TABLES, table
 
+#: What is called for locks.
+FUNCTIONS = ("acquire", "extend", "extend_many", "release")
 #: In the order of installation.
-SCRIPTS = ("storage", "fence_guard", "acquire", "extend", "extend_many", "release")
+SCRIPTS = ("storage", "fence_guard", *FUNCTIONS)
 
 _NAMES = re.compile("|".join(sorted(DEFAULT_TABLES.values(), key=len, reverse=True)))
+#: The versions that a database may have. The last one is called.
+_VERSIONS = ("v1", "v2")
 
 
-def function_name(operation: str) -> str:
-    """Return the current name of the function for an operation, such as `"acquire"`."""
-    return f"{table('locks')}_{operation}_v1"
+def function_name(operation: str, version: str = _VERSIONS[-1]) -> str:
+    """Return the name of the function for an operation, such as `"acquire"`."""
+    return f"{table('locks')}_{operation}_{version}"
 
 
 def script(name: str) -> str:
@@ -31,13 +35,14 @@ def script(name: str) -> str:
 
 
 def removal() -> list[str]:
-    """Return the statements that take away what the scripts installed, functions only.
+    """Return the statements that take away what the scripts of any version installed.
 
-    Triggers and storage parameters go with their tables.
+    Functions only: triggers and storage parameters go with their tables.
     """
     return [
-        f'DROP FUNCTION IF EXISTS "{function_name(operation)}"'
-        for operation in ("acquire", "extend", "extend_many", "release")
+        f'DROP FUNCTION IF EXISTS "{function_name(operation, version)}"'
+        for version in _VERSIONS
+        for operation in FUNCTIONS
     ] + [f'DROP FUNCTION IF EXISTS "{fence_guard_name()}" CASCADE']
 
 

@@ -11,7 +11,7 @@ from django.db.migrations.operations.base import Operation
 from django.db.migrations.state import ProjectState
 
 from ..conf import table
-from . import SCRIPTS, removal, script
+from . import FUNCTIONS, SCRIPTS, removal, script
 
 _BODY = re.compile(r"FUNCTION\s+\"(\w+)\"\s*\(.*?\$body\$(.*?)\$body\$", re.DOTALL)
 
@@ -21,10 +21,18 @@ class InstallScripts(Operation):
 
     Where the role may not use PL/pgSQL, functions and trigger stay away: such a project sets
     `server_functions` to False.
+
+    Args:
+        functions_only: Add functions to those that are there. Storage parameters and trigger stay
+            as they are, and the way back leaves the functions: workers of either release may run,
+            and the first migration's way back takes them all.
     """
 
     reduces_to_sql = True
     reversible = True
+
+    def __init__(self, *, functions_only: bool = False):
+        self.functions_only = functions_only
 
     def state_forwards(self, app_label: str, state: ProjectState) -> None:
         """Leave the state of the models as it is."""
@@ -41,7 +49,8 @@ class InstallScripts(Operation):
         if not _concerned(connection, app_label):
             return
         for name in _allowed_scripts(connection, ask=not schema_editor.collect_sql):
-            schema_editor.execute(script(name), params=None)
+            if name in FUNCTIONS or not self.functions_only:
+                schema_editor.execute(script(name), params=None)
 
     def database_backwards(
         self,
@@ -50,19 +59,21 @@ class InstallScripts(Operation):
         from_state: ProjectState,
         to_state: ProjectState,
     ) -> None:
-        """Drop the functions. The trigger goes with its function."""
-        if _concerned(schema_editor.connection, app_label):
+        """Drop the functions of every version. The trigger goes with its function."""
+        if not self.functions_only and _concerned(schema_editor.connection, app_label):
             for statement in removal():
                 schema_editor.execute(statement, params=None)
 
     def describe(self) -> str:
         """Return what `migrate --plan` prints."""
+        if self.functions_only:
+            return "Install the functions (PostgreSQL)"
         return "Install the functions, the trigger and the storage parameters (PostgreSQL)"
 
     @property
     def migration_name_fragment(self) -> str:
         """Return what `makemigrations` would call a migration of this alone."""
-        return "install_scripts"
+        return "install_functions" if self.functions_only else "install_scripts"
 
 
 class CreateInnoDBTables(Operation):

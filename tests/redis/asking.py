@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
 from tests.contract.helpers import contend, held, listed, take
+
+from .hearing import hand_over, waiting
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ def tell_story(backend: Any, key: str) -> None:
     for renewed in (backend.extend(grant, 60), *backend.extend_many([grant, other])):
         assert isinstance(renewed, Grant)
     assert sorted(listed(backend, key)) == [key, f"{key}-other"]
+    _wait(backend, f"{key}-woken")
     _meddle(backend, key, grant)
     _pause(backend, key, grant)
     replaced = take(backend, key, replace=grant.token)
@@ -100,6 +104,16 @@ def tell_story(backend: Any, key: str) -> None:
     assert backend.release(other) is False
     assert backend.read(f"{key}-other") is None
     assert backend.cleanup(datetime.now(UTC)) == 0
+
+
+def _wait(backend: Any, key: str) -> None:
+    with waiting(backend, key) as waiter:
+        hand_over(backend, backend, waiter, key)
+    note = backend.note_waiter(key, Holder(host="there"), 30)
+    again = backend.note_waiter(key, Holder(host="there"), 60, note)
+    assert [each.holder.host for each in backend.waiters(key)] == ["there"]
+    backend.drop_waiter(key, again)
+    assert backend.waiters(key) == []
 
 
 def _meddle(backend: Any, key: str, grant: Grant) -> None:

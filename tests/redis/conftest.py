@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from django_distlock.backends import listening
+from django_distlock.backends.redis import wakeups
 from tests.backends import BACKENDS
 from tests.contract.stores_redis import RedisStore
 from tests.keeper import Server
 from tests.redis_servers import private_redis
 
 from .asking import WAYS, Way
+from .hearing import Warned
 from .servers import backend_on, client_of
 
 
@@ -63,6 +66,21 @@ def client(private: Server) -> Iterator[Any]:
 def backend(private: Server) -> Any:
     """Give a backend on the private server."""
     return backend_on(private.url)
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Warned:
+    """Give the warnings so far."""
+    return lambda: [
+        each.getMessage() for each in caplog.get_records("call") if each.levelname == "WARNING"
+    ]
+
+
+@pytest.fixture
+def restless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a listener soon ask whether the server is there, and soon believe that it is not."""
+    monkeypatch.setattr(listening, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(wakeups, "PONG_SECONDS", 0.3)
 
 
 @pytest.fixture(params=WAYS, ids=lambda way: way.name)

@@ -43,7 +43,8 @@ def test_interrupted_question_leaves_no_answer_behind(
 ) -> None:
     """The grant of a key is not taken for that of another key, which somebody else holds."""
     other = take(backend, f"{key}-b")
-    backend.read(f"{key}-a")
+    # Opens a connection, on which the script is known.
+    assert backend.release(take(backend, f"{key}-a")) is True
     interrupt_next_answer(backend, monkeypatch)
     with pytest.raises(Interrupted):
         backend.acquire(f"{key}-a", new_token(), 30)

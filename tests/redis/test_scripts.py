@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from .asking import Interrupted, Way, tell_short_story, tell_story
 from .servers import backend_on
 
 #: What a script may run that has no key.
-KEYLESS = {"TIME"}
+KEYLESS = {"TIME", "PUBLISH"}
 
 
 def test_forgotten_scripts_are_sent_again(backend: Any, client: Any, key: str) -> None:
@@ -141,11 +142,23 @@ def test_user_with_rights_on_the_prefix_alone_suffices(
 ) -> None:
     """Every operation works for a user that may touch `KEY_PREFIX:*` and run nothing dangerous."""
     pattern = re.sub(r"([*?\[\]])", r"\\\1", prefix)
-    client.execute_command(
-        "ACL SETUSER", "locker", "on", ">secret", f"~{pattern}:*", "+@all", "-@dangerous", "-@admin"
-    )
+    given = (f"~{pattern}:*", f"&{pattern}:*", "+@all", "-@dangerous", "-@admin")
+    client.execute_command("ACL SETUSER", "locker", "on", ">secret", *given)
     url = private.url.replace("//", "//locker:secret@")
     tell_story(backend_on(url, key_prefix=prefix), key)
+    assert client.execute_command("ACL LOG") == []
+
+
+def test_documented_rights_suffice(private: Server, client: Any, key: str) -> None:
+    """Every operation works for a user with the rights that docs/howto/use-redis.md names."""
+    page = (Path(__file__).parents[2] / "docs/howto/use-redis.md").read_text(encoding="utf-8")
+    sentence = page.partition("A user of the ACL needs ")[2].partition("`INFO`")[0]
+    rights, *commands = re.findall(r"`([^`]*)`", sentence)
+    given = [*rights.split(), *(f"+{each}" for part in commands for each in part.split())]
+    client.execute_command("ACL SETUSER", "locker", "on", ">secret", *given)
+    # What redis-py asks when it connects, and does not need.
+    client.execute_command("ACL SETUSER", "locker", "+client", "+hello", "+select")
+    tell_story(backend_on(private.url.replace("//", "//locker:secret@")), key)
     assert client.execute_command("ACL LOG") == []
 
 

@@ -17,20 +17,18 @@ from django_distlock.core.errors import BackendUnavailable
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
 from tests import redis_servers
-from tests.contract.helpers import take
+from tests.contract.helpers import at_once, take
 from tests.keeper import folder, free_port, kept, server_user
 from tests.redis_servers import private_redis
 
 from .asking import tell_short_story, tell_story
+from .hearing import Warned, hand_over, subscriptions, waiting
 from .servers import Restartable, backend_on, client_of, eventually, restartable
 
 pytestmark = pytest.mark.faults
 
 SERVICE = "locks"
-DJANGO_REDIS = {
-    "BACKEND": "django_redis.cache.RedisCache",
-    "LOCATION": f"redis://{SERVICE}/0",
-}
+DJANGO_REDIS = "django_redis.cache.RedisCache"
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,19 @@ class Watched:
     primary: Restartable
     replica: str
     sentinel: int
+
+    @property
+    def replica_port(self) -> int:
+        """The port of the replica."""
+        return int(self.replica.rpartition(":")[2].partition("/")[0])
+
+    def hand_to_the_replica(self) -> None:
+        """Let the replica be the primary; the old one neither ends nor closes a connection."""
+        with client_of(self.replica) as client:
+            client.replicaof("NO", "ONE")
+        with client_of(f"redis://127.0.0.1:{self.sentinel}/0") as client:
+            client.sentinel_remove(SERVICE)
+            client.sentinel_monitor(SERVICE, "127.0.0.1", self.replica_port, 1)
 
     def is_at(self, port: int) -> bool:
         """Say whether the Sentinel sends clients to this port."""
@@ -106,7 +117,9 @@ def backend(request: pytest.FixtureRequest, watched: Watched, settings: Any) -> 
         "SENTINELS": sentinels,
         "SENTINEL_KWARGS": {"socket_timeout": 2},
     }
-    settings.CACHES = {"locks": {**DJANGO_REDIS, "OPTIONS": options}}
+    # What django-redis has made for an address, it gives to the next test too.
+    address = f"redis://{SERVICE}/0?client_name=at-{watched.sentinel}"
+    settings.CACHES = {"locks": {"BACKEND": DJANGO_REDIS, "LOCATION": address, "OPTIONS": options}}
     return backend_on(options={"cache": "locks"})
 
 
@@ -120,8 +133,9 @@ def test_locks_go_on_after_a_failover(watched: Watched, backend: Any, key: str) 
         backend.acquire(key, new_token(), 30)
     with pytest.raises(BackendUnavailable):
         asyncio.run(_acquire(backend, key))
-    replica = int(watched.replica.rpartition(":")[2].partition("/")[0])
-    eventually(lambda: watched.is_at(replica) and _grants(backend, key), "the replica grants")
+    eventually(
+        lambda: watched.is_at(watched.replica_port) and _grants(backend, key), "the replica grants"
+    )
     after = take(backend, f"{key}-kept", 600, replace=before.token)
     assert after.fence > before.fence
     with client_of(watched.replica) as client:
@@ -130,6 +144,43 @@ def test_locks_go_on_after_a_failover(watched: Watched, backend: Any, key: str) 
     assert backend.release(after) is True
     tell_story(backend, f"{key}-b")
     asyncio.run(tell_short_story(backend, f"{key}-b"))
+
+
+def test_wakeups_are_heard_after_a_failover(
+    watched: Watched, backend: Any, key: str, warned: Warned
+) -> None:
+    """Waiters are told that none come, and the new primary's are heard."""
+    with waiting(backend, key) as waiter:
+        hand_over(backend, backend, waiter, key)
+        waiter.rung.clear()
+        watched.primary.kill()
+        eventually(lambda: waiter.rung == [False], "waiters are told")
+        eventually(lambda: waiter.rung == [False, True], "wake-ups are heard again")
+        eventually(lambda: _grants(backend, key), "the replica grants")
+        with client_of(watched.replica) as client:
+            eventually(lambda: subscriptions(client) == 1, "the replica is heard")
+        hand_over(backend, backend, waiter, key)
+    assert len(warned()) == 1
+
+
+@pytest.mark.usefixtures("restless")
+def test_primary_of_the_past_is_left(
+    watched: Watched, backend: Any, key: str, warned: Warned
+) -> None:
+    """One that goes on answering is not heard any more than it is asked."""
+    with waiting(backend, key) as waiter, client_of(watched.primary.url) as past:
+        hand_over(backend, backend, waiter, key)
+        assert subscriptions(past) == 1
+        waiter.rung.clear()
+        watched.hand_to_the_replica()
+        # As long as nobody in the process knows, both go to the old one.
+        hand_over(backend, backend, waiter, key)
+        assert waiter.rung == [True]
+        assert at_once([lambda: backend.read(key)] * 8) == [None] * 8
+        eventually(lambda: waiter.rung == [True, False, True], "wake-ups are heard again")
+        eventually(lambda: subscriptions(past) == 0, "the old primary is not heard")
+        hand_over(backend, backend, waiter, key)
+    assert len(warned()) == 1
 
 
 async def _acquire(backend: Any, key: str) -> Any:

@@ -4,9 +4,9 @@
 -- Answers: granted fence now expires_at | contended now [record] | paused now [record] | duplicate
 -- | overflow
 local lock, fence, pause, index, replaced = unpack(KEYS)
-local token, ttl, grace, maximum, key, holder, wanted, replace = unpack(ARGV)
+local token, ttl, grace, maximum, key, holder, wanted, replace, channel = unpack(ARGV)
 
-local held = redis.call('HMGET', lock, 'token', 'free_at')
+local held = redis.call('HMGET', lock, 'token', 'free_at', 'wanted')
 local live = held[1] and is_live(held[2])
 local paused = now < tonumber(redis.call('HGET', pause, 'until') or '0')
 if paused or live and held[1] ~= replace then
@@ -45,5 +45,9 @@ remove_at(lock, free_at)
 if index then
     redis.call('SET', index, lock)
     remove_at(index, free_at)
+end
+if live and held[3] then
+    -- They have to mark this grant.
+    wake(channel, lock)
 end
 return 'granted ' .. text(granted) .. ' ' .. text(now) .. ' ' .. expires_at

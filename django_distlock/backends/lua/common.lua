@@ -50,8 +50,9 @@ local function described(lock)
 end
 
 -- Why a token may not extend or release: the record is missing, another's, expired, or settled.
+-- Where it may: nil, when the key is free, and whether somebody waits to hear of that.
 local function refused(lock, token)
-    local held = redis.call('HMGET', lock, 'token', 'free_at', 'expires_at')
+    local held = redis.call('HMGET', lock, 'token', 'free_at', 'expires_at', 'wanted')
     if not held[1] then
         return 'missing'
     elseif held[1] ~= token then
@@ -61,6 +62,18 @@ local function refused(lock, token)
     elseif held[2] ~= '' and held[2] == held[3] then
         return 'settled'
     end
+    return nil, held[2], held[4]
+end
+
+local function is_sooner(free_at, before)
+    return free_at ~= '' and (before == '' or tonumber(free_at) < tonumber(before))
+end
+
+-- Call out to the waiters of a key that something has become of it. Where the server forbids that,
+-- they ask again by themselves.
+local function wake(channel, key)
+    -- No prefix has a brace: the first one begins the name, behind the role.
+    redis.pcall('PUBLISH', channel, string.sub(key, string.find(key, '{', 1, true), -1))
 end
 
 -- A counter that is no number is nil, and so an error before anything is written.

@@ -3,9 +3,9 @@
 -- KEYS: record; where tokens are indexed, that of the token.
 -- Answers: extended fence acquired_at stop_requested(0 or 1) expires_at | why not
 local lock, index = unpack(KEYS)
-local token, ttl, grace = unpack(ARGV)
+local token, ttl, grace, channel = unpack(ARGV)
 
-local why_not = refused(lock, token)
+local why_not, before, wanted = refused(lock, token)
 if why_not then
     return why_not
 end
@@ -18,6 +18,9 @@ remove_at(lock, free_at)
 if index then
     redis.call('SET', index, lock)
     remove_at(index, free_at)
+end
+if wanted and is_sooner(free_at, before) then
+    wake(channel, lock)
 end
 local kept = redis.call('HMGET', lock, 'fence', 'acquired_at', 'stop_requested_at')
 return 'extended ' .. kept[1] .. ' ' .. kept[2] .. ' ' .. (kept[3] and '1 ' or '0 ') .. expires_at

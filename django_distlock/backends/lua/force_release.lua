@@ -2,9 +2,9 @@
 --
 -- KEYS: record, fence. Answers: held now record | overflow | free
 local lock, fence = unpack(KEYS)
-local maximum = ARGV[1]
+local maximum, channel = unpack(ARGV)
 
-local free_at = redis.call('HGET', lock, 'free_at')
+local free_at, wanted = unpack(redis.call('HMGET', lock, 'free_at', 'wanted'))
 if not free_at or not is_live(free_at) then
     return 'free'
 end
@@ -16,4 +16,7 @@ local record = described(lock)
 -- First: a server without memory lets a script go on that began with a write that takes none.
 redis.call('DEL', lock)
 redis.call('SET', fence, text(moved))
+if wanted then
+    wake(channel, lock)
+end
 return 'held ' .. text(now) .. ' ' .. record

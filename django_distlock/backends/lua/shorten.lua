@@ -3,15 +3,15 @@
 -- KEYS: record; where tokens are indexed, that of the token.
 -- Answers: held now record | free
 local lock, index = unpack(KEYS)
-local seconds, grace, token = unpack(ARGV)
+local seconds, grace, token, channel = unpack(ARGV)
 
-local held = redis.call('HMGET', lock, 'free_at', 'expires_at')
+local held = redis.call('HMGET', lock, 'free_at', 'expires_at', 'wanted')
 local free_at, settled = held[1], held[1] == held[2] and held[1] ~= ''
 if not free_at or not is_live(free_at) or token ~= '' and refused(lock, token) then
     return 'free'
 end
 local sooner, sooner_free = lease_ends(seconds, settled and 0 or grace)
-if free_at ~= '' and tonumber(free_at) <= tonumber(sooner_free) then
+if not is_sooner(sooner_free, free_at) then
     return 'held ' .. text(now) .. ' ' .. described(lock)
 end
 begin(lock)
@@ -21,5 +21,8 @@ local record = described(lock)
 remove_at(lock, sooner_free)
 if index then
     remove_at(index, sooner_free)
+end
+if held[3] then
+    wake(channel, lock)
 end
 return 'held ' .. text(now) .. ' ' .. record

@@ -6,10 +6,12 @@ import asyncio
 import copy
 import json
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, lru_cache, partial
+from itertools import compress
 from typing import Any, ClassVar, Final, TypeVar
 
 from ...conf import BackendConfig
@@ -18,15 +20,17 @@ from ...core.errors import LockError
 from ...core.fences import FENCE_MAX
 from ...core.holders import Holder
 from ...core.keys import key_hash
-from ...core.records import UNKNOWN, Contended, Grant, Page, Raised, Record, Unknown
+from ...core.logs import log_fields
+from ...core.records import UNKNOWN, Contended, Counter, Grant, Page, Raised, Record, Unknown
 from ...exceptions import InvalidLockBackend
-from ...fields import to_microseconds
-from ..base import BaseLockBackend
+from ...fields import from_microseconds, to_microseconds
+from ..listening import Listener
 from ..lua import script
-from .answers import extended, granted, held, overflow
+from .answers import counted, extended, granted, held, overflow
 from .clients import client_source
-from .lines import Call
+from .lines import Call, ThreadLines
 from .store import RedisStore, escaped, text
+from .waiters import RedisWaiters
 
 #: What stands between a role and the user's key: the hash, in the braces that tell a cluster where
 #: the keys of one lock live.
@@ -39,7 +43,7 @@ logger = logging.getLogger("django_distlock")
 T = TypeVar("T")
 
 
-class RedisBackend(BaseLockBackend):
+class RedisBackend(RedisWaiters):
     """Keep locks and fences in Redis.
 
     Each operation is one script, so none is ever busy. Fences follow the server's clock, whatever
@@ -78,6 +82,12 @@ class RedisBackend(BaseLockBackend):
         )
         self.store = RedisStore(self.alias, source, config.lock_connections)
         self._prefix = f"{self.key_prefix}:" if self.key_prefix else ""
+        self._channel = f"{self._prefix}wake"
+        self._listener = Listener(
+            f"distlock-{self.alias}-wakeups",
+            partial(self.store.subscribed, self._channel),
+            self.queues,
+        )
 
     @property
     def supports_token_lookup(self) -> bool:  # type: ignore[override]
@@ -100,7 +110,7 @@ class RedisBackend(BaseLockBackend):
         tokens = [self._token(each) for each in (token, replace) if each is not None]
         arguments = (
             token, _seconds(ttl), _GRACE, _FENCE_MAX, key, json.dumps(holder.as_json()),
-            "1" if wanted else "", replace or "",
+            "1" if wanted else "", replace or "", self._channel,
         )  # fmt: skip
 
         read = partial(granted, key, token, ttl)
@@ -124,7 +134,7 @@ class RedisBackend(BaseLockBackend):
         ]
 
     def _extension(self, name: str, grant: Grant, ttl: float | None) -> Call:
-        arguments = (grant.token, _seconds(ttl), _GRACE)
+        arguments = (grant.token, _seconds(ttl), _GRACE, self._channel)
         tokens = [self._token(grant.token)]
         return Call(script("extend"), [self._at("lock", name)], arguments, tokens)
 
@@ -136,11 +146,15 @@ class RedisBackend(BaseLockBackend):
 
     def _give_back(self, name: str, grant: Grant, *seconds: str) -> bool:
         def read(answer: str) -> bool:
-            if answer != "released":
-                logger.debug("%r cannot be released: %s", grant.key, answer)
-            return answer == "released"
+            if answer == "wanted":
+                self.queues.note_wanted(name)
+            elif answer != "released":
+                extra = log_fields("release_failed", backend=self.alias, key=grant.key)
+                logger.debug("%r cannot be released: %s", grant.key, answer, extra=extra)
+                return False
+            return True
 
-        arguments = (grant.token, *seconds)
+        arguments = (grant.token, self._channel, *seconds)
         tokens = [self._token(grant.token)]
         question = Call(script("release"), [self._at("lock", name)], arguments, tokens)
         return self._run(question, read, grant.key)
@@ -165,10 +179,13 @@ class RedisBackend(BaseLockBackend):
         found: list[Record] = []
         last = None
         pattern = _ANY_TAG + escaped(prefix) + "*"
-        for chunk in self.store.walk(self._at("lock", ""), pattern, cursor, limit):
-            questions = [self._reading(self._at("lock", name)) for name, _place in chunk]
-            for answer, (_name, place) in zip(self.store.ask_all(questions), chunk, strict=True):
-                record = held(_or_raise(answer))
+        for line, chunk in self.store.walk_lines(self._at("lock", ""), pattern, cursor, limit):
+            if host is not None or task_id is not None:
+                locks = [self._at("lock", name) for name, _place in chunk]
+                fits = self.store.held_by(line, locks, host, task_id)
+                chunk = list(compress(chunk, fits))  # noqa: PLW2901
+            records = self.records(line, [name for name, _place in chunk])
+            for record, (_name, place) in zip(records, chunk, strict=True):
                 if (
                     record is None
                     or host not in (None, record.holder.host)
@@ -181,11 +198,20 @@ class RedisBackend(BaseLockBackend):
                 last = place
         return Page(tuple(found), None)
 
+    def records(self, line: ThreadLines, names: Sequence[str]) -> list[Record | None]:
+        """Return what one server has of these locks, in their order; None: not held.
+
+        Args:
+            names: As they are called behind the role.
+        """
+        again = lambda lock: self._run(self._reading(lock), held)  # noqa: E731
+        return self.store.live_records(line, [self._at("lock", name) for name in names], again)
+
     def _shorten(
         self, name: str, seconds: float, token: str | None, *, bound: float
     ) -> Record | None:
         tokens = [] if token is None else [self._token(token)]
-        arguments = (repr(seconds), _GRACE, token or "")
+        arguments = (repr(seconds), _GRACE, token or "", self._channel)
         record = self._run(
             Call(script("shorten"), [self._at("lock", name)], arguments, tokens), held
         )
@@ -199,7 +225,8 @@ class RedisBackend(BaseLockBackend):
             return overflow(key) if answer == "overflow" else held(answer)
 
         keys = [self._at("lock", name), self._at("fence", name)]
-        record = self._run(Call(script("force_release"), keys, (_FENCE_MAX,)), read, key)
+        arguments = (_FENCE_MAX, self._channel)
+        record = self._run(Call(script("force_release"), keys, arguments), read, key)
         if record is not None:
             self._tell_index(record, "DEL")
         return record
@@ -218,7 +245,26 @@ class RedisBackend(BaseLockBackend):
         self._run(Call(script("pause"), [self._at("pause", name)], arguments), str, key)
 
     def _resume(self, name: str, *, bound: float) -> bool:
-        return self._run(Call(script("resume"), [self._at("pause", name)], ()), str) == "resumed"
+        question = Call(script("resume"), [self._at("pause", name)], (self._channel,))
+        return self._run(question, str) == "resumed"
+
+    def _time(self) -> datetime:
+        # Of a cluster, the server that would have a key of this name.
+        question = Call(script("clock"), [self._at("lock", self._name("clock"))], ())
+        return self._run(question, lambda answer: from_microseconds(int(answer)))
+
+    def _counter(self, name: str) -> Counter | None:
+        keys = [self._at("fence", name), self._at("pause", name)]
+        return self._run(Call(script("counter"), keys, ()), counted)
+
+    def _note(self, name: str, fence: int, seconds: float) -> None:
+        milliseconds = str(max(1, math.ceil(seconds * 1000)))
+        place = self._at("note", self._name(name))
+        self.store.command("SET", place, str(fence), "PX", milliseconds)
+
+    def _noted(self, name: str) -> int | None:
+        fence = self.store.command("GET", self._at("note", self._name(name)))
+        return None if fence is None else int(fence)
 
     def _cleanup(self, before: datetime, limit: int) -> int:
         # Redis removes records by itself when their time has come.
@@ -289,6 +335,7 @@ class RedisBackend(BaseLockBackend):
         """This backend, with answers that are awaited."""
         twin = copy.copy(self)
         twin._run = self._run_awaited  # type: ignore[assignment, method-assign]
+        twin._freed = self._freed_awaited  # type: ignore[assignment, method-assign]
         return twin
 
     def _run(self, question: Call, read: Callable[[str], T], key: str | None = None) -> T:
@@ -298,6 +345,9 @@ class RedisBackend(BaseLockBackend):
         self, question: Call, read: Callable[[str], T], key: str | None = None
     ) -> T:
         return read(await self.store.aask(question, key))
+
+    async def _freed_awaited(self, name: str, answer: Awaitable[bool]) -> bool | Unknown:
+        return self._freed(name, await answer)
 
     # What things are called
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from datetime import datetime
 from typing import NoReturn
 
 from ...core.errors import InvalidArgument, LockError
 from ...core.fences import FENCE_MAX, check_fence
 from ...core.holders import Holder
-from ...core.records import Contended, Grant, Record
+from ...core.logs import log_fields
+from ...core.records import Contended, Counter, Grant, Record
 from ...fields import from_microseconds
 
 logger = logging.getLogger("django_distlock")
@@ -31,7 +33,8 @@ def extended(grant: Grant, ttl: float | None, answer: str) -> Grant | None:
     """Read the answer to an extend."""
     outcome, *rest = answer.split(" ")
     if outcome != "extended":
-        logger.debug("%r cannot be extended: %s", grant.key, outcome)
+        extra = log_fields("extend_failed", key=grant.key, fence=grant.fence)
+        logger.debug("%r cannot be extended: %s", grant.key, outcome, extra=extra)
         return None
     fence, acquired_at, stop, expires_at = rest
     granted_at = from_microseconds(int(acquired_at))
@@ -63,8 +66,20 @@ def held(answer: str) -> Record | None:
     return _record(rest.partition(" ")[2]) if outcome == "held" else None
 
 
+def counted(answer: str) -> Counter | None:
+    """Read a key's counter; None: it was never granted, and is not paused."""
+    fence, until, by = answer.split(" ", 2)
+    if until:
+        return Counter(int(fence), from_microseconds(int(until)), by or None)
+    return Counter(int(fence)) if int(fence) else None
+
+
 def _record(described: str) -> Record:
-    fields = json.loads(described)
+    return recorded(json.loads(described))
+
+
+def recorded(fields: Mapping[str, str]) -> Record:
+    """Return the record that these are the fields of."""
     stop = fields.get("stop_requested_at")
     return Record(
         key=fields["key"],

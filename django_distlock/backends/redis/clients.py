@@ -138,7 +138,7 @@ def own_client(client: Any) -> Any:
 
 def own_pool(pool: Any) -> Any:
     """Return what makes connections to where `pool` connects to, that send a command once."""
-    settings = _settings(pool.connection_kwargs) | {
+    settings = address_of(pool.connection_kwargs) | {
         "connection_class": pool.connection_class,
         "retry": _once(),
         "max_connections": _UNCOUNTED,
@@ -159,7 +159,7 @@ def own_pool(pool: Any) -> Any:
 
 def awaited_pool(pool: Any) -> Any:
     """Return what makes connections for one event loop to where `pool` connects to."""
-    settings = _settings(pool.connection_kwargs) | {
+    settings = address_of(pool.connection_kwargs) | {
         "retry": redis.asyncio.retry.Retry(NoBackoff(), 0),
         "max_connections": _UNCOUNTED,
     }
@@ -282,7 +282,8 @@ def _refuse_less_secure(settings: dict[str, Any]) -> None:
             )
 
 
-def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+def address_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return of a connection's settings where the server is and how to log in."""
     settings = {name: value for name, value in given.items() if _ADDRESS.fullmatch(name)}
     _bound(settings)
     return settings

@@ -23,7 +23,7 @@ MOVES = 5
 #: Seconds between two looks at which server has which keys, where servers do not answer.
 LOOK_SECONDS = 1.0
 
-_AWAY = (exceptions.ConnectionError, exceptions.TimeoutError)
+_AWAY = (exceptions.ConnectionError, exceptions.TimeoutError, exceptions.ClusterDownError)
 
 
 class ClusterLines:
@@ -100,6 +100,10 @@ class ClusterLines:
         """Return the connections to each server that has keys, in an order that stays."""
         nodes = sorted(self._client.get_primaries(), key=lambda node: str(node.name))
         return [self.server(node) for node in nodes]
+
+    def serves(self, connection: Any) -> bool:
+        """Whether a connection leads to a server of the cluster, as far as is known by now."""
+        return self._client.get_node(connection.host, connection.port) is not None
 
     def awaited(self) -> ClusterLoopLines:
         """Return the same for one event loop."""

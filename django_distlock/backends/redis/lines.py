@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from redis import exceptions
 
 from ..lua import Script
-from .clients import awaited_pool
+from .clients import address_of, awaited_pool
 
 #: Seconds of idleness after which a connection is looked at before it is used: the server may have
 #: closed it.
@@ -106,6 +106,10 @@ class ThreadLines:
             raise answer
         return answer
 
+    def commands(self, commands: Sequence[Sequence[str]]) -> list[Any]:
+        """Run commands in one round trip; give answers, and errors in their places."""
+        return self._exchange(commands)
+
     def servers(self) -> list[ThreadLines]:
         """Return the connections to each server that has keys: this one."""
         return [self]
@@ -113,6 +117,17 @@ class ThreadLines:
     def awaited(self) -> LoopLines:
         """Return connections to the same server, for one event loop."""
         return LoopLines(awaited_pool(self._pool))
+
+    def own_connection(self, **settings: Any) -> Any:
+        """Return a connection for one user alone, not open yet, with other settings."""
+        given = self._pool.connection_kwargs
+        # Behind Sentinel, who asks it where the primary is.
+        kept = {name: given[name] for name in ("retry", "connection_pool") if name in given}
+        return self._pool.connection_class(**(address_of(given) | kept | settings))
+
+    def serves(self, connection: Any) -> bool:
+        """Whether a connection leads to where these do, as far as is known by now."""
+        return not _is_elsewhere(self._pool, connection)
 
     @property
     def name(self) -> str:
@@ -130,7 +145,8 @@ class ThreadLines:
                 used_at = 0.0
             if time.monotonic() - used_at > FRESH_SECONDS:
                 _look_at(connection)
-            connection.send_packed_command([packed(words) for words in commands])
+            # As one text: each item of a list is a call of the system.
+            connection.send_packed_command([b"".join(map(packed, commands))])
             answers = [_answer(connection) for _ in commands]
             clean = True
             return answers

@@ -15,9 +15,12 @@ import redis
 
 from ...core.durations import MAX_BOUND
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError
+from ...core.records import Record
+from .bulk import held_by, live_records, waiting
 from .clients import ERRORS, own_client, translated
 from .cluster import ClusterLines
 from .lines import Call, ThreadLines
+from .wakeups import Subscription, subscribed
 
 #: How many keys of the database a step of a walk looks at: well below a millisecond of the server.
 STEP = 1000
@@ -144,6 +147,59 @@ class RedisStore:
         with self._asking() as lines:
             return {each.name: each.command(*words) for each in lines.servers()}
 
+    def live_records(
+        self, line: ThreadLines, names: Sequence[str], again: Callable[[str], Record | None]
+    ) -> list[Record | None]:
+        """See `bulk.live_records`."""
+        with self._asking():
+            return list(live_records(line, names, again))
+
+    def held_by(
+        self, line: ThreadLines, names: Sequence[str], host: str | None, task_id: str | None
+    ) -> list[bool]:
+        """See `bulk.held_by`."""
+        with self._asking():
+            return held_by(line, names, host, task_id)
+
+    def waiting(self, line: ThreadLines, names: Sequence[str]) -> list[int]:
+        """See `bulk.waiting`."""
+        with self._asking():
+            return waiting(line, names)
+
+    def values(self, line: ThreadLines, names: Sequence[str]) -> list[str]:
+        """Return the values that one server has under these names; "": none, or no text."""
+        with self._asking():
+            if self.is_cluster:
+                answers = line.commands([("GET", name) for name in names])
+            else:
+                answers = line.command("MGET", *names) if names else []
+        return [
+            "" if each is None or isinstance(each, Exception) else text(each) for each in answers
+        ]
+
+    def sample(self, number: int) -> Iterator[tuple[ThreadLines, list[str], float]]:
+        """Give about so many names of keys, by server, and for how many keys each of them stands.
+
+        `SCAN` goes through a table of hashes, so what comes first is as good as any other part.
+        """
+        with self._asking() as lines:
+            servers = lines.servers()
+            for line in servers:
+                names: dict[str, None] = {}
+                cursor = 0
+                while len(names) * len(servers) < number:
+                    cursor, found = line.command("SCAN", str(int(cursor)), "COUNT", str(STEP))
+                    names.update(dict.fromkeys(map(text, found)))
+                    if int(cursor) == 0:
+                        break
+                whole = int(line.command("DBSIZE")) if int(cursor) else len(names)
+                yield line, list(names), max(1.0, whole / max(1, len(names)))
+
+    def subscribed(self, channel: str) -> Subscription:
+        """Subscribe to a channel, on a connection for that alone; see `wakeups.subscribed`."""
+        with self._asking() as lines:
+            return subscribed(lines, channel)
+
     def walk(
         self, start: str, pattern: str, place: str | None, size: int
     ) -> Iterator[list[tuple[str, str]]]:
@@ -161,6 +217,13 @@ class RedisStore:
         Yields:
             What comes behind the start, each with its place.
         """
+        for _line, found in self.walk_lines(start, pattern, place, size):
+            yield found
+
+    def walk_lines(
+        self, start: str, pattern: str, place: str | None, size: int
+    ) -> Iterator[tuple[ThreadLines, list[tuple[str, str]]]]:
+        """See `walk`; also give the connections to the server that has the keys."""
         pattern = escaped(start) + pattern
         begin = Place() if place is None else Place.parsed(place)
         with self._asking() as lines:
@@ -179,8 +242,9 @@ class RedisStore:
                 step = step._replace(following=following)
                 ends = (text(name)[len(start) :] for name in found)
                 names = sorted(name for name in ends if name > last)
-                placed = [(name, str(step._replace(last=name))) for name in names]
-                yield from (placed[at : at + size] for at in range(0, len(placed), size))
+                place = str(step._replace(last=""))
+                placed = [(name, place + name) for name in names]
+                yield from ((line, placed[at : at + size]) for at in range(0, len(placed), size))
                 if following == 0:
                     break
                 step = Place(server, following)

@@ -10,9 +10,13 @@
 --
 -- Locks are taken in the order advisory(key), fence row, lock row, here and everywhere.
 --
+-- With p_wanted, the record that is in the way is marked. Whoever ends, replaces or shortens a
+-- marked grant calls its storage key out, on the channel that is named like the table of locks:
+-- nothing is sent where nobody waits, because NOTIFY takes a lock of the whole server at commit.
+--
 -- Answers are one text each, as all these functions give, because a row of columns costs the server
 -- a third more than the call itself: see docs/explanation/performance.md.
-CREATE OR REPLACE FUNCTION "django_distlock_heldlock_acquire_v1"(
+CREATE OR REPLACE FUNCTION "django_distlock_heldlock_acquire_v2"(
     p_storage_key text, p_key text, p_advisory bigint, p_token text,
     p_ttl double precision, p_grace double precision, p_holder jsonb,
     p_wanted boolean, p_replace text, p_floor boolean, p_bound text
@@ -80,9 +84,11 @@ BEGIN
                 END IF;
                 IF v_outcome IS NOT NULL THEN
                     IF p_wanted AND h_live AND NOT h_wanted THEN
+                        -- Its end as of the mark: what shortened it before told nobody.
                         UPDATE "django_distlock_heldlock" l SET wanted = true
                             WHERE l.storage_key = p_storage_key AND l.token = h_token
-                                AND NOT l.wanted;
+                                AND NOT l.wanted
+                            RETURNING l.expires_at, l.free_at INTO h_expires_at, h_free_at;
                         IF NOT FOUND THEN
                             -- Released or marked by somebody else meanwhile: look again.
                             v_outcome := NULL;
@@ -95,7 +101,7 @@ BEGIN
                 END IF;
             END IF;
             -- Waits for an extend or a release in flight.
-            PERFORM FROM "django_distlock_heldlock" l
+            SELECT l.wanted INTO h_wanted FROM "django_distlock_heldlock" l
                 WHERE l.storage_key = p_storage_key FOR UPDATE;
             -- The clock after every wait, or a lease would come back with a part of it gone.
             t := (date_part('epoch', clock_timestamp()) * 1000000)::bigint;
@@ -114,6 +120,10 @@ BEGIN
                     -- Granted or extended since the look above.
                     v_last := NULL;
                     CONTINUE;
+                END IF;
+                IF h_wanted THEN
+                    -- Their mark went with the grant before, and they have to mark this one.
+                    v_ignored := pg_notify('django_distlock_heldlock', p_storage_key);
                 END IF;
             ELSE
                 INSERT INTO "django_distlock_heldlock" (

@@ -1,11 +1,12 @@
 -- Replace the ttl of a lease. Times are microseconds since 1970, p_ttl and p_grace are seconds.
+-- Where somebody waits and the key becomes free sooner than before, it is called out.
 --
 -- Answers a JSON array: outcome, fence, acquired_at, expires_at, stop_requested.
 --
 -- outcome   extended   all of them
 --           gone       no such record, another token, past free_at, or settled
 --           busy       no answer within p_bound; the record stands
-CREATE OR REPLACE FUNCTION "django_distlock_heldlock_extend_v1"(
+CREATE OR REPLACE FUNCTION "django_distlock_heldlock_extend_v2"(
     p_storage_key text, p_token text,
     p_ttl double precision, p_grace double precision, p_bound text
 ) RETURNS text LANGUAGE plpgsql VOLATILE AS $body$
@@ -14,6 +15,7 @@ DECLARE
     r record;
     t bigint;
     v_expires bigint;
+    v_free bigint;
     v_answer text;
     v_lock_timeout text := current_setting('lock_timeout');
     v_ignored text;
@@ -31,10 +33,13 @@ BEGIN
             v_answer := '["gone"]';
         ELSE
             v_expires := t + round(p_ttl * 1000000)::bigint;
+            v_free := v_expires + round(p_grace * 1000000)::bigint;
             UPDATE "django_distlock_heldlock" l SET
-                ttl = p_ttl, renewed_at = t, expires_at = v_expires,
-                free_at = v_expires + round(p_grace * 1000000)::bigint
+                ttl = p_ttl, renewed_at = t, expires_at = v_expires, free_at = v_free
                 WHERE l.storage_key = p_storage_key;
+            IF r.wanted AND (v_free < r.free_at OR r.free_at IS NULL AND v_free IS NOT NULL) THEN
+                v_ignored := pg_notify('django_distlock_heldlock', p_storage_key);
+            END IF;
             IF current_setting('synchronous_commit') <> 'remote_apply' THEN
                 v_ignored := set_config('synchronous_commit', 'on', true);
             END IF;

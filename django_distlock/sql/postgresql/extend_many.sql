@@ -1,8 +1,9 @@
 -- Extend several leases at once, each by its own ttl. Rows are locked in the order of their keys,
--- and a row that somebody holds is skipped: no lease waits on behalf of another.
+-- and a row that somebody holds is skipped: no lease waits on behalf of another. Nobody is called:
+-- a lease that is renewed by the ttl that it has ends later than before.
 --
 -- Answers a JSON array of what the function for one lease answers, in the order of the question.
-CREATE OR REPLACE FUNCTION "django_distlock_heldlock_extend_many_v1"(
+CREATE OR REPLACE FUNCTION "django_distlock_heldlock_extend_many_v2"(
     p_storage_keys text[], p_tokens text[], p_ttls double precision[],
     p_grace double precision, p_bound text
 ) RETURNS text LANGUAGE plpgsql VOLATILE AS $body$

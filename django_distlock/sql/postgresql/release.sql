@@ -1,9 +1,12 @@
 -- Give a key back; or, with p_held, keep it taken without grace until acquired_at + p_held seconds.
 --
+-- Where somebody waits, the key is called out: also where the record that goes was over.
+--
 -- outcome   released   the record went, or was settled
+--           wanted     the same, and somebody waits for the key
 --           gone       no such record, another token, past free_at, or settled
 --           busy       no answer within p_bound; the record stands
-CREATE OR REPLACE FUNCTION "django_distlock_heldlock_release_v1"(
+CREATE OR REPLACE FUNCTION "django_distlock_heldlock_release_v2"(
     p_storage_key text, p_token text, p_held double precision, p_bound text
 ) RETURNS text LANGUAGE plpgsql VOLATILE AS $body$
 DECLARE
@@ -25,7 +28,7 @@ BEGIN
             DELETE FROM "django_distlock_heldlock" l
                 WHERE l.storage_key = p_storage_key AND l.token = p_token
                     AND (l.free_at IS NULL OR l.free_at <> l.expires_at)
-                RETURNING l.free_at INTO r;
+                RETURNING l.free_at, l.wanted INTO r;
             IF FOUND AND (r.free_at IS NULL
                     OR (date_part('epoch', clock_timestamp()) * 1000000)::bigint < r.free_at) THEN
                 v_outcome := 'released';
@@ -46,6 +49,12 @@ BEGIN
                     DELETE FROM "django_distlock_heldlock" l WHERE l.storage_key = p_storage_key;
                 END IF;
                 v_outcome := 'released';
+            END IF;
+        END IF;
+        IF r.wanted AND (p_held IS NULL OR v_outcome = 'released') THEN
+            v_ignored := pg_notify('django_distlock_heldlock', p_storage_key);
+            IF v_outcome = 'released' THEN
+                v_outcome := 'wanted';
             END IF;
         END IF;
     EXCEPTION WHEN lock_not_available OR deadlock_detected THEN

@@ -1,0 +1,235 @@
+"""How a process hears that keys became free: on one connection, while somebody waits."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from ..connections import keep_inherited
+from ..core.logs import log_fields
+from .queues import Queues
+
+logger = logging.getLogger("django_distlock")
+
+#: Seconds that the connection stays open when nobody waits any more.
+IDLE_SECONDS = 30.0
+#: Seconds between two looks whether somebody still waits, and at the connection.
+LOOK_SECONDS = 15.0
+#: Seconds between two attempts to connect: the first pause, and the longest.
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
+
+_every: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+class Line(Protocol):
+    """A connection that has subscribed to the wake-ups of a backend."""
+
+    def hear(self, seconds: float) -> Iterable[str]:
+        """Return the storage keys that were called out, as soon as there are some.
+
+        Where nothing comes for so many seconds, ask the server whether it is still there.
+
+        Raises:
+            Exception: The connection is broken, or the server does not answer.
+        """
+
+    def close(self) -> None:
+        """Close the connection, from any thread. What goes wrong by that is nobody's business.
+
+        From another thread than the one that hears, it is enough that `hear` ends at once: the
+        thread that hears closes it as well, last.
+        """
+
+
+class NoWakeUps(Exception):
+    """Wake-ups cannot be heard, and trying again would not help: the message says why."""
+
+
+class _Watch:
+    """What one thread does that listens."""
+
+    def __init__(self) -> None:
+        self.closing = threading.Event()
+        # Set when it is known whether wake-ups come: subscribed, or failed to.
+        self.decided = threading.Event()
+        self.live = False
+        self.line: Line | None = None
+        self.thread: threading.Thread | None = None
+
+
+class Listener:
+    """Listens in a thread of its own, while somebody waits.
+
+    Args:
+        name: What the thread is called.
+        subscribe: Opens a line; returns when the server has the subscription.
+        queues: Who waits.
+    """
+
+    def __init__(self, name: str, subscribe: Callable[[], Line], queues: Queues):
+        self._name = name
+        self._subscribe = subscribe
+        self._queues = queues
+        self._told = False
+        self._watch: _Watch | None = None
+        self.forget()
+        _every.add(self)
+
+    def forget(self) -> None:
+        """Start anew. In a forked child: the thread and the connection are its parent's."""
+        self._process = os.getpid()
+        self._mutex = threading.Lock()
+        if self._watch is not None:
+            keep_inherited(self._watch)
+        self._watch = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether wake-ups come right now."""
+        watch = self._watch
+        return watch is not None and watch.live and self._process == os.getpid()
+
+    def ensure(self, bound: float) -> bool:
+        """Start to listen, and return whether wake-ups come.
+
+        Args:
+            bound: Seconds to wait for the subscription.
+        """
+        if self._process != os.getpid():
+            # Not every server tells Python that it forks.
+            self.forget()
+        with self._mutex:
+            watch = self._watch or self._begin()
+        if watch is None:
+            return False
+        watch.decided.wait(bound)
+        return watch.live
+
+    def close_all(self) -> None:
+        """Stop, and wait a second for the connection to be closed."""
+        if self._process != os.getpid():
+            return
+        with self._mutex:
+            watch, self._watch = self._watch, None
+        if watch is None:
+            return
+        watch.closing.set()
+        # Behind the line above, whoever opens one closes it.
+        if watch.line is not None:
+            watch.line.close()
+        if watch.thread is not None and watch.thread is not threading.current_thread():
+            watch.thread.join(1.0)
+
+    def _begin(self) -> _Watch | None:
+        watch = _Watch()
+        watch.thread = threading.Thread(
+            target=self._run, args=(watch,), name=self._name, daemon=True
+        )
+        try:
+            watch.thread.start()
+        except RuntimeError:
+            return None  # The interpreter ends, or there are too many threads.
+        self._watch = watch
+        return watch
+
+    def _run(self, watch: _Watch) -> None:
+        pause = FIRST_PAUSE
+        try:
+            while not watch.closing.is_set():
+                began = time.monotonic()
+                try:
+                    line = self._subscribe()
+                except NoWakeUps as error:
+                    self._tell(error)
+                    watch.decided.set()
+                    # Not asked again before somebody waits after a while.
+                    watch.closing.wait(IDLE_SECONDS)
+                    return
+                except Exception as error:  # noqa: BLE001 - a driver may raise anything
+                    self._tell(error)
+                else:
+                    if self._listen(watch, line):
+                        return
+                    if time.monotonic() - began > LONGEST_PAUSE:
+                        pause = FIRST_PAUSE
+                watch.decided.set()
+                watch.closing.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+                if self._ends(watch):
+                    return
+        finally:
+            with self._mutex:
+                if self._watch is watch:
+                    self._watch = None
+            watch.decided.set()
+
+    def _listen(self, watch: _Watch, line: Line) -> bool:
+        """Pass on what is heard; return whether that was all: nobody waits any more."""
+        watch.line = line
+        idle_since = time.monotonic()
+        try:
+            if watch.closing.is_set():
+                return True
+            watch.live = True
+            watch.decided.set()
+            if self._told:
+                logger.info(
+                    "%s hears wake-ups again", self._name, extra=log_fields("wakeups_heard")
+                )
+                self._told = False
+            # Whatever was called out before the subscription went unheard.
+            self._queues.ring_all()
+            while not watch.closing.is_set():
+                for name in line.hear(LOOK_SECONDS):
+                    self._queues.ring(name)
+                if self._queues:
+                    idle_since = time.monotonic()
+                elif time.monotonic() - idle_since > IDLE_SECONDS and self._ends(watch):
+                    return True
+            return True
+        except Exception as error:  # noqa: BLE001 - a driver may raise anything
+            if watch.closing.is_set():
+                return True
+            self._tell(error)
+            return False
+        finally:
+            watch.live = False
+            watch.line = None
+            line.close()
+            # Who relied on wake-ups has to go back to asking.
+            self._queues.ring_all()
+
+    def _ends(self, watch: _Watch) -> bool:
+        """Whether nobody waits: whoever comes next begins anew, and does not rely on this one."""
+        with self._mutex:
+            if self._queues:
+                return False
+            if self._watch is watch:
+                self._watch = None
+            return True
+
+    def _tell(self, error: Exception) -> None:
+        """Warn once, until wake-ups are heard again."""
+        if not self._told:
+            logger.warning(
+                "%s cannot hear wake-ups, and waiters ask again and again instead: %s",
+                self._name,
+                error,
+                extra=log_fields("wakeups_lost", error=error),
+            )
+            self._told = True
+
+
+def _close_every() -> None:
+    for listener in list(_every):
+        listener.close_all()
+
+
+# Servers note connections that end without a word.
+atexit.register(_close_every)

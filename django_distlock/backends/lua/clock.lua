@@ -1,0 +1,4 @@
+-- Read the clock.
+--
+-- KEYS: any, by which a cluster chooses the server. Answers: now
+return text(now)

@@ -1,0 +1,124 @@
+"""How PostgreSQL calls keys out: a connection that listens, and is asked nothing else."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+from django.db import connections
+from psycopg import sql
+
+from ..connections import CONNECT_SECONDS, KEEPALIVES, own_connection
+from .listening import NoWakeUps
+
+#: Seconds to wait for an answer that the server does not put off: then it is not there.
+ANSWER_SECONDS = 5.0
+
+#: What the session is called, where the project does not name its sessions.
+_SHOWN = "distlock wake-ups"
+
+#: Needs no descriptor of its own, and takes any, where the system has it.
+_Selector: type[selectors.BaseSelector] = getattr(
+    selectors, "PollSelector", selectors.SelectSelector
+)
+
+
+class NotifyLine:
+    """A session that has said LISTEN, on a connection of its own outside of every pool.
+
+    Args:
+        using: The alias of the database. It has to lead to a server that is written to.
+        channel: Where keys are called out.
+        backend: The alias of the lock backend, for messages.
+
+    Raises:
+        NoWakeUps: A pooler stands in between, or the server is a standby.
+        django.db.Error, psycopg.Error: It cannot be opened.
+    """
+
+    def __init__(self, using: str, channel: str, backend: str):
+        self._owner = threading.get_ident()
+        self._raw = _opened(using)
+        self._pgconn = self._raw.pgconn
+        # A descriptor of its own: the connection may be closed while another thread looks for it.
+        self._wire = socket.fromfd(self._pgconn.socket, socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            self._subscribe(channel, f"DISTLOCK[{backend!r}]: {using!r}")
+        except BaseException:
+            self.close()
+            raise
+
+    def hear(self, seconds: float) -> list[str]:
+        """See `Line`."""
+        if not self._readable(seconds):
+            self._ping()
+        self._pgconn.consume_input()
+        heard = []
+        while (notice := self._pgconn.notifies()) is not None:
+            heard.append(notice.extra.decode())
+        return heard
+
+    def close(self) -> None:
+        """See `Line`."""
+        if threading.get_ident() == self._owner:
+            self._wire.close()
+            with suppress(Exception):
+                self._raw.close()
+        else:
+            with suppress(OSError):
+                self._wire.shutdown(socket.SHUT_RDWR)
+
+    def _subscribe(self, channel: str, where: str) -> None:
+        remedy = (
+            "Name an alias in OPTIONS['listen_using'] that goes to the primary server directly."
+        )
+        # Before anything else reaches a session that others use.
+        row = self._raw.execute("SELECT pg_backend_pid()").fetchone()
+        if row is None or row[0] != self._raw.info.backend_pid:
+            raise NoWakeUps(
+                f"{where} goes through a connection pooler, which passes no wake-ups on. {remedy}"
+            )
+        try:
+            self._raw.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+        except psycopg.errors.ReadOnlySqlTransaction as error:
+            raise NoWakeUps(f"{where} is a standby, which has none. {remedy}") from error
+
+    def _ping(self) -> None:
+        until = time.monotonic() + ANSWER_SECONDS
+        self._pgconn.send_query(b"SELECT 1")
+        self._pgconn.flush()
+        result: object = self
+        while result is not None:
+            while self._pgconn.is_busy():
+                if not self._readable(until - time.monotonic()):
+                    raise TimeoutError(f"the server has not answered for {ANSWER_SECONDS:g} s")
+                self._pgconn.consume_input()
+            result = self._pgconn.get_result()
+
+    def _readable(self, seconds: float) -> bool:
+        with _Selector() as selector:
+            selector.register(self._pgconn.socket, selectors.EVENT_READ)
+            return bool(selector.select(max(0.0, seconds)))
+
+
+def _opened(using: str) -> psycopg.Connection[Any]:
+    wrapper = own_connection(
+        connections[using],
+        **KEEPALIVES,
+        connect_timeout=CONNECT_SECONDS,
+        fallback_application_name=_SHOWN,
+    )
+    try:
+        wrapper.ensure_connection()
+    except BaseException:
+        # A receiver of `connection_created` may have failed behind the opening.
+        if wrapper.connection is not None:
+            wrapper.connection.close()
+        raise
+    opened: psycopg.Connection[Any] = wrapper.connection
+    return opened

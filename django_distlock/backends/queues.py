@@ -1,0 +1,113 @@
+"""The waiters of one process, in a queue for each key.
+
+Whoever is first in a queue asks the store, and the others wait for their turn: a wake-up costs one
+attempt per process, and not one per waiter.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+#: How many notes about released keys are kept.
+_MANY = 1024
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """A place in the queue of a key.
+
+    Attributes:
+        name: The storage key.
+        ring: Wakes the waiter; may be called in any thread, and as often as one likes. False: it
+            is not there any more.
+        asked_at: When it asked the store last, or came, by `time.monotonic`.
+    """
+
+    name: str
+    ring: Callable[[], bool]
+    asked_at: float = field(default_factory=time.monotonic)
+
+
+class Queues:
+    """The queues of one backend's keys, first come first served."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget everybody. In a forked child too: the waiters are its parent's."""
+        self._mutex = threading.Lock()
+        self._queues: dict[str, deque[Turn]] = {}
+        self._released_wanted: dict[str, float] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._queues
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def join(self, turn: Turn) -> None:
+        """Queue up at the end."""
+        with self._mutex:
+            self._queues.setdefault(turn.name, deque()).append(turn)
+
+    def is_first(self, turn: Turn) -> bool:
+        """Whether it is this waiter's turn to ask the store."""
+        return self.front(turn.name) is turn
+
+    def front(self, name: str) -> Turn | None:
+        """Return who is first in the queue of a key."""
+        queue = self._queues.get(name)
+        try:
+            return None if queue is None else queue[0]
+        except IndexError:
+            return None
+
+    def leave(self, turn: Turn) -> None:
+        """Leave the queue, wherever in it; who comes first by that is woken."""
+        if self._remove(turn):
+            self.ring(turn.name)
+
+    def ring(self, name: str) -> None:
+        """Wake whoever is first in the queue of a key: it became free, or may be."""
+        while (first := self.front(name)) is not None and not first.ring():
+            # Such as a task of an event loop that was closed: it must not strand the others.
+            self._remove(first)
+
+    def ring_all(self) -> None:
+        """Wake the first of every queue: wake-ups may have been missed."""
+        for name in list(self._queues):
+            self.ring(name)
+
+    def note_wanted(self, name: str) -> None:
+        """Note that this process gave a key up for which only others wait."""
+        with self._mutex:
+            if name in self._queues:
+                return  # Newcomers come behind the waiters of this process in any case.
+            notes = self._released_wanted
+            notes.pop(name, None)
+            notes[name] = time.monotonic()
+            if len(notes) > _MANY:
+                # The oldest: notes are in the order of their times.
+                del notes[next(iter(notes))]
+
+    def since_wanted(self, name: str) -> float | None:
+        """Return the seconds since a key was given up that somebody waited for; None: never."""
+        at = self._released_wanted.get(name)
+        return None if at is None else time.monotonic() - at
+
+    def _remove(self, turn: Turn) -> bool:
+        """Take a waiter out of its queue; return whether another one may come first by that."""
+        with self._mutex:
+            queue = self._queues.get(turn.name)
+            if queue is None or turn not in queue:
+                return False
+            was_first = queue[0] is turn
+            queue.remove(turn)
+            if not queue:
+                del self._queues[turn.name]
+            return was_first

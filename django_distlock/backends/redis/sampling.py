@@ -1,0 +1,46 @@
+"""In which states the locks in Redis are, by a sample of the server's keys."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Final
+
+from ..counts import Count, States, Strain, overdue, tally
+from . import RedisBackend
+
+#: Keys of the servers that are looked at: all, where there are no more.
+LOOKED_AT: Final = 10_000
+
+_OURS = re.compile(r"(lock|waiters):(\{.{22}\}:.*)", re.DOTALL)
+
+
+def sampled_states(store: RedisBackend, soon: float) -> tuple[States, Strain]:
+    """Count what is held by its state, in a sample, and say what that is of the whole.
+
+    Args:
+        soon: Seconds within which a lease ends soon.
+    """
+    prefix = f"{store.key_prefix}:" if store.key_prefix else ""
+    now = store.clock()
+    found: Counter[str] = Counter()
+    is_whole = True
+    late: list[float | None] = []
+    waited: list[tuple[str, int]] = []
+    for line, names, each_for in store.store.sample(LOOKED_AT):
+        ours: dict[str, list[str]] = {"lock": [], "waiters": []}
+        for name in names:
+            if name.startswith(prefix) and (match := _OURS.fullmatch(name, len(prefix))):
+                ours[match[1]].append(match[2])
+        records = [each for each in store.records(line, ours["lock"]) if each]
+        part = Counter(state for each in records for state in tally(each, now, soon))
+        late += [overdue(each, now) for each in records]
+        numbers = store.store.waiting(line, [f"{prefix}waiters:{name}" for name in ours["waiters"]])
+        part["waiting"] = sum(numbers)
+        # Behind the tag of a cluster.
+        keys = [name.partition("}:")[2] for name in ours["waiters"]]
+        waited += zip(keys, numbers, strict=True)
+        found.update({state: round(number * each_for) for state, number in part.items()})
+        is_whole = is_whole and each_for == 1
+    states = {name: Count(found[name], is_whole) for name in States.__dataclass_fields__}
+    return States(**states), Strain.of(late, waited)

@@ -1,0 +1,86 @@
+"""How the Redis backend wakes those who wait for a key, and shows them to people."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import ClassVar
+
+from ...core.errors import LockError
+from ...core.holders import Holder
+from ...core.records import Waiting
+from ...fields import from_microseconds
+from ..base import BaseLockBackend
+from ..listening import Listener
+from ..lua import script
+from .lines import Call
+from .store import RedisStore
+
+#: How many waiters of a key are shown.
+MANY = 1000
+
+
+class RedisWaiters(BaseLockBackend):
+    """What the Redis backend knows of waiters: those of this process are woken, all are shown."""
+
+    supports_wakeups: ClassVar[bool] = True
+
+    store: RedisStore
+    _prefix: str
+    _listener: Listener
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether this process is woken right now when a key becomes free."""
+        return self._listener.is_live
+
+    def listen(self, bound: float = 0.0) -> bool:
+        """See `BaseLockBackend.listen`."""
+        return self._listener.ensure(bound)
+
+    def _begin_in_child(self) -> None:
+        super()._begin_in_child()
+        self._listener.forget()
+
+    def _note_waiter(
+        self, name: str, holder: Holder, seconds: float, note: str | None
+    ) -> str | None:
+        # Two waiters of one holder are two.
+        who = f"{int(self.is_listening)} {secrets.token_hex(8)} {json.dumps(holder.as_json())}"
+        arguments = (note or "", repr(seconds), who)
+        return self.store.ask(Call(script("note_waiter"), [self._waiting(name)], arguments))
+
+    def _drop_waiter(self, name: str, note: str) -> None:
+        self.store.command("ZREM", self._waiting(name), note)
+
+    def _waiters(self, name: str) -> Sequence[Waiting]:
+        found = json.loads(
+            self.store.ask(Call(script("waiters"), [self._waiting(name)], (str(MANY),)))
+        )
+        shown = [_shown(note, until) for note, until in zip(found[::2], found[1::2], strict=True)]
+        return sorted(shown, key=lambda each: each.since)
+
+    def _count_waiters(self, names: Sequence[str]) -> Sequence[int]:
+        calls = [Call(script("waiters"), [self._waiting(name)], (str(MANY),)) for name in names]
+        return [_number(answer) for answer in (self.store.ask_all(calls) if calls else [])]
+
+    def _waiting(self, name: str) -> str:
+        return f"{self._prefix}waiters:{name}"
+
+
+def _number(answer: str | LockError) -> int:
+    if isinstance(answer, LockError):
+        raise answer
+    # Each note has its end behind it.
+    return len(json.loads(answer)) // 2
+
+
+def _shown(note: str, until: str) -> Waiting:
+    since, is_woken, _number, holder = note.split(" ", 3)
+    return Waiting(
+        holder=Holder.from_json(json.loads(holder)),
+        since=from_microseconds(int(since)),
+        until=from_microseconds(int(float(until))),
+        is_woken=is_woken == "1",
+    )

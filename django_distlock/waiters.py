@@ -1,0 +1,70 @@
+"""Notes about who waits, for people to see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from django.db import models
+
+from . import vendors
+from .core.durations import MAX_BOUND
+from .core.holders import Holder
+from .core.records import Waiting
+
+if TYPE_CHECKING:
+    from .models import Waiter
+
+
+class WaiterManager(models.Manager["Waiter"]):
+    """Notes about who waits, for people to see. Each operation is a transaction of its own."""
+
+    def note(
+        self, name: str, holder: Holder, seconds: float, pk: int | None, *, channel: str
+    ) -> int:
+        """Let somebody be seen for so many seconds; return the key of the note.
+
+        Args:
+            pk: That of an earlier note, which is renewed if it is still there.
+            channel: Where wake-ups are heard; "": nowhere.
+        """
+        with self._store.short_transaction(MAX_BOUND):
+            now = self._store.now()
+            values = {"until": now + timedelta(seconds=seconds), "channel": channel}
+            if pk is not None and self.filter(pk=pk, storage_key=name).update(**values):
+                return pk
+            made: Waiter = self.create(
+                storage_key=name, holder=holder.as_json(), since=now, **values
+            )
+            return made.pk
+
+    def drop(self, name: str, pk: int) -> None:
+        """Remove a note."""
+        with self._store.short_transaction(MAX_BOUND):
+            self.filter(pk=pk, storage_key=name).delete()
+
+    def waiting(self, name: str) -> list[Waiting]:
+        """Return who waits for a key, the first to come first."""
+        with self._store.short_transaction(MAX_BOUND, writes=False):
+            rows = self.filter(storage_key=name, until__gt=self._store.now())
+            return [row.as_waiting() for row in rows.order_by("since", "pk")]
+
+    def numbers(self, names: Sequence[str]) -> dict[str, int]:
+        """Return how many wait for which of these keys, where somebody does."""
+        with self._store.short_transaction(MAX_BOUND, writes=False):
+            rows = self.filter(storage_key__in=names, until__gt=self._store.now())
+            counted = rows.values_list("storage_key").annotate(number=models.Count("pk"))
+            return dict(counted.order_by())
+
+    def cleanup(self, limit: int) -> None:
+        """Remove up to `limit` notes that are over, skipping locked ones: their waiters died."""
+        with self._store.short_transaction(MAX_BOUND):
+            over = self.filter(until__lte=self._store.now())
+            found = list(over.order_by("pk").values_list("pk", flat=True)[:limit])
+            unlocked = over.select_for_update(skip_locked=True).filter(pk__in=found)
+            self._store.delete(self.all(), [row.pk for row in unlocked.order_by("pk")])
+
+    @property
+    def _store(self) -> vendors.Vendor:
+        return vendors.of(self.db)

@@ -1,0 +1,265 @@
+"""Promises of waiting that begin where the other tests end: killed, cut and forked waiters."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from django.conf import settings
+from django.test import override_settings
+
+from django_distlock import (
+    BackendUnavailable,
+    Lock,
+    LockError,
+    Retry,
+    current_lease,
+    distlock,
+)
+from django_distlock.handler import lock_backends
+from tests.backends import Registered
+from tests.integration.wires import Wire
+from tests.processes import spawn
+
+from .aliases import abandon_connections
+from .helpers import PATIENCE, PROMPT, Later, take
+from .locking import eventually, grantable, held_elsewhere, lock_of
+from .test_heartbeat_processes import shared
+from .test_lost_leases import hanging
+
+HERE = f"{__name__}:"
+WAITS = "tests.contract.turn_workers:wait_for_turn"
+#: Pauses of a waiter that asks again and again.
+QUICK = Retry(delay=0.05, factor=1, cap=0.1)
+WIRED = pytest.mark.stores(
+    "postgresql", "mysql", "redis", "session", why="no wire leads to its store"
+)
+
+
+# Waiters that die
+
+
+@shared
+@pytest.mark.requires("supports_wakeups")
+def test_killed_waiter_takes_no_wake_up_with_it(registered: Registered, key: str) -> None:
+    """Who dies while it waits holds nothing afterwards, and whoever waits beside it is woken."""
+    lock = lock_of(registered, key, ttl=60)
+    with (
+        held_elsewhere(lock) as lease,
+        spawn(WAITS, registered.alias, key, "acquire") as doomed,
+        spawn(WAITS, registered.alias, key, "acquire") as other,
+    ):
+        for worker in (doomed, other):
+            worker.wait_for("asks", PATIENCE)
+            worker.send("ask")
+            worker.wait_for("waits")
+        # Until both have made their attempt behind the subscription.
+        time.sleep(0.7)
+        doomed.kill()
+        assert Later(lease.release).result() is True
+        released_at = time.monotonic()
+        assert other.result() - released_at < PROMPT
+    assert grantable(lock)
+
+
+# A store that is lost in the middle of a wait
+
+
+def waiting(alias: str, key: str, wait: float | None) -> Later[float]:
+    """Wait for a key in a thread; give when it was granted."""
+
+    def run() -> float:
+        with distlock(key, backend=alias, ttl=30, wait=wait, retry=QUICK):
+            return time.monotonic()
+
+    waiter = Later(run)
+    backend = lock_backends[alias]
+    assert eventually(lambda: backend.storage_name(key) in backend.queues, timeout=10)
+    time.sleep(0.3)
+    return waiter
+
+
+@contextmanager
+def wired(registered: Registered) -> Iterator[tuple[str, Wire]]:
+    """Give another way to the keys of a backend, which can be cut."""
+    prefix = lock_backends[registered.alias].config.key_prefix
+    with hanging(registered) as (alias, wire):
+        configured = {alias: {**settings.DISTLOCK[alias], "KEY_PREFIX": prefix}}
+        with override_settings(DISTLOCK=configured):
+            yield alias, wire
+            cut(wire)
+
+
+def cut(wire: Wire) -> None:
+    """End all connections; new ones are taken."""
+    for each in list(wire._sockets):
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+
+
+@WIRED
+def test_store_that_is_lost_while_waiting_is_trouble_at_the_deadline(
+    registered: Registered, key: str
+) -> None:
+    """It is asked again until the wait is over, and what is told then is no contention."""
+    backend = lock_backends[registered.alias]
+    grant = Later(take, backend, key, 60).result()
+    with wired(registered) as (alias, wire):
+        began = time.monotonic()
+        waiter = waiting(alias, key, 5)
+        wire._listener.shutdown(socket.SHUT_RDWR)
+        cut(wire)
+        with pytest.raises(BackendUnavailable):
+            waiter.result()
+        assert 5 <= time.monotonic() - began < 5 + 2 + PROMPT
+    assert Later(backend.release, grant).result() is True
+
+
+@WIRED
+def test_connection_that_is_cut_while_waiting_costs_no_turn(
+    registered: Registered, key: str
+) -> None:
+    """The waiter connects anew, is not granted the key of another, and gets it in its time."""
+    backend = lock_backends[registered.alias]
+    grant = Later(take, backend, key, 60).result()
+    with wired(registered) as (alias, wire):
+        waiter = waiting(alias, key, None)
+        cut(wire)
+        time.sleep(1)
+        assert waiter._thread.is_alive()
+        released_at = time.monotonic()
+        assert Later(backend.release, grant).result() is True
+        # With a safety read of 5 s at the latest.
+        assert 0 <= waiter.result() - released_at < 5 + PROMPT
+
+
+# Tasks
+
+
+async def test_cancelled_waiter_gives_back_what_it_never_heard_of(
+    registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attempt whose answer was lost may have been granted: the key is free all the same."""
+    lock = lock_of(registered, key, ttl=60, wait=30, retry=Retry(delay=5, factor=1, cap=5))
+    backend, heard = lock_backends[registered.alias], []
+    real = backend.acquire
+
+    def lose_the_answer(*args: Any, **kwargs: Any) -> Any:
+        heard.append(real(*args, **kwargs))
+        raise BackendUnavailable("The answer was lost.")
+
+    monkeypatch.setattr(backend, "acquire", lose_the_answer)
+    waiter = asyncio.create_task(lock.aacquire())
+    assert await asyncio.to_thread(eventually, lambda: bool(heard), 10)
+    await asyncio.sleep(0.5)
+    waiter.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+    monkeypatch.undo()
+    assert await asyncio.to_thread(eventually, lambda: grantable(lock), 5)
+
+
+# Forks
+
+
+def fork_in_a_reentrant_block(alias: str, key: str) -> dict[str, Any]:
+    """Fork in a block; let the child enter it again, and give its lease away."""
+    lock = distlock(key, backend=alias, ttl=60, wait=0, reentrant=True)
+    reads, writes = os.pipe()
+    with lock as lease:
+        child = os.fork()
+        if child == 0:
+            abandon_connections()
+            said = {}
+            calls: dict[str, Callable[[], object]] = {
+                "enters": lock.__enter__,
+                "acquires": lock.acquire,
+                "dumps": lease.dump,
+                "is told": lambda: lease.on_lost(print),
+                "is warned": lambda: lease.on_danger(print),
+            }
+            for name, call in calls.items():
+                try:
+                    said[name] = str(call())
+                except LockError as error:
+                    said[name] = error.code
+            said["current"] = str(current_lease())
+            os.write(writes, json.dumps(said).encode())
+            os._exit(0)
+        os.close(writes)
+        with os.fdopen(reads) as pipe:
+            told = json.loads(pipe.read())
+        os.waitpid(child, 0)
+        lease.extend()
+    return {**told, "released": lease.is_released}
+
+
+@shared
+def test_child_is_not_in_the_block_of_its_parent(registered: Registered, key: str) -> None:
+    """It contends for the key, also where its parent may enter again, and cannot hand it over."""
+    with spawn(f"{HERE}fork_in_a_reentrant_block", registered.alias, key) as worker:
+        said = worker.result()
+    assert said == {
+        "enters": "acquisition_timeout",
+        "acquires": "acquisition_timeout",
+        "dumps": "foreign_context",
+        "is told": "foreign_context",
+        "is warned": "foreign_context",
+        "current": "None",
+        "released": True,
+    }
+    assert grantable(lock_of(registered, key))
+
+
+def fork_beside_a_waiter(alias: str, key: str) -> dict[str, Any]:
+    """Fork while a thread waits for a key, and let the child take it when it is free."""
+    lock = distlock(key, backend=alias, ttl=60, wait=30, retry=QUICK)
+    free_reads, free_writes = os.pipe()
+    reads, writes = os.pipe()
+    lease = lock.acquire()
+    waiter = threading.Thread(target=take_and_give_back, args=(lock,))
+    waiter.start()
+    backend = lock_backends[alias]
+    while backend.storage_name(key) not in backend.queues:
+        time.sleep(0.01)
+    child = os.fork()
+    if child == 0:
+        abandon_connections()
+        os.read(free_reads, 1)
+        began = time.monotonic()
+        take_and_give_back(lock)
+        os.write(writes, json.dumps({"took": time.monotonic() - began}).encode())
+        os._exit(0)
+    lease.release()
+    waiter.join(20)
+    os.write(free_writes, b".")
+    os.close(writes)
+    with os.fdopen(reads) as pipe:
+        said: dict[str, Any] = json.loads(pipe.read())
+    os.waitpid(child, 0)
+    return {**said, "waits": waiter.is_alive()}
+
+
+def take_and_give_back(lock: Lock) -> None:
+    """Take turns."""
+    with lock:
+        pass
+
+
+@shared
+def test_child_does_not_stand_behind_a_thread_of_its_parent(
+    registered: Registered, key: str
+) -> None:
+    """That thread is not there, and would never let the child have its turn."""
+    with spawn(f"{HERE}fork_beside_a_waiter", registered.alias, key) as worker:
+        said = worker.result(PATIENCE)
+    assert said["waits"] is False
+    assert said["took"] < 1 + PROMPT

@@ -1,0 +1,607 @@
+"""Who hears that keys are free on PostgreSQL, and what happens where nobody can."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg
+import pytest
+from django.db import connections, transaction
+from django.db.backends.signals import connection_created
+
+from django_distlock import InvalidLockBackend, Retry, distlock
+from django_distlock.backends import listening, postgresql
+from django_distlock.backends.database import DatabaseBackend
+from django_distlock.backends.listening import NoWakeUps
+from django_distlock.backends.postgresql import NotifyLine
+from django_distlock.conf import backend_config
+from django_distlock.handler import lock_backends
+from tests.contract.aliases import (
+    abandon_connections,
+    alias_like,
+    counted_alias,
+    locks_on,
+    sessions,
+)
+from tests.contract.helpers import Later, contend, held, prompt, take
+from tests.contract.locking import eventually
+from tests.processes import spawn
+from tests.services import folder, server_user
+from tests.setups.servers import Restartable, pgbouncer
+
+from .databases import ask, migrate, new_database
+from .wakeups import LOCKS, Rung, database_locks, listener_of
+from .wires import wire
+
+
+@pytest.fixture
+def backend(server_functions: bool) -> Iterator[DatabaseBackend]:
+    """Give a backend of its own to the test, on each path in turn."""
+    with database_locks(server_functions=server_functions) as made:
+        yield made
+
+
+@pytest.fixture
+def listener() -> Iterator[DatabaseBackend]:
+    """Give a backend of its own to a test for which the path does not matter."""
+    with database_locks() as made:
+        yield made
+
+
+def session_of(backend: DatabaseBackend) -> int:
+    """Return the server's number for the session that listens."""
+    watch = listener_of(backend)._watch
+    assert watch is not None
+    assert isinstance(watch.line, NotifyLine)
+    return watch.line._raw.info.backend_pid
+
+
+def live(pid: int) -> bool:
+    """Return whether the server has a session."""
+    return bool(ask("default", "SELECT 1 FROM pg_stat_activity WHERE pid = %s", pid))
+
+
+@contextmanager
+def at_least(seconds: float) -> Iterator[None]:
+    """Check that the block takes so long."""
+    started = time.monotonic()
+    yield
+    assert time.monotonic() - started >= seconds
+
+
+def test_waiter_is_rung_by_another_process(backend: DatabaseBackend, key: str) -> None:
+    """A release elsewhere rings the first waiter here, of this key and of no other."""
+    target = "tests.integration.test_listening_postgresql:hold_until_told"
+    with (
+        spawn(target, key, backend.key_prefix) as worker,
+        Rung(backend, key) as first,
+        Rung(backend, key) as second,
+        Rung(backend, f"{key}-other") as other,
+    ):
+        worker.wait_for("held")
+        assert backend.listen(10) is True
+        assert backend.is_listening
+        assert first.comes()
+        contend(backend, key, wanted=True)
+        for each in (first, second, other):
+            each.forget()
+        worker.send("let go")
+        assert first.comes()
+        assert worker.result() is True
+        assert backend.read(key) is None
+        assert not second.comes(0)
+        assert not other.comes(0)
+
+
+def hold_until_told(key: str, prefix: str) -> bool:
+    """Hold a lock until told; run in a process of its own."""
+    with locks_on("default", KEY_PREFIX=prefix) as alias:
+        backend = lock_backends[alias]
+        grant = take(backend, key)
+        print("held")
+        input()
+        return bool(backend.release(grant))
+
+
+def test_lock_is_waited_for_without_asking(key: str) -> None:
+    """A waiter whose pauses are long enters right after the release of another process."""
+    target = "tests.integration.test_listening_postgresql:hold_until_told"
+    slow = Retry(delay=20, cap=20)
+    with database_locks() as backend, spawn(target, key, backend.key_prefix) as worker:
+        worker.wait_for("held")
+        lock = distlock(key, backend=backend.alias, wait=60, retry=slow)
+        waiting = Later(lock.acquire)
+        assert eventually(lambda: held(backend, key).wanted, 20)
+        with prompt(2):
+            worker.send("let go")
+            lease = waiting.result()
+        assert lease.release() is True
+
+
+def test_subscription_rings_whoever_waits(listener: DatabaseBackend, key: str) -> None:
+    """What was called out before it went unheard, so every queue looks once."""
+    with Rung(listener, key) as one, Rung(listener, f"{key}-other") as other:
+        assert not one.comes(0)
+        assert listener.listen(10) is True
+        assert one.comes()
+        assert other.comes()
+
+
+def test_nothing_is_opened_before_somebody_waits(listener: DatabaseBackend, key: str) -> None:
+    """Neither use without contention nor a losing attempt starts a thread or a session."""
+    grant = take(listener, key)
+    contend(listener, key)
+    assert listener.release(grant) is True
+    assert not listener.is_listening
+    assert listener_of(listener)._watch is None
+
+
+def test_session_is_named_and_watched(listener: DatabaseBackend) -> None:
+    """Who looks at the server sees what it is for, and a server that vanishes is noticed."""
+    assert listener.listen(10) is True
+    pid = session_of(listener)
+    named = "SELECT application_name FROM pg_stat_activity WHERE pid = %s"
+    assert ask("default", named, pid) == [("distlock wake-ups",)]
+    watch = listener_of(listener)._watch
+    assert watch is not None
+    assert isinstance(watch.line, NotifyLine)
+    _assert_watched(watch.line._raw.fileno())
+
+
+def test_projects_name_for_its_sessions_stays(key: str) -> None:
+    """An alias that names its sessions, or sets its keepalives, is followed."""
+    own = {"application_name": f"shop {key}", "keepalives_idle": 77}
+    with alias_like("default", OPTIONS=own) as using, database_locks(using) as backend:
+        assert backend.listen(10) is True
+        watch = listener_of(backend)._watch
+        assert watch is not None
+        assert isinstance(watch.line, NotifyLine)
+        with socket.socket(fileno=os.dup(watch.line._raw.fileno())) as ours:
+            assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 77
+        named = "SELECT application_name FROM pg_stat_activity WHERE pid = %s"
+        assert ask("default", named, session_of(backend)) == [(f"shop {key}",)]
+
+
+def test_lock_connections_notice_a_server_that_vanished(key: str) -> None:
+    """What a lease is renewed on gives up after half a minute; the project's options come first."""
+    own = {"keepalives_count": 9}
+    for options, count in (({}, 3), (own, 9)):
+        with alias_like("default", OPTIONS=options) as using, database_locks(using) as backend:
+            with transaction.atomic(using=using):
+                ask(using, "SELECT 1")
+                take(backend, f"{key}-{count}")
+            (connection,) = backend._connections._idle
+            _assert_watched(connection.connection.fileno(), count)
+
+
+def _assert_watched(fileno: int, count: int = 3) -> None:
+    with socket.socket(fileno=os.dup(fileno)) as ours:
+        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
+        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 5
+        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == count
+        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
+
+
+def test_idle_session_is_closed(
+    listener: DatabaseBackend, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes when nobody has waited for a while, and another one comes with the next waiter."""
+    monkeypatch.setattr(listening, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(listening, "LOOK_SECONDS", 0.05)
+    with Rung(listener, key):
+        assert listener.listen(10) is True
+        pid = session_of(listener)
+        assert not eventually(lambda: not live(pid), timeout=0.8)
+    assert eventually(lambda: not live(pid), timeout=10)
+    assert eventually(lambda: not listener.is_listening)
+    with Rung(listener, key) as rung:
+        assert listener.listen(10) is True
+        assert rung.comes()
+        assert session_of(listener) != pid
+
+
+def test_quiet_server_is_asked_now_and_then(
+    listener: DatabaseBackend, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look that finds nothing asks once, so that an idle listener costs next to nothing."""
+    pings: list[int] = []
+    looks: list[int] = []
+    ping, readable = NotifyLine._ping, NotifyLine._readable
+
+    def counted_ping(self: NotifyLine) -> None:
+        pings.append(1)
+        ping(self)
+
+    def counted_look(self: NotifyLine, seconds: float) -> bool:
+        looks.append(1)
+        return readable(self, seconds)
+
+    monkeypatch.setattr(NotifyLine, "_ping", counted_ping)
+    monkeypatch.setattr(NotifyLine, "_readable", counted_look)
+    monkeypatch.setattr(listening, "LOOK_SECONDS", 0.3)
+    with Rung(listener, key):
+        assert listener.listen(10) is True
+        with at_least(3 * 0.3):
+            assert eventually(lambda: len(pings) >= 4, timeout=20)
+        # One that finds nothing, and one or two for the answer.
+        assert len(looks) <= 3 * (len(pings) + 1)
+        assert listener.is_listening
+
+
+# What goes wrong
+
+
+def test_ended_session_is_replaced(
+    listener: DatabaseBackend, key: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """One warning, everybody is rung to ask again by himself, and wake-ups come back."""
+    monkeypatch.setattr(listening, "FIRST_PAUSE", 1.0)
+    with Rung(listener, key) as rung:
+        assert listener.listen(10) is True
+        assert rung.comes()
+        pid = session_of(listener)
+        rung.forget()
+        with caplog.at_level(logging.INFO, "django_distlock"):
+            assert ask("default", "SELECT pg_terminate_backend(%s, 5000)", pid) == [(True,)]
+            assert eventually(lambda: not listener.is_listening)
+            assert rung.comes()
+            with prompt():
+                assert listener.listen(10) is False
+            assert eventually(lambda: listener.is_listening, timeout=20)
+        assert _levels(caplog) == ["WARNING", "INFO"]
+        assert "cannot hear wake-ups" in caplog.records[0].getMessage()
+        assert session_of(listener) != pid
+        grant = take(listener, key)
+        contend(listener, key, wanted=True)
+        assert eventually(rung.comes)
+        rung.forget()
+        Later(listener.release, grant).result()
+        assert rung.comes()
+
+
+def _levels(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.levelname for each in caplog.records if each.name == "django_distlock"]
+
+
+def test_server_that_does_not_answer_is_given_up(
+    key: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A ping's wait has an end: where nothing comes through, nobody relies on being woken."""
+    monkeypatch.setattr(listening, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(postgresql, "ANSWER_SECONDS", 2.0)
+    with (
+        wire() as way,
+        alias_like("default", **way.address) as using,
+        database_locks(using) as backend,
+        Rung(backend, key) as rung,
+    ):
+        assert backend.listen(10) is True
+        assert rung.comes()
+        rung.forget()
+        way.hang()
+        assert eventually(lambda: not backend.is_listening, timeout=20)
+        assert rung.comes()
+        way.flow()
+        assert eventually(lambda: backend.is_listening, timeout=20)
+        assert _levels(caplog) == ["WARNING"]
+        assert "has not answered for 2 s" in caplog.records[0].getMessage()
+
+
+def test_server_that_is_away_is_tried_again(
+    key: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a server nobody waits for a subscription; there is one warning however often."""
+    monkeypatch.setattr(listening, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(listening, "LONGEST_PAUSE", 0.05)
+    with wire() as way:
+        address = way.address
+    with (
+        alias_like("default", **address) as using,
+        database_locks(listen_using=using) as backend,
+        Rung(backend, key),
+    ):
+        tried: list[int] = []
+        listener = listener_of(backend)
+        subscribe = listener._subscribe
+        listener._subscribe = lambda: tried.append(1) or subscribe()  # type: ignore[func-returns-value]
+        with prompt(5):
+            assert backend.listen(30) is False
+        assert eventually(lambda: len(tried) > 3, timeout=20)
+        assert backend.listen(0) is False
+        assert _levels(caplog) == ["WARNING"]
+
+
+def test_closing_does_not_wait_for_anything(listener: DatabaseBackend, key: str) -> None:
+    """Whoever drops the database ends a session that would hear for seconds more."""
+    with Rung(listener, key) as rung:
+        assert listener.listen(10) is True
+        pid = session_of(listener)
+        assert rung.comes()
+        rung.forget()
+        with prompt():
+            listener_of(listener).close_all()
+        assert not listener.is_listening
+        assert eventually(lambda: not live(pid))
+        # Who relied on it asks again, and that begins anew.
+        assert rung.comes()
+        assert listener.listen(10) is True
+
+
+def test_dropping_the_database_ends_it(key: str) -> None:
+    """The session that listens is no obstacle where a test run drops its database."""
+    with (
+        new_database() as name,
+        alias_like("default", NAME=name) as using,
+        database_locks(using) as backend,
+    ):
+        migrate(using)
+        with Rung(backend, key):
+            assert backend.listen(10) is True
+            pid = session_of(backend)
+            with connections[using]._nodb_cursor():
+                assert eventually(lambda: not live(pid))
+
+
+def test_pooler_means_asking_again(
+    server_functions: bool, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Behind PgBouncer nothing is heard: one warning with the remedy, and locks are polled for."""
+    with (
+        pgbouncer(default_pool_size=1) as address,
+        alias_like("default", **address) as using,
+        database_locks(using, server_functions=server_functions) as backend,
+    ):
+        assert backend.supports_wakeups
+        with Rung(backend, key):
+            for _ in range(3):
+                assert backend.listen(10) is False
+            assert not backend.is_listening
+        grant = take(backend, key)
+        waiting = Later(distlock(key, backend=backend.alias, wait=30).acquire)
+        assert backend.release(grant) is True
+        assert waiting.result().release() is True
+        (warning,) = [each for each in caplog.records if each.name == "django_distlock"]
+        assert "connection pooler" in warning.getMessage()
+        assert "listen_using" in warning.getMessage()
+        # Nothing is left on the pooler's one session.
+        assert ask(using, "SELECT * FROM pg_listening_channels()") == []
+
+
+def test_d21_wake_ups_behind_pgbouncer_by_a_direct_alias(server_functions: bool, key: str) -> None:
+    """D21: NOTIFY goes through the pooler, LISTEN to the server itself."""
+    with (
+        pgbouncer(default_pool_size=2) as address,
+        alias_like("default", **address) as using,
+        database_locks(using, server_functions=server_functions, listen_using="default") as backend,
+        Rung(backend, key) as rung,
+    ):
+        grant = take(backend, key)
+        assert backend.listen(10) is True
+        contend(backend, key, wanted=True)
+        assert rung.comes()
+        rung.forget()
+        assert Later(backend.release, grant).result() is True
+        assert rung.comes()
+        assert ask(using, "SELECT * FROM pg_listening_channels()") == []
+
+
+def test_session_that_cannot_be_set_up_is_closed() -> None:
+    """Where a receiver of `connection_created` fails, nothing stays open."""
+
+    def fail(connection: Any, **_: Any) -> None:
+        if connection.alias == using:
+            raise LookupError("not this one")
+
+    with counted_alias() as using:
+        connection_created.connect(fail)
+        try:
+            with pytest.raises(LookupError):
+                NotifyLine(using, LOCKS, "default")
+        finally:
+            connection_created.disconnect(fail)
+        assert eventually(lambda: not sessions(using), timeout=10)
+
+
+def test_standby_means_asking_again() -> None:
+    """A server that is not written to has no wake-ups, and says so."""
+    with folder(owner=server_user()) as home:
+        standby = Restartable(home)
+        (home / "data" / "standby.signal").touch()
+        standby.start()
+        try:
+            place = {"HOST": "127.0.0.1", "PORT": str(standby.port), "NAME": "postgres"}
+            with (
+                alias_like("default", USER="postgres", PASSWORD="", **place) as using,
+                pytest.raises(NoWakeUps, match="standby.*listen_using"),
+            ):
+                NotifyLine(using, LOCKS, "default")
+        finally:
+            standby._running.close()
+
+
+def test_fork_leaves_the_line_to_the_parent(key: str) -> None:
+    """A child neither hears on its parent's line nor closes it, and opens one of its own."""
+    with spawn("tests.integration.test_listening_postgresql:fork", key) as worker:
+        said = worker.result()
+    assert said == {
+        "child": {"listened": False, "queued": False, "own": True, "rung": True},
+        "parent": {"listens": True, "same": True, "rung": True},
+    }
+
+
+def fork(key: str) -> dict[str, Any]:
+    """Listen over a fork; run in a process of its own."""
+    backend = lock_backends["postgres"]
+    assert isinstance(backend, DatabaseBackend)
+    with Rung(backend, key) as rung:
+        assert backend.listen(10)
+        pid = session_of(backend)
+        reads, writes = os.pipe()
+        if os.fork() == 0:
+            abandon_connections()
+            gc.collect()
+            said = {
+                "listened": backend.is_listening,
+                "queued": backend.storage_name(key) in backend.queues,
+            }
+            with Rung(backend, f"{key}-child") as own:
+                listens = backend.listen(10)
+                said["own"] = listens and session_of(backend) != pid
+                said["rung"] = _rings(backend, f"{key}-child", own)
+            listener_of(backend).close_all()
+            os.write(writes, json.dumps(said).encode())
+            os._exit(0)
+        os.wait()
+        child = json.loads(os.read(reads, 1000))
+        parent = {
+            "listens": backend.is_listening,
+            "same": session_of(backend) == pid,
+            "rung": _rings(backend, key, rung),
+        }
+    return {"child": child, "parent": parent}
+
+
+def test_fork_that_python_does_not_see_leaves_it_too(key: str) -> None:
+    """As uWSGI forks: the child does not take the parent's line for its own."""
+    with spawn("tests.integration.test_listening_postgresql:fork_unseen", key) as worker:
+        assert worker.result() == {"child": [False, True], "parent": [True, True]}
+
+
+def fork_unseen(key: str) -> dict[str, Any]:
+    """Fork as uWSGI does, while a thread listens; run in a process of its own."""
+    backend = lock_backends["postgres"]
+    assert isinstance(backend, DatabaseBackend)
+    with Rung(backend, key) as rung:
+        assert backend.listen(10)
+        pid = session_of(backend)
+        reads, writes = os.pipe()
+        child = ctypes.PyDLL(None).fork()
+        if child == 0:
+            abandon_connections()
+            said = [backend.is_listening, backend.listen(10) and session_of(backend) != pid]
+            os.write(writes, json.dumps(said).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        return {
+            "child": json.loads(os.read(reads, 100)),
+            "parent": [session_of(backend) == pid, _rings(backend, key, rung)],
+        }
+
+
+def _rings(backend: DatabaseBackend, key: str, rung: Rung) -> bool:
+    """Say whether a release rings a waiter."""
+    grant = take(backend, key)
+    contend(backend, key, wanted=True)
+    rung.comes()
+    rung.forget()
+    backend.release(grant)
+    return rung.comes()
+
+
+def test_test_case_does_not_listen(listener: DatabaseBackend, key: str) -> None:
+    """In the transaction of a `TestCase` nothing is called out before a commit that never comes."""
+    assert Later(listener.listen, 10).result() is True
+    with as_test_case():
+        assert listener.is_listening is False
+        assert listener.listen(10) is False
+        grant = take(listener, key)
+        with Rung(listener, key) as rung:
+            assert listener.release(grant) is True
+            # So whoever waits in this process is told by the release itself.
+            assert rung.comes(0)
+    assert listener.is_listening is True
+    listener_of(listener).close_all()
+    with as_test_case():
+        assert listener.listen(10) is False
+        assert listener_of(listener)._watch is None
+
+
+@contextmanager
+def as_test_case() -> Iterator[None]:
+    """Be inside of the transaction of a `TestCase`, which is rolled back."""
+    with transaction.atomic():
+        outermost: Any = connections["default"].atomic_blocks[0]
+        # As Django's own marks it.
+        outermost._from_testcase = True
+        yield
+        transaction.set_rollback(True)
+
+
+# What can be configured
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"using": "default", "listen_using": "nowhere"}, "listen_using: .*nowhere"),
+        ({"using": "default", "listen_using": ""}, "listen_using must be a database alias, not ''"),
+        ({"using": "default", "listen_using": 5}, "listen_using must be a database alias, not 5"),
+        (
+            {"using": "default", "listen_using": "sqlite"},
+            "listen_using: 'sqlite' is a sqlite database; only PostgreSQL wakes",
+        ),
+        (
+            {"using": "sqlite", "listen_using": "default"},
+            "listen_using: 'sqlite' is a sqlite database; only PostgreSQL wakes",
+        ),
+    ],
+)
+def test_bad_alias_to_listen_on_is_refused(options: dict[str, Any], message: str) -> None:
+    """By the alias of the lock backend and the option's name, before anything is asked."""
+    with (
+        locks_on("default", OPTIONS=options) as alias,
+        pytest.raises(InvalidLockBackend, match=rf"DISTLOCK\['{alias}'\]: {message}"),
+    ):
+        DatabaseBackend(backend_config(alias), **options)
+
+
+@pytest.mark.parametrize(
+    ("using", "supported"), [("default", True), ("sqlite", False), ("mariadb", False)]
+)
+def test_databases_that_wake(using: str, supported: bool) -> None:
+    """PostgreSQL wakes those who wait; elsewhere they ask again, and nothing is started."""
+    if using not in connections.settings:
+        pytest.skip("declared: no MariaDB here")
+    with locks_on(using) as alias:
+        backend = lock_backends[alias]
+        assert backend.supports_wakeups is supported
+        if not supported:
+            assert backend.listen(1) is False
+            assert backend.is_listening is False
+
+
+def test_driver_that_cannot_hear_does_not_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With psycopg2 in the place of psycopg, PostgreSQL is polled like any other database."""
+
+    class Psycopg2:
+        __name__ = "psycopg2"
+
+    monkeypatch.setattr(connections["default"], "Database", Psycopg2())
+    with locks_on("default") as alias:
+        assert lock_backends[alias].supports_wakeups is False
+        assert lock_backends[alias].listen(1) is False
+
+
+def test_closed_line_ends_a_hearing_at_once() -> None:
+    """Another thread's `close` is heard, whatever the hearing would have waited for."""
+    line = NotifyLine("default", LOCKS, "default")
+    pid = line._raw.info.backend_pid
+    hearing = Later(line.hear, 60)
+    with prompt():
+        Later(line.close).result()
+        with pytest.raises(psycopg.OperationalError):
+            hearing.result()
+    for _ in range(2):
+        line.close()
+    assert eventually(lambda: not live(pid))

@@ -1,0 +1,302 @@
+"""Who waits for a key, as people see it: in a table, on every database."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from django.db import connections, transaction
+
+from django_distlock import LockUsageError
+from django_distlock.backends.database import DatabaseBackend
+from django_distlock.core.durations import MAX_BOUND
+from django_distlock.core.holders import Holder
+from django_distlock.core.records import Waiting
+from django_distlock.handler import lock_backends
+from django_distlock.models import Waiter
+from tests.backends import BACKENDS, Registered
+from tests.conftest import DECLARED
+from tests.contract.aliases import counted_alias, locks_on, sessions
+from tests.contract.helpers import Later, prompt, take
+from tests.contract.locking import eventually
+from tests.processes import spawn
+from tests.services import NO_MARIADB
+
+from .databases import ask
+
+DATABASES = [each for each in BACKENDS.values() if each.store in ("sqlite", "postgresql", "mysql")]
+SERVERS = [each for each in DATABASES if each.store != "sqlite"]
+WAITERS = "django_distlock_waiter"
+
+
+@pytest.fixture(params=DATABASES, ids=lambda each: each.alias)
+def registered(request: pytest.FixtureRequest) -> Registered:
+    """Give each database of the registry."""
+    registered: Registered = request.param
+    if registered.using not in connections.settings:
+        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    return registered
+
+
+@pytest.fixture
+def backend(registered: Registered) -> Iterator[DatabaseBackend]:
+    """Give the backend under test."""
+    backend = lock_backends[registered.alias]
+    assert isinstance(backend, DatabaseBackend)
+    # A test before may have left it listening: then whoever is noted counts as woken.
+    end_listening(backend)
+    yield backend
+    end_listening(backend)
+
+
+def end_listening(backend: DatabaseBackend) -> None:
+    """Let this process hear no wake-ups of a backend."""
+    if backend._listener is not None:
+        backend._listener.close_all()
+
+
+def noted(backend: DatabaseBackend, key: str, host: str, seconds: float = 60) -> str:
+    """Let somebody wait for a key."""
+    note = backend.note_waiter(key, Holder(host=host), seconds)
+    assert note is not None
+    return note
+
+
+def waiting(backend: DatabaseBackend, key: str) -> list[str]:
+    """Return the hosts of those who wait for a key."""
+    return [each.holder.host for each in backend.waiters(key)]
+
+
+def end(backend: DatabaseBackend, note: str) -> None:
+    """Let the time of a note be over."""
+    past = f"UPDATE {WAITERS} SET until = until - 100000000 WHERE id = %s"
+    ask(backend.using, past, int(note))
+
+
+def test_waiter_is_shown(backend: DatabaseBackend, key: str) -> None:
+    """With all that is known of it, by the store's clock."""
+    grant = take(backend, f"{key}-clock")
+    holder = Holder(host="somewhere", pid=42, task_id="nightly", metadata={"user": "ann é🔒"})
+    assert backend.note_waiter(key, holder, 30) is not None
+    (seen,) = backend.waiters(key)
+    assert isinstance(seen, Waiting)
+    assert seen.holder == holder
+    assert timedelta(0) <= seen.since - grant.acquired_at < timedelta(seconds=20)
+    assert seen.until - seen.since == timedelta(seconds=30)
+    assert seen.since.tzinfo is UTC
+    assert seen.is_woken is False
+
+
+def test_waiters_are_shown_in_order(backend: DatabaseBackend, key: str) -> None:
+    """The first to come first, also when it was noted again since; others' keys do not matter."""
+    notes = [noted(backend, key, host) for host in ("a", "b", "c")]
+    noted(backend, f"{key}-other", "elsewhere")
+    assert backend.note_waiter(key, Holder(host="a"), 600, notes[0]) == notes[0]
+    assert waiting(backend, key) == ["a", "b", "c"]
+    assert waiting(backend, f"{key}-other") == ["elsewhere"]
+    assert waiting(backend, f"{key}-nobody") == []
+
+
+def test_waiter_is_noted_again(backend: DatabaseBackend, key: str) -> None:
+    """It is seen for longer, since the time that it came, and no second time."""
+    note = noted(backend, key, "a", 30)
+    (before,) = backend.waiters(key)
+    assert backend.note_waiter(key, Holder(host="a"), 60, note) == note
+    (after,) = backend.waiters(key)
+    assert after.since == before.since
+    assert after.until - before.until >= timedelta(seconds=30)
+
+
+def test_note_that_went_is_made_anew(backend: DatabaseBackend, key: str) -> None:
+    """A waiter that stood still for too long is seen again when it goes on."""
+    note = noted(backend, key, "a")
+    end(backend, note)
+    backend.cleanup(datetime.now(UTC))
+    again = backend.note_waiter(key, Holder(host="a"), 60, note)
+    assert again is not None
+    assert waiting(backend, key) == ["a"]
+    backend.drop_waiter(key, again)
+    assert waiting(backend, key) == []
+
+
+def test_note_that_is_over_comes_back(backend: DatabaseBackend, key: str) -> None:
+    """Where nobody has cleaned up meanwhile, it is the same one."""
+    note = noted(backend, key, "a")
+    end(backend, note)
+    assert waiting(backend, key) == []
+    assert backend.note_waiter(key, Holder(host="a"), 200, note) == note
+    assert waiting(backend, key) == ["a"]
+
+
+def test_waiter_is_forgotten(backend: DatabaseBackend, key: str) -> None:
+    """That one alone, and as often as one likes."""
+    notes = [noted(backend, key, host) for host in ("a", "b")]
+    other = noted(backend, f"{key}-other", "c")
+    backend.drop_waiter(key, other)
+    for _ in range(2):
+        backend.drop_waiter(key, notes[0])
+    assert waiting(backend, key) == ["b"]
+    assert waiting(backend, f"{key}-other") == ["c"]
+
+
+def test_notes_of_the_dead_are_cleaned_up(backend: DatabaseBackend, key: str) -> None:
+    """They are seen no more when their time is over, go with a cleanup, and do not count."""
+    notes = {host: noted(backend, key, host) for host in ("dead", "alive")}
+    end(backend, notes["dead"])
+    assert waiting(backend, key) == ["alive"]
+    # Others' locks may be over too; none of them was before this.
+    assert backend.cleanup(datetime(2020, 1, 1, tzinfo=UTC)) == 0
+    left = ask(
+        backend.using,
+        f"SELECT id FROM {WAITERS} WHERE storage_key = %s",
+        backend.storage_name(key),
+    )
+    assert [str(pk) for (pk,) in left] == [notes["alive"]]
+
+
+def test_cleanup_goes_by_its_limit(backend: DatabaseBackend, key: str) -> None:
+    """It removes no more notes at once than records, and the rest the next time."""
+    backend.cleanup(datetime(2020, 1, 1, tzinfo=UTC), 100_000)
+    for host in "abc":
+        end(backend, noted(backend, key, host))
+    left = []
+    for _ in range(2):
+        backend.cleanup(datetime(2020, 1, 1, tzinfo=UTC), 2)
+        found = f"SELECT count(*) FROM {WAITERS} WHERE storage_key = %s"
+        left += ask(backend.using, found, backend.storage_name(key))
+    assert left == [(1,), (0,)]
+
+
+@pytest.mark.parametrize("registered", SERVERS, ids=lambda each: each.alias, indirect=True)
+def test_cleanup_skips_what_is_locked(backend: DatabaseBackend, key: str) -> None:
+    """A note that its waiter renews right now is nobody's to remove, or to wait for."""
+    notes = [noted(backend, key, host) for host in "ab"]
+    for note in notes:
+        end(backend, note)
+    with transaction.atomic(using=backend.using):
+        rows = Waiter.objects.using(backend.using).select_for_update()
+        assert rows.get(pk=int(notes[0])).pk == int(notes[0])
+        with prompt():
+            Later(backend.cleanup, datetime(2020, 1, 1, tzinfo=UTC)).result()
+    left = Waiter.objects.using(backend.using).filter(pk__in=[int(note) for note in notes])
+    assert [row.pk for row in left] == [int(notes[0])]
+
+
+@pytest.mark.parametrize("registered", SERVERS, ids=lambda each: each.alias, indirect=True)
+def test_note_outlives_the_transaction_of_the_caller(backend: DatabaseBackend, key: str) -> None:
+    """It is written where others see it at once, whatever becomes of the transaction."""
+    with transaction.atomic(using=backend.using):
+        ask(backend.using, "SELECT 1")
+        note = noted(backend, key, "a")
+        assert Later(waiting, backend, key).result() == ["a"]
+        transaction.set_rollback(True, using=backend.using)
+    assert waiting(backend, key) == ["a"]
+    with transaction.atomic(using=backend.using):
+        ask(backend.using, "SELECT 1")
+        backend.drop_waiter(key, note)
+        transaction.set_rollback(True, using=backend.using)
+    assert waiting(backend, key) == []
+
+
+def test_note_from_within_a_transaction_on_its_file_is_refused(key: str) -> None:
+    """On SQLite it is refused at once, as a lock is, instead of waiting for oneself."""
+    backend = lock_backends["sqlite"]
+    with transaction.atomic(using="sqlite"):
+        ask("sqlite", "SELECT 1")
+        with prompt(), pytest.raises(LockUsageError) as caught:
+            backend.note_waiter(key, Holder(host="a"), 60)
+    assert caught.value.code == "self_blocked"
+
+
+@pytest.mark.parametrize("registered", SERVERS, ids=lambda each: each.alias, indirect=True)
+def test_note_in_somebodys_way_is_left(backend: DatabaseBackend, key: str) -> None:
+    """Where its row is locked, nobody waits for long: it is as it was."""
+    note = noted(backend, key, "a")
+    with transaction.atomic(using=backend.using):
+        rows = Waiter.objects.using(backend.using).select_for_update()
+        assert rows.get(pk=int(note)).storage_key == backend.storage_name(key)
+        with prompt(2 * MAX_BOUND):
+            again = Later(backend.note_waiter, key, Holder(host="a"), 200, note).result()
+            Later(backend.drop_waiter, key, note).result()
+    assert again == note
+    assert waiting(backend, key) == ["a"]
+
+
+def test_other_processes_see_it(backend: DatabaseBackend, registered: Registered, key: str) -> None:
+    """Who waits is noted by each process, and seen by all."""
+    target = "tests.integration.test_waiters:wait_until_told"
+    with spawn(target, registered.alias, key) as worker:
+        worker.wait_for("noted")
+        noted(backend, key, "here")
+        assert waiting(backend, key) == ["there", "here"]
+        worker.send("leave")
+        assert worker.result() == ["here"]
+    assert waiting(backend, key) == ["here"]
+
+
+def wait_until_told(alias: str, key: str) -> list[str]:
+    """Note that somebody waits; run in a process of its own."""
+    backend = lock_backends[alias]
+    assert isinstance(backend, DatabaseBackend)
+    note = noted(backend, key, "there")
+    print("noted")
+    input()
+    backend.drop_waiter(key, note)
+    return waiting(backend, key)
+
+
+def test_whoever_is_woken_is_shown_so(key: str) -> None:
+    """On PostgreSQL a note tells where wake-ups are heard, as of the last time it was made."""
+    backend = lock_backends["postgres"]
+    assert isinstance(backend, DatabaseBackend)
+    end_listening(backend)
+    note = noted(backend, key, "a")
+    assert [each.is_woken for each in backend.waiters(key)] == [False]
+    assert backend.listen(10) is True
+    try:
+        assert backend.note_waiter(key, Holder(host="a"), 60, note) == note
+        assert [each.is_woken for each in backend.waiters(key)] == [True]
+        found = f"SELECT channel FROM {WAITERS} WHERE id = %s"
+        assert ask("default", found, int(note)) == [("django_distlock_heldlock",)]
+    finally:
+        end_listening(backend)
+    assert backend.note_waiter(key, Holder(host="a"), 60, note) == note
+    assert [each.is_woken for each in backend.waiters(key)] == [False]
+
+
+@pytest.mark.parametrize("key_bytes", [1, 512])
+def test_key_of_any_length_can_be_waited_for(backend: DatabaseBackend, key_bytes: int) -> None:
+    """The column takes what the table of locks takes."""
+    key = "k" * key_bytes
+    note = noted(backend, key, "a")
+    assert "a" in waiting(backend, key)
+    backend.drop_waiter(key, note)
+
+
+def test_asynchronous_code_can_note(backend: DatabaseBackend, key: str) -> None:
+    """On the threads of the backend, as all that asks the store."""
+
+    async def note() -> list[str]:
+        made = await backend.run_async(noted, backend, key, "a")
+        seen = await backend.run_async(waiting, backend, key)
+        await backend.run_async(backend.drop_waiter, key, made)
+        return seen
+
+    assert asyncio.run(note()) == ["a"]
+    assert waiting(backend, key) == []
+
+
+def test_notes_leave_no_session_behind(key: str) -> None:
+    """Inside of a transaction they borrow one of the few lock connections, and give it back."""
+    with counted_alias() as using, locks_on(using) as alias:
+        backend = lock_backends[alias]
+        assert isinstance(backend, DatabaseBackend)
+        with transaction.atomic(using=using):
+            ask(using, "SELECT 1")
+            for _ in range(5):
+                backend.drop_waiter(key, noted(backend, key, "a"))
+            assert len(sessions(using)) == 2
+        backend._connections.close_all()
+        assert eventually(lambda: len(sessions(using)) == 1, timeout=10)
