@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import sys
@@ -9,19 +10,24 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Final, ParamSpec, TypeVar, cast
+from typing import Any, Final, Literal, ParamSpec, TypeVar, cast
 
 from . import holding, transactions
+from .attempts import Request
 from .backends.base import BaseLockBackend
-from .core.durations import Duration, ttl_seconds, wait_seconds
+from .bypassing import NoLease, tell_bypassed
+from .core.bodies import refuse_generator
+from .core.durations import MIN_TTL, Duration, seconds, ttl_seconds, wait_seconds
 from .core.errors import InvalidArgument, LockNotAcquired, LockUsageError, shown
 from .core.holders import validate_metadata
 from .core.keys import KeyTemplate, normalize_key
 from .core.retry import Retry
+from .declarations import Declaration, Kind, declared
 from .handler import lock_backends
-from .host import current_holder
+from .host import current_holder, monotonic
+from .keeping import Terms
 from .leases import Lease
-from .waiting import Granted, Request, aacquire, acquire
+from .waiting import aacquire, acquire
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,16 +58,20 @@ class Lock:
     ttl: float | None = None
     wait: float | _Unset | None = UNSET
     backend: str = "default"
+    heartbeat: bool = True
+    hold: bool = False
+    min_hold: float = 0.0
+    reentrant: bool = False
+    steal_if_dead: bool = False
+    basic: bool = False
+    on_conflict: Literal["raise", "run"] = "raise"
     retry: Retry | None = None
+    max_lifetime: float | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if normalize_key(self.key) != self.key:
             raise InvalidArgument("The key of a Lock is in NFC; distlock() takes any spelling.")
-        if self.ttl is not None:
-            ttl_seconds(self.ttl)
-        if not isinstance(self.wait, _Unset):
-            wait_seconds(self.wait)
         if not isinstance(self.backend, str):
             raise InvalidArgument(
                 f"backend must be an alias in DISTLOCK, not {shown(self.backend)}."
@@ -69,6 +79,32 @@ class Lock:
         if self.retry is not None and not isinstance(self.retry, Retry):
             raise InvalidArgument(f"retry must be a Retry, not {shown(self.retry)}.")
         validate_metadata(self.metadata)
+        self._check_times()
+        self._check_modes()
+
+    def _check_times(self) -> None:
+        if self.ttl is not None:
+            ttl_seconds(self.ttl)
+        if not isinstance(self.wait, _Unset):
+            wait_seconds(self.wait)
+        seconds(self.min_hold, "min_hold")
+        if self.max_lifetime is not None:
+            self._check_lifetime(self.ttl)
+
+    def _check_modes(self) -> None:
+        for name in ("heartbeat", "hold", "reentrant", "steal_if_dead", "basic"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgument(f"{name} is True or False, not {shown(getattr(self, name))}.")
+        if self.on_conflict not in ("raise", "run"):
+            raise InvalidArgument(
+                f'on_conflict is "raise" or "run", not {shown(self.on_conflict)}.'
+            )
+        if self.max_lifetime is not None and (self.basic or not self.heartbeat):
+            raise InvalidArgument("max_lifetime is an end to renewals, and this lock has none.")
+        if self.hold and self.min_hold:
+            raise InvalidArgument("hold keeps the key for all of the ttl: leave min_hold out.")
+        if self.hold and self.basic and self.ttl is None:
+            raise InvalidArgument("hold keeps the key for the ttl: give a basic lock one.")
 
     def acquire(self) -> Lease:
         """Wait for the key and return a lease that no block is bound to: release it yourself.
@@ -110,8 +146,20 @@ class Lock:
         return await self._store.aread(self.key) is not None
 
     def __enter__(self) -> Lease:
-        holding.refuse_reentry(self.backend, self.key)
-        return holding.bind(self, self._acquire(self._wait()))
+        again = self._entered_again()
+        if again is not None:
+            return again
+        started_at = monotonic()
+        try:
+            lease = self._acquire(self._wait())
+        except LockNotAcquired as error:
+            lease = self._bypass(error, monotonic() - started_at)
+        try:
+            lease.begin_block(heartbeat=self.heartbeat)
+            return holding.bind(self, lease)
+        except BaseException:
+            lease.release()
+            raise
 
     def __exit__(
         self,
@@ -119,14 +167,35 @@ class Lock:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        lease, foreign = holding.unbind(self)
-        if lease is not None:
-            lease.end_block(exc)
+        bound = None
+        try:
+            bound, foreign = holding.unbind(self)
+            if bound is not None and bound.inner:
+                bound.lease.end_inner_block(exc)
+            elif bound is not None:
+                bound.lease.end_block(exc)
+        except BaseException:
+            if bound is None:
+                holding.abandon(self)
+            raise
         _raise_behind(foreign, exc)
 
     async def __aenter__(self) -> Lease:
-        holding.refuse_reentry(self.backend, self.key)
-        return holding.bind(self, await self._aacquire(self._wait()))
+        again = self._entered_again()
+        if again is not None:
+            return again
+        started_at = monotonic()
+        try:
+            lease = await self._aacquire(self._wait())
+        except LockNotAcquired as error:
+            waited = monotonic() - started_at
+            lease = await self._store.run_async(self._bypass, error, waited)
+        try:
+            lease.begin_block(heartbeat=self.heartbeat, task=asyncio.current_task())
+            return holding.bind(self, lease)
+        except BaseException:
+            await lease.arelease()
+            raise
 
     async def __aexit__(
         self,
@@ -134,9 +203,11 @@ class Lock:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        lease, foreign = holding.unbind(self)
-        if lease is not None:
-            await lease.aend_block(exc)
+        bound, foreign = holding.unbind(self)
+        if bound is not None and bound.inner:
+            bound.lease.end_inner_block(exc)
+        elif bound is not None:
+            await bound.lease.aend_block(exc)
         _raise_behind(foreign, exc)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
@@ -146,12 +217,7 @@ class Lock:
             InvalidArgument: The key is no template of the function's parameters.
             LockUsageError: A generator function: its body runs after the call has returned.
         """
-        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            raise LockUsageError(
-                f"{function.__qualname__} is a generator: its body runs when the call is over and"
-                " the lock released. Use a with block inside of it.",
-                code="unsupported",
-            )
+        refuse_generator(function)
         template = KeyTemplate.for_function(self.key, function)
 
         if inspect.iscoroutinefunction(function):
@@ -168,61 +234,116 @@ class Lock:
                 with replace(self, key=template.render(args, kwargs)):
                     return function(*args, **kwargs)
 
+        declared[wrapper] = (Declaration(Kind.FUNCTION, self.key, self, self.on_conflict),)
         return cast("Callable[P, T]", wrapper)
 
     @property
     def _store(self) -> BaseLockBackend:
         return lock_backends[self.backend]
 
+    def _entered_again(self) -> Lease | None:
+        """Return what a block around this one holds, if this lock may enter it again."""
+        around = holding.holds(self.backend, self.key) if self.reentrant else None
+        if around is None:
+            holding.refuse_reentry(self.backend, self.key)
+            return None
+        return holding.bind(self, around, inner=True)
+
+    def _bypass(self, error: LockNotAcquired, waited: float) -> Lease:
+        """Return what stands for a lease where the block runs without; or raise the error."""
+        if self.on_conflict == "raise":
+            raise error
+        tell_bypassed(self.backend, self.key, waited, error)
+        return NoLease(self.backend, self.key)
+
     def _acquire(self, wait: float | None) -> Lease:
+        terms = self._terms()
         _prepare()
         # What a rollback has given up must not be in the way of who comes next.
         transactions.flush((self.backend, self.key))
-        adopted = holding.adopt(self.backend, self.key, self._ttl(), wait)
+        adopted = holding.adopt(self.backend, self.key, terms, wait)
         if adopted is not None:
             return adopted
-        request = self._request(wait)
-        return self._lease(acquire(self._store, request), request)
+        return Lease(self._store, acquire(self._store, self._request(terms, wait)), terms)
 
     async def _aacquire(self, wait: float | None) -> Lease:
+        terms = self._terms()
         _prepare()
         await transactions.aflush(self._store, (self.backend, self.key))
-        adopted = await holding.aadopt(self.backend, self.key, self._ttl(), wait)
+        adopted = await holding.aadopt(self.backend, self.key, terms, wait)
         if adopted is not None:
             return adopted
-        request = self._request(wait)
-        return self._lease(await aacquire(self._store, request), request)
+        return Lease(self._store, await aacquire(self._store, self._request(terms, wait)), terms)
 
     def _wait(self) -> float | None:
         return self._store.config.wait if isinstance(self.wait, _Unset) else self.wait
 
-    def _ttl(self) -> float:
+    def _ttl(self) -> float | None:
+        if self.basic and self.ttl is None:
+            return None
         config = self._store.config
         ttl = config.ttl if self.ttl is None else self.ttl
         return ttl_seconds(ttl, maximum=config.max_ttl)
 
-    def _request(self, wait: float | None) -> Request:
+    def _terms(self) -> Terms:
+        ttl, store = self._ttl(), self._store
+        if self.max_lifetime is not None:
+            self._check_lifetime(ttl)
+        hold = (ttl or 0.0) if self.hold else self.min_hold
+        if hold > store.config.max_ttl:
+            raise InvalidArgument(
+                f"min_hold is at most MAX_TTL ({store.config.max_ttl:g} s), not {hold:g}."
+            )
+        if hold and not store.supports_ttl:
+            raise LockUsageError(
+                f"The lock backend {self.backend!r} ({type(store).__name__}) cannot keep a key"
+                " taken behind its holder: no lease of it ends by itself.",
+                key=self.key,
+                code="unsupported",
+            )
+        return Terms(
+            ttl=ttl,
+            holder=current_holder(self.metadata),
+            retry=self.retry or store.config.retry,
+            hold=hold,
+            max_lifetime=self.max_lifetime,
+            basic=self.basic,
+        )
+
+    def _request(self, terms: Terms, wait: float | None) -> Request:
         return Request(
             key=self.key,
-            ttl=self._ttl(),
+            ttl=terms.ttl,
             wait=wait,
-            holder=current_holder(self.metadata),
-            retry=self.retry or self._store.config.retry,
+            holder=terms.holder,
+            retry=terms.retry,
+            steal_if_dead=self.steal_if_dead,
         )
 
-    def _lease(self, granted: Granted, request: Request) -> Lease:
-        return Lease(
-            self._store, granted, ttl=request.ttl, holder=request.holder, retry=request.retry
-        )
+    def _check_lifetime(self, ttl: float | None) -> None:
+        lifetime = seconds(self.max_lifetime, "max_lifetime", minimum=MIN_TTL)
+        if ttl is not None and lifetime < ttl:
+            raise InvalidArgument(
+                f"max_lifetime ({lifetime:g} s) is below the ttl ({ttl:g} s), which nothing cuts"
+                " short."
+            )
 
 
-def distlock(
+def distlock(  # noqa: PLR0913 - each says one thing, by name
     key: str,
     *,
     ttl: Duration | None = None,
     wait: Duration | _Unset | None = UNSET,
     backend: str = "default",
+    heartbeat: bool = True,
+    hold: bool = False,
+    min_hold: Duration = 0,
+    reentrant: bool = False,
+    steal_if_dead: bool = False,
+    basic: bool = False,
+    on_conflict: Literal["raise", "run"] = "raise",
     retry: Retry | None = None,
+    max_lifetime: Duration | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Lock:
     """Describe a lock to hold around a block or a call.
@@ -230,11 +351,25 @@ def distlock(
     Args:
         key: What is locked: text of at most 512 bytes of UTF-8. For a decorator, a template.
         ttl: Seconds (or a `timedelta`) until the lease ends by itself, at least 0.1 and at most
-            the `MAX_TTL` of the backend; None: its `TTL`.
+            the `MAX_TTL` of the backend; None: its `TTL`, or no expiry if `basic`.
         wait: Seconds (or a `timedelta`) to keep trying; 0: one attempt; None: for ever; left out:
             the `WAIT` of the backend.
         backend: An alias in `DISTLOCK`.
+        heartbeat: Whether the lease of a block is renewed while the block runs.
+        hold: Keep the key taken for all of the ttl, also when the work ends sooner: at most one
+            run per window.
+        min_hold: Seconds (or a `timedelta`) since the grant for which the key stays taken at
+            least.
+        reentrant: Whether a block inside of one that holds the key may enter again. It gets the
+            same lease, which the outer block releases.
+        steal_if_dead: Whether to take the key over at once where its holder is provably gone:
+            a process of this machine that ended, or the same named worker before a restart.
+        basic: No heartbeat, and with `ttl=None` no expiry: it ends by release or by an operator.
+        on_conflict: What a block does that was not granted the key within `wait`. "raise":
+            `LockNotAcquired`; "run": it runs without the lock, and its lease is not `held`.
         retry: Pauses between attempts; None: the `RETRY` of the backend.
+        max_lifetime: Seconds (or a `timedelta`) since the grant until which the heartbeat renews
+            the lease, at least the ttl; None: for as long as the block runs.
         metadata: What to keep beside the holder's identity: a user, a reason. JSON, at most 4096
             bytes.
 
@@ -246,8 +381,16 @@ def distlock(
         ttl=None if ttl is None else ttl_seconds(ttl),
         wait=UNSET if isinstance(wait, _Unset) else wait_seconds(wait),
         backend=backend,
+        heartbeat=heartbeat,
+        hold=hold,
+        min_hold=seconds(min_hold, "min_hold"),
+        reentrant=reentrant,
+        steal_if_dead=steal_if_dead,
+        basic=basic,
+        on_conflict=on_conflict,
         retry=retry,
-        metadata=validate_metadata(metadata or {}),
+        max_lifetime=None if max_lifetime is None else seconds(max_lifetime, "max_lifetime"),
+        metadata=validate_metadata({} if metadata is None else metadata),
     )
 
 

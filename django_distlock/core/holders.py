@@ -22,7 +22,9 @@ class Holder:
 
     Attributes:
         host: The host's name, behind `DISTLOCK_HOLDER["prefix"]`.
-        boot_id: What distinguishes this start of the host from others; "" if unknown.
+        boot_id: What tells the start of the host's kernel, and the PID namespace in it, from
+            others: "<boot id>/<inode>"; "" if unknown. Where two are equal, so are the processes
+            that a `pid` can mean.
         process: A name that a restarted worker keeps.
         pid: The process id.
         started_at: When the process started, in seconds since the host's boot; None if unknown.

@@ -1,0 +1,524 @@
+"""Ways to hold a lock: for a window, at least so long, without end, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from django.db import transaction
+from django.test import override_settings
+
+from django_distlock import (
+    InvalidArgument,
+    InvalidLockBackend,
+    Lease,
+    Lock,
+    LockLost,
+    LockUsageError,
+    Retry,
+    current_lease,
+    distlock,
+)
+from django_distlock.handler import lock_backends
+from django_distlock.inspection import get_by_key
+from tests.backends import Registered
+from tests.processes import spawn
+
+from .helpers import Later, contend, held, take
+from .locking import PAST, SHORT, eventually, grantable, lock_of, rolled_back, take_away, taken
+
+HOLDS = pytest.mark.requires("supports_ttl")
+
+
+def in_a_block(lock: Lock) -> Lease:
+    """Enter and leave a block."""
+    with lock as lease:
+        pass
+    return lease
+
+
+def in_a_block_that_raises(lock: Lock) -> Lease:
+    """Leave a block by an exception."""
+    with pytest.raises(ZeroDivisionError), lock as lease:
+        raise ZeroDivisionError
+    return lease
+
+
+def in_async(lock: Lock) -> Lease:
+    """Enter and leave a block with awaits."""
+
+    async def work() -> Lease:
+        async with lock as lease:
+            return lease
+
+    return asyncio.run(work())
+
+
+def in_a_call(lock: Lock) -> Lease:
+    """Call a decorated function."""
+    found: list[Lease] = []
+
+    @lock
+    def work() -> None:
+        lease = current_lease()
+        assert lease is not None
+        found.append(lease)
+
+    work()
+    return found[0]
+
+
+def by_hand(lock: Lock) -> Lease:
+    """Acquire and release."""
+    lease = lock.acquire()
+    assert lease.release() is True
+    return lease
+
+
+def by_hand_in_async(lock: Lock) -> Lease:
+    """Acquire and release with awaits."""
+
+    async def work() -> Lease:
+        lease = await lock.aacquire()
+        assert await lease.arelease() is True
+        return lease
+
+    return asyncio.run(work())
+
+
+def in_a_transaction(lock: Lock) -> Lease:
+    """Leave a block inside `atomic()`."""
+    with transaction.atomic():
+        return in_a_block(lock)
+
+
+WAYS = [
+    in_a_block,
+    in_a_block_that_raises,
+    in_async,
+    in_a_call,
+    by_hand,
+    by_hand_in_async,
+    in_a_transaction,
+]
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+def use(request: pytest.FixtureRequest) -> Callable[[Lock], Lease]:
+    """Give every way to hold a lock and give it up."""
+    made: Callable[[Lock], Lease] = request.param
+    return made
+
+
+def settled(registered: Registered, key: str) -> timedelta:
+    """Return how long since its grant a key stays taken that nobody works under any more."""
+    record = Later(held, lock_backends[registered.alias], key).result()
+    assert record.is_settled
+    assert record.expires_at is not None
+    return record.expires_at - record.acquired_at
+
+
+@HOLDS
+def test_held_key_stays_taken_for_the_ttl(
+    registered: Registered, key: str, use: Callable[[Lock], Lease]
+) -> None:
+    """However the work ends, nobody else has the key until `acquired_at + ttl`, exactly."""
+    lock = lock_of(registered, key, ttl=20, hold=True)
+    lease = use(lock)
+    assert (lease.held, lease.is_released, lease.is_lost) == (False, True, False)
+    assert taken(lock)
+    assert not grantable(lock)
+    assert settled(registered, key) == timedelta(seconds=20)
+
+
+@HOLDS
+def test_key_stays_taken_for_min_hold(
+    registered: Registered, key: str, use: Callable[[Lock], Lease]
+) -> None:
+    """The same for a part of the ttl, or for more than it."""
+    windows = (timedelta(seconds=5), timedelta(seconds=50))
+    use(lock_of(registered, f"{key}:0", ttl=20, min_hold=5))
+    use(lock_of(registered, f"{key}:1", ttl=20, min_hold=windows[1]))
+    assert tuple(settled(registered, f"{key}:{number}") for number in (0, 1)) == windows
+
+
+@HOLDS
+def test_job_that_runs_every_ttl_is_not_refused(registered: Registered, key: str) -> None:
+    """The window ends without grace: the next run is granted at its beginning."""
+    lock = lock_of(registered, key, ttl=2, hold=True, wait=0)
+    with lock as lease:
+        pass
+    assert lock.try_acquire() is None
+    left = Later(contend, lock_backends[registered.alias], key).result().free_in
+    assert left is not None
+    assert left <= 2
+    time.sleep(left + 0.01)
+    following = lock.acquire()
+    assert following.fence > lease.fence
+    assert following.acquired_at - lease.acquired_at >= timedelta(seconds=2)
+    assert following.acquired_at - lease.acquired_at < timedelta(seconds=2.9), (
+        f"took {(following.acquired_at - lease.acquired_at).total_seconds():.3f} s instead of 2 s"
+    )
+
+
+@HOLDS
+def test_holder_of_a_window_is_done_with_it(registered: Registered, key: str) -> None:
+    """The token is spent: the lease can neither be extended nor released again."""
+    lock = lock_of(registered, key, ttl=20, hold=True)
+    lease = lock.acquire()
+    assert lease.release() is True
+    assert lease.release() is False
+    with pytest.raises(LockUsageError, match="released"):
+        lease.extend()
+    with pytest.raises(LockUsageError, match="released"):
+        lease.check()
+    assert settled(registered, key) == timedelta(seconds=20)
+
+
+@HOLDS
+def test_work_that_took_longer_than_its_window_frees_the_key_at_once(
+    registered: Registered, key: str
+) -> None:
+    """A lease that was extended past the window leaves nothing taken, nor a grace."""
+    lock = lock_of(registered, key, ttl=0.3, hold=True)
+    lease = lock.acquire()
+    lease.extend(30)
+    time.sleep(0.35)
+    assert lease.release() is True
+    assert not taken(lock)
+    assert grantable(lock)
+
+
+@HOLDS
+def test_heartbeat_does_not_move_the_window(registered: Registered, key: str) -> None:
+    """What renewals add counts for the work, not for the window behind it."""
+    lock = lock_of(registered, key, ttl=3, hold=True)
+    with lock as lease:
+        first = lease.expires_at
+        assert first is not None
+        assert eventually(lambda: lease.expires_at != first, timeout=5)
+    assert settled(registered, key) == timedelta(seconds=3)
+
+
+@HOLDS
+def test_extend_does_not_move_the_window(registered: Registered, key: str) -> None:
+    """The window is that of the lock's ttl, not of a later extend's."""
+    lock = lock_of(registered, key, ttl=20, hold=True)
+    lease = lock.acquire()
+    lease.extend(60)
+    lease.extend(5)
+    assert lease.release() is True
+    assert settled(registered, key) == timedelta(seconds=20)
+
+
+@HOLDS
+@pytest.mark.parametrize("commits", [True, False], ids=["commit", "rollback"])
+def test_window_is_settled_behind_the_transaction(
+    registered: Registered, key: str, commits: bool
+) -> None:
+    """Until the data is committed, or is not, the lease itself stands; then its window does."""
+    lock = lock_of(registered, key, ttl=20, hold=True)
+    with transaction.atomic() if commits else rolled_back():
+        in_a_block(lock)
+        record = Later(held, lock_backends[registered.alias], key).result()
+        assert not record.is_settled
+    assert eventually(lambda: Later(held, lock_backends[registered.alias], key).result().is_settled)
+    assert settled(registered, key) == timedelta(seconds=20)
+
+
+@HOLDS
+def test_lost_lease_settles_nothing(registered: Registered, key: str) -> None:
+    """A window is the holder's: what an operator took away stays free."""
+    lock = lock_of(registered, key, ttl=20, hold=True)
+    with pytest.raises(LockLost), lock as lease:
+        take_away(lease)
+    assert not taken(lock)
+    assert grantable(lock_of(registered, key))
+
+
+@HOLDS
+@pytest.mark.stores(
+    "sqlite", "postgresql", "mysql", "redis", "redis_cluster", why="no other process sees its locks"
+)
+@pytest.mark.parametrize("how", ["acquire", "min_hold", "block"])
+def test_end_of_the_interpreter_settles_the_window(
+    registered: Registered, key: str, how: str
+) -> None:
+    """A process that ends without a release leaves the key taken for the window, and no longer."""
+    with spawn(f"{__name__}:hold_to_the_end", registered.alias, key, how) as worker:
+        worker.wait_for("held")
+        assert worker.popen.wait(timeout=20) == (3 if how == "block" else 0)
+    assert settled(registered, key) == timedelta(seconds=40 if how == "min_hold" else 20)
+
+
+def hold_to_the_end(alias: str, key: str, how: str) -> None:
+    """Take a window, in another process, and end this one."""
+    window: dict[str, Any] = {"min_hold": 40} if how == "min_hold" else {"hold": True}
+    lock = distlock(key, backend=alias, ttl=20, **window)
+    if how == "block":
+        with lock:
+            print("held")
+            raise SystemExit(3)
+    lock.acquire()
+    print("held")
+
+
+@pytest.mark.requires(supports_ttl=False)
+@pytest.mark.parametrize("window", [{"hold": True}, {"min_hold": 1}], ids=["hold", "min_hold"])
+def test_window_is_refused_where_no_lease_ends_by_itself(
+    registered: Registered, key: str, window: dict[str, Any]
+) -> None:
+    """Before anything is touched, and with the reason."""
+    lock = lock_of(registered, key, **window)
+    backend = lock_backends[registered.alias]
+    before = take(backend, key)
+    assert backend.release(before) is True
+    for use_it in (in_a_block, by_hand, in_async, by_hand_in_async, Lock.try_acquire):
+        with pytest.raises(LockUsageError, match=registered.alias) as caught:
+            use_it(lock)
+        assert (caught.value.code, caught.value.key) == ("unsupported", key)
+    assert not taken(lock)
+    assert registered.is_next(take(backend, key).fence, before.fence)
+    backend.force_release(key)
+
+
+def test_hold_and_min_hold_together_are_refused() -> None:
+    """One of them says how long."""
+    with pytest.raises(InvalidArgument, match="min_hold"):
+        distlock("key", hold=True, min_hold=5)
+
+
+# basic
+
+
+@pytest.fixture
+def threads_before() -> set[str]:
+    """Give the names of the threads that ran before the test."""
+    return {each.name for each in threading.enumerate()}
+
+
+def test_basic_lock_has_no_end(registered: Registered, key: str, threads_before: set[str]) -> None:
+    """It is held until somebody gives it back: no deadline, no expiry, and nothing that renews."""
+    with lock_of(registered, key, basic=True) as lease:
+        assert lease.expires_at is None
+        assert lease.deadline == math.inf
+        assert lease.remaining() == math.inf
+        assert lease.held
+        lease.check()
+        info = get_by_key(key, backend=registered.alias)
+        assert info is not None
+        assert info.expires_at is None
+        started = {each.name for each in threading.enumerate()} - threads_before
+        assert not [name for name in started if "heartbeat" in name]
+        lease.extend()
+        assert lease.expires_at is None
+        assert lease.deadline == math.inf
+    assert grantable(lock_of(registered, key))
+
+
+async def test_basic_lock_has_no_end_in_async(registered: Registered, key: str) -> None:
+    """The same for `async with`."""
+    async with lock_of(registered, key, basic=True) as lease:
+        assert (lease.expires_at, lease.deadline) == (None, math.inf)
+    assert await asyncio.to_thread(grantable, lock_of(registered, key))
+
+
+def test_basic_lock_outlives_every_ttl(
+    registered: Registered, key: str, request: pytest.FixtureRequest
+) -> None:
+    """However much time passes, the key stays taken; an operator can take it."""
+    lease = lock_of(registered, key, basic=True).acquire()
+    lock = lock_of(registered, key)
+    if registered.store != "memory":
+        request.getfixturevalue("elapse")(10**7)
+    assert taken(lock)
+    assert not grantable(lock)
+    take_away(lease)
+    assert grantable(lock)
+    assert lease.release() is False
+
+
+def test_basic_lock_of_an_operator_is_lost(registered: Registered, key: str) -> None:
+    """A basic lock that was forced open fails its block as any other."""
+    with pytest.raises(LockLost), lock_of(registered, key, basic=True) as lease:
+        take_away(lease)
+    assert grantable(lock_of(registered, key))
+
+
+def test_basic_lock_with_a_ttl_ends_and_is_not_renewed(registered: Registered, key: str) -> None:
+    """It is a lease without heartbeat."""
+    lock = lock_of(registered, key, basic=True, ttl=0.9)
+    lease = lock.__enter__()
+    assert lease.remaining() > 0
+    time.sleep(1.0)
+    assert lease.is_lost
+    with pytest.raises(LockLost):
+        lock.__exit__(None, None, None)
+    assert grantable(lock)
+
+
+def test_basic_lock_can_be_given_an_end(registered: Registered, key: str) -> None:
+    """An extend with a number sets one, and one without takes it away again."""
+    lease = lock_of(registered, key, basic=True).acquire()
+    lease.extend(30)
+    assert 29 < lease.remaining() <= 30
+    lease.extend()
+    assert lease.remaining() == math.inf
+    assert lease.release() is True
+
+
+def test_no_ttl_means_the_setting(registered: Registered, key: str) -> None:
+    """Without `basic`, every lease ends."""
+    with lock_of(registered, key) as lease:
+        assert 29 < lease.remaining() <= 30
+
+
+@HOLDS
+def test_basic_lock_with_a_window_ends_with_it(registered: Registered, key: str) -> None:
+    """`min_hold` counts from the grant, also where the lock itself has no end."""
+    with lock_of(registered, key, basic=True, min_hold=20):
+        pass
+    assert settled(registered, key) == timedelta(seconds=20)
+
+
+def test_window_of_a_lock_without_end_is_refused() -> None:
+    """`hold` needs a ttl to be the window."""
+    with pytest.raises(InvalidArgument, match="ttl"):
+        distlock("key", basic=True, hold=True)
+
+
+# max_lifetime
+
+
+@pytest.mark.parametrize("lifetime", [1, 29.9, timedelta(seconds=5)])
+def test_lifetime_below_the_ttl_is_refused(registered: Registered, key: str, lifetime: Any) -> None:
+    """Nothing could cut the first ttl short; the setting's ttl counts as one that was said."""
+    with pytest.raises(InvalidArgument, match="max_lifetime"):
+        lock_of(registered, key, ttl=30, max_lifetime=lifetime)
+    lock = lock_of(registered, key, max_lifetime=lifetime)
+    for use_it in (in_a_block, by_hand, in_async, Lock.try_acquire):
+        with pytest.raises(InvalidArgument, match="max_lifetime"):
+            use_it(lock)
+    assert not taken(lock)
+
+
+def test_lifetime_of_one_ttl_is_legal(registered: Registered, key: str) -> None:
+    """It says: never renew."""
+    lock = lock_of(registered, key, ttl=SHORT, max_lifetime=SHORT)
+    with pytest.raises(LockLost), lock:
+        time.sleep(PAST + 0.05)
+    assert grantable(lock_of(registered, key))
+
+
+# What is refused
+
+BAD: list[tuple[str, Any, str]] = [
+    ("ttl", 0, "0.1"),
+    ("ttl", 0.05, "0.1"),
+    ("ttl", -1, "0.1"),
+    ("ttl", True, "number"),
+    ("ttl", "5", "number"),
+    ("ttl", math.nan, "0.1"),
+    ("ttl", math.inf, "finite"),
+    ("wait", -1, "0"),
+    ("wait", True, "number"),
+    ("wait", "5", "number"),
+    ("wait", math.nan, "0"),
+    ("wait", math.inf, "finite"),
+    ("min_hold", -1, "0"),
+    ("min_hold", None, "number"),
+    ("min_hold", True, "number"),
+    ("max_lifetime", 0, "0.1"),
+    ("max_lifetime", "5", "number"),
+    ("max_lifetime", True, "number"),
+    ("max_lifetime", math.inf, "finite"),
+    ("backend", 5, "alias"),
+    ("backend", None, "alias"),
+    ("heartbeat", 1, "True or False"),
+    ("heartbeat", None, "True or False"),
+    ("hold", 5, "True or False"),
+    ("hold", None, "True or False"),
+    ("reentrant", "yes", "True or False"),
+    ("steal_if_dead", 1, "True or False"),
+    ("basic", 0, "True or False"),
+    ("on_conflict", "skip", "raise"),
+    ("on_conflict", None, "raise"),
+    ("on_conflict", [], "raise"),
+    ("retry", 5, "Retry"),
+    ("retry", {"delay": 1}, "Retry"),
+    ("metadata", "Ada", "mapping"),
+    ("metadata", [("user", "Ada")], "mapping"),
+    ("metadata", [], "mapping"),
+    ("metadata", 0, "mapping"),
+    ("metadata", "", "mapping"),
+    ("metadata", False, "mapping"),
+    ("metadata", {"user": object()}, "JSON"),
+    ("metadata", {1: "a"}, "str"),
+    ("metadata", {"a": "x" * 5000}, "4096"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "rule"), BAD)
+def test_bad_argument_is_refused(name: str, value: Any, rule: str) -> None:
+    """The error names the argument and the rule, and is a `ValueError`."""
+    with pytest.raises(InvalidArgument) as caught:
+        distlock("key", **{name: value})
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.code == "invalid_argument"
+    assert name in str(caught.value)
+    assert rule in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["", None, 5, b"key", "a\0b", "\ud800", "x" * 513, "é" * 257])
+def test_bad_key_is_refused(key: Any) -> None:
+    """Where the lock is described, and not first where it is used."""
+    with pytest.raises(InvalidArgument):
+        distlock(key)
+
+
+def test_ttl_above_the_setting_touches_nothing(registered: Registered, key: str) -> None:
+    """`MAX_TTL` is the backend's: it is known when the lock is used."""
+    week = 604_800
+    lock = lock_of(registered, key, ttl=week + 1)
+    for use_it in (in_a_block, by_hand, in_async, Lock.try_acquire):
+        with pytest.raises(InvalidArgument, match=str(week)):
+            use_it(lock)
+    assert not taken(lock)
+
+
+@HOLDS
+def test_window_above_the_setting_touches_nothing(registered: Registered, key: str) -> None:
+    """The same for `min_hold`."""
+    lock = lock_of(registered, key, min_hold=604_801)
+    for use_it in (in_a_block, by_hand, in_async, Lock.try_acquire):
+        with pytest.raises(InvalidArgument, match="min_hold"):
+            use_it(lock)
+    assert not taken(lock)
+
+
+def test_unknown_backend_is_refused_with_its_name() -> None:
+    """Where the lock is used: settings are not read before."""
+    lock = distlock("key", backend="nowhere")
+    with override_settings(DISTLOCK={}), pytest.raises(InvalidLockBackend, match="nowhere"):
+        lock.acquire()
+
+
+def test_retry_of_ones_own_is_taken(registered: Registered, key: str) -> None:
+    """And durations in any form."""
+    lock = distlock(
+        key,
+        backend=registered.alias,
+        ttl=timedelta(seconds=5),
+        wait=timedelta(seconds=1),
+        max_lifetime=timedelta(minutes=1),
+        retry=Retry(delay=0.01),
+    )
+    with lock as lease:
+        assert 4 < lease.remaining() <= 5
+        assert abs(lease.acquired_at - datetime.now(UTC)) < timedelta(seconds=10)

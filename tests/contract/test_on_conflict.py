@@ -1,0 +1,258 @@
+"""`on_conflict="run"`: a block that was not granted the key runs without."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import transaction
+
+from django_distlock import (
+    BackendUnavailable,
+    InvalidArgument,
+    Lease,
+    Lock,
+    LockNotAcquired,
+    LockUsageError,
+    Retry,
+    current_lease,
+    distlock,
+    signals,
+)
+from tests.backends import Registered
+from tests.shop.models import Row
+
+from .helpers import prompt
+from .locking import Heard, grantable, held_elsewhere, lock_of, taken
+from .test_lock_trouble import AWAY, store_away
+from .turn_workers import LAZY
+
+
+def runs(registered: Registered, key: str, **more: Any) -> Lock:
+    """Describe a lock that is not insisted on."""
+    return lock_of(registered, key, on_conflict="run", **{"wait": 0, **more})
+
+
+def test_block_runs_without_the_lock(registered: Registered, key: str) -> None:
+    """And the holder keeps what it has."""
+    ran = []
+    with held_elsewhere(lock_of(registered, key)) as holder:
+        with prompt(), runs(registered, key) as lease:
+            ran.append(lease.held)
+        assert holder.held
+        assert taken(lock_of(registered, key))
+    assert ran == [False]
+    assert grantable(lock_of(registered, key))
+
+
+def test_block_that_is_granted_holds_the_lock(registered: Registered, key: str) -> None:
+    """Where nobody is in the way it is a lock like all others."""
+    lock = runs(registered, key)
+    with Heard(signals.lock_bypassed, key) as heard:
+        with lock as lease:
+            assert lease.held
+            assert lease.fence > 0
+            assert taken(lock)
+        assert grantable(lock)
+    assert heard.facts == []
+
+
+def test_lease_says_that_it_is_none(registered: Registered, key: str) -> None:
+    """No token, no fence, no time; neither lost nor released."""
+    with held_elsewhere(lock_of(registered, key)), runs(registered, key) as lease:
+        assert isinstance(lease, Lease)
+        assert (lease.key, lease.backend) == (key, registered.alias)
+        assert (lease.held, lease.is_lost, lease.is_released) == (False, False, False)
+        assert (lease.token, lease.fence) == ("", 0)
+        assert (lease.remaining(), lease.stop_requested) == (0.0, False)
+        assert key in repr(lease)
+        assert "not held" in repr(lease)
+    assert (lease.held, lease.is_lost, lease.is_released) == (False, False, False)
+
+
+async def refused(lease: Lease) -> dict[str, str]:
+    """Try what needs a lease; say how it was refused."""
+    codes = {}
+    for name in ("check", "extend", "aextend", "dump"):
+        try:
+            answer = getattr(lease, name)()
+            if asyncio.iscoroutine(answer):
+                await answer
+        except LockUsageError as error:
+            told = "lease.held" in str(error)
+            codes[name] = f"{error.code} {error.key} {told}"
+    return codes
+
+
+def test_lease_refuses_what_needs_a_lock(registered: Registered, key: str) -> None:
+    """With what to ask instead; and there is nothing to give back."""
+    expected = dict.fromkeys(("check", "extend", "aextend", "dump"), f"unsupported {key} True")
+
+    async def awaited() -> None:
+        async with runs(registered, key) as lease:
+            assert await refused(lease) == expected
+            assert await lease.arelease() is False
+
+    with held_elsewhere(lock_of(registered, key)):
+        with runs(registered, key) as lease:
+            assert asyncio.run(refused(lease)) == expected
+            assert lease.release() is False
+            for name in ("acquired_at", "expires_at"):
+                with pytest.raises(LockUsageError):
+                    getattr(lease, name)
+        asyncio.run(awaited())
+        assert taken(lock_of(registered, key))
+
+
+def test_callbacks_of_what_is_not_held_are_not_called(registered: Registered, key: str) -> None:
+    """Nothing can be lost."""
+    called: list[Lease] = []
+    with held_elsewhere(lock_of(registered, key)), runs(registered, key) as lease:
+        lease.on_lost(called.append)
+        lease.on_danger(called.append)
+    assert called == []
+
+
+def test_bypass_is_told_once(registered: Registered, key: str) -> None:
+    """With how long it was waited for, and for whom."""
+    lock = runs(registered, key, wait=0.3, retry=LAZY)
+    with (
+        held_elsewhere(lock_of(registered, key)) as holder,
+        Heard(signals.lock_bypassed, key) as heard,
+    ):
+        with lock:
+            assert len(heard.facts) == 1
+        said = heard.once
+        assert said["alias"] == registered.alias
+        assert said["holder"] == holder._terms.holder
+        assert said["fence"] is None
+        assert 0.29 < said["waited"] < 2
+        assert said["sender"].__name__ in type(holder._store).__name__
+
+
+def test_wait_comes_before_the_bypass(registered: Registered, key: str) -> None:
+    """The key is waited for as ever; only then the block runs without."""
+    started = time.monotonic()
+    with held_elsewhere(lock_of(registered, key)), prompt(0.5), runs(registered, key, wait=0.5):
+        assert time.monotonic() - started >= 0.49
+
+
+def test_block_is_no_lease_of_the_context(registered: Registered, key: str) -> None:
+    """`current_lease()` is what is held: nothing, or what the block around it holds."""
+    with held_elsewhere(lock_of(registered, key)):
+        with runs(registered, key):
+            assert current_lease() is None
+            assert current_lease(key) is None
+            # Nor is it a re-entry.
+            with runs(registered, key) as again:
+                assert again.held is False
+        with lock_of(registered, f"{key}:outer") as outer, runs(registered, key):
+            assert current_lease() is outer
+            assert current_lease(key) is None
+        assert current_lease() is None
+
+
+def test_end_of_the_block_changes_nothing(registered: Registered, key: str) -> None:
+    """An error comes out as it was, and inside `atomic()` nothing waits for the commit."""
+    with held_elsewhere(lock_of(registered, key)) as holder:
+        with pytest.raises(ZeroDivisionError), runs(registered, key):
+            raise ZeroDivisionError
+        with transaction.atomic(), runs(registered, key):
+            pass
+        assert holder.held
+        assert taken(lock_of(registered, key))
+
+
+def test_decorated_function_runs_without_the_lock(registered: Registered, key: str) -> None:
+    """The same for calls and awaits."""
+    lock = runs(registered, key)
+
+    @lock
+    def work() -> Lease | None:
+        return current_lease()
+
+    @lock
+    async def awork() -> Lease | None:
+        return current_lease()
+
+    with held_elsewhere(lock_of(registered, key)):
+        assert work() is None
+        assert asyncio.run(awork()) is None
+    held = work()
+    assert held is not None
+    assert grantable(lock_of(registered, key))
+
+
+def test_acquire_still_raises(registered: Registered, key: str) -> None:
+    """Without a block there is nothing to run: `acquire()` raises, `try_acquire()` says None."""
+    lock = runs(registered, key)
+    with held_elsewhere(lock_of(registered, key)):
+        with pytest.raises(LockNotAcquired):
+            lock.acquire()
+        with pytest.raises(LockNotAcquired):
+            asyncio.run(lock.aacquire())
+        assert lock.try_acquire() is None
+        assert asyncio.run(lock.atry_acquire()) is None
+
+
+async def test_receiver_of_an_awaited_bypass_may_use_the_orm(
+    registered: Registered, key: str
+) -> None:
+    """It does not run in the thread of the event loop, which must not wait for a database."""
+    made: list[str] = []
+
+    def receive(**facts: Any) -> None:
+        if facts["key"] == key:
+            Row.objects.create(name=key)
+            made.append(key)
+
+    signals.lock_bypassed.connect(receive)
+    try:
+        with held_elsewhere(lock_of(registered, key)), Heard(signals.lock_bypassed, key) as heard:
+            async with runs(registered, key) as lease:
+                assert lease.held is False
+            assert heard.once["waited"] < 2
+    finally:
+        signals.lock_bypassed.disconnect(receive)
+    assert made == [key]
+
+
+@AWAY
+def test_store_that_is_away_is_no_conflict(
+    registered: Registered, key: str, tmp_path: Path
+) -> None:
+    """Nobody knows whether somebody else works: the block does not run."""
+    with store_away(registered, tmp_path) as (alias, _), Heard(signals.lock_bypassed, key) as heard:
+        lock = distlock(
+            key, backend=alias, wait=0.2, on_conflict="run", retry=Retry(delay=0.02, cap=0.02)
+        )
+        with pytest.raises(BackendUnavailable), lock:
+            pytest.fail("ran")
+
+        async def work() -> None:
+            async with lock:
+                pytest.fail("ran")
+
+        with pytest.raises(BackendUnavailable):
+            asyncio.run(work())
+    assert heard.facts == []
+
+
+def test_misuse_is_no_conflict(registered: Registered, key: str) -> None:
+    """Re-entry is refused, and does not run."""
+    with (
+        lock_of(registered, key),
+        pytest.raises(LockUsageError, match=key),
+        runs(registered, key),
+    ):
+        pytest.fail("entered twice")
+
+
+@pytest.mark.parametrize("value", ["skip", "RUN", "", None, True])
+def test_other_values_are_refused(value: Any) -> None:
+    """With those that there are."""
+    with pytest.raises(InvalidArgument, match='"raise" or "run"'):
+        distlock("key", on_conflict=value)
