@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from .errors import InvalidArgument, LockError, shown
+from .logs import log_fields
 
 #: A grant with a fence above this logs a warning; above the maximum there are none.
 FENCE_WARNING: Final = 800_000_000_000_000
@@ -49,7 +50,8 @@ def check_fence(key: str, fence: int) -> None:
     if fence > FENCE_MAX:
         raise LockError(f"The key {key!r} has used up its fences ({FENCE_MAX}).", key=key)
     if fence > FENCE_WARNING:
-        logger.warning("The fence of %r is %d; %d is the last.", key, fence, FENCE_MAX)
+        extra = log_fields("fences_run_out", key=key, fence=fence)
+        logger.warning("The fence of %r is %d; %d is the last.", key, fence, FENCE_MAX, extra=extra)
 
 
 def validate_fence(value: object) -> int:

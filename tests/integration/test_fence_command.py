@@ -6,12 +6,15 @@ from io import StringIO
 
 import pytest
 from django.core.management import CommandError, call_command
+from django.test import override_settings
 
 from django_distlock import distlock
 from django_distlock.core.fences import FENCE_MAX
 from tests.contract.aliases import locks_on
 
 from .databases import migrate
+from .operating import run
+from .projects import Project
 
 
 def raise_fences(*arguments: str) -> str:
@@ -19,6 +22,12 @@ def raise_fences(*arguments: str) -> str:
     output = StringIO()
     call_command("distlock_fence", "raise", *arguments, stdout=output, no_color=True)
     return output.getvalue()
+
+
+DEAD = {
+    "BACKEND": "django_distlock.backends.redis.RedisBackend",
+    "OPTIONS": {"url": "redis://127.0.0.1:1/0"},
+}
 
 
 def next_fence(key: str, backend: str) -> int:
@@ -95,3 +104,42 @@ def test_store_without_tables_is_an_error(empty: str) -> None:
         pytest.raises(CommandError, match=r"manage\.py migrate"),
     ):
         raise_fences("key", "--to", "5", "--backend", backend)
+
+
+def test_store_that_does_not_answer_is_status_69() -> None:
+    """As with every command of operators; slips are told apart from it."""
+    with override_settings(DISTLOCK={"default": DEAD}):
+        ran = run("distlock_fence", "raise", "key", "--to", "5")
+    assert (ran.status, ran.out) == (69, "")
+    assert run("distlock_fence", "raise", "key", "--to", "5", "--backend=nowhere").status == 1
+    assert run("distlock_fence", "raise", "a\0", "--to", "5").status == 2
+
+
+def test_json_is_one_document(key: str) -> None:
+    """How many were raised, and which were left: also where that is an error."""
+    ran = run("distlock_fence", "raise", key, "--to", "500", "--json")
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.json == {"backend": "default", "raised": 1, "left": []}
+    assert run("distlock_fence", "--json", "raise", key, "--to", "500").json["raised"] == 0
+    with distlock(key, wait=0):
+        ran = run("distlock_fence", "raise", key, "--to", "900", "--json")
+    assert (ran.status, ran.json["left"]) == (1, [key])
+
+
+def test_options_of_django_come_before_and_behind(postgresql: str) -> None:
+    """On either side of `raise`, and none undoes what was said on the other side."""
+    project = Project(postgresql)
+    project.manage("migrate", "--verbosity=0")
+    settings = "--settings=tests.integration.project"
+    command = ("distlock_fence", "raise", "key", "--to=5")
+    assert project.manage(*command, settings, "--no-color") == "Raised 1 fence counter.\n"
+    before = ("distlock_fence", settings, "--no-color", *command[1:])
+    assert project.manage(*before) == "Raised 0 fence counters.\n"
+    # In colour, unless the one that came first still holds.
+    forced = project.manage(*command, "--force-color")
+    assert "\x1b[" in forced
+    assert "\x1b[" in project.manage(command[0], "--force-color", *command[1:])
+    broken = project.manage(
+        "distlock_fence", "raise", "key", "--to=5", "--traceback", "--backend=nowhere", status=1
+    )
+    assert "Traceback (most recent call last)" in broken

@@ -1,0 +1,61 @@
+"""Which sessions of PostgreSQL keep a fence counter as it is."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from django.db import DatabaseError, connections, transaction
+
+from .. import vendors
+from ..conf import table
+from ..core.durations import MAX_BOUND
+from ..core.sessions import Session
+
+_LOCKERS = 'SELECT xmax::text FROM "%s" WHERE storage_key = %%s AND xmax <> 0'
+
+#: Where several lock a row, its mark is the number of a list.
+_MEMBERS = "SELECT xid::text FROM pg_get_multixact_members(%s::xid)"
+
+# A number may be that of a list and of a transaction that has nothing to do with it: whoever has
+# the row locked has the table locked for that.
+_SESSIONS = """
+SELECT DISTINCT a.pid, a.application_name, a.usename, host(a.client_addr), a.xact_start
+FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid
+WHERE l.locktype = 'transactionid' AND l.mode = 'ExclusiveLock' AND l.granted
+    AND l.transactionid::text = ANY(%%s) AND l.pid <> pg_backend_pid()
+    AND EXISTS (
+        SELECT 1 FROM pg_locks t
+        WHERE t.pid = l.pid AND t.locktype = 'relation' AND t.granted
+            AND t.relation = '"%s"'::regclass AND t.mode = 'RowShareLock'
+    )
+ORDER BY a.xact_start, a.pid
+"""
+
+
+def postgresql_guards(using: str, name: str) -> tuple[Session, ...]:
+    """Return the sessions that have the fence counter of a key locked, the longest one first.
+
+    Nobody is waited for, and nothing is locked.
+
+    Args:
+        name: The storage key.
+    """
+    fences = table("fences")
+    with vendors.of(using).short_transaction(MAX_BOUND, writes=False):
+        lockers = [xmax for (xmax,) in _rows(using, _LOCKERS % fences, name)]
+        for number in [*lockers]:
+            # It is none of a list, or of one that is long gone.
+            with suppress(DatabaseError), transaction.atomic(using=using):
+                lockers += [xid for (xid,) in _rows(using, _MEMBERS, number)]
+        rows = _rows(using, _SESSIONS % fences, lockers) if lockers else []
+    return tuple(
+        Session(pid, application or "", user or "", client or "", since)
+        for pid, application, user, client, since in rows
+    )
+
+
+def _rows(using: str, statement: str, *arguments: Any) -> list[Any]:
+    with connections[using].cursor() as cursor:
+        cursor.execute(statement, arguments)
+        return list(cursor.fetchall())

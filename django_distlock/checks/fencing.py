@@ -1,0 +1,68 @@
+"""`distlock.E002` and `W002`: models whose rows refuse stale fences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from django.apps import AppConfig, apps
+from django.core import checks
+from django.db import router
+
+from ..backends.database import DatabaseBackend
+from ..fencing import FencedModel
+from ..fencing.keys import KeyTemplate
+from .configured import DOCS, configured, where
+
+
+@checks.register("distlock")
+def check_fence_keys(
+    app_configs: Sequence[AppConfig] | None, **_: Any
+) -> list[checks.CheckMessage]:
+    """E002: the `fence_key` of a model is made of its columns."""
+    found: list[checks.CheckMessage] = []
+    for model in _fenced_models(app_configs):
+        if model.fence_key is None:
+            continue
+        try:
+            KeyTemplate(model, model.fence_key)
+        except (ValueError, TypeError) as error:
+            found.append(
+                checks.Error(f"fence_key: {error}", hint=DOCS, obj=model, id="distlock.E002")
+            )
+    return found
+
+
+@checks.register("distlock")
+def check_fence_floor(
+    app_configs: Sequence[AppConfig] | None, **_: Any
+) -> list[checks.CheckMessage]:
+    """W002: rows outlive what a failover or a restore takes back from the fence counters."""
+    if not _fenced_models(None):
+        return []
+    return [
+        checks.Warning(
+            f"{where(backend)} has no FENCE_FLOOR, and there are models whose rows refuse stale"
+            f" fences: after a failover or a restore that loses the last grants, new leases have"
+            f" fences that the rows know already.",
+            hint=f"Set FENCE_FLOOR to 'clock'. {DOCS}",
+            id="distlock.W002",
+        )
+        for backend in configured(DatabaseBackend)
+        if backend.config.fence_floor is None
+    ]
+
+
+def fenced_models_in(using: str) -> list[type[FencedModel]]:
+    """Return the models whose rows refuse stale fences and are written in a database."""
+    return [model for model in _fenced_models(None) if router.db_for_write(model) == using]
+
+
+def _fenced_models(app_configs: Sequence[AppConfig] | None) -> list[type[FencedModel]]:
+    configs = apps.get_app_configs() if app_configs is None else app_configs
+    return [
+        model
+        for config in configs
+        for model in config.get_models()
+        if issubclass(model, FencedModel)
+    ]

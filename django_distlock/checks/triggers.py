@@ -1,0 +1,117 @@
+"""`distlock.W109`: the triggers that `EnforceFence` has made on tables of the project."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from django.apps import apps
+from django.core import checks
+from django.db import DatabaseError, connections, router
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.backends.utils import truncate_name
+from django.db.migrations.loader import MigrationLoader
+from django.db.migrations.state import ModelState
+
+from ..fencing.operations import EnforceFence
+from ..fencing.triggers import FenceTrigger
+
+#: MySQL's number for a trigger that is not there, whoever asks.
+_NO_TRIGGER = 1360
+
+
+def fence_triggers(using: str, loader: MigrationLoader) -> Iterator[checks.CheckMessage]:
+    """W109: what the migrations that were applied here have installed is still there.
+
+    A warning: fenced writes are refused without the trigger too, only all others are not. And it
+    takes a migration to bring it back.
+    """
+    connection = connections[using]
+    is_there = _LOOKS.get(connection.vendor)
+    if is_there is None:
+        return
+    for state, trigger in _installed(using, loader):
+        table = _table(state)
+        if not is_there(connection, table, trigger.name):
+            yield checks.Warning(
+                f"The table {table} of {using!r} lacks the trigger {trigger.name}, by which"
+                f" EnforceFence lets the database refuse to lower {trigger.field!r} of"
+                f" {state.app_label}.{state.name}. Or it is disabled there.",
+                hint=f"Add a migration with EnforceFence({state.name_lower!r},"
+                f" field={trigger.field!r}), which makes it anew: see"
+                " docs/reference/enforce-fence.md.",
+                id="distlock.W109",
+            )
+
+
+def _installed(using: str, loader: MigrationLoader) -> Iterator[tuple[ModelState, FenceTrigger]]:
+    """Give the triggers of the migrations that were applied, and what they stand on."""
+    # What all the migrations lead to takes its time, and most projects have no such trigger.
+    if not any(_enforces(each.operations) for each in loader.graph.nodes.values()):
+        return
+    applied = [node for node in loader.applied_migrations or () if node in loader.graph.nodes]
+    for (app_label, name), state in loader.project_state(applied).models.items():
+        triggers: Mapping[str, FenceTrigger] = getattr(state, "triggers", {})
+        if triggers and _is_made(using, app_label, name, state):
+            yield from ((state, trigger) for trigger in triggers.values())
+
+
+def _enforces(operations: Any) -> bool:
+    return any(
+        isinstance(each, EnforceFence) or _enforces(getattr(each, "state_operations", ()))
+        for each in operations
+    )
+
+
+def _is_made(using: str, app_label: str, name: str, state: ModelState) -> bool:
+    """Whether `migrate` makes the table of a model here."""
+    if not state.options.get("managed", True):
+        return False
+    try:
+        model = apps.get_model(app_label, name)
+    except LookupError:
+        return router.allow_migrate(using, app_label, model_name=name)
+    return router.allow_migrate_model(using, model)
+
+
+def _table(state: ModelState) -> str:
+    if named := state.options.get("db_table"):
+        return str(named)
+    # As models do, whatever database they come to.
+    longest = connections["default"].ops.max_name_length()
+    return str(truncate_name(f"{state.app_label}_{state.name_lower}", longest))
+
+
+def _on_postgresql(connection: BaseDatabaseWrapper, table: str, name: str) -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT true FROM pg_trigger WHERE tgname = %s AND tgrelid = to_regclass(%s)"
+            " AND tgenabled <> 'D'",
+            [name, connection.ops.quote_name(table)],
+        )
+        return cursor.fetchone() is not None
+
+
+def _on_mysql(connection: BaseDatabaseWrapper, table: str, name: str) -> bool:
+    quote = connection.ops.quote_name
+    schema, dot, _table = quote(table).rpartition("`.`")
+    try:
+        with connection.cursor() as cursor:
+            # Where an account may not see triggers, their list is empty, and this is refused.
+            cursor.execute(f"SHOW CREATE TRIGGER {schema}{dot[:2]}{quote(name)}")
+    except DatabaseError as error:
+        return bool(error.args) and error.args[0] != _NO_TRIGGER
+    return True
+
+
+def _on_sqlite(connection: BaseDatabaseWrapper, table: str, name: str) -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT 1 FROM sqlite_master WHERE type = 'trigger' AND name = %s", [name])
+        return cursor.fetchone() is not None
+
+
+_LOOKS: Mapping[str, Callable[[BaseDatabaseWrapper, str, str], bool]] = {
+    "mysql": _on_mysql,
+    "postgresql": _on_postgresql,
+    "sqlite": _on_sqlite,
+}

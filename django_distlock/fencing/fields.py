@@ -1,0 +1,157 @@
+"""The column that holds the highest fence that has touched a row, and what raises it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Final
+
+from django.db import models
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models.expressions import Expression
+from django.db.models.sql.compiler import SQLCompiler
+from django.db.utils import DatabaseError
+from django.utils.translation import gettext_lazy as _
+
+from .rejecting import Fenced
+
+#: What the column is called, in every model.
+FENCE = "fence"
+
+#: One more is more than MySQL can count.
+_MOST = 2**64 - 1
+# The quotes around it are those of the server's language.
+_REFUSED = re.compile(r"distlock:(\d+):(.*):fence", re.DOTALL)
+
+#: Texts are one key where their bytes are, whatever the collation of a column says.
+_SAME_TEXT = {
+    "mysql": "CAST(CONVERT({} USING utf8mb4) AS BINARY) = CAST(%s AS BINARY)",
+    "postgresql": '{} COLLATE "C" = %s',
+    "sqlite": "{} COLLATE BINARY = %s",
+}
+
+
+class _Nobody:
+    key = ""
+    fence = -1
+
+
+#: Whoever has no lease: every row has a higher fence.
+NOBODY: Final = _Nobody()
+
+
+class FenceField(models.PositiveBigIntegerField):  # type: ignore[type-arg]
+    """The highest fence that touched the row. Written by fenced writes alone, and never lowered.
+
+    Without a lease, an update leaves the column as it is, whatever the instance holds: that may be
+    older than what is in the database.
+    """
+
+    description = _("Fence")
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        kwargs.setdefault("default", 0)
+        kwargs.setdefault("editable", False)
+        super().__init__(*args, **kwargs)
+        if self.null:
+            raise ValueError("A fence is never null: SQLite refuses stale writes by that.")
+
+    def pre_save(self, model_instance: models.Model, add: bool) -> Any:
+        """Return the lease's fence; without one, what an insert brings and an update finds."""
+        by: Fenced | None = getattr(model_instance, "_fenced_by", None)
+        if add:
+            value: int = super().pre_save(model_instance, add) if by is None else by.fence
+            setattr(model_instance, self.attname, value)
+            return value
+        if by is None:
+            model = type(model_instance)
+            required = getattr(model, "fence_required", False)
+            return Mark(NOBODY, model, {}) if required else models.F(self.attname)
+        return Mark(by, type(model_instance), model_instance.key_fields(by))  # type: ignore[attr-defined]
+
+
+class Mark(Expression):
+    """The fence of a lease, as the new value of a row's: an error where the row has a higher one.
+
+    The value itself refuses, so one statement is enough to write many rows or none, and a row that
+    no filter has matched is told from a row that was refused.
+
+    Args:
+        by: What the row is written under.
+        model: What is written.
+        fields: Columns that the row has to have these values in.
+    """
+
+    # As a class attribute: a new one for each write would cost as much as the rest.
+    output_field = models.PositiveBigIntegerField()
+
+    def __init__(self, by: Fenced, model: type[models.Model], fields: Mapping[str, Any]):
+        self.by = by
+        self.model = model
+        self.fields = fields
+
+    def resolve_expression(self, *args: Any, **kwargs: Any) -> Mark:
+        """Return itself: an UPDATE is about one table, so the names of columns are enough."""
+        return self
+
+    def as_sql(
+        self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, refusal: str = "NULL"
+    ) -> tuple[str, tuple[Any, ...]]:
+        """Refuse by a null, which the column does not take."""
+        quote = connection.ops.quote_name
+        fence, pk = map(quote, _columns(self.model))
+        values, matches = [], ""
+        for name, value in self.fields.items():
+            field: Any = self.model._meta.get_field(name)
+            # A child's primary key is that of the parent, which may have the fence.
+            column = pk if field.primary_key else quote(field.column)
+            same = _SAME_TEXT.get(connection.vendor) if isinstance(value, str) else None
+            matches += f" AND {(same or '{} = %s').format(column)}"
+            values.append(field.get_db_prep_value(value, connection))
+        refusal = refusal.format(fence=fence, pk=pk)
+        sql = f"CASE WHEN {fence} <= %s{matches} THEN %s ELSE {refusal} END"
+        return sql, (self.by.fence, *values, self.by.fence)
+
+    def as_postgresql(
+        self, compiler: SQLCompiler, connection: BaseDatabaseWrapper
+    ) -> tuple[str, tuple[Any, ...]]:
+        """Refuse by a number that is none, but says who: the transaction cannot be asked behind."""
+        refusal = "concat('distlock:', {fence}, ':', {pk}, ':fence')::bigint"
+        return self.as_sql(compiler, connection, refusal)
+
+    def as_mysql(
+        self, compiler: SQLCompiler, connection: BaseDatabaseWrapper
+    ) -> tuple[str, tuple[Any, ...]]:
+        """Refuse by a number that is too large: a null becomes 0 where the mode is not strict."""
+        return self.as_sql(compiler, connection, f"{_MOST} + ({{fence}} + 1)")
+
+
+@cache
+def _columns(model: type[models.Model]) -> tuple[str, str]:
+    """Return the columns of the fence and of the primary key of the table that has it."""
+    fence: Any = model._meta.get_field(FENCE)
+    return fence.column, fence.model._meta.pk_fields[0].column
+
+
+def is_refusal(error: DatabaseError, model: type[models.Model]) -> bool:
+    """Whether it is the error by which a `Mark` refuses a row of this model."""
+    text = str(error)
+    field: Any = model._meta.get_field(FENCE)
+    return (
+        _REFUSED.search(text) is not None
+        or text == f"NOT NULL constraint failed: {field.model._meta.db_table}.{field.column}"
+        or (str(_MOST) in text and f"`{field.column}`" in text)
+    )
+
+
+def refused(error: DatabaseError, model: type[models.Model]) -> tuple[Any, int] | None:
+    """Return the primary key and the fence of the row that was refused, where the error says it.
+
+    Of a primary key of several columns it says one.
+    """
+    found = _REFUSED.search(str(error))
+    if found is None:
+        return None
+    pk, *more = model._meta.pk_fields
+    return None if more else pk.to_python(found[2]), int(found[1])

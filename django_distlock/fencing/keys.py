@@ -1,0 +1,135 @@
+"""Which key a row belongs to: `fence_key = "payment:{pk}"`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from string import Formatter
+from typing import Any
+
+from django.core.exceptions import ValidationError
+from django.db import models
+
+from ..core.errors import LockUsageError
+from ..core.keys import normalize_key
+from .fields import FENCE
+
+_ANY = ".+"
+#: What a key can hold of a field: of a type whose values have one text each.
+_PATTERNS: Mapping[type[models.Field[Any, Any]], str] = {
+    models.IntegerField: r"-?\d+",
+    models.UUIDField: r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
+    models.DateField: r"\d{4}-\d\d-\d\d",
+    models.CharField: _ANY,
+    models.TextField: _ANY,
+}
+#: No database counts further.
+_MOST = 2**63
+
+
+class KeyTemplate:
+    """The key of a model's rows, with the names of its columns in braces.
+
+    Args:
+        text: Such as `"payment:{pk}"` or `"{tenant_id}:payment:{pk}"`.
+
+    Raises:
+        ValueError: It names no column, one that the model does not have, or more of them than a
+            key can be taken apart into.
+    """
+
+    def __init__(self, model: type[models.Model], text: str):
+        self.text = text
+        #: By the name in the braces: the attribute, and what reads its values.
+        self._fields: dict[str, tuple[str, models.Field[Any, Any]]] = {}
+        pattern, texts = "", 0
+        for literal, name, spec, conversion in Formatter().parse(text):
+            pattern += re.escape(literal)
+            if name is None:
+                continue
+            if self._fields and not literal:
+                raise ValueError(f"{text!r}: nothing separates {{{name}}} from the field before.")
+            if spec or conversion or name in self._fields:
+                raise ValueError(f"{text!r}: {{{name}}} must stand there once, and plain.")
+            column = _column(model, name, text)
+            values = column
+            while values.remote_field is not None:
+                values = values.target_field  # type: ignore[attr-defined]
+            self._fields[name] = column.attname, values
+            part = next((_PATTERNS[each] for each in _PATTERNS if isinstance(values, each)), None)
+            if part is None or isinstance(values, models.DateTimeField):
+                raise ValueError(
+                    f"{text!r}: {{{name}}} is a {type(values).__name__}, whose values have no one"
+                    f" text: a key takes integers, UUIDs, dates and texts."
+                )
+            texts += part == _ANY
+            pattern += f"({part})"
+        if not self._fields:
+            raise ValueError(f"{text!r} names no field, so all rows would have the same key.")
+        if texts > 1:
+            raise ValueError(
+                f"{text!r}: {texts} of its fields hold any text, and a key could be taken apart in"
+                f" several ways."
+            )
+        self._pattern = re.compile(pattern, re.DOTALL)
+
+    def of(self, instance: models.Model) -> str | None:
+        """Return the key of a row; None: not known, because a field has no value yet."""
+        values = {
+            name: values.to_python(getattr(instance, attname))
+            for name, (attname, values) in self._fields.items()
+        }
+        if None in values.values():
+            return None
+        return normalize_key(self.text.format(**values))
+
+    def columns(self, key: str) -> dict[str, Any] | None:
+        """Return the values that rows of this key have in their columns; None: no row has it."""
+        found = self._pattern.fullmatch(key)
+        if found is None:
+            return None
+        try:
+            values = {
+                name: values.to_python(part)
+                for (name, (_, values)), part in zip(
+                    self._fields.items(), found.groups(), strict=True
+                )
+            }
+        except ValidationError:
+            return None
+        if any(isinstance(value, int) and abs(value) >= _MOST for value in values.values()):
+            return None
+        if normalize_key(self.text.format(**values)) != key:
+            return None  # Such as a number with a zero in front.
+        return {self._fields[name][0]: value for name, value in values.items()}
+
+
+def _column(model: type[models.Model], name: str, text: str) -> models.Field[Any, Any]:
+    if name == "pk":
+        field: Any = model._meta.pk
+    else:
+        named = (each for each in model._meta.fields if name in (each.name, each.attname))
+        field = next(named, None)
+    if field is None or not field.column:
+        raise ValueError(f"{text!r}: {model.__name__} has no column {{{name}}}.")
+    fence = next((each for each in model._meta.fields if each.name == FENCE), field)
+    if not field.primary_key and field.model is not fence.model:
+        raise ValueError(f"{text!r}: {{{name}}} is in another table than the fence.")
+    return field  # type: ignore[no-any-return]
+
+
+@cache
+def template_of(model: type[models.Model]) -> KeyTemplate | None:
+    """Return the template of a fenced model; None: its rows may be written under any key.
+
+    Raises:
+        LockUsageError: It breaks a rule; the check `distlock.E002` says so before.
+    """
+    text = getattr(model, "fence_key", None)
+    if text is None:
+        return None
+    try:
+        return KeyTemplate(model, text)
+    except ValueError as error:
+        raise LockUsageError(f"{model.__name__}.fence_key: {error}") from None

@@ -1,0 +1,180 @@
+"""A row that refuses who comes too late."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, ClassVar, Self, cast
+
+from asgiref.sync import sync_to_async
+from django.db import connections, models, router, transaction
+
+from ..locks import UNSET
+from .fields import FENCE, FenceField, Mark
+from .querysets import FencedQuerySet
+from .refusing import key_fields, label, refusals, refuse_without_lease, require_key
+from .rejecting import Fenced, reject
+
+_SAVE = ("force_insert", "force_update", "using", "update_fields")
+
+
+class FencedModel(models.Model):
+    """A model whose rows remember the highest fence that touched them, and refuse lower ones.
+
+    A row that was read or saved under a lease goes on with it: its next `save()` is fenced, too.
+    Saved without one, a row keeps the fence that it has in the database.
+
+    Attributes:
+        fence: The highest fence that touched the row; 0: none.
+        fence_key: The key that a row belongs to, with the names of columns in braces, such as
+            `"payment:{pk}"`: leases of other keys are refused. None: of any key.
+        fence_required: Refuse updates and deletions without a lease. Inserts and fixtures pass.
+    """
+
+    fence_key: ClassVar[str | None] = None
+    fence_required: ClassVar[bool] = False
+
+    fence = FenceField()
+
+    objects: ClassVar[Any] = FencedQuerySet.as_manager()
+
+    #: What the row was read or saved under.
+    _fenced_by: Fenced | None = None
+
+    class Meta:
+        abstract = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        models.signals.pre_save.connect(_keep_fence, sender=cls)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A lease belongs to its process: what is cached or sent goes without.
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name != "_fenced_by"}
+
+    def __copy__(self) -> Self:
+        # Here, in the same process, it goes on under the same lease.
+        make, arguments, state, *_ = cast("tuple[Any, ...]", self.__reduce__())
+        made: Any = make(*arguments)
+        made.__setstate__(state)
+        made._fenced_by = self._fenced_by
+        return cast("Self", made)
+
+    def save(self, *args: Any, lease: Any = UNSET, **kwargs: Any) -> None:
+        """See Django's.
+
+        Args:
+            lease: What to save under; None: nothing; left out: what it was read or saved under.
+
+        Raises:
+            FenceRejected: The row has a higher fence. Nothing was written.
+            LockUsageError: The lease has no fence, or is of another key; or there is none, and the
+                model requires one.
+        """
+        kwargs.update(zip(_SAVE, args, strict=False))
+        by: Fenced | None = self._fenced_by if lease is UNSET else lease
+        using = kwargs.get("using") or router.db_for_write(type(self), instance=self)
+        if by is not None:
+            require_key(self, by)
+            if kwargs.get("update_fields"):
+                kwargs["update_fields"] = {*kwargs["update_fields"], FENCE}
+            elif self._is_from(using) and not kwargs.get("force_insert"):
+                # Or a row that its next holder has deleted would be inserted again.
+                kwargs["force_update"] = kwargs.get("update_fields") is None
+            # Loaded without, it would not be among what is saved.
+            self.__dict__.setdefault(FENCE, 0)
+        before = self.__dict__.get(FENCE)
+        self._fenced_by = by
+        with refusals(by, lambda: self._row(using)):
+            super().save(**kwargs)
+        if by is not None:
+            self.fence = by.fence
+        elif before is not None:
+            self.__dict__.setdefault(FENCE, before)
+
+    def _do_update(self, base_qs: Any, using: Any, pk_val: Any, values: Any, *args: Any) -> Any:
+        # The fence first: MySQL assigns from left to right, and it looks at what was there before.
+        values = sorted(values, key=lambda value: value[0].name != FENCE)
+        return super()._do_update(base_qs, using, pk_val, values, *args)
+
+    async def asave(self, *args: Any, lease: Any = UNSET, **kwargs: Any) -> None:
+        """See `save`."""
+        await sync_to_async(self.save)(*args, lease=lease, **kwargs)
+
+    def delete(self, *args: Any, lease: Any = UNSET, **kwargs: Any) -> tuple[int, dict[str, int]]:
+        """See Django's, and `save`."""
+        by: Fenced | None = self._fenced_by if lease is UNSET else lease
+        if by is None:
+            refuse_without_lease(type(self), "delete()")
+            return super().delete(*args, **kwargs)
+        using = (args[0] if args else kwargs.get("using")) or router.db_for_write(
+            type(self), instance=self
+        )
+        with transaction.atomic(using=using):
+            with suppress(type(self).DoesNotExist):
+                self._write_fence(by, using)
+            return super().delete(*args, **kwargs)
+
+    async def adelete(
+        self, *args: Any, lease: Any = UNSET, **kwargs: Any
+    ) -> tuple[int, dict[str, int]]:
+        """See `delete`."""
+        return await sync_to_async(self.delete)(*args, lease=lease, **kwargs)
+
+    save.alters_data = delete.alters_data = True  # type: ignore[attr-defined]
+    asave.alters_data = adelete.alters_data = True  # type: ignore[attr-defined]
+
+    def raise_fence(self, lease: Fenced) -> None:
+        """Raise the row's fence to that of a lease, and load the row anew behind that.
+
+        What was read before may have been written since: see `Lease.fenced`.
+
+        Raises:
+            FenceRejected: It has a higher one.
+            DoesNotExist: The row is gone.
+        """
+        using = router.db_for_write(type(self), instance=self)
+        self._write_fence(lease, using)
+        fields = [
+            each.attname for each in self._meta.concrete_fields if each.attname in self.__dict__
+        ]
+        self.refresh_from_db(using=using, fields=fields)
+        if self.fence > lease.fence:
+            # Overtaken between the two.
+            reject(lease, label(self), self.fence, model=self._meta.label, pk=self.pk)
+        self._fenced_by = lease
+
+    def refresh_from_db(
+        self, using: str | None = None, fields: Any = None, from_queryset: Any = None
+    ) -> None:
+        """See Django's. Read from a fenced queryset, the row goes on under its lease."""
+        super().refresh_from_db(using, fields, from_queryset)
+        self._fenced_by = getattr(from_queryset, "_by", None) or self._fenced_by
+
+    def key_fields(self, lease: Fenced) -> dict[str, Any]:
+        """Return what the row has to have in the columns that its key names."""
+        return key_fields(type(self), lease)
+
+    def _write_fence(self, by: Fenced, using: str) -> None:
+        require_key(self, by)
+        rows = self._row(using)
+        with refusals(by, lambda: rows):
+            if not rows.update(**{FENCE: Mark(by, type(self), self.key_fields(by))}):
+                raise type(self).DoesNotExist(f"{self._meta.label} {self.pk} is gone.")
+
+    def _is_from(self, using: str) -> bool:
+        return not self._state.adding and self._state.db == using and self.pk is not None
+
+    def _row(self, using: str) -> models.QuerySet[Self]:
+        # Whatever managers the model has.
+        return models.QuerySet(type(self), using=using).filter(pk=self.pk)
+
+
+def _keep_fence(instance: FencedModel, using: str, raw: bool, **_: Any) -> None:
+    """Let a fixture, which is written as it is, not lower the fence of a row that is there."""
+    if raw and instance._meta.get_field(FENCE) in instance._meta.local_fields:
+        rows = instance._row(using)
+        if connections[using].in_atomic_block:
+            rows = rows.select_for_update()
+        there = rows.values_list(FENCE, flat=True).first()
+        instance.fence = max(instance.fence or 0, there or 0)

@@ -1,0 +1,241 @@
+"""What a migration says so that a database refuses to lower a fence, whoever writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from django.core.exceptions import FieldDoesNotExist, FieldError
+from django.db import DatabaseError, models
+from django.db.backends.base.schema import BaseDatabaseSchemaEditor
+from django.db.migrations.operations.base import Operation, OperationCategory
+from django.db.migrations.operations.fields import FieldOperation
+from django.db.migrations.operations.models import DeleteModel
+from django.db.migrations.state import ModelState, ProjectState
+
+from .triggers import EnforcedState, FenceTrigger, column_of, trigger_name
+
+#: What the column is called, unless a migration says otherwise.
+_FENCE = "fence"
+
+
+class _FenceOperation(FieldOperation):
+    """An operation on the trigger of a fence.
+
+    Args:
+        model_name: The model, in the app of the migration.
+        field: Its fence: an integer that is never null.
+    """
+
+    reduces_to_sql = True
+    reversible = True
+
+    def __init__(self, model_name: str, field: str = _FENCE):
+        super().__init__(model_name, field)
+
+    def deconstruct(self) -> tuple[str, list[Any], dict[str, Any]]:
+        """Return what `squashmigrations` writes."""
+        arguments = {"model_name": self.model_name}
+        if self.name != _FENCE:
+            arguments["field"] = self.name
+        return self.__class__.__name__, [], arguments
+
+    def reduce(self, operation: Operation, app_label: str) -> bool | list[Operation]:
+        """Say what is left of the two; go with the model, and let pass what is about neither."""
+        if isinstance(operation, DeleteModel) and operation.name_lower == self.model_name_lower:
+            return [operation]
+        if isinstance(operation, _FenceOperation) and self.is_same_field_operation(operation):
+            return [operation] if type(operation) is type(self) else []
+        return super().reduce(operation, app_label)
+
+    def _enforce(self, app_label: str, state: ProjectState) -> None:
+        """Note the trigger in the state."""
+        key = app_label, self.model_name_lower
+        model = state.models[key]
+        triggers = getattr(model, "triggers", {})
+        if self.name in triggers:
+            return
+        column = column_of(self.name, self._fence(app_label, model))
+        table = model.options.get("db_table") or "_".join(key)
+        taken = {
+            trigger.name
+            for other in state.models.values()
+            for trigger in getattr(other, "triggers", {}).values()
+        }
+        trigger = FenceTrigger(
+            name=trigger_name(table, self.name, taken), field=self.name, column=column
+        )
+        state.models[key] = EnforcedState.of(model, {**triggers, self.name: trigger})
+        state.reload_model(*key, delay=True)
+
+    def _relax(self, app_label: str, state: ProjectState) -> None:
+        """Forget the trigger in the state."""
+        key = app_label, self.model_name_lower
+        model = state.models[key]
+        triggers = dict(getattr(model, "triggers", {}))
+        if triggers.pop(self.name, None) is not None:
+            state.models[key] = EnforcedState.of(model, triggers)
+            state.reload_model(*key, delay=True)
+
+    def _install(
+        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, state: ProjectState
+    ) -> None:
+        """Make the trigger that a state has."""
+        for model, trigger in self._concerned(app_label, schema_editor, state):
+            with _advice(schema_editor):
+                trigger.install(model, schema_editor)
+
+    def _uninstall(
+        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, state: ProjectState
+    ) -> None:
+        """Drop the trigger that a state has."""
+        for model, trigger in self._concerned(app_label, schema_editor, state):
+            trigger.uninstall(model, schema_editor)
+
+    def _concerned(
+        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, state: ProjectState
+    ) -> Iterator[tuple[type[models.Model], FenceTrigger]]:
+        """Give the model and its trigger, where this database has the model."""
+        model = state.apps.get_model(app_label, self.model_name)
+        triggers = getattr(state.models[app_label, self.model_name_lower], "triggers", {})
+        allowed = self.allow_migrate_model(schema_editor.connection.alias, model)
+        if allowed and self.name in triggers:
+            yield model, triggers[self.name]
+
+    def _fence(self, app_label: str, model: ModelState) -> models.Field[Any, Any]:
+        """Return the field.
+
+        Raises:
+            FieldDoesNotExist: The model has none of this name, or inherits it with a table.
+            FieldError: It is no integer, or may be null.
+        """
+        field = model.fields.get(self.name)
+        label = f"{app_label}.{model.name}"
+        if field is None:
+            raise FieldDoesNotExist(
+                f"{label} has no field {self.name!r} of its own to enforce. Where another model's"
+                f" table has it, EnforceFence belongs to that model."
+            )
+        if not isinstance(field, models.IntegerField) or field.null:
+            raise FieldError(
+                f"{label}.{self.name} is no fence: that is an integer, and never null."
+            )
+        return field
+
+
+class EnforceFence(_FenceOperation):
+    """Let the database refuse every `UPDATE` that lowers a fence, with an `IntegrityError`.
+
+    Fenced writes are refused without it. This is for all others: raw SQL, old releases, other
+    programs. It installs a trigger on PostgreSQL, MySQL, MariaDB and SQLite.
+
+    Args:
+        model_name: The model, in the app of the migration.
+        field: Its fence: an integer that is never null. As `FencedModel` has it, if left out.
+
+    Raises:
+        FieldDoesNotExist: The model's own table has no such field.
+        FieldError: The field is no integer, or may be null; or one that a later operation renames
+            or removes without a `RelaxFence` before it.
+        NotSupportedError: It is another database.
+    """
+
+    category = OperationCategory.ADDITION
+
+    def state_forwards(self, app_label: str, state: ProjectState) -> None:
+        """Note the trigger, so that it comes along where Django makes the table anew."""
+        self._enforce(app_label, state)
+
+    def database_forwards(
+        self,
+        app_label: str,
+        schema_editor: BaseDatabaseSchemaEditor,
+        from_state: ProjectState,
+        to_state: ProjectState,
+    ) -> None:
+        """Make the trigger."""
+        self._install(app_label, schema_editor, to_state)
+
+    def database_backwards(
+        self,
+        app_label: str,
+        schema_editor: BaseDatabaseSchemaEditor,
+        from_state: ProjectState,
+        to_state: ProjectState,
+    ) -> None:
+        """Drop the trigger."""
+        self._uninstall(app_label, schema_editor, from_state)
+
+    def describe(self) -> str:
+        """Return what `migrate --plan` prints."""
+        return f"Refuse to lower {self.name} on {self.model_name}"
+
+    @property
+    def migration_name_fragment(self) -> str:
+        """Return what `makemigrations` would call a migration of this alone."""
+        return f"enforce_{self.model_name_lower}_{self.name_lower}"
+
+
+class RelaxFence(_FenceOperation):
+    """Take away what `EnforceFence` has installed, such as before the field is renamed or removed.
+
+    Args:
+        model_name: The model, in the app of the migration.
+        field: The fence.
+    """
+
+    category = OperationCategory.REMOVAL
+
+    def state_forwards(self, app_label: str, state: ProjectState) -> None:
+        """Forget the trigger."""
+        self._relax(app_label, state)
+
+    def database_forwards(
+        self,
+        app_label: str,
+        schema_editor: BaseDatabaseSchemaEditor,
+        from_state: ProjectState,
+        to_state: ProjectState,
+    ) -> None:
+        """Drop the trigger."""
+        self._uninstall(app_label, schema_editor, from_state)
+
+    def database_backwards(
+        self,
+        app_label: str,
+        schema_editor: BaseDatabaseSchemaEditor,
+        from_state: ProjectState,
+        to_state: ProjectState,
+    ) -> None:
+        """Make the trigger again."""
+        self._install(app_label, schema_editor, to_state)
+
+    def describe(self) -> str:
+        """Return what `migrate --plan` prints."""
+        return f"No longer refuse to lower {self.name} on {self.model_name}"
+
+    @property
+    def migration_name_fragment(self) -> str:
+        """Return what `makemigrations` would call a migration of this alone."""
+        return f"relax_{self.model_name_lower}_{self.name_lower}"
+
+
+#: No privilege on the table; no privilege of the server; none while it writes a binary log.
+_DENIED = {1142, 1227, 1419}
+
+
+@contextmanager
+def _advice(schema_editor: BaseDatabaseSchemaEditor) -> Iterator[None]:
+    """Add to MySQL's refusal what the account lacks."""
+    try:
+        yield
+    except DatabaseError as error:
+        number = error.args[0] if error.args else None
+        if schema_editor.connection.vendor == "mysql" and number in _DENIED:
+            error.add_note(
+                "EnforceFence makes a trigger. The account that migrates needs the TRIGGER"
+                " privilege on the table and, where the server writes a binary log, either SUPER"
+                " or a server with log_bin_trust_function_creators = 1."
+            )
+        raise

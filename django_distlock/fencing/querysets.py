@@ -1,0 +1,331 @@
+"""Reads and writes of many rows under a lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from django.db import models, transaction
+from django.db.models.lookups import Exact
+from django.db.models.query import ModelIterable
+from django.db.models.sql import AND, Query
+
+from ..core.errors import LockError, LockUsageError
+from .fields import FENCE, Mark
+from .refusing import key_fields, refusals, refuse_without_lease, require_key
+from .rejecting import Fenced, require_fence
+
+if TYPE_CHECKING:
+    _Iterable = ModelIterable[Any]
+else:
+    _Iterable = ModelIterable
+
+M = TypeVar("M", bound=models.Model)
+T = TypeVar("T")
+
+_BULK_CREATE = (
+    "batch_size",
+    "ignore_conflicts",
+    "update_conflicts",
+    "update_fields",
+    "unique_fields",
+)
+
+#: Looks at rows that others add while they are read, before it is given up.
+MOST_LOOKS = 100
+
+
+class _FencedIterable(_Iterable):
+    """Marks the rows first, and reads them behind that."""
+
+    def __iter__(self) -> Iterator[Any]:
+        queryset: Any = self.queryset
+        if queryset._by is None:
+            yield from super().__iter__()
+            return
+        queryset._mark()
+        for row in super().__iter__():
+            yield queryset._checked(row)
+
+
+class FencedQuerySet(models.QuerySet[M], Generic[M]):
+    """Rows of a `FencedModel`.
+
+    Behind `fenced(lease)`, what is read is marked first with the lease's fence, and what is written
+    must not have a higher one: see `FenceRejected`. Such reads go to the database for writing.
+    """
+
+    _by: Fenced | None = None
+    _key_fields: Mapping[str, Any] = {}
+
+    def __repr__(self) -> str:
+        if self._by is None or self._result_cache is not None:
+            return super().__repr__()
+        # A debugger that shows it must not raise the fences of rows.
+        return f"<{type(self).__name__} of {self.model._meta.label} under {self._by!r}>"
+
+    def _clone(self) -> Any:
+        clone = super()._clone()  # type: ignore[misc]
+        if self._by is not None:
+            clone._by, clone._key_fields = self._by, self._key_fields
+        return clone
+
+    def fenced(self, lease: Fenced) -> FencedQuerySet[M]:
+        """Return a queryset whose reads and writes are done under a lease.
+
+        Raises:
+            LockUsageError: The lease has no fence, is that of another process, or of a key that no
+                row of this model belongs to.
+        """
+        if self._fields is not None:  # type: ignore[attr-defined]
+            raise _no_values(lease)
+        clone = cast("FencedQuerySet[M]", self._chain())  # type: ignore[attr-defined]
+        clone._key_fields = key_fields(self.model, lease)
+        clone._by = lease
+        clone._iterable_class = _FencedIterable
+        clone._for_write = True
+        return clone
+
+    # Reading
+
+    def only(self, *fields: str) -> Any:
+        """See Django's. The fence is always among what is loaded."""
+        return super().only(*fields, FENCE)
+
+    def defer(self, *fields: str | None) -> Any:
+        """See Django's. The fence is always among what is loaded."""
+        wanted: Any = (field for field in fields if field != FENCE)
+        return super().defer(*wanted)
+
+    def count(self) -> int:
+        """See Django's. The rows are marked first."""
+        return self._steady(super().count)
+
+    def exists(self) -> bool:
+        """See Django's. The rows are marked first."""
+        return self._steady(super().exists)
+
+    def aggregate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """See Django's. The rows are marked first."""
+        return self._steady(lambda: super(FencedQuerySet, self).aggregate(*args, **kwargs))
+
+    def _values(self, *fields: Any, **expressions: Any) -> Any:
+        if self._by is not None:
+            raise _no_values(self._by)
+        return super()._values(*fields, **expressions)  # type: ignore[misc]
+
+    def raw(self, *args: Any, **kwargs: Any) -> Any:
+        """See Django's. Not behind `fenced()`: nobody knows which rows it will give."""
+        if self._by is not None:
+            raise LockUsageError("A raw() query cannot be fenced.", key=self._by.key)
+        return super().raw(*args, **kwargs)
+
+    def __or__(self, other: Any) -> Any:
+        return super().__or__(self._alike(other))
+
+    def __and__(self, other: Any) -> Any:
+        return super().__and__(self._alike(other))
+
+    def __xor__(self, other: Any) -> Any:
+        return super().__xor__(self._alike(other))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # A lease is one: its copy would be another.
+        memo[id(self._by)] = self._by
+        return super().__deepcopy__(memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is pickled are the rows that were read, and no lease.
+        return {**super().__getstate__(), "_by": None}
+
+    def _alike(self, other: Any) -> Any:
+        if getattr(other, "_by", None) is not self._by:
+            raise LockUsageError(
+                "Querysets under different leases cannot be combined: put fenced() behind.",
+                key=getattr(self._by or other._by, "key", None),
+            )
+        return other
+
+    # Writing
+
+    def update(self, **kwargs: Any) -> int:
+        """See Django's. Behind `fenced()`: all of the rows, or none.
+
+        Raises:
+            FenceRejected: One of them has a higher fence.
+            LockUsageError: One of them belongs to another key; or there is no lease, and the model
+                requires one.
+        """
+        if FENCE in kwargs:
+            raise self._not_set()
+        if self._by is None:
+            refuse_without_lease(self.model, "update()")
+            return super().update(**kwargs)
+        return self._write(**kwargs)
+
+    def bulk_update(
+        self, objs: Iterable[M], fields: Iterable[str], batch_size: int | None = None
+    ) -> int:
+        """See Django's, and `update`."""
+        objs, fields = tuple(objs), tuple(fields)
+        if self._by is None:
+            return super().bulk_update(objs, fields, batch_size)
+        # Of several batches, a later one may be refused.
+        with transaction.atomic(using=self._write_alias()):
+            count = super().bulk_update(objs, fields, batch_size)
+        for each in objs:
+            each._fenced_by = self._by  # type: ignore[attr-defined]
+            each.fence = self._by.fence  # type: ignore[attr-defined]
+        return count
+
+    def create(self, **kwargs: Any) -> M:
+        """See Django's. Behind `fenced()` the row begins with the lease's fence."""
+        if self._by is None:
+            return super().create(**kwargs)
+        made = self.model(**kwargs)
+        self._for_write = True
+        made.save(force_insert=True, using=self.db, lease=self._by)  # type: ignore[call-arg]
+        return made
+
+    def bulk_create(self, objs: Iterable[M], *args: Any, **kwargs: Any) -> list[M]:
+        """See Django's, and `create`. A row that is there already is not written under a lease."""
+        objs = list(objs)
+        kwargs.update(zip(_BULK_CREATE, args, strict=False))
+        updates = bool(kwargs.get("update_conflicts"))
+        if self._by is not None:
+            if updates:
+                raise LockUsageError(
+                    "bulk_create(update_conflicts=True) cannot be fenced: use bulk_update() for the"
+                    " rows that are there.",
+                    key=self._by.key,
+                )
+            for each in objs:
+                require_key(each, self._by)
+                each._fenced_by = self._by  # type: ignore[attr-defined]
+        elif updates:
+            refuse_without_lease(self.model, "bulk_create(update_conflicts=True)")
+            if FENCE in (kwargs.get("update_fields") or ()):
+                raise self._not_set()
+        return super().bulk_create(objs, **kwargs)
+
+    def delete(self) -> tuple[int, dict[str, int]]:
+        """See Django's, and `update`."""
+        if self._by is None:
+            refuse_without_lease(self.model, "delete()")
+            return super().delete()
+        with transaction.atomic(using=self._write_alias()):
+            # Also those that have our fence already: until the end nobody else comes by.
+            self._mark(again=True)
+            rows = self._plain().filter(**{FENCE: self._by.fence})
+            return super(FencedQuerySet, rows).delete()
+
+    update.alters_data = bulk_update.alters_data = True  # type: ignore[attr-defined]
+    create.alters_data = bulk_create.alters_data = True  # type: ignore[attr-defined]
+    delete.alters_data = delete.queryset_only = True  # type: ignore[attr-defined]
+
+    # How it is done
+
+    def _not_set(self) -> LockUsageError:
+        return LockUsageError(
+            f"The fence of {self.model.__name__} is raised by fenced(lease), and not set."
+        )
+
+    def _plain(self) -> FencedQuerySet[M]:
+        """Return the same rows, to be asked for without marks, in any order."""
+        plain = cast("FencedQuerySet[M]", self._chain())  # type: ignore[attr-defined]
+        plain._by = None
+        plain._iterable_class = ModelIterable
+        plain.query.select_for_update = False
+        plain.query.select_related = False
+        plain._prefetch_related_lookups = ()  # type: ignore[attr-defined]
+        return plain
+
+    def _write(self, **values: Any) -> int:
+        by = cast("Fenced", self._by)
+        require_fence(by)
+        self._for_write = True
+        # First: MySQL assigns from left to right, and it looks at what was there before.
+        values = {FENCE: Mark(by, self.model, self._key_fields), **values}
+        with refusals(by, self._plain):
+            if not cast("Any", self.model._meta.concrete_model)._meta.parents:
+                return super().update(**values)
+            # The tables of its parents are written by statements of their own.
+            with transaction.atomic(using=self.db):
+                return super().update(**values)
+
+    def _mark(self, *, again: bool = False) -> int:
+        """Raise the fence of the rows to ours; return how many were lower.
+
+        Args:
+            again: Write those as well that have it.
+        """
+        by = cast("Fenced", self._by)
+        if self.query.combinator:
+            raise LockUsageError(
+                f"A {self.query.combinator}() cannot be read under a lease: put fenced() first, and"
+                f" one condition behind it.",
+                key=by.key,
+            )
+        rows = self._plain()
+        if is_one(rows.query):
+            rows.query.clear_limits()
+        query = rows.query
+        if (
+            query.is_sliced
+            or query.distinct_fields
+            or query.group_by is not None
+            or query.where.contains_over_clause
+        ):
+            # No UPDATE takes these.
+            found = list(rows.values_list("pk", flat=True))
+            rows = FencedQuerySet(self.model, using=self._write_alias()).filter(pk__in=found)
+        rows = rows.order_by()
+        if not again:
+            rows = rows.exclude(**{FENCE: by.fence})
+        rows._by, rows._key_fields = by, self._key_fields
+        return rows._write()
+
+    def _checked(self, row: Any) -> Any:
+        """Return a row that has our fence: one that others have just added is marked by itself."""
+        by = cast("Fenced", self._by)
+        if row.fence != by.fence:
+            row.raise_fence(by)
+        row._fenced_by = by
+        return row
+
+    def _steady(self, read: Callable[[], T]) -> T:
+        """Read between two looks that find nothing to mark."""
+        if self._by is None:
+            return read()
+        self._mark()
+        for _ in range(MOST_LOOKS):
+            value = read()
+            if not self._mark():
+                return value
+        raise LockError("Rows are added faster than they can be marked.", key=self._by.key)
+
+    def _write_alias(self) -> str:
+        self._for_write = True
+        return self.db
+
+
+def _no_values(by: Fenced) -> LockUsageError:
+    return LockUsageError(
+        "A fenced read gives instances, whose fences can be looked at, and no values().", key=by.key
+    )
+
+
+def is_one(query: Query) -> bool:
+    """Whether no more than one row can be meant, whatever its limits say."""
+    where = query.where
+    return (
+        where.connector == AND
+        and not where.negated
+        and any(
+            isinstance(each, Exact)
+            and not hasattr(each.rhs, "resolve_expression")
+            and getattr(getattr(each.lhs, "target", None), "unique", False)
+            and each.lhs.alias == query.base_table
+            for each in where.children
+        )
+    )

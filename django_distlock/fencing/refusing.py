@@ -1,0 +1,121 @@
+"""Who may write a row, and what became of those who may not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from django.db import connections, models
+from django.db.utils import DatabaseError
+
+from ..core.errors import FenceRejected, LockUsageError
+from .fields import FENCE, is_refusal, refused
+from .keys import template_of
+from .rejecting import Fenced, reject, require_fence
+
+
+def key_fields(model: type[models.Model], by: Fenced) -> dict[str, Any]:
+    """Return what columns the rows of a lease's key have to have, by the model's `fence_key`.
+
+    Raises:
+        LockUsageError: The lease has no fence, or is of a key that no row belongs to.
+    """
+    require_fence(by)
+    template = template_of(model)
+    if template is None:
+        return {}
+    found = template.columns(by.key)
+    if found is None:
+        raise LockUsageError(
+            f"A row of {model.__name__} belongs to a key like {template.text!r}, and the lease is"
+            f" on {by.key!r}.",
+            key=by.key,
+        )
+    return found
+
+
+def require_key(instance: models.Model, by: Fenced) -> None:
+    """Refuse to write a row under the lease of another key.
+
+    Raises:
+        LockUsageError: It belongs to another key, or has no primary key yet that says to which.
+    """
+    key_fields(type(instance), by)
+    template = template_of(type(instance))
+    if template is None or (key := template.of(instance)) == by.key:
+        return
+    why = (
+        f"belongs to {key!r}, and the lease is on {by.key!r}"
+        if key is not None
+        else f"has no key like {template.text!r} before it is saved: save it without a lease first"
+    )
+    raise LockUsageError(f"{label(instance)} {why}.", key=by.key)
+
+
+def refuse_without_lease(model: type[models.Model], what: str) -> None:
+    """Refuse a write without a lease where the model requires one.
+
+    Raises:
+        LockUsageError: It does.
+    """
+    if getattr(model, "fence_required", False):
+        raise LockUsageError(
+            f"{model.__name__} is written under a lease only (fence_required), and {what} has none:"
+            f" use objects.fenced(lease) or save(lease=lease)."
+        )
+
+
+@contextmanager
+def refusals(by: Fenced | None, written: Callable[[], models.QuerySet[Any]]) -> Iterator[None]:
+    """Say which of the rows has refused the fence of a lease.
+
+    Args:
+        written: Gives them.
+
+    Raises:
+        FenceRejected: It has a higher fence.
+        LockUsageError: It belongs to another key.
+    """
+    try:
+        yield
+    except DatabaseError as error:
+        rows = written()
+        model = rows.model
+        if not is_refusal(error, model):
+            raise
+        if by is None:
+            refuse_without_lease(model, "this write")
+            raise
+        pk, current = refused(error, model) or _highest(rows)
+        row = model._meta.label if pk is None else f"{model._meta.label} {pk}"
+        if current is not None and current <= by.fence and getattr(model, "fence_key", None):
+            text = f"{row} belongs to another key than {by.key!r}."
+            raise LockUsageError(text, key=by.key) from error
+        if current is not None and current <= by.fence:
+            current = None  # It was lowered since, by somebody who passes the ORM by.
+        try:
+            reject(by, row, current, model=model._meta.label, pk=pk)
+        except FenceRejected as rejected:
+            raise rejected from error
+
+
+def label(instance: models.Model) -> str:
+    """Return what a row is called in messages."""
+    return f"{instance._meta.label} {instance.pk}"
+
+
+def _highest(rows: models.QuerySet[Any]) -> tuple[Any, int | None]:
+    """Look for the row, where the database lets a transaction go on behind an error."""
+    connection = connections[rows.db]
+    broken, connection.needs_rollback = connection.needs_rollback, False
+    try:
+        if connection.in_atomic_block and connection.features.has_select_for_update:
+            # What is committed now, and not what a snapshot shows.
+            rows = rows.select_for_update()
+        found = rows.order_by(f"-{FENCE}").values_list("pk", FENCE).first()
+        return found or (None, None)
+    except DatabaseError:
+        return None, None
+    finally:
+        connection.needs_rollback = broken

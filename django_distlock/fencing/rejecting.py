@@ -1,0 +1,99 @@
+"""What a fenced write comes with, and how it is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from ..core.errors import FenceRejected, LockUsageError
+from ..core.fences import validate_fence
+from ..core.keys import normalize_key
+from ..handler import lock_backends
+from ..leases import Lease
+from ..signals import fence_rejected, tell
+
+
+class Fenced(Protocol):
+    """What a write is done under: a `Lease`, or the `Fence` of somebody else's."""
+
+    @property
+    def key(self) -> str:
+        """What is locked."""
+
+    @property
+    def fence(self) -> int:
+        """Grows with every grant of the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """A fence that came without its lease, such as in the header of a request.
+
+    Raises:
+        InvalidArgument: The key or the fence breaks a rule.
+    """
+
+    key: str
+    fence: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", normalize_key(self.key))
+        validate_fence(self.fence)
+
+
+def require_fence(by: Fenced) -> int:
+    """Return the fence to write with.
+
+    Raises:
+        LockUsageError: There is none: the lock was not granted, its backend has no fences, or the
+            lease is that of the process that forked this one.
+    """
+    fence = getattr(by, "fence", None)
+    if not isinstance(fence, int) or fence < 1:
+        raise LockUsageError(
+            f"Nothing can be fenced by {by!r}: it has no fence. Only a lease that was granted has"
+            f" one; ask lease.held first where a block may run without.",
+            key=getattr(by, "key", None),
+        )
+    if isinstance(by, Lease):
+        by.require_process()
+    return fence
+
+
+def reject(
+    by: Fenced, row: str, current: int | None, *, model: Any = None, pk: Any = None
+) -> NoReturn:
+    """Refuse a write: tell it by the signal, and raise.
+
+    Args:
+        row: What refuses, such as `"shop.Payment 12"`.
+        current: The fence on it.
+        model: The model's label, where it is a row.
+        pk: Its primary key.
+
+    Raises:
+        FenceRejected: Always.
+    """
+    theirs = "a higher fence" if current is None else f"fence {current}"
+    error = FenceRejected(
+        f"{row} has {theirs}, and refuses fence {by.fence} of {by.key!r}: somebody else was granted"
+        f" the key since.",
+        key=by.key,
+        row=row,
+        current=current,
+        fence=by.fence,
+    )
+    if isinstance(by, Lease):
+        tell(
+            fence_rejected,
+            type(lock_backends[by.backend]),
+            alias=by.backend,
+            key=by.key,
+            fence=by.fence,
+            holder=by.holder,
+            current=current,
+            model=model,
+            pk=pk,
+            cause=error,
+        )
+    raise error

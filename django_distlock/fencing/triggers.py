@@ -1,0 +1,248 @@
+"""The triggers that refuse to lower a fence, and how migrations carry them along."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from itertools import count
+from typing import Any, Self
+
+from django.apps.registry import Apps
+from django.core.exceptions import FieldError
+from django.db import NotSupportedError, models
+from django.db.backends.base.schema import BaseDatabaseSchemaEditor
+from django.db.backends.ddl_references import Columns, Statement, Table
+from django.db.backends.utils import names_digest
+from django.db.migrations.state import ModelState
+from django.db.models.constraints import BaseConstraint
+
+#: PostgreSQL's function. One serves all tables; a changed one gets another name.
+FUNCTION = "django_distlock_enforce_fence_v1"
+
+# A name ends at PostgreSQL's 63 bytes, the shortest limit of those that have one.
+_READABLE, _DIGEST = 34, 12
+
+# The column refuses NULL by itself, and fenced writes on SQLite know that error for their own.
+_GOES_BACK = "NEW.%(column)s < OLD.%(column)s"
+
+_POSTGRESQL_FUNCTION = f"""CREATE OR REPLACE FUNCTION "{FUNCTION}"() RETURNS trigger
+LANGUAGE plpgsql AS $body$
+BEGIN
+    RAISE EXCEPTION 'a fence never goes back (%.%, from % to %)', TG_TABLE_NAME, TG_ARGV[0],
+        to_jsonb(OLD) ->> TG_ARGV[0], to_jsonb(NEW) ->> TG_ARGV[0]
+        USING ERRCODE = 'check_violation', SCHEMA = TG_TABLE_SCHEMA, TABLE = TG_TABLE_NAME,
+              COLUMN = TG_ARGV[0], CONSTRAINT = TG_NAME,
+              HINT = 'Somebody with a newer fence has written this row since.';
+END $body$"""
+
+# The function stays where another table needs it, and where it is another role's.
+_POSTGRESQL_REMOVAL = f"""DO $do$ BEGIN
+    DROP FUNCTION IF EXISTS "{FUNCTION}"();
+EXCEPTION WHEN dependent_objects_still_exist OR insufficient_privilege THEN
+    NULL;
+END $do$"""
+
+_POSTGRESQL = (
+    "%(function)s;\n"
+    "CREATE OR REPLACE TRIGGER %(trigger)s BEFORE UPDATE ON %(table)s FOR EACH ROW"
+    f' WHEN ({_GOES_BACK}) EXECUTE FUNCTION "{FUNCTION}"(%(argument)s)'
+)
+# MySQL takes 128 characters of a message, and 3819 is its number for a broken CHECK. Without strict
+# mode a NULL becomes 0 behind the trigger.
+_MYSQL = (
+    "CREATE TRIGGER %(trigger)s BEFORE UPDATE ON %(table)s FOR EACH ROW BEGIN"
+    " DECLARE said VARCHAR(512);"
+    " IF COALESCE(NEW.%(column)s, -1) < OLD.%(column)s THEN"
+    " SET said = CONCAT('from ', OLD.%(column)s, ' to ', COALESCE(NEW.%(column)s, 'NULL'));"
+    " SET said = LEFT(CONCAT('a fence never goes back (', said, ', ', %(message)s, ')'), 128);"
+    " SIGNAL SQLSTATE '23000' SET MYSQL_ERRNO = 3819, MESSAGE_TEXT = said;"
+    " END IF; END"
+)
+# For the client that is given what `sqlmigrate` prints: it would cut the body at its semicolons.
+_MYSQL_PRINTED = f"DELIMITER $$\n{_MYSQL}$$\nDELIMITER ;"
+# Before SQLite 3.47 it cannot say more than a constant.
+_SQLITE = (
+    f"CREATE TRIGGER %(trigger)s BEFORE UPDATE ON %(table)s FOR EACH ROW WHEN {_GOES_BACK}"
+    " BEGIN SELECT RAISE(ABORT, %(message)s); END"
+)
+_MESSAGES = {"mysql": "{}", "sqlite": "a fence never goes back ({})"}
+_TEMPLATES = {"mysql": _MYSQL, "postgresql": _POSTGRESQL, "sqlite": _SQLITE}
+
+
+def trigger_name(table: str, field: str, taken: Collection[str]) -> str:
+    """Return a name for the trigger on a field of a table that is none of those taken.
+
+    It is a trigger's own for life: it stays when the table gets another name, because databases
+    rename the table of a trigger and not the trigger.
+    """
+    readable = re.sub(r"\W+", "_", table, flags=re.ASCII).strip("_")[:_READABLE]
+    names = (
+        f"distlock_fence_{readable}_{names_digest(table, field, str(number), length=_DIGEST)}"
+        for number in count()
+    )
+    return next(name for name in names if name not in taken)
+
+
+class FenceTrigger(BaseConstraint):
+    """A constraint of the models that migrations see, and of no others, which is a trigger.
+
+    As a constraint it comes along where Django makes a table anew: on SQLite, which alters a table
+    by a copy of it, and on the way back from `DeleteModel`.
+
+    Args:
+        name: What the trigger is called.
+        field: The field that never goes back.
+        column: Its column when the trigger was made.
+    """
+
+    def __init__(self, *, name: str, field: str, column: str):
+        super().__init__(name=name)
+        self.field = field
+        self.column = column
+
+    def create_sql(self, model: Any, schema_editor: Any) -> Any:
+        """Return the statement that makes the trigger.
+
+        Raises:
+            NotSupportedError: There is none for this database.
+        """
+        connection = schema_editor.connection
+        template = _TEMPLATES.get(connection.vendor)
+        if template is None:
+            raise NotSupportedError(
+                f"EnforceFence knows no trigger for {connection.display_name}. Leave it out there:"
+                f" fenced writes are refused without it too, only other writes are not."
+            )
+        if template is _MYSQL and schema_editor.collect_sql:
+            template = _MYSQL_PRINTED
+        return Statement(template, **self._parts(model, schema_editor))
+
+    def remove_sql(self, model: Any, schema_editor: Any) -> Any:
+        """Return the statement that drops the trigger, if it is there."""
+        template = "DROP TRIGGER IF EXISTS %(trigger)s"
+        if schema_editor.connection.vendor == "postgresql":
+            template += " ON %(table)s"
+        return Statement(template, **self._parts(model, schema_editor))
+
+    def constraint_sql(self, model: Any, schema_editor: Any) -> str:
+        """Let the trigger come behind the table, under the name that the table has by then.
+
+        Returns:
+            "", as nothing belongs into the statement that makes the table.
+        """
+        schema_editor.deferred_sql.append(self.create_sql(model, schema_editor))
+        return ""
+
+    def install(self, model: type[models.Model], schema_editor: BaseDatabaseSchemaEditor) -> None:
+        """Make the trigger on a table that is there, also for a second time."""
+        statement = self.create_sql(model, schema_editor)
+        if schema_editor.connection.vendor != "postgresql":
+            schema_editor.execute(self.remove_sql(model, schema_editor), params=None)
+        schema_editor.execute(statement, params=None)
+
+    def uninstall(self, model: type[models.Model], schema_editor: BaseDatabaseSchemaEditor) -> None:
+        """Drop the trigger, one that is still to come, and a function that nothing calls then."""
+        schema_editor.deferred_sql[:] = [
+            statement
+            for statement in schema_editor.deferred_sql
+            if not (
+                isinstance(statement, Statement) and str(statement.parts.get("name")) == self.name
+            )
+        ]
+        schema_editor.execute(self.remove_sql(model, schema_editor), params=None)
+        if schema_editor.connection.vendor == "postgresql":
+            schema_editor.execute(_POSTGRESQL_REMOVAL, params=None)
+
+    def validate(self, *arguments: Any, **more: Any) -> None:
+        """Leave it to the database, which alone knows the row's fence of before."""
+
+    def deconstruct(self) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+        """Return what clones are made from."""
+        path, arguments, more = super().deconstruct()
+        return path, tuple(arguments), {**more, "field": self.field, "column": self.column}
+
+    def _parts(
+        self, model: type[models.Model], schema_editor: BaseDatabaseSchemaEditor
+    ) -> dict[str, Any]:
+        """Return what the templates name. References follow when a table gets another name."""
+        table, column = model._meta.db_table, _column(model, self.field)
+        quote, literal = schema_editor.quote_name, schema_editor.quote_value
+        said = _MESSAGES.get(schema_editor.connection.vendor, "{}")
+        return {
+            "name": self.name,
+            "trigger": Table(table, lambda name: _beside(quote(name), quote(self.name))),
+            "table": Table(table, quote),
+            "column": Columns(table, [column], quote),
+            "argument": literal(column),
+            "message": Table(table, lambda name: literal(said.format(f"{name}.{column}"))),
+            "function": _POSTGRESQL_FUNCTION,
+        }
+
+
+class EnforcedState(ModelState):
+    """What migrations know of a model, with the triggers on its fences.
+
+    It is kept by all that happens to the model behind `EnforceFence`, and `makemigrations`, which
+    looks at fields and options, does not see it.
+
+    Attributes:
+        triggers: By the names of their fields.
+    """
+
+    triggers: Mapping[str, FenceTrigger] = {}
+
+    @classmethod
+    def of(cls, state: ModelState, triggers: Mapping[str, FenceTrigger]) -> ModelState:
+        """Return the same state with these triggers."""
+        new: ModelState = object.__new__(_enforced(type(state)))
+        vars(new).update(vars(state.clone()), triggers=triggers)
+        return new
+
+    def clone(self) -> Self:
+        """Copy it with its triggers."""
+        clone: Self = super().clone()  # type: ignore[assignment]
+        clone.triggers = self.triggers
+        return clone
+
+    def render(self, apps: Apps) -> Any:
+        """Make the model, with the triggers among its constraints.
+
+        Raises:
+            FieldError: A fence has gone, or has another column, and its trigger does not know.
+        """
+        for name, trigger in self.triggers.items():
+            field = self.fields.get(name)
+            if field is None or column_of(name, field) != trigger.column:
+                raise FieldError(
+                    f"The fence {name!r} of {self.app_label}.{self.name} was renamed or removed"
+                    f" under its trigger. Put RelaxFence({self.name!r}, field={name!r}) before that"
+                    f" in the migration, and behind a renaming EnforceFence again."
+                )
+        model = super().render(apps)
+        model._meta.constraints = [*model._meta.constraints, *self.triggers.values()]
+        return model
+
+
+def _enforced(kind: type[ModelState]) -> type[EnforcedState]:
+    """Return the class of state that a model's own class of state becomes."""
+    if issubclass(kind, EnforcedState):
+        return kind
+    if kind is ModelState:
+        return EnforcedState
+    made: type[EnforcedState] = type(f"Enforced{kind.__name__}", (EnforcedState, kind), {})
+    return made
+
+
+def column_of(name: str, field: models.Field[Any, Any]) -> str:
+    """Return the column of a field as migrations know it, which no model has yet."""
+    return field.db_column or name
+
+
+def _column(model: type[models.Model], field: str) -> str:
+    return str(model._meta.get_field(field).column)  # type: ignore[union-attr]
+
+
+def _beside(table: str, trigger: str) -> str:
+    """Return the trigger's name with the schema of its table, where that names one on MySQL."""
+    schema, dot, _ = table.rpartition("`.`")
+    return f"{schema}{dot[:2]}{trigger}"

@@ -1,0 +1,39 @@
+-- A value with a fence: read, write or remove it, unless the fence on it is higher than ours.
+--
+-- KEYS: the hash. ARGV: get | set | delete, our fence; to set, the value and its milliseconds, "".
+-- Answers: {done, the value that was there} | {refused, the fence on it} | {other, what it is}
+local name = KEYS[1]
+local operation, fence, value, milliseconds = unpack(ARGV)
+
+local kind = redis.call('TYPE', name).ok
+local mark = 0
+if kind ~= 'none' then
+    local there = kind == 'hash' and redis.call('HGET', name, 'fence') or ''
+    -- At most 15 digits, which a double holds exactly.
+    mark = tonumber(string.match(there, '^%d+$'))
+    if not mark then
+        return {'other', kind}
+    end
+end
+if tonumber(fence) < mark then
+    return {'refused', string.format('%.0f', mark)}
+end
+
+local before = redis.call('HGET', name, 'value')
+if operation == 'set' then
+    redis.call('HSET', name, 'fence', fence, 'value', value)
+elseif tonumber(fence) > mark then
+    redis.call('HSET', name, 'fence', fence)
+end
+if operation == 'delete' then
+    redis.call('HDEL', name, 'value')
+end
+if operation ~= 'get' then
+    if milliseconds == '' then
+        -- The fence outlives the time that an earlier value was given.
+        redis.call('PERSIST', name)
+    else
+        redis.call('PEXPIRE', name, milliseconds)
+    end
+end
+return {'done', before}

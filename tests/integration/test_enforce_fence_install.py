@@ -1,0 +1,204 @@
+"""Triggers that refuse to lower a fence: what is installed where, and goes again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from django.db import IntegrityError, NotSupportedError, OperationalError, connections
+from django.test import override_settings
+
+from django_distlock.fencing.operations import EnforceFence
+from tests.conftest import DECLARED
+from tests.contract.aliases import alias_like
+
+from .databases import ask, ask_mysql
+from .enforcing import FUNCTION, TABLE, Bank, payment, set_fence, triggers
+
+
+@pytest.fixture
+def bank(empty: str) -> Bank:
+    """Give an app whose payments keep their fences, on each database in turn."""
+    return Bank(empty).migrate(payment()).migrate(EnforceFence("Payment"))
+
+
+def vendor(bank: Bank) -> str:
+    """Return what kind of database it is."""
+    kind: str = connections[bank.using].vendor
+    return kind
+
+
+def quoted(bank: Bank, name: str) -> str:
+    """Quote a name for the database."""
+    text: str = connections[bank.using].ops.quote_name(name)
+    return text
+
+
+def test_way_back_leaves_nothing(bank: Bank) -> None:
+    """Behind it a fence can be lowered, and there is neither trigger nor function."""
+    bank.add(7)
+    assert list(triggers(bank.using).values()) == [TABLE]
+    bank.undo()
+    assert triggers(bank.using) == {}
+    if vendor(bank) == "postgresql":
+        assert _functions(bank.using) == []
+    set_fence(bank.using, "5")
+    bank.migrate(EnforceFence("payment"))
+    with pytest.raises(IntegrityError):
+        set_fence(bank.using, "4")
+
+
+def test_installing_twice_changes_nothing(bank: Bank) -> None:
+    """A migration that failed behind it, on MySQL, can be repeated; so can one by hand."""
+    before = triggers(bank.using)
+    bank.migrate(EnforceFence("payment"))
+    assert triggers(bank.using) == before
+    del bank.state.models["bank", "payment"]
+    payment().state_forwards("bank", bank.state)
+    bank.migrate(EnforceFence("payment"))
+    assert triggers(bank.using) == before
+
+
+def _functions(using: str) -> list[Any]:
+    return ask(using, "SELECT proname FROM pg_proc WHERE proname = %s", FUNCTION)
+
+
+def test_tables_share_the_function(postgresql: str) -> None:
+    """It goes with the last trigger that calls it."""
+    bank = Bank(postgresql).migrate(payment(), payment("Refund"))
+    bank.migrate(EnforceFence("payment")).migrate(EnforceFence("refund"))
+    bank.undo()
+    assert len(_functions(postgresql)) == 1
+    bank.add(7)
+    with pytest.raises(IntegrityError):
+        set_fence(postgresql, "5")
+    bank.undo()
+    assert _functions(postgresql) == []
+
+
+def test_model_has_two_fences(bank: Bank) -> None:
+    """Each has a trigger of its own, which goes alone."""
+    bank.migrate(EnforceFence(model_name="Payment", field="mark"))
+    bank.add(7, mark=7)
+    for column in ("fence", "mark"):
+        with pytest.raises(IntegrityError):
+            set_fence(bank.using, "6", column=column)
+    bank.undo()
+    set_fence(bank.using, "6", column="mark")
+    with pytest.raises(IntegrityError):
+        set_fence(bank.using, "6")
+
+
+@pytest.mark.parametrize(
+    "table", ["Order", "it's 100 lines", 'payment\'s "fences"', "größe", "t" * 63, "t" * 60 + "X"]
+)
+def test_odd_names_of_tables(empty: str, table: str) -> None:
+    """Reserved, quoted, long and foreign names of tables do, beside one that differs at its end."""
+    if '"' in table and connections[empty].vendor != "mysql":
+        pytest.skip(f"{DECLARED}Django does not quote this name")
+    bank = Bank(empty).migrate(payment(db_table=table), payment("Other", db_table=f"{table[:59]}y"))
+    bank.migrate(EnforceFence("payment"), EnforceFence("other"))
+    assert len(triggers(empty)) == 2
+    for name, where in (("Payment", table), ("Other", f"{table[:59]}y")):
+        bank.add(7, name)
+        with pytest.raises(IntegrityError, match="never goes back"):
+            set_fence(empty, "6", table=quoted(bank, where))
+    bank.undo()
+    assert triggers(empty) == {}
+
+
+def test_projects_share_a_database(empty: str) -> None:
+    """Tables whose long names begin alike have triggers of their own, in whatever project."""
+    for end in ("here", "there"):
+        project = Bank(empty).migrate(payment(db_table=f"{'t' * 50}_{end}"))
+        project.migrate(EnforceFence("payment"))
+    assert {table[-5:] for table in triggers(empty).values()} == {"_here", "there"}
+
+
+@pytest.mark.parametrize("column", ["Fence", "order", "a fence's"])
+def test_odd_names_of_columns(empty: str, column: str) -> None:
+    """Columns may be called anything that Django makes."""
+    operation = payment()
+    operation.fields[3][1].db_column = column
+    bank = Bank(empty).migrate(operation, EnforceFence("payment"))
+    bank.add(7)
+    with pytest.raises(IntegrityError, match="never goes back"):
+        set_fence(empty, "6", column=quoted(bank, column))
+    set_fence(empty, "8", column=quoted(bank, column))
+
+
+def test_table_in_another_schema(postgresql: str) -> None:
+    """A table that is named with its schema has its trigger there."""
+    ask(postgresql, 'CREATE SCHEMA "Vault"')
+    bank = Bank(postgresql).migrate(payment(db_table='Vault"."Payment'), EnforceFence("payment"))
+    bank.add(7)
+    with pytest.raises(IntegrityError, match="Payment.fence, from 7 to 6"):
+        set_fence(postgresql, "6", table='"Vault"."Payment"')
+    bank.undo()
+    assert _functions(postgresql) == []
+
+
+def test_table_in_another_mysql_database(mysql: str) -> None:
+    """A table that is named with its database has its trigger there."""
+    other = f"{connections[mysql].settings_dict['NAME']}_vault"
+    ask_mysql(f"CREATE DATABASE {other}")
+    try:
+        bank = Bank(mysql).migrate(payment(db_table=f"{other}`.`payment"))
+        bank.migrate(EnforceFence("payment"))
+        bank.add(7)
+        with pytest.raises(IntegrityError):
+            set_fence(mysql, "6", table=f"{other}.payment")
+        bank.undo()
+        set_fence(mysql, "6", table=f"{other}.payment")
+    finally:
+        connections[mysql].close()
+        ask_mysql(f"DROP DATABASE {other}")
+
+
+class Elsewhere:
+    """A router that keeps all models of the bank away."""
+
+    def allow_migrate(self, db: str, app_label: str, **hints: Any) -> bool | None:
+        """Allow what is not the bank's."""
+        return False if app_label == "bank" else None
+
+
+def test_router_keeps_the_trigger_away(sqlite: str) -> None:
+    """Where a model may not be migrated, its trigger is not made, nor dropped on the way back."""
+    with override_settings(DATABASE_ROUTERS=[Elsewhere()]):
+        bank = Bank(sqlite).migrate(payment()).migrate(EnforceFence("payment"))
+        assert triggers(sqlite) == {}
+        bank.undo(2)
+
+
+def test_unmanaged_table_is_left_alone(sqlite: str) -> None:
+    """As every other operation leaves it."""
+    Bank(sqlite).migrate(payment(managed=False)).migrate(EnforceFence("payment"))
+    assert triggers(sqlite) == {}
+
+
+def test_database_without_a_trigger_is_refused(
+    sqlite: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No migration pretends to protect what it does not."""
+    bank = Bank(sqlite).migrate(payment())
+    monkeypatch.setattr(connections[sqlite], "vendor", "oracle")
+    with pytest.raises(NotSupportedError, match="EnforceFence knows no trigger"):
+        bank.sql(EnforceFence("payment"))
+
+
+def test_account_that_may_make_no_trigger_is_told(mysql: str) -> None:
+    """MySQL's refusal comes with what is missing."""
+    bank = Bank(mysql).migrate(payment())
+    name = connections[mysql].settings_dict["NAME"]
+    user = f"u_{name[-12:]}"
+    ask_mysql(f"CREATE USER {user} IDENTIFIED BY 'only for tests'")
+    ask_mysql(f"GRANT SELECT, UPDATE, ALTER, CREATE ON {name}.* TO {user}")
+    try:
+        with alias_like(mysql, USER=user, PASSWORD="only for tests") as limited:
+            bank.using = limited
+            with pytest.raises(OperationalError, match="TRIGGER command denied") as caught:
+                bank.migrate(EnforceFence("payment"))
+            assert "log_bin_trust_function_creators" in "".join(caught.value.__notes__)
+    finally:
+        ask_mysql(f"DROP USER {user}")

@@ -1,0 +1,230 @@
+"""Triggers on fences, and what migrations do to their tables behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from django.core.exceptions import FieldDoesNotExist, FieldError
+from django.db import models
+from django.db.migrations import operations
+from django.db.migrations.operations.base import Operation
+
+from django_distlock.fencing.operations import EnforceFence, RelaxFence
+
+from .enforcing import TABLE, Bank, assert_enforced, payment, set_fence, text, triggers
+
+#: What may come behind, and where the fence is then.
+CHANGES: dict[str, tuple[Sequence[Operation], str]] = {
+    "RunSQL": ([operations.RunSQL(f"UPDATE {TABLE} SET mark = 1", "")], TABLE),
+    "AlterField": ([operations.AlterField("payment", "note", text(default="?"))], TABLE),
+    "AlterField, the fence": (
+        [operations.AlterField("payment", "fence", models.BigIntegerField(default=1))],
+        TABLE,
+    ),
+    "AlterField, the primary key": (
+        [operations.AlterField("payment", "id", models.AutoField(primary_key=True))],
+        TABLE,
+    ),
+    "AddField": ([operations.AddField("payment", "more", text(default="", unique=False))], TABLE),
+    "AddField, null": ([operations.AddField("payment", "more", text(null=True))], TABLE),
+    "RemoveField": ([operations.RemoveField("payment", "note")], TABLE),
+    "RemoveField, unique": ([operations.RemoveField("payment", "amount")], TABLE),
+    "RenameField": ([operations.RenameField("payment", "note", "words")], TABLE),
+    "AlterModelTable": ([operations.AlterModelTable("payment", "paid")], "paid"),
+    "RenameModel": ([operations.RenameModel("Payment", "Refund")], "bank_refund"),
+    "RenameModel, AlterField": (
+        [
+            operations.RenameModel("Payment", "Refund"),
+            operations.AlterField("refund", "note", text(default="?")),
+        ],
+        "bank_refund",
+    ),
+    "AlterModelTable, AddField, AlterModelTable": (
+        [
+            operations.AlterModelTable("payment", "paid"),
+            operations.AddField("payment", "more", text(default="")),
+            operations.AlterModelTable("payment", "payments"),
+        ],
+        "payments",
+    ),
+    "AddIndex": (
+        [operations.AddIndex("payment", models.Index(fields=["mark"], name="by_mark"))],
+        TABLE,
+    ),
+    "AddConstraint": (
+        [
+            operations.AddConstraint(
+                "payment", models.CheckConstraint(condition=models.Q(mark__gte=0), name="no_debt")
+            )
+        ],
+        TABLE,
+    ),
+    "AlterUniqueTogether": (
+        [operations.AlterUniqueTogether("payment", {("note", "mark")})],
+        TABLE,
+    ),
+    "AlterModelOptions": (
+        [operations.AlterModelOptions("payment", {"ordering": ["note"]})],
+        TABLE,
+    ),
+    "SeparateDatabaseAndState": (
+        [
+            operations.SeparateDatabaseAndState(
+                database_operations=[operations.AlterField("payment", "note", text(default="?"))],
+                state_operations=[operations.AlterField("payment", "note", text(default="?"))],
+            )
+        ],
+        TABLE,
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_trigger_outlives_what_comes_behind(empty: str, change: str) -> None:
+    """A changed table refuses lower fences as before, there and back, and leaves nothing."""
+    behind, table = CHANGES[change]
+    bank = Bank(empty).migrate(payment()).migrate(EnforceFence("payment"))
+    bank.add(7)
+    was = triggers(empty)
+    bank.migrate(*behind)
+    assert_enforced(empty, table)
+    assert list(triggers(empty)) == list(was)
+    bank.undo()
+    assert_enforced(empty)
+    assert triggers(empty) == was
+    bank.undo()
+    assert triggers(empty) == {}
+    set_fence(empty, "0")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_trigger_outlives_what_comes_in_its_own_migration(empty: str, change: str) -> None:
+    """All in one migration ends the same, and so does its way back."""
+    behind, table = CHANGES[change]
+    bank = Bank(empty).migrate(payment()).migrate(EnforceFence("payment"), *behind)
+    model = "Refund" if "RenameModel" in change else "Payment"
+    bank.add(7, model)
+    assert_enforced(empty, table)
+    bank.undo()
+    assert triggers(empty) == {}
+    set_fence(empty, "0")
+
+
+def test_trigger_outlives_a_change_of_what_the_row_points_to(empty: str) -> None:
+    """SQLite makes tables anew that refer to the one that changes."""
+    bank = Bank(empty).migrate(
+        operations.CreateModel("Account", [("code", text(primary_key=True))]),
+        payment(),
+        operations.AddField(
+            "payment", "account", models.ForeignKey("bank.Account", models.CASCADE, null=True)
+        ),
+        EnforceFence("payment"),
+    )
+    bank.add(7)
+    bank.migrate(
+        operations.AlterField("account", "code", models.CharField(primary_key=True, max_length=9))
+    )
+    assert_enforced(empty)
+
+
+def test_name_of_a_table_is_used_again(empty: str) -> None:
+    """Triggers keep their names, and a new table with the old name gets another one."""
+    bank = Bank(empty).migrate(payment(), EnforceFence("payment"))
+    bank.migrate(operations.RenameModel("Payment", "Refund"))
+    bank.migrate(payment(), EnforceFence("payment"))
+    bank.add(7, "Payment")
+    bank.add(7, "Refund")
+    assert_enforced(empty)
+    assert_enforced(empty, "bank_refund")
+    assert len(triggers(empty)) == 2
+    bank.undo()
+    assert_enforced(empty, "bank_refund")
+
+
+def test_deleted_model_comes_back_with_its_trigger(empty: str) -> None:
+    """The way back from DeleteModel makes the table as it was."""
+    bank = Bank(empty).migrate(payment(), EnforceFence("payment"))
+    was = triggers(empty)
+    bank.migrate(operations.DeleteModel("payment"))
+    assert triggers(empty) == {}
+    bank.undo()
+    assert triggers(empty) == was
+    bank.add(7)
+    assert_enforced(empty)
+
+
+def test_way_back_overtakes_a_trigger_that_is_still_to_come(empty: str) -> None:
+    """A table that comes back without its trigger in one migration has none."""
+    bank = Bank(empty).migrate(payment())
+    bank.migrate(EnforceFence("payment"), operations.DeleteModel("payment")).undo()
+    assert triggers(empty) == {}
+    bank.add(7)
+    set_fence(empty, "0")
+
+
+# The fence itself
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        operations.RenameField("payment", "fence", "seal"),
+        operations.RemoveField("payment", "fence"),
+        operations.AlterField("payment", "fence", models.BigIntegerField(db_column="seal")),
+    ],
+    ids=["RenameField", "RemoveField", "AlterField"],
+)
+def test_fence_does_not_change_under_its_trigger(empty: str, change: Operation) -> None:
+    """What some databases refuse and others notice too late is refused before anything is done."""
+    bank = Bank(empty).migrate(payment(), EnforceFence("payment"))
+    bank.add(7)
+    with pytest.raises(FieldError, match=r"RelaxFence\('Payment', field='fence'\)"):
+        bank.migrate(change)
+    assert_enforced(empty)
+    bank.migrate(RelaxFence("payment"), change)
+    assert triggers(empty) == {}
+    bank.undo()
+    if not isinstance(change, operations.RemoveField):
+        assert_enforced(empty)
+
+
+def test_renamed_fence_is_enforced_again(empty: str) -> None:
+    """Between RelaxFence and EnforceFence a fence is renamed, there and back."""
+    bank = Bank(empty).migrate(payment(), EnforceFence("payment"))
+    bank.add(7)
+    bank.migrate(
+        RelaxFence("payment"),
+        operations.RenameField("payment", "fence", "seal"),
+        EnforceFence("payment", field="seal"),
+    )
+    assert_enforced(empty, column="seal")
+    bank.undo()
+    assert_enforced(empty)
+
+
+@pytest.mark.parametrize(
+    ("field", "error"),
+    [
+        ("note", FieldError),
+        ("amount", FieldError),
+        ("id_of_nothing", FieldDoesNotExist),
+    ],
+)
+def test_what_is_no_fence_is_refused(sqlite: str, field: str, error: type[Exception]) -> None:
+    """Text, what may be null and what is not there are refused before anything is done."""
+    bank = Bank(sqlite).migrate(payment())
+    with pytest.raises(error, match=f"Payment.*{field}"):
+        bank.migrate(EnforceFence("payment", field=field))
+
+
+def test_fence_of_a_parent_is_refused(sqlite: str) -> None:
+    """The column is in the parent's table, and so its trigger has to be."""
+    bank = Bank(sqlite).migrate(
+        payment(), operations.CreateModel("Refund", [], bases=("bank.payment",))
+    )
+    with pytest.raises(FieldDoesNotExist, match="belongs to that model"):
+        bank.migrate(EnforceFence("refund"))
+    bank.migrate(EnforceFence("payment"))
+    bank.add(7, "Refund")
+    assert_enforced(sqlite)

@@ -1,0 +1,193 @@
+"""The header that carries a fence to another service."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from django.core.signing import Signer
+
+from django_distlock import InvalidArgument, LockUsageError, distlock
+from django_distlock.core.fences import FENCE_MAX
+from django_distlock.exceptions import InvalidLockBackend
+from django_distlock.fencing.http import HEADER, BadFence, fence_header, read_fence_header
+from django_distlock.fencing.rejecting import Fence
+from tests.contract.helpers import at_once
+
+
+def header_of(key: str = "invoice:42", fence: int = 7) -> str:
+    """Return the text of a header."""
+    return fence_header(Fence(key, fence))[HEADER]
+
+
+def signed_by_hand(text: str, key: str = "only for tests") -> str:
+    """Sign as another implementation with the same secret would."""
+    return Signer(key=key, sep=";", salt="django_distlock.fence").sign(text)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["invoice:42", "a;b;c", "100 % é🔒/?#\n", "\x01", ";", "%3B", "🔒" * 128, "a, b: c"],
+)
+def test_any_key_comes_through(key: str) -> None:
+    """What is sent is plain ASCII, with the key, the fence and a signature."""
+    text = header_of(key)
+    assert text.isascii()
+    assert text.isprintable()
+    assert " " not in text
+    assert text.split(";")[:2] == [quote(key, safe=""), "7"]
+    assert read_fence_header(text) == Fence(key, 7)
+
+
+def test_highest_fence_comes_through() -> None:
+    """Fifteen digits lose none."""
+    assert read_fence_header(header_of(fence=FENCE_MAX)).fence == FENCE_MAX
+
+
+def test_header_has_its_form_for_good() -> None:
+    """Services of different releases talk to each other: its form is part of the interface."""
+    signature = "v-Fhjcs234QdKssiyTqSiGUtagNXyZTWzdv3U7kFJR8"
+    assert header_of() == f"invoice%3A42;7;{signature}" == signed_by_hand("invoice%3A42;7")
+
+
+def test_lease_is_what_one_sends(key: str) -> None:
+    """Its key and fence arrive, and nothing of its token."""
+    with distlock(key, backend="memory") as lease:
+        text = fence_header(lease)[HEADER]
+        assert read_fence_header(text) == Fence(key, lease.fence)
+        assert lease.token not in text
+
+
+def test_lease_without_a_fence_is_refused(key: str) -> None:
+    """A block that runs without its lock has nothing to send."""
+    with distlock(key, backend="memory"):
+
+        def run() -> bool:
+            with distlock(key, backend="memory", wait=0, on_conflict="run") as lease:
+                assert not lease.held
+                with pytest.raises(LockUsageError, match="no fence"):
+                    fence_header(lease)
+            return True
+
+        assert at_once([run]) == [True]
+
+
+def changed(text: str, place: int) -> str:
+    """Change one character into another one that may stand there."""
+    other = "8" if text[place] != "8" else "9"
+    return f"{text[:place]}{other}{text[place + 1 :]}"
+
+
+def test_no_character_may_be_changed() -> None:
+    """Key, fence and signature belong together: whatever is changed, it is refused."""
+    text = header_of()
+    for place, character in enumerate(text):
+        if character != ";":
+            with pytest.raises(BadFence, match="DISTLOCK_FENCE_SECRET"):
+                read_fence_header(changed(text, place))
+
+
+def test_signature_of_another_fence_is_refused() -> None:
+    """A stale holder does not raise its fence by itself, nor name another key."""
+    key, _fence, signature = header_of(fence=7).split(";")
+    for forged in (f"{key};8;{signature}", f"other;7;{signature}", f"{key};7;AAAA"):
+        with pytest.raises(BadFence) as caught:
+            read_fence_header(forged)
+        assert caught.value.code == "bad_fence"
+        assert isinstance(caught.value, InvalidArgument)
+
+
+MALFORMED = [
+    "",
+    "invoice",
+    "invoice;7",
+    ";7;abc",
+    "invoice;;abc",
+    "invoice;7;",
+    "invoice;0;abc",
+    "invoice;-7;abc",
+    "invoice;07;abc",
+    "invoice;7.0;abc",
+    "invoice;\N{ARABIC-INDIC DIGIT SEVEN};abc",
+    f"invoice;{'9' * 16};abc",
+    "in voice;7;abc",
+    "invoice;7;abc;d",
+    "invoice;7;abc\n",
+    "invoice;7;abc, invoice;8;abc",
+    "é;7;abc",
+]
+
+
+@pytest.mark.parametrize("text", MALFORMED)
+def test_malformed_header_is_refused(text: str) -> None:
+    """Before its signature is looked at: it is a mistake, and no forgery."""
+    with pytest.raises(InvalidArgument, match="key;fence;signature") as caught:
+        read_fence_header(text)
+    assert not isinstance(caught.value, BadFence)
+
+
+@pytest.mark.parametrize(
+    "said", ["%FF;7", "%00;7", f"{'k' * 513};7", f"invoice;{FENCE_MAX + 1}", "%ED%A0%80;7"]
+)
+def test_signed_nonsense_is_refused(said: str) -> None:
+    """What no lock is called, or granted, is no fence, whoever signed it."""
+    with pytest.raises(InvalidArgument) as caught:
+        read_fence_header(signed_by_hand(said))
+    assert not isinstance(caught.value, BadFence)
+
+
+# The secret
+
+
+def test_other_secrets_are_refused(settings: Any) -> None:
+    """Two projects do not believe each other by accident."""
+    text = header_of()
+    settings.SECRET_KEY = "another"
+    with pytest.raises(BadFence):
+        read_fence_header(text)
+
+
+def test_services_share_a_secret(settings: Any) -> None:
+    """With the same `DISTLOCK_FENCE_SECRET` their own secret keys do not matter."""
+    settings.DISTLOCK_FENCE_SECRET = "shared"
+    text = header_of()
+    settings.SECRET_KEY = "another"
+    assert read_fence_header(text) == Fence("invoice:42", 7)
+    settings.DISTLOCK_FENCE_SECRET = "not shared"
+    with pytest.raises(BadFence):
+        read_fence_header(text)
+
+
+def test_own_secret_stands_alone(settings: Any) -> None:
+    """Where it is set, what was signed with the project's key is not believed."""
+    text = header_of()
+    settings.DISTLOCK_FENCE_SECRET = "shared"
+    with pytest.raises(BadFence):
+        read_fence_header(text)
+
+
+def test_secret_key_may_be_changed(settings: Any) -> None:
+    """What was signed with a key that is a fallback now is believed."""
+    text = header_of()
+    settings.SECRET_KEY, settings.SECRET_KEY_FALLBACKS = "new", ["older", "only for tests"]
+    assert read_fence_header(text) == Fence("invoice:42", 7)
+    assert header_of() == signed_by_hand("invoice%3A42;7", "new") != text
+
+
+def test_what_else_the_project_signs_is_no_fence() -> None:
+    """A signature that some view makes of a visitor's text is not taken for one of ours."""
+    with pytest.raises(BadFence):
+        read_fence_header(Signer(sep=";").sign("invoice%3A42;8"))
+
+
+def test_bad_secret_is_named_and_not_shown(settings: Any) -> None:
+    """Neither sending nor reading goes on with a secret that is none."""
+    text = header_of()
+    for bad in ("", 5, b"bytes", ["hidden"]):
+        settings.DISTLOCK_FENCE_SECRET = bad
+        with pytest.raises(InvalidLockBackend, match="DISTLOCK_FENCE_SECRET") as caught:
+            header_of()
+        assert "hidden" not in str(caught.value)
+        with pytest.raises(InvalidLockBackend, match="DISTLOCK_FENCE_SECRET"):
+            read_fence_header(text)

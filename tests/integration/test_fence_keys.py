@@ -1,0 +1,248 @@
+"""A row belongs to one key: `fence_key`, `fence_required`, and the checks of both."""
+
+from __future__ import annotations
+
+import datetime
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.apps import apps
+from django.core import checks
+from django.db import connections, models
+from django.test import override_settings
+from django.test.utils import isolate_apps
+
+from django_distlock import FenceRejected, LockUsageError
+from django_distlock.checks.fencing import check_fence_floor, check_fence_keys
+from django_distlock.fencing import Fence, FencedModel
+from django_distlock.fencing.keys import KeyTemplate
+from tests.backends import MEMORY
+from tests.conftest import DECLARED
+from tests.contract.aliases import locks_on
+from tests.services import NO_MARIADB
+from tests.shop.models import Account, SubVault, Vault
+
+from .fenced_rows import stored
+
+
+@pytest.fixture(params=["default", "sqlite", "mariadb"])
+def using(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Give each kind of database, without the rows of others."""
+    if request.param not in connections.settings:
+        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    yield request.param
+    Vault.objects.using(request.param).all()._raw_delete(request.param)
+
+
+def vault(using: str) -> tuple[Vault, Fence, Fence]:
+    """Make a row, with a lease of its key and one of another's."""
+    row = Vault(value=1)
+    row.save(using=using)
+    return row, Fence(f"vault:{row.pk}", 5), Fence(f"vault:{row.pk + 1}", 9)
+
+
+def test_lease_of_the_rows_key_writes(using: str) -> None:
+    """What belongs to the key is read, written and deleted."""
+    row, right, _ = vault(using)
+    rows = Vault.objects.using(using)
+    row.value = 2
+    row.save(lease=right)
+    found = rows.fenced(right).get()
+    found.value = 3
+    found.save()
+    assert rows.fenced(right).update(value=4) == 1
+    assert stored(row) == (4, 5)
+    assert found.delete()[0] == 1
+
+
+def test_lease_of_another_key_is_refused(using: str) -> None:
+    """Whatever its fence, it is not about this row; nothing is changed."""
+    row, _, wrong = vault(using)
+    rows = Vault.objects.using(using)
+    row.value = 2
+    for use in (
+        lambda: row.save(lease=wrong),
+        lambda: row.delete(lease=wrong),
+        lambda: row.raise_fence(wrong),
+        lambda: rows.fenced(wrong).update(value=2),
+        lambda: rows.fenced(wrong).get(pk=row.pk),
+        lambda: rows.fenced(wrong).delete(),
+        lambda: rows.fenced(wrong).bulk_update([row], ["value"]),
+        lambda: rows.fenced(wrong).bulk_create([Vault(pk=row.pk + 7)]),
+        lambda: rows.fenced(Fence("invoice:1", 9)),
+        lambda: row.save(lease=Fence("vault:x", 9)),
+    ):
+        with pytest.raises(LockUsageError, match="belongs to"):
+            use()
+    assert stored(row) == (1, 0)
+
+
+def test_stale_lease_of_the_right_key_is_rejected(using: str) -> None:
+    """The right key does not make an old fence new."""
+    row, right, _ = vault(using)
+    row.raise_fence(Fence(right.key, 6))
+    with pytest.raises(FenceRejected):
+        Vault.objects.using(using).fenced(right).update(value=2)
+
+
+def test_new_row_whose_key_is_not_known(using: str) -> None:
+    """A primary key that the database will choose cannot have been locked."""
+    with pytest.raises(LockUsageError, match="before it is saved"):
+        Vault().save(using=using, lease=Fence("vault:1", 5))
+
+
+def test_model_that_requires_a_lease(using: str) -> None:
+    """Updates and deletions without one are refused; inserts pass."""
+    row, right, _ = vault(using)
+    rows = Vault.objects.using(using)
+    row.value = 2
+    for use in (
+        row.save,
+        row.delete,
+        lambda: row.save(lease=None),
+        lambda: rows.update(value=2),
+        lambda: rows.all().delete(),
+        lambda: rows.bulk_update([row], ["value"]),
+    ):
+        with pytest.raises(LockUsageError, match="under a lease only"):
+            use()
+    assert stored(row) == (1, 0)
+    rows.bulk_create([Vault(value=9)])
+    row.save(lease=right)
+    assert stored(row) == (2, 5)
+
+
+# What a template makes of keys
+
+
+@isolate_apps("tests.shop")
+def _model(**fields: Any) -> type[models.Model]:
+    body = {**fields, "__module__": __name__, "Meta": type("Meta", (), {"app_label": "shop"})}
+    made: type[models.Model] = type("Thing", (models.Model,), body)
+    return made
+
+
+DAY = datetime.date(2026, 11, 21)
+NUMBER = uuid.UUID("12345678-1234-5678-1234-567812345678")
+
+
+@pytest.mark.parametrize(
+    ("fields", "template", "values", "key"),
+    [
+        ({}, "payment:{pk}", {"id": 12}, "payment:12"),
+        ({}, "payment:{id}", {"id": -3}, "payment:-3"),
+        ({"day": models.DateField()}, "{day}:x", {"day": DAY}, "2026-11-21:x"),
+        ({"uid": models.UUIDField()}, "u:{uid}", {"uid": NUMBER}, f"u:{NUMBER}"),
+        (
+            {"name": models.TextField(), "n": models.IntegerField()},
+            "{n}:{name}",
+            {"name": "a:b", "n": 7},
+            "7:a:b",
+        ),
+        (
+            {"account": models.ForeignKey(Account, models.CASCADE)},
+            "account:{account}",
+            {"account_id": 4},
+            "account:4",
+        ),
+        (
+            {"account": models.ForeignKey(Account, models.CASCADE)},
+            "account:{account_id}:{{x}}",
+            {"account_id": 4},
+            "account:4:{x}",
+        ),
+    ],
+)
+def test_key_and_columns(
+    fields: dict[str, Any], template: str, values: dict[str, Any], key: str
+) -> None:
+    """A row's key is made of its columns, and a key says what is in them."""
+    model = _model(**fields)
+    made = KeyTemplate(model, template)
+    assert made.of(model(**values)) == key
+    assert made.columns(key) == values
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "payment:",
+        "payment:x",
+        "payment:012",
+        "payment:1 ",
+        "xpayment:1",
+        "payment:1\n",
+        f"payment:{2**63}",
+    ],
+)
+def test_key_of_no_row(key: str) -> None:
+    """A key that no row's columns make is that of no row."""
+    assert KeyTemplate(_model(), "payment:{pk}").columns(key) is None
+
+
+def test_key_of_a_row_without_values() -> None:
+    """Before a row is saved its key may not be known."""
+    model = _model()
+    assert KeyTemplate(model, "payment:{pk}").of(model()) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("payment", "names no field"),
+        ("payment:{nothing}", "no column {nothing}"),
+        ("{id}:{id}", "once"),
+        ("{id:03}", "plain"),
+        ("{id!r}", "plain"),
+        ("{name}:{other}", "several ways"),
+        ("{id}{name}", "nothing separates"),
+        ("{price}", "no one text"),
+        ("{at}", "no one text"),
+        ("payment:{", "'{'"),
+    ],
+)
+def test_templates_that_cannot_be(template: str, says: str) -> None:
+    """A template that keys cannot be taken apart by is refused, also by the checks."""
+    made = _model(
+        name=models.TextField(),
+        other=models.TextField(),
+        price=models.DecimalField(max_digits=5, decimal_places=2),
+        at=models.DateTimeField(),
+    )
+    with pytest.raises(ValueError, match=says.replace("{", r"\{")):
+        KeyTemplate(made, template)
+
+
+# Checks
+
+
+def test_check_of_fence_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """E002 names the model."""
+    assert check_fence_keys(None) == []
+    monkeypatch.setattr(Vault, "fence_key", "vault:{nothing}")
+    found, child = check_fence_keys([apps.get_app_config("shop")])
+    assert (found.id, found.level, found.obj) == ("distlock.E002", checks.ERROR, Vault)
+    assert child.obj is SubVault
+    assert check_fence_keys([apps.get_app_config("auth")]) == []
+
+
+def test_check_of_fence_floors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W002 names each database backend without a floor, where rows refuse stale fences."""
+    with locks_on("default"):
+        (found,) = check_fence_floor(None)
+    assert (found.id, found.level) == ("distlock.W002", checks.WARNING)
+    assert "DISTLOCK['locks_default']" in found.msg
+    with locks_on("default", FENCE_FLOOR="clock"):
+        assert check_fence_floor(None) == []
+    with override_settings(DISTLOCK={"m": {"BACKEND": MEMORY}}):
+        assert check_fence_floor(None) == []
+    monkeypatch.setattr(apps.get_app_config("shop"), "get_models", list)
+    with locks_on("default"):
+        assert check_fence_floor(None) == []
+
+
+def test_models_are_abstract() -> None:
+    """The app itself has no fenced table of that kind."""
+    assert FencedModel._meta.abstract

@@ -1,0 +1,296 @@
+"""Requests with a stale fence are refused before the view, in synchronous and asynchronous code."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from asgiref.sync import iscoroutinefunction, sync_to_async
+from django.core.signing import Signer
+from django.db import connection, connections
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.test import AsyncClient, Client, override_settings
+from django.urls import path
+
+from django_distlock import LockUsageError
+from django_distlock.core.errors import FenceRejected
+from django_distlock.fencing.http import HEADER, fence_header, fence_required
+from django_distlock.fencing.rejecting import Fence
+from django_distlock.models import SeenFence
+from tests.contract.helpers import Later
+from tests.contract.locking import eventually
+from tests.shop.models import Account
+
+from .histories import Attempt, attempted, rising, wrong
+
+MIDDLEWARE = "django_distlock.fencing.http.FenceMiddleware"
+
+#: What ran, by the path of the request.
+RAN: list[str] = []
+
+
+def below(get_response: Callable[[HttpRequest], Any]) -> Callable[[HttpRequest], Any]:
+    """Be a middleware below."""
+
+    def middleware(request: HttpRequest) -> Any:
+        RAN.append("below")
+        return get_response(request)
+
+    return middleware
+
+
+def told(request: HttpRequest) -> JsonResponse:
+    """Tell the fence that the view got."""
+    RAN.append(request.path)
+    fence = request.fence  # type: ignore[attr-defined]
+    return JsonResponse({"fence": None if fence is None else [fence.key, fence.fence]})
+
+
+async def atold(request: HttpRequest) -> JsonResponse:
+    """Tell it, awaited."""
+    return told(request)
+
+
+def failing(request: HttpRequest) -> HttpResponse:
+    """Fail in the transaction of the request."""
+    RAN.append(request.path)
+    assert connection.in_atomic_block
+    raise ValueError("broken")
+
+
+urlpatterns = [
+    path("told", told),
+    path("atold", atold),
+    path("required", fence_required(told)),
+    path("arequired", fence_required(atold)),
+    path("failing", failing),
+]
+
+
+@pytest.fixture(autouse=True)
+def _project() -> Iterator[None]:
+    RAN.clear()
+    below_path = f"{__name__}.below"
+    with override_settings(ROOT_URLCONF=__name__, MIDDLEWARE=[MIDDLEWARE, below_path]):
+        yield
+
+
+class Caller:
+    """Calls the project as a server of either kind does.
+
+    Args:
+        is_async: Whether an event loop serves.
+    """
+
+    def __init__(self, *, is_async: bool):
+        self.is_async = is_async
+
+    def get(self, url: str, header: str | None = None) -> Any:
+        """Ask, with what stands in the header."""
+        headers = {} if header is None else {HEADER: header}
+        if not self.is_async:
+            return Client(raise_request_exception=False).get(url, headers=headers)
+
+        async def ask() -> Any:
+            client = AsyncClient(raise_request_exception=False)
+            try:
+                return await client.get(url, headers=headers)
+            finally:
+                # A server does so at the end of a request; the client of the tests does not.
+                await sync_to_async(connections.close_all)()
+
+        return asyncio.run(ask())
+
+    def come(self, url: str, key: str, fence: int) -> Any:
+        """Ask with a fence."""
+        return self.get(url, fence_header(Fence(key, fence))[HEADER])
+
+
+@pytest.fixture(params=["wsgi", "asgi"])
+def caller(request: pytest.FixtureRequest) -> Caller:
+    """Give servers of both kinds."""
+    return Caller(is_async=request.param == "asgi")
+
+
+VIEWS = pytest.mark.parametrize("view", ["told", "atold", "required", "arequired"])
+
+
+@VIEWS
+def test_fence_reaches_the_view(caller: Caller, view: str, key: str) -> None:
+    """The first one, the same again, and a higher one."""
+    for fence in (5, 5, 7):
+        answer = caller.come(f"/{view}", key, fence)
+        assert (answer.status_code, answer.json()) == (200, {"fence": [key, fence]})
+    assert SeenFence.objects.get(pk=key).fence == 7
+
+
+@VIEWS
+def test_lower_fence_is_refused(caller: Caller, view: str, key: str) -> None:
+    """412 tells the key and both fences; neither the view nor a middleware below runs."""
+    caller.come(f"/{view}", key, 7)
+    RAN.clear()
+    answer = caller.come(f"/{view}", key, 6)
+    assert answer.status_code == 412
+    assert answer.json() == {"error": "fence_rejected", "key": key, "fence": 6, "seen": 7}
+    assert answer["X-Lock-Fence-Seen"] == "7"
+    assert HEADER not in answer.headers  # Signed, it would let the stale one pass.
+    assert RAN == []
+    assert SeenFence.objects.get(pk=key).fence == 7
+
+
+def test_keys_do_not_matter_to_each_other(caller: Caller, key: str) -> None:
+    """Any key has a mark of its own, whatever is in its name."""
+    caller.come("/told", f"{key};é🔒", 7)
+    answer = caller.come("/told", f"{key};é", 6)
+    assert answer.json() == {"fence": [f"{key};é", 6]}
+    assert caller.come("/told", f"{key};é🔒", 6).json()["key"] == f"{key};é🔒"
+
+
+def test_request_without_a_fence_passes(caller: Caller) -> None:
+    """`request.fence` is None."""
+    answer = caller.get("/told")
+    assert (answer.status_code, answer.json()) == (200, {"fence": None})
+    assert RAN == ["below", "/told"]
+
+
+def test_request_without_a_fence_asks_no_database(caller: Caller) -> None:
+    """Whoever sends none pays nothing."""
+    asked: list[str] = []
+
+    def note(execute: Callable[..., Any], sql: str, *rest: Any) -> Any:
+        asked.append(sql)
+        return execute(sql, *rest)
+
+    with connection.execute_wrapper(note):
+        assert caller.get("/told").status_code == 200
+    assert asked == []
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "invoice;7", "invoice;0;abc", "a b;7;abc"])
+def test_malformed_fence_is_a_bad_request(caller: Caller, text: str) -> None:
+    """400, and nothing runs."""
+    answer = caller.get("/told", text)
+    assert (answer.status_code, answer.json()["error"]) == (400, "invalid_argument")
+    assert RAN == []
+
+
+def test_forged_fence_is_forbidden(caller: Caller, key: str) -> None:
+    """403, nothing runs, and no mark is raised: nobody can lock out the others."""
+    good = fence_header(Fence(key, 5))[HEADER]
+    forged = [good.replace(";5;", ";6;"), Signer(key="another", sep=";").sign(f"{key};6")]
+    for text in forged:
+        answer = caller.get("/told", text)
+        assert (answer.status_code, answer.json()["error"]) == (403, "bad_fence")
+    assert RAN == []
+    assert not SeenFence.objects.filter(pk=key).exists()
+
+
+@pytest.mark.parametrize("view", ["required", "arequired"])
+def test_view_may_require_a_fence(caller: Caller, view: str) -> None:
+    """428 without one, which names the header."""
+    answer = caller.get(f"/{view}")
+    assert answer.status_code == 428
+    assert HEADER in answer.json()["detail"]
+    assert RAN == ["below"]
+
+
+@pytest.mark.parametrize("view", ["required", "arequired"])
+def test_project_without_the_middleware_is_told(view: str) -> None:
+    """A view that requires a fence never runs unguarded: the mistake is named."""
+    with override_settings(MIDDLEWARE=[]), pytest.raises(LockUsageError, match="FenceMiddleware"):
+        Client().get(f"/{view}")
+    assert RAN == []
+
+
+def test_decorated_views_stay_what_they_are() -> None:
+    """Each keeps its name, and whether it is awaited."""
+    assert fence_required(told).__name__ == "told"
+    assert fence_required(atold).__name__ == "atold"
+    assert iscoroutinefunction(fence_required(atold))
+    assert not iscoroutinefunction(fence_required(told))
+
+
+def test_rollback_of_the_request_leaves_the_mark(caller: Caller, key: str) -> None:
+    """With `ATOMIC_REQUESTS` a view that fails takes back what it wrote, and not the fence."""
+    settings = connections["default"].settings_dict
+    settings["ATOMIC_REQUESTS"] = True
+    try:
+        assert caller.come("/failing", key, 7).status_code == 500
+        assert RAN[-1] == "/failing"
+        assert caller.come("/told", key, 6).status_code == 412
+    finally:
+        settings["ATOMIC_REQUESTS"] = False
+
+
+def test_database_that_does_not_answer_lets_nothing_pass(
+    caller: Caller, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows whether the fence is the highest: 500, and nothing runs."""
+    with override_settings(DATABASE_ROUTERS=[_Nowhere()]):
+        answer = caller.come("/told", key, 7)
+    assert answer.status_code == 500
+    assert RAN == []
+
+
+class _Nowhere:
+    """Routes to a database that is not there."""
+
+    def db_for_write(self, model: type, **_: Any) -> str | None:
+        """Answer with an alias that nobody configured."""
+        return "nowhere" if model is SeenFence else None
+
+
+# Many at once
+
+
+def test_no_request_passes_behind_a_higher_fence(caller: Caller, key: str) -> None:
+    """Four clients come with fences that mostly rise; the order is right throughout."""
+
+    def pass_or_raise(fence: int) -> None:
+        status = caller.come("/told", key, fence).status_code
+        assert status in (200, 412)
+        if status == 412:
+            raise FenceRejected(key=key)
+
+    def come(seed: int) -> list[Attempt]:
+        return [attempted(fence, pass_or_raise) for fence in rising(40, seed)]
+
+    clients = [Later(come, seed) for seed in range(4)]
+    together = [each for client in clients for each in client.result(60)]
+    assert wrong(together) == []
+    assert {each.passed for each in together} == {True, False}
+
+
+def test_view_that_is_slow_closes_the_gap_at_the_write(key: str) -> None:
+    """The middleware alone lets a late write through, as documented; the row refuses it."""
+    entered, go, wrote = threading.Event(), threading.Event(), []
+    account = Account.objects.create(name=key)
+
+    def slow(request: HttpRequest) -> HttpResponse:
+        fence = request.fence  # type: ignore[attr-defined]
+        if fence.fence == 5:
+            entered.set()
+            assert go.wait(20)
+        wrote.append(fence.fence)
+        Account.objects.fenced(fence).filter(pk=account.pk).update(value=fence.fence)
+        return HttpResponse()
+
+    urlpatterns.append(path("slow", slow))
+    try:
+        caller = Caller(is_async=False)
+        late = Later(caller.come, "/slow", key, 5)
+        assert eventually(entered.is_set, 20)
+        assert caller.come("/slow", key, 6).status_code == 200
+        go.set()
+        refused = late.result()
+    finally:
+        urlpatterns.pop()
+    assert wrote == [6, 5]
+    assert refused.status_code == 500
+    assert isinstance(refused.exc_info[1], FenceRejected)
+    account.refresh_from_db()
+    assert account.value == 6
+    account.delete()

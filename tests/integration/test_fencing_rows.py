@@ -1,0 +1,307 @@
+"""One row that refuses who comes too late: `save`, `delete`, `fenced`, and what has no lease."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asgiref.sync import async_to_sync
+from django.core.management import call_command
+from django.db import connections, transaction
+from django.db.transaction import TransactionManagementError
+
+from django_distlock import FenceRejected, LockUsageError, distlock
+from django_distlock.fencing import Fence
+from tests.conftest import DECLARED
+from tests.contract.locking import rolled_back
+from tests.services import NO_MARIADB
+from tests.shop.models import Account, Row, Savings, Vault
+
+from .fenced_rows import (
+    NEW,
+    OLD,
+    account,
+    accounts,
+    in_transaction,
+    raised_elsewhere,
+    refused,
+    stored,
+)
+
+
+@pytest.fixture(params=["default", "sqlite", "mariadb"])
+def using(request: pytest.FixtureRequest, key: str) -> Iterator[str]:
+    """Give each kind of database, without the rows of others."""
+    if request.param not in connections.settings:
+        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    yield request.param
+    for model in (Savings, Account, Vault):
+        model.objects.using(request.param).all()._raw_delete(request.param)
+
+
+@pytest.fixture(params=[False, True], ids=["autocommit", "transaction"])
+def atomic(request: pytest.FixtureRequest) -> bool:
+    """Say whether the caller has a transaction open."""
+    chosen: bool = request.param
+    return chosen
+
+
+def test_equal_and_higher_fences_write(using: str, key: str, atomic: bool) -> None:
+    """The holder writes as often as it likes, and so does who comes after it."""
+    row = account(using, key)
+    with in_transaction(using, wanted=atomic):
+        for fence, value in ((5, 2), (5, 3), (9, 4)):
+            row.value = value
+            row.save(lease=Fence("a", fence))
+            assert row.fence == fence
+    assert stored(row) == (4, 9)
+
+
+def test_lower_fence_is_refused_and_changes_nothing(using: str, key: str, atomic: bool) -> None:
+    """A stale save raises, says who refused it, and leaves the row as it is."""
+    row = account(using, key, fence=6)
+    row.value = 99
+    with pytest.raises(FenceRejected) as caught, in_transaction(using, wanted=atomic):
+        row.save(lease=OLD)
+    assert refused(caught.value, row)
+    assert stored(row) == (1, 6)
+
+
+def test_part_of_a_row_is_fenced_as_well(using: str, key: str) -> None:
+    """`update_fields` and deferred fields do not leave the fence out."""
+    row = account(using, key, fence=6)
+    row.value = 2
+    with pytest.raises(FenceRejected):
+        row.save(lease=OLD, update_fields=["value"])
+    part = accounts(using).defer("fence", "name").get(pk=row.pk)
+    part.value = 3
+    with pytest.raises(FenceRejected):
+        part.save(lease=OLD)
+    part.save(lease=NEW)
+    assert stored(row) == (3, 6)
+    row.save(lease=Fence("a", 7), update_fields=["value"])
+    assert stored(row) == (2, 7)
+
+
+def test_nothing_to_save_is_not_fenced(using: str, key: str) -> None:
+    """An empty `update_fields` saves nothing, as everywhere in Django."""
+    row = account(using, key, fence=6)
+    row.save(lease=OLD, update_fields=[])
+    assert stored(row) == (1, 6)
+
+
+def test_row_goes_on_with_what_it_was_read_under(using: str, key: str) -> None:
+    """Read under a lease, changed and saved: the save is fenced without another word."""
+    made = account(using, key)
+    row = accounts(using).fenced(OLD).get(pk=made.pk)
+    raised_elsewhere(made, 6, 2)
+    row.value = 99
+    with pytest.raises(FenceRejected):
+        row.save()
+    with pytest.raises(FenceRejected):
+        row.delete()
+    assert stored(made) == (2, 6)
+
+
+def test_row_goes_on_with_what_it_was_saved_under(using: str, key: str) -> None:
+    """So it does behind a save that named the lease."""
+    row = account(using, key)
+    row.save(lease=OLD)
+    raised_elsewhere(row, 6, 2)
+    with pytest.raises(FenceRejected):
+        row.save()
+    assert stored(row) == (2, 6)
+
+
+def test_save_without_a_lease_keeps_the_fence(using: str, key: str) -> None:
+    """Admin and old code write, and whatever fence they hold in memory is not written."""
+    row = account(using, key)
+    raised_elsewhere(row, 6, 2)
+    row.value, row.fence = 3, 1
+    row.save()
+    assert stored(row) == (3, 6)
+    later = accounts(using).fenced(NEW).get(pk=row.pk)
+    later.value = 4
+    later.save(lease=None)
+    assert stored(row) == (4, 6)
+
+
+def test_new_row_begins_with_the_fence_of_its_lease(using: str, key: str) -> None:
+    """An insert under a lease carries its fence; without one it has none."""
+    row = Account(name=key)
+    row.save(using=using, lease=NEW)
+    assert (row.fence, stored(row)) == (6, (0, 6))
+    assert stored(account(using, key)) == (1, 0)
+
+
+def test_fenced_row_is_raised_and_read_anew(using: str, key: str, atomic: bool) -> None:
+    """`fenced` shows what was written since the row was loaded, and nobody older writes it."""
+    row = account(using, key)
+    raised_elsewhere(row, 5, 7)
+    with in_transaction(using, wanted=atomic):
+        row.raise_fence(NEW)
+    assert (row.value, row.fence) == (7, 6)
+    assert stored(row) == (7, 6)
+    with pytest.raises(FenceRejected) as caught:
+        accounts(using).get(pk=row.pk).raise_fence(OLD)
+    assert refused(caught.value, row)
+
+
+def test_fenced_row_that_is_gone(using: str, key: str) -> None:
+    """A row that somebody has deleted is said to be gone, and not to be stale."""
+    row = account(using, key)
+    accounts(using).filter(pk=row.pk).delete()
+    with pytest.raises(Account.DoesNotExist):
+        row.raise_fence(NEW)
+
+
+def test_delete_is_fenced(using: str, key: str, atomic: bool) -> None:
+    """Who comes too late deletes nothing; the holder does."""
+    row = account(using, key, fence=6)
+    pk = row.pk
+    with pytest.raises(FenceRejected) as caught, in_transaction(using, wanted=atomic):
+        row.delete(lease=OLD)
+    assert refused(caught.value, row)
+    assert row.delete(lease=NEW) == (1, {"shop.Account": 1})
+    assert not accounts(using).filter(pk=pk).exists()
+
+
+def test_refusal_ends_the_transaction(using: str, key: str) -> None:
+    """What was written before it is not committed either; a savepoint saves the rest."""
+    row, other = account(using, key, fence=6), account(using, f"{key}-other")
+    with transaction.atomic(using=using):
+        other.value = 2
+        other.save()
+        with pytest.raises(FenceRejected), transaction.atomic(using=using):
+            row.save(lease=OLD)
+        assert accounts(using).get(pk=other.pk).value == 2
+    assert stored(other) == (2, 0)
+    with rolled_back(using):
+        with pytest.raises(FenceRejected):
+            row.save(lease=OLD)
+        with pytest.raises(TransactionManagementError):
+            other.save()
+
+
+def test_row_without_its_lease_can_be_sent(using: str, key: str) -> None:
+    """A row that is pickled, for a cache or a task, leaves the lease behind."""
+    with distlock(key, backend="memory") as lease:
+        row = account(using, key)
+        row.save(lease=lease)
+        sent = pickle.loads(pickle.dumps(row))
+    assert (sent.pk, sent.fence) == (row.pk, lease.fence)
+    sent.save()
+    assert "_fenced_by" not in sent.__dict__ or sent._fenced_by is None
+
+
+def test_fixture_does_not_lower_a_fence(using: str, key: str, tmp_path: Path) -> None:
+    """`loaddata` brings old values back, and the row goes on refusing."""
+    row = account(using, key)
+    dumped = StringIO()
+    call_command("dumpdata", "shop.Account", database=using, stdout=dumped)
+    fixture = tmp_path / "rows.json"
+    fixture.write_text(dumped.getvalue())
+    raised_elsewhere(row, 6, 9)
+    call_command("loaddata", str(fixture), database=using, verbosity=0)
+    assert stored(row) == (1, 6)
+
+
+def test_fence_in_the_table_of_a_parent(using: str, key: str, atomic: bool) -> None:
+    """A model that inherits a fenced one is fenced: its own columns, too."""
+    row = Savings(name=key, value=1, interest=1)
+    row.save(using=using, lease=NEW)
+    row.interest = row.value = 2
+    with pytest.raises(FenceRejected), in_transaction(using, wanted=atomic):
+        row.save(lease=OLD)
+    with pytest.raises(FenceRejected), in_transaction(using, wanted=atomic):
+        Savings.objects.using(using).fenced(OLD).filter(name=key).update(interest=3, value=3)
+    found = Savings.objects.using(using).get(pk=row.pk)
+    assert (found.value, found.interest, found.fence) == (1, 1, 6)
+    assert Savings.objects.using(using).fenced(NEW).filter(name=key).update(interest=4) == 1
+    found.refresh_from_db()
+    assert (found.interest, found.fence) == (4, 6)
+
+
+def test_asynchronous_twins(using: str, key: str) -> None:
+    """`asave`, `adelete` and `afenced` do the same."""
+    row = account(using, key, fence=6)
+
+    async def use() -> None:
+        with pytest.raises(FenceRejected):
+            await row.asave(lease=OLD)
+        row.value = 3
+        await row.asave(lease=NEW)
+        async with distlock(key, backend="redis") as lease:
+            assert await lease.afenced(row) is row
+            assert row.fence == lease.fence > 6
+        with pytest.raises(FenceRejected):
+            await row.adelete(lease=OLD)
+        await row.adelete(lease=lease)
+
+    # `sync_to_async` runs in the thread that waits, where the test's own connections are.
+    async_to_sync(use)()
+    assert not accounts(using).filter(name=key).exists()
+
+
+def test_lease_writes(using: str, key: str) -> None:
+    """A lease is what people write under; the one before it is refused."""
+    row = account(using, key)
+    with distlock(key, backend="redis") as first:
+        assert first.fenced(row) is row
+    with distlock(key, backend="redis") as second:
+        other = accounts(using).fenced(second).get(pk=row.pk)
+        other.value = 2
+        other.save()
+    with pytest.raises(FenceRejected) as caught:
+        row.save()
+    assert caught.value.key == key
+    assert (caught.value.fence, caught.value.current) == (first.fence, second.fence)
+    assert stored(row) == (2, second.fence)
+
+
+@pytest.mark.parametrize("nothing", ["a lease", None, Row(), 7])
+def test_only_a_lease_fences(key: str, nothing: Any) -> None:
+    """What has no fence is refused before the database is asked."""
+    with pytest.raises(LockUsageError, match="has no fence"):
+        accounts("default").fenced(nothing)
+
+
+def test_block_without_its_lock_fences_nothing(key: str) -> None:
+    """`on_conflict="run"` gives a lease that is none."""
+    row = account("default", key)
+    taken = distlock(key, backend="memory", ttl=30).acquire()
+    try:
+        with distlock(key, backend="memory", wait=0, on_conflict="run") as lease:
+            assert not lease.held
+            with pytest.raises(LockUsageError, match="has no fence"):
+                row.save(lease=lease)
+            with pytest.raises(LockUsageError, match="has no fence"):
+                lease.fenced(row)
+    finally:
+        taken.release()
+
+
+def test_row_that_is_no_fenced_model(key: str) -> None:
+    """Other models are refused by name."""
+    with distlock(key, backend="memory") as lease, pytest.raises(LockUsageError, match="Row"):
+        lease.fenced(Row())  # type: ignore[type-var]
+
+
+def test_row_in_an_event_loop(using: str, key: str) -> None:
+    """Asynchronous reads are marked as well."""
+    row = account(using, key, fence=6)
+
+    async def read() -> None:
+        with pytest.raises(FenceRejected):
+            await accounts(using, key).fenced(OLD).aget(pk=row.pk)
+        found = [each async for each in accounts(using, key).fenced(Fence("a", 8))]
+        assert [each.fence for each in found] == [8]
+        found = [each async for each in accounts(using, key).fenced(Fence("a", 9)).aiterator()]
+        assert [each.fence for each in found] == [9]
+
+    async_to_sync(read)()
+    assert stored(row) == (1, 9)

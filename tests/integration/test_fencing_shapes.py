@@ -1,0 +1,197 @@
+"""Models and queries of unusual shapes, fenced as others are."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.db import DatabaseError, IntegrityError, connections, transaction
+from django.db.models import F, Window
+from django.db.models.functions import RowNumber
+
+from django_distlock import FenceRejected, LockUsageError, distlock
+from django_distlock.fencing import Fence, FenceField
+from tests.conftest import DECLARED
+from tests.contract.aliases import locks_on
+from tests.contract.helpers import Later
+from tests.services import NO_MARIADB
+from tests.shop.models import Account, Deep, Named, Plain, SubVault, Vault
+
+from .fenced_rows import NEW, OLD, account, accounts, raised_elsewhere, stored
+
+
+@pytest.fixture(params=["default", "sqlite", "mariadb"])
+def using(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Give each kind of database, without the rows of others."""
+    if request.param not in connections.settings:
+        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    yield request.param
+    for model in (Deep, SubVault, Plain, Vault, Named, Account):
+        model._base_manager.using(request.param)._raw_delete(request.param)
+
+
+def test_value_in_the_table_of_a_parent(using: str) -> None:
+    """Fence and value are written together, or not at all."""
+    row = Deep(value=1)
+    row.save(using=using, lease=NEW)
+    rows = Deep.objects.using(using)
+    with pytest.raises(FenceRejected):
+        rows.fenced(OLD).update(value=9)
+    assert stored(row) == (1, 6)
+    with pytest.raises(DatabaseError):
+        rows.fenced(Fence("a", 8)).update(value=None)
+    assert stored(row) == (1, 6)
+    assert rows.fenced(NEW).update(value=2) == 1
+    assert stored(row) == (2, 6)
+
+
+def test_key_of_a_parents_primary_key(using: str) -> None:
+    """A child of a model with `fence_key` is read and written under the same key."""
+    row = SubVault(value=1)
+    row.save(using=using)
+    right, wrong = Fence(f"vault:{row.pk}", 5), Fence(f"vault:{row.pk + 1}", 5)
+    rows = SubVault.objects.using(using)
+    found = rows.fenced(right).get()
+    found.value, found.more = 2, 3
+    found.save()
+    assert rows.fenced(right).update(more=4) == 1
+    with pytest.raises(LockUsageError, match="belongs to"):
+        rows.fenced(wrong).update(more=5)
+    found = rows.get()
+    assert (found.value, found.more, found.fence) == (2, 4, 5)
+
+
+def test_texts_are_one_key_where_their_bytes_are(using: str) -> None:
+    """Whatever the collation of the column says is equal."""
+    row = Named.objects.using(using).create(name="bob", value=1)
+    for key in ("n:BOB", "n:bob ", "n:b\u00f6b"):
+        with pytest.raises((LockUsageError, Named.DoesNotExist)):
+            Named.objects.using(using).fenced(Fence(key, 5)).filter(pk=row.pk).update(value=9)
+    assert Named.objects.using(using).fenced(Fence("n:bob", 5)).update(value=2) == 1
+    assert stored(row) == (2, 5)
+
+
+def test_column_of_the_fence_has_another_name(using: str) -> None:
+    """A refusal is known by it, and other errors are not taken for one."""
+    row: Any = Named.objects.using(using).create(name="bob", fence=6)
+    bob = Fence("n:bob", 5)
+    with pytest.raises(FenceRejected) as caught:
+        Named.objects.using(using).fenced(bob).update(value=9)
+    assert caught.value.current == 6
+    row.fence_note = None
+    with pytest.raises(IntegrityError, match="fence_note"):
+        row.save(lease=Fence("n:bob", 7))
+
+
+def test_copy_goes_on_under_the_lease(using: str, key: str) -> None:
+    """Here it is the same work; what is sent elsewhere goes without."""
+    with distlock(key, backend="redis") as lease:
+        account(using, key)
+        row = accounts(using, key).fenced(lease).get()
+        assert copy.copy(row)._fenced_by is lease
+        assert pickle.loads(pickle.dumps(row))._fenced_by is None
+        rows = pickle.loads(pickle.dumps(accounts(using, key).fenced(lease)))
+        assert (rows._by, [each.pk for each in rows]) == (None, [row.pk])
+
+
+def test_row_read_anew_under_a_lease(using: str, key: str) -> None:
+    """`refresh_from_db(from_queryset=…)` binds the row to the lease as well."""
+    row = account(using, key)
+    row.refresh_from_db(from_queryset=accounts(using).fenced(OLD))
+    raised_elsewhere(row, 6, 2)
+    with pytest.raises(FenceRejected):
+        row.save()
+
+
+def test_save_of_a_row_that_was_deleted(using: str, key: str) -> None:
+    """However it is asked for, it does not come back; a copy of it is a new row."""
+    made = account(using, key)
+    row = accounts(using).fenced(OLD).get(pk=made.pk)
+    accounts(using).filter(pk=made.pk).delete()
+    for options in ({}, {"update_fields": None}, {"force_update": True}):
+        with pytest.raises(DatabaseError):
+            row.save(**options)
+    row.pk = None
+    row.save()
+    assert accounts(using, key).count() == 1
+    row.delete(lease=OLD)
+    # As in Django, where nobody is told either.
+    made.delete(lease=OLD)
+
+
+def test_condition_over_a_window(using: str, key: str) -> None:
+    """What no UPDATE takes is read first, and then marked."""
+    for number in range(3):
+        account(using, f"{key}-{number}")
+    rows = accounts(using, key).annotate(n=Window(RowNumber(), order_by="name"))
+    assert [row.name for row in rows.filter(n=2).fenced(NEW)] == [f"{key}-1"]
+
+
+def test_unique_column_beside_another(using: str, key: str) -> None:
+    """An expression is no value that one row alone can have."""
+    first, second = account(using, f"{key}-1"), account(using, f"{key}-2")
+    row = accounts(using, key).filter(pk=F("pk")).fenced(NEW).order_by("name").first()
+    assert row is not None
+    assert row.pk == first.pk
+    assert stored(second) == (1, 0)
+
+
+def test_row_that_is_overtaken_while_it_is_read(
+    using: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A newer fence between the mark and the read is a refusal."""
+    row, read = account(using, key), Account.refresh_from_db
+
+    def slowly(self: Account, *args: Any, **kwargs: Any) -> None:
+        Later(raised_elsewhere, row, 9, 2).result()
+        read(self, *args, **kwargs)
+
+    monkeypatch.setattr(Account, "refresh_from_db", slowly)
+    with pytest.raises(FenceRejected) as caught:
+        row.raise_fence(NEW)
+    assert caught.value.current == 9
+
+
+def test_unfenced_save_of_a_row_without_its_fence(using: str, key: str) -> None:
+    """What was not loaded is not made up."""
+    made = account(using, key, fence=6)
+    row = Account._base_manager.using(using).defer("fence").get(pk=made.pk)
+    row.value = 2
+    row.save()
+    assert row.fence == 6
+    assert stored(made) == (2, 6)
+
+
+def test_fence_that_may_be_null() -> None:
+    """It could not refuse on SQLite."""
+    with pytest.raises(ValueError, match="never null"):
+        FenceField(null=True)
+
+
+def test_decorated_function_is_guarded_by_each_call(key: str) -> None:
+    """`@transaction.atomic` enters the same block each time; the guard ends with the call."""
+
+    @transaction.atomic
+    def work() -> None:
+        with distlock(key, backend="memory", wait=0) as lease:
+            lease.guard()
+
+    work()
+    work()
+    assert not Later(distlock(key, backend="memory").locked).result()
+
+
+def test_guard_of_a_long_lease(key: str) -> None:
+    """A ttl beyond PostgreSQL's longest timeout is no error."""
+    ttl = 30 * 24 * 3600
+    with (
+        locks_on("default", MAX_TTL=ttl) as alias,
+        distlock(key, backend=alias, ttl=ttl) as lease,
+        lease.atomic(),
+        connections["default"].cursor() as cursor,
+    ):
+        cursor.execute("SHOW idle_in_transaction_session_timeout")
+        assert cursor.fetchone()[0] != "0"

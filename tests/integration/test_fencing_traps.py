@@ -1,0 +1,206 @@
+"""Ways past the fence of a row that are easily left open."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.db import DatabaseError, connections, transaction
+
+from django_distlock import FenceRejected, LockLost, LockUsageError, distlock
+from django_distlock.fencing import Fence
+from django_distlock.fencing.fields import is_refusal, refused
+from tests.conftest import DECLARED
+from tests.contract.aliases import alias_like
+from tests.contract.helpers import Later
+from tests.services import NO_MARIADB
+from tests.shop.models import Account, Folder, Row, Vault
+
+from .fenced_rows import NEW, OLD, account, accounts, raised_elsewhere, stored
+
+ONE = Fence("tenant:1", 5)
+
+
+@pytest.fixture(params=["default", "sqlite", "mariadb"])
+def using(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Give each kind of database, without the rows of others."""
+    yield from _emptied(request.param)
+
+
+@pytest.fixture
+def mariadb() -> Iterator[str]:
+    """Give the one that reads from snapshots in the midst of locking reads."""
+    yield from _emptied("mariadb")
+
+
+def _emptied(alias: str) -> Iterator[str]:
+    if alias not in connections.settings:
+        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    yield alias
+    for model in (Account, Folder, Vault):
+        model.objects.using(alias).all()._raw_delete(alias)
+
+
+def test_deleted_row_is_not_inserted_again(using: str, key: str) -> None:
+    """What the next holder has deleted stays so, whatever the one before still saves."""
+    made = account(using, key)
+    row = accounts(using).fenced(OLD).get(pk=made.pk)
+    accounts(using).fenced(NEW).filter(pk=made.pk).delete()
+    row.value = 99
+    with pytest.raises(DatabaseError):
+        row.save()
+    assert not accounts(using).filter(name=key).exists()
+
+
+def test_row_of_another_key_is_not_made_ones_own(using: str) -> None:
+    """A write that changes the column of the key is judged by what was there before."""
+    theirs = Folder.objects.using(using).create(tenant=2)
+    with pytest.raises(LockUsageError, match="another key"):
+        Folder.objects.using(using).fenced(ONE).filter(pk=theirs.pk).update(tenant=1)
+    theirs.tenant = 1
+    with pytest.raises(LockUsageError, match="another key"):
+        theirs.save(lease=ONE)
+    theirs.refresh_from_db()
+    assert (theirs.tenant, theirs.fence) == (2, 0)
+
+
+def test_row_can_be_given_to_another_key(using: str) -> None:
+    """The holder of its key may, for until then it is its own."""
+    mine = Folder.objects.using(using).create(tenant=1)
+    assert Folder.objects.using(using).fenced(ONE).filter(pk=mine.pk).update(tenant=3) == 1
+
+
+def test_required_lease_is_not_passed_by(using: str) -> None:
+    """Nor by an instance that pretends to be new, nor by an upsert."""
+    made = Vault(value=1)
+    made.save(using=using)
+    unique: dict[str, Any] = {} if using == "mariadb" else {"unique_fields": ["id"]}
+    again: Any = {"update_conflicts": True, "update_fields": ["value"], **unique}
+    for use in (
+        Vault(pk=made.pk, value=99).save,
+        lambda: Vault.objects.using(using).bulk_create([Vault(pk=made.pk, value=99)], **again),
+    ):
+        with pytest.raises(LockUsageError, match="under a lease only"):
+            use(using=using) if use.__name__ == "save" else use()  # type: ignore[call-arg]
+    assert stored(made) == (1, 0)
+    Vault(pk=made.pk + 1, value=2).save(using=using)
+    assert Vault.objects.using(using).get(pk=made.pk + 1).value == 2
+
+
+def test_upsert_does_not_lower_a_fence(using: str, key: str) -> None:
+    """Without a lease it may change other columns; the fence is refused, however it is said."""
+    row = account(using, key, fence=6)
+    unique: list[Any] = [] if using == "mariadb" else [["id"]]
+    rows = accounts(using)
+    with pytest.raises(LockUsageError, match="not set"):
+        rows.bulk_create([Account(pk=row.pk, fence=0)], None, False, True, ["fence"], *unique)
+    rows.bulk_create([Account(pk=row.pk, name=key, value=3)], None, False, True, ["value"], *unique)
+    assert stored(row) == (3, 6)
+
+
+UNMARKED: dict[str, Callable[[Any], Any]] = {
+    "values": lambda rows: rows.values("value").fenced(NEW),
+    "values_list": lambda rows: rows.values_list("value", flat=True).fenced(NEW),
+    "or": lambda rows: rows | rows.fenced(NEW),
+    "and": lambda rows: rows.fenced(NEW) & rows,
+    "xor": lambda rows: rows ^ rows.fenced(NEW),
+    "raw": lambda rows: rows.fenced(NEW).raw("SELECT * FROM shop_account"),
+}
+
+
+@pytest.mark.parametrize("read", UNMARKED.values(), ids=UNMARKED)
+def test_reads_that_would_go_unmarked(key: str, read: Callable[[Any], Any]) -> None:
+    """What cannot be fenced is refused, and not read plainly."""
+    row = account("default", key)
+    with pytest.raises(LockUsageError):
+        list(read(accounts("default", key)))
+    assert stored(row) == (1, 0)
+    Account.objects.filter(pk=row.pk).delete()
+
+
+def test_querysets_under_one_lease_combine(using: str, key: str) -> None:
+    """They go on under it."""
+    first, second = account(using, f"{key}-1"), account(using, f"{key}-2")
+    either = accounts(using, f"{key}-1").fenced(NEW) | accounts(using, f"{key}-2").fenced(NEW)
+    assert {row.pk for row in either} == {first.pk, second.pk}
+    assert stored(first) == stored(second) == (1, 6)
+
+
+def test_fenced_queryset_can_be_copied(using: str, key: str) -> None:
+    """`deepcopy`, which Django's own subqueries use, does not copy the lease."""
+    account(using, key)
+    with distlock(key, backend="memory") as lease:
+        rows = copy.deepcopy(accounts(using, key).fenced(lease))
+        assert rows._by is lease
+        assert [row.fence for row in rows] == [lease.fence]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'invalid input syntax for type bigint: "distlock:6:12:fence"',
+        "ungültige Eingabesyntax für Typ bigint: »distlock:6:12:fence«",
+        "syntaxe en entrée invalide pour le type bigint : « distlock:6:12:fence »",
+    ],
+)
+def test_servers_of_other_languages(text: str) -> None:
+    """PostgreSQL says what was wrong in its own language, and with its own quotes."""
+    error = DatabaseError(text)
+    assert is_refusal(error, Account)
+    assert refused(error, Account) == (12, 6)
+
+
+def test_refusal_behind_an_older_snapshot(mariadb: str, key: str) -> None:
+    """A transaction that reads from before the other's mark still learns which fence it met."""
+    with alias_like(mariadb, OPTIONS={"isolation_level": "repeatable read"}) as snapshot:
+        row = account(mariadb, key)
+        with pytest.raises(FenceRejected) as caught, transaction.atomic(using=snapshot):  # noqa: PT012
+            assert accounts(snapshot, key).count() == 1
+            raised_elsewhere(row, 6, 2)
+            accounts(snapshot, key).fenced(OLD).update(value=3)
+        assert caught.value.current == 6
+    assert stored(row) == (2, 6)
+
+
+@pytest.mark.parametrize("checked", ["OFF", "ON"])
+def test_guard_behind_an_older_snapshot(mariadb: str, key: str, checked: str) -> None:
+    """What a transaction has seen before the grant is not protected by it."""
+    options = {
+        "isolation_level": "repeatable read",
+        "init_command": f"SET SESSION innodb_snapshot_isolation={checked}",
+    }
+    with alias_like(mariadb, OPTIONS=options) as snapshot:
+        lease = None
+        with pytest.raises(LockLost), transaction.atomic(using=snapshot):  # noqa: PT012
+            assert Row.objects.using(snapshot).filter(name=key).count() == 0
+            lease = Later(distlock(key, backend="mariadb").acquire).result()
+            lease.guard(snapshot)
+        assert lease is not None
+        Later(lease.release).result()
+
+
+def test_refused_guard_leaves_the_callers_bound(key: str) -> None:
+    """The caller's `lock_timeout` is its own again, whatever the guard has found."""
+    lease = distlock(key, backend="postgres").acquire()
+    Later(distlock(key, backend="postgres")._store.force_release, key).result()
+    with transaction.atomic(), connections["default"].cursor() as cursor:
+        with pytest.raises(LockLost):
+            lease.guard()
+        cursor.execute("SHOW lock_timeout")
+        assert cursor.fetchone()[0] == "0"
+
+
+def test_mode_that_is_not_strict(mariadb: str, key: str) -> None:
+    """MySQL refuses also where it would cut numbers to what fits."""
+    with alias_like(mariadb, OPTIONS={"sql_mode": ""}) as lax:
+        row = account(lax, key, fence=6)
+        with pytest.raises(FenceRejected):
+            accounts(lax, key).fenced(OLD).update(value=9)
+        assert stored(account_of(mariadb, row)) == (1, 6)
+
+
+def account_of(using: str, row: Account) -> Account:
+    """Return the same row by another alias."""
+    return accounts(using).get(pk=row.pk)

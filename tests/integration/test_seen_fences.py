@@ -1,0 +1,211 @@
+"""The highest fence that was seen for a key, on every database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from django.db import connections, transaction
+
+from django_distlock import BackendUnavailable, LockUsageError
+from django_distlock.connections import LockConnections, in_test_case
+from django_distlock.core.errors import FenceRejected
+from django_distlock.core.fences import FENCE_MAX
+from django_distlock.fencing import seen
+from django_distlock.fencing.rejecting import Fence
+from django_distlock.fencing.seen import see
+from django_distlock.models import SeenFence
+from tests.conftest import DECLARED
+from tests.contract.helpers import Later, at_once
+from tests.contract.locking import rolled_back
+from tests.processes import spawn
+from tests.services import NO_MARIADB
+
+from .histories import Attempt, attempted, rising, wrong
+
+#: Aliases of the tests' databases; SQLite has one writer per file.
+SERVERS = ["default", "serializable", "mariadb"]
+
+
+def alias(request: pytest.FixtureRequest) -> str:
+    """Return the alias that a fixture was made for, if there is such a server."""
+    alias: str = request.param
+    if alias not in connections.settings:
+        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    return alias
+
+
+@pytest.fixture(params=[*SERVERS, "sqlite"])
+def using(request: pytest.FixtureRequest) -> str:
+    """Give each database in turn."""
+    return alias(request)
+
+
+@pytest.fixture(params=SERVERS)
+def server(request: pytest.FixtureRequest) -> str:
+    """Give each database in turn that has more than one writer."""
+    return alias(request)
+
+
+def row(using: str, key: str) -> SeenFence:
+    """Read the row of a key, from a connection that sees only what is committed."""
+    return Later(SeenFence.objects.using(using).get, pk=key).result()
+
+
+def test_mark_is_raised(using: str, key: str) -> None:
+    """The first fence makes it, a higher one raises it, and the time of that is noted."""
+    assert see(Fence(key, 5), using) == 5
+    first = row(using, key)
+    assert first.fence == 5
+    assert see(Fence(key, 7), using) == 7
+    second = row(using, key)
+    assert second.fence == 7
+    assert second.raised_at > first.raised_at
+
+
+def test_lower_fence_is_told_the_mark(using: str, key: str) -> None:
+    """It changes nothing."""
+    see(Fence(key, 7), using)
+    before = row(using, key)
+    assert see(Fence(key, 6), using) == 7
+    assert row(using, key).raised_at == before.raised_at
+
+
+@pytest.mark.parametrize("fence", [7, 6])
+def test_fence_that_was_seen_costs_one_query(server: str, key: str, fence: int) -> None:
+    """Equal or lower, nothing is written."""
+    see(Fence(key, 7), server)
+    asked: list[str] = []
+
+    def note(execute: Callable[..., object], sql: str, *rest: object) -> object:
+        asked.append(sql.split()[0])
+        return execute(sql, *rest)
+
+    with connections[server].execute_wrapper(note):
+        see(Fence(key, fence), server)
+    assert asked == ["SELECT"]
+
+
+def test_keys_are_told_apart_by_their_bytes(using: str, key: str) -> None:
+    """Case, accents and spaces at the end make another key; the longest fits."""
+    keys = [key, key.upper(), f"{key}e", f"{key}é", f"{key} ", f"{key}🔒", "é" * 250 + key[-12:]]
+    for fence, each in enumerate(keys, 1):
+        see(Fence(each, fence), using)
+    assert [row(using, each).fence for each in keys] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_highest_fences_are_told_apart(using: str, key: str) -> None:
+    """Fifteen digits lose none."""
+    assert see(Fence(key, FENCE_MAX - 1), using) == FENCE_MAX - 1
+    assert see(Fence(key, FENCE_MAX), using) == FENCE_MAX
+    assert see(Fence(key, FENCE_MAX - 1), using) == FENCE_MAX
+
+
+def test_rollback_of_the_caller_leaves_the_mark(server: str, key: str) -> None:
+    """It was committed by itself, when made and when raised."""
+    for fence in (5, 7):
+        with rolled_back(server):
+            SeenFence.objects.using(server).exists()
+            assert see(Fence(key, fence), server) == fence
+            assert row(server, key).fence == fence
+        assert row(server, key).fence == fence
+
+
+def test_own_transaction_on_sqlite_is_named(key: str) -> None:
+    """With one writer per file, the caller's transaction is in the way, and the error says so."""
+    with (
+        transaction.atomic(using="sqlite"),
+        pytest.raises(LockUsageError, match="one writer") as caught,
+    ):
+        see(Fence(key, 5), "sqlite")
+    assert caught.value.code == "self_blocked"
+
+
+def test_test_case_takes_the_mark_back(server: str, key: str) -> None:
+    """Inside of a `TestCase` all goes through its transaction."""
+    outermost = transaction.atomic(using=server)
+    outermost._from_testcase = True  # type: ignore[attr-defined]
+    with outermost:
+        assert in_test_case(connections[server])
+        assert see(Fence(key, 5), server) == 5
+        assert see(Fence(key, 7), server) == 7
+        assert see(Fence(key, 6), server) == 7
+        transaction.set_rollback(True, using=server)
+    assert not SeenFence.objects.using(server).filter(pk=key).exists()
+
+
+def test_no_connection_free_is_no_pass(
+    server: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where none can be asked, nobody is told that a fence is the highest."""
+    ours = LockConnections(server, 1)
+    monkeypatch.setattr(seen, "_connections", lambda using: ours)
+    with transaction.atomic(using=server), ours.use(), pytest.raises(BackendUnavailable):
+        Later(_inside, server, key).result()
+    ours.close_all()
+    assert not SeenFence.objects.using(server).filter(pk=key).exists()
+
+
+def _inside(using: str, key: str) -> None:
+    with transaction.atomic(using=using):
+        see(Fence(key, 5), using)
+
+
+# Many at once
+
+
+def passing(using: str, key: str) -> Callable[[int], None]:
+    """Give what passes with a fence or raises, as the middleware does."""
+
+    def act(fence: int) -> None:
+        mark = see(Fence(key, fence), using)
+        assert mark >= fence
+        if mark > fence:
+            raise FenceRejected(key=key)
+
+    return act
+
+
+def test_those_who_make_a_mark_at_once_agree(using: str, key: str) -> None:
+    """One row comes of it, with the highest fence, and nobody meets an error."""
+    for number in range(10):
+        each = f"{key}-{number}"
+        fences = [3, 1, 4, 2, 4, 1]
+        acts = [partial(attempted, fence, passing(using, each)) for fence in fences]
+        history = at_once(acts)
+        assert wrong(history) == []
+        assert [attempt.passed for attempt in history if attempt.fence == 4] == [True, True]
+        assert row(using, each).fence == 4
+
+
+LAST = 120
+
+
+def test_no_lower_fence_passes_behind_a_higher_one(using: str, key: str) -> None:
+    """Three processes come with fences that mostly rise; the order is right throughout."""
+    target = "tests.integration.test_seen_fences:come_rising"
+    workers = [spawn(target, using, key, seed) for seed in range(3)]
+    try:
+        for worker in workers:
+            worker.wait_for("ready", timeout=60)
+        for worker in workers:
+            worker.send("go")
+        together = [Attempt(*each) for worker in workers for each in worker.result(timeout=90)]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert wrong(together) == []
+    assert {each.passed for each in together} == {True, False}
+    assert row(using, key).fence == LAST
+
+
+def come_rising(using: str, key: str, seed: int) -> list[Attempt]:
+    """Be a process of a service."""
+    connections[using].ensure_connection()
+    print("ready")
+    input()
+    act = passing(using, key)
+    history = [attempted(fence, act) for fence in rising(LAST, seed)]
+    connections.close_all()
+    return history
