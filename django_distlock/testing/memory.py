@@ -1,0 +1,218 @@
+"""Locks of a test, kept in memory, and forgotten behind it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from django.conf import settings as django_settings
+
+from ..backends.base import BaseLockBackend
+from ..conf import DEFAULT_BACKENDS, aliases, backend_config
+from ..core.durations import Duration
+from ..core.errors import InvalidArgument
+from ..handler import lock_backends
+from ..signals import lock_lost, lock_taken_over
+from .assertions import assert_locked, assert_not_locked
+from .others import expire, hold, steal
+from .outages import lose_connection
+from .pauses import simulate_pause
+from .timeline import Timeline
+
+if TYPE_CHECKING:
+    import unittest
+
+D = TypeVar("D", bound=Callable[..., Any])
+
+MEMORY = "django_distlock.backends.memory.MemoryBackend"
+
+
+class Locks:
+    """What a test does to the locks of its `memory_locks`. The functions of the same names."""
+
+    def __init__(self, timeline: Timeline):
+        self._timeline = timeline
+
+    def advance(self, seconds: Duration) -> None:
+        """Let time pass at once: see `advance`."""
+        self._timeline.advance(seconds)
+
+    assert_locked = staticmethod(assert_locked)
+    assert_not_locked = staticmethod(assert_not_locked)
+    expire = staticmethod(expire)
+    hold = staticmethod(hold)
+    lose_connection = staticmethod(lose_connection)
+    simulate_pause = staticmethod(simulate_pause)
+    steal = staticmethod(steal)
+
+
+def memory_locks(
+    *, attr_name: str | None = None, kwarg_name: str | None = None, **settings: Any
+) -> MemoryLocks:
+    """Keep locks in memory: for a block, a function, or each test of a class.
+
+    Each alias of `DISTLOCK` becomes a memory backend that knows of nothing yet. What it says about
+    keys, ttl and waiting stays as it is. Behind the block, or the test, all of it is gone, and the
+    backends from before are back.
+
+        with memory_locks(WAIT=0) as locks: ...
+
+        @memory_locks()
+        class CaptureTests(TestCase): ...
+
+    Args:
+        attr_name: On a class: the attribute of a test in which it finds the `Locks`.
+        kwarg_name: On a function: the argument that is given the `Locks`.
+        settings: What every alias says instead: `TTL`, `WAIT`, …
+
+    Raises:
+        InvalidArgument: `BACKEND` or `OPTIONS`, which are its own.
+    """
+    for name in ("BACKEND", "OPTIONS"):
+        if name in settings:
+            raise InvalidArgument(f"memory_locks() says itself what {name} is.")
+    return MemoryLocks(settings, attr_name, kwarg_name)
+
+
+class MemoryLocks:
+    """A context manager and decorator, made by `memory_locks()`."""
+
+    def __init__(self, settings: dict[str, Any], attr_name: str | None, kwarg_name: str | None):
+        self._settings = settings
+        self._attr_name = attr_name
+        self._kwarg_name = kwarg_name
+        self._entered: list[_InMemory] = []
+
+    def __enter__(self) -> Locks:
+        timeline = Timeline()
+        entered = _InMemory(timeline, self._settings)
+        entered.begin()
+        self._entered.append(entered)
+        return Locks(timeline)
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._entered.pop().end()
+
+    def __call__(self, decorated: D) -> D:
+        """Keep locks in memory for each call of a function, or each test of a class.
+
+        Raises:
+            TypeError: A class that is no `unittest.TestCase`.
+        """
+        import unittest  # Not at the top, as Django's test tools: a plugin of pytest imports this.
+
+        if not isinstance(decorated, type):
+            return self._around(decorated)
+        if not issubclass(decorated, unittest.TestCase):
+            raise TypeError(
+                "Only subclasses of unittest.TestCase can be decorated with memory_locks()."
+                " With pytest, use the fixture memory_locks."
+            )
+        self._set_up(decorated)
+        return cast("D", decorated)
+
+    def _around(self, function: D) -> D:
+        def with_locks(kwargs: dict[str, Any], locks: Locks) -> dict[str, Any]:
+            return {**kwargs, self._kwarg_name: locks} if self._kwarg_name else kwargs
+
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def wrapper(*args: Any, **kwargs: Any) -> Any:
+                with self as locks:
+                    return await function(*args, **with_locks(kwargs, locks))
+
+        else:
+
+            @functools.wraps(function)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                with self as locks:
+                    return function(*args, **with_locks(kwargs, locks))
+
+        return cast("D", wrapper)
+
+    def _set_up(self, case: type[unittest.TestCase]) -> None:
+        original = case.setUp
+
+        @functools.wraps(original)
+        def set_up(test: unittest.TestCase) -> None:
+            locks = test.enterContext(self)
+            if self._attr_name:
+                setattr(test, self._attr_name, locks)
+            original(test)
+
+        case.setUp = set_up  # type: ignore[assignment, method-assign]
+
+
+class _InMemory:
+    """The settings and backends of a block, and those that come back behind it."""
+
+    def __init__(self, timeline: Timeline, settings: dict[str, Any]):
+        from django.test.utils import override_settings
+
+        self._timeline = timeline
+        configured = getattr(django_settings, "DISTLOCK", DEFAULT_BACKENDS)
+        backend = {"BACKEND": MEMORY, "OPTIONS": {"clock": timeline}}
+        self._override = override_settings(
+            DISTLOCK={alias: {**configured[alias], **settings, **backend} for alias in aliases()}
+        )
+        self._before: dict[str, BaseLockBackend] = {}
+        self._kept_events = False
+
+    def begin(self) -> None:
+        """Be what is configured.
+
+        Raises:
+            InvalidLockBackend: A setting breaks a rule.
+        """
+        self._before = dict(lock_backends._backends)
+        self._override.enable()
+        try:
+            for alias in aliases():
+                backend_config(alias)
+        except BaseException:
+            self._put_back()
+            raise
+        self._timeline.begin()
+        # Nobody looks for them in a database, which a test may not touch.
+        events = [each.disconnect(dispatch_uid=_EVENTS) for each in (lock_lost, lock_taken_over)]
+        self._kept_events = any(events)
+
+    def end(self) -> None:
+        """Put back what was there before, and forget all of this."""
+        try:
+            self._timeline.end()
+            for store in self._timeline.stores():
+                _end_threads(store)
+        finally:
+            self._put_back()
+            if self._kept_events:
+                _keep_events()
+
+    def _put_back(self) -> None:
+        self._override.disable()
+        lock_backends._backends.update(self._before)
+
+
+_EVENTS = "django_distlock.events"
+
+
+def _keep_events() -> None:
+    from .. import events
+
+    lock_taken_over.connect(events._note_takeover, dispatch_uid=_EVENTS)
+    lock_lost.connect(events._note_loss, dispatch_uid=_EVENTS)
+
+
+def _end_threads(store: BaseLockBackend) -> None:
+    executor, store._threads._executor = store._threads._executor, None
+    if executor is not None:
+        executor[1].shutdown(wait=False)

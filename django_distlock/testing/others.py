@@ -1,0 +1,142 @@
+"""What somebody else does to a key: another process, on another host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..attempts import Granted
+from ..backends.base import BaseLockBackend
+from ..core.durations import Duration, ttl_seconds
+from ..core.errors import LockNotAcquired, LockUsageError
+from ..core.holders import Holder
+from ..core.keys import new_token
+from ..core.records import Contended, Grant, Record
+from ..handler import lock_backends
+from ..host import monotonic
+from ..keeping import Terms
+from ..leases import Lease
+
+#: Who holds a key where a test does not say.
+ELSEWHERE = Holder(host="elsewhere", process="another process", pid=1)
+
+
+class OthersLease(Lease):
+    """A lease of somebody else. No receiver of this process hears what happens to it."""
+
+    def release(self) -> bool:
+        """Give the key back, whatever transactions this process has open."""
+        return self._release_now() is True
+
+    async def arelease(self) -> bool:
+        """See `release`."""
+        return await self._store.run_async(self.release)
+
+    def _tell(self, signal: Any, **facts: Any) -> None:
+        """Say nothing: it is told elsewhere."""
+
+    def _tell_lost(self, cause: str) -> None:
+        """Say nothing: it is told elsewhere."""
+
+
+@contextmanager
+def hold(
+    key: str,
+    *,
+    backend: str = "default",
+    ttl: Duration | None = None,
+    holder: Holder | None = None,
+    heartbeat: bool = True,
+) -> Iterator[Lease]:
+    """Let somebody else hold a key while the block runs.
+
+    Args:
+        ttl: Seconds (or a `timedelta`), from 0.1 to `MAX_TTL`; None: the `TTL` of the backend.
+        holder: Who it is; None: another process, on a host called "elsewhere".
+        heartbeat: Whether the lease is renewed, as that of a process which lives. False: it ends
+            with its ttl, as that of one which died.
+
+    Raises:
+        LockNotAcquired: The key is held.
+    """
+    lease = taken(lock_backends[backend], key, ttl=ttl, holder=holder)
+    try:
+        if heartbeat:
+            lease.keep()
+        yield lease
+    finally:
+        lease._release_quietly()
+
+
+def steal(lease: Lease, *, ttl: Duration | None = None, holder: Holder | None = None) -> Lease:
+    """Let somebody else have got the key, as behind a pause; its holder has not noticed.
+
+    The store knows the new holder alone, with a higher fence. The old one believes in its lease
+    until its deadline has passed, or its next renewal is refused.
+
+    Args:
+        ttl: Seconds (or a `timedelta`) of the new lease; None: the `TTL` of the backend.
+        holder: Who has it now; None: another process, on a host called "elsewhere".
+
+    Returns:
+        The new holder's lease. Nothing renews it; release it, or let it end.
+
+    Raises:
+        LockNotAcquired: Somebody else has the key already.
+        LockLost: The lease has ended, and its holder can know.
+    """
+    lease.check()
+    return taken(lease._store, lease.key, ttl=ttl, holder=holder, replace=lease.token)
+
+
+def expire(key: str, *, backend: str = "default") -> None:
+    """Let the lease on a key be over: the key is free, and its holder has not noticed.
+
+    So it looks when the holder died, or stopped, its ttl ago. With session locks the session ends,
+    which a holder may notice at once.
+
+    Raises:
+        LockUsageError: Nobody holds the key, or a guarded transaction keeps it.
+    """
+    store = lock_backends[backend]
+    record = store.read(key)
+    if record is None:
+        raise LockUsageError(f"Nobody holds {key!r} on {backend!r}.", key=key)
+    forget(store, record)
+
+
+def forget(store: BaseLockBackend, record: Record) -> None:
+    """Let a store know nothing of a lease any more; the fence stays where it is, if it can."""
+    key, token = record.key, record.token
+    grant = Grant(key, token, record.fence, record.ttl, record.acquired_at, record.expires_at)
+    # What is settled, and what a session holds, cannot be released by its token.
+    if token and store.release(grant):
+        return
+    if isinstance(store.force_release(key), Contended):
+        raise LockUsageError(f"A transaction keeps {key!r}: it cannot end now.", key=key)
+
+
+def taken(
+    store: BaseLockBackend,
+    key: str,
+    *,
+    ttl: Duration | None = None,
+    holder: Holder | None = None,
+    replace: str | None = None,
+) -> OthersLease:
+    """Acquire a key for somebody else, once."""
+    config, holder = store.config, holder or ELSEWHERE
+    lives = ttl_seconds(config.ttl if ttl is None else ttl, maximum=config.max_ttl)
+    deadline = monotonic() + lives
+    answer = store.acquire(key, new_token(), lives, holder, replace=replace)
+    if isinstance(answer, Contended):
+        raise LockNotAcquired(
+            f"{key!r} cannot be held by somebody else: it is held on {store.alias!r}.",
+            key=key,
+            holder=answer.holder,
+            held_for=answer.held_for,
+            expires_in=answer.expires_in,
+        )
+    terms = Terms(ttl=lives, holder=holder, retry=config.retry)
+    return OthersLease(store, Granted(answer, deadline), terms)

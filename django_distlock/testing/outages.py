@@ -1,0 +1,87 @@
+"""A store that cannot be reached."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from ..backends.base import BaseLockBackend
+from ..core.errors import BackendUnavailable
+from ..handler import lock_backends
+
+#: What a backend asks its store.
+OPERATIONS = (
+    "_acquire", "_extend", "_extend_many", "_release", "_settle", "_read", "_read_token", "_list",
+    "_shorten", "_force_release", "_request_stop", "_pause", "_resume", "_cleanup",
+    "_raise_fences", "_note_waiter", "_drop_waiter", "_waiters",
+    "_note", "_noted",
+)  # fmt: skip
+
+
+@contextmanager
+def lose_connection(backend: str = "default", *, answers: bool = True) -> Iterator[None]:
+    """Let the store not be reached while the block runs: what asks it raises `BackendUnavailable`.
+
+    Args:
+        backend: Its alias.
+        answers: False: requests are carried out, and only their answers are lost. By default the
+            requests do not arrive.
+    """
+    store = lock_backends[backend]
+    # The Redis backend serves asynchronous code by a copy of itself.
+    awaited = getattr(store, "_awaited", None)
+    with ExitStack() as cut:
+        for each in (store, awaited):
+            if each is not None:
+                cut.enter_context(_cut_off(each, carried_out=not answers))
+        yield
+
+
+@contextmanager
+def _cut_off(store: BaseLockBackend, *, carried_out: bool) -> Iterator[None]:
+    own = vars(store)
+    before = {name: own[name] for name in OPERATIONS if name in own}
+    # One operation may be made of others, and there is one answer to lose.
+    inside = threading.local() if carried_out else None
+    cuts = {name: _losing(getattr(store, name), store.alias, inside) for name in OPERATIONS}
+    own.update(cuts)
+    try:
+        yield
+    finally:
+        for name in OPERATIONS:
+            del own[name]
+        own.update(before)
+
+
+def _losing(
+    operation: Callable[..., Any], alias: str, inside: threading.local | None
+) -> Callable[..., Any]:
+    @functools.wraps(operation)
+    def lose(*args: Any, **kwargs: Any) -> Any:
+        if inside is None:
+            raise _lost(alias)
+        if getattr(inside, "is_entered", False):
+            return operation(*args, **kwargs)
+        inside.is_entered = True
+        try:
+            answer = operation(*args, **kwargs)
+        finally:
+            inside.is_entered = False
+        if inspect.isawaitable(answer):
+            return _lose_later(answer, alias)
+        raise _lost(alias)
+
+    return lose
+
+
+async def _lose_later(answer: Awaitable[Any], alias: str) -> None:
+    await answer
+    raise _lost(alias)
+
+
+def _lost(alias: str) -> BackendUnavailable:
+    return BackendUnavailable(f"The test has cut the connection to the lock store {alias!r}.")

@@ -1,0 +1,31 @@
+"""What pytest loads where this package is installed: a fixture, and a mark for its settings.
+
+@pytest.mark.memory_locks(WAIT=0)
+def test_second_is_refused(memory_locks): ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .memory import Locks
+from .memory import memory_locks as in_memory
+
+MARK = "memory_locks"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the mark."""
+    config.addinivalue_line(
+        "markers", f"{MARK}(**settings): what every alias of DISTLOCK says in the fixture {MARK}"
+    )
+
+
+@pytest.fixture
+def memory_locks(request: pytest.FixtureRequest) -> Iterator[Locks]:
+    """Keep the locks of a test in memory: see `django_distlock.testing`."""
+    mark = request.node.get_closest_marker(MARK)
+    with in_memory(**(mark.kwargs if mark else {})) as locks:
+        yield locks
