@@ -1,0 +1,253 @@
+"""One leader among beats, and what it has sent: both in the store of the locks."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Final
+
+from ...backends.base import BaseLockBackend
+from ...core.errors import BackendUnavailable, LockError, LockNotAcquired
+from ...core.keys import MAX_KEY_BYTES, new_token, normalize_key
+from ...core.logs import log_fields
+from ...core.records import Grant, Record
+from ...host import current_holder, monotonic
+from ...leases import Lease
+from ...locks import Lock
+
+logger = logging.getLogger("django_distlock")
+
+#: Seconds at most between two renewals of the marks: then those come back that the store has lost.
+RENEW_EVERY: Final = 60.0
+
+
+class Moved(Exception):
+    """Somebody else has moved the mark of an entry: look again whether it is due."""
+
+
+class NotNow(Exception):
+    """The mark cannot be moved at the moment: an operator paused it, or its record is busy."""
+
+
+class Leadership:
+    """The right to schedule, as far as this process has it. Used by one thread.
+
+    Args:
+        lock: Whose holder leads.
+    """
+
+    def __init__(self, lock: Lock):
+        self._lock = lock
+        self._lease: Lease | None = None
+        self._block = ExitStack()
+        self._state = ""
+
+    @property
+    def held(self) -> bool:
+        """Whether this process leads: a look at the lease, which asks nobody."""
+        return self._lease is not None and self._lease.held
+
+    def gain(self, patience: float) -> bool:
+        """Lead from here on, unless somebody else does for all of `patience` seconds."""
+        self.give_up()
+        try:
+            self._lease = self._block.enter_context(replace(self._lock, wait=patience))
+        except LockNotAcquired as error:
+            holder = error.holder
+            who = f"{holder.process} (pid {holder.pid}) on {holder.host}" if holder else "another"
+            self.say("follows", logging.INFO, "Beat stands by: %s leads", who)
+            return False
+        except BackendUnavailable as error:
+            self.trouble(error)
+            return False
+        self.succeeded()
+        return True
+
+    def give_up(self) -> None:
+        """Let the next one lead at once, if this process does."""
+        was_lost = self._lease is not None and self._lease.is_lost
+        self._lease = None
+        # A lease that was lost says so here too; who lost it has heard.
+        with suppress(LockError):
+            self._block.close()
+        if was_lost:
+            self.say("lost", logging.ERROR, "Beat leads no more, and schedules nothing")
+
+    def succeeded(self) -> None:
+        """Say that this process leads, unless it went on doing so."""
+        self.say("leads", logging.INFO, "Beat leads: it schedules, and no other one does")
+
+    def trouble(self, error: LockError) -> None:
+        """Say once that the store does not answer."""
+        self.say("trouble", logging.ERROR, "Beat schedules nothing: %s", error)
+
+    def say(self, state: str, level: int, message: str, *arguments: object) -> None:
+        """Say what has become of it, unless that was the last thing to be said."""
+        if state != self._state:
+            self._state = state
+            logger.log(level, message, *arguments, extra=log_fields(f"beat_{state}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What is known of an entry: when it was sent last, by whichever beat.
+
+    Attributes:
+        grant: Of the mark's key. Whoever shows its token may move the mark.
+        sent_at: When the entry was sent last; before that, since when it counts. Aware.
+        runs: How often it was sent.
+    """
+
+    grant: Grant
+    sent_at: datetime
+    runs: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Doubt:
+    """What a mark said before moves that had no answer, and behind which nothing was sent."""
+
+    sent_at: datetime
+    runs: int
+    tokens: set[str]
+
+
+class Marks:
+    """The marks of all entries: a lease for each, which the leader renews and never releases.
+
+    To move a mark is to compare and swap: granted only to who shows the token that the mark had
+    when its time was read. So of all who found an entry due, one moves its mark, and sends it.
+
+    Args:
+        store: Where they are kept. They end `MAX_TTL` after no leader knows their entry any more.
+        key: Of the leadership; the keys of the marks begin with it.
+    """
+
+    def __init__(self, store: BaseLockBackend, key: str):
+        self._store = store
+        self._key = key
+        self._ttl = store.config.max_ttl
+        self._known: dict[str, Mark] = {}
+        self._doubts: dict[str, _Doubt] = {}
+        self._renew_at = 0.0
+
+    def get(self, name: str) -> Mark | None:
+        """Return what this process knows of an entry."""
+        return self._known.get(name)
+
+    def forget(self) -> None:
+        """Know nothing any more: others may have led meanwhile."""
+        self._known.clear()
+        self._renew_at = 0.0
+
+    def learn(self, name: str, since: datetime, runs: int) -> None:
+        """Know the mark of an entry, as the store has it. Unless it cannot be made at the moment.
+
+        Args:
+            since: From when the entry counts, if the store has no mark yet. It gets one.
+            runs: How often it was sent by then.
+
+        Raises:
+            BackendUnavailable: The store did not answer.
+        """
+        key = mark_key(self._key, name)
+        while name not in self._known:
+            record = self._store.read(key)
+            if record is not None:
+                self._known[name] = self._read(name, record, since, runs)
+                return
+            holder = current_holder(_metadata(since, runs))
+            answer = self._store.acquire(key, new_token(), self._ttl, holder)
+            if isinstance(answer, Grant):
+                self._known[name] = Mark(answer, since, runs)
+            elif answer.busy or answer.paused:
+                return
+
+    def move(self, name: str, sent_at: datetime) -> None:
+        """Mark an entry as sent now. Whoever returns from here sends it, and nobody else does.
+
+        Raises:
+            Moved: Somebody else has moved it.
+            NotNow: It cannot be moved at the moment.
+            BackendUnavailable: The store did not answer. Learn it again, and try again.
+        """
+        mark = self._known.pop(name, None)
+        if mark is None:
+            raise NotNow
+        token, runs = new_token(), mark.runs + 1
+        holder = current_holder(_metadata(sent_at, runs))
+        try:
+            answer = self._store.acquire(
+                mark.grant.key, token, self._ttl, holder, replace=mark.grant.token
+            )
+        except BackendUnavailable:
+            before = self._doubts.get(name)
+            tokens = {token, *(before.tokens if before else ())}
+            self._doubts[name] = _Doubt(mark.sent_at, mark.runs, tokens)
+            raise
+        if not isinstance(answer, Grant):
+            if answer.busy or answer.paused:
+                self._known[name] = mark
+                raise NotNow
+            raise Moved
+        self._doubts.pop(name, None)
+        self._known[name] = Mark(answer, sent_at, runs)
+
+    def renew(self) -> None:
+        """Keep the marks of entries that are sent rarely, when it is time for it.
+
+        Raises:
+            BackendUnavailable: The store did not answer.
+        """
+        if monotonic() < self._renew_at:
+            return
+        known = list(self._known.items())
+        answers = self._store.extend_many([mark.grant for _, mark in known])
+        for (name, mark), answer in zip(known, answers, strict=True):
+            if answer is None:
+                # Lost by the store, or moved by another beat.
+                del self._known[name]
+                self.learn(name, mark.sent_at, mark.runs)
+        self._renew_at = monotonic() + min(RENEW_EVERY, self._ttl / 8)
+
+    def _read(self, name: str, record: Record, since: datetime, runs: int) -> Mark:
+        grant = Grant(
+            record.key,
+            record.token,
+            record.fence,
+            self._ttl,
+            record.acquired_at,
+            record.expires_at,
+        )
+        doubt = self._doubts.get(name)
+        if doubt is not None and record.token in doubt.tokens:
+            # Moved by ourselves, without an answer, and so without a task.
+            return Mark(grant, doubt.sent_at, doubt.runs)
+        told = record.holder.metadata
+        if "sent_at" not in told:
+            return Mark(grant, since, runs)
+        return Mark(grant, datetime.fromisoformat(told["sent_at"]), int(told.get("runs", runs)))
+
+
+def mark_key(key: str, name: str) -> str:
+    """Return the key of an entry's mark.
+
+    Args:
+        key: Of the leadership.
+        name: Of the entry. Where it is too long for a key, its hash stands for it.
+
+    Raises:
+        InvalidArgument: `key` is too long.
+    """
+    # Without colons in the last part, no two pairs make one key.
+    text = f"{key}:sent:{name.replace('%', '%25').replace(':', '%3A')}"
+    if len(text.encode()) > MAX_KEY_BYTES:
+        text = f"{key}:sent:sha256%{hashlib.sha256(name.encode()).hexdigest()}"
+    return normalize_key(text)
+
+
+def _metadata(sent_at: datetime, runs: int) -> dict[str, object]:
+    return {"sent_at": sent_at.astimezone(UTC).isoformat(), "runs": runs}

@@ -1,0 +1,110 @@
+"""`distlock.E4xx` and `W4xx`: locked tasks of Celery. Registered where their module is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from django.core import checks
+
+from ...core.errors import LockUsageError
+from .importing import app_of_project, import_modules
+from .runs import require_base
+from .terms import Terms, terms_of
+
+_DOCS: Final = "See docs/howto/lock-celery-tasks.md."
+#: Brokers that deliver a message again which nobody has acknowledged for a time, and that time.
+_VISIBILITY: Final = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
+
+
+@checks.register("distlock")
+def check_tasks(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
+    """E401, E402, W401 and W402: what Celery does with a task, and what its lock can do."""
+    found: list[checks.CheckMessage] = []
+    app = app_of_project()
+    if app is None:
+        return found
+    # Most projects leave it to the worker to find their tasks.
+    import_modules(app)
+    for _name, task in sorted(app.tasks.items()):
+        found += _check_attributes(task)
+        terms = terms_of(task)
+        if terms is not None:
+            found += _check_base(task, terms)
+            found += _check_limits(task, terms)
+            found += _check_visibility(task, terms)
+            found += _check_skipping(task, terms)
+    return found
+
+
+def _check_attributes(task: Any) -> Iterator[checks.CheckMessage]:
+    kind = type(task)
+    if getattr(kind, "distlock_base", False):
+        return
+    # What a base knows, too, is that one's own: a class of the project may call something a lock.
+    ours = [
+        name
+        for name in ("lock", "unique", "lock_options")
+        if name in vars(kind) and not any(name in vars(base) for base in kind.__mro__[1:])
+    ]
+    if ours:
+        yield checks.Error(
+            f"The task {task.name} says {' and '.join(ours)}, and only LockedTask reads that: it"
+            " is not locked. Use @shared_task(base=LockedTask), or a subclass of it.",
+            hint=_DOCS,
+            id="distlock.E401",
+        )
+
+
+def _check_base(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
+    if terms.unique is None:
+        return
+    try:
+        require_base(task)
+    except LockUsageError as error:
+        yield checks.Error(str(error), hint=_DOCS, id="distlock.E401")
+
+
+def _check_limits(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
+    limit = task.time_limit or task.soft_time_limit
+    lock = terms.rules.lock
+    lives = None if lock.heartbeat and not lock.basic else lock.ttl
+    longest = lock.max_lifetime if lock.max_lifetime is not None else lives
+    if limit and longest is not None and limit > longest:
+        yield checks.Error(
+            f"The task {task.name} may run for {limit:g} s, and its lease ends after"
+            f" {longest:g} s.",
+            hint=f"Lower the time limit, or let the lease live longer (max_lifetime, ttl). {_DOCS}",
+            id="distlock.E402",
+        )
+
+
+def _check_visibility(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
+    if not task.acks_late:
+        return
+    conf = task.app.conf
+    scheme = str(conf.broker_url or "").partition(":")[0]
+    default = _VISIBILITY.get(scheme)
+    if default is None:
+        return
+    options = conf.broker_transport_options or {}
+    visible = float(options.get("visibility_timeout", default))
+    needed = max(float(task.time_limit or 0), terms.rules.lock.ttl or 0.0)
+    if visible < needed:
+        yield checks.Warning(
+            f"The broker delivers what is not acknowledged for {visible:g} s again, and the task"
+            f" {task.name} may take {needed:g} s: it will be delivered while it runs, and queued"
+            " again until it has ended.",
+            hint=f"Raise visibility_timeout in broker_transport_options. {_DOCS}",
+            id="distlock.W401",
+        )
+
+
+def _check_skipping(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
+    if terms.on_conflict == "skip" and task.acks_late and task.reject_on_worker_lost:
+        yield checks.Warning(
+            f"The task {task.name} is delivered again when its worker dies, and skips what it finds"
+            " taken: where the lease of a dead worker outlives it, its work is lost.",
+            hint=f'Use on_conflict="retry". {_DOCS}',
+            id="distlock.W402",
+        )

@@ -1,0 +1,64 @@
+"""Which keys the tasks of the project declare: for `distlock_list --declared`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ...declarations import Declaration, Kind, Missing, attempt, declared, finders
+from .importing import app_of_project, failing_imports
+from .terms import UNIQUE_PREFIX, Terms, terms_of
+
+
+def connect() -> None:
+    """Let tasks be found that workers alone import."""
+    finders["celery"] = find
+
+
+def declare(function: Callable[..., Any], terms: Terms, *, acks_late: bool | None = None) -> None:
+    """Note the keys of a locked function.
+
+    Args:
+        function: What the decorator has made.
+        terms: What it was told.
+        acks_late: Whether its task is; None: it is of no task yet.
+    """
+    found = []
+    if terms.lock is not None:
+        policy = {None: "skip or retry", True: "retry", False: "skip"}[acks_late]
+        chosen = terms.on_conflict or policy
+        found.append(Declaration.of(Kind.CELERY_LOCK, terms.lock.given, terms.rules.lock, chosen))
+    if terms.unique is not None:
+        given = terms.unique.given
+        key = UNIQUE_PREFIX + given if isinstance(given, str) else given
+        chosen = terms.on_conflict or "skip"
+        found.append(Declaration.of(Kind.CELERY_UNIQUE, key, terms.unique_lock, chosen))
+    declared[function] = tuple(found)
+
+
+def find() -> Iterator[Missing]:
+    """Import what a worker would, and learn from the tasks what their functions do not know."""
+    app = app_of_project()
+    if app is None:
+        return
+    for what, error in failing_imports(app):
+        yield Missing.of(what, error)
+    # Many tasks, and their classes, are made only now.
+    yield from attempt("the tasks of Celery", lambda: _learn(app))
+
+
+def _learn(app: Any) -> None:
+    for task in list(app.tasks.values()):
+        terms = terms_of(task)
+        if terms is not None:
+            declare(_locked(task), terms, acks_late=bool(task.acks_late))
+
+
+def _locked(task: Any) -> Any:
+    """Return what the decorator has made: `autoretry_for` wraps it once more."""
+    function = task.run
+    while True:
+        function = getattr(function, "__func__", function)
+        if function in declared or not hasattr(function, "__wrapped__"):
+            return function
+        function = function.__wrapped__

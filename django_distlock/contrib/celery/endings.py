@@ -1,0 +1,253 @@
+"""How the parent of a worker's processes ends what a dead one of them held.
+
+A child that is killed runs no `finally`. Its parent hears of it, by methods of the request: see
+docs/decisions/a-dead-child-is-ended-by-its-parent.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Final
+
+from billiard.exceptions import Terminated, WorkerLostError
+from celery import signals
+from celery.utils.imports import symbol_by_name
+
+from ...backends.base import BaseLockBackend
+from ...core.errors import LockError
+from ...core.logs import log_fields
+from ...core.records import Grant, Record
+from ...handler import lock_backends
+from ...host import current_holder, is_gone
+from ...signals import lock_released, tell
+from .deliveries import UNIQUE
+from .queueing import call_of
+from .terms import Terms, terms_of
+
+logger = logging.getLogger("django_distlock")
+
+_UID: Final = "django_distlock.contrib.celery.endings"
+#: Seconds that the worker waits for a store before it goes on.
+_PATIENCE: Final = 2.0
+#: A dead child is gone for the kernel a moment after its parent was told.
+_REAPED: Final = 0.5
+
+
+def connect() -> None:
+    """Hear of a worker that starts, and of tasks that will not be started."""
+    signals.worker_init.connect(_watch, dispatch_uid=_UID, weak=False)
+    signals.task_revoked.connect(_revoked, dispatch_uid=_UID, weak=False)
+
+
+class EndsTheDead:
+    """What is added to the requests of locked tasks, in the parent of those that run them."""
+
+    __slots__ = ()
+
+    def on_timeout(self, soft: bool, timeout: Any) -> Any:
+        """Shorten the lease: behind this, the child is killed."""
+        if not soft:
+            end(self, at_once=False)
+        return super().on_timeout(soft, timeout)  # type: ignore[misc]
+
+    def terminate(self, pool: Any, signal: Any = None) -> Any:
+        """Shorten the lease: the child has got a signal."""
+        try:
+            return super().terminate(pool, signal)  # type: ignore[misc]
+        finally:
+            _end_started(self)
+
+    def cancel(self, pool: Any, *args: Any, **kwargs: Any) -> Any:
+        """See `terminate`."""
+        try:
+            return super().cancel(pool, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            _end_started(self)
+
+    def on_failure(self, exc_info: Any, *args: Any, **kwargs: Any) -> Any:
+        """End the lease of a child that is dead, before its task is delivered again."""
+        error = getattr(exc_info, "exception", None)
+        error = getattr(error, "exc", error)
+        if isinstance(error, (WorkerLostError, Terminated, SystemExit, KeyboardInterrupt)):
+            end(self, at_once=True)
+        return super().on_failure(exc_info, *args, **kwargs)  # type: ignore[misc]
+
+
+def end(request: Any, *, at_once: bool) -> None:
+    """End what a task holds whose process is dead, or will be.
+
+    Never raises: the worker goes on, and the lease ends by its ttl.
+
+    Args:
+        request: A request of the worker.
+        at_once: Whether the process is said to be dead. Where that cannot be seen, and else, the
+            lease lives for the grace of the terms.
+    """
+    terms = terms_of(request.task)
+    if terms is None:
+        return
+    dead = partial(_end_all, terms, request, at_once=at_once)
+    _do(lock_backends[terms.backend], dead)
+
+
+def _watch(sender: Any = None, **_: Any) -> None:
+    """Let the requests of locked tasks end what the dead hold."""
+    for task in sender.app.tasks.values():
+        if terms_of(task) is None:
+            continue
+        base = symbol_by_name(task.Request)
+        if not issubclass(base, EndsTheDead):
+            task.Request = type(base.__name__, (EndsTheDead, base), {})
+
+
+def _revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:
+    """Let a task be queued again that was revoked before it was started."""
+    terms = terms_of(sender)
+    if terms is None or terms.unique is None or terminated or request is None:
+        return
+    fence = (request.headers or {}).get(UNIQUE)
+    if fence is None:
+        return
+    store = lock_backends[terms.backend]
+
+    def free() -> None:
+        call = call_of(sender, tuple(request.args or ()), dict(request.kwargs or {}))
+        lock = terms.unique_of(call, request.id)
+        record = None if lock is None else store.read(lock.key)
+        if record is not None and f"{record.fence:015d}" == fence:
+            store.release(_grant(record))
+
+    _do(store, free)
+
+
+def _end_started(request: Any) -> None:
+    if request.time_start:
+        end(request, at_once=False)
+
+
+def _end_all(terms: Terms, request: Any, *, at_once: bool) -> None:
+    store = lock_backends[terms.backend]
+    if not (store.distributed and store.supports_ttl):
+        return  # A session ends with its process; memory is the child's own.
+    ours = current_holder()
+    for record in _held(store, terms, request):
+        holder = record.holder
+        if (holder.host, holder.boot_id) != (ours.host, ours.boot_id) or record.is_settled:
+            continue
+        if holder.pid == os.getpid() or request.worker_pid not in (None, holder.pid):
+            continue  # Another delivery of the same task, or no child at all.
+        if at_once and _is_dead(record):
+            _release(store, terms, record, request)
+        else:
+            store.shorten(record.key, terms.grace, token=record.token)
+            logger.warning(
+                "%r ends in %g s at the latest: its task %s was told to end",
+                record.key,
+                terms.grace,
+                request.id,
+                extra=_fields("ends_soon", store, record, request),
+            )
+
+
+def _held(store: BaseLockBackend, terms: Terms, request: Any) -> Iterator[Record]:
+    """Give what a task holds."""
+    keys = [each for each in (terms.lock, terms.unique) if each is not None]
+    if all(each.is_plain for each in keys):
+        call = call_of(request.task, tuple(request.args), dict(request.kwargs))
+        locks = (terms.lock_of(call, request.id), terms.unique_of(call, request.id))
+        for lock in locks:
+            record = None if lock is None else store.read(lock.key)
+            if record is not None and record.holder.task_id == request.id:
+                yield record
+        return
+    # A key that is made by code of the project is not made in the parent.
+    cursor = None
+    while True:
+        page = store.list(cursor=cursor, task_id=request.id)
+        yield from page.records
+        if (cursor := page.cursor) is None:
+            return
+
+
+def _is_dead(record: Record) -> bool:
+    until = time.monotonic() + _REAPED
+    while not is_gone(record.holder):
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any) -> None:
+    lock, grant = terms.rules.lock, _grant(record)
+    kept = (lock.ttl or store.config.ttl) if lock.hold else lock.min_hold
+    if kept and (terms.lock is None or record.key == _lock_key(terms, request)):
+        released = store.settle(grant, kept)
+    else:
+        released = store.release(grant)
+    logger.warning(
+        "%r is given back: process %d, which ran its task %s, is dead",
+        record.key,
+        record.holder.pid,
+        request.id,
+        extra=_fields("given_back", store, record, request),
+    )
+    began = request.time_start
+    tell(
+        lock_released,
+        type(store),
+        alias=store.alias,
+        key=record.key,
+        fence=record.fence,
+        holder=record.holder,
+        held_for=time.time() - began if began else 0.0,
+        released=bool(released),
+        cause=LockError(f"Process {record.holder.pid} is dead.", key=record.key),
+    )
+
+
+def _lock_key(terms: Terms, request: Any) -> str | None:
+    if terms.lock is None or not terms.lock.is_plain:
+        return None
+    call = call_of(request.task, tuple(request.args), dict(request.kwargs))
+    return terms.lock.make(call)
+
+
+def _grant(record: Record) -> Grant:
+    return Grant(
+        record.key, record.token, record.fence, record.ttl, record.acquired_at, record.expires_at
+    )
+
+
+def _fields(event: str, store: BaseLockBackend, record: Record, request: Any) -> dict[str, Any]:
+    """Return the `extra` of a log record about what a task holds."""
+    return log_fields(
+        event,
+        backend=store.alias,
+        key=record.key,
+        fence=record.fence,
+        holder=record.holder,
+        task=request.id,
+    )
+
+
+def _do(store: BaseLockBackend, operation: Callable[[], None]) -> None:
+    """Ask a store in a thread of its own: the worker must not hang where the store does."""
+    done = threading.Event()
+
+    def attempt() -> None:
+        try:
+            operation()
+        except (LockError, TypeError) as error:
+            extra = log_fields("release_failed", backend=store.alias, error=error)
+            logger.warning("What a dead task held stays taken for its ttl: %s", error, extra=extra)
+        finally:
+            done.set()
+
+    store.run_apart(attempt)
+    done.wait(_PATIENCE)

@@ -1,0 +1,240 @@
+"""How a task is queued that is queued or running once at most."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from celery import states
+from celery.result import EagerResult
+from celery.utils import uuid
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+
+from ...attempts import Granted
+from ...core.errors import BackendUnavailable, LockError, LockLost, LockNotAcquired
+from ...core.keys import new_token
+from ...core.logs import log_fields
+from ...core.markers import skipped
+from ...core.records import Grant, Record
+from ...handler import lock_backends
+from ...host import is_gone, monotonic
+from ...leases import Lease
+from ...signals import lock_acquired, tell
+from ..jobs import JobLock
+from .deliveries import UNIQUE, Delivery, kept_headers
+from .terms import Call, Terms, terms_of
+
+logger = logging.getLogger("django_distlock")
+
+#: Seconds to wait for a holder who is not known, because a transaction is in the way.
+_UNKNOWN_HOLDER = 1.0
+
+
+def call_of(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Return the call that the body of a task will get."""
+    is_bound = inspect.ismethod(getattr(task, "_orig_run", task.run))
+    return Call(task.name, (task, *args) if is_bound else args, kwargs, is_bound)
+
+
+def send(
+    task: Any,
+    publish: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    task_id: str | None,
+    options: dict[str, Any],
+) -> Any:
+    """Queue a task unless one like it is queued or running; see `LockedTask.apply_async`.
+
+    Args:
+        publish: Queues it.
+    """
+    terms = terms_of(task)
+    if terms is None or terms.unique is None or _goes_on(task, task_id, options):
+        return publish(args, kwargs, task_id=task_id, **options)
+    task_id = task_id or uuid()
+    lock = terms.unique_of(call_of(task, args, kwargs), task_id)
+    assert lock is not None  # noqa: S101 - there is a unique key
+    try:
+        grant = _reserve(lock, terms, _delay(task, options))
+    except LockNotAcquired as error:
+        if _is_awaited(options):
+            # Others wait for this very task: it is sent, and skipped when it comes.
+            return publish(args, kwargs, task_id=task_id, **options)
+        if error.holder is None or error.holder.task_id is None:
+            raise
+        extra = log_fields("queued_already", backend=lock.backend, task=task_id, error=error)
+        logger.info(
+            "Not queued, for it is already, as %s: %r",
+            error.holder.task_id,
+            error.key,
+            extra=extra,
+        )
+        return task.AsyncResult(error.holder.task_id)
+    except BackendUnavailable as error:
+        if terms.rules.on_unavailable == "run":
+            extra = log_fields("bypassed", backend=lock.backend, task=task_id, error=error)
+            logger.warning(
+                "Nobody knows whether %r is queued already: %s", lock.key, error, extra=extra
+            )
+            return publish(args, kwargs, task_id=task_id, **options)
+        if terms.rules.on_unavailable == "skip":
+            extra = log_fields("skipped", backend=lock.backend, task=task_id, error=error)
+            logger.error("The task %s is not queued: %s", task_id, error, extra=extra)
+            return EagerResult(task_id, skipped(error, lock.key), states.SUCCESS, name=task.name)
+        raise
+    headers = {**(options.pop("headers", None) or {}), UNIQUE: f"{grant.fence:015d}"}
+    try:
+        return publish(args, kwargs, task_id=task_id, headers=headers, **options)
+    except BaseException:
+        _give_back(lock, grant)
+        raise
+
+
+def headers_of_retry(request: Any, given: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the headers of a retry: it goes on with the unique key of the run that sends it."""
+    headers = {**kept_headers(request), **(given or {})}
+    run = getattr(request, "distlock_run", None)
+    if run is not None and run.unique is not None:
+        headers[UNIQUE] = run.unique.fence_token
+    return headers
+
+
+def take(lock: JobLock, delivery: Delivery) -> Lease:
+    """Take a unique key over from the queue, or take it as anybody would.
+
+    Raises:
+        LockNotAcquired: Another task has it, or another run of this one.
+        BackendUnavailable: The store did not answer.
+    """
+    store = lock_backends[lock.backend]
+    record = store.read(lock.key) if delivery.is_traced else None
+    if record is not None and record.holder.task_id == delivery.id and not record.is_settled:
+        is_queued = f"{record.fence:015d}" == delivery.header(UNIQUE)
+        if is_queued or is_gone(record.holder):
+            return _replace(lock, record)
+    return lock.acquire()
+
+
+def keep(lease: Lease, terms: Terms, when: object) -> None:
+    """Leave a unique key to the retry of its task.
+
+    Args:
+        when: Seconds until then, or the time.
+    """
+    store = lock_backends[lease.backend]
+    try:
+        grant = _detached(lease)
+        store.extend(grant, _queue_ttl(terms, store.config.max_ttl, _seconds_until(when)))
+    except LockLost:
+        return  # The retry has begun, or takes the key as anybody would.
+    except LockError as error:
+        extra = log_fields("extend_failed", backend=store.alias, key=lease.key, error=error)
+        logger.warning("%r may be taken before its retry: %s", lease.key, error, extra=extra)
+
+
+def _goes_on(task: Any, task_id: str | None, options: dict[str, Any]) -> bool:
+    """Whether this is another attempt of a task that was queued."""
+    if UNIQUE in (options.get("headers") or {}) or options.get("retries"):
+        return True
+    request = task.request
+    return task_id is not None and not request.called_directly and task_id == request.id
+
+
+def _is_awaited(options: dict[str, Any]) -> bool:
+    return any(options.get(name) for name in ("chord", "group_id", "chain", "link"))
+
+
+def _reserve(lock: JobLock, terms: Terms, delay: float) -> Grant:
+    store = lock_backends[lock.backend]
+    lock = replace(
+        lock,
+        ttl=_queue_ttl(terms, store.config.max_ttl, delay),
+        wait=0.0,
+        hold=False,
+        min_hold=0.0,
+        basic=False,
+        max_lifetime=None,
+    )
+    try:
+        lease = lock.acquire()
+    except LockNotAcquired as error:
+        if error.holder is not None:
+            raise
+        lease = replace(lock, wait=_UNKNOWN_HOLDER).acquire()
+    try:
+        return _detached(lease)
+    except LockError:
+        # A store whose leases no other process can take over.
+        lease.release()
+        raise
+
+
+def _detached(lease: Lease) -> Grant:
+    """Let go of a lease without ending it, and return what it takes to do so.
+
+    Raises:
+        LockError: It is over, or its backend cannot do that.
+    """
+    grant = lease._grant
+    lease.dump()
+    return grant
+
+
+def _give_back(lock: JobLock, grant: Grant) -> None:
+    try:
+        lock_backends[lock.backend].release(grant)
+    except LockError as error:
+        extra = log_fields("release_failed", backend=lock.backend, key=lock.key, error=error)
+        logger.warning(
+            "%r stays taken, and its task was not queued: %s", lock.key, error, extra=extra
+        )
+
+
+def _replace(lock: JobLock, record: Record) -> Lease:
+    store = lock_backends[lock.backend]
+    terms = lock._terms()
+    sent_at = monotonic()
+    answer = store.acquire(lock.key, new_token(), terms.ttl, terms.holder, replace=record.token)
+    if not isinstance(answer, Grant):
+        raise LockNotAcquired(
+            f"{lock.key!r} was taken by somebody else.", key=lock.key, holder=answer.holder
+        )
+    deadline = math.inf if answer.ttl is None else sent_at + answer.ttl
+    tell(
+        lock_acquired,
+        type(store),
+        alias=lock.backend,
+        key=lock.key,
+        fence=answer.fence,
+        holder=terms.holder,
+        waited=monotonic() - sent_at,
+    )
+    return Lease(store, Granted(answer, deadline), terms)
+
+
+def _queue_ttl(terms: Terms, longest: float, delay: float) -> float:
+    return min(longest, max(terms.queued_for, terms.rules.lock.ttl or 0.0) + max(0.0, delay))
+
+
+def _delay(task: Any, options: dict[str, Any]) -> float:
+    """Return the seconds until a task may be started."""
+    if options.get("countdown"):
+        return float(options["countdown"])
+    eta = options.get("eta")
+    if not eta:
+        return 0.0
+    at = maybe_make_aware(maybe_iso8601(eta), task.app.timezone)
+    return float((at - datetime.now(UTC)).total_seconds())
+
+
+def _seconds_until(when: object) -> float:
+    if isinstance(when, datetime):
+        at = when if when.tzinfo is not None else when.replace(tzinfo=UTC)
+        return (at - datetime.now(UTC)).total_seconds()
+    return float(when) if isinstance(when, (int, float)) else 0.0

@@ -1,0 +1,80 @@
+"""How a task that did not get its lock is queued again."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from celery.exceptions import Ignore, Reject, Retry
+
+from ...core.errors import LockNotAcquired
+from ...core.logs import log_fields
+from ..jobs import Queued, Rules
+from .deliveries import AGAIN, ATTEMPT, TIMES, UNTIL, Delivery, kept_headers, now
+
+logger = logging.getLogger("django_distlock")
+
+
+def queue_again(delivery: Delivery, rules: Rules, error: LockNotAcquired) -> Retry:
+    """Queue the task again, as the same one, and return what its run ends with.
+
+    It does not count as a retry: `max_retries` is about what the task itself tries.
+
+    Raises:
+        LockNotAcquired: `max_wait` is over, or its pauses are.
+        Reject: It could not be sent: the broker delivers it again.
+    """
+    at = now()
+    until = delivery.until
+    if until is None:
+        until = None if rules.max_wait is None else at + rules.max_wait
+    times = 0 if delivery.queued is None else delivery.queued.times
+    since = at if until is None or rules.max_wait is None else until - rules.max_wait
+    pause = rules.pause(Queued(since, times), at)
+    if pause is None:
+        raise error
+    pause = _visible(delivery, pause)
+    _send(delivery, pause, {UNTIL: until, TIMES: times + 1})
+    return Retry(f"{error.key!r} is taken: queued again, in {pause:.1f} s", exc=error, when=pause)
+
+
+def queue_behind_itself(delivery: Delivery, rules: Rules, error: LockNotAcquired) -> Ignore:
+    """Queue a delivery again whose first run goes on, and return what ends this one.
+
+    Without an end, for what it waits for is itself; and without a state, for that is the run's.
+    """
+    times = 0 if delivery.queued is None else delivery.queued.times
+    endless = replace(rules, max_wait=None, retry=replace(rules.retry, max_retries=None))
+    pause = endless.pause(Queued(0.0, times), now()) or 0.0
+    # Not at once: a run that goes on for an hour is asked for a hundred times and not for millions.
+    pause = _visible(delivery, max(pause, min(rules.retry.delay, 1.0) / 2))
+    logger.info(
+        "The task %s was delivered again and waits for its own run: %s",
+        delivery.id,
+        error,
+        extra=log_fields("queued_again", task=delivery.id, error=error),
+    )
+    _send(delivery, pause, {UNTIL: delivery.until, TIMES: times + 1, AGAIN: True})
+    return Ignore(f"{error.key!r} is taken by the same task: queued again, in {pause:.1f} s")
+
+
+def _visible(delivery: Delivery, pause: float) -> float:
+    """Return a pause that is over before the broker delivers the message a second time."""
+    options = delivery.task.app.conf.broker_transport_options or {}
+    timeout = options.get("visibility_timeout")
+    return pause if timeout is None else min(pause, float(timeout) / 2)
+
+
+def _send(delivery: Delivery, pause: float, ours: dict[str, Any]) -> None:
+    request = delivery.request
+    headers = {**kept_headers(request), **ours, ATTEMPT: request.retries}
+    signature = delivery.task.signature_from_request(
+        request, countdown=pause, retries=request.retries, headers=headers
+    )
+    try:
+        signature.apply_async()
+    except Exception as error:
+        if not delivery.task.acks_late:
+            raise
+        raise Reject(error, requeue=True) from error

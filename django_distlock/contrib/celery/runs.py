@@ -1,0 +1,304 @@
+"""What happens around the body of a locked task."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+from celery import signals, states
+from celery.exceptions import Ignore
+
+from ... import holding
+from ...bypassing import tell_bypassed
+from ...core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError
+from ...core.logs import log_fields
+from ...core.markers import skipped
+from ...handler import lock_backends
+from ...host import is_gone, monotonic
+from ...leases import Lease
+from ...locks import Lock
+from ..jobs import WAIT, JobLock, Refusal
+from . import inheriting, queueing
+from .deliveries import LEASE, Delivery
+from .requeueing import queue_again, queue_behind_itself
+from .terms import Terms
+
+logger = logging.getLogger("django_distlock")
+
+#: Seconds that the note of a run may come behind the release of its lock.
+_SETTLING: Final = 2.0
+_UID: Final = "django_distlock.contrib.celery.runs"
+
+
+def connect() -> None:
+    """Hear of the ends of runs, and of what they send."""
+    signals.task_postrun.connect(_ended, dispatch_uid=_UID, weak=False)
+    signals.before_task_publish.connect(inheriting.hand_down, dispatch_uid=_UID, weak=False)
+
+
+def run(
+    terms: Terms, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call the body of a task under its locks, or do what the terms say."""
+    delivery = Delivery.of(terms, function, args, kwargs)
+    made = Run(terms, delivery, partial(function, *args, **kwargs))
+    if delivery.is_traced:
+        # For the signal at its end, where its result is stored.
+        delivery.request.distlock_run = made
+        return made()
+    try:
+        return made()
+    finally:
+        made.end(states.SUCCESS, None)
+
+
+class Run:
+    """One run of a task.
+
+    Attributes:
+        unique: What keeps others like it from being queued, until its result is stored.
+    """
+
+    def __init__(self, terms: Terms, delivery: Delivery, body: Callable[[], Any]):
+        self.unique: Lease | None = None
+        self._terms = terms
+        self._delivery = delivery
+        self._body = body
+        self._store = lock_backends[terms.backend]
+        self._fence = 0
+        self._has_begun = False
+        # What the run is about, for messages.
+        self._key: str | None = None
+        self._started_at = monotonic()
+
+    def __call__(self) -> Any:
+        """Run the body, or what is done in its place."""
+        delivery = self._delivery
+        lock, unique = self._locks()
+        self._key = next((each.key for each in (lock, unique) if each is not None), None)
+        refusal: Refusal
+        with ExitStack() as stack:
+            try:
+                if delivery.is_redelivered:
+                    self._refuse_if_finished(0.0)
+                if lock is not None:
+                    self._hold(stack, lock)
+                if unique is not None:
+                    self._take(stack, unique, binds=lock is None)
+                if delivery.is_redelivered or delivery.queued is not None:
+                    self._refuse_if_finished(_SETTLING)
+            except (LockNotAcquired, BackendUnavailable) as error:
+                refusal = error
+            else:
+                return self._run()
+        self.end(states.SUCCESS, None)
+        if isinstance(refusal, LockNotAcquired):
+            is_duplicate = unique is not None and refusal.key == unique.key
+            return self._conflict(refusal, is_duplicate=is_duplicate)
+        return self._unavailable(refusal)
+
+    def end(self, state: str, retval: Any) -> None:
+        """End what lasts until the result is stored, and note that it is.
+
+        Args:
+            state: The one that the run came to.
+            retval: What it returned, or raised.
+        """
+        if self._has_begun and state in (states.SUCCESS, states.FAILURE, states.RETRY):
+            self._note()
+        unique, self.unique = self.unique, None
+        if unique is None:
+            return
+        if state == states.RETRY:
+            queueing.keep(unique, self._terms, getattr(retval, "when", None))
+            return
+        try:
+            unique.release()
+        except LockError as error:
+            logger.warning(
+                "%r stays taken for its ttl: %s",
+                unique.key,
+                error,
+                extra=self._fields("release_failed", error, unique.key),
+            )
+
+    # The locks
+
+    def _locks(self) -> tuple[JobLock | None, JobLock | None]:
+        terms, delivery = self._terms, self._delivery
+        if terms.unique is not None and delivery.task is not None:
+            require_base(delivery.task)
+        lock = terms.lock_of(delivery.call, delivery.id)
+        if lock is not None and self._policy() == "retry" and not delivery.is_queued:
+            # There is no queue to go back to.
+            longest = WAIT if terms.rules.max_wait is None else min(WAIT, terms.rules.max_wait)
+            lock = replace(lock, wait=longest)
+        return lock, terms.unique_of(delivery.call, delivery.id)
+
+    def _hold(self, stack: ExitStack, lock: JobLock) -> None:
+        """Hold the lock until the stack ends."""
+        if self._terms.inherit:
+            fence = self._delivery.header(LEASE)
+            lease = None
+            if fence is not None:
+                lease = stack.enter_context(inheriting.under(self._store, lock.key, fence))
+            if lease is not None:
+                self._fence = lease.fence
+                return
+            # Run eagerly, inside of the block of the one that sent it.
+            lock = replace(lock, reentrant=True)
+        try:
+            lease = stack.enter_context(lock)
+        except LockNotAcquired as error:
+            if not self._is_by_itself(error) or not _may_be_stolen(lock, error):
+                raise
+            lease = stack.enter_context(replace(lock, steal_if_dead=True))
+        self._fence = lease.fence
+        inheriting.remember(lease)
+
+    def _take(self, stack: ExitStack, lock: JobLock, *, binds: bool) -> None:
+        """Hold the unique key until the result is stored."""
+        lease = self.unique = queueing.take(lock, self._delivery)
+        lease.begin_block(heartbeat=lock.heartbeat)
+        if binds:
+            self._fence = lease.fence
+            holding.bind(self, lease)
+            stack.callback(holding.unbind, self)
+
+    # The body
+
+    def _run(self) -> Any:
+        self._has_begun = True
+        return self._body()
+
+    def _refuse_if_finished(self, patience: float) -> None:
+        """End a delivery that was run before, as if it had never come.
+
+        Args:
+            patience: Seconds to wait for the note of a run that was seen, and is no more.
+
+        Raises:
+            Ignore: It was.
+        """
+        delivery = self._delivery
+        if not (self._terms.redelivery_window and delivery.is_acked_late):
+            return
+        until = monotonic() + (patience if delivery.was_seen_running else 0.0)
+        while (fence := self._store.noted(delivery.note)) is None:
+            if monotonic() >= until:
+                return
+            time.sleep(0.1)
+        logger.info(
+            "The task %s was delivered again and has run already, with fence %d",
+            delivery.id,
+            fence,
+            extra=self._fields("has_run"),
+        )
+        raise Ignore(f"It has run already, with fence {fence}.")
+
+    def _note(self) -> None:
+        self._has_begun = False
+        delivery = self._delivery
+        if not (self._terms.redelivery_window and delivery.is_acked_late and self._fence):
+            return
+        try:
+            self._store.note(delivery.note, self._fence, self._terms.redelivery_window)
+        except LockError as error:
+            logger.warning(
+                "Delivered again, the task %s will run again: %s",
+                delivery.id,
+                error,
+                extra=self._fields("note_failed", error),
+            )
+
+    # Refusals
+
+    def _policy(self, *, is_duplicate: bool = False) -> str:
+        chosen = self._terms.on_conflict
+        if chosen is not None:
+            return chosen
+        task = self._delivery.task
+        # A duplicate has nothing to do that the other one does not.
+        return "retry" if task is not None and task.acks_late and not is_duplicate else "skip"
+
+    def _is_by_itself(self, error: LockNotAcquired) -> bool:
+        """Whether another run of this very task is in the way."""
+        delivery = self._delivery
+        if not delivery.is_queued:
+            return False
+        if error.holder is None:
+            return delivery.was_seen_running
+        return error.holder.task_id == delivery.id
+
+    def _conflict(self, error: LockNotAcquired, *, is_duplicate: bool) -> Any:
+        rules, delivery = self._terms.rules, self._delivery
+        if self._is_by_itself(error):
+            raise queue_behind_itself(delivery, rules, error)
+        policy = self._policy(is_duplicate=is_duplicate)
+        if policy == "skip":
+            extra = self._fields("skipped", error)
+            logger.info("The task %s is skipped: %s", delivery.label, error, extra=extra)
+            return skipped(error)
+        if policy == "retry" and delivery.is_queued:
+            raise queue_again(delivery, rules, error)
+        if policy == "run":
+            return self._run_without(error)
+        raise error
+
+    def _unavailable(self, error: BackendUnavailable) -> Any:
+        policy = self._terms.rules.on_unavailable
+        if policy == "raise":
+            raise error
+        if policy == "run":
+            return self._run_without(error)
+        extra = self._fields("skipped", error)
+        logger.error("The task %s is skipped: %s", self._delivery.label, error, extra=extra)
+        return skipped(error, self._key)
+
+    def _fields(
+        self, event: str, error: LockError | None = None, key: str | None = None
+    ) -> dict[str, Any]:
+        """Return the `extra` of a log record about this run."""
+        return log_fields(
+            event,
+            backend=self._terms.backend,
+            key=key or self._key,
+            task=self._delivery.id,
+            error=error,
+        )
+
+    def _run_without(self, error: LockError) -> Any:
+        tell_bypassed(self._terms.backend, self._key, monotonic() - self._started_at, error)
+        return self._body()
+
+
+def require_base(task: Any) -> None:
+    """Refuse `unique` where nobody sees that the task is queued.
+
+    Raises:
+        LockUsageError: Its base is not `LockedTask`.
+    """
+    if not getattr(type(task), "distlock_base", False):
+        raise LockUsageError(
+            f"The task {task.name} is unique, and only LockedTask looks whether it is queued"
+            " already: use @shared_task(base=LockedTask)."
+        )
+
+
+def _may_be_stolen(lock: Lock, error: LockNotAcquired) -> bool:
+    # What is kept behind a release has no holder that could be dead.
+    kept = lock.hold or lock.min_hold
+    return not kept and error.holder is not None and is_gone(error.holder)
+
+
+def _ended(task: Any = None, state: str | None = None, retval: Any = None, **_: Any) -> None:
+    request: Any = getattr(task, "request", None)
+    made = getattr(request, "distlock_run", None)
+    if isinstance(made, Run):
+        request.distlock_run = None
+        made.end(state or "", retval)

@@ -1,0 +1,193 @@
+"""The decorator of tasks, and their base class."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, ParamSpec, TypeVar, cast
+
+from celery import Task
+from celery.contrib.django.task import DjangoTask
+from celery.local import Proxy
+
+from ...core.durations import Duration
+from ...core.errors import InvalidArgument
+from ..jobs import MAX_WAIT, OnConflict, OnUnavailable
+from ..parentheses import only_function, refuse_function
+from . import declaring, queueing
+from .runs import run
+from .terms import KeyOf, Terms
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def locked_task(
+    lock: KeyOf | None = None,
+    *,
+    unique: KeyOf | None = None,
+    on_conflict: OnConflict | None = None,
+    on_unavailable: OnUnavailable = "raise",
+    max_wait: Duration = MAX_WAIT,
+    inherit: bool = False,
+    **options: Any,
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Hold a lock around each run of a task. Written below `@shared_task` or `@app.task`.
+
+    ::
+
+        @shared_task(acks_late=True)
+        @locked_task("invoice:{invoice_id}", ttl=60)
+        def capture(invoice_id): ...
+
+    The task that a bound function gets is no argument of the key.
+
+    Args:
+        lock: What one run at a time has: a template of the function's parameters, a function that
+            is called with the task's arguments and returns the key, or True: the task's name and
+            all of its arguments. None: nothing, where `unique` is given; else as True.
+        unique: The same for what is queued or running, once at most. Needs
+            `@shared_task(base=LockedTask)`; a further `delay()` returns the result of the first.
+        on_conflict: What is done if somebody else has the key. "skip": the task succeeds with a
+            marker in place of its result; "retry": it is queued again, without counting as a
+            retry; "wait": it waits in its worker; "raise": `LockNotAcquired`; "run": it runs
+            without. None: "retry" under `acks_late`, else "skip".
+        on_unavailable: What is done if the store does not answer: "raise", "run" or "skip".
+        max_wait: Seconds (or a `timedelta`) for which "retry" goes on.
+        inherit: Run under the lease of the task that sent this one, if it has the key.
+        options: `retry`, a `Retry`: the pauses of "retry". `wait`: seconds to wait in the worker,
+            5 with "wait", else 0. `grace`: seconds that the lease of a task lives at most which
+            was told to end. `unique_ttl`: seconds that a queued task keeps its `unique` key
+            without being started. `redelivery_window`: seconds for which a delivery of an
+            `acks_late` task is known to be finished. All others are those of `distlock()`.
+
+    Raises:
+        InvalidArgument: An argument breaks a rule, or the function is a task already.
+    """
+    refuse_function(lock)
+    given = {
+        "lock": lock,
+        "unique": unique,
+        "on_conflict": on_conflict,
+        "on_unavailable": on_unavailable,
+        "max_wait": max_wait,
+        "inherit": inherit,
+        **options,
+    }
+    if lock is not None and isinstance(lock, (Task, Proxy)):
+        raise InvalidArgument("locked_task takes the key: @locked_task(…), with parentheses.")
+
+    def decorate(*args: Any, **kwargs: Any) -> Any:
+        return _wrapped(only_function(lock, args, kwargs), given)
+
+    return decorate
+
+
+class LockedTask(DjangoTask):  # type: ignore[misc]
+    """The base of tasks that are locked by attributes, or unique.
+
+    ::
+
+        class Capture(LockedTask):
+            lock = "invoice:{invoice_id}"
+            lock_options = {"ttl": 60}
+
+            def run(self, invoice_id): ...
+
+    Attributes:
+        lock: See `locked_task`; None: no lock.
+        unique: See `locked_task`.
+        lock_options: The other arguments of `locked_task`.
+    """
+
+    abstract = True
+    #: Tells its tasks from those that have an attribute of the same name for other ends.
+    distlock_base: ClassVar[bool] = True
+
+    lock: ClassVar[Any] = None
+    unique: ClassVar[Any] = None
+    lock_options: ClassVar[Mapping[str, Any]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        described = {"lock", "unique", "lock_options", "run"} & set(cls.__dict__)
+        if not described or (cls.lock is None and cls.unique is None):
+            return
+        run = inspect.getattr_static(cls, "run")
+        if run is inspect.getattr_static(Task, "run"):
+            return
+        function = run.__func__ if isinstance(run, staticmethod) else run
+        # Wrapped for a class above, by other attributes.
+        function = getattr(function, "distlock_by_class", function)
+        wrapped: Any = _wrapped(
+            function, {"lock": cls.lock, "unique": cls.unique, **cls.lock_options}
+        )
+        wrapped.distlock_by_class = function
+        cls.run = staticmethod(wrapped) if isinstance(run, staticmethod) else wrapped
+
+    def apply_async(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        task_id: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Queue the task, or return the result of the one that is queued or running already.
+
+        Raises:
+            BackendUnavailable: The store did not answer, and nothing was queued.
+        """
+        send = super().apply_async
+        return queueing.send(self, send, tuple(args or ()), dict(kwargs or {}), task_id, options)
+
+    def signature_from_request(
+        self,
+        request: Any = None,
+        args: Any = None,
+        kwargs: Any = None,
+        queue: Any = None,
+        **extra_options: Any,
+    ) -> Any:
+        """Let a retry go on with the unique key of the run that sends it."""
+        request = self.request if request is None else request
+        headers = extra_options.pop("headers", None)
+        extra_options["headers"] = queueing.headers_of_retry(request, headers)
+        return super().signature_from_request(request, args, kwargs, queue, **extra_options)
+
+
+def _wrapped(function: Callable[P, T], given: dict[str, Any]) -> Callable[P, T]:
+    # By its type: to ask a proxy for its class would finalize the app.
+    if isinstance(function, Task) or issubclass(type(function), Proxy):
+        raise InvalidArgument(
+            "locked_task is written below @shared_task or @app.task: it wraps the function, and"
+            " this is a task already."
+        )
+    if not callable(function):
+        raise InvalidArgument(f"locked_task wraps a function, not {function!r}.")
+    if getattr(function, "distlock_terms", None) is not None:
+        raise InvalidArgument(f"{function.__qualname__} is locked already.")
+    if any(
+        kind(function)
+        for kind in (
+            inspect.iscoroutinefunction,
+            inspect.isgeneratorfunction,
+            inspect.isasyncgenfunction,
+        )
+    ):
+        raise InvalidArgument(
+            f"{function.__qualname__} is no plain function: its body would run when the lock is"
+            " released. Celery runs plain functions."
+        )
+    terms = Terms.of(function, **given)
+
+    @functools.wraps(function)
+    def locked(*args: P.args, **kwargs: P.kwargs) -> T:
+        return cast("T", run(terms, function, args, kwargs))
+
+    wrapper: Any = locked
+    wrapper.distlock_terms = terms
+    # Celery checks the arguments of `delay()` by what a function itself has.
+    wrapper.__signature__ = inspect.signature(function)
+    declaring.declare(locked, terms)
+    return locked

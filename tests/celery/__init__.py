@@ -1,0 +1,1 @@
+"""Locked tasks, with real workers and brokers."""

@@ -1,0 +1,87 @@
+"""A worker and what a test says to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from celery import Celery
+from celery.result import AsyncResult
+
+from django_distlock import distlock
+from tests.contract.helpers import PATIENCE
+from tests.contract.locking import eventually, taken
+
+from .acting import Stage
+from .workers import Worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crew:
+    """A worker, the test's own end of its broker, and the stage of the test's key.
+
+    Attributes:
+        store: The alias of the lock backend.
+    """
+
+    worker: Worker
+    app: Celery
+    stage: Stage
+    store: str
+
+    @property
+    def key(self) -> str:
+        """The key that only this test uses."""
+        return self.stage.key
+
+    def send(self, name: str, *steps: str, **options: Any) -> AsyncResult[Any]:
+        """Send a task of the store; what it shall do, and options of `apply_async`."""
+        return self.task(name).apply_async((self.key, steps), **self.to(**options))
+
+    def task(self, name: str) -> Any:
+        """Return one of the tasks."""
+        full = f"{self.store}.{name}"
+        return self.app.tasks[full if full in self.app.tasks else name]
+
+    def signature(self, name: str, *steps: str, **options: Any) -> Any:
+        """Describe a call of a task, for chords and chains."""
+        return self.task(name).si(self.key, steps).set(**self.to(**options))
+
+    def to(self, **options: Any) -> dict[str, Any]:
+        """Give the options that make a message arrive at the worker."""
+        return {"queue": self.worker.queue, **options}
+
+    def begun(self, times: int = 1) -> dict[str, Any]:
+        """Wait until the body has begun so often; return what it told."""
+        self.until(lambda: len(self.stage.told("began")) >= times, f"{times} runs have begun")
+        return self.stage.told("began")[times - 1]
+
+    def outcome(self, result: AsyncResult[Any], timeout: float = PATIENCE) -> str:
+        """Wait until a task has ended; return its state."""
+        self.until(lambda: result.state in ENDS, f"{result.id} has ended", timeout)
+        return str(result.state)
+
+    def is_taken(self, key: str = "") -> bool:
+        """Ask the store whether anybody holds the key."""
+        return taken(distlock(key or self.key, backend=self.store))
+
+    def is_free_within(self, seconds: float, key: str = "") -> bool:
+        """Wait until nobody holds the key; say whether that was in time."""
+        return eventually(lambda: not self.is_taken(key), seconds)
+
+    def until(self, condition: Callable[[], bool], what: str, timeout: float = PATIENCE) -> None:
+        """Wait until something is so, or fail with what the worker said."""
+        give_up = time.monotonic() + timeout
+        while not condition():
+            if time.monotonic() > give_up:
+                raise AssertionError(
+                    f"not in {timeout:g} s: {what}; told: {self.stage.told()}\n"
+                    f"{self.worker.said()[-6000:]}"
+                )
+            time.sleep(0.03)
+
+
+#: States that stay.
+ENDS = {"SUCCESS", "FAILURE", "REVOKED", "IGNORED", "REJECTED"}

@@ -1,0 +1,107 @@
+"""Tasks whose locks are tested, each on each store: `default.skip`, `redis.skip` and so on.
+
+`shared_task` gives them to every Celery app of a process: the one of a worker, those of the tests.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from datetime import date
+from typing import Any
+
+from celery import shared_task
+
+from django_distlock import Retry
+from django_distlock.contrib.celery import LockedTask, locked_task
+
+from .acting import play, stage_of
+
+STORES = ("default", "redis")
+#: Seconds that the lease of most tasks lives: longer than any test would wait for its end.
+LONG = 300
+#: Seconds of a lease whose end a test waits for; renewed at each third.
+SHORT = 3
+#: How tasks ask again whose tests wait for it.
+SOON = Retry(delay=0.2, factor=1.5, cap=0.6)
+
+
+def _act(name: str, task: dict[str, Any], **options: Any) -> None:
+    """Make a task that plays what it is told, on each store."""
+    for store in STORES:
+
+        @shared_task(name=f"{store}.{name}", bind=True, **task)
+        @locked_task("{key}", backend=store, **{"ttl": LONG, **options})
+        def played(self: Any, key: str, steps: Sequence[str] = ()) -> Any:
+            return play(self, key, steps)
+
+
+_act("early", {})
+_act("short", {}, ttl=SHORT)
+_act("brief", {}, ttl=1)
+_act("late", {"acks_late": True, "reject_on_worker_lost": True}, retry=SOON)
+_act("late_short", {"acks_late": True, "reject_on_worker_lost": True}, ttl=SHORT, retry=SOON)
+_act("raise", {}, on_conflict="raise")
+_act("wait", {}, on_conflict="wait")
+_act("retry", {"max_retries": 0}, on_conflict="retry", retry=SOON)
+_act("retry_for_a_second", {}, on_conflict="retry", retry=SOON, max_wait=1)
+_act("hold", {}, ttl=SHORT, hold=True)
+_act("min_hold", {}, min_hold=SHORT)
+_act(
+    "auto",
+    {"autoretry_for": (ConnectionError,), "retry_backoff": False, "default_retry_delay": 1},
+)
+_act("inherited", {}, inherit=True, on_conflict="raise")
+_act("not_inherited", {}, inherit=False, on_conflict="raise")
+
+
+def _act_unique(name: str, task: dict[str, Any], **options: Any) -> None:
+    """The same, at most once queued or running."""
+    for store in STORES:
+
+        @shared_task(name=f"{store}.{name}", bind=True, base=LockedTask, **task)
+        @locked_task(unique="{key}", backend=store, **{"ttl": LONG, **options})
+        def played(self: Any, key: str, steps: Sequence[str] = ()) -> Any:
+            return play(self, key, steps)
+
+
+_act_unique("unique", {})
+_act_unique("unique_brief", {}, ttl=1, unique_ttl=1)
+_act_unique("unique_late", {"acks_late": True, "reject_on_worker_lost": True}, retry=SOON)
+_act_unique("unique_and_locked", {}, lock="{key}", on_conflict="retry", retry=SOON)
+
+
+@shared_task(name="plain", bind=True, acks_late=True, reject_on_worker_lost=True)
+def plain(self: Any, key: str, steps: Sequence[str] = ()) -> Any:
+    """Play without a lock."""
+    return play(self, key, steps)
+
+
+for _store in STORES:
+
+    @shared_task(name=f"{_store}.keyed", bind=True)
+    @locked_task("{key}:{one}:{day}:{number}", backend=_store, ttl=LONG, on_conflict="raise")
+    def keyed(self: Any, key: str, one: uuid.UUID | str, day: date | str, number: int = 3) -> Any:
+        """Play under a key of several arguments."""
+        return play(self, key, [])
+
+
+class Classic(LockedTask):
+    """A task that is a class."""
+
+    abstract = True
+    lock = "{key}"
+    lock_options = {"ttl": LONG, "backend": "default"}
+
+
+@shared_task(name="classic", base=Classic, bind=True)
+def classic(self: Any, key: str, steps: Sequence[str] = ()) -> Any:
+    """Play under the lock that the base describes."""
+    return play(self, key, steps)
+
+
+@shared_task(name="collect")
+def collect(results: Any, key: str) -> Any:
+    """Be what follows in a chord or a chain."""
+    stage_of(key).tell("collected", results=results)
+    return results

@@ -1,0 +1,74 @@
+"""The scheduler of django-celery-beat, as one of many."""
+
+from __future__ import annotations
+
+import time
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+
+from django_distlock.contrib.celery import scheduler
+from tests.conftest import DECLARED
+from tests.contract.aliases import alias_like
+from tests.integration.databases import new_database
+from tests.safety import never
+
+from .beat_processes import Site, eventually, two_beats
+
+ROWS = "django_distlock.contrib.celery.scheduler:DistlockDatabaseScheduler"
+
+has_rows = pytest.mark.skipif(
+    find_spec("django_celery_beat") is None,
+    reason=f"{DECLARED}django-celery-beat has no release for this Django",
+)
+
+
+@has_rows
+def test_rows_are_sent_once_whoever_is_killed(tmp_path: Path, key: str) -> None:
+    """Also what the killed leader had sent and not yet saved: a task that is to run once."""
+    every, ttl = 3.0, 1.0
+    with new_database() as name, alias_like("default", NAME=name) as alias:
+        site = Site(
+            tmp_path,
+            key,
+            "redis",
+            every=every,
+            ttl=ttl,
+            using=alias,
+            INSTALLED_APPS=[*settings.INSTALLED_APPS[:3], "django_celery_beat"],
+        )
+        site.environment["DISTLOCK_TEST_BEAT_ONCE"] = str(time.time() + 20)
+        site.project.manage("migrate", "-v", "0")
+        with site.worker() as worker, two_beats(site, ROWS) as (leads, follows):
+            worker.says("ready")
+            eventually(lambda: "once" in _names(site), "what is to run once")
+            leads.kill()
+            count = len(site.ran())
+            follows.says("Beat leads")
+            site.wait_for_ticks(count + 3)
+        never(_names(site).count("once") > 1, "a tick was run twice")
+        assert _names(site).count("once") == 1
+        notes = [each["sent_at"] for each in site.ran() if each["name"] == "note"]
+        gaps = [later - sooner for sooner, later in pairwise(notes)]
+        assert min(gaps) > every - 0.7, gaps
+
+
+@pytest.mark.skipif(find_spec("django_celery_beat") is not None, reason="it is installed")
+def test_says_what_is_missing() -> None:
+    """Whoever has no django-celery-beat is told what to install, when they name the class."""
+    with pytest.raises(ImproperlyConfigured, match="pip install django-celery-beat"):
+        _ = scheduler.DistlockDatabaseScheduler
+
+
+def test_nothing_else_is_made_up() -> None:
+    """A name that the module does not have is an error, as everywhere."""
+    with pytest.raises(AttributeError, match="has no attribute 'Distlock'"):
+        _ = scheduler.Distlock
+
+
+def _names(site: Site) -> list[str]:
+    return [each["name"] for each in site.ran()]

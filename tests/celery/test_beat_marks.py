@@ -1,0 +1,321 @@
+"""What a beat knows of the others: the marks of entries, and the options of the scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from django.test import override_settings
+
+from django_distlock import InvalidArgument, InvalidLockBackend, distlock
+from django_distlock.contrib.celery import beats
+from django_distlock.contrib.celery.beats import Marks, Moved, mark_key
+from django_distlock.contrib.celery.scheduler import AGAIN, DistlockScheduler, _reserve_numbers
+from django_distlock.handler import lock_backends
+from django_distlock.testing import lose_connection
+from tests.contract.helpers import Later
+from tests.processes import spawn
+
+from .beat_processes import eventually
+
+RAN: list[str] = []
+#: Seconds between two ticks: many, so that a test has to do with one of them.
+EVERY = 30.0
+
+
+def ran(name: str) -> None:
+    """Be the task."""
+    RAN.append(name)
+
+
+@pytest.fixture(params=["postgres", "redis"])
+def alias(request: pytest.FixtureRequest) -> str:
+    """Give a store in turn."""
+    chosen: str = request.param
+    return chosen
+
+
+@pytest.fixture
+def make(tmp_path: Path, key: str, alias: str) -> Iterator[Callable[..., DistlockScheduler]]:
+    """Give a way to make beats, whose tasks run where they are sent."""
+    RAN.clear()
+    made: list[DistlockScheduler] = []
+
+    def make(
+        *names: str, kind: type[DistlockScheduler] = DistlockScheduler, **conf: Any
+    ) -> DistlockScheduler:
+        app = Celery("marks", broker="memory://", set_as_current=False)
+        app.task(name="marks.ran")(ran)
+        app.conf.update(
+            task_always_eager=True,
+            beat_distlock_key=key,
+            beat_distlock_backend=alias,
+            beat_schedule={
+                name: {"task": "marks.ran", "schedule": EVERY, "args": [name]} for name in names
+            },
+            **conf,
+        )
+        file = tmp_path / f"schedule-{len(made)}"
+        made.append(kind(app=app, schedule_filename=str(file), max_interval=1))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def make_due(beat: DistlockScheduler, *names: str) -> None:
+    """Let it be so long ago that entries were sent, for all who have not looked yet."""
+    store = beat._marks._store
+    for name in names:
+        store.force_release(mark_key(beat._marks._key, name))
+        beat.schedule[name].last_run_at -= timedelta(seconds=EVERY + 5)
+
+
+def run(beat: DistlockScheduler, ticks: int = 6) -> None:
+    """Let a beat do what is to be done now."""
+    for _ in range(ticks):
+        beat.tick()
+
+
+def test_move_without_an_answer_is_made_again(make: Callable[..., DistlockScheduler]) -> None:
+    """The store has moved the mark, the beat does not know it: the tick is sent, and once."""
+    beat = make("a")
+    make_due(beat, "a")
+    alias = beat._marks._store.alias
+    learned = beats.Marks.move
+
+    def move(marks: Marks, name: str, sent_at: datetime) -> None:
+        with lose_connection(alias, answers=False):
+            learned(marks, name, sent_at)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(beats.Marks, "move", move)
+        assert [beat.tick(), beat.tick()] == [AGAIN, AGAIN]
+    assert RAN == []
+    run(beat)
+    assert RAN == ["a"]
+    mark = beat._marks.get("a")
+    assert mark is not None
+    assert mark.runs == 1
+
+
+def test_mark_that_was_moved_is_not_sent(make: Callable[..., DistlockScheduler]) -> None:
+    """Another beat has sent it behind our look: we look again, and leave it."""
+    beat = make("a", "b")
+    make_due(beat, "a", "b")
+    marks, key = beat._marks, beat._marks._key
+    other = Marks(marks._store, key)
+    move = marks.move
+
+    def overtaken(name: str, sent_at: datetime) -> None:
+        if name == "a" and other.get("a") is None:
+            other.learn("a", sent_at, 0)
+            other.move("a", sent_at)
+        move(name, sent_at)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(marks, "move", overtaken)
+        run(beat)
+    assert RAN == ["b"]
+    assert beat.schedule["a"].total_run_count == 1
+
+
+def test_one_of_two_moves_a_mark(key: str, alias: str) -> None:
+    """Both have read the same: the store lets one of them send."""
+    store, now = lock_backends[alias], datetime.now(UTC)
+    first, second = Marks(store, key), Marks(store, key)
+    for each in (first, second):
+        each.learn("a", now, 0)
+    first.move("a", now + timedelta(seconds=5))
+    with pytest.raises(Moved):
+        second.move("a", now + timedelta(seconds=5))
+    second.learn("a", now - timedelta(days=1), 0)
+    mark = second.get("a")
+    assert mark is not None
+    assert (mark.sent_at, mark.runs) == (now + timedelta(seconds=5), 1)
+
+
+def test_paused_entry_stands_in_nobodys_way(make: Callable[..., DistlockScheduler]) -> None:
+    """An operator pauses its mark: the others are sent, and it is sent when that is over."""
+    beat = make("a", "b")
+    make_due(beat, "a", "b")
+    store, key = beat._marks._store, mark_key(beat._marks._key, "a")
+    store.pause(key, datetime.now(UTC) + timedelta(minutes=5), "somebody")
+    run(beat)
+    assert RAN == ["b"]
+    store.resume(key)
+    eventually(lambda: beat.tick() is not None and "a" in RAN, "it is sent")
+    assert RAN == ["b", "a"]
+
+
+def test_marks_that_were_lost_come_back(
+    make: Callable[..., DistlockScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader knows when it sent what: a store that forgot is told so."""
+    beat = make("a")
+    make_due(beat, "a")
+    run(beat)
+    store, key = beat._marks._store, mark_key(beat._marks._key, "a")
+    before = store.read(key)
+    store.force_release(key)
+    beat._marks._renew_at = 0.0
+    run(beat)
+    after = store.read(key)
+    assert before is not None
+    assert after is not None
+    assert after.holder.metadata == before.holder.metadata
+    assert RAN == ["a"]
+
+
+def test_marks_are_renewed(make: Callable[..., DistlockScheduler]) -> None:
+    """What is sent once a month stays known, as long as somebody leads."""
+    beat = make("a")
+    run(beat)
+    store, key = beat._marks._store, mark_key(beat._marks._key, "a")
+    store.shorten(key, 100)
+    run(beat)
+    shortened = store.read(key)
+    beat._marks._renew_at = 0.0
+    run(beat)
+    renewed = store.read(key)
+    assert shortened is not None
+    assert renewed is not None
+    assert shortened.expires_at is not None
+    assert renewed.expires_at is not None
+    assert renewed.expires_at - shortened.expires_at > timedelta(days=6)
+
+
+def test_second_beat_stands_by_and_says_whom_it_waits_for(
+    make: Callable[..., DistlockScheduler], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It sends nothing, says so once, and leads as soon as the first is closed."""
+    caplog.set_level(logging.INFO, "django_distlock")
+    first, second = make("a"), make("a")
+    run(first)
+    make_due(second, "a")
+    Later(run, second, 2).result()
+    assert RAN == []
+    said = [each.message for each in caplog.records if "stands by" in each.message]
+    assert len(said) == 1
+    assert "(pid " in said[0]
+    first.close()
+    run(second)
+    assert RAN == ["a"]
+
+
+class Ended(DistlockScheduler):
+    """A beat that is ended by a signal while it sends, as `celery beat` does it."""
+
+    held = None
+
+    def apply_entry(self, entry: Any, producer: Any = None) -> None:
+        """Be the handler of the signal."""
+        self.close()
+        self.held = self._leadership.held
+        raise SystemExit
+
+
+def test_signal_amid_a_tick_waits_for_its_end(make: Callable[..., DistlockScheduler]) -> None:
+    """The store is not asked while it may be asked already; the second close gives up."""
+    beat = make("a", kind=Ended)
+    make_due(beat, "a")
+    with pytest.raises(SystemExit):
+        run(beat)
+    assert beat.held is True
+    beat.close()
+    assert not beat._leadership.held
+    assert not distlock(beat._marks._key, backend=beat._marks._store.alias).locked()
+
+
+def test_scheduler_to_look_at_asks_no_store(tmp_path: Path, key: str) -> None:
+    """What `celery beat` makes for its banner neither locks nor needs a backend."""
+    with override_settings(DISTLOCK={}):
+        beat = DistlockScheduler(Celery("x"), schedule_filename=str(tmp_path / "s"), lazy=True)
+        assert str(tmp_path) in beat.info
+        beat.close()
+
+
+@pytest.mark.parametrize(
+    ("conf", "error", "what"),
+    [
+        ({"beat_distlock_backend": "memory"}, InvalidLockBackend, "MemoryBackend cannot choose"),
+        ({"beat_distlock_backend": "advisory"}, InvalidLockBackend, "in a database or in Redis"),
+        ({"beat_distlock_backend": "nobody"}, InvalidLockBackend, "nobody"),
+        ({"beat_distlock_ttl": 0}, InvalidArgument, "ttl"),
+        ({"beat_distlock_key": "x" * 500}, InvalidArgument, "512 bytes"),
+    ],
+)
+def test_options_that_cannot_be(
+    tmp_path: Path, conf: dict[str, Any], error: type[Exception], what: str
+) -> None:
+    """They are refused where beat starts, and named."""
+    app = Celery("options", broker="memory://", set_as_current=False)
+    app.conf.update(conf)
+    with pytest.raises(error, match=what):
+        DistlockScheduler(app=app, schedule_filename=str(tmp_path / "schedule"))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("shop", "celery-beat:shop"), (None, "celery-beat:celery")]
+)
+def test_default_options(tmp_path: Path, name: str | None, key: str) -> None:
+    """Each app has a leader of its own, on the default backend and with its ttl."""
+    app = Celery(name, broker="memory://", set_as_current=False)
+    beat = DistlockScheduler(app=app, schedule_filename=str(tmp_path / "schedule"))
+    lock = beat._leadership._lock
+    assert (lock.key, lock.backend, lock.ttl) == (key, "default", None)
+    beat.close()
+
+
+def test_keys_of_marks() -> None:
+    """No two entries have one key, and a long name fits."""
+    assert mark_key("beat", "report") == "beat:sent:report"
+    pairs = [("a", "b:sent:c"), ("a:sent:b", "c"), ("a", "b%3Asent%3Ac"), ("a", "ä" * 600)]
+    keys = [mark_key(*pair) for pair in [*pairs, ("a", "ä" * 601)]]
+    assert len(set(keys)) == len(keys)
+    assert all(len(each.encode()) <= 512 for each in keys)
+
+
+def test_time_of_a_mark_is_that_of_the_app(make: Callable[..., DistlockScheduler]) -> None:
+    """Celery reads the hours of a crontab from the last run: they are those of its time zone."""
+    beat = make("a", timezone="Asia/Tokyo")
+    make_due(beat, "a")
+    began = time.time()
+    run(beat)
+    beat.is_due(beat.schedule["a"])
+    last = beat.schedule["a"].last_run_at
+    assert last.utcoffset() == timedelta(hours=9)
+    assert began - 1 < last.timestamp() < time.time() + 1
+
+
+def use_numbers(reserved: bool) -> bool:
+    """Own a file that somebody has closed by its number; say if its end closes another one."""
+    reads, _writes = os.pipe()
+    stale = os.fdopen(reads)
+    os.close(reads)
+    if reserved:
+        _reserve_numbers()
+    ours = os.open(os.devnull, os.O_RDONLY)
+    with contextlib.suppress(OSError):
+        stale.close()
+    try:
+        os.fstat(ours)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("reserved", [True, False])
+def test_numbers_of_a_workers_files_are_not_used(reserved: bool) -> None:
+    """In `celery worker -B`, what Celery has closed by its number closes no connection of ours."""
+    with spawn("tests.celery.test_beat_marks:use_numbers", reserved) as process:
+        assert process.result() is reserved

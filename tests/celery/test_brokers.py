@@ -1,0 +1,65 @@
+"""Locked tasks behind each broker and in each pool: one at a time, and none is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .brokers import Broker, folders_broker
+from .conftest import Fleet, client_of
+from .crews import Crew
+from .workers import working
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
+def test_pool_runs_one_task_of_a_key_at_a_time(
+    fleet: Fleet, crew_of: Callable[..., Crew], pool: str
+) -> None:
+    """Of tasks that a pool could run side by side, each waits in the queue until it may run."""
+    crew = crew_of(fleet.worker(pool))
+    sent = [crew.send("late", "sleep 0.1") for _ in range(5)]
+    assert [crew.outcome(each) for each in sent] == ["SUCCESS"] * 5
+    assert len(crew.stage.told("ended")) == 5
+    assert not crew.stage.told("overlapped")
+    assert not crew.is_taken()
+
+
+def test_without_a_lock_tasks_run_side_by_side(prefork: Crew) -> None:
+    """The witness sees what the other tests say never happens."""
+    sent = [prefork.send("plain", "sleep 1") for _ in range(2)]
+    assert [prefork.outcome(each) for each in sent] == ["SUCCESS"] * 2
+    assert prefork.stage.told("overlapped")
+
+
+@pytest.mark.parametrize("store", ["default"])
+def test_folders_carry_locked_tasks(
+    home: Path, tmp_path: Path, broker: Broker, crew_of: Callable[..., Crew], store: str
+) -> None:
+    """A broker of files, and a worker that runs tasks in its main process."""
+    folders = folders_broker(tmp_path, broker.results)
+    with client_of(folders) as app, working(home, folders, pool="solo") as worker:
+        crew = crew_of(worker, app)
+        sent = [crew.send("early", "wait go")]
+        crew.begun()
+        # Not before: files come in no order.
+        sent.append(crew.send("early"))
+        assert crew.is_taken()
+        crew.stage.open("go")
+        assert [crew.outcome(each) for each in sent] == ["SUCCESS"] * 2
+        # One after the other: nobody was refused.
+        assert len(crew.stage.told("ended")) == 2
+        assert not crew.is_taken()
+
+
+def test_rabbitmq_carries_locked_tasks(
+    home: Path, rabbitmq: Broker, crew_of: Callable[..., Crew], store: str
+) -> None:
+    """Tasks of one key, of which each is queued again until it may run."""
+    with client_of(rabbitmq) as app, working(home, rabbitmq, slots=3) as worker:
+        crew = crew_of(worker, app)
+        sent = [crew.send("late", "sleep 0.1") for _ in range(5)]
+        assert [crew.outcome(each) for each in sent] == ["SUCCESS"] * 5
+        assert len(crew.stage.told("ended")) == 5
+        assert not crew.stage.told("overlapped")

@@ -1,0 +1,201 @@
+"""However a run ends, its key is free then, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from celery.exceptions import SoftTimeLimitExceeded
+
+from tests.contract.locking import eventually
+
+from .brokers import Broker
+from .conftest import Fleet
+from .crews import Crew
+from .tasks import SHORT
+from .workers import start_worker, wait_until_ready, working
+
+#: Seconds in which a run that has ended must have given its key back: its lease lives for minutes.
+SOON = 2.0
+
+
+def test_success(prefork: Crew) -> None:
+    """The key is taken from before the body until behind it."""
+    result = prefork.send("early", "wait go")
+    assert prefork.begun()["lease"] == prefork.key
+    assert prefork.is_taken()
+    prefork.stage.open("go")
+    assert prefork.outcome(result) == "SUCCESS"
+    assert prefork.is_free_within(SOON)
+
+
+@pytest.mark.parametrize(
+    ("steps", "state"), [([], "SUCCESS"), (["raise oops"], "FAILURE")], ids=["success", "exception"]
+)
+@pytest.mark.parametrize("pool", ["threads", "gevent"])
+def test_endings_in_threads_and_greenlets(
+    fleet: Fleet, crew_of: Callable[..., Crew], pool: str, steps: list[str], state: str
+) -> None:
+    """The same where tasks share a process: each ends with its own key, and no other."""
+    crew = crew_of(fleet.worker(pool))
+    other = crew.stage.of(f"{crew.key}:other")
+    result = crew.send("early", "wait go", *steps)
+    beside = crew.task("early").apply_async((other.key, ["wait go"]), **crew.to())
+    assert crew.begun()["lease"] == crew.key
+    crew.until(lambda: bool(other.told("began")), "both run")
+    assert {each["pid"] for each in (*crew.stage.told("began"), *other.told("began"))} == {
+        crew.worker.pid
+    }
+    assert crew.is_taken()
+    assert crew.is_taken(other.key)
+    crew.stage.open("go")
+    assert crew.outcome(result) == state
+    assert crew.is_free_within(SOON)
+    assert crew.is_taken(other.key)
+    other.open("go")
+    assert crew.outcome(beside) == "SUCCESS"
+    assert crew.is_free_within(SOON, other.key)
+
+
+@pytest.mark.parametrize(
+    ("ending", "told"),
+    [
+        ("raise oops", "ValueError"),
+        ("retry 30", "Retry"),
+        ("ignore", "Ignore"),
+        ("reject", "Reject"),
+    ],
+)
+def test_c3_exceptions_of_any_kind(prefork: Crew, ending: str, told: str) -> None:
+    """The key is free behind the body, whether or not Celery takes it for the end of the task."""
+    result = prefork.send("early", "wait go", ending)
+    prefork.begun()
+    assert prefork.is_taken()
+    prefork.stage.open("go")
+    prefork.until(lambda: bool(prefork.stage.told("failed")), "the body has ended")
+    assert prefork.is_free_within(SOON)
+    assert prefork.stage.told("failed")[0]["error"] == told
+    result.revoke()
+
+
+@pytest.mark.parametrize("name", ["early", "late"])
+def test_retry(prefork: Crew, name: str) -> None:
+    """Between two attempts the key is free, and the next one takes it again."""
+    result = prefork.send(name, "tell attempt", "retry 2")
+    prefork.until(lambda: bool(prefork.stage.told("failed")), "the first attempt")
+    assert prefork.is_free_within(1.3)
+    assert len(prefork.stage.told("began")) == 1
+    assert prefork.outcome(result) == "SUCCESS"
+    first, second = prefork.stage.told("began")
+    assert (first["retries"], second["retries"]) == (0, 1)
+    assert second["fence"] > first["fence"]
+    assert prefork.is_free_within(SOON)
+
+
+def test_reject_that_queues_again(prefork: Crew) -> None:
+    """A message that the body hands back runs again, although its task has run before."""
+    result = prefork.send("late", "reject requeue")
+    assert prefork.outcome(result) == "SUCCESS"
+    assert len(prefork.stage.told("began")) == 2
+    assert prefork.is_free_within(SOON)
+
+
+def test_soft_time_limit(prefork: Crew) -> None:
+    """A body that lets it end its work gives the key back then."""
+    result = prefork.send("early", "wait never", soft_time_limit=1)
+    prefork.begun()
+    assert prefork.is_taken()
+    assert prefork.outcome(result) == "FAILURE"
+    assert isinstance(result.result, SoftTimeLimitExceeded)
+    assert prefork.is_free_within(SOON)
+
+
+def test_soft_time_limit_with_work_left(prefork: Crew) -> None:
+    """A body that needs time to end keeps its key meanwhile."""
+    result = prefork.send("early", "clean_up go", soft_time_limit=1)
+    prefork.until(lambda: bool(prefork.stage.told("limited")), "the limit")
+    assert not prefork.is_free_within(1)
+    prefork.stage.open("go")
+    assert prefork.outcome(result) == "SUCCESS"
+    assert prefork.is_free_within(SOON)
+
+
+def test_revoked_before_its_start(prefork: Crew) -> None:
+    """A task that never runs never takes its key."""
+    result = prefork.send("early", countdown=1)
+    result.revoke()
+    assert prefork.outcome(result) == "REVOKED"
+    assert not prefork.is_taken()
+    assert not prefork.stage.told("began")
+
+
+def test_hold(prefork: Crew) -> None:
+    """With `hold` the key stays taken until its ttl has passed since the grant; then it is free."""
+    result = prefork.send("hold")
+    assert prefork.outcome(result) == "SUCCESS"
+    assert prefork.is_taken()
+    assert prefork.is_free_within(SHORT + SOON)
+
+
+def test_min_hold(prefork: Crew) -> None:
+    """The same with `min_hold`, which is shorter than the ttl."""
+    result = prefork.send("min_hold")
+    assert prefork.outcome(result) == "SUCCESS"
+    assert prefork.is_taken()
+    assert prefork.is_free_within(SHORT + SOON)
+
+
+def test_c15_warm_shutdown_waits_under_the_lock(
+    home: Path, broker: Broker, crew_of: Callable[..., Crew]
+) -> None:
+    """A worker that ends in peace renews the lease of the task that it waits for."""
+    with working(home, broker) as worker:
+        crew = crew_of(worker)
+        result = crew.send("short", "wait go", "check")
+        crew.begun()
+        worker.signal("TERM")
+        # Longer than it would live without its heartbeat.
+        assert not crew.is_free_within(SHORT + 2.5)
+        crew.stage.open("go")
+        worker.wait()
+        assert crew.stage.told("held")
+        assert result.state == "SUCCESS"
+        assert crew.is_free_within(SOON)
+
+
+@pytest.mark.parametrize("patience", [0, 2], ids=["cold", "soft"])
+def test_c15_shutdown_that_waits_for_nobody(
+    home: Path, broker: Broker, crew_of: Callable[..., Crew], patience: int
+) -> None:
+    """A worker that is told to end at once leaves the key to the next one, and the task too.
+
+    With a soft shutdown, it is not ended before its time.
+    """
+    settings = {"worker_soft_shutdown_timeout": patience}
+    with working(home, broker, settings=settings) as worker:
+        crew = crew_of(worker)
+        result = crew.send("late", "wait go")
+        crew.begun()
+        worker.signal("QUIT")
+        if patience:
+            assert not crew.is_free_within(1)
+        successor = start_worker(home, broker, queue=worker.queue)
+        try:
+            assert eventually(lambda: not crew.is_taken() or len(runs(crew)) > 1, 20)
+            # The first run has ended by then.
+            worker.wait()
+            wait_until_ready(home, successor)
+            crew.begun(2)
+            assert crew.is_taken()
+            crew.stage.open("go")
+            assert crew.outcome(result) == "SUCCESS"
+        finally:
+            successor.kill()
+        assert not crew.stage.told("overlapped")
+        assert crew.is_free_within(SOON)
+
+
+def runs(crew: Crew) -> list[dict[str, object]]:
+    """Return the runs that have begun."""
+    return crew.stage.told("began")

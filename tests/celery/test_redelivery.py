@@ -1,0 +1,108 @@
+"""Messages that arrive again: while their task still runs, and when it has run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from celery import Celery
+from pytest_django import DjangoDbBlocker
+
+from tests.safety import never
+
+from .brokers import SECONDS_UNTIL_REDELIVERY, Broker, redis_broker
+from .conftest import client_of
+from .crews import Crew
+from .workers import Worker, working
+
+#: Seconds in which a message that is not acknowledged has come again for certain.
+AGAIN = SECONDS_UNTIL_REDELIVERY + 3
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[Broker]:
+    """Give a Redis broker that soon delivers again what nobody has acknowledged."""
+    with redis_broker(visibility_timeout=SECONDS_UNTIL_REDELIVERY) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def sender(impatient: Broker) -> Iterator[Celery]:
+    """Give the tests' end of it."""
+    with client_of(impatient) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def worker(
+    home: Path, impatient: Broker, django_db_setup: None, django_db_blocker: DjangoDbBlocker
+) -> Iterator[Worker]:
+    """Give a worker that runs two tasks at once."""
+    with django_db_blocker.unblock(), working(home, impatient, slots=2) as made:
+        yield made
+
+
+def test_c5_task_that_arrives_while_it_runs_waits(
+    worker: Worker, sender: Celery, crew_of: Callable[..., Crew]
+) -> None:
+    """The same task id is no right to the key: it is queued again, and has run once in the end."""
+    crew = crew_of(worker, sender)
+    result = crew.send("late", "wait go")
+    crew.begun()
+    crew.until(lambda: len(crew.stage.told("refused")) >= 3, "it has come again")
+    never(len(crew.stage.told("began")) > 1, "a task ran twice")
+    assert crew.is_taken()
+    crew.stage.open("go")
+    assert crew.outcome(result) == "SUCCESS"
+    time.sleep(AGAIN)
+    never(len(crew.stage.told("began")) > 1, "a task ran twice")
+    assert len(crew.stage.told("ended")) == 1
+    assert result.state == "SUCCESS"
+    assert crew.is_free_within(2)
+
+
+@pytest.mark.parametrize("store", ["default"])
+def test_c5_without_a_lock_it_runs_twice_at_once(
+    worker: Worker, sender: Celery, crew_of: Callable[..., Crew]
+) -> None:
+    """What the lock prevents happens without it."""
+    crew = crew_of(worker, sender)
+    crew.signature("plain", "wait go").apply_async()
+    crew.begun(2)
+    assert crew.stage.told("overlapped")
+    crew.stage.open("go")
+
+
+@pytest.mark.parametrize(("store", "name"), [("default", "late"), ("redis", "unique_late")])
+def test_delivery_of_a_run_that_has_ended_runs_nothing(
+    home: Path, rabbitmq: Broker, crew_of: Callable[..., Crew], name: str
+) -> None:
+    """A worker that dies before it acknowledges has done its work: its result stays as it is."""
+    with client_of(rabbitmq) as app, working(home, rabbitmq) as doomed:
+        crew = crew_of(doomed, app)
+        result = crew.send(name, "wait go")
+        crew.begun()
+        # The child goes on; what acknowledges its work stands still, and then dies.
+        doomed.signal("STOP")
+        crew.stage.open("go")
+        assert crew.outcome(result) == "SUCCESS"
+        time.sleep(1)
+        before = _stored(app, result.id)
+        with working(home, rabbitmq, queue=doomed.queue) as successor:
+            doomed.kill()
+            crew.until(lambda: result.id in successor.said(), "it has come again")
+            crew.until(lambda: "has run already" in successor.said(), "it is refused")
+            # What comes behind it is run, so it was done with.
+            assert crew.outcome(crew.signature("plain").apply_async()) == "SUCCESS"
+            began = [each["task_id"] for each in crew.stage.told("began")]
+            never(began.count(result.id) > 1, "a task ran twice")
+            assert _stored(app, result.id) == before
+            assert not crew.is_taken()
+            assert not crew.is_taken(f"unique:{crew.key}")
+
+
+def _stored(app: Celery, task_id: str) -> dict[str, object]:
+    meta: dict[str, object] = app.backend.get_task_meta(task_id, cache=False)
+    return meta

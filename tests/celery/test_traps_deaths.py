@@ -1,0 +1,140 @@
+"""Runs whose process dies: nobody is left in it to give the key back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from django_distlock import distlock
+
+from .brokers import Broker
+from .conftest import client_of
+from .crews import Crew
+from .tasks import SHORT
+from .workers import working
+
+#: Seconds that an ended run's lease lives on at most, if its process may still be alive.
+GRACE = 10
+#: Seconds for Celery to notice, and the machine.
+MORE = 8
+
+
+def test_c4_killed_child(on_each_store: list[Crew]) -> None:
+    """The parent sees the death of a child and ends its lease, minutes before its time."""
+    sent = [crew.send("early", "wait go") for crew in on_each_store]
+    for crew in on_each_store:
+        os.kill(crew.begun()["pid"], signal.SIGKILL)
+    for crew, result in zip(on_each_store, sent, strict=True):
+        assert crew.is_free_within(MORE)
+        assert crew.outcome(result) == "FAILURE"
+
+
+def test_c4_killed_child_of_a_task_that_runs_again(on_each_store: list[Crew]) -> None:
+    """The lease of the next run, which has the same task id, is not taken for the dead one."""
+    sent = [crew.send("late", "die", "wait go", "check") for crew in on_each_store]
+    for crew in on_each_store:
+        crew.begun(2)
+    until = time.monotonic() + 4
+    while time.monotonic() < until:
+        assert all(crew.is_taken() for crew in on_each_store)
+        time.sleep(0.1)
+    for crew, result in zip(on_each_store, sent, strict=True):
+        crew.stage.open("go")
+        assert crew.outcome(result) == "SUCCESS"
+        assert crew.stage.told("held")
+        assert crew.is_free_within(2)
+        assert not crew.stage.told("overlapped")
+
+
+def frees_the_key_behind_the_body(crews: list[Crew]) -> None:
+    """Check that keys become free, soon, and none while its body is still alive."""
+    left = dict(enumerate(crews))
+    give_up = time.monotonic() + GRACE + MORE
+    while left:
+        assert time.monotonic() < give_up, f"still taken: {[each.key for each in left.values()]}"
+        for number, crew in list(left.items()):
+            if not crew.is_taken():
+                # Asked behind the key, for both may end in between.
+                assert not crew.stage.busy()
+                del left[number]
+        time.sleep(0.05)
+
+
+def test_c4_hard_time_limit(on_each_store: list[Crew]) -> None:
+    """The lease of a run that is killed for its time is shortened to the grace."""
+    sent = [crew.send("early", "wait never", time_limit=1) for crew in on_each_store]
+    for crew in on_each_store:
+        crew.begun()
+    assert all(crew.is_taken() for crew in on_each_store)
+    frees_the_key_behind_the_body(on_each_store)
+    # Celery tells of it twice. Who has the key by now is not meant.
+    leases = [distlock(crew.key, backend=crew.store, ttl=60).acquire() for crew in on_each_store]
+    assert [crew.outcome(result) for crew, result in zip(on_each_store, sent, strict=True)] == [
+        "FAILURE"
+    ] * len(sent)
+    for lease in leases:
+        lease.extend()
+        assert lease.release()
+
+
+@pytest.mark.parametrize("name", ["TERM", "KILL"])
+def test_c4_terminated_by_an_operator(on_each_store: list[Crew], name: str) -> None:
+    """The same for `revoke(terminate=True)`."""
+    sent = [crew.send("early", "wait never") for crew in on_each_store]
+    for crew in on_each_store:
+        crew.begun()
+    for result in sent:
+        result.revoke(terminate=True, signal=f"SIG{name}")
+    frees_the_key_behind_the_body(on_each_store)
+    assert [crew.outcome(result) for crew, result in zip(on_each_store, sent, strict=True)] == [
+        "REVOKED"
+    ] * len(sent)
+
+
+def test_c6_killed_child_loses_no_task(prefork: Crew) -> None:
+    """Delivered again while the dead lease lives, a task waits for its end instead of skipping."""
+    result = prefork.send("late", "die")
+    assert prefork.outcome(result) == "SUCCESS"
+    assert result.result["lease"] == prefork.key
+    assert len(prefork.stage.told("ended")) == 1
+    assert prefork.is_free_within(2)
+
+
+def test_c6_killed_worker_loses_no_task(
+    home: Path, rabbitmq: Broker, crew_of: Callable[..., Crew]
+) -> None:
+    """Where nobody is left to end the lease, the next worker waits for its end, or sees it."""
+    with client_of(rabbitmq) as app, working(home, rabbitmq) as doomed:
+        crew = crew_of(doomed, app)
+        result = crew.send("late_short", "wait go")
+        crew.begun()
+        with working(home, rabbitmq, queue=doomed.queue):
+            assert crew.is_taken()
+            doomed.kill()
+            crew.begun(2)
+            assert crew.is_taken()
+            crew.stage.open("go")
+            assert crew.outcome(result) == "SUCCESS"
+            assert result.result["lease"] == crew.key
+            assert len(crew.stage.told("began")) == 2
+            assert not crew.stage.told("overlapped")
+            assert crew.is_free_within(2)
+
+
+def test_killed_worker_leaves_the_key_for_the_rest_of_the_lease(
+    home: Path, broker: Broker, crew_of: Callable[..., Crew]
+) -> None:
+    """Without anybody to end it, a lease ends by itself, and no sooner."""
+    with working(home, broker) as worker:
+        crew = crew_of(worker)
+        crew.send("short", "wait go")
+        crew.begun()
+        worker.kill()
+        # It was renewed at each third.
+        assert not crew.is_free_within(SHORT / 3)
+        assert crew.is_free_within(SHORT + 2)

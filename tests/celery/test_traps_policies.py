@@ -1,0 +1,281 @@
+"""What a conflict makes of a task. The numbers are those of the survey of other libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from celery import Celery, chain, chord, shared_task
+
+from django_distlock import InvalidArgument, LockNotAcquired, distlock
+from django_distlock.contrib.celery import locked_task
+from tests.contract.locking import held_elsewhere
+
+from .brokers import Broker
+from .crews import Crew
+from .project import create
+from .workers import working
+
+
+def lock_of(crew: Crew, suffix: str = "") -> Any:
+    """Describe the lock of a crew's key."""
+    return distlock(crew.key + suffix, backend=crew.store, ttl=60, wait=0)
+
+
+def marker(crew: Crew, value: Any) -> bool:
+    """Say whether a task's value is the marker of one that was skipped."""
+    return (
+        isinstance(value, dict)
+        and value.get("distlock") == "skipped"
+        and value["key"] == crew.key
+        and value["why"] == "acquisition_timeout"
+    )
+
+
+def test_c1_chord_goes_on_behind_a_skipped_task(prefork: Crew) -> None:
+    """Its body gets the marker in place of a result, which names the holder."""
+    other = f"{prefork.key}:other"
+    with held_elsewhere(lock_of(prefork)):
+        header = [
+            prefork.signature("early"),
+            prefork.task("early").si(other).set(**prefork.to()),
+        ]
+        end = prefork.task("collect").s(prefork.key).set(**prefork.to())
+        result = chord(header, app=prefork.app)(end)
+        assert prefork.outcome(result) == "SUCCESS"
+    skipped, ran = result.result
+    assert marker(prefork, skipped)
+    assert isinstance(skipped["holder"]["pid"], int)
+    assert ran["lease"] == other
+    assert not prefork.stage.told("began")
+
+
+def test_c1_chain_goes_on_behind_a_skipped_task(prefork: Crew) -> None:
+    """The next link gets the marker."""
+    with held_elsewhere(lock_of(prefork)):
+        links = chain(
+            prefork.signature("early"),
+            prefork.task("collect").s(prefork.key).set(**prefork.to()),
+            app=prefork.app,
+        )
+        result = links.apply_async()
+        assert prefork.outcome(result) == "SUCCESS"
+    assert marker(prefork, result.result)
+
+
+def test_c1_chord_waits_for_a_task_that_is_queued_again(prefork: Crew) -> None:
+    """A conflict that is not the end of a task is not the end of its part in a chord."""
+    with held_elsewhere(lock_of(prefork)):
+        header = [prefork.signature("retry"), prefork.signature("late")]
+        end = prefork.task("collect").s(prefork.key).set(**prefork.to())
+        result = chord(header, app=prefork.app)(end)
+        prefork.until(lambda: len(prefork.stage.told("refused")) >= 4, "several attempts")
+        assert not prefork.stage.told("collected")
+    assert prefork.outcome(result) == "SUCCESS"
+    assert [each["lease"] for each in result.result] == [prefork.key] * 2
+    assert len(prefork.stage.told("ended")) == 2
+    assert not prefork.stage.told("overlapped")
+
+
+def test_c2_waiting_in_the_queue_burns_no_retries(prefork: Crew) -> None:
+    """A task without any retries is queued again and again, keeps its id, and runs."""
+    with held_elsewhere(lock_of(prefork)):
+        result = prefork.send("retry")
+        prefork.until(lambda: len(prefork.stage.told("refused")) >= 5, "five attempts")
+    assert prefork.outcome(result) == "SUCCESS"
+    assert result.result["task_id"] == result.id
+    assert result.result["retries"] == 0
+    assert len(prefork.stage.told("began")) == 1
+
+
+def test_c2_waiting_in_the_queue_ends(prefork: Crew) -> None:
+    """Behind `max_wait`, the task fails with what it met."""
+    with held_elsewhere(lock_of(prefork)):
+        result = prefork.send("retry_for_a_second")
+        assert prefork.outcome(result) == "FAILURE"
+    assert isinstance(result.result, LockNotAcquired)
+    assert len(prefork.stage.told("refused")) > 1
+    assert not prefork.stage.told("began")
+
+
+def test_c2_retries_of_the_body_still_count(prefork: Crew) -> None:
+    """Conflicts between the body's own retries leave their number as it is."""
+    with held_elsewhere(lock_of(prefork)):
+        result = prefork.send("late", "retry 1")
+        prefork.until(lambda: len(prefork.stage.told("refused")) >= 2, "two attempts")
+    prefork.until(lambda: bool(prefork.stage.told("failed")), "the first run")
+    assert prefork.outcome(result) == "SUCCESS"
+    assert [each["retries"] for each in prefork.stage.told("began")] == [0, 1]
+
+
+def test_c7_tasks_sent_by_name_run_one_at_a_time(prefork: Crew, broker: Broker) -> None:
+    """Who sends without knowing the task takes no lock, and need not: the worker does."""
+    stranger = Celery("stranger", set_as_current=False)
+    stranger.conf.update(broker.settings)
+    with stranger:
+        sent = [
+            stranger.send_task(
+                f"{prefork.store}.{name}", (prefork.key, ["sleep 0.3"]), queue=prefork.worker.queue
+            ).id
+            for name in ("unique_and_locked", "unique_and_locked", "late", "late")
+        ]
+        results = [prefork.app.AsyncResult(each) for each in sent]
+        assert [prefork.outcome(each) for each in results] == ["SUCCESS"] * 4
+    assert len(prefork.stage.told("ended")) == 4
+    assert not prefork.stage.told("overlapped")
+    assert not prefork.is_taken()
+
+
+def test_c10_the_lock_goes_below_the_task() -> None:
+    """Around a task, where it would guard the sending alone, it is refused at once."""
+    app = create({})
+    with pytest.raises(InvalidArgument, match="below"):
+
+        @locked_task("wrong:{key}")
+        @shared_task(name="wrong order")
+        def one(key: str) -> None: ...
+
+    with pytest.raises(InvalidArgument, match="below"):
+
+        @locked_task("wrong:{key}")
+        @app.task(name="wrong order too")
+        def other(key: str) -> None: ...
+
+
+def test_c10_each_automatic_retry_is_locked_anew(prefork: Crew) -> None:
+    """`autoretry_for` is around the lock: between the attempts the key is free."""
+    result = prefork.send("auto", "fail_until 2")
+    for attempt in (1, 2):
+        prefork.until(lambda: len(prefork.stage.told("failed")) == attempt, "it failed")  # noqa: B023
+        assert prefork.is_free_within(0.9)
+    assert prefork.outcome(result) == "SUCCESS"
+    runs = prefork.stage.told("began")
+    assert [each["retries"] for each in runs] == [0, 1, 2]
+    assert [each["lease"] for each in runs] == [prefork.key] * 3
+    fences = [each["fence"] for each in runs]
+    assert fences == sorted(set(fences))
+
+
+@pytest.mark.parametrize("store", ["default"])
+def test_c10_classes_describe_their_lock(prefork: Crew) -> None:
+    """The base class alone makes a task run under a lock."""
+    classic = prefork.task("classic").si(prefork.key, ["wait go"]).set(**prefork.to())
+    first, second = classic.apply_async(), classic.apply_async()
+    prefork.begun()
+    prefork.until(lambda: "SUCCESS" in (first.state, second.state), "one was skipped")
+    prefork.stage.open("go")
+    assert [prefork.outcome(each) for each in (first, second)] == ["SUCCESS"] * 2
+    assert sum(marker(prefork, each.result) for each in (first, second)) == 1
+    assert len(prefork.stage.told("began")) == 1
+
+
+def test_c14_waiting_in_a_slot_is_bounded(
+    home: Path, broker: Broker, crew_of: Callable[..., Crew]
+) -> None:
+    """A task that waits in the only slot makes way for one that could free the key.
+
+    One that is queued again leaves the slot at once.
+    """
+    with working(home, broker, pool="threads") as worker:
+        crew = crew_of(worker)
+        with held_elsewhere(lock_of(crew)):
+            retrying = crew.send("retry")
+            crew.until(lambda: bool(crew.stage.told("refused")), "an attempt")
+            behind = crew.signature("plain").apply_async()
+            assert crew.outcome(behind) == "SUCCESS"
+            waiting = crew.send("wait")
+            crew.until(lambda: waiting.state == "STARTED", "it waits")
+            behind = crew.signature("plain").apply_async()
+            assert crew.outcome(waiting, 5 + 4) == "FAILURE"
+            assert isinstance(waiting.result, LockNotAcquired)
+            assert crew.outcome(behind) == "SUCCESS"
+        assert crew.outcome(retrying) == "SUCCESS"
+
+
+def test_c16_eager_tasks_take_the_same_lock(
+    home: Path, crew_of: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tasks that run where they are sent hold the key, skip, refuse, and come to an end."""
+    monkeypatch.setenv("DISTLOCK_TEST_STAGE", str(home))
+    app = create({"task_always_eager": True, "task_eager_propagates": True})
+    crew = crew_of(None, app)
+    for name in ("early", "late", "retry", "unique"):
+        result = app.tasks[f"{crew.store}.{name}"].delay(crew.key)
+        assert result.state == "SUCCESS"
+    leases = [each["lease"] for each in crew.stage.told("began")]
+    assert leases[:3] == [crew.key] * 3
+    assert not crew.is_taken()
+    assert not crew.is_taken(f"unique:{crew.key}")
+    with held_elsewhere(lock_of(crew)):
+        assert marker(crew, app.tasks[f"{crew.store}.early"].delay(crew.key).result)
+        with pytest.raises(LockNotAcquired):
+            app.tasks[f"{crew.store}.raise"].delay(crew.key)
+        with pytest.raises(LockNotAcquired):
+            app.tasks[f"{crew.store}.retry_for_a_second"].delay(crew.key)
+    assert len(crew.stage.told("began")) == 4
+
+
+def test_c16_a_direct_call_takes_the_lock(prefork: Crew) -> None:
+    """A task that is called as a function, by another one, is under its lock as well."""
+    assert prefork.outcome(prefork.send("early", f"call {prefork.store}.raise")) == "SUCCESS"
+    called = f"{prefork.key}:called"
+    with held_elsewhere(lock_of(prefork, ":called")):
+        result = prefork.send("early", f"call {prefork.store}.raise")
+        assert prefork.outcome(result) == "FAILURE"
+    assert isinstance(result.result, LockNotAcquired)
+    assert not prefork.is_taken(called)
+    assert len(prefork.stage.of(called).told("called")) == 1
+
+
+def test_c17_a_child_runs_under_the_lease_of_its_parent(prefork: Crew) -> None:
+    """Sent from the body, it has the parent's fence, while nobody else is granted the key."""
+    result = prefork.send("inherited", f"send {prefork.store}.inherited", "wait go", "check")
+    prefork.until(lambda: bool(prefork.stage.told("child")), "the child runs")
+    prefork.until(lambda: len(prefork.stage.told("ended")) == 1, "the child has ended")
+    parent, child = prefork.stage.told("began")
+    assert parent["fence"] == child["fence"] is not None
+    # The end of the child is not the end of the lease.
+    assert prefork.is_taken()
+    prefork.stage.open("go")
+    assert prefork.outcome(result) == "SUCCESS"
+    assert prefork.stage.told("held")
+    assert prefork.is_free_within(2)
+
+
+def test_c17_nothing_is_inherited_unasked(prefork: Crew) -> None:
+    """Without `inherit`, a child of the same key meets its parent as anybody would."""
+    result = prefork.send("not_inherited", f"send {prefork.store}.not_inherited", "wait go")
+    prefork.until(lambda: bool(prefork.stage.told("refused")), "the child is refused")
+    prefork.stage.open("go")
+    assert prefork.outcome(result) == "SUCCESS"
+    assert not prefork.stage.told("child", "overlapped")
+
+
+def test_c17_chord_whose_tasks_share_a_key_comes_to_its_end(prefork: Crew) -> None:
+    """Header and body want the same key, one after the other."""
+    header = [prefork.signature("late", "sleep 0.2") for _ in range(2)]
+    result = chord(header, app=prefork.app)(prefork.signature("late"))
+    assert prefork.outcome(result) == "SUCCESS"
+    assert len(prefork.stage.told("ended")) == 3
+    assert not prefork.stage.told("overlapped")
+
+
+def test_c18_spellings_of_a_call_are_one_key(prefork: Crew) -> None:
+    """Positional or by name, in any order, with or without defaults, as object or as text."""
+    one, day = UUID("1b4e28ba-2fa1-11d2-883f-0016d3cca427"), date(2026, 2, 28)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((prefork.key, one, day), {}),
+        ((prefork.key, str(one), day.isoformat(), 3), {}),
+        ((prefork.key,), {"day": day, "one": one}),
+        ((), {"number": 3, "day": day, "one": str(one), "key": prefork.key}),
+    ]
+    keyed = prefork.task("keyed")
+    for args, kwargs in calls:
+        result = keyed.apply_async(args, kwargs, **prefork.to())
+        assert prefork.outcome(result) == "SUCCESS"
+    keys = {each["lease"] for each in prefork.stage.told("began")}
+    assert keys == {f"{prefork.key}:{one}:{day}:3"}

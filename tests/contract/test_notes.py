@@ -1,0 +1,68 @@
+"""A store keeps notes of what is done, beside its locks and apart from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from django_distlock.backends.base import BaseLockBackend
+
+from .helpers import listed, take
+from .locking import eventually
+
+
+def test_note_is_found_by_its_name(backend: BaseLockBackend, key: str) -> None:
+    """The last note of a name counts, and no other name has it."""
+    assert backend.noted(key) is None
+    backend.note(key, 7, 60)
+    backend.note(key, 8, 60)
+    assert backend.noted(key) == 8
+    assert backend.noted(f"{key}0") is None
+
+
+def test_note_ends_by_itself(backend: BaseLockBackend, key: str) -> None:
+    """It is there for its seconds, and no longer."""
+    backend.note(key, 7, 60)
+    backend.note(key, 8, 0.1)
+    assert eventually(lambda: backend.noted(key) is None)
+
+
+def test_note_is_no_lock(backend: BaseLockBackend, key: str) -> None:
+    """Who asks about the key of that name, or takes it, sees nothing of the note."""
+    backend.note(key, 7, 60)
+    assert backend.read(key) is None
+    take(backend, key)
+    assert backend.noted(key) == 7
+
+
+@pytest.mark.requires("supports_listing")
+def test_notes_are_not_listed(backend: BaseLockBackend, key: str) -> None:
+    """A listing shows locks alone."""
+    backend.note(key, 7, 60)
+    take(backend, f"{key}1")
+    assert listed(backend, key) == [f"{key}1"]
+
+
+@pytest.mark.requires("supports_listing")
+def test_notes_are_not_listed_without_a_prefix(backend: BaseLockBackend, key: str) -> None:
+    """Also where `KEY_PREFIX` is empty, so that a listing of all goes through everything."""
+    alone = replace(backend.config, key_prefix="")
+    bare = type(backend)(alone, **alone.options)
+    bare.note(key, 7, 60)
+    assert bare.noted(key) == 7
+    assert not [each for each in listed(bare) if key in each]
+
+
+@pytest.mark.stores("sqlite", "postgresql", "mysql", why="its store removes notes itself")
+def test_cleanup_goes_on_behind_a_page_of_notes(backend: BaseLockBackend, key: str) -> None:
+    """It removes notes that are over as well: whoever stops at 0 has left nothing behind."""
+    for number in range(3):
+        backend.note(f"{key}{number}", 7, 0.1)
+    take(backend, key, 0.1)
+    assert eventually(lambda: backend.noted(f"{key}2") is None)
+    assert eventually(lambda: backend.read(key) is None)
+    before = datetime.now(UTC) + timedelta(days=1)
+    pages = list(iter(lambda: backend.cleanup(before, limit=2), 0))
+    assert sum(pages) >= 4
