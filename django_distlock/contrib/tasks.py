@@ -1,0 +1,289 @@
+"""Tasks of `django.tasks`, and of its backport `django_tasks`, that run under a lock."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import wraps
+from importlib import import_module
+from typing import Any, Final, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
+
+from django.utils import timezone
+
+from ..core.bodies import refuse_generator
+from ..core.durations import Duration
+from ..core.errors import InvalidArgument, LockNotAcquired, LockUsageError, shown
+from ..declarations import Declaration, Kind, declared
+from .jobs import (
+    MAX_WAIT,
+    JobLock,
+    Marker,
+    OnConflict,
+    OnUnavailable,
+    Queued,
+    Rules,
+    key_maker,
+    queued_again,
+)
+from .parentheses import only_function, refuse_function
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: The same framework twice. Neither is imported here: whoever has a task has imported its package.
+PACKAGES: Final = ("django.tasks", "django_tasks")
+#: The keyword argument in which `Queued` travels: arguments are all that a task has.
+TRAVELS: Final = "_distlock"
+
+#: The results of the tasks that run in this context, the innermost last.
+_running: ContextVar[tuple[Any, ...]] = ContextVar("distlock_tasks", default=())
+
+
+class Decorator(Protocol):
+    """What `locked_task` returns: a decorator of functions, and of coroutine functions."""
+
+    @overload
+    def __call__(
+        self, function: Callable[P, Coroutine[Any, Any, T]], /
+    ) -> Callable[P, Coroutine[Any, Any, T | Marker]]: ...
+
+    @overload
+    def __call__(self, function: Callable[P, T], /) -> Callable[P, T | Marker]: ...
+
+
+def locked_task(
+    key: str | Callable[..., str],
+    *,
+    on_conflict: OnConflict | None = None,
+    on_unavailable: OnUnavailable = "raise",
+    max_wait: Duration | None = MAX_WAIT,
+    backend: str = "default",
+    **options: Any,
+) -> Decorator:
+    """Hold a lock around each run of a task, sync or async. It stands below `@task`.
+
+    Args:
+        key: A template of the task's arguments, such as `"invoice:{invoice_id}"`; or what returns
+            the key, called with them. A first parameter `context` is not among them.
+        on_conflict: What is done if the key is not granted within `wait`. `"skip"`: the task
+            succeeds without a run of the body, and its result says so; `"retry"`: it is queued
+            again, with growing pauses, and its result says as which one; `"wait"`: as `"raise"`,
+            but `wait` is 5 s if it is left out, and not 0; `"raise"`: it fails with
+            `LockNotAcquired`; `"run"`: the body runs without the lock. None: `"retry"` where the
+            backend of the task can run one later (`supports_defer`), and else `"raise"`.
+        on_unavailable: What is done if the store does not answer: `"raise"`: it fails with
+            `BackendUnavailable`; `"skip"`; or `"run"`.
+        max_wait: Seconds (or a `timedelta`) since its first attempt for which a task is queued
+            again; None: for ever. Behind that it fails with `LockNotAcquired`.
+        backend: The alias of the lock backend.
+        options: Others of `distlock()`, such as `ttl` and `wait`. `retry` is about the pauses in
+            the queue, unless nothing is queued again.
+
+    Raises:
+        InvalidArgument: An argument breaks a rule, or the template names no argument of the task.
+        LockUsageError: It stands above `@task`, or on a generator.
+    """
+    refuse_function(key)
+    rules = Rules.of(
+        on_conflict="retry" if on_conflict is None else on_conflict,
+        on_unavailable=on_unavailable,
+        max_wait=max_wait,
+        backend=backend,
+        **options,
+    )
+
+    def decorate(*args: Any, **kwargs: Any) -> Any:
+        function = only_function(key, args, kwargs)
+        _refuse_others(function)
+        _listen()
+        made = _Locked(function, rules, key, insists=on_conflict == "retry").wrapped()
+        # What it does by itself depends on the backend of the task that is made of it.
+        policy = on_conflict or "retry or raise"
+        declared[made] = (Declaration.of(Kind.DJANGO_TASK, key, rules.lock, policy),)
+        return made
+
+    return cast("Decorator", decorate)
+
+
+class _Run(NamedTuple):
+    """One run of a task, or a call of its function.
+
+    Attributes:
+        result: The `TaskResult`; None: a call, or of a backend that does not tell.
+        lock: Its lock.
+        queued: What has travelled with it.
+        kwargs: Its arguments by name, without that.
+    """
+
+    result: Any
+    lock: JobLock
+    queued: Queued
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A task to queue in the place of another one."""
+
+    task: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    pause: float
+
+
+class _Locked:
+    """The function of a task, and its rules."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        rules: Rules,
+        key: str | Callable[..., str],
+        *,
+        insists: bool,
+    ):
+        names = list(inspect.signature(function).parameters)
+        if TRAVELS in names:
+            raise InvalidArgument(
+                f"{function.__qualname__} has a parameter {TRAVELS}, by which locked_task lets a"
+                " task know how often it was queued. Give it another name."
+            )
+        # Both packages insist on this name where a task takes its context, and on this place.
+        self._hidden = 1 if names[:1] == ["context"] else 0
+        self._key = key_maker(key, function, hidden=self._hidden)
+        self._function = function
+        self._rules = rules
+        self._insists = insists
+
+    def wrapped(self) -> Callable[..., Any]:
+        """Return what is called in the function's place."""
+        if inspect.iscoroutinefunction(self._function):
+
+            @wraps(self._function)
+            async def asynchronous(*args: Any, **kwargs: Any) -> Any:
+                run = self._run(args, kwargs)
+
+                async def again(error: LockNotAcquired) -> Marker:
+                    later = self._later(run, error)
+                    result = await later.task.aenqueue(*later.args, **later.kwargs)
+                    return queued_again(error, run.lock.key, str(result.id), later.pause)
+
+                return await self._rules.arun(
+                    run.lock, lambda: self._function(*args, **run.kwargs), again
+                )
+
+            return asynchronous
+
+        @wraps(self._function)
+        def synchronous(*args: Any, **kwargs: Any) -> Any:
+            run = self._run(args, kwargs)
+
+            def again(error: LockNotAcquired) -> Marker:
+                later = self._later(run, error)
+                result = later.task.enqueue(*later.args, **later.kwargs)
+                return queued_again(error, run.lock.key, str(result.id), later.pause)
+
+            return self._rules.run(run.lock, lambda: self._function(*args, **run.kwargs), again)
+
+        return synchronous
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Run:
+        result = self._result_of(args, kwargs)
+        if self._insists and result is not None and not _defers(result):
+            self._refuse_backend(result)
+        queued = Queued.from_json(kwargs[TRAVELS]) if TRAVELS in kwargs else Queued(time.time())
+        kwargs = {name: value for name, value in kwargs.items() if name != TRAVELS}
+        key = self._key(*args[self._hidden :], **kwargs)
+        lock = self._rules.lock_of(key, None if result is None else str(result.id))
+        return _Run(result, lock, queued, kwargs)
+
+    def _result_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._hidden and args and _is_context(args[0]):
+            return args[0].task_result
+        result = next(iter(_running.get()[-1:]), None)
+        # The body of a task may call others, or itself, as the functions that they are.
+        if (
+            result is not None
+            and inspect.unwrap(result.task.func) is inspect.unwrap(self._function)
+            and (result.args, result.kwargs) == (list(args), kwargs)
+        ):
+            return result
+        return None
+
+    def _later(self, run: _Run, error: LockNotAcquired) -> _Later:
+        """Return what to queue; or raise the error, where nothing can be or is to be."""
+        if run.result is None:
+            error.add_note(
+                "Nothing was queued again: this was a call of the function, or the run of a"
+                " backend that does not tell which task it runs (takes_context=True does)."
+            )
+            raise error
+        if not _defers(run.result):
+            error.add_note("Its backend cannot run a task later (supports_defer).")
+            raise error
+        pause = self._rules.pause(run.queued, time.time())
+        if pause is None:
+            since = time.time() - run.queued.since
+            error.add_note(f"Queued again {run.queued.times} times, in {since:.0f} s.")
+            raise error
+        return _Later(
+            # With the queue and the priority that this one has.
+            run.result.task.using(run_after=timezone.now() + timedelta(seconds=pause)),
+            run.result.args,
+            {**run.kwargs, TRAVELS: run.queued.again().as_json()},
+            pause,
+        )
+
+    def _refuse_backend(self, result: Any) -> NoReturn:
+        backend = result.task.get_backend()
+        raise LockUsageError(
+            f'{result.task.module_path} is locked with on_conflict="retry", but its backend'
+            f" {backend.alias!r} ({type(backend).__name__}) cannot run a task later"
+            " (supports_defer). Use one that can; or leave on_conflict out, to raise"
+            " LockNotAcquired where it cannot.",
+            code="unsupported",
+        )
+
+
+def _refuse_others(function: object) -> None:
+    if not inspect.isfunction(function):
+        raise LockUsageError(
+            f"locked_task decorates the function of a task, not {shown(function)}: put it below"
+            " @task().",
+            code="unsupported",
+        )
+    refuse_generator(function)
+
+
+def _defers(result: Any) -> bool:
+    return bool(result.task.get_backend().supports_defer)
+
+
+def _is_context(value: object) -> bool:
+    kinds = (sys.modules[name].TaskContext for name in PACKAGES if name in sys.modules)
+    return isinstance(value, tuple(kinds))
+
+
+def _listen() -> None:
+    """Learn from the backends of the packages in use which task they run."""
+    for package in PACKAGES:
+        if package in sys.modules:
+            signals = import_module(f"{package}.signals")
+            signals.task_started.connect(_started, dispatch_uid=__name__)
+            signals.task_finished.connect(_finished, dispatch_uid=__name__)
+
+
+def _started(*, task_result: Any, **_: Any) -> None:
+    _running.set((*_running.get(), task_result))
+
+
+def _finished(*, task_result: Any, **_: Any) -> None:
+    running = _running.get()
+    ids = [each.id for each in running]
+    if task_result.id in ids:
+        _running.set(running[: ids.index(task_result.id)])

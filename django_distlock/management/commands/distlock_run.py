@@ -1,0 +1,244 @@
+"""Run any program under a lock: migrations of many deployments, jobs of many machines."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import connections
+
+from ...backends.tables import FenceTable
+from ...core.durations import seconds, ttl_seconds
+from ...core.errors import (
+    InvalidArgument,
+    LockError,
+    LockLost,
+    LockNotAcquired,
+    LockUsageError,
+)
+from ...handler import lock_backends
+from ...host import monotonic
+from ...leases import Lease
+from ...locks import UNSET, Lock, distlock
+from ..bootstrap import ensure_tables
+from ..leash import Leash, end
+from ..locked import wait_option
+from ..programs import Program, Signals, find
+from ..statuses import BUSY, LOST, UNAVAILABLE, USAGE, who_holds
+
+#: Seconds between TERM and KILL.
+GRACE = 10.0
+
+
+class Command(BaseCommand):
+    """`distlock_run KEY [--ttl S] [--wait S] [--hold] … -- PROGRAM [ARGUMENT …]`."""
+
+    help = (
+        "Runs a program while holding a lock, renews the lock until the program has ended, and"
+        " ends as the program did. Ends with 75 where somebody else holds the lock, 69 where its"
+        " store does not answer, 76 where the lock was lost, 126 or 127 where there is no such"
+        " program."
+    )
+    # A lock for `migrate` has to work where the project does not yet.
+    requires_system_checks = ()
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Take the lock, and what to run under it."""
+        parser.usage = "%(prog)s KEY [options] -- PROGRAM [ARGUMENT ...]"
+        parser.add_argument("key", metavar="KEY", help="what is locked")
+        parser.add_argument(
+            "--ttl",
+            type=_number(ttl_seconds),
+            metavar="SECONDS",
+            help="after which a lock that nobody renews is free (default: TTL of the backend)",
+        )
+        parser.add_argument(
+            "--wait",
+            type=wait_option,
+            default=UNSET,
+            metavar="SECONDS",
+            help="how long to wait for the lock; 0: not at all; none: for ever (default: WAIT)",
+        )
+        parser.add_argument(
+            "--hold",
+            action="store_true",
+            help="keep the lock for all of the ttl, also where the program ends sooner",
+        )
+        parser.add_argument(
+            "--backend",
+            default="default",
+            metavar="ALIAS",
+            help="an alias of DISTLOCK (default: %(default)s)",
+        )
+        parser.add_argument(
+            "--on-lost",
+            choices=("term", "ignore"),
+            default="term",
+            help="what becomes of the program when the lock is lost (default: %(default)s)",
+        )
+        parser.add_argument(
+            "--grace",
+            type=_number(lambda value: seconds(value, "grace")),
+            default=GRACE,
+            metavar="SECONDS",
+            help="between TERM and KILL for a program that lost the lock (default: %(default)g)",
+        )
+
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
+        """Read what is ours, and leave the program what is its."""
+        parser = super().create_parser(prog_name, subcommand, **kwargs)
+        parser.__class__ = _Parser
+        return parser
+
+    def handle(self, *, key: str, command: list[str], **options: Any) -> None:
+        """Take the lock, run the program, and end as it did."""
+        path = find(command[0])
+        with ExitStack() as stack:
+            # Handlers of signals belong to the first thread.
+            first = threading.current_thread() is threading.main_thread()
+            signals = stack.enter_context(Signals()) if first else Signals()
+            status = self._run(key, command, path, signals, options)
+        if status:
+            sys.exit(status)
+
+    def _run(
+        self, key: str, command: list[str], path: str, signals: Signals, options: dict[str, Any]
+    ) -> int:
+        run = _Run(self, signals, ends_it=options["on_lost"] == "term", grace=options["grace"])
+        try:
+            with self._lock(key, command, options) as lease:
+                run.carry_out(lease, command, path)
+        except LockNotAcquired as error:
+            raise CommandError(who_holds(error), returncode=BUSY) from error
+        except LockLost:
+            return run.status_of_loss
+        except (InvalidArgument, LockUsageError, ImproperlyConfigured) as error:
+            raise CommandError(str(error), returncode=USAGE) from error
+        except LockError as error:
+            raise CommandError(f"{error} ({error.code})", returncode=UNAVAILABLE) from error
+        return run.status
+
+    def _lock(self, key: str, command: list[str], options: dict[str, Any]) -> Lock:
+        """Describe the lock, when its store is ready; part of the wait may be over then."""
+        store = lock_backends[options["backend"]]
+        if not store.distributed:
+            raise LockUsageError(
+                f"The lock backend {store.alias!r} keeps its locks in the memory of each process:"
+                " they keep no other process away."
+            )
+        wait = store.config.wait if options["wait"] is UNSET else options["wait"]
+        lock = distlock(
+            key,
+            ttl=options["ttl"],
+            wait=wait,
+            backend=store.alias,
+            hold=options["hold"],
+            metadata={"program": command[0].encode(errors="replace").decode()[:200]},
+        )
+        if not isinstance(store, FenceTable):
+            return lock
+        started_at = monotonic()
+        ensure_tables(store.using, wait)
+        left = None if wait is None else max(0.0, wait - (monotonic() - started_at))
+        return replace(lock, wait=left)
+
+
+class _Parser(CommandParser):
+    """Reads up to the first `--`. What stands behind it, argparse would read in part.
+
+    So it would without: an option of the program would be taken for ours, or for Django's.
+    """
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Read our options, and keep the program's words as `command`."""
+        words = [str(word) for word in args or ()]
+        split = words.index("--") if "--" in words else len(words)
+        if not words[split + 1 :] and not {"-h", "--help", "--version"} & {*words}:
+            self.error("write -- and the program behind the options")
+        read = super().parse_args(words[:split], namespace)
+        read.command = words[split + 1 :]
+        return read
+
+
+class _Run:
+    """One run of a program under a lease.
+
+    Attributes:
+        status: What the program has ended with.
+    """
+
+    def __init__(self, command: BaseCommand, signals: Signals, *, ends_it: bool, grace: float):
+        self.status = 0
+        self._command = command
+        self._signals = signals
+        self._ends_it = ends_it
+        self._grace = grace
+        self._is_lost = False
+        self._is_ended = threading.Event()
+
+    def carry_out(self, lease: Lease, command: list[str], path: str) -> None:
+        """Start the program, and wait for its end."""
+        self._signals.keep()
+        # What took the lock need not keep a session open for as long as the program runs.
+        connections.close_all()
+        ours = {"DISTLOCK_KEY": lease.key, "DISTLOCK_FENCE": str(lease.fence)}
+        with Leash(self._grace) as leash:
+            program = Program(command, path, {**os.environ, **ours})
+            if self._ends_it:
+                leash.take(program.address)
+            lease.on_lost(partial(self._on_lost, program))
+            self._signals.pass_on(program, partial(self._before_continuing, program, lease))
+            self.status = self._signals.wait_for(program)
+            self._signals.ignore()
+            if self._is_lost and self._ends_it:
+                # What it has left running goes too.
+                self._is_ended.wait()
+
+    @property
+    def status_of_loss(self) -> int:
+        """What to end with where the lease was lost."""
+        return LOST if self._ends_it else self.status
+
+    def _on_lost(self, program: Program, lease: Lease) -> None:
+        # In a thread of its own, or behind the program's end.
+        self._is_lost = True
+        try:
+            if not program.is_running:
+                self._say(lease, "after its program has ended")
+            elif self._ends_it:
+                self._say(lease, "its program is ended")
+                end(program.address, self._grace)
+            else:
+                self._say(lease, "its program goes on without it")
+        finally:
+            self._is_ended.set()
+
+    def _before_continuing(self, program: Program, lease: Lease) -> None:
+        # Stopped for longer than the ttl: it must not do anything more.
+        if self._ends_it and lease.is_lost:
+            program.send(signal.SIGTERM)
+
+    def _say(self, lease: Lease, what: str) -> None:
+        self._command.stderr.write(f"The lock on {lease.key!r} is lost: {what}.")
+
+
+def _number(check: Callable[[float], float]) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        try:
+            return check(float(text))
+        except InvalidArgument as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return number

@@ -1,0 +1,145 @@
+"""A second process that takes a lock, is stopped under it, and writes when its lease is over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ..core.errors import FenceRejected, LockLost
+from ..handler import lock_backends
+from ..locks import distlock
+from .targets import target_of
+
+COMMAND = "distlock_drill"
+#: Seconds that its lease lives without a sign of life.
+TTL = 2.0
+#: What its lines start with: settings may print, too.
+_MARK = f"{COMMAND}: "
+
+
+class Stuck(Exception):
+    """The other process did not do what it was to do.
+
+    Attributes:
+        status: What it has ended with; None: it was ended.
+    """
+
+    def __init__(self, message: str, status: int | None = None):
+        super().__init__(message)
+        self.status = status
+
+
+class Late:
+    """The other process. Leaving its block ends it, whatever it is doing.
+
+    Args:
+        limit: Seconds that it lives at most.
+
+    Attributes:
+        fence: That of its lease.
+    """
+
+    def __init__(self, alias: str, key: str, limit: float):
+        self.fence: int | None = None
+        # A group apart from the terminal's: Ctrl-C is for us, who then end it. And if we end first,
+        # even by SIGKILL, its input ends, or the kernel hangs up on it where it is stopped.
+        self._process = subprocess.Popen(  # noqa: S603 - our own command
+            [*_program(), COMMAND, "--backend", alias, "--late", key],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(each or "." for each in sys.path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+        self.pid = self._process.pid
+        self._alarm = threading.Timer(limit, self._process.kill)
+        self._alarm.daemon = True
+        self._alarm.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._alarm.cancel()
+        self._process.kill()
+        with suppress(BrokenPipeError), self._process:
+            pass  # which closes its pipes, and waits
+
+    def wait_for(self, *steps: str) -> dict[str, Any]:
+        """Return what it says when it has come to one of these steps.
+
+        Raises:
+            Stuck: It ended before.
+        """
+        assert self._process.stdout  # noqa: S101 - asked for
+        for line in self._process.stdout:
+            if line.startswith(_MARK):
+                said: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+                if said["step"] in steps:
+                    self.fence = said["fence"]
+                    return said
+        status = self._process.wait()
+        raise Stuck(
+            f"The first process ended before it came to this step: {' or '.join(steps)} (exit"
+            f" status {status}).",
+            status if status >= 0 else None,
+        )
+
+    def stop(self) -> None:
+        """Let it stand still, with all of its threads."""
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)
+
+    def go_on(self) -> None:
+        """Let it write, the moment that it goes on."""
+        assert self._process.stdin  # noqa: S101 - asked for
+        with suppress(BrokenPipeError):
+            self._process.stdin.write("write\n")
+            self._process.stdin.flush()
+        self._process.send_signal(signal.SIGCONT)
+
+    def wait(self) -> None:
+        """Return when it has left its block, and ended."""
+        self._process.wait()
+
+
+def _program() -> list[str]:
+    """Return what starts the project's commands: `manage.py`, where this process is one."""
+    by_path = getattr(sys.modules["__main__"], "__spec__", None) is None
+    if by_path and sys.argv[1:2] == [COMMAND] and Path(sys.argv[0]).is_file():
+        return [sys.executable, sys.argv[0]]
+    return [sys.executable, "-m", "django"]
+
+
+def be_late(alias: str, key: str, write: Callable[[str], object]) -> None:
+    """Be that process: take the lock, and write when told to, without a look at the lease."""
+
+    def say(step: str, fence: int, **more: Any) -> None:
+        write(_MARK + json.dumps({"step": step, "fence": fence, **more}))
+
+    target = target_of(lock_backends[alias], key)
+    # It is lost in the middle: that is what this is about.
+    with suppress(LockLost), distlock(key, ttl=TTL, wait=0, backend=alias) as lease:
+        say("holding", lease.fence)
+        if not sys.stdin.readline():
+            return  # Whoever started us is gone.
+        try:
+            target.write(lease)
+        except FenceRejected as error:
+            say("refused", lease.fence, why=str(error), is_lost=lease.is_lost)
+        else:
+            say("written", lease.fence, is_lost=lease.is_lost)

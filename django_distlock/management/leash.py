@@ -1,0 +1,107 @@
+"""Ends a program whose keeper was killed: run as a script, by its path, without any package.
+
+A program that goes on while nobody renews its lease would soon not be the only one. What kills
+`distlock_run` leaves it no time to see to that, so another process does: it reads from a pipe, and
+the pipe ends with whoever holds the other end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+_OVER = "over"
+
+
+class Leash:
+    """Ends a program should this process end first.
+
+    Args:
+        grace: Seconds between TERM and KILL.
+    """
+
+    def __init__(self, grace: float):
+        # Not reached by what is sent to this process's group, or typed at its terminal.
+        self._process = subprocess.Popen(  # noqa: S603 - this file
+            [sys.executable, "-I", "-S", __file__, str(grace)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
+
+    def take(self, address: int) -> None:
+        """Begin to watch over a program: see `end`."""
+        self._write(f"{address}\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Without that word it ends what it has taken: nobody waits for the program any more.
+        if error is None:
+            self._write(f"{_OVER}\n")
+        with suppress(OSError):
+            self._process.communicate()
+
+    def _write(self, line: str) -> None:
+        # Somebody may have killed it, and the program needs it only where we are killed as well.
+        with suppress(OSError):
+            assert self._process.stdin  # noqa: S101 - it is a pipe
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
+
+def send(address: int, signum: int) -> bool:
+    """Send a signal to a process or, by its negative number, to a group; return whether it is.
+
+    What runs as another user is there, and not to be reached.
+    """
+    try:
+        os.kill(address, signum)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def end(address: int, grace: float) -> None:
+    """Send TERM to a process or a group; after `grace` seconds KILL, if it is still there."""
+    if not send(address, signal.SIGTERM):
+        return
+    # What is stopped gets TERM when it goes on.
+    send(address, getattr(signal, "SIGCONT", 0))
+    until = time.monotonic() + grace
+    while time.monotonic() < until:
+        if not send(address, 0):
+            return
+        time.sleep(0.05)
+    send(address, getattr(signal, "SIGKILL", signal.SIGTERM))
+
+
+def main(grace: str) -> None:
+    """Be the other process."""
+    for name in ("SIGTERM", "SIGINT", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    said = sys.stdin.read().split()
+    if said and _OVER not in said:
+        print("distlock_run was killed: its program is ended.", file=sys.stderr)  # noqa: T201
+        sys.stderr.flush()
+        end(int(said[0]), float(grace))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

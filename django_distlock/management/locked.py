@@ -1,0 +1,193 @@
+"""Management commands that run under a lock."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import keyword
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any, ClassVar, Literal
+
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from ..core.durations import Duration, wait_seconds
+from ..core.errors import (
+    BackendUnavailable,
+    InvalidArgument,
+    LockError,
+    LockLost,
+    LockNotAcquired,
+)
+from ..core.keys import KeyTemplate
+from ..declarations import Declaration, Kind, declared
+from ..leases import Lease
+from ..locks import UNSET, Lock, distlock
+from .statuses import BUSY, UNAVAILABLE, who_holds
+
+
+class LockedCommand(BaseCommand):
+    """A mixin: `handle()` runs under a lock, on one machine at a time.
+
+    ::
+
+        class Command(LockedCommand, BaseCommand):
+            lock_key = "report:{day}"
+            lock_ttl = 600
+
+    System checks come before the lock, and what `handle()` returns is printed behind it. While
+    it runs, `self.lease` is the lease of the block around it.
+
+    Attributes:
+        lock_key: What is locked: a template over the command's options. "": the command's name.
+        lock_ttl: Seconds (or a `timedelta`), as `ttl` of `distlock()`.
+        lock_wait: Seconds (or a `timedelta`) to wait for another run; 0: not at all; None: for
+            ever. `--lock-wait` overrides it.
+        lock_hold: Whether the key stays taken for all of the ttl: one run per window.
+        lock_backend: An alias in `DISTLOCK`.
+        on_conflict: What a run does that was not granted the key. "skip": it says who has it and
+            ends with status 75; "raise": a `CommandError`; "run": it runs without the lock, and
+            `self.lease` is not `held`.
+        skipped: Whether the last run was.
+    """
+
+    lock_key: ClassVar[str] = ""
+    lock_ttl: ClassVar[Duration | None] = None
+    lock_wait: ClassVar[Duration | None] = 0
+    lock_hold: ClassVar[bool] = False
+    lock_backend: ClassVar[str] = "default"
+    on_conflict: ClassVar[Literal["skip", "raise", "run"]] = "skip"
+
+    lease: Lease
+    skipped = False
+
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
+        """Add `--lock-wait`."""
+        parser = super().create_parser(prog_name, subcommand, **kwargs)
+        parser.add_argument(
+            "--lock-wait",
+            type=wait_option,
+            default=UNSET,
+            metavar="SECONDS",
+            help="how long to wait for another run of this command; 0: not at all; none: for ever"
+            f" (default: {'none' if self.lock_wait is None else self.lock_wait})",
+        )
+        return parser
+
+    def run_from_argv(self, argv: list[str]) -> None:
+        """Run, and end with status 75 where the run was skipped."""
+        super().run_from_argv(argv)
+        if self.skipped:
+            sys.exit(BUSY)
+
+    def execute(self, *args: Any, **options: Any) -> Any:
+        """Run as ever, but `handle()` under the lock."""
+        wait = options.pop("lock_wait", UNSET)
+        unlocked = self.handle
+
+        def handle(*args: Any, **options: Any) -> Any:
+            return self._handle(unlocked, wait, args, options)
+
+        # In the instance: of the classes of a command, several may have one, and call the next.
+        self.handle = handle  # type: ignore[method-assign]
+        try:
+            return super().execute(*args, **options)
+        finally:
+            del self.handle
+
+    def declare_lock(self) -> None:
+        """Note the key of the command, for `distlock_list --declared`.
+
+        Raises:
+            InvalidArgument: An attribute breaks a rule.
+        """
+        key = self.lock_key or self._default_key
+        KeyTemplate.for_keywords(key)
+        lock = self._lock_with(key, self.lock_wait)
+        declared[type(self)] = (Declaration(Kind.COMMAND, key, lock, self.on_conflict),)
+
+    def _handle(
+        self,
+        unlocked: Callable[..., Any],
+        wait: Any,
+        args: tuple[Any, ...],
+        options: Mapping[str, Any],
+    ) -> Any:
+        self.skipped = False
+        try:
+            with ExitStack() as stack:
+                if self._enter(stack, wait, options):
+                    return unlocked(*args, **options)
+        except LockLost as error:
+            raise CommandError(str(error)) from error
+        return None
+
+    def _enter(self, stack: ExitStack, wait: Any, options: Mapping[str, Any]) -> bool:
+        """Enter the block of the lock; return False where the run is skipped."""
+        try:
+            self.lease = stack.enter_context(self._lock(wait, options))
+        except LockNotAcquired as error:
+            if self.on_conflict == "raise":
+                raise CommandError(who_holds(error)) from error
+            self.stderr.write(f"Skipped: {who_holds(error)}", self.style.WARNING)
+            self.skipped = True
+        except (ImproperlyConfigured, LockError) as error:
+            status = UNAVAILABLE if isinstance(error, BackendUnavailable) else 1
+            raise CommandError(str(error), returncode=status) from error
+        return not self.skipped
+
+    def _lock(self, wait: Any, options: Mapping[str, Any]) -> Lock:
+        if isinstance(wait, str):
+            wait = wait_option(wait)  # From `call_command()`, which does not parse it.
+        name = self._default_key
+        key = key_of(self.lock_key, name, options) if self.lock_key else name
+        return self._lock_with(key, self.lock_wait if wait is UNSET else wait)
+
+    @property
+    def _default_key(self) -> str:
+        return type(self).__module__.rpartition(".")[2]
+
+    def _lock_with(self, key: str, wait: Duration | None) -> Lock:
+        if self.on_conflict not in ("skip", "raise", "run"):
+            raise InvalidArgument(
+                f'on_conflict is "skip", "raise" or "run", not {self.on_conflict!r}.'
+            )
+        return distlock(
+            key,
+            ttl=self.lock_ttl,
+            wait=wait,
+            backend=self.lock_backend,
+            hold=self.lock_hold,
+            on_conflict="run" if self.on_conflict == "run" else "raise",
+        )
+
+
+def key_of(template: str, command: str, options: Mapping[str, Any]) -> str:
+    """Return the key that a template makes of a command's options.
+
+    Raises:
+        InvalidArgument: The template is malformed, or names what is no option; or an option has
+            no canonical text.
+    """
+
+    def taking(**_: Any) -> None:
+        """Stand for a function that takes the options by name."""
+
+    names = [name for name in options if name.isidentifier() and not keyword.iskeyword(name)]
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    taking.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    taking.__qualname__ = command
+    return KeyTemplate.for_function(template, taking).render(
+        (), {name: options[name] for name in names}
+    )
+
+
+def wait_option(text: str) -> float | None:
+    """Return what `none`, or a number of seconds, says on a command line."""
+    try:
+        return wait_seconds(None if text.lower() == "none" else float(text))
+    except ValueError as error:
+        message = str(error) if isinstance(error, InvalidArgument) else f"{text!r} is no number."
+        raise argparse.ArgumentTypeError(message) from None

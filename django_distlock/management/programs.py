@@ -1,0 +1,220 @@
+"""Programs that are run for somebody else: found, started, sent signals, and waited for."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self
+
+from django.core.management.base import CommandError
+
+from .leash import send
+from .statuses import NOT_EXECUTABLE, NOT_FOUND
+
+#: What is passed on to the program: those that exist here.
+PASSED_ON = [
+    getattr(signal, name)
+    for name in (
+        "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTSTP", "SIGCONT",
+    )
+    if hasattr(signal, name)
+]  # fmt: skip
+_STOP = getattr(signal, "SIGTSTP", None)
+_CONTINUE = getattr(signal, "SIGCONT", None)
+#: What a terminal sends to all processes in its foreground.
+_TYPED = {signal.SIGINT, getattr(signal, "SIGQUIT", None), _STOP}
+
+
+def find(name: str) -> str:
+    """Return the path of a program, as a shell would find it.
+
+    Raises:
+        CommandError: There is none (127), or it cannot be run (126).
+    """
+    found = shutil.which(name)
+    if found is not None:
+        return found
+    folders = [""] if os.path.dirname(name) else os.get_exec_path()  # noqa: PTH120 - "./x" has one
+    if name and any(Path(folder, name).exists() for folder in folders):
+        raise CommandError(f"{name!r} is not executable.", returncode=NOT_EXECUTABLE)
+    raise CommandError(f"There is no program {name!r}.", returncode=NOT_FOUND)
+
+
+class Program:
+    """A running program, with the standard streams of this process.
+
+    Where this process has a terminal, the program is of its group: what is typed there reaches
+    both. Elsewhere it has a group of its own, and signals are sent to the whole group.
+
+    Args:
+        command: Name and arguments.
+        path: From `find`.
+
+    Raises:
+        CommandError: The system cannot run it (126, 127).
+
+    Attributes:
+        address: Whom signals are sent to: a process, or by its negative number a group.
+    """
+
+    def __init__(self, command: Sequence[str], path: str, environment: Mapping[str, str]):
+        self._has_group = not _has_terminal()
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - what the user asked for, no shell
+                command,
+                executable=path,
+                env=environment,
+                # What was opened for us on purpose is for the program: `3>file`, sd_listen_fds.
+                close_fds=False,
+                process_group=0 if self._has_group else None,
+            )
+        except OSError as error:
+            missing = isinstance(error, FileNotFoundError)
+            status = NOT_FOUND if missing else NOT_EXECUTABLE
+            raise CommandError(f"{path!r} cannot be run: {error}", returncode=status) from error
+        pid = self._process.pid
+        self.address = -pid if self._has_group else pid
+
+    def send(self, signum: int) -> None:
+        """Send a signal, unless the program has ended."""
+        if self.is_running:
+            send(self.address, signum)
+
+    def wait(self) -> int:
+        """Wait for its end; return its exit status, or 128 and the number of a signal."""
+        status = self._process.wait()
+        return 128 - status if status < 0 else status
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    def shares_foreground(self) -> bool:
+        """Whether what is typed at the terminal reaches the program without us."""
+        return not self._has_group and _is_in_foreground()
+
+
+class Signals:
+    """What this process does about signals, in a block around the life of a program.
+
+    Before the program it ends, with 128 and the number of the signal, and unwinds what it was
+    doing. While the program runs it passes them on, and afterwards it ignores them. One that was
+    ignored before stays ignored, here and in the program.
+    """
+
+    def __init__(self) -> None:
+        self._wake: tuple[int, int] | None = None
+        self._wake_before = -1
+        self._state: Literal["ending", "starting", "running", "over"] = "ending"
+        self._early: list[int] = []
+        self._before: dict[int, Any] = {}
+        self._program: Program | None = None
+        self._before_continuing: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> Self:
+        for signum in PASSED_ON:
+            if signal.getsignal(signum) not in (signal.SIG_IGN, None):
+                self._before[signum] = signal.signal(signum, self._handle)
+        if os.name == "posix":
+            # Also where it was ignored: nobody could tell then what the program has ended with.
+            self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+            self._wake = os.pipe()
+            for end in self._wake:
+                os.set_blocking(end, False)
+            self._wake_before = signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._wake is not None:
+            signal.set_wakeup_fd(self._wake_before)
+            for end in self._wake:
+                os.close(end)
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def wait_for(self, program: Program) -> int:
+        """Wait for the end of a program; return what it has ended with."""
+        # Python's handlers run between two steps of a program. One whose signal comes just before
+        # a wait for a process would wait as well: a pipe wakes it whenever it comes.
+        while self._wake is not None and program.is_running:
+            select.select([self._wake[0]], [], [])
+            with suppress(BlockingIOError):
+                os.read(self._wake[0], 4096)
+        return program.wait()
+
+    def keep(self) -> None:
+        """Keep what comes for the program, which is about to start."""
+        self._state = "starting"
+
+    def pass_on(self, program: Program, before_continuing: Callable[[], None]) -> None:
+        """Pass on what comes, and what was kept.
+
+        Args:
+            before_continuing: Called before the program goes on that was stopped with us.
+        """
+        self._program, self._before_continuing = program, before_continuing
+        self._state = "running"
+        while self._early:
+            self._handle(self._early.pop(0), None)
+
+    def ignore(self) -> None:
+        """Ignore what comes: the program has ended, and the lock is given back."""
+        self._state = "over"
+
+    def _handle(self, signum: int, _frame: FrameType | None) -> None:
+        if self._state == "starting":
+            self._early.append(signum)
+        elif self._state == "running" and self._program is not None:
+            self._pass_on(self._program, signum)
+        elif self._state == "ending" and signum == _STOP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self._state == "ending" and signum != _CONTINUE:
+            raise SystemExit(128 + signum)
+
+    def _pass_on(self, program: Program, signum: int) -> None:
+        if signum == _CONTINUE:
+            self._before_continuing()
+        if signum not in _TYPED or not program.shares_foreground():
+            program.send(signum)
+        elif signum == _STOP:
+            # A shell takes a job for stopped when we are. The program must not go on without us,
+            # whatever it makes of TSTP: nobody renews.
+            program.send(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _has_terminal() -> bool:
+    if os.name != "posix":
+        return True  # Or what is like one: there are no groups to make.
+    return _ask_terminal() is not None
+
+
+def _is_in_foreground() -> bool:
+    return os.name != "posix" or _ask_terminal() == os.getpgrp()
+
+
+def _ask_terminal() -> int | None:
+    """Return which group is in the foreground of our terminal; None: we have none."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return None
+    try:
+        return os.tcgetpgrp(terminal)
+    except OSError:
+        return None
+    finally:
+        os.close(terminal)

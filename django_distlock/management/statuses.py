@@ -1,0 +1,31 @@
+"""What commands that run under a lock end with, and what they say. By sysexits.h."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from ..core.errors import LockNotAcquired
+
+#: The arguments or the settings are wrong, as argparse says it.
+USAGE: Final = 2
+#: The store of the locks cannot be used (EX_UNAVAILABLE).
+UNAVAILABLE: Final = 69
+#: Somebody else holds the key (EX_TEMPFAIL).
+BUSY: Final = 75
+#: The lease ended before the program did (EX_PROTOCOL).
+LOST: Final = 76
+#: There is such a program, and it cannot be run; there is none. As shells say it.
+NOT_EXECUTABLE: Final = 126
+NOT_FOUND: Final = 127
+
+
+def who_holds(error: LockNotAcquired) -> str:
+    """Return a line that names the key, its holder, and since when."""
+    if error.holder is None or error.held_for is None:
+        return str(error)
+    # By this machine's clock: for people.
+    since = datetime.now(UTC) - timedelta(seconds=error.held_for)
+    program = error.holder.metadata.get("program")
+    runs = f", and runs {program!r}" if isinstance(program, str) else ""
+    return f"{str(error).removesuffix('.')} (since {since:%Y-%m-%d %H:%M:%S} UTC){runs}."

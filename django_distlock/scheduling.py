@@ -1,0 +1,253 @@
+"""Work that a schedule starts on every node, and that one of them does."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import functools
+import inspect
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, Final, ParamSpec, Protocol, TypeVar, cast, overload
+
+from .core.bodies import require_function
+from .core.durations import MIN_TTL, Duration, seconds
+from .core.errors import BackendUnavailable, InvalidArgument, LockError, LockNotAcquired, shown
+from .core.keys import KeyTemplate
+from .core.logs import log_fields
+from .core.markers import skipped
+from .declarations import Declaration, Kind, declared
+from .handler import FALLBACK, lock_backends
+from .host import monotonic
+from .locks import Lock, distlock
+
+logger = logging.getLogger("django_distlock")
+
+#: Arguments of `distlock()` that a schedule does not take.
+_OWN = frozenset({"ttl", "wait", "on_conflict"})
+#: What stands before the name of a schedule in its key.
+PREFIX: Final = "schedule:"
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class RunScope(enum.Enum):
+    """Where a tick of a schedule is run.
+
+    Attributes:
+        REQUIRE_GLOBAL: On one node: whoever is granted the key of the tick.
+        PREFER_GLOBAL: The same. Where no distributed backend is configured, in one thread of each
+            process: with `DISTLOCK = {}`, or where the backend is one of a single process.
+        NODE_LOCAL: On every node, without a lock.
+    """
+
+    REQUIRE_GLOBAL = "require_global"
+    PREFER_GLOBAL = "prefer_global"
+    NODE_LOCAL = "node_local"
+
+
+class Skipped(dict[str, Any]):
+    """What a call returns that was left to others. It is false, and JSON for queues of tasks.
+
+    Attributes:
+        key: Of the tick.
+        why: The error: a conflict, or a store that did not answer.
+    """
+
+    def __init__(self, key: str, why: LockError):
+        super().__init__(skipped(why, key))
+        self.key = key
+        self.why = why
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __reduce__(self) -> Any:
+        return Skipped, (self.key, self.why)
+
+
+class Decorator(Protocol):
+    """What `scheduled` returns: a decorator of functions, and of coroutine functions."""
+
+    @overload
+    def __call__(
+        self, function: Callable[P, Coroutine[Any, Any, T]], /
+    ) -> Callable[P, Coroutine[Any, Any, T | Skipped]]: ...
+
+    @overload
+    def __call__(self, function: Callable[P, T], /) -> Callable[P, T | Skipped]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What is known about a schedule."""
+
+    name: str
+    lock: Lock
+    scope: RunScope
+    expected: float
+    jitter: float
+
+    def lock_of(self, key: str) -> Lock:
+        """Return the lock of one tick.
+
+        A backend that is not distributed needs no fallback: its locks end with this process anyway.
+        """
+        alias = self.lock.backend
+        # Beside backends that are configured, an unknown alias is a mistake, and is raised.
+        if self.scope is RunScope.PREFER_GLOBAL and not list(lock_backends):
+            alias = FALLBACK
+        return replace(self.lock, key=key, backend=alias)
+
+    def pause(self) -> float:
+        """Return the seconds to wait before the tick."""
+        return random.uniform(0, self.jitter)  # noqa: S311 - to spread load
+
+    def skip(self, key: str, error: LockError) -> Skipped:
+        """Say that others do it, or nobody."""
+        extra = self._fields("skipped", key, error)
+        if isinstance(error, LockNotAcquired):
+            logger.info("The tick %r is left to others: %s", key, error, extra=extra)
+        else:
+            logger.error("The tick %r is skipped: %s", key, error, extra=extra)
+        return Skipped(key, error)
+
+    def report(self, key: str, took: float) -> None:
+        """Say so where a run took longer than the schedule allows for."""
+        allowed = cast("float", self.lock.ttl)
+        if took > allowed:
+            logger.warning(
+                "The run of %r took %.1f s, and %.1f s are declared (%.1f s expected): an overrun,"
+                " in which later ticks may have been skipped",
+                key,
+                took,
+                allowed,
+                self.expected,
+                extra=self._fields("overrun", key),
+            )
+
+    def _fields(self, event: str, key: str, error: LockError | None = None) -> dict[str, Any]:
+        return log_fields(event, backend=self.lock.backend, key=key, error=error)
+
+
+def scheduled(
+    name: str,
+    *,
+    scope: RunScope = RunScope.REQUIRE_GLOBAL,
+    expected: Duration,
+    margin: Duration | None = None,
+    hold: bool = True,
+    jitter: Duration = 0,
+    backend: str = "default",
+    **options: Any,
+) -> Decorator:
+    """Let one node do what a schedule starts on all of them: cron, Celery beat, `django.tasks`.
+
+    The first one that is granted the key `schedule:<name>` runs; the others return `Skipped`, at
+    once. With `hold`, the key stays taken for `expected + margin` seconds since the grant: a node
+    whose clock is late finds it taken although the work is done. So keep that below the time
+    between two ticks, and above what clocks may differ.
+
+    A run that takes longer is renewed, so that no second one begins, and logged as an overrun.
+
+    Args:
+        name: Of the schedule; a template of the function's parameters, if it has any.
+        scope: Where it is run.
+        expected: Seconds (or a `timedelta`) that a run takes.
+        margin: Seconds above that; None: half of `expected`.
+        hold: Whether the key stays taken behind a run that was quicker.
+        jitter: Seconds at most to wait before a tick, different ones each time, to spread load.
+        backend: The alias of the lock backend.
+        options: Others of `distlock()`, such as `steal_if_dead` and `metadata`; none of `ttl`,
+            `wait` and `on_conflict`, which a schedule has of its own.
+
+    Raises:
+        InvalidArgument: An argument breaks a rule; or it stands above what is no plain function.
+    """
+    if not isinstance(scope, RunScope):
+        raise InvalidArgument(f"scope must be a RunScope, not {shown(scope)}.")
+    if own := _OWN & options.keys():
+        names = ", ".join(sorted(own))
+        raise InvalidArgument(
+            f"A schedule takes no {names}: its ttl is expected + margin, and who does not get the"
+            " key leaves the tick to others at once."
+        )
+    expects = seconds(expected, "expected")
+    spare = expects / 2 if margin is None else seconds(margin, "margin")
+    if expects + spare < MIN_TTL:
+        raise InvalidArgument(
+            f"expected + margin is at least {MIN_TTL:g} s, not {expects + spare:g}."
+        )
+    schedule = Schedule(
+        name=name,
+        lock=distlock("?", ttl=expects + spare, wait=0, hold=hold, backend=backend, **options),
+        scope=scope,
+        expected=expects,
+        jitter=seconds(jitter, "jitter"),
+    )
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        require_function(function, "scheduled")
+        template = KeyTemplate.for_function(PREFIX + name, function)
+        if inspect.iscoroutinefunction(function):
+            wrapper: Any = _awaited(schedule, template, function)
+        else:
+            wrapper = _called(schedule, template, function)
+        made = functools.wraps(function)(wrapper)
+        declaration = Declaration(
+            Kind.SCHEDULE, PREFIX + name, schedule.lock, "skip", scope=scope.value
+        )
+        declared[made] = (declaration,)
+        return made
+
+    return cast("Decorator", decorate)
+
+
+def _called(
+    schedule: Schedule, template: KeyTemplate, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(schedule.pause())
+        if schedule.scope is RunScope.NODE_LOCAL:
+            return function(*args, **kwargs)
+        key, began = template.render(args, kwargs), None
+        try:
+            with schedule.lock_of(key):
+                began = monotonic()
+                return function(*args, **kwargs)
+        except (LockNotAcquired, BackendUnavailable) as error:
+            if began is not None:
+                raise
+            return schedule.skip(key, error)
+        finally:
+            if began is not None:
+                schedule.report(key, monotonic() - began)
+
+    return run
+
+
+def _awaited(
+    schedule: Schedule, template: KeyTemplate, function: Callable[..., Any]
+) -> Callable[..., Any]:
+    async def run(*args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(schedule.pause())
+        if schedule.scope is RunScope.NODE_LOCAL:
+            return await function(*args, **kwargs)
+        key, began = template.render(args, kwargs), None
+        try:
+            async with schedule.lock_of(key):
+                began = monotonic()
+                return await function(*args, **kwargs)
+        except (LockNotAcquired, BackendUnavailable) as error:
+            if began is not None:
+                raise
+            return schedule.skip(key, error)
+        finally:
+            if began is not None:
+                schedule.report(key, monotonic() - began)
+
+    return run

@@ -1,0 +1,346 @@
+"""Views that one request at a time runs: a decorator, and a mixin for classes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from typing import Any, ClassVar, Final, Literal
+from urllib.parse import quote
+
+from asgiref.sync import iscoroutinefunction
+from django.core.exceptions import BadRequest, ImproperlyConfigured
+from django.db import connections, transaction
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.template import Context, Engine, TemplateDoesNotExist, loader
+from django.utils.translation import get_language, gettext, ngettext
+
+from .bypassing import tell_bypassed
+from .core.bodies import refuse_generator
+from .core.choices import choice
+from .core.durations import GRACE
+from .core.errors import BackendUnavailable, InvalidArgument, LockNotAcquired, shown
+from .core.holders import MAX_METADATA_BYTES, MAX_TEXT
+from .core.keys import IllegalKey, KeyTemplate, normalize_key
+from .declarations import Declaration, Kind, declared
+from .handler import lock_backends
+from .host import monotonic
+from .locks import Lock, distlock
+
+View = Callable[..., Any]
+#: Makes the answer to a request that is refused.
+Refusal = Callable[[HttpRequest, Exception], HttpResponseBase]
+
+TEMPLATE: Final = "django_distlock/busy.html"
+#: Seconds until one may ask again, where nobody knows when the key will be free.
+ASK_AGAIN: Final = 1
+#: What the metadata of a lock call the request that it is held for.
+REQUEST: Final = "request"
+#: What a path may contain, and needs no escape in JSON.
+_PATH: Final = "/:@!$&'()*+,;=~"
+
+
+def locked_view(
+    key: str | Callable[..., str],
+    *,
+    on_conflict: Literal["skip", "raise", "run"] = "skip",
+    on_unavailable: Literal["raise", "skip", "run"] = "raise",
+    status: Literal[409, 423] = 409,
+    refusal: Refusal | None = None,
+    **options: Any,
+) -> Callable[[View], View]:
+    """Hold a lock around each call of a view, sync or async.
+
+    With `ATOMIC_REQUESTS`, the transaction is inside of the lock: it is committed before the key is
+    free. What a streaming response sends is not under the lock, for it is made behind the view.
+
+    The request is kept beside the holder, as `metadata["request"]`: "POST /invoices/5/", its path
+    escaped, without the query, and cut to 255 characters, or to what other metadata leave.
+
+    Args:
+        key: A template of the view's parameters, such as `"invoice:{pk}"` or
+            `"cart:{request.user.pk}"`; or what returns the key, called as the view is.
+        on_conflict: What is done if the key is not granted within `wait`: `"skip"` answers
+            `status` and `Retry-After` without a call of the view, `"raise"` raises
+            `LockNotAcquired`, `"run"` runs the view without the lock.
+        on_unavailable: What is done if the store does not answer: `"raise"` raises
+            `BackendUnavailable`, `"skip"` answers 503, `"run"` runs the view without the lock.
+        status: 409 (Conflict) or 423 (Locked).
+        refusal: Makes the answer of `"skip"`, of the request and the error; None: JSON where the
+            request asks for it, else the template `django_distlock/busy.html`.
+        options: Those of `distlock()`: `ttl`, `wait`, `backend`, `metadata` and so on. A
+            `"request"` among the metadata stays as it is.
+
+    Raises:
+        InvalidArgument: An argument breaks a rule, the template names no parameter of the view, or
+            it is no view: a method, for which there is `LockedViewMixin`.
+        LockUsageError: The view is a generator.
+    """
+    choice("on_conflict", on_conflict, ("skip", "raise", "run"))
+    choice("on_unavailable", on_unavailable, ("raise", "skip", "run"))
+    if status not in (409, 423):
+        raise InvalidArgument(f"status is 409 or 423, not {shown(status)}.")
+    lock = distlock("?", on_conflict="run" if on_conflict == "run" else "raise", **options)
+    refuses = _Refusing(on_conflict == "skip", on_unavailable == "skip", status, refusal or refuse)
+
+    def decorate(view: View, /, *_: Any, **__: Any) -> View:
+        _require_view(view)
+        name = key if callable(key) else KeyTemplate.for_function(key, view).of
+        made = _Locked(view, lock, name, refuses, on_unavailable == "run").wrapped()
+        declared[made] = (Declaration.of(Kind.VIEW, key, lock, on_conflict),)
+        return made
+
+    return decorate
+
+
+class LockedViewMixin:
+    """Hold a lock around each request of a class-based view. Put it first among the bases.
+
+    Attributes:
+        lock_key: A template of what the URL captures, and `request`: `"invoice:{pk}"`.
+        lock_options: The other arguments of `locked_view`.
+    """
+
+    lock_key: ClassVar[str] = ""
+    lock_options: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[: cls.__mro__.index(LockedViewMixin)]
+        if any("as_view" in vars(each) for each in before if not issubclass(each, LockedViewMixin)):
+            raise TypeError(f"{cls.__qualname__} has no lock: put LockedViewMixin first.")
+
+    @classmethod
+    def as_view(cls, **initkwargs: Any) -> View:
+        """See Django's.
+
+        Raises:
+            ImproperlyConfigured: `lock_key` is no template.
+        """
+        view: View = super().as_view(**initkwargs)  # type: ignore[misc]
+        if not isinstance(cls.lock_key, str) or not cls.lock_key:
+            raise ImproperlyConfigured(
+                f"{cls.__qualname__}.lock_key is a template, not {shown(cls.lock_key)}."
+            )
+        template = KeyTemplate.for_keywords(cls.lock_key)
+
+        def key(request: HttpRequest, *args: Any, **kwargs: Any) -> str:
+            try:
+                return template.of(request=request, **kwargs)
+            except TypeError as error:
+                raise ImproperlyConfigured(
+                    f"{cls.__qualname__}.lock_key is {cls.lock_key!r}, and the URL does not capture"
+                    f" all of that: {error}."
+                ) from error
+
+        made = locked_view(key, **cls.lock_options)(view)
+        # The function that makes the key is not the project's: the template is.
+        declared[made] = tuple(
+            replace(each, key=cls.lock_key, is_template=True) for each in declared[made]
+        )
+        return made
+
+
+def refuse(request: HttpRequest, error: Exception) -> HttpResponse:
+    """Say that somebody else is at it; the status and `Retry-After` are set behind this."""
+    if isinstance(error, LockNotAcquired):
+        said = gettext("Somebody else is working on this right now.")
+    else:
+        said = gettext("This cannot be done at the moment.")
+    seconds = _seconds(error)
+    again = ngettext("Try again in %d second.", "Try again in %d seconds.", seconds) % seconds
+    wanted = request.get_preferred_type(["text/html", "application/json"])
+    if wanted == "application/json":
+        code = getattr(error, "code", "internal")
+        return JsonResponse({"error": code, "detail": f"{said} {again}", "retry_after": seconds})
+    context = {
+        "said": said,
+        "again": again,
+        "seconds": seconds,
+        "error": error,
+        "language": get_language() or "en",
+    }
+    try:
+        template = loader.get_template(TEMPLATE)
+    except (ImproperlyConfigured, TemplateDoesNotExist):
+        # A project without templates, or without those of its apps.
+        builtin = Path(__file__).parent / "templates" / TEMPLATE
+        made = Engine().from_string(builtin.read_text(encoding="utf-8"))
+        return HttpResponse(made.render(Context(context)))
+    return HttpResponse(template.render(context, request))
+
+
+class _Refusing:
+    """Which errors become answers, and how."""
+
+    def __init__(self, conflicts: bool, outages: bool, status: int, make: Refusal):
+        self._conflicts = conflicts
+        self._outages = outages
+        self._status = status
+        self._make = make
+
+    def takes(self, error: Exception) -> bool:
+        """Whether the error is answered, and not raised."""
+        return self._conflicts if isinstance(error, LockNotAcquired) else self._outages
+
+    def answer(self, request: HttpRequest, error: Exception) -> HttpResponseBase:
+        """Return the answer."""
+        made = self._make(request, error)
+        made.status_code = self._status if isinstance(error, LockNotAcquired) else 503
+        made.headers.setdefault("Retry-After", str(_seconds(error)))
+        made.headers.setdefault("Cache-Control", "no-store")
+        return made
+
+
+class _Locked:
+    """A view and its lock."""
+
+    def __init__(
+        self,
+        view: View,
+        lock: Lock,
+        key: Callable[..., str],
+        refusing: _Refusing,
+        run_anyway: bool,
+    ):
+        self._view = view
+        self._lock = lock
+        self._key = key
+        self._refusing = refusing
+        self._run_anyway = run_anyway
+        self._room = _room(lock.metadata)
+        #: Aliases whose transactions the view does without.
+        self._not_atomic = set(getattr(view, "_non_atomic_requests", ()))
+
+    def wrapped(self) -> View:
+        """Return what is called in the view's place."""
+        if iscoroutinefunction(self._view):
+
+            @wraps(self._view)
+            async def asynchronous(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+                return await self._arun(request, *args, **kwargs)
+
+            return asynchronous
+
+        @wraps(self._view)
+        def synchronous(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+            return self._run(request, *args, **kwargs)
+
+        # The transaction of the request would be around the lock. It is begun inside of it.
+        synchronous._non_atomic_requests = _Every(self._not_atomic)  # type: ignore[attr-defined]
+        return synchronous
+
+    def _run(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        lock = self._lock_of(request, *args, **kwargs)
+        entered, started_at = False, monotonic()
+        try:
+            with lock:
+                entered = True
+                return self._atomic(request, *args, **kwargs)
+        except (LockNotAcquired, BackendUnavailable) as error:
+            # What the view itself raises is its own.
+            if entered or not self._is_answered(error):
+                raise
+            if not self._runs_without(error):
+                return self._refusing.answer(request, error)
+            refusal = error
+        tell_bypassed(lock.backend, lock.key, monotonic() - started_at, refusal)
+        return self._atomic(request, *args, **kwargs)
+
+    async def _arun(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        lock = self._lock_of(request, *args, **kwargs)
+        entered, started_at = False, monotonic()
+        try:
+            async with lock:
+                entered = True
+                return await self._view(request, *args, **kwargs)
+        except (LockNotAcquired, BackendUnavailable) as error:
+            if entered or not self._is_answered(error):
+                raise
+            if not self._runs_without(error):
+                return self._refusing.answer(request, error)
+            refusal = error
+        # A receiver may do what an event loop must not.
+        store, waited = lock_backends[lock.backend], monotonic() - started_at
+        await store.run_async(tell_bypassed, lock.backend, lock.key, waited, refusal)
+        return await self._view(request, *args, **kwargs)
+
+    def _lock_of(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Lock:
+        try:
+            key = normalize_key(self._key(request, *args, **kwargs))
+        except IllegalKey as error:
+            # Made of what the client has sent.
+            raise BadRequest(str(error)) from error
+        metadata = self._lock.metadata
+        if self._room:
+            metadata = {REQUEST: _line(request)[: self._room], **metadata}
+        return replace(self._lock, key=key, metadata=metadata)
+
+    def _is_answered(self, error: Exception) -> bool:
+        return self._runs_without(error) or self._refusing.takes(error)
+
+    def _runs_without(self, error: Exception) -> bool:
+        return self._run_anyway and isinstance(error, BackendUnavailable)
+
+    def _atomic(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        """Call the view in the transactions that Django would have begun around it."""
+        with ExitStack() as stack:
+            for alias in connections:
+                wanted = connections.settings[alias]["ATOMIC_REQUESTS"]
+                if wanted and alias not in self._not_atomic:
+                    stack.enter_context(transaction.atomic(using=alias))
+            return self._view(request, *args, **kwargs)
+
+
+class _Every:
+    """Contains every alias, and takes in what is marked later.
+
+    Args:
+        marked: Aliases whose transactions the view does without.
+    """
+
+    def __init__(self, marked: set[str]):
+        self._marked = marked
+
+    def __contains__(self, alias: object) -> bool:
+        return True
+
+    def add(self, alias: str) -> None:
+        """Let the view do without another transaction: `non_atomic_requests` stands above."""
+        self._marked.add(alias)
+
+
+def _require_view(view: object) -> None:
+    if not callable(view):
+        raise InvalidArgument(
+            f'locked_view is written with a key, @locked_view("…"), above a view, not'
+            f" {shown(view)}."
+        )
+    if next(iter(inspect.signature(view).parameters), "") == "self":
+        raise InvalidArgument(
+            "locked_view decorates functions. A class takes LockedViewMixin as its first base."
+        )
+    refuse_generator(view)
+
+
+def _line(request: HttpRequest) -> str:
+    """Return method and path in ASCII: a client may put anything into them, NUL for one."""
+    parts = (request.method or "", request.path)
+    return " ".join(quote(each, _PATH, errors="replace") for each in parts)
+
+
+def _room(metadata: Mapping[str, Any]) -> int:
+    """Return how many characters of a request fit beside other metadata; 0: leave it out."""
+    taken = len(json.dumps({REQUEST: "", **metadata}, ensure_ascii=False).encode())
+    return max(0, min(MAX_TEXT, MAX_METADATA_BYTES - taken))
+
+
+def _seconds(error: Exception) -> int:
+    # A key is free a grace after its lease ended, should nobody release it before.
+    expires_in = getattr(error, "expires_in", None)
+    return ASK_AGAIN if expires_in is None else math.ceil(max(0.0, expires_in) + GRACE)

@@ -1,0 +1,112 @@
+"""A leader loop in plain locks: who is killed or stands still is replaced, and loses no write."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+
+import pytest
+
+from django_distlock import FenceRejected, LockLost, distlock
+from tests.processes import Process, spawn
+from tests.safety import never
+from tests.shop.models import Account
+
+#: Seconds between two writes, of the lease, and until a successor has written at the latest: its
+#: ttl, the grace of a second, and what a machine takes that has much else to do.
+EVERY, TTL, WITHIN = (
+    (5.0, 10.0, 15.0)
+    if os.environ.get("DISTLOCK_TEST_LEADER") == "full"
+    # The grace is a second whatever the ttl is.
+    else (0.8, 1.5, 6.0)
+)
+
+pytestmark = pytest.mark.parametrize("alias", ["postgres", "redis"])
+
+
+def lead(alias: str, key: str, pk: int, every: float, ttl: float) -> None:
+    """Write again and again while leading, and stand by while another one leads."""
+    lock = distlock(key, ttl=ttl, wait=None, backend=alias)
+    print("stands by")
+    while True:
+        with suppress(LockLost, FenceRejected), lock as lease:
+            print("leads")
+            while True:
+                account = Account.objects.fenced(lease).get(pk=pk)
+                account.value += 1
+                account.save()
+                print("wrote")
+                time.sleep(every)
+                lease.check()
+
+
+def candidate(alias: str, key: str, pk: int) -> Process:
+    """Start one of many that would lead."""
+    return spawn("tests.contract.test_leader_loop:lead", alias, key, pk, EVERY, TTL)
+
+
+def test_killed_leader_is_replaced_in_time(alias: str, key: str) -> None:
+    """A leader that writes every 5 s with a ttl of 10 s fails over within 15 s of `kill -9`."""
+    pk = Account.objects.create(name=key).pk
+    with candidate(alias, key, pk) as leader:
+        leader.wait_for("wrote")
+        with candidate(alias, key, pk) as successor:
+            successor.wait_for("stands by")
+            leader.wait_for("wrote")
+            leader.popen.send_signal(signal.SIGKILL)
+            killed_at = time.monotonic()
+            before = Account.objects.get(pk=pk).value
+            successor.wait_for("wrote", timeout=WITHIN + 10)
+            took = time.monotonic() - killed_at
+            print(f"every {EVERY:g} s, ttl {TTL:g} s, {alias}: written again after {took:.2f} s")
+            value = Account.objects.get(pk=pk).value
+            never(value <= before, "an update was lost")
+            assert took < WITHIN
+            assert value == before + 1
+
+
+def test_leader_that_stands_still_loses_nothing(alias: str, key: str) -> None:
+    """It wakes up behind the writes of its successor, overwrites none of them, and stands by."""
+    pk = Account.objects.create(name=key).pk
+    with candidate(alias, key, pk) as leader, candidate(alias, key, pk) as successor:
+        leader.wait_for("stands by")
+        successor.wait_for("stands by")
+        _wait_for_both(leader, successor)
+        first, second = _sorted(leader, successor)
+        first.popen.send_signal(signal.SIGSTOP)
+        second.wait_for("wrote", timeout=WITHIN + 10)
+        first.popen.send_signal(signal.SIGCONT)
+        second.wait_for("wrote")
+        second.wait_for("wrote")
+        second.popen.send_signal(signal.SIGKILL)
+        second.popen.wait()
+        first.wait_for("leads", timeout=WITHIN + 10)
+        first.wait_for("wrote")
+        first.popen.send_signal(signal.SIGKILL)
+        first.popen.wait()
+        written = sum(line == "wrote" for each in (first, second) for line in _said(each))
+        value = Account.objects.get(pk=pk).value
+        never(value < written, "an update was lost")
+        assert value in (written, written + 1)
+
+
+def _wait_for_both(leader: Process, successor: Process) -> None:
+    give_up = time.monotonic() + 20
+    while "wrote" not in _said(leader) + _said(successor):
+        assert time.monotonic() < give_up, "nobody leads"
+        time.sleep(0.02)
+
+
+def _sorted(one: Process, other: Process) -> tuple[Process, Process]:
+    """Return who leads, and who stands by."""
+    if "leads" in _said(one):
+        one.wait_for("leads")
+        return one, other
+    other.wait_for("leads")
+    return other, one
+
+
+def _said(process: Process) -> list[str]:
+    return list(process._output)

@@ -1,0 +1,446 @@
+"""`manage.py distlock_run`: any program under a lock, with real programs and real signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from datetime import datetime
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from django.core.management import CommandError, ManagementUtility, call_command
+from django.test import override_settings
+
+from django_distlock import distlock, lock_backends
+from django_distlock.models import FenceCounter
+from tests import settings as test_settings
+from tests.conftest import DECLARED
+from tests.contract.aliases import alias_like, locks_on
+from tests.services import NO_MARIADB
+
+from .projects import Project
+from .runs import Run, children_of, end, eventually, state_of
+
+BACKENDS = ["postgres", "sqlite", "mariadb", "redis", "advisory"]
+#: A shell's loop, because a shell looks at signals between its commands.
+FOREVER = "echo started $$; while :; do sleep 0.05; done"
+#: A program that a shell has started, and that says so when it minds signals.
+CHILD = "sh -c 'echo child $$; exec sleep 60' & "
+
+
+@pytest.fixture
+def project() -> Project:
+    """Give a project with the locks of this process's `default`, on PostgreSQL."""
+    return Project("default")
+
+
+def shell(script: str) -> list[str]:
+    """Return a program that runs a shell's script."""
+    return ["--", "sh", "-c", script]
+
+
+def is_free(key: str) -> bool:
+    """Whether the next one is granted the key at once."""
+    lease = distlock(key, wait=0).try_acquire()
+    return lease is not None and lease.release()
+
+
+def refused(*arguments: str) -> CommandError:
+    """Run the command here; return the error that it ends with."""
+    with pytest.raises(CommandError) as caught:
+        call_command("distlock_run", *arguments, stderr=StringIO())
+    return caught.value
+
+
+# What the program sees, and how it ends
+
+
+def test_program_has_the_lock_and_the_streams(project: Project, key: str) -> None:
+    """It reads our input, writes our output, knows key and fence, and the lock is held."""
+    script = "echo key=$DISTLOCK_KEY; echo fence=$DISTLOCK_FENCE >&2; read line; echo read $line"
+    with Run(project, key, *shell(script)) as run:
+        fence = run.says("fence=")
+        assert run.says("key=") == key
+        record = lock_backends["default"].read(key)
+        assert record is not None
+        assert (str(record.fence), record.holder.pid) == (fence, run.popen.pid)
+        assert record.holder.metadata == {"program": "sh"}
+        run.types("what was typed\n")
+        assert run.says("read ") == "what was typed"
+        assert run.status() == 0
+    assert is_free(key)
+
+
+@pytest.mark.parametrize(
+    ("script", "status"), [("exit 7", 7), ("kill -TERM $$", 143), ("kill -KILL $$", 137)]
+)
+def test_ends_as_the_program_did(project: Project, key: str, script: str, status: int) -> None:
+    """With its status, or 128 and the number of the signal that has ended it."""
+    with Run(project, key, *shell(script)) as run:
+        assert run.status() == status
+    assert is_free(key)
+
+
+def test_program_takes_all_that_stands_behind_the_dashes(project: Project, key: str) -> None:
+    """Options of ours and dashes are the program's there, and no shell reads any of it."""
+    words = ["--wait", "1", "--", "--help", "$HOME", "a b", "*"]
+    with Run(project, key, "--", "printf", "<%s>\\n", *words) as run:
+        assert run.status() == 0
+        assert run.said.split("\n") == [*(f"<{word}>" for word in words), ""]
+
+
+def test_program_gets_open_files(project: Project, key: str, tmp_path: Path) -> None:
+    """What was opened for it, as with `3>file`, it has."""
+    file = tmp_path / "opened"
+    with file.open("w") as opened:
+        number = opened.fileno()
+        write = ["--", sys.executable, "-c", f"import os; os.write({number}, b'here\\n')"]
+        with Run(project, key, *write, files=(number,)) as run:
+            assert run.status() == 0
+    assert file.read_text() == "here\n"
+
+
+def test_held_key_stays_taken_behind_the_program(project: Project, key: str) -> None:
+    """With `--hold` the next run of the window is refused, though the first has ended."""
+    with Run(project, key, "--hold", "--ttl", "60", *shell("exit 0")) as run:
+        assert run.status() == 0
+    assert refused(key, "--wait", "0", "--", "true").returncode == 75
+    lock_backends["default"].force_release(key)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_runs_on_each_store(key: str, backend: str, tmp_path: Path) -> None:
+    """Whatever keeps the locks, the program runs under one, and it is given back."""
+    if backend not in lock_backends:
+        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    ran = tmp_path / "ran"
+    call_command("distlock_run", key, "--backend", backend, "--", "touch", str(ran))
+    assert ran.exists()
+    with distlock(key, backend=backend, wait=0) as lease:
+        assert lease.fence > 1
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_busy_is_75_and_names_the_holder(key: str, backend: str, tmp_path: Path) -> None:
+    """On each store: who has it, since when, and nothing is run."""
+    if backend not in lock_backends:
+        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    ran = tmp_path / "ran"
+    lease = distlock(key, backend=backend, metadata={"program": "deploy.sh"}).acquire()
+    try:
+        error = refused(key, "--wait", "0", "--backend", backend, "--", "touch", str(ran))
+    finally:
+        lease.release()
+    assert error.returncode == 75
+    pattern = (
+        rf"'{key}' was not granted at once: .* \(pid {os.getpid()}\) on \S+ has held it for"
+        r" \d\.\d s \(since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC\), and runs 'deploy\.sh'\.$"
+    )
+    assert re.search(pattern, str(error))
+    assert not ran.exists()
+
+
+def test_busy_is_the_status_of_the_process(project: Project, key: str) -> None:
+    """A process that was refused ends with 75, with one line on its standard error."""
+    with distlock(key), Run(project, key, "--wait", "0", *shell("echo ran")) as run:
+        assert run.status() == 75
+        assert run.said.startswith(f"CommandError: The key '{key}' was not granted at once: ")
+        assert run.said.count("\n") == 1
+
+
+def test_waits_for_its_turn(project: Project, key: str) -> None:
+    """Runs the program when the holder gives the key back."""
+    lease = distlock(key).acquire()
+    with Run(project, key, "--wait", "none", *shell("echo ran")) as run:
+        eventually(lambda: bool(lock_backends["default"].waiters(key)), "somebody waits")
+        assert run.said == ""
+        lease.release()
+        assert run.says("ran") == ""
+        assert run.status() == 0
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
+def test_signal_ends_the_waiting(project: Project, key: str, signum: int) -> None:
+    """Who is told to end while it waits does: nothing is run, and nothing is held."""
+    lease = distlock(key).acquire()
+    with Run(project, key, "--wait", "none", *shell("echo ran")) as run:
+        eventually(lambda: bool(lock_backends["default"].waiters(key)), "somebody waits")
+        run.signal(signum)
+        assert run.status() == 128 + signum
+        assert run.said == ""
+    lease.release()
+    assert is_free(key)
+
+
+def test_program_is_looked_for_before_the_lock_is_taken(key: str, tmp_path: Path) -> None:
+    """127: there is none; 126: it cannot be run. The key was never taken."""
+    plain = tmp_path / "plain"
+    plain.write_text("#!/bin/sh\n")
+    for name, status in (
+        ("no-such-program", 127),
+        (str(tmp_path / "nothing"), 127),
+        ("", 127),
+        (str(plain), 126),
+        (str(tmp_path), 126),
+    ):
+        error = refused(key, "--", name)
+        assert (error.returncode, repr(name) in str(error)) == (status, True)
+    assert not FenceCounter.objects.filter(key=key).exists()
+
+
+def test_program_that_the_system_cannot_start(key: str, tmp_path: Path) -> None:
+    """A script without its interpreter, a file in no format: the lock is given back."""
+    for text, status in (("#!/no/such/interpreter\n", 127), ("no format\n", 126)):
+        script = tmp_path / "script"
+        script.write_text(text)
+        script.chmod(0o755)
+        assert refused(key, "--", str(script)).returncode == status
+        assert is_free(key)
+
+
+def test_redis_that_does_not_answer_is_69(key: str) -> None:
+    """It says which store, and why, with a word for programs."""
+    nowhere = {"BACKEND": test_settings.REDIS_BACKEND, "OPTIONS": {"url": "redis://127.0.0.1:1/0"}}
+    with override_settings(DISTLOCK={"default": nowhere}):
+        error = refused(key, "--wait", "0.2", "--", "true")
+    assert error.returncode == 69
+    assert re.search(r"127\.0\.0\.1:1.* \(service_unavailable\)$", str(error), re.DOTALL)
+
+
+def test_database_that_does_not_answer_is_69(key: str) -> None:
+    """It is asked until `--wait` is over, for its tables already."""
+    with alias_like("default", HOST="127.0.0.1", PORT="1") as using, locks_on(using) as backend:
+        error = refused(key, "--wait", "0.2", "--backend", backend, "--", "true")
+    assert error.returncode == 69
+    assert str(error).startswith(f"The lock store '{using}' did not answer: ")
+    assert str(error).endswith(" (service_unavailable)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (["true"], "write -- and the program"),
+        (["--"], "write -- and the program"),
+        (["another", "--", "true"], "unrecognized arguments: another"),
+        (["--ttl", "0", "--", "true"], "at least 0.1"),
+        (["--ttl", "soon", "--", "true"], "'soon'"),
+        (["--ttl", "1e7", "--", "true"], "at most 604800"),
+        (["--wait", "-1", "--", "true"], "wait"),
+        (["--wait", "long", "--", "true"], "'long' is no number"),
+        (["--grace", "-1", "--", "true"], "grace"),
+        (["--on-lost", "kill", "--", "true"], "invalid choice"),
+        (["--backend", "nowhere", "--", "true"], "'nowhere' is not configured"),
+        (["--backend", "memory", "--", "true"], "in the memory of each process"),
+    ],
+)
+def test_wrong_arguments_are_2(
+    key: str, capsys: pytest.CaptureFixture[str], arguments: list[str], rule: str
+) -> None:
+    """A slip is an error that names the value and the rule."""
+    with pytest.raises(SystemExit) as ended:
+        ManagementUtility(["manage.py", "distlock_run", key, *arguments]).execute()
+    assert ended.value.code == 2
+    assert rule in capsys.readouterr().err
+
+
+def test_illegal_key_is_2() -> None:
+    """What is no key is refused before anything is asked or run."""
+    assert refused("", "--", "true").returncode == 2
+
+
+# Signals
+
+
+def test_signals_reach_the_program_and_its_children(project: Project, key: str) -> None:
+    """Each is passed on; the lock is held until the program ends, and free then."""
+    traps = "".join(f"trap 'echo got {name}' {name}; " for name in ("HUP", "INT", "QUIT", "USR1"))
+    with Run(project, key, *shell(f"{traps} trap 'exit 3' TERM; {CHILD} {FOREVER}")) as run:
+        sleeper = int(run.says("child "))
+        run.says("started")
+        for name in ("HUP", "INT", "QUIT", "USR1"):
+            run.signal(getattr(signal, f"SIG{name}"))
+            run.says(f"got {name}")
+            assert run.said.count(f"got {name}") == 1
+        assert not is_free(key)
+        eventually(lambda: not state_of(sleeper), "HUP has ended the child")
+        run.signal(signal.SIGTERM)
+        assert run.status() == 3
+    assert is_free(key)
+
+
+def test_program_that_minds_no_signal_is_waited_for(project: Project, key: str) -> None:
+    """TERM is passed on, again and again, and the lock is not given back before the end."""
+    script = "trap 'echo ignored' TERM; echo started; for i in 1 2; do read line; done; exit 5"
+    with Run(project, key, *shell(f"while :; do {script}; done")) as run:
+        run.says("started")
+        run.signal(signal.SIGTERM)
+        run.says("ignored")
+        run.signal(signal.SIGTERM)
+        run.says("ignored", times=2)
+        assert not is_free(key)
+        run.types("one\ntwo\n")
+        assert run.status() == 5
+
+
+def test_ignored_signal_stays_ignored(project: Project, key: str) -> None:
+    """As under `nohup`: neither we nor the program end by it."""
+    program = shell("echo started; read line; exit 4")
+    with Run(project, key, *program, ignored=signal.SIGHUP) as run:
+        run.says("started")
+        run.signal(signal.SIGHUP)
+        run.types("go on\n")
+        assert run.status() == 4
+
+
+def test_stopped_program_keeps_its_lock(project: Project, key: str) -> None:
+    """Without a terminal TSTP stops the program alone, and we go on renewing; CONT continues it."""
+    # One process: a shell that is stopped while it starts another one is in no state to tell.
+    with Run(project, key, "--ttl", "3", *shell("echo started $$; exec sleep 60")) as run:
+        program = int(run.says("started "))
+        run.signal(signal.SIGTSTP)
+        eventually(lambda: state_of(program) == "T", "it is stopped")
+        renewed = _expires(key)
+        eventually(lambda: _expires(key) > renewed, "the lock is renewed")
+        assert state_of(program) == "T"
+        run.signal(signal.SIGCONT)
+        eventually(lambda: state_of(program) in ("R", "S"), "it goes on")
+        run.signal(signal.SIGTERM)
+        assert run.status() == 143
+
+
+def _expires(key: str) -> datetime:
+    record = lock_backends["default"].read(key)
+    assert record is not None
+    assert record.expires_at is not None
+    return record.expires_at
+
+
+# At a terminal
+
+
+def test_what_is_typed_reaches_the_program_once(project: Project, key: str) -> None:
+    """Ctrl-C comes to it from the terminal; what somebody else sends us is passed on."""
+    script = f"trap 'echo got INT' INT; trap 'echo got USR1' USR1; trap 'exit 3' TERM; {FOREVER}"
+    with Run(project, key, *shell(script), terminal=True) as run:
+        run.says("started")
+        for times in (1, 2):
+            run.types("\x03")
+            run.says("got INT", times=times)
+            # By then a second one would have come.
+            run.signal(signal.SIGUSR1)
+            run.says("got USR1", times=times)
+            assert run.said.count("got INT") == times
+        run.signal(signal.SIGTERM)
+        assert run.status() == 3
+    assert is_free(key)
+
+
+def test_program_reads_from_the_terminal(project: Project, key: str) -> None:
+    """It is in the foreground, so it may ask questions."""
+    with Run(project, key, *shell("echo sure?; read a; echo so: $a"), terminal=True) as run:
+        run.says("sure?")
+        run.types("yes\n")
+        assert run.says("so: ") == "yes"
+        assert run.status() == 0
+
+
+def test_suspended_run_goes_on(project: Project, key: str) -> None:
+    """Ctrl-Z stops both, so that a shell takes its terminal back; with `fg` both go on."""
+    script = f"trap '' TSTP; trap 'exit 3' TERM; {FOREVER}"
+    with Run(project, key, "--ttl", "60", *shell(script), terminal=True) as run:
+        program = int(run.says("started "))
+        run.types("\x1a")
+        eventually(lambda: state_of(run.popen.pid) == "T", "we are stopped")
+        # Also one that wants to hear nothing of it: nobody renews its lock now.
+        eventually(lambda: state_of(program) == "T", "the program is stopped")
+        os.killpg(run.popen.pid, signal.SIGCONT)
+        eventually(lambda: state_of(program) in ("R", "S"), "it goes on")
+        run.signal(signal.SIGTERM)
+        assert run.status() == 3
+
+
+def test_suspended_for_too_long_is_lost(project: Project, key: str) -> None:
+    """When the lock has ended meanwhile, the program is ended when it goes on."""
+    with Run(project, key, "--ttl", "2", *shell(FOREVER), terminal=True) as run:
+        program = int(run.says("started "))
+        run.types("\x1a")
+        eventually(lambda: state_of(run.popen.pid) == "T", "we are stopped")
+        eventually(lambda: is_free(key), "the lock has ended")
+        os.killpg(run.popen.pid, signal.SIGCONT)
+        assert run.status() == 76
+        assert state_of(program) == ""
+
+
+# Losing the lock
+
+
+def test_lost_lock_ends_the_program(project: Project, key: str) -> None:
+    """It gets TERM, and with it what it has started; the status is 76, whatever it says."""
+    script = f"{CHILD} trap 'echo told; exit 0' TERM; {FOREVER}"
+    with Run(project, key, "--ttl", "3", *shell(script)) as run:
+        sleeper = int(run.says("child "))
+        run.says("started")
+        assert lock_backends["default"].force_release(key)
+        run.says("told")
+        assert run.status() == 76
+        assert f"The lock on '{key}' is lost: its program is ended." in run.said
+    assert state_of(sleeper) == ""
+
+
+def test_program_that_does_not_mind_is_killed(project: Project, key: str) -> None:
+    """After `--grace` seconds, and with it a child that has survived its parent."""
+    stubborn = "sh -c 'trap \"\" TERM; echo child $$; while :; do sleep 0.05; done' & "
+    with Run(project, key, "--ttl", "3", "--grace", "0.3", *shell(stubborn + FOREVER)) as run:
+        child, program = int(run.says("child ")), int(run.says("started "))
+        assert child != program
+        assert lock_backends["default"].force_release(key)
+        assert run.status() == 76
+        assert state_of(child) == ""
+
+
+def test_program_may_go_on_without_its_lock(project: Project, key: str) -> None:
+    """With `--on-lost=ignore` that is said, and the status is the program's."""
+    script = "echo started; read line; exit 4"
+    with Run(project, key, "--ttl", "3", "--on-lost=ignore", *shell(script)) as run:
+        run.says("started")
+        assert lock_backends["default"].force_release(key)
+        run.says(f"The lock on '{key}' is lost: its program goes on without it.")
+        run.types("go on\n")
+        assert run.status() == 4
+
+
+# Killed
+
+
+@pytest.mark.parametrize("script", [FOREVER, f"trap '' TERM; {FOREVER}"], ids=["term", "kill"])
+def test_program_does_not_survive_us(project: Project, key: str, script: str) -> None:
+    """When we are killed, the program and its children end, long before the key is free."""
+    command = shell(f"{CHILD} {script}")
+    with Run(project, key, "--grace", "0.3", *command) as run:
+        child, program = int(run.says("child ")), int(run.says("started "))
+        run.signal(signal.SIGKILL)
+        eventually(lambda: state_of(program) == state_of(child) == "", "both are gone")
+        assert not is_free(key)
+        assert run.status() == -signal.SIGKILL
+    lock_backends["default"].force_release(key)
+
+
+def test_program_that_may_lose_its_lock_survives_us(project: Project, key: str) -> None:
+    """With `--on-lost=ignore` nobody ends it."""
+    with Run(project, key, "--on-lost=ignore", *shell(FOREVER)) as run:
+        program = int(run.says("started "))
+        try:
+            others = children_of(run.popen.pid) - {program}
+            assert others
+            run.signal(signal.SIGKILL)
+            eventually(lambda: not any(map(state_of, others)), "who would end it is gone")
+            assert state_of(program) in ("R", "S")
+        finally:
+            end(program)
+    lock_backends["default"].force_release(key)

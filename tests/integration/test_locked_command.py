@@ -1,0 +1,274 @@
+"""`LockedCommand`: management commands that run under a lock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.core.management import BaseCommand, CommandError, call_command
+from django.core.management.base import LabelCommand
+
+from django_distlock import Lease, LockLost, current_lease, distlock, lock_backends
+from django_distlock.management.locked import LockedCommand
+from tests.contract.aliases import alias_like, locks_on
+from tests.contract.helpers import Later, prompt
+
+from .runs import eventually
+
+#: What a command without a key is locked by: the name of its module.
+NAME = "test_locked_command"
+
+
+class Report(LockedCommand, BaseCommand):
+    """Tells what it is run with."""
+
+    requires_system_checks: Any = ()
+
+    def work(self) -> None:
+        """Do nothing."""
+
+    def add_arguments(self, parser: Any) -> None:
+        """Take a day and a shop."""
+        parser.add_argument("--day", default="today")
+        parser.add_argument("--shop", type=int, default=1)
+
+    def handle(self, *, day: str, **options: Any) -> str:
+        """Work, and return what is to be printed."""
+        self.work()
+        return f"report of {day}"
+
+
+def command(key: str, work: Callable[[], object] = lambda: None, **attributes: Any) -> Report:
+    """Return a command with attributes of its class, which does some work."""
+    made: Report = type(
+        "Command", (Report,), {"lock_key": key, "work": lambda _: work(), **attributes}
+    )()
+    return made
+
+
+def run(made: BaseCommand, **options: Any) -> tuple[str, str]:
+    """Run a command; return what it prints, and what it says on its standard error."""
+    out, err = StringIO(), StringIO()
+    call_command(made, stdout=out, stderr=err, no_color=True, **options)
+    return out.getvalue(), err.getvalue()
+
+
+@contextmanager
+def held(key: str) -> Iterator[Lease]:
+    """Let somebody else hold a key."""
+    lease = distlock(key, ttl=60).acquire()
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def is_held(key: str) -> bool:
+    """Whether anybody holds a key."""
+    return distlock(key).locked()
+
+
+# The lock
+
+
+def test_handle_runs_under_the_lock(key: str) -> None:
+    """The lease is that of the block around it, and the key is free behind it."""
+    seen: list[object] = []
+    made = command(key, lambda: seen.append((made.lease.held, current_lease() is made.lease)))
+    assert run(made) == ("report of today\n", "")
+    assert seen == [(True, True)]
+    assert made.lease.key == key
+    assert made.lease.is_released
+    assert not is_held(key)
+
+
+def test_key_is_the_name_of_the_command() -> None:
+    """Without `lock_key`, two runs of one command exclude each other whatever their options."""
+    made = command("")
+    run(made, day="monday")
+    assert made.lease.key == NAME
+
+
+def test_key_is_a_template_of_the_options(key: str) -> None:
+    """Options and defaults fill it, converted as the command gets them."""
+    made = command(f"{key}:{{day}}:{{shop:03d}}")
+    run(made, day="monday")
+    assert made.lease.key == f"{key}:monday:001"
+
+
+def test_lock_is_what_the_attributes_say(key: str) -> None:
+    """Its ttl, its backend, and whether it is held behind the run."""
+    made = command(key, lock_ttl=77, lock_hold=True, lock_backend="memory")
+    run(made)
+    record = lock_backends["memory"].read(key)
+    assert record is not None
+    assert record.expires_at is not None
+    assert made.lease.backend == "memory"
+    assert (record.expires_at - record.acquired_at).total_seconds() == pytest.approx(77)
+    lock_backends["memory"].force_release(key)
+
+
+def test_mixes_with_other_commands(key: str) -> None:
+    """Also with those that have a `handle()` of their own, and call the next one's."""
+
+    class Base(LockedCommand, LabelCommand):
+        requires_system_checks = ()
+        lock_key = key
+
+        def handle_label(self, label: str, **options: Any) -> str:
+            return f"{label} {self.lease.held}"
+
+    class Derived(Base):
+        def handle(self, *labels: str, **options: Any) -> str:
+            return f"all: {super().handle(*labels, **options)}"
+
+    out = StringIO()
+    call_command(Derived(), "one", "two", stdout=out)
+    assert out.getvalue() == "all: one True\ntwo True\n"
+
+
+def test_a_command_may_be_called_again(key: str) -> None:
+    """Each run of one object takes the lock anew."""
+    made = command(key)
+    run(made)
+    first = made.lease
+    run(made)
+    assert made.lease.fence == first.fence + 1
+
+
+# Conflicts
+
+
+def test_skips_when_another_run_is_at_it(key: str) -> None:
+    """It names the holder, runs nothing and raises nothing; the status of a process is 75."""
+    ran: list[int] = []
+    made = command(key, lambda: ran.append(1))
+    with held(key):
+        out, err = run(made)
+        assert (out, made.skipped) == ("", True)
+        assert err.startswith(f"Skipped: The key '{key}' was not granted at once: ")
+        assert " (since " in err
+        with pytest.raises(SystemExit) as ended:
+            made.run_from_argv(["manage.py", "report"])
+        assert ended.value.code == 75
+    assert not ran
+    made.run_from_argv(["manage.py", "report"])
+    assert (ran, made.skipped) == ([1], False)
+
+
+def test_raises_when_another_run_is_at_it(key: str) -> None:
+    """With "raise" it is an error, as of any command."""
+    with held(key), pytest.raises(CommandError, match="was not granted at once") as caught:
+        run(command(key, on_conflict="raise"))
+    assert caught.value.returncode == 1
+
+
+def test_runs_without_the_lock(key: str) -> None:
+    """With "run" it goes on, and its lease is not held."""
+    made = command(key, on_conflict="run")
+    with held(key) as lease:
+        assert run(made) == ("report of today\n", "")
+        assert not made.lease.held
+        lease.check()
+
+
+def test_unknown_policy_is_refused(key: str) -> None:
+    """A slip is not taken for one of them."""
+    with pytest.raises(CommandError, match='"skip", "raise" or "run", not \'wait\''):
+        run(command(key, on_conflict="wait"))
+
+
+def test_waits_as_long_as_it_is_told(key: str) -> None:
+    """`--lock-wait` overrides the class, and is no option of the command itself."""
+    made = command(f"{key}{{verbosity}}", lock_wait=60)
+    with held(f"{key}1"):
+        with prompt(0.2):
+            run(made, lock_wait=0.2)
+        assert made.skipped
+        with pytest.raises(SystemExit), prompt():
+            made.run_from_argv(["manage.py", "report", "--lock-wait=0"])
+        waiting = Later(made.run_from_argv, ["manage.py", "report", "--lock-wait", "none"])
+        eventually(lambda: bool(lock_backends["default"].waiters(f"{key}1")), "it waits")
+    waiting.result()
+    assert not made.skipped
+
+
+@pytest.mark.parametrize("wait", ["-1", "long", "nan"])
+def test_wrong_wait_is_refused(key: str, wait: str) -> None:
+    """What is no number of seconds is an error of the arguments."""
+    with pytest.raises(CommandError, match="lock-wait"):
+        call_command(command(key), "--lock-wait", wait)
+
+
+# Trouble
+
+
+def test_lost_lease_is_an_error(key: str) -> None:
+    """A run that succeeded, but not under the lock, does not end as one that did."""
+    made = command(key, lambda: lock_backends["default"].force_release(key))
+    out = StringIO()
+    with pytest.raises(CommandError, match=r"The lease on .* is lost") as caught:
+        call_command(made, stdout=out)
+    assert out.getvalue() == ""
+    assert isinstance(caught.value.__cause__, LockLost)
+
+
+def test_error_of_the_command_is_its_own(key: str) -> None:
+    """What `handle()` raises comes out as it is, and the lock is given back."""
+    with pytest.raises(ZeroDivisionError):
+        run(command(key, lambda: 1 // 0))
+    assert not is_held(key)
+
+
+def test_conflict_inside_is_no_conflict_of_the_command(key: str) -> None:
+    """A lock that `handle()` does not get is not taken for the command's own."""
+    made = command(key, lambda: distlock(f"{key}:inner", wait=0).acquire())
+    with held(f"{key}:inner"), pytest.raises(Exception, match=":inner") as caught:
+        run(made)
+    assert not isinstance(caught.value, CommandError)
+    assert not made.skipped
+
+
+def test_checks_come_before_the_lock(key: str) -> None:
+    """A project that is not in order does not keep the key from others."""
+    seen: list[bool] = []
+
+    class Checked(Report):
+        requires_system_checks = "__all__"
+        lock_key = key
+
+        def check(self, *_: Any, **__: Any) -> None:
+            seen.append(is_held(key))
+
+    run(Checked(), skip_checks=False)
+    assert seen == [False]
+
+
+def test_store_that_does_not_answer_is_an_error(key: str) -> None:
+    """It is no conflict: nothing is skipped, and the status is 69."""
+    with (
+        alias_like("default", HOST="127.0.0.1", PORT="1") as using,
+        locks_on(using) as backend,
+        pytest.raises(CommandError, match="did not answer") as caught,
+    ):
+        run(command(key, lock_backend=backend))
+    assert caught.value.returncode == 69
+
+
+@pytest.mark.parametrize(
+    ("attributes", "rule"),
+    [
+        ({"lock_key": "report:{month}"}, "names 'month', which is not a parameter of"),
+        ({"lock_key": "report:{"}, "The key template"),
+        ({"lock_ttl": 0}, "at least 0.1"),
+        ({"lock_backend": "nowhere"}, "'nowhere' is not configured"),
+    ],
+)
+def test_wrong_attribute_is_named(attributes: dict[str, Any], rule: str) -> None:
+    """A slip is an error that names the value and the rule."""
+    with pytest.raises(CommandError) as caught:
+        run(command("report", **attributes))
+    assert rule in str(caught.value)

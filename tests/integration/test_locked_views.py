@@ -1,0 +1,529 @@
+"""`locked_view` and `LockedViewMixin`: one request at a time, and a good answer for the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asgiref.sync import async_to_sync
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections, transaction
+from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
+from django.test import AsyncClient, Client, RequestFactory, override_settings
+from django.urls import path
+from django.views import View
+from django.views.decorators.csrf import csrf_exempt
+
+from django_distlock import (
+    BackendUnavailable,
+    InvalidArgument,
+    LockNotAcquired,
+    LockUsageError,
+    current_lease,
+    distlock,
+    lock_backends,
+)
+from django_distlock.core.holders import MAX_METADATA_BYTES
+from django_distlock.signals import lock_bypassed
+from django_distlock.testing import lose_connection
+from django_distlock.views import LockedViewMixin, locked_view
+from tests.contract.helpers import Later, held
+from tests.contract.locking import Heard, eventually
+from tests.shop.models import Row
+
+TEMPLATES = [{"BACKEND": "django.template.backends.django.DjangoTemplates", "APP_DIRS": True}]
+
+
+def said() -> HttpResponse:
+    """Say what the view works under."""
+    lease = current_lease()
+    blocks = len(connections["default"].atomic_blocks)
+    return HttpResponse(f"held={bool(lease and lease.held)} blocks={blocks}")
+
+
+@locked_view("view:{key}", wait=0)
+def plain(request: HttpRequest, key: str) -> HttpResponse:
+    """Be a view."""
+    return said()
+
+
+@locked_view("view:{key}", wait=0, status=423)
+def locked(request: HttpRequest, key: str) -> HttpResponse:
+    """Answer with the other status."""
+    return said()
+
+
+@locked_view("view:{key}", wait=0, on_conflict="raise")
+def raising(request: HttpRequest, key: str) -> HttpResponse:
+    """Leave the conflict to others."""
+    return said()
+
+
+@locked_view("view:{key}", wait=0, on_conflict="run", on_unavailable="run")
+def running(request: HttpRequest, key: str) -> HttpResponse:
+    """Go on without."""
+    return said()
+
+
+@locked_view("view:{key}", wait=0, on_unavailable="skip")
+def away(request: HttpRequest, key: str) -> HttpResponse:
+    """Answer that the store is away."""
+    return said()
+
+
+def teapot(request: HttpRequest, error: Exception) -> HttpResponseBase:
+    """Make an answer of one's own."""
+    return HttpResponse(f"{type(error).__name__}", headers={"Retry-After": "99"})
+
+
+@locked_view(lambda request, key: f"view:{key}", wait=0, refusal=teapot)
+def own(request: HttpRequest, key: str) -> HttpResponse:
+    """Take a key that a function makes."""
+    return said()
+
+
+@locked_view("view:{key}", wait=0)
+def writing(request: HttpRequest, key: str) -> HttpResponse:
+    """Write, and look whether others see it."""
+    Row.objects.create(name=key)
+    if "fail" in request.GET:
+        raise ZeroDivisionError
+    seen = Later(lambda: Row.objects.filter(name=key).exists()).result()
+    return HttpResponse(f"seen={seen}")
+
+
+@transaction.non_atomic_requests
+@csrf_exempt
+def unwrapped(request: HttpRequest, key: str) -> HttpResponse:
+    """Be a view that wants no transaction."""
+    return said()
+
+
+@locked_view("view:{key}", wait=0)
+async def asynchronous(request: HttpRequest, key: str) -> HttpResponse:
+    """Be an asynchronous view."""
+    return HttpResponse(f"held={(lease := current_lease()) is not None and lease.held}")
+
+
+@locked_view("view:{key}", wait=0, on_unavailable="run")
+async def going_on(request: HttpRequest, key: str) -> HttpResponse:
+    """Go on without, asynchronously."""
+    return HttpResponse(f"held={current_lease() is not None}")
+
+
+@locked_view("view:{key}", wait=0)
+def inner(request: HttpRequest, key: str) -> HttpResponse:
+    """Meet a conflict of one's own."""
+    distlock(f"{key}:inner", wait=0).acquire()
+    return said()
+
+
+class Class(LockedViewMixin, View):
+    """A view that is a class."""
+
+    lock_key = "view:{key}"
+    lock_options = {"wait": 0}
+
+    def get(self, request: HttpRequest, key: str) -> HttpResponse:
+        """Answer."""
+        return said()
+
+
+class AsyncClass(LockedViewMixin, View):
+    """The same, asynchronous."""
+
+    lock_key = "view:{key}"
+    lock_options = {"wait": 0}
+
+    async def get(self, request: HttpRequest, key: str) -> HttpResponse:
+        """Answer."""
+        return HttpResponse(f"held={(lease := current_lease()) is not None and lease.held}")
+
+
+def metadata(key: str) -> HttpResponse:
+    """Say what the store keeps beside the holder."""
+    record = Later(held, lock_backends["default"], f"view:{key}").result()
+    return JsonResponse(record.holder.metadata)
+
+
+@locked_view("view:{key}", metadata={"reason": "test"})
+def kept(request: HttpRequest, key: str, rest: str = "") -> HttpResponse:
+    """Be a view whose lock is looked at."""
+    return metadata(key)
+
+
+@locked_view("view:{key}", metadata={"reason": "test"})
+async def async_kept(request: HttpRequest, key: str) -> HttpResponse:
+    """The same, asynchronous."""
+    return metadata(key)
+
+
+@locked_view("view:{key}", metadata={"request": "password reset"})
+def quiet(request: HttpRequest, key: str) -> HttpResponse:
+    """Say something else of the request."""
+    return metadata(key)
+
+
+class Kept(LockedViewMixin, View):
+    """The same as a class."""
+
+    lock_key = "view:{key}"
+    lock_options = {"metadata": {"reason": "test"}}
+
+    def get(self, request: HttpRequest, key: str) -> HttpResponse:
+        """Answer."""
+        return metadata(key)
+
+    post = get
+
+
+class AsyncKept(Kept):
+    """The same, asynchronous."""
+
+    async def get(self, request: HttpRequest, key: str) -> HttpResponse:  # type: ignore[override]
+        """Answer."""
+        return metadata(key)
+
+    post = get  # type: ignore[assignment]
+
+
+@transaction.non_atomic_requests
+@locked_view("view:{key}", wait=0)
+def marked_above(request: HttpRequest, key: str) -> HttpResponse:
+    """Be marked above the lock."""
+    return said()
+
+
+@locked_view(lambda request, key: None, wait=0)  # type: ignore[arg-type, return-value]
+def keyless(request: HttpRequest, key: str) -> HttpResponse:
+    """Have a function that makes no key."""
+    return said()
+
+
+class Misspelt(LockedViewMixin, View):
+    """A view whose URL does not capture what its key names."""
+
+    lock_key = "view:{kay}"
+
+    def get(self, request: HttpRequest, key: str) -> HttpResponse:
+        """Answer."""
+        return said()
+
+
+urlpatterns = [
+    path("marked-above/<key>/", marked_above),
+    path("keyless/<key>/", keyless),
+    path("misspelt/<key>/", Misspelt.as_view()),
+    path("plain/<key>/", plain),
+    path("locked/<key>/", locked),
+    path("raising/<key>/", raising),
+    path("running/<key>/", running),
+    path("away/<key>/", away),
+    path("own/<key>/", own),
+    path("writing/<key>/", writing),
+    path("unwrapped/<key>/", locked_view("view:{key}", wait=0)(unwrapped)),
+    path("async/<key>/", asynchronous),
+    path("going-on/<key>/", going_on),
+    path("inner/<key>/", inner),
+    path("class/<key>/", Class.as_view()),
+    path("async-class/<key>/", AsyncClass.as_view()),
+    path("kept/<key>/", kept),
+    path("kept/<key>/<rest>/", kept),
+    path("async-kept/<key>/", async_kept),
+    path("kept-class/<key>/", Kept.as_view()),
+    path("async-kept-class/<key>/", AsyncKept.as_view()),
+    path("quiet/<key>/", quiet),
+]
+
+SYNC = ("plain", "class")
+ASYNC = ("async", "async-class")
+
+
+@pytest.fixture(autouse=True)
+def _project(settings: Any) -> None:
+    settings.ROOT_URLCONF = __name__
+    settings.ALLOWED_HOSTS = ["*"]
+    settings.TEMPLATES = TEMPLATES
+
+
+@pytest.fixture
+def taken(key: str) -> Iterator[str]:
+    """Hold the key of a view."""
+    lease = Later(distlock(f"view:{key}", ttl=30).acquire).result()
+    yield key
+    Later(lease.release).result()
+
+
+def get(address: str, **headers: str) -> Any:
+    """Send a request, as a server of its kind does."""
+    return send("get", address, **headers)
+
+
+def send(method: str, address: str, **headers: str) -> Any:
+    """Send one of another method."""
+    if address.startswith("/async"):
+        return async_to_sync(getattr(AsyncClient(), method))(address, headers=headers)
+    return getattr(Client(), method)(address, headers=headers)
+
+
+@pytest.mark.parametrize("view", [*SYNC, *ASYNC])
+def test_view_runs_under_its_lock(view: str, key: str) -> None:
+    """It is held while the view runs, and free behind it."""
+    response = get(f"/{view}/{key}/")
+    assert (response.status_code, response.content[:9]) == (200, b"held=True")
+    assert Later(distlock(f"view:{key}").locked).result() is False
+
+
+@pytest.mark.parametrize("method", ["get", "post"])
+@pytest.mark.parametrize("view", ["kept", "async-kept", "kept-class", "async-kept-class"])
+def test_request_is_kept_beside_the_holder(view: str, method: str, key: str) -> None:
+    """Method and path, for operators: without the query, and beside what the view adds itself."""
+    response = send(method, f"/{view}/{key}/?token=secret")
+    assert response.json() == {"request": f"{method.upper()} /{view}/{key}/", "reason": "test"}
+
+
+def test_view_says_itself_what_is_kept_of_its_request(key: str) -> None:
+    """Where a path is a secret, for one."""
+    assert get(f"/quiet/{key}/").json() == {"request": "password reset"}
+
+
+@pytest.mark.parametrize(
+    ("rest", "shown"),
+    [
+        ("a%00b", "a%00b"),
+        ("a%0A%22b%5C", "a%0A%22b%5C"),
+        ("ż🔒", "%C5%BC%F0%9F%94%92"),
+        ("%E2%80%AE", "%E2%80%AE"),
+        ("a%20b", "a%20b"),
+        ("a:b,(c)=@", "a:b,(c)=@"),
+    ],
+    ids=["NUL", "quotes", "beyond ASCII", "right to left", "space", "plain"],
+)
+def test_path_of_any_text_is_kept(rest: str, shown: str, key: str) -> None:
+    """It is escaped, as in the request, so every store takes it."""
+    assert get(f"/kept/{key}/{rest}/").json()["request"] == f"GET /kept/{key}/{shown}/"
+
+
+@pytest.mark.parametrize(("left", "shown"), [(600, 255), (254, 254), (5, 5), (1, 1), (0, None)])
+def test_request_is_cut_to_the_room_that_is_left(left: int, shown: int | None, key: str) -> None:
+    """A long path is cut, sooner where other metadata are large, and never refuses a request."""
+    address = "/" + "p" * 600
+    frame = len(json.dumps({"request": "", "note": ""}))
+    size = MAX_METADATA_BYTES - frame - left
+    note = "ż" * (size // 2) + "x" * (size % 2)
+
+    @locked_view(key, metadata={"note": note})
+    def view(request: HttpRequest) -> HttpResponse:
+        lease = current_lease()
+        assert lease is not None
+        assert lease.holder.metadata["note"] == note
+        return JsonResponse({"request": lease.holder.metadata.get("request")})
+
+    told = json.loads(view(RequestFactory().get(address)).content)["request"]
+    assert told == (None if shown is None else f"GET {address}"[:shown])
+
+
+@pytest.mark.parametrize("view", [*SYNC, *ASYNC])
+def test_conflict_is_answered(view: str, taken: str) -> None:
+    """The view is not called, and the answer says when to come back."""
+    response = get(f"/{view}/{taken}/")
+    assert response.status_code == 409
+    assert response.headers["Content-Type"].startswith("text/html")
+    # What is left of the lease, and the grace.
+    assert 20 <= int(response.headers["Retry-After"]) <= 31
+    assert response.headers["Cache-Control"] == "no-store"
+    assert b"Somebody else" in response.content
+    assert f"in {response.headers['Retry-After']} seconds" in response.content.decode()
+
+
+@pytest.mark.parametrize("view", ["plain", "async"])
+def test_programs_are_answered_in_json(view: str, taken: str) -> None:
+    """Who asks for JSON gets it, and learns neither the key nor its holder."""
+    response = get(f"/{view}/{taken}/", accept="application/json")
+    assert response.status_code == 409
+    answer = response.json()
+    assert answer["error"] == "acquisition_timeout"
+    assert answer["retry_after"] == int(response.headers["Retry-After"])
+    assert taken not in response.content.decode()
+
+
+def test_other_status(taken: str) -> None:
+    """423 where 409 means something else to the client."""
+    assert get(f"/locked/{taken}/").status_code == 423
+
+
+def test_answer_of_ones_own(taken: str) -> None:
+    """A function makes it; the status is set, and its own headers stay."""
+    response = get(f"/own/{taken}/")
+    assert (response.status_code, response.content) == (409, b"LockNotAcquired")
+    assert response.headers["Retry-After"] == "99"
+
+
+def test_template_of_the_projects(taken: str, tmp_path: Path) -> None:
+    """A project puts its own page in the place of ours."""
+    page = tmp_path / "django_distlock" / "busy.html"
+    page.parent.mkdir()
+    page.write_text("wait {{ seconds }}, {{ error.code }}")
+    with override_settings(TEMPLATES=[{**TEMPLATES[0], "DIRS": [tmp_path]}]):
+        response = get(f"/plain/{taken}/")
+    assert response.content.decode().startswith("wait ")
+    assert "acquisition_timeout" in response.content.decode()
+
+
+def test_project_without_templates(taken: str) -> None:
+    """An API that has none answers all the same."""
+    with override_settings(TEMPLATES=[]):
+        assert b"Somebody else" in get(f"/plain/{taken}/").content
+
+
+def test_conflict_can_be_raised(taken: str) -> None:
+    """For a middleware, or the project's own page of errors."""
+    with pytest.raises(LockNotAcquired):
+        get(f"/raising/{taken}/")
+
+
+def test_view_can_run_without_its_lock(taken: str) -> None:
+    """It knows, because its lease is not held."""
+    assert get(f"/running/{taken}/").content.startswith(b"held=False")
+
+
+def test_conflict_of_the_views_own_is_not_answered(key: str) -> None:
+    """What the view runs into itself is no conflict about the view."""
+    lease = Later(distlock(f"{key}:inner").acquire).result()
+    with pytest.raises(LockNotAcquired):
+        get(f"/inner/{key}/")
+    Later(lease.release).result()
+
+
+@pytest.mark.parametrize("view", ["away", "running", "plain"])
+def test_store_that_is_away(view: str, key: str) -> None:
+    """Answered with 503, passed by, or raised: as the view says."""
+    with lose_connection():
+        if view == "plain":
+            with pytest.raises(BackendUnavailable):
+                get(f"/plain/{key}/")
+            return
+        response = get(f"/{view}/{key}/")
+    if view == "away":
+        assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
+        assert b"cannot be done at the moment" in response.content
+    else:
+        assert response.content.startswith(b"held=False")
+
+
+@pytest.mark.parametrize("view", ["running", "going-on"])
+def test_view_that_runs_without_a_store_is_told(view: str, key: str) -> None:
+    """The signal says so, as it does where somebody else had the key."""
+    with Heard(lock_bypassed, f"view:{key}") as heard, lose_connection():
+        response = get(f"/{view}/{key}/")
+    assert response.content.startswith(b"held=False")
+    assert heard.once["waited"] < 5
+    assert heard.once["holder"] is None
+
+
+@pytest.fixture
+def atomic_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each request have a transaction."""
+    monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
+
+
+@pytest.mark.usefixtures("atomic_requests")
+@pytest.mark.parametrize("view", SYNC)
+def test_transaction_is_inside_of_the_lock(view: str, key: str) -> None:
+    """One transaction, begun behind the grant, and over when the key is given back."""
+    assert get(f"/{view}/{key}/").content == b"held=True blocks=1"
+    assert Later(distlock(f"view:{key}").locked).result() is False
+
+
+@pytest.mark.usefixtures("atomic_requests")
+def test_what_is_written_is_committed_with_the_view(key: str) -> None:
+    """Not before its end, and not at all where it fails."""
+    assert get(f"/writing/{key}/").content == b"seen=False"
+    assert Row.objects.filter(name=key).delete()[0] == 1
+    with pytest.raises(ZeroDivisionError):
+        get(f"/writing/{key}/?fail")
+    assert not Row.objects.filter(name=key).exists()
+    assert eventually(lambda: not distlock(f"view:{key}").locked())
+
+
+@pytest.mark.usefixtures("atomic_requests")
+def test_view_that_wants_no_transaction(key: str) -> None:
+    """`non_atomic_requests` goes on to hold, as do other marks of the view."""
+    assert get(f"/unwrapped/{key}/").content == b"held=True blocks=0"
+    assert locked_view("{key}")(unwrapped).csrf_exempt  # type: ignore[attr-defined]
+
+
+def test_key_that_no_lock_can_have() -> None:
+    """What the client has sent is its mistake, and no error of the server."""
+    assert get(f"/plain/{'x' * 600}/").status_code == 400
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"on_conflict": "wait"},
+        {"on_unavailable": "wait"},
+        {"status": 418},
+        {"ttl": -1},
+        {"heartbeat": "yes"},
+    ],
+)
+def test_arguments_that_cannot_be(options: dict[str, Any]) -> None:
+    """They are refused where the decorator stands, and named."""
+    with pytest.raises(InvalidArgument, match=next(iter(options))):
+        locked_view("key", **options)
+
+
+def test_key_that_names_nothing() -> None:
+    """A template of what the view does not take is refused at once."""
+    with pytest.raises(InvalidArgument, match="pk"):
+        locked_view("{pk}")(unwrapped)
+
+
+@pytest.mark.usefixtures("atomic_requests")
+def test_mark_above_the_lock_counts(key: str) -> None:
+    """`non_atomic_requests` may stand on either side."""
+    assert get(f"/marked-above/{key}/").content == b"held=True blocks=0"
+
+
+def test_mistakes_of_the_project_are_no_mistakes_of_the_client(key: str) -> None:
+    """They are raised, and not answered with 400."""
+    with pytest.raises(InvalidArgument, match="NoneType"):
+        get(f"/keyless/{key}/")
+    with pytest.raises(ImproperlyConfigured, match="kay"):
+        get(f"/misspelt/{key}/")
+
+
+def test_mixin_stands_first() -> None:
+    """Behind the view's class it would not be asked, and nothing would be locked."""
+    with pytest.raises(TypeError, match="first"):
+        type("Last", (View, LockedViewMixin), {"lock_key": "view"})
+
+
+@pytest.mark.parametrize("lock_key", ["", None, 5])
+def test_mixin_needs_a_template(lock_key: object) -> None:
+    """As soon as the URLs are made."""
+    made: Any = type("Keyless", (LockedViewMixin, View), {"lock_key": lock_key})
+    with pytest.raises(ImproperlyConfigured, match="lock_key"):
+        made.as_view()
+
+
+def test_what_is_no_view(key: str) -> None:
+    """A method, a generator, and a decorator that was written without its key."""
+
+    def method(self: object, request: HttpRequest) -> HttpResponse:
+        raise NotImplementedError
+
+    def generator(request: HttpRequest) -> Iterator[bytes]:
+        yield b""
+
+    with pytest.raises(InvalidArgument, match="LockedViewMixin"):
+        locked_view("view")(method)
+    with pytest.raises(LockUsageError, match="generator"):
+        locked_view("view")(generator)
+    bare: Any = locked_view(plain)
+    with pytest.raises(InvalidArgument, match="written with a key"):
+        bare(RequestFactory().get("/"), key=key)

@@ -1,0 +1,381 @@
+"""`scheduled`: of many that a schedule starts, one does the work."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from celery import Celery
+from django.core import checks
+from django.test import override_settings
+
+from django_distlock import (
+    InvalidArgument,
+    InvalidLockBackend,
+    LockNotAcquired,
+    LockUsageError,
+    RunScope,
+    current_lease,
+    distlock,
+    lock_backends,
+)
+from django_distlock.declarations import declared
+from django_distlock.scheduling import Skipped, scheduled
+from django_distlock.testing import advance, lose_connection, memory_locks
+from tests.contract.helpers import Later, at_once
+from tests.processes import spawn
+
+RUNS: list[str] = []
+
+MEMORY = {"BACKEND": "django_distlock.backends.memory.MemoryBackend"}
+DATABASE = {"BACKEND": "django_distlock.backends.database.DatabaseBackend"}
+
+
+@pytest.fixture(autouse=True)
+def _no_runs() -> Iterator[None]:
+    RUNS.clear()
+    yield
+    # The checks of other tests are not about what is decorated here.
+    declared.clear()
+
+
+def tick(name: str, **options: Any) -> Any:
+    """Return the work of a schedule."""
+
+    @scheduled(name, **{"expected": 20, **options})
+    def work() -> str:
+        """Note that it runs."""
+        RUNS.append(name)
+        lease = current_lease()
+        return f"held={bool(lease and lease.held)}"
+
+    return work
+
+
+def run_tick(name: str) -> bool:
+    """Be another node."""
+    return bool(tick(name)())
+
+
+def run_tick_twice_in_memory(name: str) -> list[bool]:
+    """Be another node, whose backend no other process sees."""
+    with override_settings(DISTLOCK={"default": MEMORY}):
+        work = tick(name, scope=RunScope.PREFER_GLOBAL)
+        return [bool(work()), bool(work())]
+
+
+def test_one_of_many_runs(key: str) -> None:
+    """The first one that is granted the key; the others are told, and do not wait."""
+    began = time.monotonic()
+    made = at_once([tick(key)] * 6)
+    assert time.monotonic() - began < 10
+    assert [key] == RUNS
+    assert "held=True" in made
+    skipped = [each for each in made if isinstance(each, Skipped)]
+    assert len(skipped) == 5
+    assert not any(skipped)
+    assert {each.key for each in skipped} == {f"schedule:{key}"}
+    assert all(isinstance(each.why, LockNotAcquired) for each in skipped)
+
+
+def test_one_of_several_processes_runs(key: str) -> None:
+    """Also where they are other processes, and one comes behind the end of the work."""
+    target = "tests.integration.test_scheduling:run_tick"
+    with spawn(target, key) as first, spawn(target, key) as second, spawn(target, key) as third:
+        assert sorted([first.result(), second.result(), third.result()]) == [False, False, True]
+
+
+@memory_locks()
+def test_key_stays_taken_for_the_window() -> None:
+    """A node whose clock is late finds it taken, and the next tick finds it free."""
+    work = tick("window", expected=20, margin=10)
+    assert work()
+    advance(29)
+    assert not work()
+    advance(1.5)
+    assert work()
+
+
+@memory_locks()
+def test_key_can_be_free_behind_the_run() -> None:
+    """Where ticks are numbered by themselves, or come as often as they like."""
+    work = tick("free", hold=False)
+    assert work()
+    assert work()
+
+
+@memory_locks()
+@pytest.mark.parametrize(
+    ("options", "ttl"),
+    [
+        ({"expected": 20}, 30),
+        ({"expected": timedelta(minutes=1), "margin": 5}, 65),
+        ({"expected": 20, "margin": 0}, 20),
+    ],
+)
+def test_ttl_is_the_expected_time_and_the_margin(options: dict[str, Any], ttl: float) -> None:
+    """The margin is half of the expected time unless it is given."""
+    seen = []
+
+    @scheduled("ttl", **options)
+    def work() -> None:
+        """Look at the lease."""
+        lease = current_lease()
+        assert lease is not None
+        seen.append(lease.remaining())
+
+    work()
+    assert seen[0] == pytest.approx(ttl, abs=0.5)
+
+
+def test_every_node_runs_what_is_local(key: str) -> None:
+    """No lock is taken, and no store is asked."""
+    work = tick(key, scope=RunScope.NODE_LOCAL)
+    with lose_connection():
+        assert [work(), work()] == ["held=False"] * 2
+
+
+def test_prefers_global_and_does_without() -> None:
+    """Where no backend is configured, threads of this process exclude each other."""
+    work = tick("prefers", scope=RunScope.PREFER_GLOBAL)
+    with override_settings(DISTLOCK={}):
+        assert work() == "held=True"
+        assert isinstance(work(), Skipped)
+
+
+def test_prefers_global_and_has_a_backend_of_one_process(key: str) -> None:
+    """Threads of this process exclude each other, on the backend that the schedule names."""
+    assert not lock_backends["memory"].distributed
+    work = tick(key, scope=RunScope.PREFER_GLOBAL, backend="memory")
+    made = at_once([work] * 4)
+    assert [key] == RUNS
+    assert sum(isinstance(each, Skipped) for each in made) == 3
+    assert distlock(f"schedule:{key}", backend="memory").locked()
+
+
+def test_prefers_global_and_each_process_runs(key: str) -> None:
+    """Without a distributed backend, each process runs the tick, once."""
+    target = "tests.integration.test_scheduling:run_tick_twice_in_memory"
+    with spawn(target, key) as first, spawn(target, key) as second:
+        assert [first.result(), second.result()] == [[True, False]] * 2
+
+
+@pytest.mark.parametrize("backend", [MEMORY, DATABASE], ids=["one process", "distributed"])
+@pytest.mark.parametrize("scope", [RunScope.REQUIRE_GLOBAL, RunScope.PREFER_GLOBAL])
+def test_alias_that_is_misspelt_runs_nowhere(scope: RunScope, backend: dict[str, str]) -> None:
+    """It is a mistake of the project, and raised: neither the work runs nor is the tick skipped."""
+    work = tick("misspelt", scope=scope, backend="jbos")
+
+    @scheduled("misspelt", scope=scope, backend="jbos", expected=5)
+    async def asynchronous() -> None:
+        """Note that it runs."""
+        RUNS.append("asynchronous")
+
+    with override_settings(DISTLOCK={"jobs": backend}):
+        with pytest.raises(InvalidLockBackend, match=r"'jbos' is not configured.*'jobs'"):
+            work()
+        with pytest.raises(InvalidLockBackend, match="jbos"):
+            asyncio.run(asynchronous())
+    assert RUNS == []
+
+
+def test_prefers_global_and_has_it(key: str) -> None:
+    """Where one is, it is used."""
+    assert tick(key, scope=RunScope.PREFER_GLOBAL)()
+    assert distlock(f"schedule:{key}").locked()
+
+
+def test_requires_global_and_has_nothing() -> None:
+    """What must not run twice does not run where nobody can say that it does not."""
+    with override_settings(DISTLOCK={}), pytest.raises(InvalidLockBackend):
+        tick("requires")()
+    assert RUNS == []
+
+
+@pytest.mark.parametrize("scope", [RunScope.REQUIRE_GLOBAL, RunScope.PREFER_GLOBAL])
+def test_store_that_is_away_skips_the_tick(
+    key: str, scope: RunScope, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged as an error, and nothing runs: nobody knows whether another node does."""
+    with lose_connection():
+        skipped = tick(key, scope=scope)()
+    assert isinstance(skipped, Skipped)
+    assert RUNS == []
+    assert any(each.levelno == logging.ERROR and key in each.message for each in caplog.records)
+
+
+@memory_locks()
+def test_overrun_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """A run beyond its time goes on alone, and says what was declared."""
+
+    @scheduled("slow", expected=10, margin=2)
+    def work() -> bool:
+        """Take its time."""
+        advance(30)
+        return isinstance(Later(work).result(), Skipped)
+
+    assert work()
+    (said,) = [each.message for each in caplog.records if "overrun" in each.message]
+    assert "'schedule:slow'" in said
+    assert "12.0 s are declared (10.0 s expected)" in said
+
+
+@memory_locks()
+def test_run_in_time_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is said of a run that kept to its time."""
+    assert tick("quick")()
+    assert not [each for each in caplog.records if "overrun" in each.message]
+
+
+def test_error_of_the_work_is_its_own(key: str) -> None:
+    """Also one that looks like a conflict about the tick."""
+    taken = Later(distlock(f"{key}:inner").acquire).result()
+
+    @scheduled(key, expected=5)
+    def work() -> None:
+        """Run into a conflict."""
+        distlock(f"{key}:inner", wait=0).acquire()
+
+    with pytest.raises(LockNotAcquired, match="inner"):
+        work()
+    Later(taken.release).result()
+
+
+def test_name_is_a_template(key: str) -> None:
+    """A schedule for each tenant, or for each day."""
+
+    @scheduled("{tenant}:report", expected=5)
+    def work(tenant: str, count: int = 1) -> int:
+        """Return something."""
+        return count
+
+    assert work(key, count=3) == 3
+    assert isinstance(work(tenant=key), Skipped)
+    assert work(f"{key}-2") == 1
+
+
+def test_asynchronous_work(key: str) -> None:
+    """The same for coroutine functions."""
+
+    @scheduled(key, expected=5)
+    async def work() -> bool:
+        """Look at the lease."""
+        lease = current_lease()
+        return lease is not None and lease.held
+
+    @scheduled(key, expected=5, scope=RunScope.NODE_LOCAL)
+    async def local() -> bool:
+        """Look for a lease."""
+        return current_lease() is None
+
+    async def main() -> list[Any]:
+        return list(await asyncio.gather(work(), work(), local()))
+
+    first, second, third = asyncio.run(main())
+    assert {isinstance(first, Skipped), isinstance(second, Skipped)} == {True, False}
+    assert third is True
+
+
+@pytest.mark.parametrize(
+    ("backend", "scope", "warns"),
+    [
+        (MEMORY, RunScope.REQUIRE_GLOBAL, True),
+        (MEMORY, RunScope.PREFER_GLOBAL, False),
+        (MEMORY, RunScope.NODE_LOCAL, False),
+        (DATABASE, RunScope.REQUIRE_GLOBAL, False),
+    ],
+)
+def test_check_warns_of_a_lock_that_no_other_node_sees(
+    backend: dict[str, str], scope: RunScope, warns: bool
+) -> None:
+    """W003 names the schedule and the setting, and nothing else is warned of."""
+    with override_settings(DISTLOCK={"default": backend}):
+        work = tick("report", scope=scope)
+        found = [each for each in checks.run_checks() if each.id == "distlock.W003"]
+    assert bool(found) is warns
+    if warns:
+        assert "'report'" in found[0].msg
+        assert "DISTLOCK['default']" in found[0].msg
+    del work
+
+
+def test_jitter_spreads_the_load(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call waits for another part of it, before anything else."""
+    slept: list[float] = []
+    monkeypatch.setattr("django_distlock.scheduling.time.sleep", slept.append)
+    work = tick(key, jitter=5, scope=RunScope.NODE_LOCAL)
+    for _ in range(50):
+        work()
+    assert len(set(slept)) > 40
+    assert 0 <= min(slept) < 2 < 3 < max(slept) <= 5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scope": "global"},
+        {"expected": 0},
+        {"expected": -1},
+        {"margin": -1},
+        {"jitter": "x"},
+        {"hold": 1},
+        {"backend": 5},
+        {"ttl": 5},
+        {"wait": 5},
+        {"on_conflict": "run"},
+        {"expected": 0.01, "margin": 0},
+    ],
+)
+def test_arguments_that_cannot_be(options: dict[str, Any]) -> None:
+    """They are refused where the decorator stands."""
+    with pytest.raises(InvalidArgument):
+        tick("bad", **options)
+
+
+def test_what_was_skipped_is_json(key: str) -> None:
+    """Queues of tasks keep results as JSON: who has left a tick to others has not failed."""
+    tick(key)()
+    skipped = Later(tick(key)).result()
+    told = json.loads(json.dumps(skipped))
+    assert told.pop("holder")["pid"] == os.getpid()
+    assert told == {
+        "distlock": "skipped",
+        "key": f"schedule:{key}",
+        "why": "acquisition_timeout",
+    }
+    copy = pickle.loads(pickle.dumps(skipped))
+    assert (copy.key, copy.why.code, bool(copy)) == (f"schedule:{key}", skipped.why.code, False)
+
+
+def test_tick_of_a_task_that_is_left_to_others_succeeds(key: str) -> None:
+    """As a task of Celery, and as one of Django: the result says that it was skipped."""
+    app = Celery("ticks", set_as_current=False)
+    app.conf.update(
+        task_always_eager=True, task_store_eager_result=True, result_backend="cache+memory://"
+    )
+    work = app.task(shared=False, name="tick")(tick(key))
+    assert work.delay().get() == "held=True"
+    left = Later(work.delay).result()
+    assert (left.state, left.get()["distlock"]) == ("SUCCESS", "skipped")
+
+
+@pytest.mark.parametrize("what", ["a task", "a generator"])
+def test_scheduled_stands_above_a_plain_function(key: str, what: str) -> None:
+    """Above a task, it would wrap something that no worker calls; a generator runs later."""
+
+    def generator() -> Iterator[int]:
+        yield 1
+
+    def plain() -> None: ...
+
+    task = Celery("ticks", set_as_current=False).task(shared=False)(plain)
+    with pytest.raises((InvalidArgument, LockUsageError), match="function|generator"):
+        scheduled(key, expected=5)(task if what == "a task" else generator)

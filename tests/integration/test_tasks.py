@@ -1,0 +1,657 @@
+"""`locked_task`: tasks of `django.tasks` and of its backport, one at a time for each key."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from importlib import import_module
+from importlib.util import find_spec
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from django.core.management import call_command
+from django.utils import timezone
+
+from django_distlock import (
+    InvalidArgument,
+    LockError,
+    LockNotAcquired,
+    LockUsageError,
+    Retry,
+    current_lease,
+    distlock,
+    signals,
+)
+from django_distlock.contrib import jobs
+from django_distlock.contrib.tasks import locked_task
+from django_distlock.handler import lock_backends
+from django_distlock.testing import lose_connection
+from tests.contract.helpers import PATIENCE, Later
+from tests.contract.locking import Heard, eventually
+
+from .projects import Project
+
+PACKAGES = [name for name in ("django.tasks", "django_tasks") if find_spec(name)]
+#: The one that django-tasks-db has its workers for is the first.
+MODULES: dict[str, Any] = {name: import_module(name) for name in PACKAGES}
+
+
+def task(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make a task of the first package."""
+    made: Callable[[Callable[..., Any]], Any] = MODULES[PACKAGES[0]].task(**options)
+    return made
+
+
+NAME = attrgetter("name")
+
+
+def said(**more: Any) -> dict[str, Any]:
+    """Say what the task works under."""
+    lease = current_lease()
+    held = lease is not None and lease.held
+    return {"held": held, "task_id": lease.holder.task_id if lease else None, **more}
+
+
+@task()
+@locked_task("task:{key}")
+def plain(key: str, more: int = 7) -> dict[str, Any]:
+    """Be a task."""
+    return said(more=more)
+
+
+@task()
+@locked_task("task:{key}")
+async def asynchronous(key: str, more: int = 7) -> dict[str, Any]:
+    """Be an asynchronous task."""
+    return said(more=more)
+
+
+@task(takes_context=True)
+@locked_task("task:{key}")
+def taking(context: Any, key: str, more: int = 7) -> dict[str, Any]:
+    """Take the context."""
+    return said(more=more, attempt=context.attempt)
+
+
+@task(takes_context=True)
+@locked_task(lambda key, more=7: f"task:{key}")
+async def async_taking(context: Any, key: str, more: int = 7) -> dict[str, Any]:
+    """Take the context, and a key that a function makes."""
+    return said(more=more, attempt=context.attempt)
+
+
+@task()
+@locked_task("task:{key}", on_conflict="skip", on_unavailable="skip")
+def skipping(key: str) -> dict[str, Any]:
+    """Leave it to others."""
+    return said()
+
+
+@task()
+@locked_task("task:{key}", on_conflict="skip", on_unavailable="skip")
+async def async_skipping(key: str) -> dict[str, Any]:
+    """Leave it to others, asynchronously."""
+    return said()
+
+
+@task()
+@locked_task("task:{key}", on_conflict="retry")
+def retrying(key: str) -> dict[str, Any]:
+    """Insist on another attempt."""
+    return said()
+
+
+@task()
+@locked_task("task:{key}", on_conflict="wait", wait=20)
+def waiting(key: str) -> dict[str, Any]:
+    """Wait for the key."""
+    return said()
+
+
+@task()
+@locked_task("task:{key}", on_conflict="raise")
+def raising(key: str) -> dict[str, Any]:
+    """Fail."""
+    return said()
+
+
+@task()
+@locked_task("task:{key}", on_conflict="run", on_unavailable="run")
+def running(key: str) -> dict[str, Any]:
+    """Go on without."""
+    return said()
+
+
+@task()
+@locked_task("task:{key}", on_conflict="run", on_unavailable="run")
+async def async_running(key: str) -> dict[str, Any]:
+    """Go on without, asynchronously."""
+    return said()
+
+
+@task()
+@locked_task("task:{key}:outer")
+def inner_conflict(key: str) -> None:
+    """Meet a conflict of one's own."""
+    distlock(f"task:{key}", wait=0).acquire()
+
+
+@task()
+@locked_task("task:{key}:outer")
+def calling(key: str) -> dict[str, Any]:
+    """Call another task's function."""
+    called: dict[str, Any] = plain.func(key)
+    return called
+
+
+@task()
+@locked_task("task:{key}")
+def recursing(key: str, other: str = "") -> dict[str, Any]:
+    """Call one's own function."""
+    called: dict[str, Any] = recursing.func(other) if other else said()
+    return called
+
+
+@task()
+@locked_task("task:{key}", max_wait=None, retry=Retry(delay=5, cap=5, max_retries=2))
+def counted(key: str) -> dict[str, Any]:
+    """Be queued again twice at most."""
+    return said()
+
+
+@task()
+@locked_task("drill", ttl=20, retry=Retry(delay=0.2, cap=0.5))
+def drill(number: int, file: str) -> dict[str, Any]:
+    """Note begin and end, and take some time."""
+    note(file, number)
+    time.sleep(0.3)
+    note(file, number)
+    return said()
+
+
+def note(file: str, number: int) -> None:
+    """Write a line into a file that all processes write."""
+    with Path(file).open("a") as opened:
+        opened.write(f"{number}\n")
+
+
+class Tasks:
+    """One of the packages, with tasks that run at once, or later."""
+
+    def __init__(self, package: str):
+        self.module = MODULES[package]
+        self._signals: Any = import_module(f"{package}.signals")
+        backends = f"{package}.backends"
+        self.settings = {
+            "default": {"BACKEND": f"{backends}.immediate.ImmediateBackend"},
+            "later": {"BACKEND": f"{backends}.dummy.DummyBackend", "QUEUES": ["default", "slow"]},
+        }
+
+    def of(self, task: Any, **options: Any) -> Any:
+        """Return the task that this package makes of another one's function."""
+        return self.module.task(takes_context=task.takes_context, **options)(task.func)
+
+    def now(self, task: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a task at once; return its result."""
+        return self.of(task).enqueue(*args, **kwargs)
+
+    def queue(self) -> list[Any]:
+        """Return what was queued to be run later."""
+        results: list[Any] = self.module.task_backends["later"].results
+        return results
+
+    def work(self, result: Any) -> Any:
+        """Run what was queued, as a worker does; return what it returned."""
+        sender = type(result.task.get_backend())
+        context = self.module.TaskContext(task_result=result)
+        self._signals.task_started.send(sender, task_result=result)
+        try:
+            hidden = [context] if result.task.takes_context else []
+            return result.task.call(*hidden, *result.args, **result.kwargs)
+        finally:
+            self._signals.task_finished.send(sender, task_result=result)
+
+
+@pytest.fixture(params=PACKAGES)
+def tasks(request: pytest.FixtureRequest, settings: Any) -> Tasks:
+    """Give a package that is installed."""
+    made = Tasks(request.param)
+    settings.TASKS = made.settings
+    return made
+
+
+@pytest.fixture
+def taken(key: str) -> Iterator[str]:
+    """Hold the key of a task."""
+    lease = Later(distlock(f"task:{key}", ttl=30).acquire).result()
+    yield key
+    Later(lease.release).result()
+
+
+ALL = pytest.mark.parametrize("task", [plain, asynchronous, taking, async_taking], ids=NAME)
+
+
+@ALL
+def test_task_runs_under_its_lock(tasks: Tasks, task: Any, key: str) -> None:
+    """It is held while the body runs, known by the task's id, and free behind it."""
+    result = tasks.now(task, key, more=8)
+    assert result.return_value["held"] is True
+    assert result.return_value["more"] == 8
+    assert result.return_value["task_id"] == result.id
+    assert Later(distlock(f"task:{key}").locked).result() is False
+
+
+def test_calls_of_the_function_are_locked(tasks: Tasks, key: str) -> None:
+    """They are no tasks, although one of them has just run."""
+    result = tasks.now(plain, key)
+    assert result.return_value["task_id"] == result.id
+    assert plain.func(key) == {"held": True, "task_id": None, "more": 7}
+
+
+@ALL
+def test_conflict_queues_the_task_again(tasks: Tasks, task: Any, taken: str) -> None:
+    """With the same arguments, for later; the first one succeeds and says so."""
+    slow = tasks.of(task, backend="later").using(queue_name="slow", priority=9)
+    first = slow.enqueue(taken, more=8)
+    before = timezone.now()
+    marker = tasks.work(first)
+    second = tasks.queue()[-1]
+    assert marker == {"distlock": "queued again", "key": f"task:{taken}", "as": second.id}
+    assert json.loads(json.dumps(marker)) == marker
+    assert len(tasks.queue()) == 2
+    assert second.id != first.id
+    assert second.args == [taken]
+    assert second.task.func is task.func
+    assert (second.task.queue_name, second.task.priority) == ("slow", 9)
+    assert before <= second.task.run_after <= timezone.now() + timedelta(seconds=1)
+    third = tasks.queue()[-1]
+    for times in (2, 3):
+        tasks.work(third)
+        third = tasks.queue()[-1]
+        assert third.kwargs["_distlock"] == [second.kwargs["_distlock"][0], times]
+
+
+@ALL
+def test_task_that_was_queued_again_runs(tasks: Tasks, task: Any, key: str) -> None:
+    """It gets the arguments of the first one, and nothing else."""
+    lease = Later(distlock(f"task:{key}", ttl=30).acquire).result()
+    tasks.work(tasks.of(task, backend="later").enqueue(key, more=8))
+    Later(lease.release).result()
+    second = tasks.queue()[-1]
+    returned = tasks.work(second)
+    assert (returned["held"], returned["more"], returned["task_id"]) == (True, 8, second.id)
+    assert len(tasks.queue()) == 2
+
+
+def test_task_is_not_queued_for_ever(tasks: Tasks, taken: str) -> None:
+    """The last attempt is when `max_wait` ends, counted from the first; then it fails."""
+    since = time.time() - jobs.MAX_WAIT
+    task = tasks.of(plain, backend="later")
+    tasks.work(task.enqueue(taken, _distlock=[since + 5, 40]))
+    last = tasks.queue()[-1]
+    assert last.kwargs["_distlock"] == [since + 5, 41]
+    assert last.task.run_after.timestamp() <= since + jobs.MAX_WAIT + 5.001
+    with pytest.raises(LockNotAcquired) as caught:
+        tasks.work(task.enqueue(taken, _distlock=[since - 1, 41]))
+    assert "Queued again 41 times, in 3601 s." in caught.value.__notes__
+    assert tasks.queue()[-1].kwargs["_distlock"][1] == 41
+
+
+def test_retries_can_be_counted(tasks: Tasks, taken: str) -> None:
+    """By the `max_retries` of a `Retry`."""
+    task = tasks.of(counted, backend="later")
+    for times in (0, 1):
+        assert tasks.work(task.enqueue(taken, _distlock=[0.0, times]))["distlock"] == "queued again"
+    with pytest.raises(LockNotAcquired):
+        tasks.work(task.enqueue(taken, _distlock=[0.0, 2]))
+
+
+def test_conflict_is_raised_where_the_backend_cannot_defer(tasks: Tasks, taken: str) -> None:
+    """Rather than lost: the task has failed, for all to see."""
+    result = tasks.now(plain, taken)
+    assert result.status == "FAILED"
+    assert result.errors[0].exception_class is LockNotAcquired
+    assert "Its backend cannot run a task later (supports_defer)." in result.errors[0].traceback
+    assert "Queued again" not in result.errors[0].traceback
+
+
+def test_retry_is_refused_where_the_backend_cannot_defer(tasks: Tasks, key: str) -> None:
+    """At the first run, and not at the first conflict; the error says what to do."""
+    result = tasks.now(retrying, key)
+    assert result.errors[0].exception_class is LockUsageError
+    said = result.errors[0].traceback
+    assert "supports_defer" in said
+    assert "tests.integration.test_tasks.retrying" in said
+    assert "'default' (ImmediateBackend)" in said
+    task = tasks.of(retrying, backend="later")
+    assert tasks.work(task.enqueue(key))["held"] is True
+
+
+def test_call_of_the_function_is_not_queued(tasks: Tasks, taken: str) -> None:
+    """Its caller gets the error, also where it is the body of another task."""
+    with pytest.raises(LockNotAcquired) as caught:
+        plain.func(taken)
+    assert "call of the function" in caught.value.__notes__[0]
+    with pytest.raises(LockNotAcquired):
+        tasks.work(tasks.of(calling, backend="later").enqueue(taken))
+    with pytest.raises(LockNotAcquired):
+        tasks.work(tasks.of(recursing, backend="later").enqueue(f"{taken}:own", taken))
+    assert len(tasks.queue()) == 2
+
+
+@pytest.mark.parametrize("task", [skipping, async_skipping], ids=NAME)
+def test_conflict_can_be_skipped(
+    tasks: Tasks, task: Any, taken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The task succeeds, says why, and who has the key; the log has it too."""
+    caplog.set_level(logging.INFO, "django_distlock")
+    marker = tasks.now(task, taken).return_value
+    record = lock_backends["default"].read(f"task:{taken}")
+    assert record is not None
+    holder = {"host": record.holder.host, "pid": record.holder.pid, "task_id": None}
+    assert marker == {
+        "distlock": "skipped",
+        "key": f"task:{taken}",
+        "why": "acquisition_timeout",
+        "holder": holder,
+    }
+    assert [each.levelname for each in caplog.records if "is skipped" in each.message] == ["INFO"]
+
+
+def test_skipped_task_names_the_task_that_runs(tasks: Tasks, key: str) -> None:
+    """Whoever reads the result finds it."""
+    seen: list[Any] = []
+
+    @locked_task("task:{key}")
+    def body(key: str) -> None:
+        """Meet another task while this one runs."""
+        seen.append(Later(tasks.now, skipping, key).result().return_value)
+
+    body.__qualname__ = "body"
+    result = tasks.module.task()(body).enqueue(key)
+    assert result.errors == []
+    assert seen[0]["holder"]["task_id"] == result.id
+
+
+def test_conflict_can_be_waited_for(tasks: Tasks, key: str) -> None:
+    """In the worker, for `wait` seconds."""
+    lease = Later(distlock(f"task:{key}", ttl=30).acquire).result()
+    waits = Later(tasks.now, waiting, key)
+    assert eventually(lambda: asked_for(f"task:{key}"), 10)
+    Later(lease.release).result()
+    assert waits.result().return_value["held"] is True
+
+
+def asked_for(key: str) -> bool:
+    """Whether somebody waits for a key."""
+    from django_distlock.models import HeldLock
+
+    return HeldLock.objects.filter(key=key, wanted=True).exists()
+
+
+@pytest.mark.parametrize(
+    ("on_conflict", "wait"), [("wait", 5), ("raise", 0), ("skip", 0), ("retry", 0), ("run", 0)]
+)
+def test_wait_by_default(on_conflict: Any, wait: float) -> None:
+    """One attempt, for a worker that waits works for nobody; a few seconds if it is to wait."""
+    about: dict[str, Any] = {"on_unavailable": "raise", "max_wait": 1}
+    assert jobs.Rules.of(on_conflict=on_conflict, **about).lock.wait == wait
+    assert jobs.Rules.of(on_conflict=on_conflict, wait=2, **about).lock.wait == 2
+
+
+def test_conflict_can_be_raised(tasks: Tasks, taken: str) -> None:
+    """The task has failed, although it could run later."""
+    with pytest.raises(LockNotAcquired):
+        tasks.work(tasks.of(raising, backend="later").enqueue(taken))
+    assert len(tasks.queue()) == 1
+
+
+@pytest.mark.parametrize("task", [running, async_running], ids=NAME)
+def test_body_can_run_without_the_lock(tasks: Tasks, task: Any, taken: str) -> None:
+    """Whether somebody has the key or the store is away; the signal says so."""
+    with Heard(signals.lock_bypassed, f"task:{taken}") as heard:
+        assert tasks.now(task, taken).return_value == {"held": False, "task_id": None}
+        with lose_connection():
+            assert tasks.now(task, taken).return_value == {"held": False, "task_id": None}
+    assert [facts["alias"] for facts in heard.facts] == ["default", "default"]
+    assert heard.facts[1]["waited"] >= 0
+
+
+@pytest.mark.parametrize("task", [skipping, async_skipping], ids=NAME)
+def test_outage_can_be_skipped(
+    tasks: Tasks, task: Any, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is an error in the log, and the marker of the task says so."""
+    with lose_connection():
+        marker = tasks.now(task, key).return_value
+    assert marker == {
+        "distlock": "skipped",
+        "key": f"task:{key}",
+        "why": "service_unavailable",
+        "holder": None,
+    }
+    assert [each.levelname for each in caplog.records if "is skipped" in each.message] == ["ERROR"]
+
+
+def test_outage_is_raised(tasks: Tasks, key: str) -> None:
+    """Unless the decorator says otherwise; nothing is queued again."""
+    with lose_connection(), pytest.raises(LockError) as caught:
+        tasks.work(tasks.of(plain, backend="later").enqueue(key))
+    assert caught.value.code == "service_unavailable"
+    assert len(tasks.queue()) == 1
+
+
+def test_conflict_of_the_bodys_own_is_raised(tasks: Tasks, taken: str) -> None:
+    """What the body runs into is no conflict about the task."""
+    with pytest.raises(LockNotAcquired):
+        tasks.work(tasks.of(inner_conflict, backend="later").enqueue(taken))
+    assert len(tasks.queue()) == 1
+
+
+def test_pauses_grow_and_have_full_jitter() -> None:
+    """Those that have met one holder do not come back together."""
+    rules = jobs.Rules.of(
+        on_conflict="retry", on_unavailable="raise", max_wait=1000, retry=Retry(4, 2, 16)
+    )
+    for times, step in ((0, 4), (1, 8), (2, 16), (9, 16)):
+        queued = jobs.Queued(100.0, times)
+        pauses = [rules.pause(queued, 100.0) or 0.0 for _ in range(300)]
+        assert max(pauses) <= step
+        assert max(pauses) > step * 0.8
+        assert min(pauses) < step * 0.2
+    assert (rules.pause(jobs.Queued(100.0, 9), 1099.0) or 0.0) <= 1
+    assert rules.pause(jobs.Queued(100.0, 0), 1100.0) is None
+
+
+def test_tasks_are_found_by_their_path(tasks: Tasks) -> None:
+    """The decorated function has the name and the signature of its body, and tasks are pickled."""
+    assert tasks.of(plain).module_path == "tests.integration.test_tasks.plain"
+    assert tasks.of(plain).name == "plain"
+    assert drill.module_path == "tests.integration.test_tasks.drill"
+    if hasattr(drill, "_reconstruct"):
+        assert pickle.loads(pickle.dumps(drill.using(priority=5))).func is drill.func
+
+
+def test_decorators_in_the_wrong_order(tasks: Tasks) -> None:
+    """Refused where they stand, with the remedy."""
+    with pytest.raises(LockUsageError, match="below @task()"):
+        locked_task("{key}")(tasks.of(plain))
+
+
+def test_missing_parentheses_are_told_at_import(
+    tasks: Tasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function of a task is no key, and its module says so when it is imported."""
+    name = f"bare_{secrets.token_hex(6)}"
+    (tmp_path / f"{name}.py").write_text(
+        f"from {tasks.module.__name__} import task\n"
+        "from django_distlock.contrib.tasks import locked_task\n"
+        "@task()\n"
+        "@locked_task\n"
+        "def send(number): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InvalidArgument, match=r"send for a key\..*Write @locked_task\("):
+        import_module(name)
+
+
+@pytest.mark.parametrize("arguments", [(), (3,), (3, 4)], ids=len)
+def test_missing_parentheses_are_told_at_the_first_call(arguments: tuple[int, ...]) -> None:
+    """Of a function inside of another one it is not known before."""
+
+    def body(*numbers: int) -> None:
+        """Be taken for a key."""
+
+    send = cast("Any", locked_task)(body)
+    with pytest.raises(InvalidArgument, match=r"without parentheses\? Write @locked_task\("):
+        send(*arguments)
+
+
+def test_generator_is_refused() -> None:
+    """Its body would run behind the lock."""
+
+    def generating(key: str) -> Iterator[int]:
+        """Give a number."""
+        yield 1
+
+    with pytest.raises(LockUsageError, match="generator"):
+        locked_task("{key}")(generating)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"on_conflict": "sometimes"},
+        {"on_unavailable": "retry"},
+        {"max_wait": -1},
+        {"ttl": -1},
+        {"retry": 5},
+        {"backend": 5},
+    ],
+)
+def test_arguments_that_cannot_be(options: dict[str, Any]) -> None:
+    """They are refused where the decorator stands, and named."""
+    with pytest.raises(InvalidArgument, match=next(iter(options))):
+        locked_task("key", **options)
+
+
+@pytest.mark.parametrize("key", ["{other}", "{context.attempt}"])
+def test_key_that_names_nothing(key: str) -> None:
+    """A template of what is no argument of the task, as its context, is refused at once."""
+    with pytest.raises(InvalidArgument, match=r"not a parameter of taking\(key: "):
+        locked_task(key)(taking.func.__wrapped__)
+
+
+def test_name_that_is_taken() -> None:
+    """By which we tell a task how often it was queued."""
+
+    def named(_distlock: str) -> None:
+        """Have it."""
+
+    with pytest.raises(InvalidArgument, match="named has a parameter _distlock"):
+        locked_task("key")(named)
+
+
+def test_what_has_not_travelled(tasks: Tasks, key: str) -> None:
+    """Arguments come from a queue: what is in there may be from anybody."""
+    for bad in ("x", [1], [1, "x"], None):
+        with pytest.raises(InvalidArgument, match="how a job was queued"):
+            tasks.work(tasks.of(plain, backend="later").enqueue(key, _distlock=bad))
+
+
+# With workers
+
+
+def work() -> None:
+    """Be a worker, until killed."""
+    call_command("db_worker", interval=0.1, startup_delay=False, verbosity=0)
+
+
+def enqueue(numbers: list[int], file: str) -> list[str]:
+    """Queue tasks; return their ids."""
+    return [str(drill.enqueue(number, file).id) for number in numbers]
+
+
+def results() -> dict[str, tuple[str, Any]]:
+    """Return the status and the result of all tasks."""
+    model: Any = import_module("django_tasks_db.models").DBTaskResult
+    return {str(each.id): (each.status, each.return_value) for each in model.objects.all()}
+
+
+@pytest.fixture
+def project(postgresql: str) -> Project:
+    """Give a project whose tasks are in a database of its own."""
+    apps = ["contenttypes", "auth"]
+    made = Project(
+        postgresql,
+        TASKS={"default": {"BACKEND": "django_tasks_db.DatabaseBackend"}},
+        INSTALLED_APPS=[
+            *(f"django.contrib.{app}" for app in apps),
+            "django_distlock",
+            *(["django_tasks"] if PACKAGES[0] == "django_tasks" else []),
+            "django_tasks_db",
+        ],
+    )
+    made.manage("migrate", "--verbosity=0")
+    return made
+
+
+def followed(found: dict[str, tuple[str, Any]], task_id: str) -> tuple[str, str, Any]:
+    """Return what became of a task: the id of the last one in its place, and its result."""
+    status, value = found[task_id]
+    if isinstance(value, dict) and value.get("distlock") == "queued again":
+        return followed(found, value["as"])
+    return task_id, status, value
+
+
+def hold() -> None:
+    """Hold the key until told."""
+    with distlock("drill", ttl=20):
+        print("held")
+        input()
+
+
+def test_worker_comes_back_to_a_task(project: Project, tmp_path: Path) -> None:
+    """Its key is taken at first; what was queued in its place runs when it is free."""
+    file = tmp_path / "notes"
+    with ExitStack() as stack:
+        holder = stack.enter_context(project.start("tests.integration.test_tasks:hold"))
+        holder.wait_for("held", PATIENCE)
+        (first,) = project.run("tests.integration.test_tasks:enqueue", [1], str(file))
+        stack.enter_context(project.start("tests.integration.test_tasks:work"))
+        give_up = time.monotonic() + PATIENCE
+        while len(found := project.run("tests.integration.test_tasks:results")) < 3:
+            assert time.monotonic() < give_up, found
+        assert not file.exists()
+        holder.send("let go")
+        assert eventually(lambda: file.exists() and len(file.read_text().split()) == 2, PATIENCE)
+        while followed(found, first)[1] != "SUCCESSFUL":
+            assert time.monotonic() < give_up, found
+            found = project.run("tests.integration.test_tasks:results")
+    last, _, value = followed(found, first)
+    assert last != first
+    assert found[first][1]["distlock"] == "queued again"
+    assert value == {"held": True, "task_id": last}
+
+
+def test_workers_run_one_task_of_a_key_at_a_time(project: Project, tmp_path: Path) -> None:
+    """And every task once, in whichever order."""
+    file = tmp_path / "notes"
+    numbers = random.sample(range(100), 5)
+    with ExitStack() as stack:
+        project.run("tests.integration.test_tasks:enqueue", numbers, str(file))
+        for _ in range(3):
+            stack.enter_context(project.start("tests.integration.test_tasks:work"))
+        assert eventually(lambda: file.exists() and len(file.read_text().split()) == 10, PATIENCE)
+    noted = [int(line) for line in file.read_text().split()]
+    assert noted[::2] == noted[1::2]
+    assert sorted(noted[::2]) == sorted(numbers)
