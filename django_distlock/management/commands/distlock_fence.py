@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from copy import copy
 from typing import Any
 
-from django.core.exceptions import ImproperlyConfigured
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 
-from ...core.errors import InvalidArgument, LockError
+from ...core.errors import InvalidArgument
 from ...core.fences import validate_fence
 from ...handler import lock_backends
+from ..operating import OperatorCommand
 
 #: Of the keys that were left alone, so many are named.
 _NAMED = 20
 
 
-class Command(BaseCommand):
+class Command(OperatorCommand):
     """`distlock_fence raise (KEY | --all) (--to N | --clock)`."""
 
     help = (
@@ -26,10 +27,18 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Take what to raise, and how far."""
+        super().add_arguments(parser)
+        # Django's own, as `--settings`, and `--json`: they are taken before `raise` as well.
+        everywhere = [each for each in parser._actions if each.dest != "help"]
         actions = parser.add_subparsers(dest="action", required=True, metavar="raise")
         up = actions.add_parser(
             "raise", help="raise the counter of one key, or of all", description=self.help
         )
+        for action in everywhere:
+            twin = copy(action)
+            # Left out here, it is what was said before.
+            twin.default = argparse.SUPPRESS
+            up._add_action(twin)
         what = up.add_mutually_exclusive_group(required=True)
         what.add_argument(
             "key", nargs="?", metavar="KEY", help="the key; it may be new to the store"
@@ -52,24 +61,26 @@ class Command(BaseCommand):
             "--backend", default="default", help="an alias of DISTLOCK (default: %(default)s)"
         )
 
-    def handle(self, *, key: str | None, to: int | None, backend: str, **options: Any) -> None:
+    def handle(
+        self, *, key: str | None, to: int | None, backend: str, json: bool, **options: Any
+    ) -> None:
         """Raise, page by page, and say what was left."""
-        try:
-            store = lock_backends[backend]
-            if not store.distributed:
-                raise CommandError(
-                    f"The lock backend {backend!r} keeps its fences in the memory of each process:"
-                    " no other process can raise them."
-                )
-            page = store.raise_fences(to, key=key)
-            raised, left = page.raised, [*page.left]
-            while page.cursor is not None:
-                page = store.raise_fences(to, cursor=page.cursor)
-                raised, left = raised + page.raised, [*left, *page.left]
-        except (ImproperlyConfigured, LockError) as error:
-            raise CommandError(str(error)) from error
-        plural = "" if raised == 1 else "s"
-        self.stdout.write(self.style.SUCCESS(f"Raised {raised} fence counter{plural}."))
+        store = lock_backends[backend]
+        if not store.distributed:
+            raise CommandError(
+                f"The lock backend {backend!r} keeps its fences in the memory of each process:"
+                " no other process can raise them."
+            )
+        page = store.raise_fences(to, key=key)
+        raised, left = page.raised, [*page.left]
+        while page.cursor is not None:
+            page = store.raise_fences(to, cursor=page.cursor)
+            raised, left = raised + page.raised, [*left, *page.left]
+        if json:
+            self.print_json({"backend": backend, "raised": raised, "left": left})
+        else:
+            plural = "" if raised == 1 else "s"
+            self.stdout.write(self.style.SUCCESS(f"Raised {raised} fence counter{plural}."))
         if left:
             names = ", ".join(map(repr, left[:_NAMED])) + (" and more" if left[_NAMED:] else "")
             raise CommandError(

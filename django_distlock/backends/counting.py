@@ -1,0 +1,211 @@
+"""How much a database keeps of locks: counted where that is cheap, and else estimated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
+from typing import Any, Final, TypeVar
+
+from django.db import connections, models
+from django.db.models import F, Max, Q
+
+from .. import vendors
+from ..conf import table
+from ..core.durations import MAX_BOUND
+from ..core.keys import prefix_end
+from ..fields import to_microseconds
+from ..models import FenceCounter, HeldLock, Waiter
+from ..rows import NOTE
+from .counts import MOST, Count, Counts, Sizes, States, Strain, TableSize
+from .tables import FenceTable
+
+T = TypeVar("T")
+
+#: PostgreSQL is asked for an estimate where it expects more rows than this.
+COUNTED: Final = 100_000
+
+_TABLE = """
+SELECT pg_total_relation_size(c.oid), greatest(c.reltuples, 0)::bigint, s.n_dead_tup,
+    greatest(s.last_vacuum, s.last_autovacuum), s.n_tup_ins
+FROM pg_class c LEFT JOIN pg_stat_all_tables s ON s.relid = c.oid
+WHERE c.oid = to_regclass(%s)
+"""
+# What the last ANALYZE has seen, which need not be the highest of all.
+_HIGHEST = """
+SELECT greatest(
+    (SELECT max(v) FROM unnest(histogram_bounds::text::bigint[]) v),
+    (SELECT max(v) FROM unnest(most_common_vals::text::bigint[]) v)
+) FROM pg_stats s JOIN pg_class c ON c.relname = s.tablename
+    AND c.relnamespace = to_regnamespace(quote_ident(s.schemaname))
+WHERE c.oid = to_regclass(%s) AND s.attname = 'fence'
+"""
+_SINCE = "SELECT stats_reset FROM pg_stat_database WHERE datname = current_database()"
+_MYSQL_TABLE = """
+SELECT data_length + index_length, table_rows FROM information_schema.tables
+WHERE table_schema = DATABASE() AND table_name = %s
+"""
+
+
+def count_rows(store: FenceTable, *, locks: bool) -> Counts:
+    """Count what a backend has in its tables. Nothing is locked, and little is kept in memory.
+
+    Args:
+        locks: Whether its locks are rows as well.
+    """
+    return _asked(store, lambda: _count(store, locks=locks))
+
+
+def sizes(store: FenceTable) -> Sizes:
+    """Return what the tables take, without looking into them."""
+    return _asked(store, lambda: _sizes(store.using))
+
+
+def count_states(store: FenceTable, soon: float) -> tuple[States, Strain]:
+    """Count what is held by its state, or estimate it, and say where it is tight.
+
+    Args:
+        soon: Seconds within which a lease ends soon.
+    """
+    return _asked(store, lambda: _states(store, soon))
+
+
+def _asked(store: FenceTable, question: Callable[[], T]) -> T:
+    """Ask, and wait no longer for whoever has the tables locked than any other operation does."""
+
+    def bounded() -> T:
+        with vendors.of(store.using).short_transaction(MAX_BOUND, writes=False):
+            return question()
+
+    return store._ask(bounded, writes=False)
+
+
+def _states(store: FenceTable, soon: float) -> tuple[States, Strain]:
+    using, prefix = store.using, store._namespace()
+    now = vendors.of(using).now()
+    rows = _of(HeldLock, using, prefix).exclude(holder_host=NOTE)
+    waiters = _of(Waiter, using, prefix).filter(until__gt=now)
+    conditions = _conditions(now, soon)
+    late: float | None = None
+    if _is_many(rows):
+        found = {
+            name: Count(_expected(rows.filter(each)), False) for name, each in conditions.items()
+        }
+    else:
+        numbers = rows.aggregate(
+            **{name: models.Count("pk", filter=each) for name, each in conditions.items()},
+            late=_late(now),
+        )
+        late = numbers.pop("late")
+        found = {name: Count(number) for name, number in numbers.items()}
+    most = waiters.values_list("storage_key").annotate(number=models.Count("pk"))
+    waited = [(name[len(prefix) :], number) for name, number in most.order_by("-number")[:MOST]]
+    return States(waiting=_number(waiters), **found), Strain.of([late], waited)
+
+
+def _late(now: datetime) -> models.Aggregate:
+    """Return the most of a ttl that has gone since a renewal: see `counts.overdue`."""
+    gone = models.Value(to_microseconds(now)) - F("renewed_at")
+    part = models.ExpressionWrapper(gone / (F("ttl") * 1e6), models.FloatField())
+    renewed = Q(renewed_at__gt=F("acquired_at"), ttl__gt=0, free_at__gt=F("expires_at"))
+    return Max(part, filter=renewed & Q(free_at__gt=now))
+
+
+def _conditions(now: datetime, soon: float) -> dict[str, Q]:
+    """Return what the rows of each state have in common: see `inspection.State`."""
+    endless = Q(free_at__isnull=True)
+    # Behind its run, a key is free when its lease ends.
+    running = Q(expires_at__gt=now, free_at__gt=F("expires_at"))
+    asked = Q(stop_requested_at__isnull=False)
+    return {
+        "held": endless | Q(free_at__gt=now),
+        "ending_soon": running & Q(expires_at__lte=now + timedelta(seconds=soon)),
+        "past_expiry": Q(expires_at__lte=now, free_at__gt=now),
+        "settled": Q(expires_at__gt=now, free_at=F("expires_at")),
+        "no_expiry": endless & ~asked,
+        "stop_requested": asked & (endless | running),
+    }
+
+
+def _count(store: FenceTable, *, locks: bool) -> Counts:
+    using, prefix = store.using, store._namespace()
+    counters = _of(FenceCounter, using, prefix)
+    how_many = _number(counters)
+    held = expired = waiters = None
+    if locks:
+        now = vendors.of(using).now()
+        rows = _of(HeldLock, using, prefix).exclude(holder_host=NOTE)
+        held = _number(rows.filter(Q(free_at__isnull=True) | Q(free_at__gt=now)), rows)
+        expired = _number(rows.filter(free_at__lte=now), rows)
+        waiters = _number(_of(Waiter, using, prefix).filter(until__gt=now))
+    highest = _highest(using, counters, exact=how_many.is_exact)
+    return Counts(held=held, expired=expired, waiters=waiters, counters=how_many, highest=highest)
+
+
+def _of(model: type[models.Model], using: str, prefix: str) -> models.QuerySet[Any]:
+    """Return the rows of a backend."""
+    rows = model._default_manager.using(using).filter(storage_key__gte=prefix)
+    end = prefix_end(prefix)
+    return rows if end is None else rows.filter(storage_key__lt=end)
+
+
+def _number(rows: models.QuerySet[Any], among: models.QuerySet[Any] | None = None) -> Count:
+    """Count rows.
+
+    Args:
+        among: Those that are looked at to find them; None: these.
+    """
+    if _is_many(rows if among is None else among):
+        return Count(_expected(rows), is_exact=False)
+    return Count(rows.count())
+
+
+def _is_many(rows: models.QuerySet[Any]) -> bool:
+    """Whether PostgreSQL expects more rows than are counted."""
+    return connections[rows.db].vendor == "postgresql" and _expected(rows) > COUNTED
+
+
+def _expected(rows: models.QuerySet[Any]) -> int:
+    """Return how many rows PostgreSQL expects, by the size of the table and its statistics."""
+    plan = json.loads(rows.order_by().explain(format="json"))
+    return int(plan[0]["Plan"]["Plan Rows"])
+
+
+def _highest(using: str, counters: models.QuerySet[Any], *, exact: bool) -> Count | None:
+    if exact:
+        fence = counters.aggregate(highest=Max("fence"))["highest"]
+    else:
+        fence = next(_rows(using, _HIGHEST, f'"{table("fences")}"'), (None,))[0]
+    return None if fence is None else Count(int(fence), exact)
+
+
+def _sizes(using: str) -> Sizes:
+    names = [table(what) for what in ("locks", "fences", "waiters", "events", "seen")]
+    vendor = connections[using].vendor
+    if vendor == "postgresql":
+        since = next(_rows(using, _SINCE), (None,))[0]
+        found = [
+            TableSize(name=name, bytes=size, rows=rows, dead=dead, vacuumed_at=at, made=made)
+            for name in names
+            for size, rows, dead, at, made in _rows(using, _TABLE, f'"{name}"')
+        ]
+        return Sizes(database=using, tables=tuple(found), made_since=since)
+    if vendor == "mysql":
+        found = [
+            TableSize(name=name, bytes=None if size is None else int(size), rows=rows)
+            for name in names
+            for size, rows in _rows(using, _MYSQL_TABLE, name)
+        ]
+        return Sizes(database=using, tables=tuple(found))
+    if vendor == "sqlite":
+        ((pages,), (size,)) = (
+            next(_rows(using, f"PRAGMA {what}")) for what in ("page_count", "page_size")
+        )
+        return Sizes(database=using, tables=(), bytes=pages * size)
+    return Sizes(database=using, tables=())
+
+
+def _rows(using: str, statement: str, *arguments: str) -> Iterator[Any]:
+    with connections[using].cursor() as cursor:
+        cursor.execute(statement, arguments or None)
+        yield from cursor.fetchall()

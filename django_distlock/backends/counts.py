@@ -1,0 +1,127 @@
+"""How much a store keeps of locks, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Final
+
+from ..core.records import Record
+
+#: Keys that are named, of those that most wait for.
+MOST: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A number, and whether it is just that, or about that."""
+
+    number: int
+    is_exact: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """How much a backend keeps; None: its store cannot tell, or has nothing of the kind.
+
+    Attributes:
+        held: Keys that nobody else can have now.
+        expired: Records of leases that are over, which nobody has removed yet.
+        waiters: Who waits, and is noted.
+        counters: Fence counters.
+        highest: The highest fence.
+    """
+
+    held: Count | None = None
+    expired: Count | None = None
+    waiters: Count | None = None
+    counters: Count | None = None
+    highest: Count | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """How many keys are in which state; see `inspection.Summary`."""
+
+    held: Count
+    waiting: Count | None
+    ending_soon: Count
+    past_expiry: Count
+    settled: Count
+    no_expiry: Count
+    stop_requested: Count
+
+
+@dataclass(frozen=True, slots=True)
+class Strain:
+    """Where it is tight; see `inspection.Summary`."""
+
+    overdue: float | None = None
+    most_waited: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, overdue: Iterable[float | None], waited: Iterable[tuple[str, int]]) -> Strain:
+        """Return what of all this is the worst."""
+        known = [each for each in overdue if each is not None]
+        waited = sorted((each for each in waited if each[1]), key=lambda each: (-each[1], each[0]))
+        return cls(max(known, default=None), tuple(waited[:MOST]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSize:
+    """A table, as its database tells of it; None: it does not.
+
+    Attributes:
+        bytes: With indexes.
+        rows: About how many, of all backends that share the table.
+        dead: About how many dead tuples wait for a vacuum.
+        vacuumed_at: When the last vacuum was.
+        made: How many rows were made since the database has counted that.
+    """
+
+    name: str
+    bytes: int | None = None
+    rows: int | None = None
+    dead: int | None = None
+    vacuumed_at: datetime | None = None
+    made: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What the tables of locks take.
+
+    Attributes:
+        database: The alias of the database.
+        bytes: Of all of the database, where it cannot tell by table.
+        made_since: Since when PostgreSQL has counted what was made; None: since it was set up.
+    """
+
+    database: str
+    tables: tuple[TableSize, ...]
+    bytes: int | None = None
+    made_since: datetime | None = None
+
+
+def overdue(record: Record, now: datetime) -> float | None:
+    """Return which part of its ttl has gone since a lease was renewed, of one that has been."""
+    if record.ttl is None or record.renewed_at == record.acquired_at or record.is_settled:
+        return None
+    return max(0.0, (now - record.renewed_at).total_seconds()) / record.ttl
+
+
+def tally(record: Record, now: datetime, soon: float) -> Iterator[str]:
+    """Yield in which of the counted states a live record is. As `counting` asks a database."""
+    yield "held"
+    if record.expires_at is None:
+        yield "no_expiry" if record.stop_requested_at is None else "stop_requested"
+    elif record.is_settled:
+        yield "settled"
+    elif record.expires_at <= now:
+        yield "past_expiry"
+    else:
+        if record.stop_requested_at is not None:
+            yield "stop_requested"
+        if record.expires_at <= now + timedelta(seconds=soon):
+            yield "ending_soon"

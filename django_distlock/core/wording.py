@@ -1,0 +1,34 @@
+"""How people read durations, times, and text that others wrote."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+
+
+def printable(text: str) -> str:
+    """Return a text in which nothing moves the cursor or changes the terminal."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+def span(seconds: float | None, digits: int = 1) -> str:
+    """Return a duration in the two units that say most; "-": none.
+
+    Args:
+        digits: How exactly seconds are told, below a minute.
+    """
+    if seconds is None:
+        return "-"
+    if seconds < 60:
+        return f"{math.floor(seconds * 10**digits) / 10**digits:.{digits}f} s"
+    for unit, size, smaller, part in (("min", 60, "s", 1), ("h", 3600, "min", 60)):
+        if seconds < size * (60 if unit == "min" else 24):
+            return f"{seconds // size:.0f} {unit} {seconds % size // part:.0f} {smaller}"
+    return f"{seconds // 86400:.0f} d {seconds % 86400 // 3600:.0f} h"
+
+
+def instant(when: datetime | None) -> str:
+    """Return a time in UTC, to the second; "-": none."""
+    return "-" if when is None else f"{when.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"

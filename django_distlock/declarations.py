@@ -1,0 +1,125 @@
+"""What is declared to be locked: notes about decorated functions, which live as long as those."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+#: Where errors of the project are raised that it has made elsewhere: here, and what imports.
+_PASSED_OVER: Final = ("<", str(Path(__file__).parent), str(Path(importlib.__file__).parent))
+
+
+class Kind(enum.StrEnum):
+    """What is locked."""
+
+    FUNCTION = "function"
+    VIEW = "view"
+    CELERY_LOCK = "celery_lock"
+    CELERY_UNIQUE = "celery_unique"
+    DJANGO_TASK = "django_task"
+    SCHEDULE = "schedule"
+    COMMAND = "command"
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What a decorator was told.
+
+    It refers to nothing that could lead back to what is decorated, which would then never die.
+
+    Attributes:
+        kind: What is locked.
+        key: The template; or, where code of the project makes the key, what that is called.
+        lock: The `Lock`, but for its key.
+        on_conflict: What is done if somebody else has the key, in the words of the decorator.
+        is_template: Whether `key` is one.
+        scope: The value of a schedule's `RunScope`; None: it is no schedule.
+    """
+
+    kind: Kind
+    key: str
+    lock: Any
+    on_conflict: str
+    is_template: bool = True
+    scope: str | None = None
+
+    @classmethod
+    def of(
+        cls, kind: Kind, key: str | bool | Callable[..., str], lock: Any, on_conflict: str
+    ) -> Declaration:
+        """Return a declaration whose key is a template, or made by a function, or of all arguments.
+
+        Args:
+            kind: See above.
+            key: What the decorator got for it; True: all arguments.
+            lock: See above.
+            on_conflict: See above.
+        """
+        if isinstance(key, str):
+            return cls(kind, key, lock, on_conflict)
+        if isinstance(key, bool):
+            return cls(kind, "all arguments", lock, on_conflict, is_template=False)
+        return cls(kind, f"callable {_named(key)}", lock, on_conflict, is_template=False)
+
+
+class Missing(NamedTuple):
+    """What could not be looked at, and may declare more.
+
+    Attributes:
+        what: A module, or a command.
+        message: Why.
+    """
+
+    what: str
+    message: str
+
+    @classmethod
+    def of(cls, what: str, error: BaseException) -> Missing:
+        """Return what an error tells, without what its traceback keeps alive."""
+        message = f"{type(error).__name__}: {error}"
+        frames = [
+            (frame.f_code.co_filename, line)
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if not frame.f_code.co_filename.startswith(_PASSED_OVER)
+        ]
+        if frames:
+            message += " ({}:{})".format(*frames[-1])
+        return cls(what, message)
+
+
+#: What is decorated, for as long as anybody can call it, and the keys that are declared for it.
+declared: Final[WeakKeyDictionary[object, tuple[Declaration, ...]]] = WeakKeyDictionary()
+
+#: Who imports what a worker would import, by a name: each yields what it could not.
+finders: Final[dict[str, Callable[[], Iterator[Missing]]]] = {}
+
+
+def declarations() -> Iterator[tuple[object, Declaration]]:
+    """Yield all that is declared at the moment, with what is decorated."""
+    # Other threads may decorate meanwhile: only a list of references can be walked through then.
+    for reference in declared.keyrefs():
+        made = reference()
+        for each in declared.get(made, ()) if made is not None else ():
+            yield made, each
+
+
+def attempt(what: str, step: Callable[[], object]) -> Iterator[Missing]:
+    """Do something that runs code of the project; yield what came of it if it failed."""
+    try:
+        step()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the project
+        yield Missing.of(what, error)
+
+
+def _named(key: Callable[..., str]) -> str:
+    # A partial has no name of its own.
+    function = getattr(key, "func", key)
+    if not hasattr(function, "__qualname__"):
+        function = type(function)
+    return f"{function.__module__}.{function.__qualname__}"

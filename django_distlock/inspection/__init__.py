@@ -1,0 +1,54 @@
+"""One door for operators: who holds what, and what may be done about it.
+
+Admin, commands and views go through here, so that they agree. What is shown carries keys and
+hashes of tokens, never a token. No operation asks for permission: whoever calls one for a user
+asks `may()` before.
+"""
+
+from .held import HeldKey, State
+from .listing import Failure, LockPage, list_locks
+from .lookups import LockInfo, get_by_key, get_by_token, owns
+from .operations import (
+    cleanup,
+    expire_soon,
+    force_release,
+    pause,
+    request_stop,
+    resume,
+)
+from .outcomes import Outcome, Result
+from .permissions import Operation, may
+from .pruning import Pruned, prune_events
+from .showing import KeyView, show
+from .statistics import Statistics, statistics
+from .summary import Summary, summary
+
+__all__ = [
+    "Failure",
+    "HeldKey",
+    "KeyView",
+    "LockInfo",
+    "LockPage",
+    "Operation",
+    "Outcome",
+    "Pruned",
+    "Result",
+    "State",
+    "Statistics",
+    "Summary",
+    "cleanup",
+    "expire_soon",
+    "force_release",
+    "get_by_key",
+    "get_by_token",
+    "list_locks",
+    "may",
+    "owns",
+    "pause",
+    "prune_events",
+    "request_stop",
+    "resume",
+    "show",
+    "statistics",
+    "summary",
+]

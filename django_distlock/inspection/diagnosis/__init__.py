@@ -1,0 +1,163 @@
+"""What is wrong with the locks of a project: settings, stores, and what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from django.core.exceptions import ImproperlyConfigured
+
+from ...backends.base import BaseLockBackend
+from ...core.errors import BackendUnavailable, InvalidArgument, LockError, shown
+from ...handler import lock_backends
+from .answers import ask, remedy
+from .checked import run
+from .findings import ADDRESSES, Finding, Level, Look, Mark, Notes
+from .kept import scan
+from .patience import within
+
+__all__ = ["ADDRESSES", "Diagnosis", "Finding", "Level", "Look", "Mark", "diagnose"]
+
+#: Locks, or waiters, of a backend that are looked at, at most.
+SCANNED: Final = 100_000
+#: Seconds that a backend gets at most: a server that hangs keeps nobody from the others.
+PATIENCE: Final = 60.0
+
+_MISTAKE: Final = "This is a mistake of the backend, or of the diagnosis: report it."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What was looked at, and what was found.
+
+    Attributes:
+        findings: The worst first.
+        silenced: What the project does not want to hear of (`SILENCED_SYSTEM_CHECKS`).
+        looked_at: All that was looked at, by backend in the order of the settings; first what is
+            about the project.
+        silent: The backends whose stores did not answer.
+    """
+
+    findings: tuple[Finding, ...]
+    silenced: tuple[Finding, ...]
+    looked_at: tuple[Look, ...]
+    silent: tuple[str, ...]
+
+    def has(self, level: Level) -> bool:
+        """Whether something was found that is as bad as this, or worse."""
+        return any(each.level.is_at_least(level) for each in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what JSON can carry."""
+        return {
+            "findings": [each.as_json() for each in self.findings],
+            "silenced": [each.as_json() for each in self.silenced],
+            "looked_at": [each.as_json() for each in self.looked_at],
+            "silent": list(self.silent),
+        }
+
+
+def diagnose(
+    backends: Collection[str] | None = None, *, writes: bool = True, limit: int = SCANNED
+) -> Diagnosis:
+    """Look for what is wrong, or soon will be. A store that is down is a finding.
+
+    Nothing is changed, but for a lock that is taken and given back at once where `writes` says so:
+    always of the same key, whose fence counter stays. It opens connections, and takes a while.
+
+    Args:
+        backends: Aliases in `DISTLOCK`; None: all of them.
+        writes: Whether to take that lock.
+        limit: How many locks of a backend to look at, at least 1; as many waiters.
+
+    Raises:
+        InvalidArgument: An argument breaks a rule.
+        InvalidLockBackend: There is no such alias.
+    """
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise InvalidArgument(f"limit must be an int of at least 1, not {shown(limit)}.")
+    notes = {alias: Notes(alias) for alias in _chosen(backends)}
+    stores: list[BaseLockBackend] = []
+    for alias, each in notes.items():
+        try:
+            store = lock_backends[alias]
+        except ImproperlyConfigured as error:
+            # A system check finds it as well.
+            wrong = Look(what="settings", mark=Mark.ERROR, text=str(error), backend=alias)
+            each.looks.append(wrong)
+            continue
+        stores.append(store)
+        if store.distributed:
+            _examine(store, each, writes=writes, limit=limit)
+        else:
+            each.look("store", "in the memory of each process", skipped=True)
+    project = Notes()
+    run(project, notes, stores, everything=backends is None, patience=PATIENCE)
+    return _concluded([project, *notes.values()])
+
+
+def _chosen(backends: Collection[str] | None) -> list[str]:
+    try:
+        known = list(lock_backends)
+    except ImproperlyConfigured:
+        if backends is None:
+            return []  # A system check says so.
+        raise
+    if backends is None:
+        return known
+    if isinstance(backends, str):
+        raise InvalidArgument(f"backends must be several aliases, not {shown(backends)}.")
+    for alias in backends:
+        if alias not in known:
+            _ = lock_backends[alias]  # It says that there is none.
+    return [alias for alias in known if alias in backends]
+
+
+def _examine(store: BaseLockBackend, notes: Notes, *, writes: bool, limit: int) -> None:
+    # What is noted too late is noted for nobody.
+    own = Notes(store.alias)
+    work = partial(_ask_and_scan, store, own, writes=writes, limit=limit)
+    try:
+        within(PATIENCE, work, f"distlock-doctor-{store.alias}")
+    except TimeoutError:
+        late = f"{PATIENCE:g} s have passed."
+        _tell(notes, BackendUnavailable(late, code="network_timeout"))
+        return
+    except LockError as error:
+        _tell(own, error)
+    except Exception as error:  # noqa: BLE001 - one backend's trouble stops no other's
+        text = f"cannot be examined: {type(error).__name__}: {error}"
+        own.find("D013", "store", text, _MISTAKE)
+    notes.looks, notes.findings = own.looks, own.findings
+    notes.is_silent = own.is_silent
+
+
+def _ask_and_scan(store: BaseLockBackend, notes: Notes, *, writes: bool, limit: int) -> None:
+    if ask(store, notes, writes=writes):
+        scan(store, notes, limit)
+        return
+    # What is there may be read all the same, such as from a replica.
+    with suppress(LockError):
+        scan(store, notes, limit)
+
+
+def _tell(notes: Notes, error: LockError) -> None:
+    notes.is_silent = isinstance(error, BackendUnavailable)
+    what = "did not answer" if notes.is_silent else "cannot be used"
+    text, hint = f"{what}: {error}", remedy(error)
+    notes.find("D011", "store", text, hint, level=Level.ERROR)
+
+
+def _concluded(notes: list[Notes]) -> Diagnosis:
+    found = [finding for each in notes for finding in each.findings]
+    order = list(Level)
+    found.sort(key=lambda each: order.index(each.level))
+    return Diagnosis(
+        findings=tuple(each for each in found if not each.is_silenced),
+        silenced=tuple(each for each in found if each.is_silenced),
+        looked_at=tuple(look for each in notes for look in each.looks),
+        silent=tuple(each.backend for each in notes if each.is_silent and each.backend),
+    )

@@ -1,0 +1,227 @@
+"""The locks of a store, page by page: whose holders are gone, and whose fences are wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from ...backends.base import BaseLockBackend
+from ...backends.tables import FenceTable
+from ...core.holders import Holder
+from ...core.records import Record
+from ...core.wording import instant, span
+from ...host import current_holder, is_gone
+from .findings import Level, Notes
+from .kinds import is_redis
+
+#: Locks of a page.
+PAGE: Final = 1000
+#: Keys that a finding names at most.
+NAMED: Final = 3
+#: Seconds after which the scan of a backend's locks stops.
+SECONDS: Final = 20.0
+#: Seconds by which a grant may lie ahead of the store's clock: that of a cluster is several.
+AHEAD: Final = 1.0
+#: Counters that are asked for one by one, where a store knows no other way.
+ONE_BY_ONE: Final = 100
+
+
+class Trouble(NamedTuple):
+    """What is said of locks with which something is wrong."""
+
+    id: str
+    what: str
+    level: Level
+    text: str
+    hint: str
+
+
+_ENDLESS: Final = Trouble(
+    "D005",
+    "holders",
+    Level.ERROR,
+    "held without expiry by processes of this host that have ended",
+    "Nobody gives them back: take them with distlock_release.",
+)
+_DEAD: Final = Trouble(
+    "D005",
+    "holders",
+    Level.WARNING,
+    "held by processes of this host that have ended",
+    "They become free by themselves, unless their work was handed to somebody else; or take them"
+    " with distlock_release.",
+)
+_OVER: Final = Trouble(
+    "D004",
+    "holders",
+    Level.WARNING,
+    "held past the end of their leases, in the grace",
+    "Their holders have not renewed them. Look whether those processes stand still.",
+)
+_HIGHER: Final = Trouble(
+    "D006",
+    "fences",
+    Level.ERROR,
+    "held with a fence above their counters, as after a restore of the store or a lost counter",
+    "Once they are released, raise the counters (distlock_fence raise --all --clock), and set"
+    " FENCE_FLOOR to 'clock'.",
+)
+_AHEAD: Final = Trouble(
+    "D012",
+    "clock",
+    Level.WARNING,
+    "granted in the future of the store's clock, which has stepped back",
+    "Their leases last for longer than they were to. Find out what set the clock.",
+)
+
+
+@dataclass(slots=True)
+class Some:
+    """How many there are, and a few of them."""
+
+    number: int = 0
+    named: dict[str, str] = field(default_factory=dict)
+
+    def add(self, key: str, about: str = "") -> None:
+        """Count one in."""
+        self.number += 1
+        if len(self.named) < NAMED:
+            self.named[key] = about
+
+    @property
+    def keys(self) -> list[str]:
+        """The few."""
+        return list(self.named)
+
+    def __str__(self) -> str:
+        names = [f"{key!r} ({about})" if about else repr(key) for key, about in self.named.items()]
+        return ", ".join(names) + (" …" if self.number > len(names) else "")
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a scan has come across."""
+
+    locks: int = 0
+    is_cut: bool = False
+    wrong: dict[Trouble, Some] = field(default_factory=dict)
+
+    def add(self, trouble: Trouble, key: str, about: str) -> None:
+        """Count a lock in with which something is wrong."""
+        self.wrong.setdefault(trouble, Some()).add(key, about)
+
+
+def scan_locks(
+    store: BaseLockBackend, notes: Notes, limit: int, is_dead: Callable[[Holder], bool]
+) -> None:
+    """Note what is wrong with the locks that are held.
+
+    Args:
+        limit: How many to look at.
+        is_dead: See `dead_or_not`.
+
+    Raises:
+        LockError: The store did not answer.
+    """
+    if not store.supports_listing:
+        notes.look("locks", "this store cannot list them", skipped=True)
+        return
+    seen = _scanned(store, limit, is_dead)
+    cut = "; there are more, and they were not" if seen.is_cut else ""
+    notes.look("locks", f"{counted(seen.locks, 'lock')} looked at{cut}")
+    for trouble, some in seen.wrong.items():
+        id, what, level, text, hint = trouble  # noqa: A001 - as Django's checks call it
+        text = f"{counted(some.number, 'key')} {text}: {some}"
+        notes.find(id, what, text, hint, level=level, keys=some.keys)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def dead_or_not() -> Callable[[Holder], bool]:
+    """Return what says whether a holder was a process of this host, and is gone.
+
+    Each process is looked for once. Not by its name: this command has the name that the settings
+    give to workers.
+    """
+    ours = current_holder().boot_id
+
+    @lru_cache(maxsize=10_000)
+    def is_over(host: str, pid: int, started_at: float | None) -> bool:
+        return is_gone(Holder(host=host, boot_id=ours, pid=pid, started_at=started_at))
+
+    def is_dead(holder: Holder) -> bool:
+        if ours == "" or holder.boot_id != ours:
+            return False
+        return is_over(holder.host, holder.pid, holder.started_at)
+
+    return is_dead
+
+
+def whose(holder: Holder) -> str:
+    """Return where a holder runs, as far as the store tells."""
+    process = f"{holder.process}[{holder.pid}]" if holder.pid else holder.process
+    return " on ".join(each for each in (process, holder.host) if each) or "somebody"
+
+
+def _scanned(store: BaseLockBackend, limit: int, is_dead: Callable[[Holder], bool]) -> Seen:
+    seen, cursor, until = Seen(), None, time.monotonic() + SECONDS
+    while True:
+        page = store.list(cursor=cursor, limit=min(PAGE, limit - seen.locks))
+        now = store.clock()
+        fences = _fences(store, page.records)
+        for record, fence in zip(page.records, fences, strict=True):
+            seen.locks += 1
+            _look(seen, record, fence, now, is_dead)
+        if (cursor := page.cursor) is None:
+            return seen
+        if seen.locks >= limit or time.monotonic() > until:
+            seen.is_cut = True
+            return seen
+
+
+def _look(
+    seen: Seen,
+    record: Record,
+    fence: int | None,
+    now: datetime,
+    is_dead: Callable[[Holder], bool],
+) -> None:
+    key, holder = record.key, record.holder
+    # A key that is kept behind its run has no process, on purpose.
+    if not record.is_settled:
+        if is_dead(holder):
+            left = record.free_at
+            ends = f"free at {instant(left)}" if left else "without an end of its own"
+            seen.add(_ENDLESS if left is None else _DEAD, key, f"{whose(holder)}, {ends}")
+        elif record.expires_at is not None and record.expires_at <= now:
+            seen.add(_OVER, key, whose(holder))
+    if (ahead := (record.acquired_at - now).total_seconds()) > AHEAD:
+        seen.add(_AHEAD, key, f"{span(ahead)} ahead")
+    if fence is not None and fence < record.fence:
+        seen.add(_HIGHER, key, f"held with {record.fence}, counter at {fence}")
+
+
+def _fences(store: BaseLockBackend, records: Sequence[Record]) -> list[int | None]:
+    """Return the counters of the keys, read behind the records; None: not asked for."""
+    names = [store.storage_name(each.key) for each in records]
+    if isinstance(store, FenceTable):
+        rows = store._counters.filter(pk__in=names)
+        found: dict[str, int] = store._ask(
+            lambda: dict(rows.values_list("pk", "fence")), writes=False
+        )
+        return [found.get(name, 0) for name in names]
+    if is_redis(store):
+        # Its driver need not be installed for the others.
+        from .walked import counters_of
+
+        return counters_of(store, names)  # type: ignore[arg-type]
+    asked = [store.counter(each.key) for each in records[:ONE_BY_ONE]]
+    first: list[int | None] = [0 if each is None else each.fence for each in asked]
+    return first + [None] * (len(records) - len(asked))

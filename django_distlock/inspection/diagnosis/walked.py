@@ -1,0 +1,41 @@
+"""What Redis keeps beside the locks, found by walking through its keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from ...backends.lua import script
+from ...backends.redis import RedisBackend
+from ...backends.redis.answers import counted
+from ...backends.redis.lines import Call
+from ...core.errors import LockError
+
+#: Keys of a page.
+PAGE: Final = 1000
+
+
+def counters_of(store: RedisBackend, names: Sequence[str]) -> list[int | None]:
+    """Return the fence counters of these storage keys; 0: there is none; None: it is spoiled."""
+    calls = [
+        Call(script("counter"), [store._at("fence", name), store._at("pause", name)], ())
+        for name in names
+    ]
+    return [_fence(answer) for answer in (store.store.ask_all(calls) if calls else [])]
+
+
+def keys_with(store: RedisBackend, role: str) -> Iterator[str]:
+    """Yield the keys that something is kept of, such as `"waiters"`. One may come twice."""
+    ours = re.compile(r"\{.{22}\}:(.*)", re.DOTALL)
+    for page in store.store.walk(store._at(role, ""), "*", None, PAGE):
+        for name, _place in page:
+            if match := ours.fullmatch(name):
+                yield match[1]
+
+
+def _fence(answer: str | LockError) -> int | None:
+    if isinstance(answer, LockError):
+        return None
+    found = counted(answer)
+    return 0 if found is None else found.fence

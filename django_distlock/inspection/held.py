@@ -1,0 +1,148 @@
+"""A held key as people see it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from django.utils.functional import Promise
+from django.utils.translation import gettext_lazy as _
+
+from ..backends.base import BaseLockBackend
+from ..core.holders import Holder
+from ..core.records import Record
+from .hashes import hashed, token_hash
+
+
+class State(enum.StrEnum):
+    """How it stands with a held key. The value is for programs, the label for people."""
+
+    HELD = "held"
+    SETTLED = "settled"
+    PAST_EXPIRY = "past_expiry"
+    NO_EXPIRY = "no_expiry"
+    STOP_REQUESTED = "stop_requested"
+
+    @property
+    def label(self) -> Promise:
+        """What people read, in their language."""
+        return _LABELS[self]
+
+
+_LABELS = {
+    State.HELD: _("held"),
+    State.SETTLED: _("kept behind its run"),
+    State.PAST_EXPIRY: _("past expiry, in its grace"),
+    State.NO_EXPIRY: _("held without expiry"),
+    State.STOP_REQUESTED: _("asked to finish"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldKey:
+    """A held key, as the store told of it at one moment.
+
+    Attributes:
+        backend: The alias of its backend.
+        key: The key itself.
+        key_hash: What stands for it in logs: see `LockInfo`.
+        token_hash: What stands for the holder's token; "": the store does not tell it.
+        fence: The holder's fence.
+        ttl: Seconds that the last grant or extend gave; None: no expiry, or not known.
+        acquired_at: Since when, by the store's clock.
+        renewed_at: When it was last extended, or granted.
+        expires_at: When the lease ends; None: it has no end of its own.
+        free_at: From when on somebody else may have the key; None: so.
+        holder: Who holds it, as far as the store tells.
+        stop_requested_at: When an operator asked the holder to finish.
+        observed_at: The store's clock when it was looked at.
+        by_session: Whether it ends with a session of the server, instead of at a time.
+    """
+
+    backend: str
+    key: str
+    key_hash: str
+    token_hash: str
+    fence: int
+    ttl: float | None
+    acquired_at: datetime
+    renewed_at: datetime
+    expires_at: datetime | None
+    free_at: datetime | None
+    holder: Holder
+    stop_requested_at: datetime | None
+    observed_at: datetime
+    by_session: bool = False
+
+    @classmethod
+    def of(cls, store: BaseLockBackend, record: Record, now: datetime) -> HeldKey:
+        """Return what may be shown of a record that a backend answered with."""
+        return cls(
+            backend=store.alias,
+            key=record.key,
+            key_hash=hashed(record.key),
+            token_hash=token_hash(record.token),
+            fence=record.fence,
+            ttl=record.ttl,
+            acquired_at=record.acquired_at,
+            renewed_at=record.renewed_at,
+            expires_at=record.expires_at,
+            free_at=record.free_at,
+            holder=record.holder,
+            stop_requested_at=record.stop_requested_at,
+            observed_at=now,
+            by_session=not store.supports_ttl,
+        )
+
+    @property
+    def state(self) -> State:
+        """The most telling thing about it: what is over comes before what was asked."""
+        if self.free_at is not None and self.free_at == self.expires_at:
+            return State.SETTLED
+        if self.expires_at is not None and self.expires_at <= self.observed_at:
+            return State.PAST_EXPIRY
+        if self.stop_requested_at is not None:
+            return State.STOP_REQUESTED
+        if self.expires_at is None and not self.by_session:
+            return State.NO_EXPIRY
+        return State.HELD
+
+    @property
+    def held_for(self) -> float:
+        """Seconds since the grant, by the store's clock."""
+        return max(0.0, (self.observed_at - self.acquired_at).total_seconds())
+
+    @property
+    def expires_in(self) -> float | None:
+        """Seconds until the lease ends, by the store's clock; 0: it is over; None: no end."""
+        if self.expires_at is None:
+            return None
+        return max(0.0, (self.expires_at - self.observed_at).total_seconds())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what JSON can carry: times as ISO 8601 in UTC, durations in seconds."""
+        return {
+            "backend": self.backend,
+            "key": self.key,
+            "key_hash": self.key_hash,
+            "token_hash": self.token_hash,
+            "fence": self.fence,
+            "state": self.state.value,
+            "ttl": self.ttl,
+            "acquired_at": iso(self.acquired_at),
+            "renewed_at": iso(self.renewed_at),
+            "expires_at": iso(self.expires_at),
+            "free_at": iso(self.free_at),
+            "held_for": self.held_for,
+            "expires_in": self.expires_in,
+            "holder": self.holder.as_json(),
+            "stop_requested_at": iso(self.stop_requested_at),
+            "observed_at": iso(self.observed_at),
+        }
+
+
+def iso(instant: datetime | None) -> str | None:
+    """Return a time as JSON carries it."""
+    return None if instant is None else instant.isoformat()

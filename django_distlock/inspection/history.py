@@ -1,0 +1,107 @@
+"""What happened lately on all backends, counted from the table of events."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+from django.apps import apps
+from django.core.exceptions import ImproperlyConfigured
+from django.db import Error, router, transaction
+from django.db.models import Count, F
+from django.db.models.functions import TruncMinute
+
+from ..core.logs import log_fields
+from .held import iso
+
+if TYPE_CHECKING:
+    from django.db.models import QuerySet
+
+    from ..models import LockEvent
+
+#: Minutes that are told one by one.
+MINUTES: Final = 60
+#: Hours that are told in sum.
+HOURS: Final = 24
+
+logger = logging.getLogger("django_distlock")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Minute:
+    """What happened in a minute: how many events of which kind."""
+
+    begins: datetime
+    kinds: dict[str, int]
+
+    @property
+    def number(self) -> int:
+        """Events of all kinds."""
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """What happened lately.
+
+    Attributes:
+        minutes: The last hour, the oldest first; the last one is not over.
+        kinds: How many events of which kind the last 24 hours had.
+        at: When it was counted, by the clock of this host.
+    """
+
+    minutes: tuple[Minute, ...]
+    kinds: dict[str, int]
+    at: datetime
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what JSON can carry."""
+        return {
+            "at": iso(self.at),
+            "minutes": [{"begins": iso(each.begins), **each.kinds} for each in self.minutes],
+            "day": self.kinds,
+        }
+
+
+def history() -> History | None:
+    """Count the events of the last hour by the minute, and those of the last day.
+
+    Returns:
+        None: the table of events cannot be read from here.
+    """
+    model: type[LockEvent] = apps.get_model("django_distlock", "LockEvent")
+    now = datetime.now(UTC)
+    try:
+        using = router.db_for_read(model)
+        # In a block of its own, so that an error leaves the caller's transaction as it was.
+        with transaction.atomic(using=using):
+            return _counted(model.objects.using(using), now)
+    except (Error, ImproperlyConfigured) as error:
+        logger.warning("Lock events cannot be read: %s", error, extra=log_fields("events_unread"))
+        return None
+
+
+def _counted(events: QuerySet[LockEvent], now: datetime) -> History:
+    first = now.replace(second=0, microsecond=0) - timedelta(minutes=MINUTES - 1)
+    by_minute: dict[datetime, Counter[str]] = {}
+    rows = (
+        events.filter(at__gte=first)
+        .annotate(minute=TruncMinute("at", tzinfo=UTC))
+        .values_list("minute", "kind")
+        .annotate(number=Count("pk"))
+        .order_by(F("minute"))
+    )
+    for minute, kind, number in rows:
+        by_minute.setdefault(minute, Counter())[kind] += number
+    begins = [first + timedelta(minutes=each) for each in range(MINUTES)]
+    day = events.filter(at__gte=now - timedelta(hours=HOURS)).order_by()
+    return History(
+        minutes=tuple(
+            Minute(begins=each, kinds=dict(by_minute.get(each, Counter()))) for each in begins
+        ),
+        kinds=dict(day.values_list("kind").annotate(number=Count("pk"))),
+        at=now,
+    )

@@ -1,0 +1,130 @@
+"""Who did what, and why: told by a signal, and kept in the history of the admin."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+from django.apps import apps
+from django.db import router, transaction
+
+from ..backends.base import BaseLockBackend
+from ..core.errors import InvalidArgument, shown
+from ..core.holders import Holder, is_plain_text
+from ..core.logs import log_fields
+from ..signals import lock_forced, lock_operated, tell
+from .permissions import Operation
+
+#: Characters of a reason, and of an actor's name.
+MAX_TEXT = 200
+
+logger = logging.getLogger("django_distlock")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Who wants something done, and why.
+
+    Args:
+        operation: What is to be done.
+        actor: A user of the project, or a text of 1 to 200 characters that names somebody.
+        reason: Why, in at most 200 characters. To take a key from its holder needs one.
+
+    Raises:
+        InvalidArgument: The actor or the reason breaks a rule.
+    """
+
+    operation: Operation
+    actor: Any
+    reason: str
+
+    def __post_init__(self) -> None:
+        if not (is_plain_text(self.reason) and len(self.reason) <= MAX_TEXT):
+            raise InvalidArgument(
+                f"reason must be a text of at most {MAX_TEXT} characters without NUL and"
+                f" surrogates, not {shown(self.reason)}."
+            )
+        if self.operation is Operation.FORCE_RELEASE and not self.reason.strip():
+            raise InvalidArgument("To take a key from its holder needs a reason.")
+        if not (_is_user(self.actor) or _is_name(self.actor)):
+            raise InvalidArgument(
+                f"actor must be a user, or a text of 1 to {MAX_TEXT} characters, not"
+                f" {shown(self.actor)}."
+            )
+
+    @property
+    def by(self) -> str:
+        """The actor's name."""
+        if isinstance(self.actor, str):
+            return self.actor
+        return (str(self.actor.get_username()) or str(self.actor))[:MAX_TEXT]
+
+    def record(
+        self,
+        store: BaseLockBackend,
+        key: str,
+        *,
+        fence: int | None = None,
+        holder: Holder | None = None,
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Tell that it was done."""
+        facts: dict[str, Any] = {
+            "alias": store.alias, "key": key, "fence": fence, "holder": holder,
+            "actor": self.by, "reason": self.reason,
+        }  # fmt: skip
+        if self.operation is Operation.FORCE_RELEASE:
+            tell(lock_forced, type(store), **facts)
+        else:
+            facts |= {"operation": self.operation.value, "details": dict(details or {})}
+            tell(lock_operated, type(store), **facts)
+        named = urlencode({"backend": store.alias, "key": key}) if key else None
+        self.keep(repr(store.alias), key=key, named=named, fence=fence)
+
+    def keep(
+        self, where: str, *, key: str = "", named: str | None = None, fence: int | None = None
+    ) -> None:
+        """Write it into the admin's log, if there is one, and the actor is a user.
+
+        Args:
+            where: What it was done on.
+            named: What the pages of the admin find the key by.
+        """
+        if not (apps.is_installed("django.contrib.admin") and _is_user(self.actor)):
+            return
+        from django.contrib.admin.models import CHANGE, DELETION, LogEntry
+        from django.contrib.contenttypes.models import ContentType
+
+        model = apps.get_model("django_distlock", "HeldLock")
+        gone = self.operation in (Operation.FORCE_RELEASE, Operation.CLEANUP)
+        about = f" (fence {fence})" if fence else ""
+        why = f": {self.reason}" if self.reason else ""
+        try:
+            using = router.db_for_write(LogEntry)
+            # In a block of its own, so that an error leaves the caller's transaction as it was.
+            with transaction.atomic(using=using):
+                LogEntry.objects.using(using).create(
+                    user_id=self.actor.pk,
+                    content_type=ContentType.objects.db_manager(using).get_for_model(model),
+                    object_id=named,
+                    object_repr=key[:200],
+                    action_flag=DELETION if gone else CHANGE,
+                    change_message=f"{self.operation.value} on {where}{about}{why}",
+                )
+        except Exception as error:  # noqa: BLE001 - it was done, whatever becomes of the note
+            extra = log_fields("admin_log_failed", key=key)
+            logger.warning(
+                "What %s did to %r is not in the admin's log: %s", self.by, key, error, extra=extra
+            )
+
+
+def _is_user(actor: object) -> bool:
+    # Not asked by its class: a request's user is a lazy stand-in, and anonymous ones have no row.
+    return getattr(actor, "pk", None) is not None and hasattr(actor, "get_username")
+
+
+def _is_name(actor: object) -> bool:
+    return isinstance(actor, str) and is_plain_text(actor) and 1 <= len(actor.strip()) <= MAX_TEXT

@@ -1,0 +1,230 @@
+"""What is held, over all backends, page by page."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+
+from ..backends.counts import overdue, tally
+from ..core.durations import Duration, number, seconds
+from ..core.errors import InvalidArgument, LockError, shown
+from ..core.records import Record
+from ..handler import lock_backends
+from .held import HeldKey, State
+
+#: Locks of a page at most.
+MAX_LIMIT = 10_000
+#: Locks that a store is asked for at once where only some of them may be wanted.
+_LOOKED_AT = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A backend that could not be asked.
+
+    Attributes:
+        backend: Its alias.
+        code: That of the error, such as `"service_unavailable"`; `"unsupported"`: it cannot list;
+            `"misconfigured"`: its settings break a rule.
+        message: What the error says.
+    """
+
+    backend: str
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, alias: str, error: LockError | ImproperlyConfigured) -> Failure:
+        """Return what an error of a backend says."""
+        code = error.code if isinstance(error, LockError) else "misconfigured"
+        return cls(backend=alias, code=code, message=str(error))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what JSON can carry."""
+        return {"backend": self.backend, "code": self.code, "message": self.message}
+
+
+@dataclass(frozen=True, slots=True)
+class LockPage:
+    """A part of a listing.
+
+    Attributes:
+        locks: Held keys, by backend in the order of the settings.
+        cursor: Where the next page starts; None: this was the last one.
+        failures: Backends that this page should have shown and could not.
+    """
+
+    locks: tuple[HeldKey, ...]
+    cursor: str | None = None
+    failures: tuple[Failure, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what JSON can carry."""
+        return {
+            "locks": [each.as_json() for each in self.locks],
+            "cursor": self.cursor,
+            "failures": [each.as_json() for each in self.failures],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What no store filters by."""
+
+    held_longer_than: float | None
+    ends_within: float | None
+    overdue: float | None
+    states: frozenset[State] | None
+
+    @property
+    def everything(self) -> bool:
+        """Whether any lock was asked for."""
+        return self == _Wanted(None, None, None, None)
+
+    def may_fit(self, record: Record, now: datetime) -> bool:
+        """Whether its times are such, which needs no more than its record."""
+        least, soon, part = self.held_longer_than, self.ends_within, self.overdue
+        return (
+            (least is None or (now - record.acquired_at).total_seconds() > least)
+            and (soon is None or "ending_soon" in tally(record, now, soon))
+            and (part is None or (overdue(record, now) or 0) > part)
+        )
+
+    def fits(self, lock: HeldKey) -> bool:
+        """Whether a lock is one that was asked for."""
+        return self.states is None or lock.state in self.states
+
+
+def list_locks(  # noqa: PLR0913 - filters, each by its name
+    *,
+    backends: Collection[str] | None = None,
+    prefix: str = "",
+    host: str | None = None,
+    task_id: str | None = None,
+    held_longer_than: Duration | None = None,
+    ends_within: Duration | None = None,
+    overdue: float | None = None,
+    states: Collection[State] | None = None,
+    cursor: str | None = None,
+    limit: int = 100,
+) -> LockPage:
+    """Return a page of what is held, on all backends that can tell.
+
+    Two aliases of one store with one key prefix both show what is there.
+
+    Args:
+        backends: Aliases in `DISTLOCK`; None: all of them.
+        prefix: What the keys start with.
+        host: Only what is held by this `Holder.host`.
+        task_id: Only what is held by this `Holder.task_id`.
+        held_longer_than: Only what was granted longer ago than this, by the store's clock. Then a
+            page may have less than `limit` and not be the last one.
+        ends_within: Only leases that end within this, unless they are renewed; what was said of
+            pages holds here and for the next two, too.
+        overdue: Only leases of whose ttl more than this part, from 0 to 1, has gone since they
+            were renewed: about 1/3 at most where a holder lives.
+        states: Only what is in one of these states.
+        cursor: The `cursor` of the page before, for the same `backends` and filters.
+        limit: The size of the page, from 1 to 10 000.
+
+    Raises:
+        InvalidArgument: An argument breaks a rule, or the cursor is none.
+        InvalidLockBackend: There is no such alias.
+    """
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MAX_LIMIT:
+        raise InvalidArgument(f"limit must be an int from 1 to {MAX_LIMIT}, not {shown(limit)}.")
+    filters = {"prefix": prefix, "host": host, "task_id": task_id}
+    wanted = _Wanted(
+        None if held_longer_than is None else seconds(held_longer_than, "held_longer_than"),
+        None if ends_within is None else seconds(ends_within, "ends_within"),
+        None if overdue is None else number(overdue, "overdue", minimum=0, maximum=1),
+        None if states is None else frozenset(map(State, states)),
+    )
+    locks: list[HeldKey] = []
+    failures: list[Failure] = []
+    for alias, start in _from(_chosen(backends), cursor):
+        try:
+            for found, following in _pages(alias, start, wanted, filters, limit - len(locks)):
+                locks += found
+                if following is not None and locks:
+                    return LockPage(tuple(locks), _packed(alias, following), tuple(failures))
+        except InvalidArgument:
+            raise
+        except (LockError, ImproperlyConfigured) as error:
+            failures.append(Failure.of(alias, error))
+        if len(locks) == limit:
+            return LockPage(tuple(locks), _behind(alias, _chosen(backends)), tuple(failures))
+    return LockPage(tuple(locks), None, tuple(failures))
+
+
+def _pages(
+    alias: str, start: str | None, wanted: _Wanted, filters: dict[str, Any], limit: int
+) -> Iterator[tuple[list[HeldKey], str | None]]:
+    """Yield what is held on a backend, and where the rest starts, until there is none."""
+    store = lock_backends[alias]
+    size = limit if wanted.everything else max(limit, _LOOKED_AT)
+    while True:
+        page = store.list(cursor=start, limit=size, **filters)
+        now = store.clock()
+        found: list[HeldKey] = []
+        for at, record in enumerate(page.records, 1):
+            if wanted.may_fit(record, now) and wanted.fits(each := HeldKey.of(store, record, now)):
+                found.append(each)
+                if len(found) == limit and at < len(page.records):
+                    # The rest is for the next page, and only the store has a cursor for it.
+                    size = at
+                    break
+        else:
+            yield found, page.cursor
+            if (start := page.cursor) is None:
+                return
+            size = limit if wanted.everything else max(limit, _LOOKED_AT)
+
+
+def _chosen(backends: Collection[str] | None) -> tuple[str, ...]:
+    known = tuple(lock_backends)
+    if backends is None:
+        return known
+    if isinstance(backends, str):
+        raise InvalidArgument(f"backends must be several aliases, not {shown(backends)}.")
+    for alias in backends:
+        if alias not in known:
+            _ = lock_backends[alias]  # It says that there is none.
+    return tuple(alias for alias in known if alias in backends)
+
+
+def _from(aliases: tuple[str, ...], cursor: str | None) -> Iterator[tuple[str, str | None]]:
+    """Yield the backends that are left, each with the cursor to start at."""
+    alias, start = (None, None) if cursor is None else _unpacked(cursor, aliases)
+    at = 0 if alias is None else aliases.index(alias)
+    for each in aliases[at:]:
+        yield each, start if each == alias else None
+
+
+def _behind(alias: str, aliases: tuple[str, ...]) -> str | None:
+    rest = aliases[aliases.index(alias) + 1 :]
+    return _packed(rest[0], None) if rest else None
+
+
+def _packed(alias: str, start: str | None) -> str:
+    text = json.dumps([alias, start], separators=(",", ":"))
+    return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+
+
+def _unpacked(cursor: str, aliases: tuple[str, ...]) -> tuple[str, str | None]:
+    try:
+        text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
+        alias, start = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        alias = start = None
+    if alias not in aliases or not (start is None or isinstance(start, str)):
+        raise InvalidArgument(
+            f"cursor must be that of a page of the same listing, not {shown(cursor)}."
+        )
+    return alias, start

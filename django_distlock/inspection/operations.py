@@ -1,0 +1,247 @@
+"""What an operator does to a key. Each is told and kept with who did it, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from ..backends.base import BaseLockBackend
+from ..core.durations import Duration, seconds
+from ..core.errors import InvalidArgument, LockError, shown
+from ..core.keys import normalize_key
+from ..core.records import Contended, Record
+from ..core.sessions import Session
+from ..handler import lock_backends
+from .held import HeldKey, iso
+from .journal import Order
+from .outcomes import Outcome, Result
+from .permissions import Operation
+
+#: The longest time that is given in seconds: ten years.
+MAX_SPAN = 10 * 366 * 24 * 3600.0
+
+
+def force_release(key: str, *, backend: str = "default", actor: Any, reason: str) -> Outcome:
+    """Take a key from its holder: the fence moves on first, then the record goes.
+
+    While a guarded transaction of the holder is open, the outcome is busy at once, names the
+    sessions that hold the guard, and nothing is changed.
+
+    Args:
+        actor: Who does it: a user of the project, or a text of 1 to 200 characters.
+        reason: Why, in 1 to 200 characters.
+
+    Raises:
+        InvalidArgument: An argument breaks a rule.
+        InvalidLockBackend: There is no such backend.
+        BackendUnavailable: The store did not answer. The key may have been taken.
+    """
+    order = Order(Operation.FORCE_RELEASE, actor, reason)
+    return _on_holder(order, backend, key, lambda store: store.force_release(key))
+
+
+def expire_soon(
+    key: str, within: Duration, *, backend: str = "default", actor: Any, reason: str = ""
+) -> Outcome:
+    """Let a lease end within so many seconds; it never gets longer.
+
+    A holder that lives renews it with its next beat, so this ends the leases of dead ones, and
+    those that nobody renews.
+
+    Args:
+        within: Seconds, or a `timedelta`.
+        actor: See `force_release`.
+        reason: Why, in at most 200 characters.
+
+    Raises:
+        LockUsageError: The leases of this backend do not end at a time.
+    """
+    order, left = Order(Operation.EXPIRE_SOON, actor, reason), seconds(within, "within")
+    return _on_holder(order, backend, key, lambda store: store.shorten(key, left), {"within": left})
+
+
+def request_stop(key: str, *, backend: str = "default", actor: Any, reason: str = "") -> Outcome:
+    """Ask the holder to finish: it sees `stop_requested` at its next beat or extend.
+
+    Args:
+        actor: See `force_release`.
+        reason: Why, in at most 200 characters.
+    """
+    order = Order(Operation.REQUEST_STOP, actor, reason)
+    return _on_holder(order, backend, key, lambda store: store.request_stop(key))
+
+
+def pause(
+    key: str,
+    until: datetime | Duration,
+    *,
+    backend: str = "default",
+    actor: Any,
+    reason: str = "",
+) -> Outcome:
+    """Grant a key to nobody until a time. A holder keeps its lease.
+
+    Args:
+        until: An aware datetime, or seconds (or a `timedelta`) from now, by the store's clock.
+        actor: See `force_release`.
+        reason: Why, in at most 200 characters.
+    """
+    order, store = Order(Operation.PAUSE, actor, reason), lock_backends[backend]
+    key = normalize_key(key)
+    end = _end_of_pause(until, store.clock())
+    answer = store.pause(key, end, by=order.by)
+    result = Result.DONE if answer is None else Result.BUSY
+    return _about_pause(order, store, key, result, {"until": iso(end)})
+
+
+def resume(key: str, *, backend: str = "default", actor: Any, reason: str = "") -> Outcome:
+    """End the pause of a key. `Result.NOTHING`: it was not paused.
+
+    Args:
+        actor: See `force_release`.
+        reason: Why, in at most 200 characters.
+    """
+    order, store = Order(Operation.RESUME, actor, reason), lock_backends[backend]
+    key = normalize_key(key)
+    answer = store.resume(key)
+    if isinstance(answer, Contended):
+        return _about_pause(order, store, key, Result.BUSY)
+    return _about_pause(order, store, key, Result.DONE if answer else Result.NOTHING)
+
+
+def cleanup(
+    *,
+    backend: str = "default",
+    older_than: Duration = 0,
+    batch: int = 1000,
+    actor: Any,
+    reason: str = "",
+    progress: Callable[[int], object] = lambda removed: None,
+) -> Outcome:
+    """Remove the records of leases that are over, batch by batch. Never a fence counter.
+
+    Args:
+        older_than: Only of those that were over so many seconds ago, by the store's clock.
+        batch: How many go in one transaction, from 1 to 100 000.
+        actor: See `force_release`.
+        reason: Why, in at most 200 characters.
+        progress: Told behind each batch how many are gone.
+    """
+    order, store = Order(Operation.CLEANUP, actor, reason), lock_backends[backend]
+    age = timedelta(seconds=seconds(older_than, "older_than", maximum=MAX_SPAN))
+    before = store.clock() - age
+    removed = 0
+    try:
+        while gone := store.cleanup(before, batch):
+            removed += gone
+            progress(removed)
+    finally:
+        # Also of what went before an error.
+        if removed:
+            details = {"removed": removed, "before": iso(before)}
+            order.record(store, "", details=details)
+    return Outcome(
+        operation=order.operation,
+        backend=store.alias,
+        key="",
+        result=Result.DONE if removed else Result.NOTHING,
+        removed=removed,
+    )
+
+
+def _on_holder(
+    order: Order,
+    backend: str,
+    key: str,
+    act: Callable[[BaseLockBackend], Record | Contended | None],
+    details: dict[str, Any] | None = None,
+) -> Outcome:
+    """Do something to a held key, and say what became of it."""
+    key, store = normalize_key(key), lock_backends[backend]
+    # Before: a store that does not answer is not asked to change anything.
+    now = store.clock()
+    answer = act(store)
+    fence = _fence(store, key)
+    if isinstance(answer, Record):
+        order.record(store, key, fence=answer.fence, holder=answer.holder, details=details)
+        held = HeldKey.of(store, answer, now)
+        return _outcome(order, store, key, Result.DONE, held=held, fences=(answer.fence, fence))
+    if answer is None:
+        return _outcome(order, store, key, Result.NOTHING, fences=(fence, fence))
+    return _outcome(
+        order, store, key, Result.BUSY,
+        held=_held(store, key, now), fences=(fence, fence), sessions=_sessions(store, key),
+    )  # fmt: skip
+
+
+def _about_pause(
+    order: Order,
+    store: BaseLockBackend,
+    key: str,
+    result: Result,
+    details: dict[str, Any] | None = None,
+) -> Outcome:
+    """Say what became of a pause."""
+    fence = _fence(store, key)
+    if result is Result.DONE:
+        order.record(store, key, fence=fence, details=details)
+    sessions = _sessions(store, key) if result is Result.BUSY else ()
+    return _outcome(order, store, key, result, fences=(fence, fence), sessions=sessions)
+
+
+def _outcome(
+    order: Order,
+    store: BaseLockBackend,
+    key: str,
+    result: Result,
+    *,
+    held: HeldKey | None = None,
+    fences: tuple[int | None, int | None],
+    sessions: tuple[Session, ...] | None = (),
+) -> Outcome:
+    before, after = fences
+    return Outcome(
+        operation=order.operation,
+        backend=store.alias,
+        key=key,
+        result=result,
+        held=held,
+        fence_before=before,
+        fence_after=after,
+        sessions=sessions,
+    )
+
+
+# What is looked up behind an operation: whatever becomes of it, the outcome is known.
+
+
+def _fence(store: BaseLockBackend, key: str) -> int | None:
+    with suppress(LockError):
+        counter = store.counter(key)
+        return None if counter is None else counter.fence or None
+    return None
+
+
+def _held(store: BaseLockBackend, key: str, now: datetime) -> HeldKey | None:
+    with suppress(LockError):
+        record = store.read(key)
+        return None if record is None else HeldKey.of(store, record, now)
+    return None
+
+
+def _sessions(store: BaseLockBackend, key: str) -> tuple[Session, ...] | None:
+    with suppress(LockError):
+        return store.guards(key)
+    return None
+
+
+def _end_of_pause(until: datetime | Duration, now: datetime) -> datetime:
+    if not isinstance(until, datetime):
+        return now + timedelta(seconds=seconds(until, "until", maximum=MAX_SPAN))
+    if until.utcoffset() is None:
+        raise InvalidArgument(f"until must be an aware datetime, not {shown(until)}.")
+    if until <= now:
+        raise InvalidArgument(f"until must lie ahead: it is {now.astimezone(UTC).isoformat()}.")
+    return until

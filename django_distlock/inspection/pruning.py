@@ -1,0 +1,179 @@
+"""Events that nobody needs any more are removed, oldest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from django.apps import apps
+from django.db import DatabaseError, InterfaceError, connections, models, router, transaction
+
+from .. import vendors
+from ..core.durations import MAX_BOUND, Duration, seconds
+from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError, shown
+from .held import iso
+from .journal import Order
+from .operations import MAX_SPAN
+from .permissions import Operation
+
+if TYPE_CHECKING:
+    from ..models import LockEvent
+
+#: Seconds that events are kept, where nobody says otherwise: 90 days.
+EVENTS_KEPT = 90 * 86_400.0
+#: The least that is kept of what operators did: 400 days, so that a yearly audit finds all of it.
+AUDIT_KEPT = 400 * 86_400.0
+#: The most that go in one transaction. Their keys are arguments of one statement.
+MAX_BATCH = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """How many events were removed, or would be.
+
+    Attributes:
+        events: Of what happened by itself.
+        audit: Of what operators did.
+        before: Of events that are older than this.
+        audit_before: Of what operators did, before this.
+    """
+
+    events: int
+    audit: int
+    before: datetime
+    audit_before: datetime
+
+    @property
+    def removed(self) -> int:
+        """How many in all."""
+        return self.events + self.audit
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what JSON can carry."""
+        return {
+            "events": self.events,
+            "audit": self.audit,
+            "before": iso(self.before),
+            "audit_before": iso(self.audit_before),
+        }
+
+
+def prune_events(
+    *,
+    older_than: Duration = EVENTS_KEPT,
+    batch: int = 1000,
+    actor: Any,
+    reason: str = "",
+    progress: Callable[[int], object] = lambda removed: None,
+) -> Pruned:
+    """Remove old events of all backends, batch by batch, the oldest first.
+
+    What operators did to keys is kept for 400 days, or for `older_than` if that is longer: it is
+    asked for late. Cleaning up counts as what happens by itself.
+
+    Args:
+        older_than: Only events that are older, by this host's clock, as they are written.
+        batch: How many go in one transaction, from 1 to 10 000.
+        actor: See `force_release`.
+        reason: Why, in at most 200 characters.
+        progress: Told behind each batch how many are gone.
+
+    Raises:
+        InvalidArgument: An argument breaks a rule.
+        LockUsageError: No database keeps events here.
+        BackendUnavailable: The database of the events did not answer.
+    """
+    order = Order(Operation.CLEANUP, actor, reason)
+    if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
+        raise InvalidArgument(f"batch must be an int from 1 to {MAX_BATCH}, not {shown(batch)}.")
+    age = seconds(older_than, "older_than", maximum=MAX_SPAN)
+    now = datetime.now(UTC)
+    before, audit_before = (now - timedelta(seconds=each) for each in (age, max(age, AUDIT_KEPT)))
+    using = _using()
+    events = _remove(using, _events(using, before, audit=False), batch, progress)
+    audit = _remove(
+        using, _events(using, audit_before, audit=True), batch, lambda gone: progress(events + gone)
+    )
+    pruned = Pruned(events=events, audit=audit, before=before, audit_before=audit_before)
+    if pruned.removed:
+        _tell(using, order, pruned)
+    return pruned
+
+
+def _model() -> type[LockEvent]:
+    model: type[LockEvent] = apps.get_model("django_distlock", "LockEvent")
+    return model
+
+
+def _using() -> str:
+    """Return the database that keeps events."""
+    using: str = router.db_for_write(_model())
+    if connections[using].vendor not in vendors.VENDORS:
+        raise LockUsageError("No database keeps lock events here.", code="unsupported")
+    return using
+
+
+def _events(using: str, before: datetime, *, audit: bool) -> models.QuerySet[LockEvent]:
+    """Return what is older; `at` has an index, and what is kept longer is little."""
+    kinds = _model().Kind
+    by_operators = [
+        kinds.FORCED, kinds.SHORTENED, kinds.STOP_REQUESTED, kinds.PAUSED, kinds.RESUMED,
+    ]  # fmt: skip
+    older = _model().objects.using(using).filter(at__lt=before).order_by("at")
+    return older.filter(kind__in=by_operators) if audit else older.exclude(kind__in=by_operators)
+
+
+def _remove(
+    using: str,
+    events: models.QuerySet[LockEvent],
+    batch: int,
+    progress: Callable[[int], object],
+) -> int:
+    """Remove events, each batch in a transaction of its own; return how many."""
+    vendor, gone, left = vendors.of(using), 0, events
+    while True:
+        with _translated(using):
+            found = list(left.values_list("pk", "at")[:batch])
+            if not found:
+                return gone
+            try:
+                with vendor.short_transaction(MAX_BOUND):
+                    numbers = [pk for pk, _at in found]
+                    gone += _model().objects.using(using).filter(pk__in=numbers).delete()[0]
+            except DatabaseError as error:
+                if not vendor.is_busy(error):
+                    raise
+                return gone  # Somebody else is at it. What is left goes with the next one.
+        progress(gone)
+        # Not again past what is kept longer, and lies in between.
+        left = events.filter(at__gte=found[-1][1])
+
+
+def _tell(using: str, order: Order, pruned: Pruned) -> None:
+    """Keep who has removed what, where it was removed."""
+    with _translated(using), transaction.atomic(using=using):
+        _model().objects.using(using).create(
+            kind=_model().Kind.CLEANED,
+            actor=order.by,
+            reason=order.reason,
+            details={"removed": pruned.removed, **pruned.as_json()},
+        )
+    order.keep(f"the events in {using!r}")
+
+
+@contextmanager
+def _translated(using: str) -> Iterator[None]:
+    try:
+        yield
+    except (DatabaseError, InterfaceError) as error:
+        vendor, about = vendors.of(using), f"The database of lock events, {using!r},"
+        if vendor.is_missing(error):
+            message = f"{about} has no table for them: {error}"
+            raise LockUsageError(message, code="unsupported") from error
+        code = vendor.unavailable_code(error)
+        if code is None:
+            raise LockError(f"{about} failed: {error}") from error
+        raise BackendUnavailable(f"{about} did not answer: {error}", code=code) from error

@@ -1,0 +1,153 @@
+"""All that is known about one key."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from django.apps import apps
+from django.core.exceptions import ImproperlyConfigured
+from django.db import Error, router, transaction
+
+from ..core.keys import normalize_key
+from ..core.logs import log_fields
+from ..core.records import Counter, Waiting
+from ..core.sessions import Session
+from ..handler import lock_backends
+from .hashes import hashed
+from .held import HeldKey, iso
+
+if TYPE_CHECKING:
+    from ..models import LockEvent
+
+#: Events of a key that are shown.
+EVENTS = 10
+
+logger = logging.getLogger("django_distlock")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyView:
+    """What is known about a key, held or not.
+
+    Attributes:
+        backend: The alias of the backend that was asked.
+        key: The key, normalised.
+        key_hash: What stands for it in logs.
+        held: The lock; None: nobody holds it.
+        counter: Its fence, and its pause; None: never granted, and not paused.
+        waiters: Who has been waiting for it for more than a second, the first to come first.
+        guards: The sessions that keep it from being granted anew; None: the store cannot tell.
+        events: What happened to it lately, the last first; None: the table of events cannot be
+            read from here.
+        observed_at: The store's clock when it was looked at.
+    """
+
+    backend: str
+    key: str
+    key_hash: str
+    held: HeldKey | None
+    counter: Counter | None
+    waiters: tuple[Waiting, ...]
+    guards: tuple[Session, ...] | None
+    events: tuple[LockEvent, ...] | None
+    observed_at: datetime
+
+    @property
+    def fence(self) -> int:
+        """The last fence that was granted; 0: none."""
+        return 0 if self.counter is None else self.counter.fence
+
+    @property
+    def paused_until(self) -> datetime | None:
+        """Until when it is granted to nobody; None: it is not paused."""
+        return None if self.counter is None else self.counter.paused_until
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what JSON can carry: times as ISO 8601 in UTC, durations in seconds."""
+        counter, guards, events = self.counter, self.guards, self.events
+        return {
+            "backend": self.backend,
+            "key": self.key,
+            "key_hash": self.key_hash,
+            "held": None if self.held is None else self.held.as_json(),
+            "fence": self.fence,
+            "paused_until": iso(self.paused_until),
+            "paused_by": None if counter is None else counter.paused_by,
+            "waiters": [_waiting(each) for each in self.waiters],
+            "guards": None if guards is None else [session_json(each) for each in guards],
+            "events": None if events is None else [_event(each) for each in events],
+            "observed_at": iso(self.observed_at),
+        }
+
+
+def show(key: str, backend: str = "default") -> KeyView:
+    """Return all that is known about a key. It only reads.
+
+    Raises:
+        InvalidArgument: The key breaks a rule.
+        InvalidLockBackend: There is no such backend.
+        BackendUnavailable: The store did not answer.
+    """
+    key, store = normalize_key(key), lock_backends[backend]
+    record = store.read(key)
+    now = store.clock()
+    return KeyView(
+        backend=store.alias,
+        key=key,
+        key_hash=hashed(key),
+        held=None if record is None else HeldKey.of(store, record, now),
+        counter=store.counter(key),
+        waiters=tuple(store.waiters(key)),
+        guards=store.guards(key),
+        events=_latest(store.alias, key),
+        observed_at=now,
+    )
+
+
+def _latest(alias: str, key: str) -> tuple[LockEvent, ...] | None:
+    model: type[LockEvent] = apps.get_model("django_distlock", "LockEvent")
+    try:
+        using = router.db_for_read(model)
+        # In a block of its own, so that an error leaves the caller's transaction as it was.
+        with transaction.atomic(using=using):
+            rows = model.objects.using(using).filter(backend=alias, key=key)
+            return tuple(rows.order_by("-at", "-pk")[:EVENTS])
+    except (Error, ImproperlyConfigured) as error:
+        extra = log_fields("events_unread", backend=alias, key=key)
+        logger.warning("Lock events cannot be read: %s", error, extra=extra)
+        return None
+
+
+def session_json(session: Session) -> dict[str, Any]:
+    """Return a session as JSON carries it."""
+    return {
+        "pid": session.pid,
+        "application": session.application,
+        "user": session.user,
+        "client": session.client,
+        "since": iso(session.since),
+    }
+
+
+def _waiting(waiting: Waiting) -> dict[str, Any]:
+    return {
+        "holder": waiting.holder.as_json(),
+        "since": iso(waiting.since),
+        "until": iso(waiting.until),
+        "is_woken": waiting.is_woken,
+    }
+
+
+def _event(event: LockEvent) -> dict[str, Any]:
+    return {
+        "at": iso(event.at),
+        "kind": event.kind,
+        "fence": event.fence,
+        "holder": event.holder,
+        "actor": event.actor,
+        "reason": event.reason,
+        "details": event.details,
+    }

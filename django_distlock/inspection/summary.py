@@ -1,0 +1,128 @@
+"""How many keys are in which state: what a dashboard shows above the list."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from ..backends.base import BaseLockBackend
+from ..backends.counts import Count, States, Strain, overdue, tally
+from ..core.durations import Duration, seconds
+from ..handler import lock_backends
+from .held import iso
+from .statistics import is_redis
+
+#: Seconds within which a lease "ends soon", where nobody says otherwise.
+SOON = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """How many keys of a backend are in which state.
+
+    Attributes:
+        backend: Its alias.
+        held: Keys that nobody else can have now, in whatever state.
+        waiting: Who waits, and is noted; None: the store does not note it.
+        ending_soon: Leases that end within `soon` seconds, unless they are renewed.
+        past_expiry: Leases that are over, and whose key nobody has yet: `State.PAST_EXPIRY`.
+        settled: Keys that are kept behind their run: `State.SETTLED`.
+        no_expiry: Keys that are held without expiry: `State.NO_EXPIRY`.
+        stop_requested: Holders that were asked to finish, and have not.
+        overdue: Of all leases that have been renewed, the most of its ttl that has gone since:
+            about 1/3 where every holder lives; None: there are none, or too many to look at.
+        most_waited: The keys that most wait for, and how many do.
+        soon: Seconds.
+        observed_at: The store's clock when it was looked at.
+    """
+
+    backend: str
+    held: Count
+    waiting: Count | None
+    ending_soon: Count
+    past_expiry: Count
+    settled: Count
+    no_expiry: Count
+    stop_requested: Count
+    overdue: float | None
+    most_waited: tuple[tuple[str, int], ...]
+    soon: float
+    observed_at: datetime
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what JSON can carry. `estimated` names the numbers that are about so."""
+        counts: dict[str, Count | None] = {
+            name: getattr(self, name) for name in States.__dataclass_fields__
+        }
+        return {
+            "backend": self.backend,
+            **{name: None if count is None else count.number for name, count in counts.items()},
+            "estimated": [
+                name for name, count in counts.items() if count is not None and not count.is_exact
+            ],
+            "overdue": self.overdue,
+            "most_waited": [{"key": key, "waiting": number} for key, number in self.most_waited],
+            "soon": self.soon,
+            "observed_at": iso(self.observed_at),
+        }
+
+
+def summary(backend: str = "default", *, soon: Duration = SOON) -> Summary:
+    """Count what is held by its state. It only reads, and takes no longer where there is more.
+
+    On PostgreSQL numbers are estimated where there are more than 100 000 records. On Redis they
+    are those of a sample of 10 000 of the server's keys, where there are more.
+
+    Args:
+        soon: Seconds within which a lease ends to be counted as ending soon.
+
+    Raises:
+        InvalidLockBackend: There is no such backend.
+        BackendUnavailable: The store did not answer.
+        LockUsageError: The backend cannot list its locks.
+    """
+    # With these come the models, which are there when the apps are ready.
+    from ..backends.counting import count_states
+    from ..backends.database import DatabaseBackend
+
+    store, within = lock_backends[backend], seconds(soon, "soon")
+    now = store.clock()
+    if isinstance(store, DatabaseBackend):
+        found = count_states(store, within)
+    elif is_redis(store):
+        # Its driver need not be installed for the others.
+        from ..backends.redis.sampling import sampled_states
+
+        found = sampled_states(store, within)  # type: ignore[arg-type]
+    else:
+        found = _listed(store, within)
+    states, strain = found
+    return Summary(
+        backend=store.alias,
+        overdue=strain.overdue,
+        most_waited=strain.most_waited,
+        soon=within,
+        observed_at=now,
+        **{name: getattr(states, name) for name in States.__dataclass_fields__},
+    )
+
+
+def _listed(store: BaseLockBackend, soon: float) -> tuple[States, Strain]:
+    """Count page by page: of stores whose locks are in a process, or in sessions."""
+    found: Counter[str] = Counter()
+    late: list[float | None] = []
+    cursor = None
+    while True:
+        page = store.list(cursor=cursor, limit=1000)
+        now = store.clock()
+        for record in page.records:
+            found.update(tally(record, now, soon))
+            late.append(overdue(record, now))
+        if (cursor := page.cursor) is None:
+            break
+    if not store.supports_ttl:
+        found["no_expiry"] = 0  # They end with their sessions.
+    counts = {name: Count(found[name]) for name in States.__dataclass_fields__ if name != "waiting"}
+    return States(waiting=None, **counts), Strain.of(late, ())

@@ -1,0 +1,181 @@
+"""Remove the records of leases that are over, and old events."""
+
+from __future__ import annotations
+
+import math
+from argparse import ArgumentTypeError
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import CommandParser
+
+from ...core.durations import seconds
+from ...core.errors import InvalidArgument, LockError, LockUsageError
+from ...handler import lock_backends
+from ...inspection import Failure, Outcome, Pruned, cleanup, prune_events
+from ...inspection.operations import MAX_SPAN
+from ...inspection.pruning import AUDIT_KEPT, EVENTS_KEPT, MAX_BATCH
+from ..operating import OperatorCommand, batch, duration, raise_unavailable, refuse_memory
+
+#: Seconds.
+DAY = 86_400.0
+
+
+class Command(OperatorCommand):
+    """`distlock_cleanup [--older-than SECONDS] [--events-older-than DAYS] …`."""
+
+    help = (
+        "Removes what leases left behind that ended by expiry, and events that are old. Nothing"
+        " depends on either. Live locks and fence counters are never touched."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Take what to remove, and in which steps."""
+        super().add_arguments(parser)
+        parser.add_argument(
+            "--older-than",
+            type=duration,
+            default=0.0,
+            metavar="SECONDS",
+            help="only what was over so long ago (default: %(default)g)",
+        )
+        parser.add_argument(
+            "--events-older-than",
+            type=_days,
+            metavar="DAYS",
+            help=(
+                "events that are older go; of what operators did, those that are older than"
+                f" {AUDIT_KEPT / DAY:g} days as well; never: none goes (default:"
+                f" {EVENTS_KEPT / DAY:g}, and never with --backend)"
+            ),
+        )
+        parser.add_argument(
+            "--batch",
+            type=batch,
+            default=1000,
+            metavar="N",
+            help="records, or events, of one transaction (default: %(default)s)",
+        )
+        parser.add_argument(
+            "--backend",
+            metavar="ALIAS",
+            help="an alias of DISTLOCK, whose records go (default: all of them)",
+        )
+
+    def handle(
+        self,
+        *,
+        older_than: float,
+        batch: int,
+        backend: str | None,
+        json: bool,
+        **options: Any,
+    ) -> None:
+        """Clean one backend after the other, then the events of all."""
+        if backend is not None:
+            refuse_memory(backend)
+        outcomes: list[Outcome] = []
+        failures: list[Failure] = []
+        for alias in lock_backends if backend is None else [backend]:
+            try:
+                if lock_backends[alias].distributed:
+                    outcomes.append(self._clean(alias, older_than, batch, quiet=json))
+            except InvalidArgument:
+                raise
+            except (LockError, ImproperlyConfigured) as error:
+                failures.append(Failure.of(alias, error))
+        days, pruned = options["events_older_than"], None
+        if days is None:
+            # Events are those of all backends.
+            days = EVENTS_KEPT / DAY if backend is None else math.inf
+        try:
+            pruned = self._prune(days, batch, quiet=json)
+        except LockError as error:
+            failures.append(Failure.of("events", error))
+        if json:
+            self.print_json(
+                {
+                    "removed": {each.backend: each.removed for each in outcomes},
+                    "events": None if pruned is None else pruned.as_json(),
+                    "failures": [each.as_json() for each in failures],
+                }
+            )
+        self.print_failures(failures)
+        raise_unavailable(failures)
+
+    def _clean(self, alias: str, older_than: float, batch: int, *, quiet: bool) -> Outcome:
+        line = _Line(self, alias, quiet=quiet)
+        outcome = cleanup(
+            backend=alias,
+            older_than=older_than,
+            batch=batch,
+            actor=self.actor(),
+            reason="distlock_cleanup",
+            progress=line.progress,
+        )
+        line.end(f"{_counted(outcome.removed, 'record')} removed.")
+        return outcome
+
+    def _prune(self, days: float, batch: int, *, quiet: bool) -> Pruned | None:
+        """Remove old events; None: they are to be kept, or none are."""
+        if days == math.inf:
+            return None
+        line = _Line(self, "events", quiet=quiet)
+        try:
+            pruned = prune_events(
+                older_than=days * DAY,
+                batch=min(batch, MAX_BATCH),
+                actor=self.actor(),
+                reason="distlock_cleanup",
+                progress=line.progress,
+            )
+        except (ImproperlyConfigured, LockUsageError):
+            return None  # Locks that are elsewhere need no database.
+        of_operators = f", {pruned.audit} of them of operators" if pruned.audit else ""
+        line.end(f"{_counted(pruned.removed, 'event')} removed{of_operators}.")
+        return pruned
+
+
+class _Line:
+    """A line that counts on while something is removed, on a terminal.
+
+    Args:
+        name: What it begins with.
+        quiet: Whether nothing is to be said at all.
+    """
+
+    def __init__(self, command: OperatorCommand, name: str, *, quiet: bool):
+        self._out = command.stdout
+        self._name = name
+        self._quiet = quiet
+        self._counts = not quiet and self._out.isatty()
+        self._begun = False
+
+    def progress(self, removed: int) -> None:
+        """Say how much is gone."""
+        if self._counts:
+            self._begun = True
+            self._out.write(f"\r{self._name}: {removed} removed …", ending="")
+            self._out.flush()
+
+    def end(self, text: str) -> None:
+        """Say what became of it."""
+        if not self._quiet:
+            start = "\r\033[K" if self._begun else ""
+            self._out.write(f"{start}{self._name}: {text}")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _days(text: str) -> float:
+    """Return what a number of days says on a command line; infinity: never."""
+    if text == "never":
+        return math.inf
+    try:
+        return seconds(float(text) * DAY, "days", maximum=MAX_SPAN) / DAY
+    except ValueError:
+        raise ArgumentTypeError(
+            f"{text!r} is no number of days, from 0 to {MAX_SPAN / DAY:g}, and not never."
+        ) from None

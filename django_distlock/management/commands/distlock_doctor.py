@@ -1,0 +1,119 @@
+"""Find out what is wrong with locks, before somebody is woken by it."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from itertools import groupby
+from typing import Any
+
+from django.core.management.base import CommandError, CommandParser
+
+from ...inspection.diagnosis import SCANNED, Diagnosis, Finding, Level, Look, Mark, diagnose
+from ..operating import OperatorCommand
+from ..statuses import UNAVAILABLE
+from ..tables import printable
+
+_MARKS = {Mark.OK: "ok", Mark.WARNING: "warning", Mark.ERROR: "ERROR", Mark.SKIPPED: "-"}
+
+
+class Command(OperatorCommand):
+    """`distlock_doctor [--backend ALIAS …] [--fail-level LEVEL] [--no-write] [--json]`."""
+
+    help = (
+        "Looks at settings, stores, migrations, clocks, and at what the stores keep. Says what it"
+        " found, what to do, and where to read on. Changes nothing, but for a lock of its own that"
+        " it takes and gives back."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Take what to look at, and what to fail at."""
+        super().add_arguments(parser)
+        parser.add_argument(
+            "--backend",
+            action="append",
+            metavar="ALIAS",
+            help="an alias of DISTLOCK; may be given several times (default: all of them)",
+        )
+        parser.add_argument(
+            "--fail-level",
+            choices=("ERROR", "WARNING"),
+            default="ERROR",
+            help="end with 1 where something is found that is so bad (default: %(default)s)",
+        )
+        parser.add_argument(
+            "--no-write",
+            action="store_true",
+            help="only read: do not take a lock of its own",
+        )
+        parser.add_argument(
+            "--scan",
+            type=_number,
+            default=SCANNED,
+            metavar="N",
+            help="locks of a backend, and waiters, that are looked at (default: %(default)s)",
+        )
+
+    def handle(
+        self,
+        *,
+        backend: list[str] | None,
+        fail_level: str,
+        no_write: bool,
+        scan: int,
+        json: bool,
+        **options: Any,
+    ) -> None:
+        """Examine, and say what was found."""
+        diagnosis = diagnose(backend, writes=not no_write, limit=scan)
+        if json:
+            self.print_json(diagnosis.as_json())
+        else:
+            self._print(diagnosis)
+        if diagnosis.silent:
+            silent = ", ".join(diagnosis.silent)
+            raise CommandError(f"Did not answer: {silent}.", returncode=UNAVAILABLE)
+        if diagnosis.has(Level(fail_level.lower())):
+            raise CommandError(f"Findings at or above {fail_level}.")
+
+    def _print(self, diagnosis: Diagnosis) -> None:
+        for alias, looks in groupby(diagnosis.looked_at, key=lambda each: each.backend):
+            title = "the project" if alias is None else f"DISTLOCK[{alias!r}]"
+            self.stdout.write(self.style.MIGRATE_HEADING(printable(title)))
+            for each in looks:
+                self.stdout.write(self._line(each))
+            self.stdout.write("")
+        for finding in diagnosis.findings:
+            self._print_finding(finding)
+        if diagnosis.silenced:
+            ids = ", ".join(sorted({each.id for each in diagnosis.silenced}))
+            self.stdout.write(f"Silenced by SILENCED_SYSTEM_CHECKS: {ids}.")
+        number = len(diagnosis.findings)
+        if number:
+            self.stdout.write(f"{number} finding{'' if number == 1 else 's'}.")
+        else:
+            self.stdout.write(self.style.SUCCESS("Nothing found."))
+
+    def _line(self, look: Look) -> str:
+        colours = {
+            Mark.OK: self.style.SUCCESS,
+            Mark.WARNING: self.style.WARNING,
+            Mark.ERROR: self.style.ERROR,
+        }
+        word = colours.get(look.mark, str)(f"{_MARKS[look.mark]:<7}")
+        return f"  {word}  {printable(look.what):<22}  {printable(look.text)}".rstrip()
+
+    def _print_finding(self, finding: Finding) -> None:
+        colours = {Level.ERROR: self.style.ERROR, Level.WARNING: self.style.WARNING}
+        head = colours.get(finding.level, str)(f"{finding.level.value.upper()} {finding.id}")
+        where = "" if finding.backend is None else f" [{printable(finding.backend)}]"
+        self.stdout.write(f"{head}{where} {printable(finding.message)}")
+        if finding.hint:
+            self.stdout.write(f"    do:   {printable(finding.hint)}")
+        self.stdout.write(f"    read: {finding.address}")
+        self.stdout.write("")
+
+
+def _number(text: str) -> int:
+    if not (text.isdecimal() and int(text) >= 1):
+        raise ArgumentTypeError(f"{text!r} is no number of at least 1.")
+    return int(text)

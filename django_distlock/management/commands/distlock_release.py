@@ -1,0 +1,219 @@
+"""Take keys from their holders."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from django.core.management.base import CommandError, CommandParser
+
+from ...core.errors import BackendUnavailable
+from ...core.keys import normalize_key
+from ...inspection import (
+    HeldKey,
+    Operation,
+    Outcome,
+    Result,
+    force_release,
+    get_by_key,
+    list_locks,
+    show,
+)
+from ..operating import OperatorCommand, named, refuse_memory
+from ..statuses import BUSY, UNAVAILABLE, USAGE
+from ..tables import printable
+
+
+class Command(OperatorCommand):
+    """`distlock_release (KEY | [--prefix P] [--host H] [--task T]) [--force] --reason WHY`."""
+
+    help = (
+        "Takes keys from their holders: the fence of each moves on first, so that guarded writes of"
+        " the old holder fail before somebody else has the key. Shows what it would do, and asks."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Take which keys, and why."""
+        super().add_arguments(parser)
+        parser.add_argument("key", nargs="?", metavar="KEY", help="the key to take")
+        parser.add_argument("--prefix", metavar="TEXT", help="all held keys that start with this")
+        parser.add_argument("--host", help="all that is held on this host")
+        parser.add_argument("--task", metavar="ID", help="all that this task holds")
+        parser.add_argument(
+            "--backend",
+            default="default",
+            metavar="ALIAS",
+            help="an alias of DISTLOCK (default: %(default)s)",
+        )
+        parser.add_argument("--dry-run", action="store_true", help="only show what would go")
+        parser.add_argument("--force", action="store_true", help="do not ask; needs --reason")
+        parser.add_argument(
+            "--reason",
+            default="",
+            metavar="WHY",
+            help="at most 200 characters, kept with the event",
+        )
+
+    def handle(self, *, backend: str, dry_run: bool, json: bool, **options: Any) -> None:
+        """Show, ask, take, and say what became of it."""
+        _check(dry_run=dry_run, json=json, **options)
+        refuse_memory(backend)
+        found = _found(backend, options)
+        reason = options["reason"]
+        if not json:
+            self._print_found(found)
+            if found and not dry_run and not options["force"]:
+                reason = self._confirmed(len(found), reason)
+        outcomes: list[Outcome] = []
+        trouble = None if dry_run else self._take(found, reason, outcomes)
+        if json:
+            self.print_json(
+                {
+                    "backend": backend,
+                    "dry_run": dry_run,
+                    "found": [each.as_json() for each in found],
+                    "outcomes": [each.as_json() for each in outcomes],
+                }
+            )
+        else:
+            self._print_outcomes(outcomes)
+        if trouble is not None:
+            raise CommandError(str(trouble), returncode=UNAVAILABLE) from trouble
+        if not dry_run:
+            _end(outcomes)
+
+    def _print_found(self, found: list[HeldKey]) -> None:
+        if found:
+            self.print_locks(found)
+        else:
+            self.stdout.write("No such lock is held.")
+
+    def _confirmed(self, number: int, reason: str) -> str:
+        """Ask, and return the reason.
+
+        Raises:
+            CommandError: The answer is not "yes", or there is no reason.
+        """
+        one = number == 1
+        what = "this key from its holder" if one else f"these {number} keys from their holders"
+        if self._answer(f'Take {what}? Type "yes": ') != "yes":
+            raise CommandError("Nothing was released.")
+        reason = reason or self._answer("Why? ")
+        if not reason:
+            raise CommandError("Nothing was released: that needs a reason.", returncode=USAGE)
+        return reason
+
+    def _answer(self, question: str) -> str:
+        self.stdout.write(question, ending="")
+        self.stdout.flush()
+        return sys.stdin.readline().strip()
+
+    def _take(
+        self, found: list[HeldKey], reason: str, outcomes: list[Outcome]
+    ) -> BackendUnavailable | None:
+        """Take keys until a store does not answer; return its error."""
+        try:
+            for each in found:
+                # One by one: what was done before an error counts.
+                outcomes.append(self._take_one(each, reason))  # noqa: PERF401
+        except BackendUnavailable as error:
+            return error
+        return None
+
+    def _take_one(self, held: HeldKey, reason: str) -> Outcome:
+        now = get_by_key(held.key, backend=held.backend)
+        if now is not None and now.fence != held.fence:
+            # Whoever has it now was not shown to anybody.
+            return Outcome(
+                operation=Operation.FORCE_RELEASE,
+                backend=held.backend,
+                key=held.key,
+                result=Result.NOTHING,
+                fence_before=now.fence,
+                fence_after=now.fence,
+            )
+        return force_release(held.key, backend=held.backend, actor=self.actor(), reason=reason)
+
+    def _print_outcomes(self, outcomes: list[Outcome]) -> None:
+        for each in outcomes:
+            key = printable(each.key)
+            if each.is_done:
+                fences = f"fence {each.fence_before} -> {each.fence_after or 'unknown'}"
+                self.stdout.write(self.style.SUCCESS(f"Released {key} ({fences})."))
+            elif each.is_busy:
+                self.stdout.write(self.style.ERROR(f"Busy: {key} is guarded. {_in_the_way(each)}"))
+            else:
+                self.stdout.write(
+                    self.style.WARNING(f"Not released: its holder does not have {key} any more.")
+                )
+
+
+def _check(
+    *,
+    key: str | None,
+    prefix: str | None,
+    host: str | None,
+    task: str | None,
+    dry_run: bool,
+    force: bool,
+    reason: str,
+    json: bool,
+    **_: Any,
+) -> None:
+    filters = [each for each in (prefix, host, task) if each is not None]
+    if (key is None) == (not filters):
+        rule = "Name a KEY, or some of --prefix, --host and --task; not both."
+    elif "" in filters:
+        rule = "--prefix, --host and --task must not be empty."
+    elif force and not reason.strip():
+        rule = "--force needs --reason."
+    elif json and not (force or dry_run):
+        rule = "--json asks nobody: it needs --force, or --dry-run."
+    else:
+        return
+    raise CommandError(rule, returncode=USAGE)
+
+
+def _found(backend: str, options: dict[str, Any]) -> list[HeldKey]:
+    """Return what is to be released."""
+    if options["key"] is not None:
+        held = show(normalize_key(options["key"]), backend).held
+        return [] if held is None else [held]
+    found: list[HeldKey] = []
+    cursor = None
+    while True:
+        page = list_locks(
+            backends=[backend],
+            prefix=options["prefix"] or "",
+            host=options["host"],
+            task_id=options["task"],
+            cursor=cursor,
+            limit=1000,
+        )
+        for failure in page.failures:
+            status = 1 if failure.code in ("unsupported", "misconfigured") else UNAVAILABLE
+            raise CommandError(failure.message, returncode=status)
+        found += page.locks
+        if (cursor := page.cursor) is None:
+            # While others come and go, some stores show a lock twice.
+            return list({each.key: each for each in found}.values())
+
+
+def _in_the_way(outcome: Outcome) -> str:
+    if outcome.sessions is None:
+        return "The store cannot tell by whom. Nothing was changed."
+    if not outcome.sessions:
+        return "Whoever was in the way is gone by now: try again. Nothing was changed."
+    return f"In the way: {'; '.join(map(named, outcome.sessions))}. Nothing was changed."
+
+
+def _end(outcomes: list[Outcome]) -> None:
+    """End with the status that fits what was done.
+
+    Raises:
+        CommandError: A key was busy, or nothing was released.
+    """
+    if any(each.is_busy for each in outcomes):
+        raise CommandError("Not all keys were released.", returncode=BUSY)
+    if not any(each.is_done for each in outcomes):
+        raise CommandError("Nothing was released.")

@@ -1,0 +1,108 @@
+"""Show all that is known about a key."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Iterator
+from typing import Any
+
+from django.core.management.base import CommandParser
+
+from ...inspection import HeldKey, KeyView, show
+from ..operating import OperatorCommand, describe, named, refuse_memory
+from ..tables import instant, printable, span
+
+
+class Command(OperatorCommand):
+    """`distlock_show KEY [--backend ALIAS] [--json]`."""
+
+    help = "Shows a key: who holds it, its fence, a pause, who waits, and what happened to it."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Take the key."""
+        super().add_arguments(parser)
+        parser.add_argument("key", metavar="KEY", help="the key, as the code names it")
+        parser.add_argument(
+            "--backend",
+            default="default",
+            metavar="ALIAS",
+            help="an alias of DISTLOCK (default: %(default)s)",
+        )
+
+    def handle(self, *, key: str, backend: str, json: bool, **options: Any) -> None:
+        """Print what is known."""
+        refuse_memory(backend)
+        view = show(key, backend)
+        if json:
+            self.print_json(view.as_json())
+            return
+        for name, text in self._lines(view):
+            self.stdout.write(f"{self.style.MIGRATE_HEADING(name.ljust(12))}{printable(text)}")
+        self._print_waiters(view)
+        self._print_events(view)
+
+    def _lines(self, view: KeyView) -> Iterator[tuple[str, str]]:
+        yield "key", view.key
+        yield "backend", view.backend
+        if view.held is None:
+            yield "state", "nobody holds it"
+        else:
+            yield from _held(view.held)
+        yield "fence", str(view.fence) if view.fence else "never granted"
+        if view.counter is not None and view.paused_until is not None:
+            by = f", by {view.counter.paused_by}" if view.counter.paused_by else ""
+            yield "paused", f"until {instant(view.paused_until)}{by}"
+        for session in view.guards or ():
+            yield "guarded by", named(session)
+
+    def _print_waiters(self, view: KeyView) -> None:
+        if view.waiters:
+            self.stdout.write("")
+            self.print_table(
+                ("WAITING", "TASK", "SINCE", "WOKEN"),
+                [
+                    [
+                        describe(each.holder),
+                        each.holder.task_id or "-",
+                        instant(each.since),
+                        "yes" if each.is_woken else "asks again and again",
+                    ]
+                    for each in view.waiters
+                ],
+            )
+
+    def _print_events(self, view: KeyView) -> None:
+        if view.events is None:
+            self.stderr.write("The table of events cannot be read.", self.style.WARNING)
+        elif view.events:
+            self.stdout.write("")
+            self.print_table(
+                ("AT", "EVENT", "FENCE", "BY", "WHY"),
+                [
+                    [
+                        instant(each.at),
+                        str(each.get_kind_display()),
+                        "-" if each.fence is None else str(each.fence),
+                        each.actor or "-",
+                        each.reason or "-",
+                    ]
+                    for each in view.events
+                ],
+            )
+
+
+def _held(held: HeldKey) -> Iterator[tuple[str, str]]:
+    yield "state", str(held.state.label)
+    yield "holder", describe(held.holder)
+    if held.holder.thread:
+        yield "thread", held.holder.thread
+    if held.holder.task_id:
+        yield "task", held.holder.task_id
+    if held.holder.metadata:
+        yield "metadata", json_module.dumps(dict(held.holder.metadata), ensure_ascii=False)
+    yield "since", f"{instant(held.acquired_at)} ({span(held.held_for)})"
+    yield "renewed", instant(held.renewed_at)
+    if held.expires_at is not None:
+        yield "expires", f"{instant(held.expires_at)} (in {span(held.expires_in)})"
+    if held.token_hash:
+        yield "token hash", held.token_hash

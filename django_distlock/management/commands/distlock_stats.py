@@ -1,0 +1,123 @@
+"""Say how much there is of locks and counters, and what it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import CommandError, CommandParser
+from django.template.defaultfilters import filesizeformat
+
+from ...backends.counts import Count, Sizes
+from ...core.errors import LockError
+from ...handler import lock_backends
+from ...inspection import Failure, Statistics, statistics
+from ..operating import OperatorCommand, in_memory, raise_unavailable
+from ..tables import Cell, instant
+
+
+class Command(OperatorCommand):
+    """`distlock_stats [--backend ALIAS …] [--json]`."""
+
+    help = (
+        "Says how many locks are held, how many records, waiters and fence counters there are, and"
+        " what the tables take. Estimates what would take long to count."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Take the backends."""
+        super().add_arguments(parser)
+        parser.add_argument(
+            "--backend",
+            action="append",
+            metavar="ALIAS",
+            help="an alias of DISTLOCK; may be given several times (default: all of them)",
+        )
+
+    def handle(self, *, backend: list[str] | None, json: bool, **options: Any) -> None:
+        """Print what can be counted, and what could not be asked."""
+        found: list[Statistics] = []
+        failures: list[Failure] = []
+        for alias in lock_backends if backend is None else dict.fromkeys(backend):
+            try:
+                if lock_backends[alias].distributed:
+                    found.append(statistics(alias))
+                else:
+                    failures.append(in_memory(alias))
+            except (LockError, ImproperlyConfigured) as error:
+                failures.append(Failure.of(alias, error))
+        if json:
+            self.print_json(
+                {
+                    "backends": [each.as_json() for each in found],
+                    "failures": [each.as_json() for each in failures],
+                }
+            )
+        else:
+            self._print(found)
+            self.print_failures(failures)
+        for each in found:
+            for warning in each.warnings:
+                self.stderr.write(warning, self.style.WARNING)
+        wrong = [each.message for each in failures if each.code == "misconfigured"]
+        if wrong or (failures and backend is not None and not found):
+            raise_unavailable(each for each in failures if each.code != "misconfigured")
+            raise CommandError("; ".join(wrong) or failures[0].message)
+        raise_unavailable(failures)
+
+    def _print(self, found: list[Statistics]) -> None:
+        rows: list[list[Cell]] = [
+            [
+                each.backend,
+                _shown(each.counts.held),
+                _shown(each.counts.expired),
+                _shown(each.counts.waiters),
+                (_shown(each.counts.counters), self.style.WARNING if each.warnings else str),
+                _shown(each.counts.highest),
+                _size(each.memory),
+            ]
+            for each in found
+        ]
+        headings = ("BACKEND", "HELD", "EXPIRED", "WAITING", "COUNTERS", "HIGHEST FENCE", "MEMORY")
+        self.print_table(headings, rows)
+        # Backends share the tables of a database.
+        shared = {each.sizes.database: each.sizes for each in found if each.sizes is not None}
+        for each in shared.values():
+            self._print_sizes(each)
+
+    def _print_sizes(self, sizes: Sizes) -> None:
+        self.stdout.write("")
+        if sizes.bytes is not None:
+            self.stdout.write(f"The database {sizes.database!r} takes {_size(sizes.bytes)} in all.")
+        if not sizes.tables:
+            return
+        rows: list[list[Cell]] = [
+            [
+                sizes.database,
+                each.name,
+                _size(each.bytes),
+                _about(each.rows),
+                _about(each.dead),
+                instant(each.vacuumed_at),
+                _about(each.made),
+            ]
+            for each in sizes.tables
+        ]
+        self.print_table(("DATABASE", "TABLE", "SIZE", "ROWS", "DEAD", "VACUUMED", "MADE"), rows)
+        if any(each.made is not None for each in sizes.tables):
+            since = instant(sizes.made_since) if sizes.made_since else "the database began to count"
+            self.stdout.write(f"Made: since {since}.")
+
+
+def _shown(count: Count | None) -> str:
+    if count is None:
+        return "-"
+    return f"{'' if count.is_exact else 'about '}{count.number}"
+
+
+def _about(number: int | None) -> str:
+    return "-" if number is None else f"about {number}"
+
+
+def _size(size: int | None) -> str:
+    return "-" if size is None else str(filesizeformat(size)).replace("\xa0", " ")

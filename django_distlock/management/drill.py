@@ -1,0 +1,196 @@
+"""The drill: a holder is stopped past the end of its lease, and its late write is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..backends.base import BaseLockBackend
+from ..core.errors import FenceRejected, LockError, LockNotAcquired, LockUsageError
+from ..core.records import Record
+from ..leases import Lease
+from ..locks import distlock
+from .late import TTL, Late
+from .targets import target_of
+
+#: No drill takes longer than this, in seconds; most take five.
+LIMIT = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a process did, when (seconds since the beginning), and under which fence."""
+
+    at: float
+    process: str
+    pid: int
+    fence: int | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Something that locks promise, and whether it was so."""
+
+    text: str
+    is_kept: bool
+
+
+def refuse_impossible(store: BaseLockBackend) -> None:
+    """Refuse a backend on which there is nothing to see.
+
+    Raises:
+        LockUsageError: It is one, or processes cannot be stopped here.
+    """
+    if not hasattr(signal, "SIGSTOP"):
+        raise LockUsageError("This system cannot stop a process and let it go on.")
+    if not store.distributed:
+        raise LockUsageError(
+            f"The lock backend {store.alias!r} keeps its locks in the memory of each process: they"
+            " keep no other process away."
+        )
+    if not store.supports_ttl:
+        raise LockUsageError(
+            f"The lock backend {store.alias!r} ends no lease at a time: a holder that is stopped"
+            " keeps its key, and nobody takes over."
+        )
+
+
+class Drill:
+    """One drill, on a key of its own.
+
+    Args:
+        on_step: Called at every step.
+
+    Attributes:
+        steps: What has happened so far.
+        promises: What has been looked at so far.
+    """
+
+    def __init__(self, store: BaseLockBackend, key: str, on_step: Callable[[Step], object]):
+        self.steps: list[Step] = []
+        self.promises: list[Promise] = []
+        self._store = store
+        self._key = key
+        self._target = target_of(store, key)
+        self._on_step = on_step
+        self._began = time.monotonic()
+
+    @property
+    def is_passed(self) -> bool:
+        """Whether all was as promised."""
+        return all(each.is_kept for each in self.promises)
+
+    @property
+    def refused_by(self) -> str:
+        """What is written to."""
+        return self._target.name
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what JSON can carry."""
+        return {
+            "backend": self._store.alias,
+            "key": self._key,
+            "ttl": TTL,
+            "passed": self.is_passed,
+            "target": self.refused_by,
+            "steps": [asdict(each) for each in self.steps],
+            "promises": [{"promise": each.text, "kept": each.is_kept} for each in self.promises],
+        }
+
+    def run(self) -> None:
+        """Let it happen. What it leaves is the fence counter of its key, and events.
+
+        Raises:
+            Stuck: The other process did not do what it was to do.
+            LockError: The store did not answer, or refused.
+        """
+        with ExitStack() as stack:
+            stack.callback(self._clear)
+            late = stack.enter_context(Late(self._store.alias, self._key, LIMIT))
+            late.wait_for("holding")
+            self._of(late, f"takes the lock, for {TTL:g} s and as long as it renews it")
+            late.stop()
+            self._of(late, "is stopped in the middle of its work, and its heartbeat with it")
+            lease = self._take_over(late, stack)
+            if lease is None:
+                return
+            self._write(lease)
+            late.go_on()
+            self._of(late, "goes on, and writes without a look at its lease")
+            said = late.wait_for("refused", "written")
+            self._of(late, said.get("why", "has written, and nothing has refused it"))
+            late.wait()
+            self._judge(lease, said)
+
+    def _take_over(self, late: Late, stack: ExitStack) -> Lease | None:
+        """Wait for the end of its lease, and take the lock."""
+        before = self._store.read(self._key)
+        if before is not None:
+            self._ours(None, "waits for the lock: its lease has to end, and a second to pass")
+        longest = min(LIMIT, self._store.config.max_ttl)
+        lock = distlock(self._key, ttl=longest, wait=LIMIT / 2, backend=self._store.alias)
+        try:
+            lease = lock.acquire()
+        except LockNotAcquired as error:
+            self._ours(None, str(error))
+            self._look("the next one is granted the lock when the lease has ended", kept=False)
+            return None
+        stack.callback(lease.release)
+        self._ours(lease, "takes over")
+        self._look("the next one is granted the lock when the lease has ended", kept=True)
+        self._look("and not before", kept=_is_behind(lease, before))
+        grows = late.fence is not None and late.fence < lease.fence
+        self._look("its fence is higher", kept=grows)
+        return lease
+
+    def _write(self, lease: Lease) -> None:
+        try:
+            self._target.write(lease)
+        except FenceRejected as error:
+            self._ours(lease, str(error))
+            self._look("the new holder writes", kept=False)
+        else:
+            self._ours(lease, f"writes to {self._target.name}")
+            self._look("the new holder writes", kept=True)
+
+    def _judge(self, lease: Lease, said: dict[str, Any]) -> None:
+        """Look at what has become of the late write, and of both leases."""
+        stands = self._target.fence() == lease.fence
+        self._look("the late write is refused", kept=said["step"] == "refused" and stands)
+        self._look("the lease of the late holder counts as lost", kept=said["is_lost"])
+        record = self._store.read(self._key)
+        held = record is not None and record.fence == lease.fence and not lease.is_lost
+        self._look("the late holder takes nothing from the new one", kept=held)
+
+    def _clear(self) -> None:
+        """Leave no lock, whoever held it last, and nothing that was written."""
+        # A store that does not answer was told, or is about to be.
+        with suppress(LockError):
+            self._store.force_release(self._key)
+        with suppress(LockError):
+            self._target.remove()
+
+    def _look(self, promise: str, *, kept: bool) -> None:
+        self.promises.append(Promise(promise, kept))
+
+    def _of(self, late: Late, text: str) -> None:
+        self._note("first", late.pid, late.fence, text)
+
+    def _ours(self, lease: Lease | None, text: str) -> None:
+        self._note("second", os.getpid(), None if lease is None else lease.fence, text)
+
+    def _note(self, process: str, pid: int, fence: int | None, text: str) -> None:
+        at = round(time.monotonic() - self._began, 3)
+        self.steps.append(Step(at, process, pid, fence, text))
+        self._on_step(self.steps[-1])
+
+
+def _is_behind(lease: Lease, before: Record | None) -> bool:
+    """Whether a lease began when the one before, as it was seen, was over; by the store's clock."""
+    return before is None or before.free_at is None or before.free_at <= lease.acquired_at

@@ -1,0 +1,182 @@
+"""What the commands of operators share: JSON, tables, and what they end with."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from ..core.durations import seconds
+from ..core.errors import BackendUnavailable, InvalidArgument, LockError
+from ..core.holders import Holder
+from ..core.sessions import Session
+from ..handler import lock_backends
+from ..host import current_holder
+from ..inspection import Failure, HeldKey, State
+from .statuses import UNAVAILABLE, USAGE
+from .tables import Cell, aligned, instant, span
+
+#: The most records that one transaction removes.
+MAX_BATCH = 100_000
+
+#: Of a table of held keys.
+HEADINGS = ("BACKEND", "KEY", "STATE", "HOLDER", "TASK", "HELD FOR", "EXPIRES IN", "FENCE")
+
+
+class OperatorCommand(BaseCommand):
+    """A command that looks at locks, or changes them, through `inspection`."""
+
+    #: Whoever deals with a stuck lock is not to be stopped by a warning about something else.
+    requires_system_checks: Any = ()
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Take `--json`."""
+        parser.add_argument(
+            "--json", action="store_true", help="print one JSON document instead of text"
+        )
+
+    def execute(self, *args: Any, **options: Any) -> Any:
+        """Run, and end with the status that fits the error."""
+        try:
+            return super().execute(*args, **options)
+        except (ImproperlyConfigured, LockError) as error:
+            status = status_of(error)
+            if options.get("json") and status != USAGE:
+                # Whoever asked well gets a document, whatever happens.
+                named = options.get("backend")
+                alias = named if isinstance(named, str) else ""
+                self.print_json({"failures": [Failure.of(alias, error).as_json()]})
+            raise CommandError(str(error), returncode=status) from error
+
+    def print_json(self, document: Any) -> None:
+        """Print one JSON document."""
+        self.stdout.write(json.dumps(document, indent=2))
+
+    def print_locks(self, locks: Iterable[HeldKey]) -> None:
+        """Print held keys as a table."""
+        self.print_table(HEADINGS, [self.row(each) for each in locks])
+
+    def row(self, held: HeldKey) -> list[Cell]:
+        """Return a held key as a row below `HEADINGS`."""
+        state = held.state
+        colours: dict[State, Callable[[str], str]] = {
+            State.HELD: self.style.SUCCESS,
+            State.SETTLED: self.style.SUCCESS,
+            State.PAST_EXPIRY: self.style.ERROR,
+        }
+        return [
+            held.backend,
+            held.key,
+            (str(state.label), colours.get(state, self.style.WARNING)),
+            describe(held.holder),
+            held.holder.task_id or "-",
+            span(held.held_for),
+            span(held.expires_in),
+            str(held.fence),
+        ]
+
+    def print_table(self, headings: tuple[str, ...], rows: list[list[Cell]]) -> None:
+        """Print a table."""
+        for line in aligned(headings, rows, self.style.MIGRATE_HEADING):
+            self.stdout.write(line)
+
+    def print_failures(self, failures: Iterable[Failure]) -> None:
+        """Say on standard error which backends could not be asked."""
+        for each in failures:
+            self.stderr.write(f"{each.backend}: {each.message}", self.style.WARNING)
+
+    def actor(self) -> str:
+        """Return who runs this, as events name it."""
+        try:
+            user = getpass.getuser()
+        except (OSError, KeyError):  # A number that no name belongs to.
+            user = f"uid {os.getuid()}"
+        return f"{user}@{current_holder().host}"[:200]
+
+
+def status_of(error: Exception) -> int:
+    """Return the exit status for an error."""
+    if isinstance(error, InvalidArgument):
+        return USAGE
+    # "internal": the store has refused, for instance because it lacks a table.
+    refused = isinstance(error, LockError) and error.code == "internal"
+    return UNAVAILABLE if refused or isinstance(error, BackendUnavailable) else 1
+
+
+def refuse_memory(alias: str) -> None:
+    """Refuse a backend of which this process sees nothing.
+
+    Raises:
+        CommandError: Its locks are in the memory of other processes.
+    """
+    if not lock_backends[alias].distributed:
+        raise CommandError(in_memory(alias).message)
+
+
+def in_memory(alias: str) -> Failure:
+    """Return why a backend in memory cannot be asked by a command."""
+    message = (
+        f"The lock backend {alias!r} keeps its locks in the memory of each process: no other"
+        " process sees them."
+    )
+    return Failure(backend=alias, code="unsupported", message=message)
+
+
+def raise_unavailable(failures: Iterable[Failure]) -> None:
+    """End with the status of a store that did not answer, if there is one.
+
+    Raises:
+        CommandError: There is.
+    """
+    silent = [each.backend for each in failures if each.code != "unsupported"]
+    if silent:
+        raise CommandError(
+            f"Not all backends could be asked: {', '.join(silent)}.", returncode=UNAVAILABLE
+        )
+
+
+def duration(text: str) -> float:
+    """Return what a number of seconds says on a command line.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
+    try:
+        return seconds(float(text), "a duration")
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no number of seconds, at least 0.") from None
+
+
+def batch(text: str) -> int:
+    """Return what the size of a batch says on a command line.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
+    if not (text.isdecimal() and 1 <= int(text) <= MAX_BATCH):
+        raise ArgumentTypeError(f"{text!r} is no number from 1 to {MAX_BATCH}.")
+    return int(text)
+
+
+def describe(holder: Holder) -> str:
+    """Return where a holder runs; "-": the store does not tell."""
+    process = f"{holder.process}[{holder.pid}]" if holder.pid else holder.process
+    return " ".join(each for each in (holder.host, process) if each) or "-"
+
+
+def named(session: Session) -> str:
+    """Return what an operator finds a session by."""
+    facts = [
+        f"session {session.pid}",
+        session.application and f"application {session.application!r}",
+        session.user and f"user {session.user!r}",
+        session.client and f"from {session.client}",
+        f"since {instant(session.since)}" if session.since else "",
+    ]
+    return ", ".join(each for each in facts if each)

@@ -1,0 +1,146 @@
+"""What the drill writes to: something beside the locks that refuses older fences."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from django.db import connections, router, transaction
+from django.db.utils import DatabaseError, InterfaceError
+
+from .. import vendors
+from ..backends.base import BaseLockBackend
+from ..backends.tables import FenceTable
+from ..core.errors import BackendUnavailable, LockError
+from ..fencing.rejecting import Fenced, reject
+from ..fencing.seen import see
+from ..models import SeenFence
+
+_REDIS = "django_distlock.backends.redis.RedisBackend"
+#: Seconds that a value in Redis is kept: nothing of it stays where a drill was killed.
+_KEPT = 600
+
+
+class Target(ABC):
+    """Something that keeps the highest fence that it was written with.
+
+    Attributes:
+        name: What people call it.
+    """
+
+    name: str
+
+    @abstractmethod
+    def write(self, by: Fenced) -> None:
+        """Write.
+
+        Raises:
+            FenceRejected: Somebody with a higher fence has written.
+            LockError: It cannot be written.
+        """
+
+    @abstractmethod
+    def fence(self) -> int | None:
+        """Return the fence of the write that stands; None: nobody has written."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Leave nothing of it."""
+
+
+class TableTarget(Target):
+    """A row of seen fences."""
+
+    def __init__(self, key: str, using: str):
+        self._key = key
+        self._using = using
+        self.name = f"the table {SeenFence._meta.db_table} in the database {using!r}"
+
+    def write(self, by: Fenced) -> None:
+        """See `Target`: compared in the statement that writes."""
+        with self._translated():
+            mark = see(by, self._using)
+        if mark > by.fence:
+            reject(by, f"The row of {self._key!r} in {SeenFence._meta.db_table}", mark)
+
+    def fence(self) -> int | None:
+        """See `Target`."""
+        with self._translated():
+            fence: int | None = self._rows().values_list("fence", flat=True).first()
+        return fence
+
+    def remove(self) -> None:
+        """See `Target`."""
+        with self._translated(), transaction.atomic(using=self._using):
+            self._rows().delete()
+
+    def _rows(self) -> Any:
+        return SeenFence.objects.using(self._using).filter(pk=self._key)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except (DatabaseError, InterfaceError) as error:
+            code = vendors.of(self._using).unavailable_code(error)
+            message = f"The database {self._using!r} cannot be written: {error}"
+            if code is None:
+                raise LockError(message, key=self._key) from error
+            raise BackendUnavailable(message, key=self._key, code=code) from error
+
+
+class RedisTarget(Target):
+    """A fenced value in the Redis of the locks."""
+
+    def __init__(self, key: str, store: Any):
+        from ..fencing.redis import FencedValue
+
+        self._alias = store.alias
+        # A role of its own: no key of a lock is called like that.
+        name = f"{store.key_prefix}:drill:{key}" if store.key_prefix else f"drill:{key}"
+        with self._translated():
+            self._value = FencedValue(store.store.client, name)
+        self.name = f"the fenced value {name!r} in Redis"
+
+    def write(self, by: Fenced) -> None:
+        """See `Target`: compared in the script that writes."""
+        with self._translated():
+            self._value.set(str(by.fence), by, ttl=_KEPT)
+
+    def fence(self) -> int | None:
+        """See `Target`."""
+        with self._translated():
+            value = self._value.read()
+        return None if value is None else int(value)
+
+    def remove(self) -> None:
+        """See `Target`."""
+        with self._translated():
+            self._value.client.delete(self._value.name)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        from ..backends.redis.clients import ERRORS, translated
+
+        try:
+            yield
+        except ERRORS as error:
+            raise translated(error, self._alias, None) from error
+
+
+def target_of(store: BaseLockBackend, key: str) -> Target:
+    """Return what a drill on a backend writes to: beside the locks, as far as that is possible."""
+    if is_redis(store):
+        return RedisTarget(key, store)
+    if isinstance(store, FenceTable) and router.allow_migrate_model(store.using, SeenFence):
+        return TableTarget(key, store.using)
+    using = router.db_for_write(SeenFence)
+    _ = connections[using]  # It says that there is none.
+    return TableTarget(key, using)
+
+
+def is_redis(store: BaseLockBackend) -> bool:
+    """Whether a backend is that of Redis, whose driver need not be installed for the others."""
+    return any(f"{each.__module__}.{each.__qualname__}" == _REDIS for each in type(store).__mro__)

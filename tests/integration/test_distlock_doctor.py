@@ -1,0 +1,242 @@
+"""`manage.py distlock_doctor`: what it says, to whom, and what it ends with."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.test import override_settings
+
+from django_distlock import InvalidArgument, lock_backends
+from django_distlock.inspection.diagnosis import ADDRESSES, diagnose
+from django_distlock.inspection.diagnosis.answers import KEY
+from django_distlock.inspection.diagnosis.findings import address
+from tests.contract.aliases import DATABASE
+from tests.contract.helpers import take
+from tests.redis_servers import private_redis
+from tests.settings import REDIS_BACKEND
+
+from .databases import migrate
+from .operating import run
+from .projects import Project
+
+ROOT = Path(__file__).parents[2]
+MEMORY = "django_distlock.backends.memory.MemoryBackend"
+
+
+@contextmanager
+def sound(**more: Any) -> Iterator[None]:
+    """Configure a Redis with which nothing is wrong, and other backends."""
+    with private_redis(durable=True) as running:
+        locks = {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": running.url}}
+        with override_settings(DISTLOCK={"locks": locks, **more}):
+            yield
+
+
+@contextmanager
+def forgetful(**more: Any) -> Iterator[None]:
+    """Configure a Redis that keeps nothing over a restart, which is a warning."""
+    with private_redis() as running:
+        locks = {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": running.url}}
+        with override_settings(DISTLOCK={"locks": locks, **more}):
+            yield
+
+
+def test_sound_project_ends_with_0() -> None:
+    """All that was looked at is listed, each with what came of it."""
+    with sound():
+        ran = run("distlock_doctor", "--fail-level=WARNING")
+    assert (ran.status, ran.err) == (0, "")
+    assert "Nothing found." in ran.out
+    project, locks = ran.out.split("DISTLOCK['locks']")
+    assert "ok       settings" in project
+    for what in (
+        "store", "clock", "locking", "wake-ups", "connections", "locks", "orphan waiters",
+        "pauses", "replica", "eviction", "persistence",
+    ):  # fmt: skip
+        assert re.search(rf"^  ok       {what}( |$)", locks, re.MULTILINE), what
+
+
+def test_fail_level_decides_about_the_status() -> None:
+    """A warning is told, and fails only where that is asked for."""
+    with forgetful():
+        ran = run("distlock_doctor")
+        assert ran.status == 0
+        assert "WARNING distlock.W203 [locks]" in ran.out
+        assert "do:   Set appendonly to yes." in ran.out
+        assert "read: docs/runbooks/failover.md" in ran.out
+        assert "1 finding." in ran.out
+        assert run("distlock_doctor", "--fail-level=WARNING").status == 1
+        assert run("distlock_doctor", "--fail-level=WARNING", "--json").status == 1
+
+
+def test_errors_come_first() -> None:
+    """Whoever is in a hurry reads the worst first."""
+    wrong = {"BACKEND": DATABASE, "TTL": 0}
+    with forgetful(wrong=wrong):
+        ran = run("distlock_doctor", "--json")
+    assert ran.status == 1
+    assert [each["id"] for each in ran.json["findings"]] == ["distlock.E001", "distlock.W203"]
+
+
+def test_json_is_one_document() -> None:
+    """Findings and looks, each with its backend; nothing beside it."""
+    with forgetful(memory={"BACKEND": MEMORY}):
+        ran = run("distlock_doctor", "--json")
+    assert set(ran.json) == {"findings", "silenced", "looked_at", "silent"}
+    w203 = next(each for each in ran.json["findings"] if each["id"] == "distlock.W203")
+    assert set(w203) == {"id", "level", "backend", "message", "hint", "address", "keys"}
+    assert (w203["level"], w203["backend"]) == ("warning", "locks")
+    assert {
+        "backend": "memory",
+        "what": "store",
+        "mark": "skipped",
+        "text": "in the memory of each process",
+    } in ran.json["looked_at"]
+    assert any(each["backend"] is None for each in ran.json["looked_at"])
+
+
+def test_marks_have_colours_for_people() -> None:
+    """And none where nobody sees them."""
+    with forgetful():
+        out = io.StringIO()
+        call_command("distlock_doctor", stdout=out, force_color=True)
+        assert "\x1b[" in out.getvalue()
+        assert "\x1b[" not in run("distlock_doctor").out
+
+
+def test_silenced_findings_are_listed_apart() -> None:
+    """`SILENCED_SYSTEM_CHECKS` holds here too, also for what only a diagnosis finds."""
+    silenced = ["distlock.W203", "distlock.D007"]
+    with forgetful(), override_settings(SILENCED_SYSTEM_CHECKS=silenced):
+        store = lock_backends["locks"]
+        store.pause("report", store.clock().replace(year=2099))
+        ran = run("distlock_doctor", "--fail-level=WARNING")
+        assert ran.status == 0
+        assert "Silenced by SILENCED_SYSTEM_CHECKS: distlock.D007, distlock.W203." in ran.out
+        document = run("distlock_doctor", "--json").json
+    assert document["findings"] == []
+    assert {each["id"] for each in document["silenced"]} == set(silenced)
+
+
+def test_nothing_stays_but_a_counter() -> None:
+    """The lock that is taken is given back, and its key is the same each time."""
+    with sound():
+        store = lock_backends["locks"]
+        run("distlock_doctor")
+        first = store.counter(KEY)
+        run("distlock_doctor")
+        second = store.counter(KEY)
+        assert store.list().records == ()
+        assert first is not None
+        assert second is not None
+        assert second.fence > first.fence
+
+
+def test_no_write_leaves_nothing() -> None:
+    """With `--no-write` not even that counter is made."""
+    with sound():
+        ran = run("distlock_doctor", "--no-write")
+        assert lock_backends["locks"].counter(KEY) is None
+    assert ran.status == 0
+    assert re.search(r"^  -        locking +not tried$", ran.out, re.MULTILINE)
+
+
+def test_two_doctors_at_once() -> None:
+    """The key of the other one is no finding."""
+    with sound():
+        take(lock_backends["locks"], KEY, 60)
+        ran = run("distlock_doctor", "--fail-level=WARNING")
+    assert ran.status == 0
+    assert "is not free right now" in ran.out
+
+
+def test_only_what_was_asked_for() -> None:
+    """`--backend` tells nothing of the others, and looks at none of them."""
+    dead = {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": "redis://127.0.0.1:1/0"}}
+    with sound(dead=dead, wrong={"BACKEND": DATABASE, "TTL": 0}, memory={"BACKEND": MEMORY}):
+        ran = run("distlock_doctor", "--backend=locks", "--fail-level=WARNING")
+        assert (ran.status, ran.err) == (0, "")
+        assert "dead" not in ran.out
+        both = run("distlock_doctor", "--backend=locks", "--backend=wrong", "--json")
+    assert {each["backend"] for each in both.json["looked_at"]} == {None, "locks", "wrong"}
+    assert [each["backend"] for each in both.json["findings"]] == ["wrong"]
+
+
+def test_backend_that_is_not_there() -> None:
+    """It is said, in the document too."""
+    ran = run("distlock_doctor", "--backend=nowhere", "--json")
+    (failure,) = json.loads(ran.out)["failures"]
+    assert (ran.status, failure["code"]) == (1, "misconfigured")
+    assert "nowhere" in ran.err
+
+
+@pytest.mark.parametrize("setting", [[], {"x": 5}, {5: {}}])
+def test_broken_settings_are_a_finding(setting: Any) -> None:
+    """They are what a doctor is called for."""
+    with override_settings(DISTLOCK=setting):
+        ran = run("distlock_doctor", "--json")
+    assert ran.status == 1
+    assert "distlock.E001" in [each["id"] for each in ran.json["findings"]]
+
+
+def test_bad_arguments_are_refused() -> None:
+    """With the status of arguments."""
+    for wrong in ("--scan=0", "--scan=many", "--fail-level=INFO"):
+        with pytest.raises(CommandError, match=re.escape(wrong.partition("=")[0])):
+            call_command("distlock_doctor", wrong)
+    for limit in (0, True, "5"):
+        with pytest.raises(InvalidArgument, match="limit"):
+            diagnose(limit=limit)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="several aliases"):
+        diagnose("default")
+
+
+def test_keys_cannot_move_the_cursor() -> None:
+    """What somebody called a key is shown as text."""
+    with sound():
+        store = lock_backends["locks"]
+        store.pause("report\x1b[2J", store.clock().replace(year=2099))
+        out = run("distlock_doctor").out
+    assert "\x1b" not in out
+    assert "report\\x1b[2J" in out
+
+
+def test_every_finding_has_a_page_that_exists() -> None:
+    """Also each of the system checks, whatever its hint says."""
+    table = (ROOT / "docs/reference/checks.md").read_text()
+    known = {
+        f"distlock.{each}" for each in re.findall(r"^\| `distlock\.([EW]\d+)`", table, re.MULTILINE)
+    }
+    assert len(known) > 20
+    pages = {address(each, "") for each in known | set(ADDRESSES)}
+    missing = [each for each in sorted(pages) if not (ROOT / each).is_file()]
+    assert missing == []
+    assert address("distlock.W101", "See docs/howto/choose-a-database.md.") == (
+        "docs/howto/choose-a-database.md"
+    )
+
+
+def test_every_finding_is_documented() -> None:
+    """What only a diagnosis finds has a line in the reference of the commands."""
+    text = (ROOT / "docs/reference/commands.md").read_text()
+    described = set(re.findall(r"^\| `(distlock\.D\d+)`", text, re.MULTILINE))
+    assert described == {each for each in ADDRESSES if each.startswith("distlock.D")}
+
+
+def test_works_in_a_project(postgresql: str) -> None:
+    """From the command line: the default backend, migrated, and with nothing but a test's fsync."""
+    migrate(postgresql)
+    project = Project(postgresql, SILENCED_SYSTEM_CHECKS=["distlock.W108"])
+    document = json.loads(project.manage("distlock_doctor", "--json", "--fail-level=WARNING"))
+    assert document["findings"] == []
+    assert {each["id"] for each in document["silenced"]} == {"distlock.W108"}
+    project = Project(postgresql, DISTLOCK={"default": {"BACKEND": DATABASE, "TTL": 0}})
+    assert "distlock.E001" in project.manage("distlock_doctor", status=1)

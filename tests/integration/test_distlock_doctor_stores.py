@@ -1,0 +1,421 @@
+"""`manage.py distlock_doctor`: what it finds about stores, and about the way to them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from django.conf import settings
+from django.core import checks
+from django.core.checks.registry import registry
+from django.db import connections
+from django.test import override_settings
+from redis import Redis
+
+from django_distlock import lock_backends
+from django_distlock.host import current_holder
+from django_distlock.inspection import diagnosis
+from django_distlock.inspection.diagnosis import Finding, Mark, answers, diagnose
+from tests.contract.aliases import DATABASE, alias_like
+from tests.redis_servers import private_redis
+from tests.settings import REDIS_BACKEND
+from tests.setups.servers import pgbouncer
+
+from .databases import ask, migrate, server
+from .operating import run
+from .wires import READ_BYTES, wire
+
+ADVISORY = "django_distlock.backends.advisory.AdvisoryBackend"
+NOWHERE = "redis://:secret@127.0.0.1:1/0"
+
+
+@contextmanager
+def database(using: str, **options: Any) -> Iterator[None]:
+    """Configure one backend, on a database."""
+    given = {"BACKEND": DATABASE, "OPTIONS": {"using": using, **options}}
+    with override_settings(DISTLOCK={"locks": given}):
+        yield
+
+
+@contextmanager
+def redis(url: str) -> Iterator[None]:
+    """Configure one backend, on a Redis."""
+    given = {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": url}}
+    with override_settings(DISTLOCK={"locks": given}):
+        yield
+
+
+def findings() -> dict[str, Finding]:
+    """Examine all that is configured; give what was found, by id."""
+    found = diagnose().findings
+    assert {each.backend for each in found} <= {"locks", None}
+    return {each.id.removeprefix("distlock."): each for each in found}
+
+
+def look(what: str) -> tuple[Mark, str]:
+    """Examine, and return what came of a look at something."""
+    (seen,) = [
+        each for each in diagnose().looked_at if each.what == what and each.backend == "locks"
+    ]
+    return seen.mark, seen.text
+
+
+# Clocks
+
+
+def test_clock_of_the_server_is_off(postgresql: str) -> None:
+    """D001: a server whose clock is an hour ahead is found by what it tells, with figures."""
+    migrate(postgresql)
+    name = connections[postgresql].settings_dict["NAME"]
+    with server(name) as raw:
+        # What the functions of this package ask for the time.
+        raw.execute("CREATE SCHEMA skewed")
+        raw.execute(
+            "CREATE FUNCTION skewed.clock_timestamp() RETURNS timestamptz LANGUAGE sql AS"
+            " $$ SELECT pg_catalog.clock_timestamp() + interval '1 hour' $$"
+        )
+        raw.execute(f"ALTER DATABASE {name} SET search_path = skewed, public, pg_catalog".encode())
+    connections[postgresql].close()
+    with database(postgresql):
+        finding = findings()["D001"]
+    assert "+3600.0" in finding.message
+    assert "±" in finding.message
+    assert finding.address == "docs/runbooks/clock-jump.md"
+
+
+@pytest.mark.parametrize("alias", ["postgres", "redis", "redis_cluster"])
+def test_clock_of_this_host_is_off(alias: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D001 as well: nobody can tell which of two clocks is wrong. A second apart is none."""
+    now = answers.host_clock
+    with override_settings(DISTLOCK={"locks": settings.DISTLOCK[alias]}):
+        monkeypatch.setattr(answers, "host_clock", lambda: now() + timedelta(seconds=90))
+        assert "-90.0" in findings()["D001"].message or "-89.9" in findings()["D001"].message
+        monkeypatch.setattr(answers, "host_clock", lambda: now() + timedelta(seconds=0.2))
+        assert "D001" not in findings()
+        mark, text = look("clock")
+    assert mark is Mark.OK
+    assert "-0.2" in text or "-0.1" in text
+
+
+def test_clock_of_sqlite_is_this_hosts(sqlite: str) -> None:
+    """There is nothing to compare."""
+    migrate(sqlite)
+    with database(sqlite):
+        assert look("clock")[0] is Mark.SKIPPED
+
+
+# Wake-ups and poolers
+
+
+def test_wake_ups_behind_a_pooler(key: str) -> None:
+    """D008: none arrive through it. An alias that goes around it is what helps."""
+    with pgbouncer() as address, alias_like("default", **address) as using:
+        with database(using):
+            finding = findings()["D008"]
+        assert "connection pooler" in finding.message
+        assert "listen_using" in finding.message
+        with database(using, listen_using="default"):
+            lock_backends["locks"].note_waiter(key, current_holder(), 60)
+            # Other tests left leases here, which the doctor tells of, too.
+            assert "D008" not in findings()
+        connections[using].close()
+
+
+def test_wake_ups_that_a_user_may_not_hear() -> None:
+    """D008 on Redis: a user without the channel."""
+    with private_redis(durable=True) as running, Redis.from_url(running.url) as client:
+        client.execute_command("ACL", "SETUSER", "shop", "on", ">secret", "~*", "+@all")
+        with redis(running.url.replace("redis://", "redis://shop:secret@")):
+            assert "may not subscribe" in findings()["D008"].message
+
+
+def test_pooler_before_session_locks() -> None:
+    """E301: no lock can be taken through it. The locking that was tried says so as well."""
+    with pgbouncer() as address, alias_like("default", **address) as using:
+        given = {"BACKEND": ADVISORY, "OPTIONS": {"using": using}}
+        with override_settings(DISTLOCK={"locks": given}):
+            found = findings()
+        connections[using].close()
+    assert found["E301"].address == "docs/howto/use-session-locks.md"
+    assert found["D011"].level == "error"
+
+
+# Speed and connections
+
+
+class Slow:
+    """A way to a server on which each word takes its time.
+
+    Args:
+        using: The alias of its database.
+        seconds: How long.
+    """
+
+    def __init__(self, using: str, seconds: float):
+        self.seconds = seconds
+        self._wire = wire(using)
+
+    def __enter__(self) -> dict[str, Any]:
+        made = self._wire.__enter__()
+        made._carry = self._carry  # type: ignore[method-assign]
+        return made.address
+
+    def __exit__(self, *_: object) -> None:
+        self._wire.__exit__(None, None, None)
+
+    def _carry(self, client: socket.socket, server: socket.socket) -> None:
+        back = threading.Thread(target=self._pass_on, args=(server, client), daemon=True)
+        back.start()
+        self._pass_on(client, server)
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(READ_BYTES):
+                time.sleep(self.seconds)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+
+def test_slow_way_to_the_server() -> None:
+    """D009: the median of several round trips is above a tenth of a second."""
+    with Slow("default", 0.1) as address, alias_like("default", **address) as using:
+        with database(using):
+            finding = findings()["D009"]
+        connections[using].close()
+    milliseconds = float(finding.message.split(" ms ")[0].rsplit(" ", 1)[1])
+    assert milliseconds >= 200
+    assert "median of 5" in finding.message
+    assert finding.address == "docs/runbooks/store-unreachable.md"
+
+
+def test_connections_of_postgresql_are_nearly_used(postgresql: str) -> None:
+    """D010: of the server, of the database or of the user, with figures."""
+    migrate(postgresql)
+    name = str(connections[postgresql].settings_dict["NAME"])
+    with server() as raw, database(postgresql):
+        raw.execute(f"ALTER DATABASE {name} CONNECTION LIMIT 50".encode())
+        assert "D010" not in findings()
+        assert f"the database {name} has" in look("connections")[1]
+        raw.execute(f"ALTER DATABASE {name} CONNECTION LIMIT 10".encode())
+        with ExitStack() as stack:
+            for _ in range(8):
+                stack.enter_context(server(name))
+            finding = findings()["D010"]
+        raw.execute(f"ALTER DATABASE {name} CONNECTION LIMIT -1".encode())
+    assert f"the database {name} has" in finding.message
+    assert "of 10" in finding.message
+
+
+def test_connections_of_redis_are_nearly_used() -> None:
+    """D010: as its server tells."""
+    with private_redis(durable=True, maxclients=20) as running, redis(running.url):
+        assert "D010" not in findings()
+        with ExitStack() as stack:
+            for _ in range(16):
+                client = stack.enter_context(Redis.from_url(running.url))
+                client.ping()
+            assert "of 20" in findings()["D010"].message
+
+
+def test_connections_of_mariadb_are_told(mysql: str) -> None:
+    """How many there are, of how many."""
+    migrate(mysql)
+    with database(mysql):
+        mark, text = look("connections")
+    assert (mark, text.split()[-1]) == (Mark.OK, "200")
+
+
+# Stores that do not answer
+
+
+def test_store_that_is_down_stops_no_other(key: str) -> None:
+    """D011 once, and 69 behind all that the others told. No password is shown."""
+    both = {
+        "dead": {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": NOWHERE}},
+        "alive": {"BACKEND": DATABASE, "KEY_PREFIX": key, "OPTIONS": {"using": "default"}},
+    }
+    with override_settings(DISTLOCK=both):
+        ran = run("distlock_doctor", "--json")
+        assert ran.status == 69
+        about = [each["id"] for each in ran.json["findings"] if each["backend"] == "dead"]
+        assert about == ["distlock.D011"]
+        assert ran.json["silent"] == ["dead"]
+        looks = {(each["backend"], each["what"]): each["mark"] for each in ran.json["looked_at"]}
+        assert looks["alive", "locking"] == "ok"
+        assert looks["alive", "migrations"] == "ok"
+        assert ("dead", "persistence") not in looks
+        assert "secret" not in ran.out + ran.err
+        assert run("distlock_doctor", "--backend=alive").status == 0
+
+
+@pytest.mark.parametrize("kind", [DATABASE, ADVISORY])
+def test_database_that_is_down(kind: str) -> None:
+    """D011, and not what the checks would say of it once more."""
+    with alias_like("default", HOST="127.0.0.1", PORT="1") as using:
+        with override_settings(DISTLOCK={"locks": {"BACKEND": kind, "OPTIONS": {"using": using}}}):
+            ran = run("distlock_doctor", "--backend=locks", "--json")
+        assert ran.status == 69
+        about = {each["id"] for each in ran.json["findings"] if each["backend"] == "locks"}
+        assert about - {"distlock.W002"} == {"distlock.D011"}
+
+
+def test_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D011 after a while: its server takes words, and never says any."""
+    monkeypatch.setattr(diagnosis, "PATIENCE", 3.0)
+    with wire() as way, alias_like("default", **way.address) as using, database(using):
+        assert "D011" not in findings()
+        connections[using].close()
+        way.hang()
+        began = time.monotonic()
+        ran = run("distlock_doctor", "--backend=locks")
+        assert (ran.status, time.monotonic() - began < 30) == (69, True)
+        assert "3 s have passed" in ran.out
+
+
+def test_wrong_password() -> None:
+    """D011 says what to look at."""
+    with private_redis(durable=True) as running, Redis.from_url(running.url) as client:
+        client.execute_command("ACL", "SETUSER", "shop", "on", ">right", "~*", "+@all")
+        found = diagnosis_of(running.url.replace("redis://", "redis://shop:wrong@"))
+    assert set(found) == {"D011"}
+    assert "password" in found["D011"].hint
+
+
+def diagnosis_of(url: str) -> dict[str, Finding]:
+    """Examine a Redis."""
+    with redis(url):
+        return findings()
+
+
+def test_database_without_tables(postgresql: str) -> None:
+    """D011 and W103: it answers, and no lock can be taken. The exit status is no 69."""
+    with database(postgresql):
+        assert {"D011", "W103"} <= set(findings())
+        assert run("distlock_doctor", "--backend=locks").status == 1
+
+
+def test_redis_replica() -> None:
+    """W204 and D011: it answers, and refuses to write."""
+    with private_redis(durable=True) as primary, private_redis(durable=True) as replica:
+        with Redis.from_url(replica.url) as client:
+            client.execute_command("REPLICAOF", "127.0.0.1", urlsplit(primary.url).port)
+        found = diagnosis_of(replica.url)
+        assert set(found) == {"D011", "W204"}
+        assert found["W204"].address == "docs/runbooks/failover.md"
+        assert "refuse" in found["D011"].message or "read only" in found["D011"].message
+
+
+def test_database_that_only_reads(postgresql: str) -> None:
+    """E105 and D011: as on a standby."""
+    migrate(postgresql)
+    name = str(connections[postgresql].settings_dict["NAME"])
+    connections[postgresql].close()
+    with server() as raw, database(postgresql):
+        raw.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = on".encode())
+        found = findings()
+    assert {"D011", "E105"} <= set(found)
+    assert found["E105"].address == "docs/runbooks/failover.md"
+
+
+# What system checks find
+
+
+def test_redis_that_forgets() -> None:
+    """W202 and W203: eviction and persistence."""
+    with private_redis(maxmemory_policy="allkeys-lru") as running:
+        found = diagnosis_of(running.url)
+    assert set(found) == {"W202", "W203"}
+    assert {each.address for each in found.values()} == {"docs/runbooks/failover.md"}
+
+
+def test_missing_migration(postgresql: str) -> None:
+    """W106: named, with what to run."""
+    migrate(postgresql, "0003")
+    with database(postgresql):
+        found = findings()
+        looks = {each.what: each.mark for each in diagnose().looked_at if each.backend}
+    assert (looks["migrations"], looks["indexes"]) == ("warning", "skipped")
+    assert "0004_operators" in found["W106"].message
+    assert "migrate" in found["W106"].hint
+
+
+SPOILED = {
+    "W107": "ALTER TABLE django_distlock_fencecounter DISABLE TRIGGER distlock_fence_guard",
+    "W108": "ALTER TABLE django_distlock_heldlock SET UNLOGGED",
+    "W111": "ALTER TABLE django_distlock_heldlock DROP CONSTRAINT"
+    " django_distlock_heldlock_token_key",
+}
+
+
+@pytest.mark.parametrize("number", SPOILED)
+def test_spoiled_schema(postgresql: str, number: str) -> None:
+    """W107, W108, W111: a trigger, a table that forgets, an index. Nothing else is new."""
+    migrate(postgresql)
+    with database(postgresql):
+        before = {each.message for each in diagnose().findings}
+        ask(postgresql, SPOILED[number])
+        new = [each for each in diagnose().findings if each.message not in before]
+    assert [each.id for each in new] == [f"distlock.{number}"]
+    assert new[0].address.startswith("docs/")
+
+
+def test_check_that_hangs_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D013 after a while: a database of somebody else's rows that hangs. The store was asked."""
+    monkeypatch.setattr(diagnosis, "PATIENCE", 3.0)
+    over = threading.Event()
+
+    def hanging(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
+        over.wait(60)
+        return []
+
+    hanging.__module__ = "django_distlock.checks.hanging"
+    registry.register(hanging, "distlock")
+    try:
+        with private_redis() as running, redis(running.url):
+            found = findings()
+            assert look("locking")[0] is Mark.OK
+    finally:
+        over.set()
+        registry.registered_checks.remove(hanging)  # type: ignore[arg-type]
+    assert set(found) == {"D013"}
+    assert "not ended within 3 s" in found["D013"].message
+
+
+def test_check_that_fails_stops_no_other() -> None:
+    """D013: its error is told, and the others are run."""
+
+    def broken(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
+        raise ZeroDivisionError("by zero")
+
+    broken.__module__ = "django_distlock.checks.broken"
+    registry.register(broken, "distlock")
+    try:
+        with private_redis() as running, redis(running.url):
+            found = findings()
+    finally:
+        registry.registered_checks.remove(broken)  # type: ignore[arg-type]
+    assert set(found) == {"D013", "W203"}
+    assert "ZeroDivisionError: by zero" in found["D013"].message
+
+
+def test_backend_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D013: an error that no backend should raise is told, and the others are examined."""
+    with private_redis(durable=True) as running:
+        both = {
+            name: {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": running.url}}
+            for name in ("broken", "locks")
+        }
+        with override_settings(DISTLOCK=both):
+            monkeypatch.setattr(lock_backends["broken"], "clock", lambda: 1 / 0)
+            told = diagnose()
+    assert [(each.id, each.backend) for each in told.findings] == [("distlock.D013", "broken")]
+    assert any(each.backend == "locks" and each.what == "locking" for each in told.looked_at)

@@ -1,0 +1,246 @@
+"""`manage.py distlock_drill`: real processes, stopped and continued, on each store."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import connections
+from redis import Redis
+
+from django_distlock.models import FenceCounter, HeldLock, LockEvent, SeenFence
+from tests.conftest import DECLARED
+from tests.contract.locking import eventually
+from tests.contract.redis_clients import close, single_url
+from tests.services import NO_MARIADB
+from tests.settings import REDIS_BACKEND
+
+from .operating import run
+from .projects import PATIENCE, ROOT, Project
+from .runs import hear_signals, state_of
+
+PROMISES = 7
+
+
+@pytest.fixture(params=["default", "sqlite", "mariadb"], ids=["postgresql", "sqlite", "mariadb"])
+def using(request: pytest.FixtureRequest) -> str:
+    """Give a database of each kind in turn."""
+    if request.param not in connections.settings:
+        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    alias: str = request.param
+    return alias
+
+
+def drilled(project: Project) -> Any:
+    """Hold a drill in a project; give the document that it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "django", "distlock_drill", "--json"],
+        cwd=ROOT,
+        env={**os.environ, **project._environment()},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def ran(document: Any) -> set[int]:
+    """Give the numbers of the processes that took part, and check that they are gone."""
+    pids = {step["pid"] for step in document["steps"]}
+    assert not [pid for pid in pids if state_of(pid)]
+    return pids
+
+
+def test_late_write_is_refused_on_each_database(using: str) -> None:
+    """Two processes, the higher fence writes, the lower one does not; nothing but fences stays."""
+    document = drilled(Project(using))
+    key = document["key"]
+    assert document["passed"] is True
+    assert [each["kept"] for each in document["promises"]] == [True] * PROMISES
+    assert len(ran(document)) == 2
+    first, second = (
+        [step for step in document["steps"] if step["process"] == name]
+        for name in ("first", "second")
+    )
+    fences = first[-1]["fence"], second[-1]["fence"]
+    assert fences[0] < fences[1]
+    assert f"has fence {fences[1]}, and refuses fence {fences[0]}" in first[-1]["text"]
+    assert "django_distlock_seenfence" in document["target"]
+    # No lock and no mark is left; the counter is, and what operators are told.
+    assert not HeldLock.objects.using(using).filter(key=key).exists()
+    assert not SeenFence.objects.using(using).filter(key=key).exists()
+    assert FenceCounter.objects.using(using).get(key=key).fence >= fences[1]
+    events = LockEvent.objects.using(using).filter(key=key)
+    kinds = {"lost", "rejected"}
+    assert set(events.values_list("kind", flat=True)) == kinds
+
+
+def test_takeover_comes_behind_the_lease_and_its_grace() -> None:
+    """The lease of 2 s was renewed last before its holder was stopped, and a second has to pass."""
+    steps = drilled(Project("default"))["steps"]
+    stopped, taken = (
+        next(step["at"] for step in steps if word in step["text"])
+        for word in ("is stopped", "takes over")
+    )
+    # Renewed every third of the ttl, it had at least two thirds of it when the process stopped.
+    assert 2 < taken - stopped < PATIENCE
+
+
+def test_late_write_is_refused_on_redis() -> None:
+    """By a value in the Redis of the locks, of which nothing stays."""
+    redis = {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": single_url()}}
+    document = drilled(Project("default", DISTLOCK={"default": redis}))
+    assert document["passed"] is True
+    assert len(document["promises"]) == PROMISES
+    assert len(ran(document)) == 2
+    assert "fenced value" in document["target"]
+    key = document["key"]
+    assert "refuses fence" in document["steps"][-1]["text"]
+    client = Redis.from_url(single_url())
+    left = [name.decode() for name in client.scan_iter(match=f"*{key}")]
+    assert [name.split(":")[1] for name in left] == ["fence"]
+    client.delete(*left)
+    close(client)
+
+
+def test_transcript_is_for_people() -> None:
+    """A line for each step, the promises, what refuses, and what stays."""
+    text = Project("default").manage("distlock_drill", "--backend", "default")
+    steps, promises, ends = text.split("\n\n")
+    lines = [line for line in steps.splitlines() if " pid " in line]
+    assert [line.split()[2] for line in lines] == [
+        *("first", "first", "second", "second", "second", "first", "first")
+    ]
+    assert [line.split()[0] for line in promises.splitlines()] == ["kept"] * PROMISES
+    assert ends.startswith("What has to refuse late writes here: the table")
+    assert "What stays: the fence counter of 'distlock-drill:" in ends
+
+
+def test_broken_promise_is_named() -> None:
+    """A store whose fences do not grow lets the late write pass, and the exit code says so."""
+    brittle = {
+        "BACKEND": "tests.integration.brittle_backend.ForgetfulBackend",
+        "OPTIONS": {"using": "default"},
+    }
+    project = Project("default", DISTLOCK={"default": brittle})
+    text = project.manage("distlock_drill", status=1)
+    assert "BROKEN  its fence is higher" in text
+    assert "BROKEN  the late write is refused" in text
+    assert "kept    the new holder writes" in text
+    assert "Not as promised: its fence is higher; the late write is refused" in text
+
+
+def test_program_of_the_project_is_started_again(tmp_path: Path) -> None:
+    """What `manage.py` does before Django starts is done in the other process as well."""
+    manage, starts = tmp_path / "manage.py", tmp_path / "starts"
+    manage.write_text(
+        "import os, sys\n"
+        f"print('started', file=open({str(starts)!r}, 'a'))\n"
+        "print('a line of the project itself', flush=True)\n"
+        f"os.environ.update({Project('default')._environment()!r})\n"
+        "from django.core.management import execute_from_command_line\n"
+        "execute_from_command_line(sys.argv)\n"
+    )
+    said = started(tmp_path, str(manage), "distlock_drill")
+    assert said.count("kept ") == PROMISES
+    assert starts.read_text().splitlines() == ["started"] * 2
+
+
+def test_path_of_the_project_is_passed_on(tmp_path: Path) -> None:
+    """Settings that only `--pythonpath` leads to are found by the other process as well."""
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    values = json.dumps(Project("default")._environment())
+    (apart / "settings_apart.py").write_text(
+        f"import json, os\nos.environ.update(json.loads({values!r}))\n"
+        "from tests.integration.project import *\n"
+    )
+    options = ("--pythonpath", str(apart), "--settings", "settings_apart")
+    said = started(tmp_path, "-m", "django", "distlock_drill", *options)
+    assert said.count("kept ") == PROMISES
+
+
+def started(folder: Path, *arguments: str) -> str:
+    """Run Python in a folder, without the settings of the tests; give what it said."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={k: v for k, v in os.environ.items() if k != "DJANGO_SETTINGS_MODULE"}
+        | {"PYTHONDEVMODE": "", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("signum", "step"),
+    [
+        (signal.SIGINT, "takes the lock"),
+        (signal.SIGINT, "waits for the lock"),
+        (signal.SIGTERM, "waits for the lock"),
+    ],
+)
+def test_interrupted_drill_leaves_nothing(signum: int, step: str) -> None:
+    """The other process is ended, stopped or not, and the key is free at once."""
+    drill = subprocess.Popen(
+        [sys.executable, "-m", "django", "distlock_drill"],
+        cwd=ROOT,
+        env={**os.environ, **Project("default")._environment()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=hear_signals,  # noqa: PLW1509 - it touches no lock
+    )
+    with drill:
+        assert drill.stdout
+        lines = []
+        for line in drill.stdout:
+            lines.append(line)
+            if step in line:
+                break
+        drill.send_signal(signum)
+        rest = drill.stdout.read()
+        assert drill.wait(PATIENCE) == 128 + signum, rest
+    assert "Interrupted" in rest
+    pid = int(lines[0].split("pid ")[1].split()[0])
+    assert eventually(lambda: not state_of(pid), PATIENCE)
+    live = HeldLock.objects.filter(key__startswith="distlock-drill:", holder__pid=pid)
+    assert not live.exists()
+
+
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [("memory", "in the memory of each process"), ("advisory", "ends no lease at a time")],
+)
+def test_backend_without_anything_to_see_is_refused(backend: str, why: str) -> None:
+    """Its locks are in memory, or never end by themselves."""
+    answer = run("distlock_drill", f"--backend={backend}")
+    assert (answer.status, answer.out) == (2, "")
+    assert why in answer.err
+
+
+def test_unknown_backend_is_refused() -> None:
+    """As an argument that breaks a rule."""
+    answer = run("distlock_drill", "--backend=nowhere")
+    assert answer.status == 2
+    assert "'nowhere' is not configured" in answer.err
+
+
+def test_store_that_is_away_ends_with_69(key: str) -> None:
+    """Also where the other process is who finds out."""
+    away = {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": "redis://127.0.0.1:1/0"}}
+    text = Project("default", DISTLOCK={"default": away}).manage("distlock_drill", status=69)
+    assert "service_unavailable" in text

@@ -1,0 +1,249 @@
+"""`manage.py distlock_list` and `distlock_show`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+
+import pytest
+from django.conf import settings
+from django.core.management import CommandError, call_command
+from django.test import override_settings
+
+from django_distlock import Lease, distlock, lock_backends
+from django_distlock.core.holders import Holder
+from django_distlock.core.keys import new_token
+from django_distlock.inspection import force_release, pause
+from django_distlock.models import HeldLock
+from tests.contract.locking import held_elsewhere
+
+from .operating import event_of, run
+from .projects import Project
+
+DEAD = {
+    "BACKEND": "django_distlock.backends.redis.RedisBackend",
+    "OPTIONS": {"url": "redis://127.0.0.1:1/0"},
+}
+OF = "--backend=postgres"
+
+
+@pytest.fixture
+def leases(key: str) -> Iterator[list[Lease]]:
+    """Hold a few keys on two backends."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(distlock(f"{key}:{name}", backend=alias, ttl=60))
+            for alias, name in (("postgres", "a"), ("postgres", "b"), ("redis", "c"))
+        ]
+
+
+# Listing
+
+
+def test_table_shows_who_holds_what(leases: list[Lease], key: str) -> None:
+    """A line for each lock, in columns, below their headings."""
+    ran = run("distlock_list", "--prefix", key, OF, "--backend=redis")
+    assert ran.status == 0
+    head, *lines = ran.out.splitlines()
+    assert head.split()[:4] == ["BACKEND", "KEY", "STATE", "HOLDER"]
+    assert len(lines) == 3
+    for lease, line in zip(leases, lines, strict=True):
+        assert line.startswith(lease.backend)
+        assert lease.key in line
+        assert line.index(lease.key) == head.index("KEY")
+        assert line.endswith(str(lease.fence))
+    assert ran.err == ""
+
+
+def test_json_is_one_document(leases: list[Lease], key: str) -> None:
+    """Locks, the cursor of the next page, and what could not be asked."""
+    ran = run("distlock_list", "--prefix", key, OF, "--backend=redis", "--json")
+    document = ran.json
+    assert [each["key"] for each in document["locks"]] == [each.key for each in leases]
+    assert [each["fence"] for each in document["locks"]] == [each.fence for each in leases]
+    assert document["locks"][0]["state"] == "held"
+    assert document["locks"][0]["holder"]["pid"] > 0
+    assert (document["cursor"], document["failures"]) == (None, [])
+
+
+def test_no_output_shows_a_token(leases: list[Lease], key: str) -> None:
+    """Neither tables nor JSON, of either command."""
+    shown = [run("distlock_list", "--prefix", key, *more) for more in ((), ("--json",))]
+    for lease in leases:
+        of = f"--backend={lease.backend}"
+        shown += [run("distlock_show", lease.key, of, *more) for more in ((), ("--json",))]
+    text = " ".join(f"{each.out}{each.err}" for each in shown)
+    for lease in leases:
+        assert lease.key in text
+        assert lease.token not in text
+
+
+@pytest.mark.usefixtures("leases")
+def test_cursor_leads_to_the_next_page(key: str) -> None:
+    """In JSON, and in the text for people."""
+    listing = ("distlock_list", "--prefix", key, OF, "--limit=1")
+    first = run(*listing, "--json").json
+    assert [each["key"] for each in first["locks"]] == [f"{key}:a"]
+    second = run(*listing, "--json", "--cursor", first["cursor"]).json
+    assert [each["key"] for each in second["locks"]] == [f"{key}:b"]
+    assert f"--cursor {first['cursor']}" in run(*listing).out
+
+
+def test_filters_narrow_the_list(key: str) -> None:
+    """Host, task, and age."""
+    for number in range(3):
+        holder = Holder(host=f"{key}-host-{number}", task_id=f"{key}-task-{number % 2}")
+        lock_backends["postgres"].acquire(f"{key}:{number}", new_token(), 60, holder)
+    old = HeldLock.objects.get(key=f"{key}:1")
+    earlier = old.acquired_at - timedelta(hours=1)
+    HeldLock.objects.filter(pk=old.pk).update(acquired_at=earlier)
+
+    def listed(*arguments: str) -> list[str]:
+        document = run("distlock_list", OF, "--json", "--prefix", key, *arguments).json
+        return [each["key"] for each in document["locks"]]
+
+    assert listed("--host", f"{key}-host-2") == [f"{key}:2"]
+    assert listed("--task", f"{key}-task-0") == [f"{key}:0", f"{key}:2"]
+    assert listed("--held-longer-than", "1800") == [f"{key}:1"]
+    assert listed("--held-longer-than", "7200") == []
+
+
+def test_nothing_held_is_said(key: str) -> None:
+    """An empty table would leave the reader wondering."""
+    assert run("distlock_list", OF, "--prefix", key).out == "No locks are held.\n"
+
+
+def test_silent_backend_ends_with_69_behind_the_others(leases: list[Lease], key: str) -> None:
+    """What can be shown is; the status says that it is not all."""
+    assert leases
+    with override_settings(DISTLOCK={"dead": DEAD, "postgres": settings.DISTLOCK["postgres"]}):
+        ran = run("distlock_list", "--prefix", key)
+        assert f"{key}:a" in ran.out
+        assert ran.status == 69
+        assert "dead: " in ran.err
+        ran = run("distlock_list", "--prefix", key, "--json")
+        assert ran.status == 69
+        assert len(ran.json["locks"]) == 2
+        (failure,) = ran.json["failures"]
+        assert (failure["backend"], failure["code"]) == ("dead", "service_unavailable")
+        assert run("distlock_show", key, "--backend=dead").status == 69
+
+
+def test_nobody_says_that_nothing_is_held_who_does_not_know(key: str) -> None:
+    """Where the one backend does not answer, and where there is none."""
+    with override_settings(DISTLOCK={"default": DEAD}):
+        ran = run("distlock_list")
+    assert (ran.status, ran.out) == (69, "")
+    with override_settings(DISTLOCK={}):
+        assert run("distlock_list").out == "No lock backend is configured.\n"
+
+
+def test_memory_of_other_processes_is_not_passed_over_in_silence(key: str) -> None:
+    """What a command cannot see is said, and alone it is an error."""
+    document = run("distlock_list", "--prefix", key, "--json").json
+    assert [each["backend"] for each in document["failures"]] == ["memory"]
+    ran = run("distlock_list", "--backend=memory", "--json")
+    assert ran.status == 1
+    assert ran.json["locks"] == []
+    assert "in the memory of each process" in run("distlock_show", key, "--backend=memory").err
+
+
+def test_odd_keys_leave_the_terminal_alone(key: str) -> None:
+    """Nothing in a key moves the cursor, or makes a second line."""
+    odd = f"{key}:\x1b[2J\n\u202eünicode"
+    with distlock(odd, backend="postgres"):
+        ran = run("distlock_list", OF, "--prefix", key)
+        assert len(ran.out.splitlines()) == 2
+        assert "\x1b" not in ran.out
+        assert "\\x1b[2J\\n\\u202eünicode" in ran.out
+        assert run("distlock_list", OF, "--prefix", key, "--json").json["locks"][0]["key"] == odd
+        assert "\x1b" not in run("distlock_show", odd, OF).out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "rule"),
+    [
+        (["--limit=0"], 2, "limit must be an int"),
+        (["--cursor=nonsense"], 2, "cursor must be"),
+        (["--prefix=a\0"], 2, "NUL"),
+        (["--backend=nowhere"], 1, "'nowhere' is not configured"),
+        (["--held-longer-than=-5"], 1, "--held-longer-than"),
+        (["--held-longer-than=long"], 1, "--held-longer-than"),
+    ],
+)
+def test_slips_are_named(arguments: list[str], status: int, rule: str) -> None:
+    """An error says which rule was broken."""
+    ran = run("distlock_list", *arguments)
+    assert rule in ran.err
+    assert ran.status == status
+    assert ran.out == ""
+
+
+# Showing
+
+
+def test_key_is_shown_with_all_that_is_known(key: str) -> None:
+    """Its holder, since when, its fence, a pause, and what happened to it."""
+    lock = distlock(key, backend="postgres", ttl=600, metadata={"user": "Bob"})
+    lock_backends["postgres"].acquire(key, new_token(), 60)
+    force_release(key, backend="postgres", actor="Ada", reason="it hangs")
+    event_of(key)
+    with lock as lease:
+        pause(key, 600, backend="postgres", actor="Grace")
+        ran = run("distlock_show", key, OF)
+        facts = dict(line.split(maxsplit=1) for line in ran.out.splitlines()[:12] if " " in line)
+        document = run("distlock_show", key, OF, "--json").json
+    assert facts["key"].strip() == key
+    assert facts["state"] == "held"
+    assert f"[{document['held']['holder']['pid']}]" in facts["holder"]
+    assert facts["metadata"] == '{"user": "Bob"}'
+    assert facts["fence"] == str(lease.fence) == str(document["fence"])
+    assert facts["paused"].endswith("by Grace")
+    assert document["paused_by"] == "Grace"
+    assert "it hangs" in ran.out
+    assert [each["kind"] for each in document["events"]][-1] == "forced"
+    assert document["guards"] == []
+
+
+def test_free_key_is_shown(key: str) -> None:
+    """Nobody holds it; that is an answer, and no error."""
+    ran = run("distlock_show", key, OF)
+    assert ran.status == 0
+    assert "nobody holds it" in ran.out
+    assert "never granted" in ran.out
+    document = run("distlock_show", key, OF, "--json").json
+    assert (document["held"], document["fence"]) == (None, 0)
+
+
+def test_waiters_are_shown(key: str) -> None:
+    """Who waits, since when, and whether it is woken."""
+    store = lock_backends["postgres"]
+    with held_elsewhere(distlock(key, backend="postgres", ttl=60)):
+        store.note_waiter(key, Holder(host="web-7", process="mailer", pid=77), 60)
+        assert "web-7 mailer[77]" in run("distlock_show", key, OF).out
+        (waiting,) = run("distlock_show", key, OF, "--json").json["waiters"]
+        assert waiting["holder"]["pid"] == 77
+
+
+def test_commands_run_in_a_project(postgresql: str, key: str) -> None:
+    """From the command line, in a process of their own, with the exit status of the shell."""
+    project = Project(postgresql)
+    project.manage("migrate", "--verbosity=0")
+    assert json.loads(project.manage("distlock_list", "--json"))["locks"] == []
+    assert "nobody holds it" in project.manage("distlock_show", key)
+    forced = ("distlock_release", key, "--force", "--reason=it hangs")
+    assert "No such lock is held." in project.manage(*forced, status=1)
+    project.manage("distlock_release", key, "--force", status=2)
+    assert "0 records removed" in project.manage("distlock_cleanup")
+
+
+def test_help_names_the_arguments() -> None:
+    """`--help` is where people look first."""
+    for command in ("distlock_list", "distlock_show", "distlock_release", "distlock_cleanup"):
+        with pytest.raises(SystemExit) as caught:
+            call_command(command, "--help")
+        assert caught.value.code == 0
+    with pytest.raises(CommandError):
+        call_command("distlock_show")

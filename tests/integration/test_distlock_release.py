@@ -1,0 +1,293 @@
+"""`manage.py distlock_release` and `distlock_cleanup`."""
+
+from __future__ import annotations
+
+import getpass
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from io import StringIO
+
+import pytest
+from django.conf import settings
+from django.core.management import call_command
+from django.test import override_settings
+
+from django_distlock import LockLost, distlock, lock_backends
+from django_distlock.core.holders import Holder
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Counter, Grant
+from django_distlock.management.commands import distlock_release
+from django_distlock.models import HeldLock, LockEvent
+
+from .operating import event_of, no_event_of, run
+
+DEAD = {
+    "BACKEND": "django_distlock.backends.redis.RedisBackend",
+    "OPTIONS": {"url": "redis://127.0.0.1:1/0"},
+}
+OF = "--backend=postgres"
+FORCED = ("--force", "--reason", "it hangs")
+STORE = ["postgres", "redis", "sqlite"]
+
+
+@pytest.fixture
+def grants(key: str) -> Iterator[list[Grant]]:
+    """Hold three keys, on two hosts, for two tasks."""
+    yield [hold("postgres", f"{key}:{n}", f"{key}-host-{n % 2}", f"{key}-{n}") for n in range(3)]
+    for number in range(3):
+        lock_backends["postgres"].force_release(f"{key}:{number}")
+
+
+def hold(alias: str, key: str, host: str = "web-1", task: str | None = None) -> Grant:
+    """Hold a key as somebody else does."""
+    holder = Holder(host=host, process="worker", pid=77, task_id=task)
+    answer = lock_backends[alias].acquire(key, new_token(), 60, holder)
+    assert isinstance(answer, Grant)
+    return answer
+
+
+def still_held(grants: list[Grant]) -> list[bool]:
+    """Say of each grant whether it stands."""
+    return [lock_backends["postgres"].extend(grant) is not None for grant in grants]
+
+
+# What is released
+
+
+@pytest.mark.parametrize("alias", STORE)
+def test_key_is_taken_from_its_holder(key: str, alias: str) -> None:
+    """The fence moves, the key is free, and who did it is kept."""
+    grant = hold(alias, key)
+    ran = run("distlock_release", key, f"--backend={alias}", *FORCED)
+    assert ran.status == 0
+    assert f"Released {key} (fence {grant.fence} -> " in ran.out
+    assert lock_backends[alias].read(key) is None
+    event = event_of(key)
+    assert (event.kind, event.reason) == (LockEvent.Kind.FORCED, "it hangs")
+    assert event.actor.startswith(f"{getpass.getuser()}@")
+    assert grant.token not in ran.out + ran.err
+
+
+def test_json_tells_what_became_of_each(grants: list[Grant], key: str) -> None:
+    """What was found, and an outcome for it; one document, without tokens."""
+    ran = run("distlock_release", "--prefix", key, OF, *FORCED, "--json")
+    document = ran.json
+    assert ran.status == 0
+    assert [each["key"] for each in document["found"]] == [each.key for each in grants]
+    assert [each["result"] for each in document["outcomes"]] == ["done"] * 3
+    for grant, outcome in zip(grants, document["outcomes"], strict=True):
+        assert outcome["fence_before"] == grant.fence < outcome["fence_after"]
+        assert grant.token not in ran.out
+    assert still_held(grants) == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "held"),
+    [
+        (["--host", "{key}-host-0"], [False, True, False]),
+        (["--task", "{key}-1"], [True, False, True]),
+        (["--prefix", "{key}:2"], [True, True, False]),
+        (["--prefix", "{key}", "--host", "{key}-host-0", "--task", "{key}-0"], [False, True, True]),
+    ],
+)
+def test_filters_choose_what_goes(
+    grants: list[Grant], key: str, arguments: list[str], held: list[bool]
+) -> None:
+    """Together, they narrow."""
+    chosen = [each.format(key=key) for each in arguments]
+    assert run("distlock_release", *chosen, OF, *FORCED).status == 0
+    assert still_held(grants) == held
+
+
+def test_dry_run_changes_nothing(grants: list[Grant], key: str) -> None:
+    """It shows what would go, in text and JSON, and needs no reason."""
+    counters = [lock_backends["postgres"].counter(each.key) for each in grants]
+    ran = run("distlock_release", "--prefix", key, OF, "--dry-run")
+    assert (ran.status, ran.err) == (0, "")
+    assert all(each.key in ran.out for each in grants)
+    document = run("distlock_release", "--prefix", key, OF, "--dry-run", "--json").json
+    assert (document["dry_run"], document["outcomes"]) == (True, [])
+    assert len(document["found"]) == 3
+    assert still_held(grants) == [True] * 3
+    assert [lock_backends["postgres"].counter(each.key) for each in grants] == counters
+    assert no_event_of(grants[0].key)
+
+
+def test_question_is_asked_first(grants: list[Grant], key: str) -> None:
+    """Only "yes" releases; it shows the locks before, and asks for the reason."""
+    for answers in ("", "no\n", "y\n", "\n"):
+        ran = run("distlock_release", "--prefix", key, OF, answers=answers)
+        assert ran.status == 1
+        assert "Take these 3 keys from their holders?" in ran.out
+        assert "Nothing was released." in ran.err
+    assert run("distlock_release", "--prefix", key, OF, answers="yes\n\n").status == 2
+    assert still_held(grants) == [True] * 3
+    ran = run("distlock_release", grants[0].key, OF, answers="yes\nit hangs\n")
+    assert ran.status == 0
+    assert ran.out.index("worker[77]") < ran.out.index("Take this key from its holder?")
+    assert still_held(grants) == [False, True, True]
+    assert event_of(grants[0].key).reason == "it hangs"
+    ran = run("distlock_release", grants[1].key, OF, "--reason=known", answers="yes\n")
+    assert ran.status == 0
+    assert event_of(grants[1].key).reason == "known"
+
+
+@pytest.mark.parametrize("what", [["{key}"], ["--prefix", "{key}"], ["--host", "{key}"]])
+def test_nothing_to_release_is_status_1(key: str, what: list[str]) -> None:
+    """Something was to be released, and was not."""
+    chosen = [each.format(key=key) for each in what]
+    ran = run("distlock_release", *chosen, OF, *FORCED)
+    assert ran.status == 1
+    assert "No such lock is held." in ran.out
+    ran = run("distlock_release", *chosen, OF, *FORCED, "--json")
+    assert (ran.status, ran.json["found"], ran.json["outcomes"]) == (1, [], [])
+    assert run("distlock_release", *chosen, OF, "--dry-run").status == 0
+
+
+def test_successor_is_spared(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever got the key after it was shown was not meant."""
+    first = hold("postgres", key)
+    second: list[Grant] = []
+    asked = distlock_release.Command._answer
+
+    def answer(command: distlock_release.Command, question: str) -> str:
+        if not second:
+            lock_backends["postgres"].release(first)
+            second.append(hold("postgres", key))
+        return asked(command, question)
+
+    monkeypatch.setattr(distlock_release.Command, "_answer", answer)
+    ran = run("distlock_release", key, OF, "--reason=old", answers="yes\n")
+    assert ran.status == 1
+    assert "Not released" in ran.out
+    assert still_held(second) == [True]
+    assert no_event_of(key)
+
+
+def test_old_holder_is_told(key: str) -> None:
+    """Its next look at the lease says that it is lost."""
+    with suppress(LockLost), distlock(key, backend="postgres", ttl=60) as lease:
+        assert run("distlock_release", key, OF, *FORCED).status == 0
+        with pytest.raises(LockLost):
+            lease.extend()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "rule"),
+    [
+        ([], 2, "Name a KEY"),
+        (["key", "--prefix=k"], 2, "Name a KEY"),
+        (["--prefix="], 2, "must not be empty"),
+        (["key", "--force"], 2, "--force needs --reason"),
+        (["key", "--force", "--reason= "], 2, "--force needs --reason"),
+        (["key", "--json"], 2, "--json asks nobody"),
+        (["key\0", *FORCED], 2, "NUL"),
+        (["key", *FORCED, "--backend=nowhere"], 1, "'nowhere' is not configured"),
+        (["key", *FORCED, "--backend=memory"], 1, "in the memory of each process"),
+    ],
+)
+def test_slips_release_nothing(arguments: list[str], status: int, rule: str) -> None:
+    """An error says which rule was broken."""
+    ran = run("distlock_release", *arguments)
+    assert rule in ran.err
+    assert (ran.status, ran.out) == (status, "")
+
+
+def test_reason_that_is_too_long_releases_nothing(grants: list[Grant]) -> None:
+    """The rule is that of the reason, and the key stays held."""
+    ran = run("distlock_release", grants[0].key, OF, "--force", f"--reason={'x' * 201}")
+    assert ran.status == 2
+    assert "at most 200 characters" in ran.err
+    assert still_held(grants) == [True] * 3
+
+
+@pytest.mark.parametrize("what", [["key"], ["--prefix=key"]])
+def test_store_that_is_down_is_status_69(what: list[str]) -> None:
+    """Nothing is known about the key."""
+    with override_settings(DISTLOCK={"default": DEAD}):
+        assert run("distlock_release", *what, *FORCED).status == 69
+
+
+# Cleanup
+
+
+def test_cleanup_removes_what_is_over(key: str) -> None:
+    """Records go, live locks and counters stay; JSON says how many, by backend."""
+    grants = [hold("postgres", f"{key}:{number}") for number in range(3)]
+    for grant in grants[:2]:
+        row = HeldLock.objects.get(key=grant.key)
+        past = timedelta(hours=2)
+        HeldLock.objects.filter(pk=row.pk).update(
+            expires_at=row.expires_at - past if row.expires_at else None,
+            free_at=row.free_at - past if row.free_at else None,
+        )
+    ran = run("distlock_cleanup", OF, "--older-than=10800", "--json")
+    assert HeldLock.objects.filter(key__startswith=key).count() == 3
+    ran = run("distlock_cleanup", OF, "--older-than=3600", "--batch=1", "--json")
+    assert ran.status == 0
+    assert ran.json["removed"]["postgres"] >= 2
+    assert ran.json["failures"] == []
+    assert [row.key for row in HeldLock.objects.filter(key__startswith=key)] == [grants[2].key]
+    for grant in grants:
+        assert lock_backends["postgres"].counter(grant.key) == Counter(grant.fence)
+    assert run("distlock_cleanup", OF, "--older-than=3600").out.endswith("records removed.\n")
+
+
+def test_cleanup_is_for_all_backends_unless_told() -> None:
+    """Those that share memory with nobody are left out."""
+    document = run("distlock_cleanup", "--older-than=3600", "--json").json
+    assert set(document["removed"]) == set(settings.DISTLOCK) - {"memory"}
+
+
+def test_cleanup_goes_on_behind_a_silent_backend() -> None:
+    """The others are cleaned, and the status is 69."""
+    configured = {"dead": DEAD, "postgres": settings.DISTLOCK["postgres"]}
+    # Redis removes its records itself, and only needs to be asked for the time.
+    with override_settings(DISTLOCK=configured):
+        ran = run("distlock_cleanup", "--older-than=3600", "--json")
+    assert ran.status == 69
+    assert set(ran.json["removed"]) == {"postgres"}
+    assert [each["backend"] for each in ran.json["failures"]] == ["dead"]
+
+
+def test_cleanup_shows_its_progress_on_a_terminal(key: str) -> None:
+    """A line that is written anew behind each batch, and none where nobody watches."""
+    for number in range(3):
+        hold("postgres", f"{key}:{number}")
+    long_ago = lock_backends["postgres"].clock() - timedelta(hours=2)
+    rows = HeldLock.objects.filter(key__startswith=key)
+    assert rows.update(expires_at=long_ago, free_at=long_ago) == 3
+    terminal = Terminal()
+    call_command(
+        "distlock_cleanup", OF, "--older-than=3600", "--batch=1", stdout=terminal, no_color=True
+    )
+    printed = terminal.getvalue()
+    assert printed.count("\rpostgres: ") >= 3
+    assert "postgres: 1 removed …" in printed
+    assert printed.endswith("records removed.\n")
+    assert "\r" not in run("distlock_cleanup", OF, "--older-than=3600").out
+
+
+class Terminal(StringIO):
+    """A text that somebody watches."""
+
+    def isatty(self) -> bool:
+        """Say so."""
+        return True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "rule"),
+    [
+        (["--batch=0"], 1, "'0' is no number from 1 to 100000"),
+        (["--older-than=-1"], 1, "--older-than"),
+        (["--backend=nowhere"], 1, "'nowhere' is not configured"),
+        (["--backend=memory"], 1, "in the memory of each process"),
+    ],
+)
+def test_slips_clean_nothing(arguments: list[str], status: int, rule: str) -> None:
+    """An error says which rule was broken, and is no backend's that did not answer."""
+    ran = run("distlock_cleanup", *arguments)
+    assert rule in ran.err
+    assert (ran.status, ran.out) == (status, "")

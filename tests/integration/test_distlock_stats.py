@@ -1,0 +1,221 @@
+"""`manage.py distlock_stats`: how much there is of everything, on each store."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.conf import settings
+from django.db import connections
+from django.test import override_settings
+
+from django_distlock import lock_backends
+from django_distlock.backends import counting
+from django_distlock.core.holders import Holder
+from django_distlock.models import FenceCounter, HeldLock
+from tests.contract.aliases import DATABASE
+from tests.contract.helpers import take
+from tests.settings import REDIS_BACKEND, REDIS_URL
+
+from .operating import run
+from .projects import Project
+
+#: The module; its function hides it.
+of_inspection = sys.modules["django_distlock.inspection.statistics"]
+
+DEAD = {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": "redis://127.0.0.1:1/0"}}
+
+
+def stats(alias: str) -> Any:
+    """Return what the command says about a backend."""
+    ran = run("distlock_stats", f"--backend={alias}", "--json")
+    assert (ran.status, ran.err) == (0, "")
+    document = ran.json
+    assert document["failures"] == []
+    (backend,) = document["backends"]
+    return backend
+
+
+def fill(alias: str, key: str) -> int:
+    """Hold two keys, leave a third one to its end, wait for one; return the highest fence."""
+    store = lock_backends[alias]
+    grants = [take(store, f"{key}:{name}", 60) for name in "abc"]
+    store.release(grants[2])
+    store.note_waiter(f"{key}:a", Holder(host="web-7"), 60)
+    return max(each.fence for each in grants)
+
+
+def test_each_database_counts_what_is_its_own(empty: str, key: str) -> None:
+    """Held, over, waiting, counters, and the highest fence: of a backend's own prefix alone."""
+    Project(empty).manage("migrate", "--verbosity=0")
+    others = {
+        "mine": {"BACKEND": DATABASE, "KEY_PREFIX": "mine", "OPTIONS": {"using": empty}},
+        "theirs": {"BACKEND": DATABASE, "KEY_PREFIX": "their", "OPTIONS": {"using": empty}},
+    }
+    with override_settings(DISTLOCK=others):
+        fill("mine", key)
+        fill("theirs", key)
+        mine = lock_backends["mine"]
+        highest = take(mine, f"{key}:c", 60)
+        ended = mine.clock() - timedelta(seconds=5)
+        rows = HeldLock.objects.using(empty).filter(storage_key=f"mine:{key}:c")
+        assert rows.update(expires_at=ended, free_at=ended) == 1
+        told = stats("mine")
+        assert (told["held"], told["expired"], told["waiters"], told["counters"]) == (2, 1, 1, 3)
+        assert told["highest"] == highest.fence
+        assert (told["estimated"], told["warnings"]) == ([], [])
+        assert stats("theirs")["expired"] == 0
+        assert told["sizes"]["database"] == empty
+        tables = {each["name"]: each for each in told["sizes"]["tables"]}
+        if connections[empty].vendor == "sqlite":
+            assert told["sizes"]["bytes"] > 0
+        else:
+            assert len(tables) == 5
+            assert tables["django_distlock_fencecounter"]["bytes"] > 0
+
+
+def test_empty_store_has_nothing(empty: str) -> None:
+    """Zeros, and no fence; not an error. What is noted beside the locks is none."""
+    Project(empty).manage("migrate", "--verbosity=0")
+    configured = {"fresh": {"BACKEND": DATABASE, "KEY_PREFIX": "", "OPTIONS": {"using": empty}}}
+    with override_settings(DISTLOCK=configured):
+        lock_backends["fresh"].note("done", 7, 60)
+        told = stats("fresh")
+    assert (told["held"], told["expired"], told["waiters"], told["counters"]) == (0, 0, 0, 0)
+    assert told["highest"] is None
+
+
+@pytest.mark.parametrize("alias", ["redis", "redis_cluster"])
+def test_redis_counts_in_a_walk(alias: str, key: str) -> None:
+    """Of its own prefix alone, and always about: others come and go meanwhile."""
+    configured = {
+        "mine": {**settings.DISTLOCK[alias], "KEY_PREFIX": key},
+        "theirs": {**settings.DISTLOCK[alias], "KEY_PREFIX": f"{key}other"},
+    }
+    with override_settings(DISTLOCK=configured):
+        highest = fill("mine", "k")
+        fill("theirs", "k")
+        told = stats("mine")
+    assert (told["held"], told["expired"], told["waiters"], told["counters"]) == (2, 0, 1, 3)
+    assert told["highest"] == highest
+    assert told["estimated"] == ["held", "waiters", "counters", "highest"]
+    assert told["memory"] > 100_000
+    assert told["sizes"] is None
+
+
+def test_session_locks_are_counted(key: str) -> None:
+    """What a session holds is no row, and is counted by listing it."""
+    before = stats("advisory")["held"]
+    store = lock_backends["advisory"]
+    grant = take(store, key, 60)
+    told = stats("advisory")
+    store.release(grant)
+    assert before < told["held"]
+    assert (told["expired"], told["waiters"]) == (None, None)
+    assert told["highest"] >= grant.fence
+
+
+def test_large_tables_are_estimated(
+    postgresql: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PostgreSQL does not scan them: the numbers are about so, and marked."""
+    Project(postgresql).manage("migrate", "--verbosity=0")
+    fences = FenceCounter.objects.using(postgresql)
+    fences.bulk_create(
+        FenceCounter(storage_key=f"distlock:{key}:{number}", key=f"{key}:{number}", fence=number)
+        for number in range(1, 2001)
+    )
+    with connections[postgresql].cursor() as cursor:
+        cursor.execute("ANALYZE django_distlock_fencecounter")
+    monkeypatch.setattr(counting, "COUNTED", 1000)
+    monkeypatch.setattr(of_inspection, "MANY_COUNTERS", 1500)
+    configured = {"default": {"BACKEND": DATABASE, "OPTIONS": {"using": postgresql}}}
+    with override_settings(DISTLOCK=configured):
+        with connections[postgresql].execute_wrapper(_no_scan):
+            ran = run("distlock_stats", "--json")
+        (told,) = ran.json["backends"]
+        assert told["estimated"] == ["counters", "highest"]
+        assert 1800 <= told["counters"] <= 2200
+        assert 1800 <= told["highest"] <= 2000
+        (warning,) = told["warnings"]
+        assert "more than 1500" in warning
+        assert warning in ran.err
+        text = run("distlock_stats")
+        assert f"about {told['counters']}" in text.out
+        assert warning in text.err
+        # That many, and none too many.
+        monkeypatch.setattr(of_inspection, "MANY_COUNTERS", told["counters"])
+        assert run("distlock_stats").err == ""
+
+
+def _no_scan(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+    counts = "COUNT(" in sql or "MAX(" in sql
+    assert not (counts and 'FROM "django_distlock_fencecounter"' in sql), sql
+    return execute(sql, params, many, context)
+
+
+def test_dead_tuples_and_growth_are_told(postgresql: str, key: str) -> None:
+    """What a vacuum has to do, and how many counters were made."""
+    Project(postgresql).manage("migrate", "--verbosity=0")
+    configured = {"default": {"BACKEND": DATABASE, "OPTIONS": {"using": postgresql}}}
+    with override_settings(DISTLOCK=configured):
+        fill("default", key)
+        with connections[postgresql].cursor() as cursor:
+            cursor.execute("SELECT pg_stat_force_next_flush()")
+        connections[postgresql].close()
+        tables = {each["name"]: each for each in stats("default")["sizes"]["tables"]}
+        text = run("distlock_stats").out
+    assert tables["django_distlock_fencecounter"]["made"] == 3
+    assert tables["django_distlock_heldlock"]["dead"] >= 1
+    assert "DEAD" in text
+    assert "Made: since" in text
+
+
+def test_spoiled_counter_of_redis_hides_nothing(key: str) -> None:
+    """A key of another type, where a fence was to be, is counted; the others are read."""
+    store: Any = lock_backends["redis"]
+    name = f"{store.key_prefix}:fence:{{{'x' * 22}}}:{key}"
+    store.store.command("LPUSH", name, "spoiled")
+    try:
+        highest = fill("redis", key)
+        assert stats("redis")["highest"] >= highest
+    finally:
+        store.store.command("DEL", name)
+
+
+def test_table_is_for_people(key: str) -> None:
+    """A line for each backend, and the tables of a database once."""
+    ran = run("distlock_stats", "--backend=postgres", "--backend=postgres_orm", "--backend=redis")
+    head, *lines = ran.out.split("\n\n")[0].splitlines()
+    assert head.split()[:5] == ["BACKEND", "HELD", "EXPIRED", "WAITING", "COUNTERS"]
+    assert [line.split()[0] for line in lines] == ["postgres", "postgres_orm", "redis"]
+    assert ran.out.count("django_distlock_seenfence") == 1
+
+
+def test_silent_backend_ends_with_69_behind_the_others() -> None:
+    """What can be counted is printed; the status says that it is not all."""
+    both = {"dead": DEAD, "redis": {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": REDIS_URL}}}
+    with override_settings(DISTLOCK=both):
+        ran = run("distlock_stats", "--json")
+    assert ran.status == 69
+    assert [each["backend"] for each in ran.json["backends"]] == ["redis"]
+    assert [each["backend"] for each in ran.json["failures"]] == ["dead"]
+
+
+def test_backend_that_no_command_sees_is_said() -> None:
+    """In memory, or not configured at all: alone it is an error."""
+    ran = run("distlock_stats", "--backend=memory")
+    assert ran.status == 1
+    assert "in the memory of each process" in ran.err
+    assert run("distlock_stats", "--backend=nowhere").status == 1
+
+
+def test_works_in_a_project(postgresql: str) -> None:
+    """From the command line, with one JSON document."""
+    project = Project(postgresql)
+    project.manage("migrate", "--verbosity=0")
+    (told,) = json.loads(project.manage("distlock_stats", "--json"))["backends"]
+    assert told["backend"] == "default"

@@ -1,0 +1,263 @@
+"""What is held, over all backends: pages, filters, and backends that cannot be asked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import pytest
+from django.conf import settings
+from django.test import override_settings
+
+from django_distlock import InvalidArgument, InvalidLockBackend, distlock, lock_backends
+from django_distlock.backends.memory import MemoryBackend
+from django_distlock.core.holders import Holder
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Grant
+from django_distlock.inspection import HeldKey, LockPage, State, list_locks
+from django_distlock.models import HeldLock
+
+ALIASES: list[str] = [
+    each
+    for each in ("memory", "sqlite", "postgres", "mariadb", "redis", "redis_cluster", "advisory")
+    if each in settings.DISTLOCK
+]
+DEAD = {
+    "BACKEND": "django_distlock.backends.redis.RedisBackend",
+    "OPTIONS": {"url": "redis://127.0.0.1:1/0"},
+}
+
+
+class Deaf(MemoryBackend):
+    """A backend that cannot list."""
+
+    supports_listing: ClassVar[bool] = False
+
+
+@pytest.fixture
+def taken(key: str) -> Iterator[dict[str, list[Grant]]]:
+    """Hold three keys on each of several backends."""
+    grants: dict[str, list[Grant]] = {}
+    for alias in ALIASES:
+        for number in range(3):
+            holder = Holder(host=f"host-{number}", task_id=f"{key}-task-{number % 2}")
+            answer = lock_backends[alias].acquire(f"{key}:{number}", new_token(), 60, holder)
+            assert isinstance(answer, Grant)
+            grants.setdefault(alias, []).append(answer)
+    yield grants
+    for alias, each in grants.items():
+        for grant in each:
+            lock_backends[alias].release(grant)
+
+
+def everything(limit: int, **filters: Any) -> list[HeldKey]:
+    """List through all pages; each is as large as it may be."""
+    found: list[HeldKey] = []
+    cursor = None
+    while True:
+        page = list_locks(cursor=cursor, limit=limit, **filters)
+        assert page.failures == ()
+        assert len(page.locks) <= limit
+        found += page.locks
+        if (cursor := page.cursor) is None:
+            return found
+        assert re.fullmatch(r"[\w-]+", cursor, re.ASCII)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 100])
+def test_pages_show_each_lock_of_each_backend_once(
+    taken: dict[str, list[Grant]], key: str, limit: int
+) -> None:
+    """However large the pages are, and wherever one backend ends and the next begins."""
+    found = everything(limit, backends=ALIASES, prefix=key)
+    shown = [(each.backend, each.key) for each in found]
+    expected = {(alias, grant.key) for alias, grants in taken.items() for grant in grants}
+    assert set(shown) == expected
+    # While others come and go, Redis may show a lock twice.
+    once = [each for each in shown if not each[0].startswith("redis")]
+    assert len(once) == len(set(once))
+    fences = {(alias, grant.key): grant.fence for alias, all_ in taken.items() for grant in all_}
+    assert {(each.backend, each.key): each.fence for each in found} == fences
+
+
+@pytest.mark.usefixtures("taken")
+def test_order_is_that_of_the_settings(key: str) -> None:
+    """Whatever order the aliases are asked for in."""
+    page = list_locks(backends=["redis", "sqlite", "postgres"], prefix=key)
+    assert list(dict.fromkeys(each.backend for each in page.locks)) == [
+        "sqlite", "postgres", "redis",
+    ]  # fmt: skip
+
+
+def test_all_backends_are_asked_unless_told(taken: dict[str, list[Grant]], key: str) -> None:
+    """With no alias named, what is held anywhere is shown."""
+    page = list_locks(prefix=key, limit=1000)
+    assert set(taken) <= {each.backend for each in page.locks}
+    assert page.cursor is None
+
+
+def test_hosts_and_tasks_are_filters(taken: dict[str, list[Grant]], key: str) -> None:
+    """Only what this host, or this task, holds."""
+    assert taken
+    on_host = everything(2, backends=ALIASES, prefix=key, host="host-1")
+    assert sorted((each.backend, each.key) for each in on_host) == sorted(
+        (alias, f"{key}:1") for alias in ALIASES
+    )
+    of_task = everything(100, backends=["postgres", "redis"], task_id=f"{key}-task-0")
+    assert {each.key for each in of_task} == {f"{key}:0", f"{key}:2"}
+
+
+def test_old_locks_are_a_filter(taken: dict[str, list[Grant]], key: str) -> None:
+    """Only what was granted longer ago, by the store's clock, on whichever page it is."""
+    assert taken
+    name = lock_backends["postgres"].storage_name(f"{key}:2")
+    row = HeldLock.objects.get(pk=name)
+    HeldLock.objects.filter(pk=name).update(acquired_at=row.acquired_at - timedelta(hours=2))
+    for limit in (1, 2, 100):
+        found = everything(limit, backends=ALIASES, prefix=key, held_longer_than=3600)
+        assert [(each.backend, each.key) for each in found] == [("postgres", f"{key}:2")]
+        assert 7200 <= found[0].held_for < 7300
+    assert everything(100, backends=ALIASES, prefix=key, held_longer_than=timedelta(hours=3)) == []
+
+
+def test_leases_that_end_soon_are_a_filter(taken: dict[str, list[Grant]], key: str) -> None:
+    """On every store; what has no expiry never ends."""
+    assert taken
+    for alias in ("postgres", "redis"):
+        lock_backends[alias].acquire(f"{key}:soon", new_token(), 9)
+        lock_backends[alias].acquire(f"{key}:never", new_token(), None)
+    found = everything(1, backends=ALIASES, prefix=key, ends_within=10)
+    assert [each.key for each in found] == [f"{key}:soon"] * 2
+
+
+def test_late_heartbeats_are_a_filter(taken: dict[str, list[Grant]], key: str) -> None:
+    """A part of the ttl has gone since the last renewal; who never renewed has no beat."""
+    grant = taken["postgres"][1]
+    lock_backends["postgres"].extend(grant, 60)
+    name = lock_backends["postgres"].storage_name(grant.key)
+    row = HeldLock.objects.get(pk=name)
+    HeldLock.objects.filter(pk=name).update(renewed_at=row.renewed_at - timedelta(seconds=40))
+    found = everything(2, backends=ALIASES, prefix=key, overdue=0.5)
+    assert [(each.backend, each.key) for each in found] == [("postgres", grant.key)]
+    assert everything(2, backends=ALIASES, prefix=key, overdue=0.9) == []
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_lock_is_shown_whole_but_for_its_token(
+    taken: dict[str, list[Grant]], key: str, alias: str
+) -> None:
+    """Key, fence, times, holder: as the record has them; of the token, a hash at most."""
+    (grant, *_rest) = taken[alias]
+    (held,) = list_locks(backends=[alias], prefix=f"{key}:0").locks
+    record = lock_backends[alias].read(grant.key)
+    assert record is not None
+    for name in ("key", "fence", "ttl", "acquired_at", "renewed_at", "expires_at", "free_at"):
+        assert getattr(held, name) == getattr(record, name), name
+    assert held.holder == record.holder
+    assert held.state is State.HELD
+    assert held.acquired_at <= held.observed_at
+    assert re.fullmatch(r"[0-9a-f]{24}", held.key_hash)
+    document = json.loads(json.dumps(held.as_json()))
+    assert document["state"] == "held"
+    assert document["holder"]["host"] == "host-0"
+    for shown in (repr(held), str(held), json.dumps(document)):
+        assert grant.token not in shown
+
+
+def test_silent_backend_is_reported_and_the_others_are_shown(
+    taken: dict[str, list[Grant]], key: str
+) -> None:
+    """One store that is down hides nothing of the others."""
+    assert taken
+    with override_settings(DISTLOCK={"dead": DEAD, **settings.DISTLOCK}):
+        page = list_locks(backends=["dead", "postgres"], prefix=key)
+        assert [each.backend for each in page.locks] == ["postgres"] * 3
+        (failure,) = page.failures
+        assert (failure.backend, failure.code) == ("dead", "service_unavailable")
+        assert failure.message != ""
+        assert json.loads(json.dumps(page.as_json()))["failures"][0]["backend"] == "dead"
+
+
+def test_backend_that_cannot_list_is_reported(taken: dict[str, list[Grant]], key: str) -> None:
+    """It is not taken for one on which nothing is held."""
+    assert taken
+    deaf = {"BACKEND": f"{__name__}.Deaf"}
+    broken = {"BACKEND": "nowhere.Backend"}
+    configured = {**settings.DISTLOCK, "deaf": deaf, "broken": broken}
+    with override_settings(DISTLOCK=configured):
+        page = list_locks(backends=["postgres", "deaf", "broken"], prefix=key)
+    assert len(page.locks) == 3
+    codes = {each.backend: each.code for each in page.failures}
+    assert codes == {"deaf": "unsupported", "broken": "misconfigured"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"cursor": "nonsense"},
+        {"cursor": "é"},
+        {"cursor": ""},
+        {"cursor": "W10"},  # []
+        {"limit": 0},
+        {"limit": 10_001},
+        {"limit": True},
+        {"prefix": "a\0"},
+        {"held_longer_than": -1},
+        {"ends_within": -1},
+        {"overdue": 1.1},
+        {"overdue": True},
+        {"backends": "postgres"},
+    ],
+)
+def test_slips_are_refused(arguments: dict[str, Any]) -> None:
+    """An argument that breaks a rule is an error, and no empty page."""
+    with pytest.raises(InvalidArgument):
+        list_locks(**arguments)
+
+
+def test_unknown_alias_is_refused() -> None:
+    """Nobody is told that nothing is held on a backend that there is not."""
+    with pytest.raises(InvalidLockBackend, match="'nowhere' is not configured"):
+        list_locks(backends=["nowhere"])
+
+
+@pytest.mark.usefixtures("taken")
+def test_cursor_of_another_listing_is_refused(key: str) -> None:
+    """A cursor into a backend that is not listed leads nowhere."""
+    page = list_locks(backends=["postgres", "sqlite"], prefix=key, limit=2)
+    with pytest.raises(InvalidArgument, match="cursor must be"):
+        list_locks(backends=["redis"], prefix=key, cursor=page.cursor)
+
+
+def test_state_says_the_most_telling_thing(key: str) -> None:
+    """Over comes before asked, asked before endless; each has a label for people."""
+    with distlock(key, backend="postgres", ttl=30):
+        (held,) = list_locks(backends=["postgres"], prefix=key).locks
+    assert held.expires_at is not None
+    over = replace(held, observed_at=held.expires_at + timedelta(seconds=0.5))
+    asked = replace(held, stop_requested_at=held.acquired_at)
+    endless = replace(held, expires_at=None, free_at=None, ttl=None)
+    states = {
+        State.HELD: held,
+        State.PAST_EXPIRY: over,
+        State.STOP_REQUESTED: asked,
+        State.NO_EXPIRY: endless,
+        State.SETTLED: replace(held, free_at=held.expires_at),
+    }
+    assert {state: each.state for state, each in states.items()} == {each: each for each in states}
+    assert len({str(state.label) for state in State}) == len(State) == len(states)
+    assert replace(over, stop_requested_at=held.acquired_at).state is State.PAST_EXPIRY
+    assert replace(endless, stop_requested_at=held.acquired_at).state is State.STOP_REQUESTED
+    assert replace(endless, by_session=True).state is State.HELD
+    assert (over.expires_in, endless.expires_in) == (0.0, None)
+    assert held.expires_in is not None
+    assert 0 < held.expires_in <= 30
+
+
+def test_empty_page_is_the_last_one(key: str) -> None:
+    """Nothing held: nothing shown, nothing to go on with."""
+    assert list_locks(backends=["postgres", "memory"], prefix=key) == LockPage(())

@@ -1,0 +1,449 @@
+"""What operators do through `inspection`: what comes of it, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from django.conf import settings
+from django.contrib.auth.models import AnonymousUser, Permission, User
+from django.test import override_settings
+
+from django_distlock import (
+    BackendUnavailable,
+    InvalidArgument,
+    InvalidLockBackend,
+    LockUsageError,
+    distlock,
+    events,
+    lock_backends,
+)
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Counter, Grant
+from django_distlock.inspection import (
+    Operation,
+    Outcome,
+    Result,
+    State,
+    cleanup,
+    expire_soon,
+    force_release,
+    may,
+    pause,
+    request_stop,
+    resume,
+    show,
+)
+from django_distlock.models import HeldLock, LockEvent
+from django_distlock.signals import lock_forced, lock_operated
+from tests.contract.locking import Heard, rolled_back
+
+from .operating import event_of, no_event_of
+
+ALIASES: list[str] = [
+    each
+    for each in ("memory", "sqlite", "postgres", "mariadb", "redis", "redis_cluster", "advisory")
+    if each in settings.DISTLOCK
+]
+KEPT = [alias for alias in ALIASES if alias != "memory"]
+EXPIRING = [alias for alias in ALIASES if alias != "advisory"]
+WHO = {"actor": "Ada", "reason": "it hangs"}
+
+#: Backends that keep what is over, and their databases.
+TABLES: dict[str, str] = {
+    alias: using
+    for alias, using in {"sqlite": "sqlite", "postgres": "default", "mariadb": "mariadb"}.items()
+    if alias in ALIASES
+}
+
+each_backend = pytest.mark.parametrize("alias", ALIASES)
+
+
+# Force-release
+
+
+@each_backend
+def test_forced_key_is_free_and_its_fence_is_higher(key: str, alias: str) -> None:
+    """The outcome says what was taken from whom, and how the fence moved."""
+    lock = distlock(key, backend=alias, ttl=60, basic=alias != "advisory")
+    lease = lock.acquire()
+    outcome = force_release(key, backend=alias, **WHO)
+    assert (outcome.operation, outcome.result) == (Operation.FORCE_RELEASE, Result.DONE)
+    assert (outcome.backend, outcome.key) == (alias, key)
+    assert outcome.is_done
+    assert outcome.held is not None
+    assert outcome.held.fence == outcome.fence_before == lease.fence
+    assert outcome.fence_after is not None
+    assert outcome.fence_after > lease.fence
+    assert not lock.locked()
+    assert lease.release() is False
+    with lock as successor:
+        assert successor.fence > outcome.fence_after
+    for shown in (repr(outcome), json.dumps(outcome.as_json())):
+        assert lease.token not in shown
+
+
+@pytest.mark.parametrize("alias", KEPT)
+def test_forced_key_leaves_an_event(key: str, alias: str) -> None:
+    """Who took it from whom, and why."""
+    lease = distlock(key, backend=alias, metadata={"user": "Bob"}).acquire()
+    force_release(key, backend=alias, **WHO)
+    event = event_of(key)
+    assert event.kind == LockEvent.Kind.FORCED
+    assert (event.backend, event.fence) == (alias, lease.fence)
+    assert (event.actor, event.reason) == ("Ada", "it hangs")
+    assert event.holder["metadata"] == {"user": "Bob"}
+    assert lease.token not in repr(vars(event))
+    assert lease.release() is False
+
+
+def test_forced_key_is_told(key: str) -> None:
+    """The signal carries the facts, and no token."""
+    lease = distlock(key, backend="memory").acquire()
+    with Heard(lock_forced, key) as told:
+        force_release(key, backend="memory", **WHO)
+    facts = told.once
+    assert (facts["alias"], facts["fence"]) == ("memory", lease.fence)
+    assert (facts["actor"], facts["reason"]) == ("Ada", "it hangs")
+    assert facts["holder"].pid > 0
+    assert lease.token not in repr(facts)
+    assert lease.release() is False
+
+
+@each_backend
+def test_key_that_nobody_holds_is_no_loss(key: str, alias: str) -> None:
+    """Nothing is done, no fence is used up, and nothing is told."""
+    with Heard(lock_forced, key) as told:
+        outcome = force_release(key, backend=alias, **WHO)
+    assert (outcome.result, outcome.held) == (Result.NOTHING, None)
+    assert (outcome.fence_before, outcome.fence_after) == (None, None)
+    assert told.facts == []
+    assert no_event_of(key)
+    with distlock(key, backend=alias) as lease:
+        fence = lease.fence
+    again = force_release(key, backend=alias, **WHO)
+    assert (again.result, again.fence_before, again.fence_after) == (Result.NOTHING, fence, fence)
+
+
+@pytest.mark.parametrize("reason", ["", "  ", "x" * 201, "a\0b", "\ud800", None, 5])
+def test_force_release_needs_a_reason(key: str, reason: Any) -> None:
+    """Without one that can be kept, nothing is touched."""
+    with distlock(key, backend="memory") as lease:
+        with pytest.raises(InvalidArgument, match="reason"):
+            force_release(key, backend="memory", actor="Ada", reason=reason)
+        lease.check()
+
+
+@pytest.mark.parametrize("actor", ["", " ", "x" * 201, None, 5, AnonymousUser()])
+def test_operation_needs_an_actor(key: str, actor: Any) -> None:
+    """Somebody does it: a user with a row, or a name."""
+    with distlock(key, backend="memory") as lease:
+        with pytest.raises(InvalidArgument, match="actor"):
+            force_release(key, backend="memory", actor=actor, reason="it hangs")
+        lease.check()
+
+
+def test_slips_are_errors(key: str) -> None:
+    """No alias, no key."""
+    with pytest.raises(InvalidLockBackend):
+        force_release(key, backend="nowhere", **WHO)
+    with pytest.raises(InvalidArgument):
+        force_release("", backend="memory", **WHO)
+    with pytest.raises(InvalidArgument):
+        show("a\0", "memory")
+
+
+def test_store_that_is_down_is_no_outcome(key: str) -> None:
+    """Nobody is told that a key was free, or was taken, when the store said nothing."""
+    dead = {
+        "BACKEND": "django_distlock.backends.redis.RedisBackend",
+        "OPTIONS": {"url": "redis://127.0.0.1:1/0"},
+    }
+    with override_settings(DISTLOCK={"dead": dead}):
+        for ask in (
+            lambda: force_release(key, backend="dead", **WHO),
+            lambda: pause(key, 5, backend="dead", **WHO),
+            lambda: show(key, "dead"),
+        ):
+            with pytest.raises(BackendUnavailable):
+                ask()
+    assert no_event_of(key)
+
+
+# Shorter, asked, paused
+
+
+@pytest.mark.parametrize("alias", EXPIRING)
+def test_expire_soon_brings_the_end_nearer(key: str, alias: str) -> None:
+    """The outcome shows the lease as it is now; its holder may still renew it."""
+    lease = distlock(key, backend=alias, ttl=600).acquire()
+    outcome = expire_soon(key, timedelta(seconds=20), backend=alias, **WHO)
+    assert outcome.result is Result.DONE
+    assert outcome.held is not None
+    assert outcome.held.expires_in is not None
+    assert 15 < outcome.held.expires_in <= 21
+    assert outcome.fence_before == outcome.fence_after == lease.fence
+    assert show(key, alias).held is not None
+    lease.extend()
+    assert lease.release() is True
+    assert expire_soon(key, 20, backend=alias, **WHO).result is Result.NOTHING
+    if alias in KEPT:
+        event = event_of(key)
+        assert (event.kind, event.details) == (LockEvent.Kind.SHORTENED, {"within": 20.0})
+        assert (event.actor, event.reason, event.fence) == ("Ada", "it hangs", lease.fence)
+
+
+def test_lease_without_an_end_of_its_own_cannot_be_shortened(key: str) -> None:
+    """A session has no time at which it ends: the error says so."""
+    with distlock(key, backend="advisory"), pytest.raises(LockUsageError, match="no lease ends"):
+        expire_soon(key, 5, backend="advisory", **WHO)
+
+
+@each_backend
+def test_holder_is_asked_to_finish(key: str, alias: str) -> None:
+    """It sees so with its next extend, and keeps its lease."""
+    with distlock(key, backend=alias, ttl=60) as lease:
+        outcome = request_stop(key, backend=alias, actor="Ada")
+        assert outcome.result is Result.DONE
+        assert outcome.held is not None
+        assert outcome.held.state is State.STOP_REQUESTED
+        lease.extend()
+        assert lease.stop_requested
+    assert request_stop(key, backend=alias, actor="Ada").result is Result.NOTHING
+    if alias in KEPT:
+        assert event_of(key).kind == LockEvent.Kind.STOP_REQUESTED
+
+
+@each_backend
+def test_key_is_paused_and_resumed(key: str, alias: str) -> None:
+    """Nobody is granted it meanwhile; who wanted it so is shown."""
+    lock = distlock(key, backend=alias, wait=0)
+    assert resume(key, backend=alias, actor="Ada").result is Result.NOTHING
+    outcome = pause(key, 600, backend=alias, **WHO)
+    assert (outcome.result, outcome.fence_after) == (Result.DONE, None)
+    assert lock.try_acquire() is None
+    view = show(key, alias)
+    assert (view.held, view.fence) == (None, 0)
+    assert view.counter is not None
+    assert view.counter.paused_by == "Ada"
+    assert view.paused_until is not None
+    assert 590 < (view.paused_until - view.observed_at).total_seconds() <= 600
+    assert resume(key, backend=alias, **WHO).result is Result.DONE
+    assert show(key, alias).paused_until is None
+    with lock:
+        assert show(key, alias).counter == Counter(show(key, alias).fence)
+
+
+def test_pause_leaves_events(key: str) -> None:
+    """One for its begin, with its end, and one for the resume."""
+    until = datetime.now(UTC) + timedelta(hours=1)
+    with Heard(lock_operated, key) as told:
+        pause(key, until, backend="postgres", **WHO)
+        resume(key, backend="postgres", **WHO)
+        resume(key, backend="postgres", **WHO)
+    assert [each["operation"] for each in told.facts] == ["pause", "resume"]
+    assert not no_event_of(key)
+    first, second = LockEvent.objects.filter(key=key).order_by("pk")
+    assert (first.kind, first.details) == (LockEvent.Kind.PAUSED, {"until": until.isoformat()})
+    assert (second.kind, second.actor) == (LockEvent.Kind.RESUMED, "Ada")
+
+
+@pytest.mark.parametrize(
+    "until",
+    [datetime.now(UTC) - timedelta(hours=1), datetime(2999, 1, 1), -5, 1e12, "soon"],  # noqa: DTZ001
+)
+def test_pause_needs_an_end_that_lies_ahead(key: str, until: Any) -> None:
+    """A slip pauses nothing."""
+    with pytest.raises(InvalidArgument, match="until"):
+        pause(key, until, backend="memory", **WHO)
+    assert show(key, "memory").counter is None
+
+
+# Cleanup
+
+
+@pytest.mark.parametrize("alias", TABLES)
+def test_cleanup_removes_what_is_over_in_batches(key: str, alias: str) -> None:
+    """Records go, counters stay, live locks stay, and what is told is how many went."""
+    locks = HeldLock.objects.using(TABLES[alias])
+    fences = {f"{key}:{number}": leave(alias, f"{key}:{number}") for number in range(5)}
+    leave(alias, f"{key}:live")
+    age(locks, key, 7200, but=f"{key}:live")
+    steps: list[int] = []
+    cleanup(backend=alias, older_than=3 * 3600, actor="Ada")
+    assert left(locks, key) == 6
+    outcome = cleanup(backend=alias, older_than=3600, batch=2, progress=steps.append, **WHO)
+    assert outcome.result is Result.DONE
+    assert outcome.removed >= 5
+    assert steps == sorted(steps)
+    assert steps[-1] == outcome.removed
+    assert all(later - before <= 2 for before, later in pairwise([0, *steps]))
+    assert left(locks, key) == 1
+    for name, fence in fences.items():
+        assert lock_backends[alias].counter(name) == Counter(fence)
+
+
+def test_cleanup_leaves_an_event_where_it_removed_something(key: str) -> None:
+    """One for all of it; a run that found nothing leaves none."""
+    leave("postgres", key)
+    age(HeldLock.objects.all(), key, 7200)
+    actor = f"cron of {key}"
+    removed = cleanup(backend="postgres", older_than=3600, actor=actor).removed
+    assert cleanup(backend="postgres", older_than=3600, actor=actor).result is Result.NOTHING
+    events.finish()
+    (event,) = LockEvent.objects.filter(actor=actor)
+    assert (event.kind, event.key) == (LockEvent.Kind.CLEANED, "")
+    assert event.details["removed"] == removed >= 1
+
+
+@pytest.mark.parametrize("batch", [0, True, "many"])
+def test_cleanup_refuses_slips(batch: Any) -> None:
+    """A batch of nothing would never end."""
+    with pytest.raises(InvalidArgument, match="limit"):
+        cleanup(backend="memory", actor="Ada", batch=batch)
+
+
+def leave(alias: str, key: str) -> int:
+    """Let a key be held by nobody who comes back; return the fence."""
+    answer = lock_backends[alias].acquire(key, new_token(), 60)
+    assert isinstance(answer, Grant)
+    return answer.fence
+
+
+def age(locks: Any, key: str, seconds: int, but: str = "") -> None:
+    """Let what is held have been granted, and have ended, so much earlier."""
+    past = timedelta(seconds=seconds)
+    for row in locks.filter(key__startswith=key).exclude(key=but):
+        locks.filter(pk=row.pk).update(
+            acquired_at=row.acquired_at - past, renewed_at=row.renewed_at - past,
+            expires_at=row.expires_at - past, free_at=row.free_at - past,
+        )  # fmt: skip
+
+
+def left(locks: Any, key: str) -> int:
+    """Count the records whose keys start like this."""
+    return int(locks.filter(key__startswith=key).count())
+
+
+# All about one key
+
+
+@each_backend
+def test_key_is_shown_with_all_that_is_known(key: str, alias: str) -> None:
+    """Held or not; as JSON too, and without its token."""
+    free = show(key, alias)
+    assert (free.held, free.counter, free.waiters, free.fence) == (None, None, (), 0)
+    with distlock(key, backend=alias, ttl=60, metadata={"user": "Ada"}) as lease:
+        view = show(key, alias)
+        assert view.held is not None
+        assert view.held.fence == view.fence == lease.fence
+        assert view.held.holder.metadata == {"user": "Ada"}
+        document = json.loads(json.dumps(view.as_json()))
+        assert document["held"]["key"] == document["key"] == key
+        assert document["fence"] == lease.fence
+        for shown in (repr(view), json.dumps(document)):
+            assert lease.token not in shown
+
+
+def test_latest_events_are_shown_the_last_first(key: str) -> None:
+    """Only this key's, only this backend's, and no more than ten."""
+    for number in range(12):
+        LockEvent.objects.create(
+            backend="postgres", key=key, kind="lost", reason=str(number), fence=number
+        )
+    LockEvent.objects.create(backend="sqlite", key=key, kind="lost")
+    view = show(key, "postgres")
+    assert view.events is not None
+    assert [each.reason for each in view.events] == [str(n) for n in range(11, 1, -1)]
+    assert json.loads(json.dumps(view.as_json()))["events"][0]["kind"] == "lost"
+
+
+def test_events_that_cannot_be_read_are_not_taken_for_none(
+    key: str, sqlite: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a table of events the key is shown all the same."""
+    routed = override_settings(DATABASE_ROUTERS=[_Elsewhere(sqlite)])
+    with routed, caplog.at_level(logging.WARNING):
+        assert show(key, "redis").events is None
+    assert "events cannot be read" in caplog.text
+
+
+class _Elsewhere:
+    """Looks for events in a database that has no table of them."""
+
+    def __init__(self, using: str):
+        self.using = using
+
+    def db_for_read(self, model: Any, **_: Any) -> str | None:
+        """Name the alias of events alone."""
+        return self.using if model is LockEvent else None
+
+
+# Permissions
+
+
+def test_each_operation_has_a_permission_that_migrate_makes() -> None:
+    """The codenames of the operations are those in the database."""
+    made = set(
+        Permission.objects.filter(content_type__app_label="django_distlock").values_list(
+            "codename", flat=True
+        )
+    )
+    named = {operation.codename for operation in Operation}
+    assert len(named) == len(Operation)
+    assert named <= made
+    assert {each for each in made - named if not each.startswith("view_")} == set()
+
+
+@pytest.mark.parametrize("operation", Operation)
+def test_user_may_do_what_the_permission_is_for(key: str, operation: Operation) -> None:
+    """That operation, and no other."""
+    with rolled_back():
+        user = User.objects.create(username=key)
+        assert not any(may(user, each) for each in Operation)
+        user.user_permissions.add(Permission.objects.get(codename=operation.codename))
+        user = User.objects.get(pk=user.pk)
+        assert [each for each in Operation if may(user, each)] == [operation]
+        assert may(user, operation.value)
+        user.is_active = False
+        assert not may(User(is_superuser=True, is_active=False), operation)
+        assert may(User(is_superuser=True, is_active=True), operation)
+    assert not may(AnonymousUser(), operation)
+
+
+def test_unknown_operation_is_an_error() -> None:
+    """A slip grants nothing."""
+    with pytest.raises(ValueError, match="release_all"):
+        may(User(is_superuser=True), "release_all")
+
+
+def test_user_is_named_in_the_event(key: str) -> None:
+    """By the name that the project knows users by."""
+    leave("postgres", key)
+    user = User(pk=7, username="grace")
+    force_release(key, backend="postgres", actor=user, reason="it hangs")
+    assert event_of(key).actor == "grace"
+
+
+OPERATIONS: dict[str, Callable[[str], Outcome]] = {
+    "force_release": lambda key: force_release(key, backend="memory", **WHO),
+    "expire_soon": lambda key: expire_soon(key, 5, backend="memory", actor="Ada"),
+    "request_stop": lambda key: request_stop(key, backend="memory", actor="Ada"),
+    "pause": lambda key: pause(key, 5, backend="memory", actor="Ada"),
+    "resume": lambda key: resume(key, backend="memory", actor="Ada"),
+    "cleanup": lambda key: cleanup(backend="memory", actor="Ada"),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_outcomes_are_json(key: str, name: str) -> None:
+    """Each says which operation it was, and what came of it."""
+    document = json.loads(json.dumps(OPERATIONS[name](key).as_json()))
+    assert document["operation"] == name
+    assert document["result"] in ("done", "nothing")
+    assert document["backend"] == "memory"

@@ -1,0 +1,358 @@
+"""Notes about what is decorated: every door makes one, and it dies with the function."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import Celery
+from django.core.management import BaseCommand
+from django.http import HttpRequest, HttpResponse
+from django.test import override_settings
+from django.views import View
+
+from django_distlock import RunScope, distlock
+from django_distlock.contrib.celery import LockedTask
+from django_distlock.contrib.celery import locked_task as celery_task
+from django_distlock.contrib.celery.declaring import find
+from django_distlock.contrib.tasks import locked_task as django_task
+from django_distlock.declarations import Kind, attempt, declarations, declared
+from django_distlock.inspection.declared import DeclaredKey, list_declared
+from django_distlock.inspection.places import Place
+from django_distlock.management.locked import LockedCommand
+from django_distlock.scheduling import scheduled
+from django_distlock.views import LockedViewMixin, locked_view
+
+
+def work(pk: int = 0) -> int:
+    """Be a function of the project."""
+    return pk
+
+
+def view(request: HttpRequest, pk: int) -> HttpResponse:
+    """Be a view of the project."""
+    return HttpResponse(str(pk))
+
+
+def make_key(*args: object, **kwargs: object) -> str:
+    """Make a key."""
+    return "made"
+
+
+class Page(LockedViewMixin, View):
+    """A view of a class."""
+
+    lock_key = "page:{pk}"
+    lock_options = {"ttl": 7, "on_conflict": "raise"}
+
+    def get(self, request: HttpRequest, pk: int) -> HttpResponse:
+        """Answer."""
+        return HttpResponse(str(pk))
+
+
+def task_class(**attributes: Any) -> Any:
+    """Make a task of Celery whose class says what is locked."""
+    made: Any = type("Pay", (LockedTask,), {"run": lambda self, pk: pk, **attributes})
+    return made.run
+
+
+def command_class(**attributes: Any) -> type[LockedCommand]:
+    """Make a command, as `load_command_class()` does."""
+    made = type("Command", (LockedCommand, BaseCommand), {"__module__": "a.nightly", **attributes})
+    made().declare_lock()
+    return made
+
+
+DOORS: dict[str, Callable[[], object]] = {
+    "function": lambda: distlock("f:{pk}")(work),
+    "view": lambda: locked_view("v:{pk}")(view),
+    "class of views": Page.as_view,
+    "Celery": lambda: celery_task("c:{pk}", unique=True)(work),
+    "class of Celery": lambda: task_class(lock="k:{pk}"),
+    "django.tasks": lambda: django_task("d:{pk}")(work),
+    "schedule": lambda: scheduled("s:{pk}", expected=9)(work),
+    "command": command_class,
+}
+doors = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+
+
+def noted(made: object) -> list[DeclaredKey]:
+    """Give what is declared for one thing."""
+    return [DeclaredKey.of(each, note) for each, note in declarations() if each is made]
+
+
+def told(made: object) -> list[tuple[object, ...]]:
+    """Give the parts of it that most tests are about."""
+    return [
+        (each.kind, each.key, each.ttl, each.wait, each.on_conflict, each.mode)
+        for each in noted(made)
+    ]
+
+
+# What the doors declare
+
+BEATS = ("heartbeat",)
+
+
+def test_decorated_function_is_noted_with_its_lock() -> None:
+    """Key, times, conflict and mode; what is left out is the backend's."""
+    options: dict[str, Any] = {"ttl": 9, "wait": None, "on_conflict": "run", "hold": True}
+    made = distlock("f:{pk}", **options)(work)
+    assert told(made) == [(Kind.FUNCTION, "f:{pk}", 9, None, "run", ("heartbeat", "hold"))]
+    assert told(distlock("f")(work)) == [(Kind.FUNCTION, "f", 30, 5, "raise", BEATS)]
+
+
+def test_modes_are_named_in_the_words_of_distlock() -> None:
+    """A lock without expiry has no ttl, one without heartbeat says so, numbers come along."""
+    forever, still, long = (
+        noted(distlock("m", **options)(work))[0]
+        for options in (
+            {"basic": True, "reentrant": True},
+            {"heartbeat": False, "min_hold": 3, "steal_if_dead": True},
+            {"max_lifetime": 90},
+        )
+    )
+    assert (forever.mode, forever.ttl) == (("basic", "reentrant"), None)
+    assert (still.mode, still.min_hold) == (("no heartbeat", "min_hold", "steal_if_dead"), 3)
+    assert (long.mode, long.max_lifetime) == (("heartbeat", "max_lifetime"), 90)
+
+
+def test_stacked_decorators_are_noted_each() -> None:
+    """The outer one does not hide what the inner one locks."""
+    inner = distlock("inner")(work)
+    outer = distlock("outer")(inner)
+    assert [each.key for each in noted(inner)] == ["inner"]
+    assert [each.key for each in noted(outer)] == ["outer"]
+    assert noted(inner)[0].place == noted(outer)[0].place
+
+
+def test_view_is_noted_with_what_it_answers() -> None:
+    """Both functions and classes, of which the template is shown and not what makes of it a key."""
+    made = locked_view("v:{pk}", wait=0, ttl=8)(view)
+    assert told(made) == [(Kind.VIEW, "v:{pk}", 8, 0, "skip", BEATS)]
+    made = Page.as_view()
+    assert told(made) == [(Kind.VIEW, "page:{pk}", 7, 5, "raise", BEATS)]
+    assert noted(made)[0].is_template
+
+
+def test_key_that_is_made_by_code_is_named_by_that() -> None:
+    """A dotted name, of a partial, too; and Celery's key of all arguments."""
+    name = f"callable {__name__}.make_key"
+    for given in (make_key, functools.partial(make_key, 1)):
+        (each,) = noted(locked_view(given)(view))
+        assert (each.key, each.is_template) == (name, False)
+    assert [each.key for each in noted(django_task(make_key)(work))] == [name]
+    assert [each.key for each in noted(celery_task(True)(work))] == ["all arguments"]
+
+
+def test_schedule_is_noted_with_its_scope() -> None:
+    """Its key has the prefix that the store sees; one that runs everywhere has no lock."""
+    made = scheduled("s:{pk}", expected=8, margin=4)(work)
+    mode = ("heartbeat", "hold", "require_global")
+    assert told(made) == [(Kind.SCHEDULE, "schedule:s:{pk}", 12, 0, "skip", mode)]
+    made = scheduled("local", expected=8, scope=RunScope.NODE_LOCAL)(work)
+    assert noted(made)[0].mode == ("no lock", "node_local")
+
+
+def test_task_of_celery_has_a_note_for_each_of_its_keys() -> None:
+    """The unique key as the store sees it; it is never waited for nor kept behind the run."""
+    made = celery_task("c:{pk}", unique="c:{pk}", ttl=9, wait=2, hold=True)(work)
+    assert told(made) == [
+        (Kind.CELERY_LOCK, "c:{pk}", 9, 2, "skip or retry", ("heartbeat", "hold")),
+        (Kind.CELERY_UNIQUE, "unique:c:{pk}", 9, 0, "skip", BEATS),
+    ]
+    assert told(task_class(unique="u:{pk}", lock_options={"on_conflict": "raise"})) == [
+        (Kind.CELERY_UNIQUE, "unique:u:{pk}", 30, 0, "raise", BEATS)
+    ]
+
+
+@pytest.mark.parametrize(("acks_late", "policy"), [(True, "retry"), (False, "skip")])
+def test_task_tells_what_its_function_does_not_know(acks_late: bool, policy: str) -> None:
+    """Whether it is queued again follows from `acks_late`, also below `autoretry_for`."""
+    made = celery_task("c:{pk}")(work)
+    app = Celery("told", set_as_current=False)
+    app.task(acks_late=acks_late, autoretry_for=(OSError,), shared=False, bind=True)(made)
+    app.set_current()
+    try:
+        assert list(find()) == []
+    finally:
+        Celery("other").set_current()
+    assert [each.on_conflict for each in noted(made)] == [policy]
+
+
+def test_task_of_django_is_noted() -> None:
+    """What it does by itself depends on the backend of its task; what it was told does not."""
+    made = django_task("d:{pk}")(work)
+    assert told(made) == [(Kind.DJANGO_TASK, "d:{pk}", 30, 0, "retry or raise", BEATS)]
+    assert noted(django_task("d:{pk}", on_conflict="wait")(work))[0].wait == 5
+
+
+def test_command_is_noted_when_it_is_loaded() -> None:
+    """Its key is the module's name, or a template of its options."""
+    assert told(command_class()) == [(Kind.COMMAND, "nightly", 30, 0, "skip", BEATS)]
+    made = command_class(lock_key="report:{day}", lock_wait=None, lock_hold=True, lock_ttl=60)
+    mode = ("heartbeat", "hold")
+    assert told(made) == [(Kind.COMMAND, "report:{day}", 60, None, "skip", mode)]
+
+
+def test_backend_that_is_not_configured_is_shown_as_such() -> None:
+    """Its `TTL` and `WAIT` nobody knows."""
+    made = distlock("f", backend="nowhere")(work)
+    (each,) = noted(made)
+    assert (each.backend, each.is_configured, each.ttl, each.wait) == ("nowhere", False, None, None)
+    settings = {"nowhere": {"BACKEND": "any.Path", "TTL": 44, "WAIT": None}}
+    with override_settings(DISTLOCK=settings):
+        (each,) = noted(made)
+    assert (each.is_configured, each.ttl, each.wait) == (True, 44, None)
+
+
+# How long a note lives
+
+
+@doors
+def test_note_dies_with_what_is_decorated(door: Callable[[], object]) -> None:
+    """Whoever decorates for each request does not fill the memory."""
+    kept = door()
+    assert noted(kept)
+    gc.collect()
+    before = len(declared)
+    for _ in range(50):
+        door()
+    gc.collect()
+    assert len(declared) == before
+
+
+def test_note_dies_at_once_where_no_cycle_keeps_its_function() -> None:
+    """The garbage collector has nothing to do with it."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(declared)
+        for number in range(50):
+            made = distlock(f"n:{number}", backend="memory")(lambda: "worked")
+            assert made() == "worked"
+            del made
+        assert len(declared) == before
+    finally:
+        gc.enable()
+
+
+def test_note_does_not_keep_a_function_that_its_own_key_leads_to() -> None:
+    """A key made by a closure over the decorated function is named, not referred to."""
+
+    def make() -> None:
+        def key(request: HttpRequest) -> str:
+            return str(page)
+
+        @locked_view(key)
+        def page(request: HttpRequest) -> HttpResponse:
+            return HttpResponse(str(page))
+
+        assert noted(page)
+
+    gc.collect()
+    before = len(declared)
+    make()
+    gc.collect()
+    assert len(declared) == before
+
+
+def test_notes_can_be_read_while_others_are_made() -> None:
+    """A thread of the server may decorate while a check looks at schedules."""
+    kept: list[object] = [distlock("first")(work)]
+    for _ in declarations():
+        kept.append(distlock("later")(work))
+        if len(kept) > 50:
+            break
+    assert len(kept) > 1
+
+
+# What is shown
+
+
+@pytest.mark.parametrize(
+    ("template", "prefix", "may"),
+    [
+        ("invoice:{pk}", "", True),
+        ("invoice:{pk}", "inv", True),
+        ("invoice:{pk}", "invoice:4711", True),
+        ("invoice:{pk}", "invoices", False),
+        ("nightly", "nightly:1", False),
+        ("{pk}", "anything", True),
+        ("a{{b}}:{pk}", "a{b}:7", True),
+        ("a{{b}}:{pk}", "a{{b", False),
+    ],
+)
+def test_prefix_finds_the_templates_that_may_make_such_keys(
+    template: str, prefix: str, may: bool
+) -> None:
+    """What an operator copies from a held key leads to where it comes from."""
+    made = distlock(template)(work)
+    assert noted(made)[0].may_make(prefix) is may
+
+
+def test_prefix_leaves_out_no_key_that_code_makes() -> None:
+    """It may be any."""
+    assert noted(locked_view(make_key)(view))[0].may_make("whatever")
+
+
+def test_equal_notes_are_one_line() -> None:
+    """A class that several URLs lead to declares one key."""
+    kept = [Page.as_view(), Page.as_view()]
+    found = list_declared(prefix="page:")
+    assert [each.key for each in found.keys if each.key == "page:{pk}"] == ["page:{pk}"]
+    assert len(kept) == 2
+
+
+# Where it stands
+
+
+def line_of(subject: Any) -> int:
+    """Give the line where the source says that something stands."""
+    return inspect.getsourcelines(subject)[1]
+
+
+def test_place_is_that_of_the_function() -> None:
+    """However often it is wrapped, and be it a partial or a method."""
+    here = Place(file=__file__, line=line_of(work), name=f"{__name__}.work")
+    assert Place.of(distlock("a")(distlock("b")(work))) == here
+    assert Place.of(functools.partial(work, 1)) == here
+    assert Place.of(staticmethod(work)) == here
+    place = Place.of(Page().get)
+    assert (place.line, place.name) == (line_of(Page.get), f"{__name__}.Page.get")
+
+
+def test_place_of_a_class_is_the_class() -> None:
+    """Of views, commands, and of what is called by `__call__`."""
+
+    class Callable:
+        def __call__(self) -> None:
+            """Be called."""
+
+    for made, kind in ((Page.as_view(), Page), (Page, Page), (Callable(), Callable)):
+        place = Place.of(made)
+        assert (place.file, place.name) == (__file__, f"{__name__}.{kind.__qualname__}")
+        assert place.line is not None
+        # Before Python 3.13, its first method is the nearest that one knows.
+        assert 0 <= place.line - line_of(kind) <= 7
+
+
+def test_place_that_nobody_knows_has_no_line() -> None:
+    """A class that was made in memory, of a module that there is not."""
+    made = type("Made", (), {"__module__": "not.there"})
+    assert Place.of(made) == Place(file="", line=None, name="not.there.Made")
+
+
+def test_failed_step_is_told_and_not_raised() -> None:
+    """Also where a module ends the program when it is imported."""
+
+    def leave() -> None:
+        raise SystemExit(3)
+
+    assert list(attempt("fine", work)) == []
+    (told,) = attempt("it", leave)
+    assert told == ("it", f"SystemExit: 3 ({__file__}:{line_of(leave) + 1})")
