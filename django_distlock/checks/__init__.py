@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
-from . import advisory, databases, redis, settings
+from . import advisory, backends, databases, fencing, redis, routers, scheduling, settings
 
-__all__ = ["advisory", "databases", "redis", "settings"]
+__all__ = [
+    "advisory",
+    "backends",
+    "databases",
+    "fencing",
+    "redis",
+    "routers",
+    "scheduling",
+    "settings",
+]

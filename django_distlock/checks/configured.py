@@ -1,4 +1,4 @@
-"""What the checks look at: the backends that the settings configure."""
+"""What the checks look at: the backends that the settings configure, and their databases."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
+from django.db import connections
 
 from .. import conf
 from ..backends.base import BaseLockBackend
@@ -33,6 +34,13 @@ def configured_by_path(path: str) -> Iterator[BaseLockBackend]:
 def where(backend: Any) -> str:
     """Return the setting that makes a backend, for messages."""
     return f"DISTLOCK[{backend.alias!r}]"
+
+
+def ask(using: str, question: str, *arguments: Any) -> list[tuple[Any, ...]]:
+    """Run a query on the connection of an alias; return its rows."""
+    with connections[using].cursor() as cursor:
+        cursor.execute(question, arguments or None)
+        return list(cursor.fetchall())
 
 
 def _every() -> Iterator[BaseLockBackend]:

@@ -7,12 +7,24 @@ from typing import Any
 
 from django.apps import apps
 from django.core import checks
-from django.db import DatabaseError, connections, models, router
+from django.db import DatabaseError, Error, connections, models, router
+from django.db.migrations.exceptions import (
+    BadMigrationError,
+    CircularDependencyError,
+    NodeNotFoundError,
+)
+from django.db.migrations.loader import MigrationLoader
 
 from ..backends.tables import FenceTable
 from ..connections import database_file
-from ..models import FenceCounter, HeldLock, LockEvent
+from ..models import FenceCounter, HeldLock, LockEvent, SeenFence, Waiter
+from ..vendors import VENDORS
 from .configured import DOCS, configured, where
+from .schema import functions, indexes, unapplied
+from .servers import forgetful, forgetful_rows, read_only
+from .triggers import fence_triggers
+
+_MODELS: tuple[type[models.Model], ...] = (HeldLock, FenceCounter, LockEvent, Waiter, SeenFence)
 
 
 @checks.register("distlock")
@@ -46,50 +58,81 @@ def check_aliases(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
 
 
 @checks.register(checks.Tags.database)
-def check_tables(
+def check_databases(
     app_configs: Any, databases: Sequence[str] | None, **_: Any
 ) -> list[checks.CheckMessage]:
-    """W103: the tables that the settings name exist.
+    """E103, E105 and W102 to W111, but for W110: look into the databases that are named.
 
-    A warning, because `migrate` runs these checks too and stops at errors.
+    One check, so that a database that is down is waited for once. What `migrate` repairs is a
+    warning, because it runs these checks too and stops at errors.
     """
+    locks = {each.using for each in configured(FenceTable)}
     found: list[checks.CheckMessage] = []
-    for using in _checked(databases):
-        expected = [model._meta.db_table for model in (HeldLock, FenceCounter, LockEvent)]
+    for using in sorted({*(databases or ())}):
+        findings = _of_locks(using) if using in locks else _of_others(using)
         try:
-            existing = set(connections[using].introspection.table_names())
-        except DatabaseError as error:
-            message = f"The lock tables in {using!r} cannot be looked for: {error}"
-            found.append(checks.Warning(message, hint=DOCS, id="distlock.W102"))
-            continue
-        missing = [name for name in expected if name not in existing]
-        if missing:
-            found.append(
-                checks.Warning(
-                    f"The database {using!r} has no table {', '.join(missing)}.",
-                    hint=f"Run manage.py migrate --database {using}. If DISTLOCK_TABLES was"
-                    " changed after a migration, the tables have to be renamed: see"
-                    " docs/howto/rename-tables.md.",
-                    id="distlock.W103",
-                )
-            )
+            # One by one: what was found before the database went away is kept.
+            for each in findings:
+                found.append(each)  # noqa: PERF402
+        except Error as error:
+            # Other databases are not ours to tell of.
+            if using in locks:
+                message = f"The lock tables in {using!r} cannot be looked for: {error}"
+                found.append(checks.Warning(message, hint=DOCS, id="distlock.W102"))
     return found
 
 
-@checks.register(checks.Tags.database)
-def check_mysql(
-    app_configs: Any, databases: Sequence[str] | None, **_: Any
-) -> list[checks.CheckMessage]:
-    """E103, W104 and W105: MariaDB and MySQL lock rows, and keep what they commit."""
-    found: list[checks.CheckMessage] = []
-    for using in _checked(databases):
-        if connections[using].vendor != "mysql":
-            continue
-        try:
-            found += _mysql_findings(using)
-        except DatabaseError:
-            continue  # W102 says so.
-    return found
+def _of_locks(using: str) -> Iterator[checks.CheckMessage]:
+    connection = connections[using]
+    existing = set(connection.introspection.table_names())
+    missing = [each for each in _MODELS if each._meta.db_table not in existing]
+    if missing:
+        yield _lacks_tables(using, missing)
+    yield from read_only(using)
+    yield from forgetful(using)
+    if connection.vendor == "mysql":
+        yield from _mysql_findings(using)
+    loader = _loader(using)
+    if len(missing) < len(_MODELS):
+        pending = [] if loader is None else list(unapplied(using, loader))
+        yield from pending
+        # What they would make is not missed twice.
+        if not pending:
+            yield from functions(using)
+            yield from indexes(using, [each for each in _MODELS if each not in missing])
+    yield from _of_rows(using, loader)
+
+
+def _of_others(using: str) -> Iterator[checks.CheckMessage]:
+    # Not those of which nothing is known: a project without a database has an alias, too.
+    if connections[using].vendor in VENDORS:
+        yield from _of_rows(using, _loader(using))
+
+
+def _of_rows(using: str, loader: MigrationLoader | None) -> Iterator[checks.CheckMessage]:
+    yield from forgetful_rows(using)
+    if loader is not None:
+        yield from fence_triggers(using, loader)
+
+
+def _lacks_tables(using: str, missing: list[type[models.Model]]) -> checks.CheckMessage:
+    return checks.Warning(
+        f"The database {using!r} has no table"
+        f" {', '.join(each._meta.db_table for each in missing)}.",
+        hint=f"Run manage.py migrate --database {using}. If DISTLOCK_TABLES was changed after a"
+        " migration, the tables have to be renamed: see docs/howto/rename-tables.md.",
+        id="distlock.W103",
+    )
+
+
+def _loader(using: str) -> MigrationLoader | None:
+    """Return the migrations of the project, and which of them were applied here."""
+    try:
+        return MigrationLoader(connections[using], ignore_no_migrations=True)
+    except (BadMigrationError, CircularDependencyError, ImportError, NodeNotFoundError):
+        return None  # Whatever it is, `migrate` tells.
+    except DatabaseError:
+        return None  # The account that locks may not read what `migrate` has noted.
 
 
 def _mysql_findings(using: str) -> Iterator[checks.CheckMessage]:
@@ -122,11 +165,6 @@ def _mysql_findings(using: str) -> Iterator[checks.CheckMessage]:
                 hint=f"Set innodb_flush_log_at_trx_commit to 1, or FENCE_FLOOR. {DOCS}",
                 id="distlock.W105",
             )
-
-
-def _checked(databases: Sequence[str] | None) -> list[str]:
-    """Return which of the databases that are looked into hold locks or fences."""
-    return sorted({each.using for each in configured(FenceTable)} & {*(databases or ())})
 
 
 def _shares_file(using: str) -> bool:

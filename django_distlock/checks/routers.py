@@ -1,0 +1,72 @@
+"""`distlock.W110`: routers that know where the locks are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from django.core import checks
+from django.db import connections, router
+
+from ..backends.tables import FenceTable
+from ..connections import database_file
+from ..models import HeldLock
+from .configured import configured, where
+
+_HINT = (
+    "Add a router that sends django_distlock to the database of the locks, and allows its"
+    " migrations there: see docs/howto/choose-a-database.md."
+)
+
+
+@checks.register("distlock")
+def check_routers(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
+    """W110: `migrate` may make the tables where the locks are, and the models are looked for there.
+
+    Several aliases may lead to one database, such as one through a pooler and one around it. Where
+    the locks have several databases, a router can name only one of them.
+    """
+    found: list[checks.CheckMessage] = []
+    backends = {each.using: each for each in configured(FenceTable)}
+    for using, backend in backends.items():
+        if not any(router.allow_migrate_model(alias, HeldLock) for alias in _same(using)):
+            found.append(
+                checks.Warning(
+                    f"{where(backend)} keeps its locks in {using!r}, and the routers let migrate"
+                    f" make no tables of django_distlock there.",
+                    hint=_HINT,
+                    id="distlock.W110",
+                )
+            )
+    written = router.db_for_write(HeldLock)
+    if backends and not any(written in _same(using) for using in backends):
+        found.append(
+            checks.Warning(
+                f"{_listed(where(each) for each in backends.values())} keeps locks in"
+                f" {_listed(map(repr, backends))}, and the models of django_distlock are read and"
+                f" written in {written!r}: the admin shows no locks, and events are kept apart"
+                " from them.",
+                hint=_HINT,
+                id="distlock.W110",
+            )
+        )
+    return found
+
+
+def _same(using: str) -> list[str]:
+    """Return the aliases that lead to the database of one of them, as far as settings tell.
+
+    Whatever the host: there may be a pooler on the way.
+    """
+    return [alias for alias in connections if _database(alias) == _database(using)]
+
+
+def _database(alias: str) -> tuple[str, str]:
+    connection = connections[alias]
+    if connection.vendor == "sqlite":
+        return connection.vendor, database_file(connection)
+    return connection.vendor, str(connection.settings_dict["NAME"])
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)

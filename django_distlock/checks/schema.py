@@ -1,0 +1,148 @@
+"""`distlock.W106`, `W107` and `W111`: what migrations leave in a database besides the tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+from django.core import checks
+from django.db import connections, models
+from django.db.migrations.loader import MigrationLoader
+from django.db.models import CheckConstraint
+
+from ..backends.database import DatabaseBackend
+from ..models import FenceCounter
+from ..sql import FUNCTIONS, fence_guard_name, function_name, script
+from .configured import DOCS, ask, configured
+
+APP: Final = "django_distlock"
+_GUARD: Final = "distlock_fence_guard"
+_BODY = re.compile(r"\$body\$(.*?)\$body\$", re.DOTALL)
+
+
+def unapplied(using: str, loader: MigrationLoader) -> Iterator[checks.CheckMessage]:
+    """W106: the migrations of this release were applied."""
+    applied = loader.applied_migrations or {}
+    names = sorted(
+        name for app, name in loader.graph.nodes if app == APP and (app, name) not in applied
+    )
+    if names:
+        yield checks.Warning(
+            f"The database {using!r} lacks migrations of {APP}: {', '.join(names)}.",
+            hint=f"Run manage.py migrate {APP} --database {using}. {DOCS}",
+            id="distlock.W106",
+        )
+
+
+def functions(using: str) -> Iterator[checks.CheckMessage]:
+    """W107: PostgreSQL finds this release's functions, and the trigger that keeps fence counters.
+
+    A warning, because `migrate` makes what is missing, and stops at errors.
+    """
+    if connections[using].vendor != "postgresql":
+        return
+    wanted = {function_name(each): script(each) for each in _called(using)}
+    # Where nobody may use PL/pgSQL, counters go without it.
+    guarded = bool(ask(using, _PLPGSQL))
+    if guarded:
+        wanted[fence_guard_name()] = script("fence_guard")
+    wrong = list(_wrong_functions(using, wanted))
+    if guarded and not ask(using, _TRIGGER, _GUARD, FenceCounter._meta.db_table):
+        wrong.append(
+            f"the trigger {_GUARD} is missing or disabled, which refuses to delete or lower a fence"
+            " counter"
+        )
+    if wrong:
+        yield checks.Warning(
+            f"In the database {using!r}, {'; '.join(wrong)}.",
+            hint=f"Run manage.py migrate {APP} --database {using}, as a role that may create"
+            " functions; where none may, set OPTIONS['server_functions'] to False. A trigger that"
+            f" was disabled is enabled by ALTER TABLE … ENABLE TRIGGER {_GUARD}. See"
+            " docs/howto/choose-a-database.md.",
+            id="distlock.W107",
+        )
+
+
+def indexes(using: str, present: list[type[models.Model]]) -> Iterator[checks.CheckMessage]:
+    """W111: the tables have the indexes and constraints of their models."""
+    connection = connections[using]
+    if connection.vendor not in ("mysql", "postgresql", "sqlite"):
+        return
+    for model in present:
+        table = model._meta.db_table
+        with connection.cursor() as cursor:
+            found = connection.introspection.get_constraints(cursor, table)
+        told = connection.features.can_introspect_check_constraints
+        lacks = list(_missing(model, found, checks_too=told))
+        if lacks:
+            yield checks.Warning(
+                f"The table {table} of {using!r} lacks {', '.join(lacks)}.",
+                hint="Make it again, as `manage.py sqlmigrate` prints it. The columns are in"
+                " docs/reference/database-schema.md.",
+                id="distlock.W111",
+            )
+
+
+def _missing(
+    model: type[models.Model], found: Mapping[str, Any], *, checks_too: bool
+) -> Iterator[str]:
+    """Name what a table lacks of what its model declares.
+
+    Args:
+        found: What `get_constraints` tells of the table.
+        checks_too: Whether that includes checks, which MySQL has since 8.0.16 alone.
+    """
+    fields: Iterable[Any] = model._meta.local_concrete_fields
+    for field in fields:
+        keys = [each for each in found.values() if each["columns"] == [field.column]]
+        if field.primary_key:
+            if not any(each["primary_key"] for each in keys):
+                yield f"its primary key ({field.column})"
+        elif field.unique:
+            if not any(each["unique"] for each in keys):
+                yield f"the unique index on {field.column}"
+        elif field.db_index and not any(each["index"] or each["unique"] for each in keys):
+            yield f"the index on {field.column}"
+    for named in (*model._meta.indexes, *model._meta.constraints):
+        if named.name not in found and (checks_too or not isinstance(named, CheckConstraint)):
+            yield f"{named.name}"
+
+
+def _called(using: str) -> tuple[str, ...]:
+    """Return the operations that a backend calls as functions on this database."""
+    calls = any(
+        backend.config.options.get("server_functions", True)
+        for backend in configured(DatabaseBackend)
+        if backend.using == using
+    )
+    return FUNCTIONS if calls else ()
+
+
+def _wrong_functions(using: str, wanted: dict[str, str]) -> Iterator[str]:
+    """Say which functions are not there, are another release's, or are out of sight."""
+    there: dict[str, dict[bool, tuple[str, str]]] = {}
+    for name, schema, source, visible in ask(using, _FUNCTIONS, list(wanted)):
+        there.setdefault(name, {})[visible] = schema, source
+    for name, text in wanted.items():
+        body = _BODY.search(text)
+        if name not in there:
+            yield f"the function {name} is missing"
+        elif True not in there[name]:
+            schema, _source = there[name][False]
+            yield f"the function {name} is in the schema {schema}, which is not on the search_path"
+        elif body is None or there[name][True][1] != body[1]:
+            yield f"the function {name} is not the one of this release"
+
+
+_FUNCTIONS = """
+SELECT p.proname, n.nspname, p.prosrc, pg_function_is_visible(p.oid)
+FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace WHERE p.proname = ANY(%s)
+"""
+_PLPGSQL = """
+SELECT true FROM pg_language WHERE lanname = 'plpgsql' AND has_language_privilege(oid, 'USAGE')
+"""
+_TRIGGER = """
+SELECT true FROM pg_trigger
+WHERE tgname = %s AND tgrelid = to_regclass(quote_ident(%s)) AND tgenabled <> 'D'
+"""

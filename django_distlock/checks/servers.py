@@ -1,0 +1,85 @@
+"""`distlock.E105` and `W108`: what the servers of locks and of fenced rows do with a write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from django.core import checks
+from django.db import connections
+
+from ..models import FenceCounter, HeldLock, SeenFence
+from .configured import DOCS, ask
+from .fencing import fenced_models_in
+
+_PRIMARY = f"Set OPTIONS['using'] to an alias that leads to the primary. {DOCS}"
+_DURABLE = "What a crash leaves is in docs/howto/production.md."
+
+#: Whether it is a standby, and whether its transactions only read unless they say otherwise.
+_READ_ONLY = {
+    "postgresql": "SELECT pg_is_in_recovery(),"
+    " current_setting('default_transaction_read_only')::boolean",
+    # The name of the session's own differs between the two.
+    "mysql": "SELECT @@global.read_only, @@session.{session}",
+}
+
+
+def read_only(using: str) -> Iterator[checks.CheckMessage]:
+    """E105: locks can be taken. No error that `migrate` could repair: it writes as well."""
+    vendor = connections[using].vendor
+    if vendor not in _READ_ONLY:
+        return
+    mariadb = getattr(connections[using], "mysql_is_mariadb", False)
+    session = "tx_read_only" if mariadb else "transaction_read_only"
+    ((standby, reads),) = ask(using, _READ_ONLY[vendor].format(session=session))
+    # From MariaDB 12 on, it is a word.
+    if standby not in (False, 0, "OFF"):
+        said = f"The database {using!r} is read-only, as a replica is: no lock can be taken."
+        yield checks.Error(said, hint=_PRIMARY, id="distlock.E105")
+    elif reads:
+        said = f"The sessions of {using!r} are set to read only: no lock can be taken."
+        yield checks.Error(said, hint=_PRIMARY, id="distlock.E105")
+
+
+def forgetful(using: str) -> Iterator[checks.CheckMessage]:
+    """W108: PostgreSQL keeps, over a crash, the grants that it has told.
+
+    Its `synchronous_commit` does not matter here: each grant and each extend raises it for itself.
+    """
+    if connections[using].vendor != "postgresql":
+        return
+    if ask(using, "SHOW fsync") != [("on",)]:
+        yield checks.Warning(
+            f"The server of {using!r} does not wait for its disk (fsync): a crash may undo"
+            " grants, hand out their fences again, or spoil the whole database.",
+            hint=f"Set fsync to on. {_DURABLE}",
+            id="distlock.W108",
+        )
+    tables = [model._meta.db_table for model in (HeldLock, FenceCounter, SeenFence)]
+    unlogged = ask(
+        using,
+        "SELECT relname FROM pg_class WHERE relname = ANY(%s) AND relpersistence = 'u'"
+        " AND relkind = 'r' AND pg_table_is_visible(oid) ORDER BY relname",
+        tables,
+    )
+    for (name,) in unlogged:
+        yield checks.Warning(
+            f"The table {name} of {using!r} is unlogged: it is empty after a crash, and held keys"
+            " or used fences are handed out again.",
+            hint=f'ALTER TABLE "{name}" SET LOGGED. {_DURABLE}',
+            id="distlock.W108",
+        )
+
+
+def forgetful_rows(using: str) -> Iterator[checks.CheckMessage]:
+    """W108: PostgreSQL keeps, over a crash, the fences that rows of the project have seen."""
+    if connections[using].vendor != "postgresql":
+        return
+    fenced = fenced_models_in(using)
+    if fenced and ask(using, "SHOW synchronous_commit") == [("off",)]:
+        yield checks.Warning(
+            f"The database {using!r} answers before a commit is on its disk (synchronous_commit)."
+            f" Locks set that right for themselves; rows that refuse stale fences, such as those of"
+            f" {fenced[0]._meta.label}, do not: a crash may undo a write, and a stale one pass.",
+            hint=f"Leave synchronous_commit on for what writes fenced rows. {_DURABLE}",
+            id="distlock.W108",
+        )

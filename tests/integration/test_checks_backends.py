@@ -1,0 +1,200 @@
+"""System checks of settings that are legal and cost something, and of routers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from django.core import checks
+from django.test import override_settings
+
+from django_distlock import RunScope, distlock
+from django_distlock.scheduling import scheduled
+from tests.contract.aliases import DATABASE, alias_like
+
+from .databases import APP
+
+MEMORY = "django_distlock.backends.memory.MemoryBackend"
+REDIS = "django_distlock.backends.redis.RedisBackend"
+EVERY = {
+    DATABASE: {"using": "default"},
+    MEMORY: {},
+    REDIS: {"url": "redis://127.0.0.1:1/0"},
+}
+
+
+def found(distlock: dict[str, Any], *, deploy: bool = False) -> dict[str, str]:
+    """Check these backends, without looking into a store; give ids and texts of what is said."""
+    with override_settings(DISTLOCK=distlock):
+        # Those of other tags may ask servers, where they are to run on deployment.
+        messages = checks.run_checks(tags=["distlock"], include_deployment_checks=deploy)
+    return {str(each.id): each.msg for each in messages if not each.is_silenced()}
+
+
+def backend(path: str, **configured: Any) -> dict[str, Any]:
+    """Return the settings of one backend."""
+    return {"locks": {"BACKEND": path, "OPTIONS": EVERY[path], **configured}}
+
+
+# Heartbeat
+
+
+@pytest.mark.parametrize("path", EVERY)
+def test_heartbeat_that_is_slow_is_a_warning(path: str) -> None:
+    """W004 above a third, with what is left of a ttl behind the second beat."""
+    told = found(backend(path, HEARTBEAT=0.4))
+    assert list(told) == ["distlock.W004"]
+    assert "DISTLOCK['locks']" in told["distlock.W004"]
+    assert "20%" in told["distlock.W004"]
+
+
+@pytest.mark.parametrize("part", [0.1, 1 / 3])
+def test_heartbeat_of_a_third_is_quiet(part: float) -> None:
+    """The default, and what is quicker, leave time for a second beat."""
+    assert found(backend(DATABASE, HEARTBEAT=part)) == {}
+
+
+# Memory
+
+
+def test_memory_is_a_warning_on_deployment() -> None:
+    """W005 names the setting; in development nothing is said."""
+    told = found(backend(MEMORY), deploy=True)
+    assert list(told) == ["distlock.W005"]
+    assert "DISTLOCK['locks']" in told["distlock.W005"]
+    assert found(backend(MEMORY)) == {}
+
+
+def test_shared_backend_is_quiet_on_deployment() -> None:
+    """Rows of a database are seen by every process."""
+    assert found(backend(DATABASE), deploy=True) == {}
+
+
+def test_what_is_locked_in_memory_is_named() -> None:
+    """A key that is declared says where to look."""
+
+    @distlock("invoice:{number}", backend="locks")
+    def pay(number: int) -> None:
+        """Pay."""
+
+    assert "'invoice:{number}'" in found(backend(MEMORY), deploy=True)["distlock.W005"]
+    del pay
+
+
+@pytest.mark.parametrize(
+    ("scope", "warns"),
+    [
+        (RunScope.PREFER_GLOBAL, False),
+        (RunScope.NODE_LOCAL, False),
+        (RunScope.REQUIRE_GLOBAL, True),
+    ],
+)
+def test_schedules_that_each_node_may_run_are_quiet(scope: RunScope, warns: bool) -> None:
+    """A schedule that says so itself is no mistake, until something else is locked there."""
+
+    @scheduled("report", scope=scope, expected=10, backend="locks")
+    def report() -> None:
+        """Report."""
+
+    assert ("distlock.W005" in found(backend(MEMORY), deploy=True)) is warns
+
+    @distlock("other", backend="locks")
+    def other() -> None:
+        """Do something else."""
+
+    assert "distlock.W005" in found(backend(MEMORY), deploy=True)
+    del report, other
+
+
+# Prefixes
+
+
+@pytest.mark.parametrize("path", EVERY)
+def test_long_prefix_is_a_warning(path: str) -> None:
+    """W006 above 64 bytes of UTF-8, whatever the number of characters."""
+    told = found(backend(path, KEY_PREFIX="é" * 33))
+    assert list(told) == ["distlock.W006"]
+    assert "66 bytes" in told["distlock.W006"]
+
+
+@pytest.mark.parametrize("prefix", ["", "distlock", "p" * 64, "p" * 64 + ":::"])
+def test_prefix_that_is_short_enough_is_quiet(prefix: str) -> None:
+    """Colons at the end are not kept, and so not counted."""
+    assert found(backend(DATABASE, KEY_PREFIX=prefix)) == {}
+
+
+# Routers
+
+
+class Router:
+    """Send the models of locks to one alias, and let `migrate` make their tables on some."""
+
+    def __init__(self, written: str, made: tuple[str, ...]):
+        self.written, self.made = written, made
+
+    def db_for_write(self, model: Any, **_: Any) -> str | None:
+        """Name the alias of a model."""
+        return self.written if model._meta.app_label == APP else None
+
+    db_for_read = db_for_write
+
+    def allow_migrate(self, db: str, app_label: str, **_: Any) -> bool | None:
+        """Say where the tables are made."""
+        return db in self.made if app_label == APP else None
+
+
+def told_with(router: Router | None, *usings: str) -> list[str]:
+    """Check database backends with a router; give the texts of W110."""
+    configured = {
+        f"locks{number}": {"BACKEND": DATABASE, "OPTIONS": {"using": using}}
+        for number, using in enumerate(usings)
+    }
+    routers = [] if router is None else [router]
+    with override_settings(DATABASE_ROUTERS=routers, DISTLOCK=configured):
+        messages = checks.run_checks(tags=["distlock"])
+    return [each.msg for each in messages if each.id == "distlock.W110"]
+
+
+def test_missing_router_is_a_warning(sqlite: str) -> None:
+    """W110: without a router the models are looked for in `default`, where no lock is."""
+    (said,) = told_with(None, sqlite)
+    assert repr(sqlite) in said
+    assert "in 'default'" in said
+
+
+def test_router_that_sends_the_models_elsewhere(sqlite: str) -> None:
+    """The tables are made, and the admin looks at others."""
+    (said,) = told_with(Router("default", (sqlite,)), sqlite)
+    assert "in 'default'" in said
+
+
+def test_router_that_lets_nobody_make_the_tables(sqlite: str) -> None:
+    """`migrate --database` would record its migrations, and make nothing."""
+    (said,) = told_with(Router(sqlite, ("default",)), sqlite)
+    assert repr(sqlite) in said
+    assert "migrate make no tables" in said
+
+
+def test_router_that_knows_the_database_is_quiet(sqlite: str) -> None:
+    """Both directions are right; so are locks in `default`, without any router."""
+    assert told_with(Router(sqlite, (sqlite,)), sqlite) == []
+    assert told_with(None, "default") == []
+    assert told_with(None) == []
+
+
+def test_router_names_one_of_several_databases(sqlite: str) -> None:
+    """It can name no more than one; the others are for those who ask by their aliases."""
+    assert told_with(None, "default", sqlite) == []
+
+
+def test_alias_around_a_pooler_needs_no_router() -> None:
+    """It leads to the same database, whose tables are made through the other one."""
+    with alias_like("default", PORT="1") as direct:
+        assert told_with(None, direct) == []
+        assert told_with(Router("default", ("default",)), direct) == []
+
+
+def test_backend_without_tables_needs_no_router() -> None:
+    """Redis keeps none."""
+    with override_settings(DATABASE_ROUTERS=[Router("sqlite", ())]):
+        assert found(backend(REDIS)) == {}

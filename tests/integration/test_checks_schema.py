@@ -1,0 +1,236 @@
+"""System checks of what migrations leave besides tables: functions, triggers, indexes."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core import checks
+from django.core.management import call_command
+from django.db import connections
+from django.test import override_settings
+
+from django_distlock import migrations
+from django_distlock.sql import FUNCTIONS, fence_guard_name, function_name
+from tests.contract.aliases import alias_like, locks_on
+
+from .databases import APP, TRIGGER, ask, lock_and_release, migrate
+from .projects import Project
+from .test_checks import HASTY
+
+#: The newest ones, of which a database may not know.
+NEW = sorted(each.stem for each in Path(migrations.__file__).parent.glob("*.py"))[3:-1]
+GUARD = fence_guard_name()
+FENCES = "django_distlock_fencecounter"
+
+
+def found(using: str, **options: Any) -> dict[str, str]:
+    """Look into a database of locks; give ids and texts of what is said about it."""
+    with locks_on(using, OPTIONS={"using": using, **options}):
+        messages = checks.run_checks(tags=[checks.Tags.database], databases=[using])
+    ours = [each for each in messages if str(each.id).startswith("distlock.")]
+    return {str(each.id): each.msg for each in ours if each.id not in HASTY}
+
+
+def drop_index(using: str) -> None:
+    """Take away what finds locks by their tasks."""
+    connection = connections[using]
+    with connection.cursor() as cursor:
+        indexes = connection.introspection.get_constraints(cursor, "django_distlock_heldlock")
+    (name,) = [name for name, each in indexes.items() if each["columns"] == ["task_id"]]
+    where = " ON django_distlock_heldlock" if connection.vendor == "mysql" else ""
+    ask(using, f"DROP INDEX {name}{where}")
+
+
+def test_migrated_database_is_quiet(empty: str) -> None:
+    """Everything is there that is looked for."""
+    migrate(empty)
+    assert found(empty) == {}
+
+
+# Migrations
+
+
+def test_migration_that_was_not_applied(empty: str) -> None:
+    """W106 names each, and `migrate` brings it; what it would have made is not missed twice."""
+    migrate(empty, "0003")
+    drop_index(empty)
+    told = found(empty)
+    assert list(told) == ["distlock.W106"]
+    assert told["distlock.W106"].endswith(f"lacks migrations of {APP}: {', '.join(NEW)}.")
+    migrate(empty)
+    assert list(found(empty)) == ["distlock.W111"]
+
+
+def test_missing_tables_are_told_once(empty: str) -> None:
+    """Before the first migration, W103 says all there is to say."""
+    assert list(found(empty)) == ["distlock.W103"]
+
+
+def test_tables_without_migrations_are_quiet(empty: str) -> None:
+    """Where the project makes them without migrations, none is missing."""
+    with override_settings(MIGRATION_MODULES={APP: None}):
+        call_command("migrate", database=empty, run_syncdb=True, verbosity=0)
+        assert found(empty) == {}
+
+
+def test_migrations_of_others_that_cannot_be_loaded(
+    sqlite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mistake in another app ends no check: `migrate` tells of it."""
+    broken = tmp_path / f"broken_{secrets.token_hex(4)}"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("")
+    (broken / "0001_initial.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    migrate(sqlite, "0003")
+    with override_settings(MIGRATION_MODULES={"shop": broken.name}):
+        assert found(sqlite) == {}
+
+
+def test_account_that_may_not_read_what_was_applied(postgresql: str) -> None:
+    """Where nothing tells, nothing is said to be missing."""
+    migrate(postgresql)
+    role = f"locks_{secrets.token_hex(4)}"
+    ask(postgresql, f"CREATE ROLE {role} LOGIN")
+    try:
+        with alias_like(postgresql, USER=role, PASSWORD="") as limited:
+            assert found(limited) == {}
+    finally:
+        ask(postgresql, f"DROP ROLE {role}")
+
+
+# Functions, and the trigger that keeps the counters
+
+
+@pytest.mark.parametrize("operation", FUNCTIONS)
+def test_missing_function(postgresql: str, operation: str) -> None:
+    """W107 names it; `migrate` gets through, and brings it."""
+    migrate(postgresql)
+    name = function_name(operation)
+    ask(postgresql, f"DROP FUNCTION {name}")
+    assert f"the function {name} is missing" in found(postgresql)["distlock.W107"]
+    assert "(distlock.W107)" in Project(postgresql).manage("migrate")
+    assert found(postgresql) == {}
+
+
+@pytest.mark.parametrize("name", [function_name("release"), GUARD])
+def test_function_of_another_release(postgresql: str, name: str) -> None:
+    """W107 where the name is right and the body is not, as behind a restored dump."""
+    migrate(postgresql)
+    ((text,),) = ask(
+        postgresql, "SELECT pg_get_functiondef(oid) FROM pg_proc WHERE proname = %s", name
+    )
+    changed = text.replace("BEGIN", "BEGIN -- as it was", 1)
+    ask(postgresql, changed)
+    told = found(postgresql)["distlock.W107"]
+    assert told.endswith(f", the function {name} is not the one of this release.")
+    migrate(postgresql)
+    assert found(postgresql) == {}
+
+
+def test_function_out_of_sight(postgresql: str) -> None:
+    """W107 names the schema that is not on the path, because no call finds it there."""
+    migrate(postgresql)
+    name = function_name("acquire")
+    ask(postgresql, "CREATE SCHEMA attic")
+    ((signature,),) = ask(
+        postgresql, "SELECT oid::regprocedure::text FROM pg_proc WHERE proname = %s", name
+    )
+    ask(postgresql, f"ALTER FUNCTION {signature} SET SCHEMA attic")
+    told = found(postgresql)["distlock.W107"]
+    assert f"{name} is in the schema attic, which is not on the search_path" in told
+    database = connections[postgresql].settings_dict["NAME"]
+    path = {"options": "-c search_path=public,attic"}
+    with alias_like("default", NAME=database, OPTIONS=path) as sees:
+        assert found(sees) == {}
+        assert lock_and_release(sees) == 1
+
+
+def test_functions_that_nobody_calls(postgresql: str) -> None:
+    """Without `server_functions` none is missed, and the trigger is."""
+    migrate(postgresql)
+    for operation in FUNCTIONS:
+        ask(postgresql, f"DROP FUNCTION {function_name(operation)}")
+    assert found(postgresql, server_functions=False) == {}
+    ask(postgresql, f"DROP TRIGGER {TRIGGER} ON {FENCES}")
+    assert TRIGGER in found(postgresql, server_functions=False)["distlock.W107"]
+
+
+@pytest.mark.parametrize("how", ["DROP TRIGGER {} ON {}", "ALTER TABLE {1} DISABLE TRIGGER {0}"])
+def test_counters_without_their_trigger(postgresql: str, how: str) -> None:
+    """W107 where somebody may delete or lower a fence counter by hand."""
+    migrate(postgresql)
+    ask(postgresql, how.format(TRIGGER, FENCES))
+    assert f"the trigger {TRIGGER} is missing or disabled" in found(postgresql)["distlock.W107"]
+
+
+def test_role_without_the_language(postgresql: str) -> None:
+    """Where PL/pgSQL may not be used, as the migration allows for, the trigger is not missed."""
+    migrate(postgresql)
+    ask(postgresql, f"DROP TRIGGER {TRIGGER} ON {FENCES}")
+    role = f"locks_{secrets.token_hex(4)}"
+    ask(postgresql, f"CREATE ROLE {role} LOGIN")
+    ask(postgresql, "REVOKE USAGE ON LANGUAGE plpgsql FROM PUBLIC")
+    try:
+        with alias_like(postgresql, USER=role, PASSWORD="") as limited:
+            assert found(limited, server_functions=False) == {}
+    finally:
+        ask(postgresql, f"DROP ROLE {role}")
+
+
+# Indexes and constraints
+
+
+#: What takes one away on each database, and what is said then.
+LOST = {
+    "postgresql": {
+        "ALTER TABLE django_distlock_heldlock DROP CONSTRAINT django_distlock_heldlock_pkey": (
+            "its primary key (storage_key)"
+        ),
+        "ALTER TABLE django_distlock_fencecounter DROP CONSTRAINT django_distlock_fencecounter_max":
+            "django_distlock_fencecounter_max",
+    },
+    "mysql": {
+        "ALTER TABLE django_distlock_heldlock DROP PRIMARY KEY": "its primary key (storage_key)",
+        "ALTER TABLE django_distlock_heldlock DROP INDEX token": "the unique index on token",
+        "ALTER TABLE django_distlock_fencecounter DROP CONSTRAINT django_distlock_fencecounter_max":
+            "django_distlock_fencecounter_max",
+    },
+    "sqlite": {},
+}  # fmt: skip
+
+
+def test_missing_index(empty: str) -> None:
+    """W111 names the table and the column, and nothing when the index is back."""
+    migrate(empty)
+    drop_index(empty)
+    told = found(empty)
+    assert list(told) == ["distlock.W111"]
+    assert "django_distlock_heldlock of" in told["distlock.W111"]
+    assert told["distlock.W111"].endswith("lacks the index on task_id.")
+    ask(empty, "CREATE INDEX again ON django_distlock_heldlock (task_id)")
+    assert found(empty) == {}
+
+
+def test_missing_constraints(empty: str) -> None:
+    """W111 names keys, unique indexes and checks that somebody has dropped."""
+    migrate(empty)
+    for statement, said in LOST[connections[empty].vendor].items():
+        ask(empty, statement)
+        assert said in found(empty)["distlock.W111"]
+
+
+def test_table_that_was_made_by_hand(tmp_path: Path, sqlite: str) -> None:
+    """W111 on SQLite, whose keys and constraints go with no statement of their own."""
+    migrate(sqlite)
+    ask(sqlite, "DROP TABLE django_distlock_fencecounter")
+    ask(
+        sqlite,
+        "CREATE TABLE django_distlock_fencecounter (storage_key text, key text, fence bigint,"
+        " paused_until bigint, paused_by text)",
+    )
+    told = found(sqlite)["distlock.W111"]
+    assert "its primary key (storage_key), django_distlock_fencecounter_max" in told

@@ -1,0 +1,156 @@
+"""System checks of servers that refuse to write, or forget what they have written."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from django.core import checks
+from django.db import connections
+from django.test import override_settings
+
+from tests import services
+from tests.conftest import DECLARED
+from tests.contract.aliases import alias_like, locks_on
+from tests.services import NO_MARIADB, server_user
+from tests.settings import database
+from tests.setups.servers import restartable_postgres
+
+from .databases import ask, migrate
+
+
+def found(using: str) -> dict[str, checks.CheckMessage]:
+    """Look into a database of locks; give what is said about it, by its id."""
+    with locks_on(using):
+        messages = checks.run_checks(tags=[checks.Tags.database], databases=[using])
+    return {str(each.id): each for each in messages if str(each.id).startswith("distlock.")}
+
+
+@contextmanager
+def server_of(url: str, like: str) -> Iterator[str]:
+    """Give the alias of a database on a server of one's own."""
+    connected = {**database(url), "TEST": connections.settings[like]["TEST"]}
+    with alias_like(like, **connected) as alias:
+        yield alias
+
+
+# Read-only
+
+
+def test_database_that_writes_is_quiet(empty: str) -> None:
+    """E105 is not said of what takes locks."""
+    migrate(empty)
+    assert "distlock.E105" not in found(empty)
+
+
+@pytest.mark.faults
+def test_standby_is_an_error() -> None:
+    """E105 and nothing else, although its tables and functions are all there."""
+    with restartable_postgres() as server, server_of(server.url, "default") as using:
+        migrate(using)
+        assert "distlock.E105" not in found(using)
+        connections[using].close()
+        server.stop()
+        signal = server._home / "data" / "standby.signal"
+        signal.touch()
+        if user := server_user():
+            shutil.chown(signal, user)
+        server.start()
+        told = found(using)
+        connections[using].close()
+    assert list(told) == ["distlock.E105"]
+    assert "as a replica is" in told["distlock.E105"].msg
+    assert told["distlock.E105"].is_serious()
+
+
+def test_sessions_that_only_read_on_postgresql(postgresql: str) -> None:
+    """E105 where the role, the database or the alias says that transactions only read."""
+    migrate(postgresql)
+    name = connections[postgresql].settings_dict["NAME"]
+    ask("default", f'ALTER DATABASE "{name}" SET default_transaction_read_only = on')
+    connections[postgresql].close()
+    assert "set to read only" in found(postgresql)["distlock.E105"].msg
+
+
+def test_sessions_that_only_read_on_mariadb(mysql: str) -> None:
+    """E105 where the alias says so."""
+    migrate(mysql)
+    name = connections[mysql].settings_dict["NAME"]
+    reads = {"init_command": "SET SESSION TRANSACTION READ ONLY"}
+    with alias_like("mariadb", NAME=name, OPTIONS=reads) as using:
+        assert "set to read only" in found(using)["distlock.E105"].msg
+
+
+@pytest.mark.faults
+def test_mariadb_that_only_reads() -> None:
+    """E105 of the server as a whole, as a replica is set up, whatever the account may do."""
+    if "mariadb" not in connections.settings:
+        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    with (
+        services.private_mariadb(read_only=1, innodb_flush_log_at_trx_commit=1) as server,
+        server_of(server.url, "mariadb") as using,
+    ):
+        migrate(using)
+        told = found(using)
+    assert list(told) == ["distlock.E105"]
+
+
+# Forgetful
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("durable", [True, False])
+def test_server_that_does_not_wait_for_its_disk(durable: bool) -> None:
+    """W108 with `fsync` off; nothing with it on, whatever `synchronous_commit` says."""
+    with (
+        services.private_postgres(durable=durable) as server,
+        server_of(server.url, "default") as using,
+    ):
+        migrate(using)
+        ask(using, "ALTER SYSTEM SET synchronous_commit = off")
+        ask(using, "SELECT pg_reload_conf()")
+        connections[using].close()
+        told = found(using)
+        connections[using].close()
+    assert list(told) == ([] if durable else ["distlock.W108"])
+    if not durable:
+        assert "fsync" in told["distlock.W108"].msg
+
+
+def test_unlogged_table(postgresql: str) -> None:
+    """W108 names the table that a crash would empty."""
+    migrate(postgresql)
+    assert "unlogged" not in str(found(postgresql))
+    ask(postgresql, "ALTER TABLE django_distlock_fencecounter SET UNLOGGED")
+    with locks_on(postgresql):
+        messages = checks.run_checks(tags=[checks.Tags.database], databases=[postgresql])
+    (told,) = [each.msg for each in messages if "unlogged" in each.msg]
+    assert "table django_distlock_fencecounter of" in told
+
+
+class Rows:
+    """A router that writes the shop's models to one alias."""
+
+    def __init__(self, using: str):
+        self.using = using
+
+    def db_for_write(self, model: type, **_: object) -> str | None:
+        """Name the alias of a model."""
+        return self.using if model.__module__ == "tests.shop.models" else None
+
+
+@pytest.mark.parametrize("setting", ["on", "off"])
+def test_fenced_rows_that_a_crash_may_undo(postgresql: str, setting: str) -> None:
+    """W108 where models refuse stale fences, and their commits do not wait; locks or not."""
+    options = {"options": f"-c synchronous_commit={setting}"}
+    name = connections[postgresql].settings_dict["NAME"]
+    with (
+        alias_like("default", NAME=name, OPTIONS=options) as using,
+        override_settings(DATABASE_ROUTERS=[Rows(using)], DISTLOCK={}),
+    ):
+        messages = checks.run_checks(tags=[checks.Tags.database], databases=[using])
+    told = [each.msg for each in messages if each.id == "distlock.W108"]
+    assert len(told) == (setting == "off")
+    assert all("synchronous_commit" in each and "shop." in each for each in told)

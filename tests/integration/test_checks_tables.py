@@ -1,0 +1,78 @@
+"""System checks of databases: what they lack is told by `check --database`, and by `migrate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from django.core import checks
+from django.db import connections
+from django.test import override_settings
+
+from tests.contract.aliases import alias_like, locks_on
+
+from .databases import TABLES, migrate
+from .projects import Project
+from .test_checks import DATABASE, found, ids
+
+
+def test_missing_tables_are_a_warning(empty: str) -> None:
+    """`check --database` says what to run before the migration, and nothing behind it."""
+    project = Project(empty)
+    said = project.manage("check", "--database", "default")
+    assert "(distlock.W103)" in said
+    for name in TABLES:
+        assert name in said
+    assert "migrate --database default" in said
+    migrate(empty)
+    assert "W103" not in project.manage("check", "--database", "default")
+    renamed = Project(empty, DISTLOCK_TABLES={"locks": "AcmeLocks"})
+    said = renamed.manage("check", "--database", "default")
+    assert "(distlock.W103)" in said
+    assert "has no table AcmeLocks." in said
+    assert "rename-tables" in said
+    assert "W103" not in renamed.manage("check")
+
+
+def test_missing_tables_do_not_stop_the_migration(empty: str) -> None:
+    """`migrate` runs the checks of its database, and goes on to make the tables."""
+    project = Project(empty)
+    said = project.manage("migrate")
+    assert "Applying django_distlock.0001_initial... OK" in said
+    assert "W103" not in project.manage("check", "--database", "default")
+
+
+def test_only_the_databases_that_are_asked_for_are_looked_into(empty: str) -> None:
+    """Without `--database`, or with another one, nobody looks for tables."""
+    with locks_on(empty):
+        assert "distlock.W103" in ids(empty)
+        assert "distlock.W103" not in ids("default")
+        assert "distlock.W103" not in ids()
+
+
+def test_some_tables_missing_are_named(empty: str) -> None:
+    """What is there is not reported."""
+    migrate(empty)
+    with connections[empty].cursor() as cursor:
+        cursor.execute("DROP TABLE django_distlock_lockevent")
+    with locks_on(empty):
+        (message,) = [each for each in found(empty) if each.id == "distlock.W103"]
+    assert message.msg.endswith("has no table django_distlock_lockevent.")
+
+
+def test_database_that_is_down_is_a_warning(tmp_path: Path) -> None:
+    """A database that does not answer is reported, and does not end the other checks."""
+    with (
+        alias_like("default", HOST="127.0.0.1", PORT="1") as away,
+        alias_like("sqlite", NAME=str(tmp_path / "no" / "folder.sqlite3")) as nowhere,
+        override_settings(
+            DISTLOCK={
+                "x": {"BACKEND": DATABASE, "OPTIONS": {"using": away}},
+                "y": {"BACKEND": DATABASE, "OPTIONS": {"using": nowhere}},
+            }
+        ),
+    ):
+        # Django's own checks of models give up on a file that cannot be opened.
+        messages = checks.run_checks(tags=[checks.Tags.database], databases=[away, nowhere])
+    assert [each.id for each in messages] == ["distlock.W102"] * 2
+    assert away in messages[0].msg
+    assert nowhere in messages[1].msg

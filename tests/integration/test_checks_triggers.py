@@ -1,0 +1,202 @@
+"""The system check of triggers that `EnforceFence` has made on tables of a project."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Iterator
+from importlib import invalidate_caches
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core import checks
+from django.core.management import call_command
+from django.db import OperationalError, connections
+from django.test import override_settings
+
+from tests.contract.aliases import alias_like
+
+from .databases import ask, ask_mysql
+from .enforcing import assert_enforced, triggers
+from .test_checks_servers import Rows
+
+FIRST = """
+from django.db import migrations, models
+
+class Migration(migrations.Migration):
+    initial = True
+    operations = [
+        migrations.CreateModel("Payment", [
+            ("id", models.BigAutoField(primary_key=True)),
+            ("fence", models.PositiveBigIntegerField(default=0)),
+        ], {OPTIONS}),
+    ]
+"""
+SECOND = """
+from django.db import migrations
+from django_distlock.fencing import EnforceFence
+
+class Migration(migrations.Migration):
+    dependencies = [("shop", "0001_initial")]
+    operations = [EnforceFence("payment")]
+"""
+THIRD = SECOND.replace("0001_initial", "0002_enforce")
+TABLE = "shop_payment"
+
+
+@pytest.fixture
+def table() -> str:
+    """Give the name of the table."""
+    return TABLE
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str) -> Iterator[Path]:
+    """Give the folder of the shop's migrations; its payments keep their fences."""
+    name = f"migrations_{secrets.token_hex(4)}"
+    home = tmp_path / name
+    home.mkdir()
+    (home / "__init__.py").write_text("")
+    options = {} if table == TABLE else {"db_table": table}
+    (home / "0001_initial.py").write_text(FIRST.replace("{OPTIONS}", repr(options)))
+    (home / "0002_enforce.py").write_text(SECOND)
+    monkeypatch.syspath_prepend(tmp_path)
+    invalidate_caches()
+    with override_settings(MIGRATION_MODULES={"shop": name}):
+        yield home
+    for module in [each for each in sys.modules if each.split(".")[0] == name]:
+        del sys.modules[module]
+
+
+def migrate(using: str, *target: str) -> None:
+    """Apply the migrations of the shop."""
+    call_command("migrate", "shop", *target, database=using, verbosity=0)
+
+
+def found(*usings: str) -> list[checks.CheckMessage]:
+    """Look into databases; give what is said about triggers."""
+    messages = checks.run_checks(tags=[checks.Tags.database], databases=usings)
+    return [each for each in messages if each.id == "distlock.W109"]
+
+
+def assert_fenced(using: str) -> None:
+    """See a lower fence refused."""
+    ask(using, f"INSERT INTO {TABLE} (id, fence) VALUES (1, 7)")
+    assert_enforced(using, TABLE)
+
+
+def drop(using: str, table: str = TABLE) -> None:
+    """Take the only trigger away."""
+    ((name, _table),) = triggers(using).items()
+    quote = connections[using].ops.quote_name
+    where = f" ON {quote(table)}" if connections[using].vendor == "postgresql" else ""
+    ask(using, f"DROP TRIGGER {quote(name)}{where}")
+
+
+def test_trigger_that_is_there_is_quiet(shop: Path, empty: str) -> None:
+    """No locks need to be in the database: the rows of the project are."""
+    migrate(empty)
+    assert_fenced(empty)
+    assert found(empty) == []
+
+
+def test_trigger_that_is_still_to_come_is_quiet(shop: Path, empty: str) -> None:
+    """What the next `migrate` makes is not missed."""
+    migrate(empty, "0001")
+    assert triggers(empty) == {}
+    assert found(empty) == []
+
+
+def test_missing_trigger(shop: Path, empty: str) -> None:
+    """W109 names table and model; a migration as its hint says brings it back."""
+    migrate(empty)
+    drop(empty)
+    (message,) = found(empty)
+    assert f"table {TABLE} of {empty!r}" in message.msg
+    assert "'fence' of shop.Payment" in message.msg
+    assert "EnforceFence('payment', field='fence')" in str(message.hint)
+    (shop / "0003_again.py").write_text(THIRD)
+    invalidate_caches()
+    migrate(empty)
+    assert_fenced(empty)
+    assert found(empty) == []
+
+
+def test_disabled_trigger(shop: Path, postgresql: str) -> None:
+    """W109: it is there, and refuses nothing."""
+    migrate(postgresql)
+    ask(postgresql, f"ALTER TABLE {TABLE} DISABLE TRIGGER ALL")
+    assert len(found(postgresql)) == 1
+
+
+def test_trigger_of_a_table_of_the_same_name(shop: Path, postgresql: str) -> None:
+    """W109 where a trigger is on another schema's table alone, as with a schema for each tenant."""
+    migrate(postgresql)
+    ask(postgresql, "CREATE SCHEMA tenant")
+    ask(postgresql, f"ALTER TABLE {TABLE} SET SCHEMA tenant")
+    ask(postgresql, f"CREATE TABLE {TABLE} (id bigint, fence bigint)")
+    assert len(found(postgresql)) == 1
+
+
+@pytest.mark.parametrize("table", ["Order", "it's 100 lines", "größe", "t" * 62])
+def test_odd_names_of_tables(shop: Path, empty: str, table: str) -> None:
+    """They are found under any name, and so is what they lack."""
+    migrate(empty)
+    assert found(empty) == []
+    drop(empty, table)
+    assert len(found(empty)) == 1
+
+
+def test_account_that_may_not_see_triggers(shop: Path, mysql: str) -> None:
+    """Refused a look at it, the check does not say that it is missing; but that it has gone."""
+    migrate(mysql)
+    name = connections[mysql].settings_dict["NAME"]
+    user = f"u_{name[-12:]}"
+    ask_mysql(f"CREATE USER {user} IDENTIFIED BY 'only for tests'")
+    ask_mysql(f"GRANT SELECT, UPDATE ON {name}.* TO {user}")
+    try:
+        with alias_like(mysql, USER=user, PASSWORD="only for tests") as limited:
+            with pytest.raises(OperationalError, match="denied"):
+                ask(limited, f"SHOW CREATE TRIGGER {next(iter(triggers(mysql)))}")
+            assert found(limited) == []
+            drop(mysql)
+            assert len(found(limited)) == 1
+    finally:
+        ask_mysql(f"DROP USER {user}")
+
+
+class Elsewhere:
+    """A router that lets nobody make the shop's tables."""
+
+    def allow_migrate(self, db: str, app_label: str, **_: Any) -> bool | None:
+        """Say so."""
+        return False if app_label == "shop" else None
+
+
+def test_table_that_is_not_made_there(shop: Path, sqlite: str) -> None:
+    """Its migrations are recorded in every database, and its trigger is in its own alone."""
+    with override_settings(DATABASE_ROUTERS=[Elsewhere()]):
+        migrate(sqlite)
+        assert triggers(sqlite) == {}
+        assert found(sqlite) == []
+
+
+def test_other_database_that_is_down_is_left_to_django(shop: Path) -> None:
+    """Only a database of locks is ours to say so of."""
+    with (
+        alias_like("default", HOST="127.0.0.1", PORT="1") as away,
+        override_settings(DATABASE_ROUTERS=[Rows(away)]),
+    ):
+        messages = checks.run_checks(tags=[checks.Tags.database], databases=[away])
+    assert [each for each in messages if str(each.id).startswith("distlock.")] == []
+
+
+def test_project_without_a_database() -> None:
+    """Django's placeholder for one is asked nothing."""
+    with (
+        alias_like("sqlite", ENGINE="django.db.backends.dummy") as none,
+        override_settings(DISTLOCK={}),
+    ):
+        messages = checks.run_checks(tags=[checks.Tags.database], databases=[none])
+    assert messages == []

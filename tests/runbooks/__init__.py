@@ -1,0 +1,1 @@
+"""The runbooks, done as they say: each incident is staged, confirmed, and ended."""

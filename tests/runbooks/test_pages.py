@@ -1,0 +1,92 @@
+"""What all runbooks have, and that nothing in them is run by nobody."""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from .pages import FOLDER, NAMES, SECTIONS, Block, blocks, commands, sections
+from .walks import PLANNED, Plan, planned_blocks
+
+LANGUAGES = {"console", "sql", "python"}
+HERE = Path(__file__).parent
+
+every_page = pytest.mark.parametrize("page", NAMES)
+
+
+@pytest.fixture(scope="module")
+def planned() -> set[Plan]:
+    """Give what all tests stage."""
+    for path in sorted(HERE.glob("test_*.py")):
+        import_module(f"{__package__}.{path.stem}")
+    return PLANNED
+
+
+def due(block: Block) -> set[tuple[Block, str]]:
+    """Return on which stores a block has to be run; "": on any."""
+    return {(block, store) for store in block.stores or ("",)}
+
+
+@every_page
+def test_each_page_has_the_five_sections(page: str) -> None:
+    """In their order, and no other."""
+    assert tuple(sections(page)) == SECTIONS
+
+
+@every_page
+def test_every_block_is_run(page: str, planned: set[Plan]) -> None:
+    """Each block of Confirm and Act is part of a case that is staged, on each store it names."""
+    run: set[tuple[Block, str]] = set()
+    for plan in planned:
+        if plan.page == page:
+            for block in planned_blocks(plan):
+                run |= {(block, ""), (block, plan.store)}
+    missing = [f"{block} {store}" for each in blocks(page) for block, store in due(each) - run]
+    assert blocks(page)
+    assert missing == []
+
+
+@every_page
+def test_blocks_are_of_a_kind_that_can_be_run(page: str) -> None:
+    """A block in another language would be shown and never tried."""
+    assert {each.language for each in blocks(page)} <= LANGUAGES
+    assert all(commands(each) for each in blocks(page) if each.language == "console")
+
+
+@every_page
+def test_each_case_is_confirmed_and_acted_on(page: str, planned: set[Plan]) -> None:
+    """Whoever follows a page in a case has something to do at the end."""
+    for plan in planned:
+        if plan.page == page:
+            kinds = Counter(each.section for each in planned_blocks(plan))
+            assert kinds["Act"], plan
+
+
+def test_pages_are_those_that_there_are() -> None:
+    """The names that findings and checks lead to, and the way in."""
+    assert {path.stem for path in FOLDER.glob("*.md")} == {*NAMES, "index"}
+
+
+@every_page
+def test_the_way_in_names_each_page(page: str) -> None:
+    """The table and the contents lead to it."""
+    text = (FOLDER / "index.md").read_text()
+    assert f"[]({page}.md)" in text
+    assert f"\n{page}\n" in text
+
+
+@every_page
+def test_nothing_that_is_pasted_harms_fences(page: str) -> None:
+    """No statement deletes a counter, lowers a fence, empties a table or shows a token."""
+    for block in blocks(page):
+        words = " ".join(block.text.lower().split())
+        assert "delete from django_distlock_fencecounter" not in words, block
+        assert not {"truncate", "flushall", "flushdb"} & set(words.split()), block
+        assert "token" not in words, block
+        assert "del distlock:" not in words, block
+        assert "del 'distlock:" not in words, block
+        if "update django_distlock_fencecounter" in words:
+            assert "and fence <" in words or "where fence <" in words, block
