@@ -1,0 +1,115 @@
+"""Questions to stores: each for a bounded time, and not too often, whoever wants to know."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from django.core.signals import setting_changed
+from django.db import connections
+
+from ...handler import lock_backends
+
+T = TypeVar("T")
+
+
+class Asking(Generic[T]):
+    """A question whose answer is kept for a while.
+
+    It is asked in a thread of its own: a store that hangs holds up that thread, and never whoever
+    wants to know. Until it has an answer, nobody asks again.
+
+    Args:
+        question: Returns the answer.
+    """
+
+    def __init__(self, question: Callable[[], T]):
+        self._question = question
+        self._mutex = threading.Lock()
+        self._pid = os.getpid()
+        self._asked: Future[T] | None = None
+        self._answered_at = 0.0
+
+    def ask(self, max_age: float) -> Future[T]:
+        """Return what has the answer, or will have it.
+
+        Args:
+            max_age: Seconds since when it may be known.
+        """
+        with self._mutex:
+            asked, is_ours = self._asked, self._pid == os.getpid()
+            is_new = time.monotonic() - self._answered_at <= max_age
+            if asked is not None and is_ours and (is_new or not asked.done()):
+                return asked
+            asked = Future()
+            self._asked, self._pid = asked, os.getpid()
+        threading.Thread(
+            target=self._run, args=(asked,), name="distlock-asking", daemon=True
+        ).start()
+        return asked
+
+    def _run(self, asked: Future[T]) -> None:
+        try:
+            answer = self._question()
+        except BaseException as error:  # noqa: BLE001 - whoever wants to know gets it
+            self._answered_at = time.monotonic()
+            asked.set_exception(error)
+        else:
+            self._answered_at = time.monotonic()
+            asked.set_result(answer)
+        finally:
+            connections.close_all()
+
+
+_every: dict[tuple[object, str], Asking[Any]] = {}
+
+
+def ask_each(
+    question: Callable[[str], T], *, max_age: float, patience: float
+) -> dict[str, T | None]:
+    """Ask every configured store the same at once.
+
+    Args:
+        question: Is given the alias.
+        max_age: Seconds since when an answer may be known.
+        patience: Seconds to wait for all answers together.
+
+    Returns:
+        The answers, by alias; None: none in time, or an error.
+    """
+    until = time.monotonic() + patience
+    found: dict[str, T | None] = {}
+    for alias, each in begin_each(question, max_age=max_age).items():
+        try:
+            found[alias] = each.result(max(0.0, until - time.monotonic()))
+        except Exception:  # noqa: BLE001 - what cannot be known is not
+            found[alias] = None
+    return found
+
+
+def begin_each(question: Callable[[str], T], *, max_age: float) -> Mapping[str, Future[T]]:
+    """Begin to ask, and wait for no answer: see `ask_each`."""
+    found: dict[str, Future[T]] = {}
+    for alias in lock_backends:
+        # Two threads may make one each; one of them is kept.
+        asking = _every.get((question, alias)) or _every.setdefault(
+            (question, alias), Asking(partial(question, alias))
+        )
+        found[alias] = asking.ask(max_age)
+    return found
+
+
+def _forget(*, setting: str, **_: Any) -> None:
+    if setting in ("DISTLOCK", "DATABASES"):
+        _every.clear()
+
+
+setting_changed.connect(_forget, dispatch_uid="django_distlock.contrib.metrics")
+if hasattr(os, "register_at_fork"):
+    # The threads that ask are the parent's.
+    os.register_at_fork(after_in_child=_every.clear)

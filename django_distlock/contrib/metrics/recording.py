@@ -1,0 +1,194 @@
+"""Measures what the signals tell, for one exporter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any, Final, Protocol
+
+from django.dispatch import Signal
+
+from ...core.errors import BackendUnavailable, LockNotAcquired
+from ...keeping import GONE, OVER_AT_LAST
+from ...signals import (
+    fence_rejected,
+    lock_acquired,
+    lock_bypassed,
+    lock_extended,
+    lock_forced,
+    lock_lost,
+    lock_not_acquired,
+    lock_released,
+    lock_taken_over,
+)
+from .instruments import (
+    ACQUIRE,
+    BYPASSED,
+    FORCED,
+    HOLD,
+    LOST,
+    REJECTED,
+    SLACK,
+    TAKEN_OVER,
+    WAIT,
+    Instrument,
+)
+from .prefixes import Prefixes
+
+#: Values of the label `outcome`.
+OUTCOMES: Final = ("acquired", "conflict", "timeout", "unavailable", "cancelled", "error")
+#: Values of the label `cause`.
+CAUSES: Final = ("deadline", "max_lifetime", "gone", "no_answer")
+#: Values of the label `reason`.
+REASONS: Final = ("conflict", "unavailable", "error")
+
+_RARE: Final = (
+    (ACQUIRE, [(each,) for each in OUTCOMES]),
+    (LOST, [(each,) for each in CAUSES]),
+    (BYPASSED, [(each,) for each in REASONS]),
+    (REJECTED, [()]),
+    (TAKEN_OVER, [()]),
+    (FORCED, [()]),
+)
+
+
+class Exporter(Protocol):
+    """Takes what is measured. Its methods are called in any thread, and must be quick."""
+
+    def add(self, instrument: Instrument, *labels: str, by: int = 1) -> None:
+        """Count one; 0: let the counter be seen before there is anything to count."""
+
+    def observe(self, instrument: Instrument, value: float, *labels: str) -> None:
+        """Put a value into a histogram."""
+
+
+class Recorder:
+    """Hears the signals.
+
+    Args:
+        exporter: What it measures for.
+        prefixes: What stands for keys.
+    """
+
+    def __init__(self, exporter: Exporter, prefixes: Prefixes):
+        self._to = exporter
+        self._prefixes = prefixes
+        self._seen: tuple[int, set[tuple[str, str]]] = (0, set())
+
+    def connect(self, uid: str) -> None:
+        """Hear from now on.
+
+        Args:
+            uid: A name: another recorder that was connected under it stays, and this one is not.
+        """
+        for signal, receive in self._receivers():
+            signal.connect(receive, weak=False, dispatch_uid=uid)
+
+    def disconnect(self, uid: str) -> None:
+        """Hear no more."""
+        for signal, _receive in self._receivers():
+            signal.disconnect(dispatch_uid=uid)
+
+    def _receivers(self) -> tuple[tuple[Signal, Any], ...]:
+        return (
+            (lock_acquired, self._acquired),
+            (lock_not_acquired, self._not_acquired),
+            (lock_bypassed, self._bypassed),
+            (lock_extended, self._extended),
+            (lock_released, self._released),
+            (lock_lost, self._lost),
+            (lock_taken_over, self._taken_over),
+            (lock_forced, self._forced),
+            (fence_rejected, self._rejected),
+        )
+
+    def _acquired(self, *, alias: str, key: str, waited: float, **_: Any) -> None:
+        prefix = self._seen_prefix(alias, key)
+        self._to.add(ACQUIRE, alias, prefix, "acquired")
+        self._to.observe(WAIT, waited, alias, prefix)
+
+    def _not_acquired(
+        self, *, alias: str, key: str, waited: float, cause: object, **more: Any
+    ) -> None:
+        prefix = self._seen_prefix(alias, key)
+        self._to.add(ACQUIRE, alias, prefix, outcome_of(cause, more.get("wait")))
+        self._to.observe(WAIT, waited, alias, prefix)
+
+    def _bypassed(self, *, alias: str, key: str | None, cause: object, **_: Any) -> None:
+        self._to.add(BYPASSED, alias, self._prefixes.of(key), reason_of(cause))
+
+    def _extended(
+        self, *, alias: str, key: str, slack: float | None, cause: object, **_: Any
+    ) -> None:
+        if cause is None and slack is not None:
+            self._to.observe(SLACK, slack, alias, self._prefixes.of(key))
+
+    def _released(
+        self, *, alias: str, key: str, held_for: float, released: bool, cause: object, **_: Any
+    ) -> None:
+        # A release that failed may be tried again.
+        if released or cause is None:
+            self._to.observe(HOLD, held_for, alias, self._prefixes.of(key))
+
+    def _lost(self, *, alias: str, key: str, cause: str, **_: Any) -> None:
+        self._to.add(LOST, alias, self._prefixes.of(key), cause_of(cause))
+
+    def _taken_over(self, *, alias: str, key: str, **_: Any) -> None:
+        self._to.add(TAKEN_OVER, alias, self._prefixes.of(key))
+
+    def _forced(self, *, alias: str, key: str, **_: Any) -> None:
+        self._to.add(FORCED, alias, self._prefixes.of(key))
+
+    def _rejected(self, *, alias: str, key: str, **_: Any) -> None:
+        self._to.add(REJECTED, alias, self._prefixes.of(key))
+
+    def _seen_prefix(self, alias: str, key: str) -> str:
+        """Return what stands for a key; at its first time, show counters of what is rare.
+
+        A counter that begins with its first loss has no increase, and no alarm sees it.
+        """
+        prefix = self._prefixes.of(key)
+        pid, seen = self._seen
+        if pid != os.getpid():
+            # A fork writes down what it counts by itself.
+            seen = set()
+            self._seen = os.getpid(), seen
+        if (alias, prefix) not in seen:
+            seen.add((alias, prefix))
+            for instrument, values in _RARE:
+                for value in values:
+                    self._to.add(instrument, alias, prefix, *value, by=0)
+        return prefix
+
+
+def outcome_of(cause: object, wait: float | None) -> str:
+    """Return the `outcome` of an acquire that got no grant.
+
+    Args:
+        cause: What the signal says.
+        wait: Seconds that it would have waited at most.
+    """
+    if isinstance(cause, LockNotAcquired):
+        return "conflict" if wait == 0 else "timeout"
+    if isinstance(cause, BackendUnavailable):
+        return "unavailable"
+    if isinstance(cause, (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt)):
+        return "cancelled"
+    return "error"
+
+
+def reason_of(cause: object) -> str:
+    """Return the `reason` of a block that ran without its lock."""
+    if isinstance(cause, LockNotAcquired):
+        return "conflict"
+    return "unavailable" if isinstance(cause, BackendUnavailable) else "error"
+
+
+def cause_of(sentence: str) -> str:
+    """Return the `cause` of a loss, of the sentence that the signal says."""
+    if sentence == GONE:
+        return "gone"
+    if sentence == OVER_AT_LAST:
+        return "max_lifetime"
+    # "3 renewals in a row …": lost before its deadline.
+    return "no_answer" if sentence.endswith("had no answer") else "deadline"

@@ -1,0 +1,246 @@
+"""Metrics and spans of locks for OpenTelemetry: call `install()` once, when the apps are ready."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from django.dispatch import Signal
+from opentelemetry import metrics, trace
+from opentelemetry.context import Context, get_current
+from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
+from opentelemetry.trace import Status, StatusCode, TracerProvider
+
+from ..core.durations import Duration, seconds
+from ..signals import lock_acquired, lock_lost, lock_not_acquired, lock_released
+from .metrics.instruments import INSTRUMENTS, PROCESS_GAUGES, STORE_GAUGES, Instrument
+from .metrics.prefixes import MOST, Prefixes
+from .metrics.processes import process_numbers
+from .metrics.recording import Recorder, cause_of, outcome_of
+from .metrics.stores import store_numbers
+
+__all__ = ["install", "uninstall"]
+
+Numbers = Callable[[], Mapping[str, Mapping[Instrument, float]]]
+Place = tuple[str, str, int | None]
+
+#: Leases whose place in a trace is kept: those that nobody ever releases are forgotten.
+MOST_HELD: Final = 10_000
+
+_installed: dict[tuple[int, int], _Installed] = {}
+_mutex: Final = threading.Lock()
+
+
+def install(
+    *,
+    meter_provider: MeterProvider | None = None,
+    tracer_provider: TracerProvider | None = None,
+    prefixes: int = MOST,
+    prefix_of: Callable[[str], str] | None = None,
+    stores: bool = True,
+    keys: bool = False,
+    shortest_wait: Duration = 0.01,
+) -> None:
+    """Measure and trace from now on; a second call for the same providers does nothing.
+
+    Args:
+        meter_provider: Where the instruments are made; None: the global one.
+        tracer_provider: Where the spans go; None: the global one.
+        prefixes: How many prefixes of keys are told apart, those that come first; further ones are
+            "other".
+        prefix_of: Gives the prefix of a key, "" where it has none; None: what stands before the
+            first colon.
+        stores: Whether to ask the stores as well, whenever metrics are collected.
+        keys: Whether spans carry the key itself: it may name a person.
+        shortest_wait: Seconds (or a `timedelta`) below which an acquire that was granted has no
+            span of its own.
+
+    Raises:
+        InvalidArgument: `prefixes` or `shortest_wait` breaks a rule.
+    """
+    heard = Prefixes(prefixes, prefix_of)
+    least = seconds(shortest_wait, "shortest_wait")
+    meters = metrics.get_meter_provider() if meter_provider is None else meter_provider
+    tracers = trace.get_tracer_provider() if tracer_provider is None else tracer_provider
+    with _mutex:
+        if (id(meters), id(tracers)) not in _installed:
+            exporter = _Exporter(meters, stores=stores)
+            spans = _Spans(tracers, heard, keys=keys, least=least)
+            made = _Installed(meters, tracers, Recorder(exporter, heard), spans)
+            _installed[id(meters), id(tracers)] = made
+
+
+def uninstall() -> None:
+    """Measure and trace no more, for any provider: for tests."""
+    with _mutex:
+        while _installed:
+            _name, each = _installed.popitem()
+            each.close()
+
+
+class _Installed:
+    """What is connected for a pair of providers, which are kept as long."""
+
+    def __init__(
+        self, meters: MeterProvider, tracers: TracerProvider, recorder: Recorder, spans: _Spans
+    ):
+        self._providers = meters, tracers
+        self._uid = f"{__name__} {id(meters)} {id(tracers)}"
+        self._recorder, self._spans = recorder, spans
+        recorder.connect(self._uid)
+        spans.connect(f"{self._uid} spans")
+
+    def close(self) -> None:
+        self._recorder.disconnect(self._uid)
+        self._spans.disconnect(f"{self._uid} spans")
+
+
+class _Exporter:
+    """Puts what is measured into the instruments of one meter."""
+
+    def __init__(self, provider: MeterProvider, *, stores: bool):
+        meter = provider.get_meter("django_distlock")
+        self._counters = {
+            each: meter.create_counter(each.name, description=each.help)
+            for each in INSTRUMENTS
+            if each.kind == "counter"
+        }
+        self._histograms = {
+            each: meter.create_histogram(
+                each.name, each.unit, each.help,
+                explicit_bucket_boundaries_advisory=each.buckets,
+            )
+            for each in INSTRUMENTS
+            if each.kind == "histogram"
+        }  # fmt: skip
+        gauges = [(process_numbers, PROCESS_GAUGES), *[(store_numbers, STORE_GAUGES)] * stores]
+        for numbers, instruments in gauges:
+            for each in instruments:
+                meter.create_observable_gauge(
+                    each.name, [_observing(each, numbers)], each.unit, each.help
+                )
+
+    def add(self, instrument: Instrument, *labels: str, by: int = 1) -> None:
+        """Count one."""
+        self._counters[instrument].add(by, dict(zip(instrument.labels, labels, strict=True)))
+
+    def observe(self, instrument: Instrument, value: float, *labels: str) -> None:
+        """Put a value into a histogram."""
+        attributes = dict(zip(instrument.labels, labels, strict=True))
+        self._histograms[instrument].record(value, attributes)
+
+
+def _observing(
+    instrument: Instrument, numbers: Numbers
+) -> Callable[[CallbackOptions], Iterator[Observation]]:
+    def observe(_options: CallbackOptions) -> Iterator[Observation]:
+        for alias, found in numbers().items():
+            if instrument in found:
+                yield Observation(found[instrument], {"backend": alias})
+
+    return observe
+
+
+class _Spans:
+    """Makes spans of what the signals tell, when it is over.
+
+    A span of a lease has the parent that was current when the key was granted. Spans are made at
+    their end, so that a lease which nobody releases leaves none open.
+    """
+
+    def __init__(self, provider: TracerProvider, prefixes: Prefixes, *, keys: bool, least: float):
+        self._tracer = provider.get_tracer("django_distlock")
+        self._prefixes = prefixes
+        self._keys = keys
+        self._least = least
+        self._held: OrderedDict[Place, Context] = OrderedDict()
+        self._mutex = threading.RLock()
+
+    def connect(self, uid: str) -> None:
+        """Hear from now on."""
+        for signal, receive in self._receivers():
+            signal.connect(receive, weak=False, dispatch_uid=uid)
+
+    def disconnect(self, uid: str) -> None:
+        """Hear no more."""
+        for signal, _receive in self._receivers():
+            signal.disconnect(dispatch_uid=uid)
+
+    def _receivers(self) -> Sequence[tuple[Signal, Any]]:
+        return (
+            (lock_acquired, self._acquired),
+            (lock_not_acquired, self._not_acquired),
+            (lock_released, self._released),
+            (lock_lost, self._lost),
+        )
+
+    def _acquired(
+        self, *, alias: str, key: str, fence: int | None, waited: float, **_: Any
+    ) -> None:
+        with self._mutex:
+            self._held[alias, key, fence] = get_current()
+            while len(self._held) > MOST_HELD:
+                self._held.popitem(last=False)
+        if waited >= self._least:
+            about = {"outcome": "acquired", "waited": waited, "fence": fence}
+            self._span("distlock.acquire", waited, get_current(), alias, key, about)
+
+    def _not_acquired(
+        self, *, alias: str, key: str, waited: float, cause: object, **more: Any
+    ) -> None:
+        about = {"outcome": outcome_of(cause, more.get("wait")), "waited": waited}
+        self._span("distlock.acquire", waited, get_current(), alias, key, about)
+
+    def _released(
+        self, *, alias: str, key: str, fence: int | None, held_for: float, **more: Any
+    ) -> None:
+        about = {"fence": fence, "held_for": held_for, "released": bool(more.get("released"))}
+        self._end(alias, key, fence, held_for, about)
+
+    def _lost(
+        self, *, alias: str, key: str, fence: int | None, held_for: float, cause: str, **_: Any
+    ) -> None:
+        about = {"fence": fence, "held_for": held_for, "lost_by": cause_of(cause)}
+        self._end(alias, key, fence, held_for, about, lost=cause)
+
+    def _end(
+        self,
+        alias: str,
+        key: str,
+        fence: int | None,
+        held_for: float,
+        about: Mapping[str, Any],
+        lost: str = "",
+    ) -> None:
+        with self._mutex:
+            parent = self._held.pop((alias, key, fence), None)
+        # Told once: a lost lease is released as well, and a release may be tried again.
+        if parent is not None:
+            self._span("distlock.hold", held_for, parent, alias, key, about, lost)
+
+    def _span(
+        self,
+        name: str,
+        lasted: float,
+        parent: Context,
+        alias: str,
+        key: str,
+        about: Mapping[str, Any],
+        lost: str = "",
+    ) -> None:
+        ended_at = time.time_ns()
+        facts = {**about, "backend": alias, "prefix": self._prefixes.of(key)}
+        if self._keys:
+            facts["key"] = key
+        span = self._tracer.start_span(
+            name,
+            parent,
+            attributes={f"distlock.{name}": it for name, it in facts.items() if it is not None},
+            start_time=ended_at - int(lasted * 1e9),
+        )
+        if lost:
+            span.set_status(Status(StatusCode.ERROR, lost))
+        span.end(ended_at)

@@ -1,0 +1,160 @@
+"""Metrics of locks for Prometheus: call `install()` once, when the apps are ready."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, values
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
+
+from ..metrics.instruments import INSTRUMENTS, PROCESS_GAUGES, STORE_GAUGES, Instrument
+from ..metrics.prefixes import MOST, Prefixes
+from ..metrics.processes import process_numbers
+from ..metrics.recording import Recorder
+from ..metrics.stores import store_numbers
+from .sampling import Sampler
+
+__all__ = ["install", "scrape_registry", "uninstall"]
+
+Numbers = Mapping[str, Mapping[Instrument, float]]
+
+#: What is registered where, for whoever installs twice.
+_installed: Final[dict[CollectorRegistry, tuple[Recorder, _Exporter]]] = {}
+_mutex: Final = threading.Lock()
+
+
+def install(
+    registry: CollectorRegistry | None = None,
+    *,
+    prefixes: int = MOST,
+    prefix_of: Callable[[str], str] | None = None,
+    stores: bool = True,
+) -> None:
+    """Measure from now on; a second call for the same registry does nothing.
+
+    With `PROMETHEUS_MULTIPROC_DIR`, what the processes write there is read by `scrape_registry()`.
+
+    Args:
+        registry: Where the metrics are registered; None: `prometheus_client.REGISTRY`.
+        prefixes: How many prefixes of keys are told apart, those that come first; further ones are
+            "other".
+        prefix_of: Gives the prefix of a key, "" where it has none; None: what stands before the
+            first colon.
+        stores: Whether a scrape asks the stores as well. Each process that does gives the same
+            numbers: two of them added up are twice what there is.
+
+    Raises:
+        InvalidArgument: `prefixes` is no int of at least 0.
+    """
+    registry = REGISTRY if registry is None else registry
+    heard = Prefixes(prefixes, prefix_of)
+    with _mutex:
+        if registry not in _installed:
+            exporter = _Exporter(registry, stores=stores)
+            recorder = Recorder(exporter, heard)
+            recorder.connect(f"{__name__} {id(registry)}")
+            _installed[registry] = recorder, exporter
+
+
+def uninstall(registry: CollectorRegistry | None = None) -> None:
+    """Measure no more, and take the metrics out of the registry: for tests."""
+    registry = REGISTRY if registry is None else registry
+    with _mutex:
+        if registry in _installed:
+            recorder, exporter = _installed.pop(registry)
+            recorder.disconnect(f"{__name__} {id(registry)}")
+            exporter.close()
+
+
+def scrape_registry() -> CollectorRegistry:
+    """Return the registry to answer a scrape from.
+
+    With `PROMETHEUS_MULTIPROC_DIR`, a new one of what all processes wrote there, and of the stores,
+    asked once; without, `prometheus_client.REGISTRY`.
+    """
+    if not _is_multiprocess():
+        return REGISTRY
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    if any(exporter.asks_stores for _recorder, exporter in _installed.values()):
+        registry.register(_Gauges(STORE_GAUGES, store_numbers))
+    return registry
+
+
+class _Exporter:
+    """Puts what is measured into the metrics of one registry."""
+
+    def __init__(self, registry: CollectorRegistry, *, stores: bool):
+        self.asks_stores = stores
+        self._registry = registry
+        self._counters = {
+            each: Counter(each.prometheus_name, each.help, each.labels, registry=registry)
+            for each in INSTRUMENTS
+            if each.kind == "counter"
+        }
+        self._histograms = {
+            each: Histogram(
+                each.prometheus_name, each.help, each.labels, registry=registry,
+                buckets=each.buckets,
+            )
+            for each in INSTRUMENTS
+            if each.kind == "histogram"
+        }  # fmt: skip
+        self._gauges: list[_Gauges] = []
+        # There, a scrape sees files, and asks no process.
+        self._sampler = Sampler(registry) if _is_multiprocess() else None
+        if self._sampler is None:
+            self._gauges.append(_Gauges(PROCESS_GAUGES, process_numbers))
+            if stores:
+                self._gauges.append(_Gauges(STORE_GAUGES, store_numbers))
+        for each in self._gauges:
+            registry.register(each)
+
+    def close(self) -> None:
+        """Take everything out of the registry."""
+        metrics = (self._counters, self._histograms)
+        for each in [*self._gauges, *(metric for some in metrics for metric in some.values())]:
+            self._registry.unregister(each)
+        if self._sampler is not None:
+            self._sampler.close(self._registry)
+
+    def add(self, instrument: Instrument, *labels: str, by: int = 1) -> None:
+        """Count one."""
+        self._counters[instrument].labels(*labels).inc(by)
+        if self._sampler is not None:
+            self._sampler.wake()
+
+    def observe(self, instrument: Instrument, value: float, *labels: str) -> None:
+        """Put a value into a histogram."""
+        self._histograms[instrument].labels(*labels).observe(value)
+
+
+class _Gauges(Collector):
+    """Asks for the values of gauges when there is a scrape."""
+
+    def __init__(self, instruments: Sequence[Instrument], numbers: Callable[[], Numbers]):
+        self._instruments = instruments
+        self._numbers = numbers
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the metrics without values, so that to register them asks for none."""
+        for each in self._instruments:
+            yield GaugeMetricFamily(each.prometheus_name, each.help, labels=each.labels)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the metrics."""
+        numbers = self._numbers()
+        for each, family in zip(self._instruments, self.describe(), strict=True):
+            for alias, found in numbers.items():
+                if each in found:
+                    family.add_metric([alias], found[each])
+            yield family
+
+
+def _is_multiprocess() -> bool:
+    # Asked of the library, which decides it when it is imported.
+    return bool(values.ValueClass._multiprocess)

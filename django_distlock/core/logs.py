@@ -1,0 +1,65 @@
+"""The fields of log records: the same ones on each record, for whoever keeps logs as JSON."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+from .holders import Holder
+
+#: What each record of the logger `django_distlock` has; None where it says nothing.
+FIELDS: Final = (
+    "distlock_event",
+    "distlock_backend",
+    "distlock_key",
+    "distlock_fence",
+    "distlock_holder",
+    "distlock_task",
+    "distlock_code",
+)
+
+
+def log_fields(
+    event: str,
+    *,
+    backend: str | None = None,
+    key: str | None = None,
+    fence: int | None = None,
+    holder: Holder | None = None,
+    task: str | None = None,
+    error: BaseException | None = None,
+) -> dict[str, Any]:
+    """Return the `extra` of a log record.
+
+    Args:
+        event: What happened, in a word that programs can look for.
+        backend: The alias of the backend.
+        key: What is locked.
+        fence: That of the lease.
+        holder: Who holds the key, or held it.
+        task: The id of a task of a queue.
+        error: What was raised: it tells its code, and the key and the holder that it knows.
+    """
+    holder = holder or getattr(error, "holder", None)
+    values = (
+        event,
+        backend,
+        key or getattr(error, "key", None),
+        fence,
+        None if holder is None else holder.as_json(),
+        task,
+        getattr(error, "code", None),
+    )
+    return dict(zip(FIELDS, values, strict=True))
+
+
+class _Complete(logging.Filter):
+    """Gives a record the fields that it lacks, so that a format may name them all."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        for name in FIELDS:
+            record.__dict__.setdefault(name, None)
+        return True
+
+
+logging.getLogger("django_distlock").addFilter(_Complete())

@@ -1,0 +1,197 @@
+"""What OpenTelemetry gets to know of locks, through its own SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.conf import settings
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from django_distlock import LockLost, LockNotAcquired, distlock
+from django_distlock.contrib import opentelemetry
+from django_distlock.contrib.metrics.instruments import INSTRUMENTS
+from tests.contract.helpers import Later
+from tests.contract.locking import eventually, held_elsewhere
+
+each_backend = pytest.mark.parametrize(
+    "alias",
+    [each for each in ("memory", "sqlite", "postgres", "redis") if each in settings.DISTLOCK],
+)
+
+
+class Told:
+    """Providers of this test, and what they were told."""
+
+    def __init__(self, **options: Any):
+        self._reader, self._exporter = InMemoryMetricReader(), InMemorySpanExporter()
+        self.meters = MeterProvider([self._reader])
+        self.tracers = TracerProvider()
+        self.tracers.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.tracer = self.tracers.get_tracer("tests")
+        self.install(**options)
+
+    def install(self, **options: Any) -> None:
+        """Install, as a project does."""
+        opentelemetry.install(meter_provider=self.meters, tracer_provider=self.tracers, **options)
+
+    def close(self) -> None:
+        """Let nothing be told any more."""
+        opentelemetry.uninstall()
+        self.meters.shutdown()
+        self.tracers.shutdown()
+
+    def points(self) -> dict[str, list[Any]]:
+        """Return what is measured, by the name of the instrument."""
+        data = self._reader.get_metrics_data()
+        assert data is not None
+        return {
+            metric.name: list(metric.data.data_points)
+            for resource in data.resource_metrics
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+        }
+
+    def point(self, name: str, **attributes: str) -> Any:
+        """Return the one that has these attributes."""
+        (found,) = [
+            each for each in self.points()[f"distlock.{name}"] if each.attributes == attributes
+        ]
+        return found
+
+    def spans(self, name: str) -> list[ReadableSpan]:
+        """Return the spans of a name."""
+        return [each for each in self._exporter.get_finished_spans() if each.name == name]
+
+    def span(self, name: str) -> ReadableSpan:
+        """Return the only one."""
+        (found,) = self.spans(name)
+        return found
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    """Give providers that are told of locks."""
+    made = Told()
+    yield made
+    made.close()
+
+
+@each_backend
+def test_acquire_and_release_are_measured(key: str, alias: str, told: Told) -> None:
+    """By the same labels as elsewhere."""
+    with distlock(f"{key}:1", backend=alias):
+        pass
+    labels = {"backend": alias, "prefix": key}
+    assert told.point("acquire", outcome="acquired", **labels).value == 1
+    assert told.point("lost", cause="deadline", **labels).value == 0
+    wait, hold = told.point("wait", **labels), told.point("hold", **labels)
+    assert (wait.count, hold.count) == (1, 1)
+    by_name = {each.name: each for each in INSTRUMENTS}
+    assert tuple(hold.explicit_bounds) == by_name["distlock.hold"].buckets
+
+
+def test_gauges_are_asked_for(key: str, told: Told) -> None:
+    """Of the process, and of the stores."""
+    with distlock(f"{key}:1", backend="memory"):
+        assert told.point("active", backend="memory").value >= 1
+        assert told.point("store_up", backend="memory").value == 1
+    names = {each.name for each in INSTRUMENTS if each.kind == "gauge"}
+    assert names <= set(told.points())
+
+
+@each_backend
+def test_held_block_is_a_span_in_its_trace(key: str, alias: str, told: Told) -> None:
+    """It has the parent that the block had, the fence, and not the key."""
+    with (
+        told.tracer.start_as_current_span("work") as work,
+        distlock(f"{key}:secret", backend=alias) as lease,
+    ):
+        time.sleep(0.05)
+    span = told.span("distlock.hold")
+    assert span.parent is not None
+    assert span.parent.span_id == work.get_span_context().span_id
+    attributes = dict(span.attributes or {})
+    assert attributes.pop("distlock.held_for") == pytest.approx(0.05, abs=5)
+    assert attributes == {
+        "distlock.backend": alias,
+        "distlock.prefix": key,
+        "distlock.fence": lease.fence,
+        "distlock.released": True,
+    }
+    assert (span.end_time or 0) - (span.start_time or 0) >= 0.05e9
+
+
+@each_backend
+def test_span_of_asynchronous_code_has_its_parent(key: str, alias: str, told: Told) -> None:
+    """Receivers run on other threads, and know the context all the same."""
+
+    async def work() -> int:
+        with told.tracer.start_as_current_span("work") as span:
+            async with distlock(f"{key}:1", backend=alias):
+                pass
+            return span.get_span_context().span_id
+
+    parent = asyncio.run(work())
+    span = told.span("distlock.hold")
+    assert span.parent is not None
+    assert span.parent.span_id == parent
+
+
+def test_waiting_is_a_span(key: str, told: Told) -> None:
+    """As long as the wait was; an acquire at once has none."""
+    lock = distlock(f"{key}:1", backend="memory", wait=30)
+    with lock:
+        waiter = Later(lock.acquire)
+        time.sleep(0.3)
+    Later(waiter.result(10).release).result()
+    span = told.span("distlock.acquire")
+    assert dict(span.attributes or {})["distlock.outcome"] == "acquired"
+    assert (span.end_time or 0) - (span.start_time or 0) >= 0.1e9
+    assert eventually(lambda: len(told.spans("distlock.hold")) == 2)
+
+
+def test_refusal_is_a_span(key: str, told: Told) -> None:
+    """However short it was."""
+    lock = distlock(f"{key}:1", backend="memory", wait=0)
+    with held_elsewhere(lock), pytest.raises(LockNotAcquired):
+        lock.acquire()
+    assert dict(told.span("distlock.acquire").attributes or {})["distlock.outcome"] == "conflict"
+
+
+def test_lost_lease_is_an_error(key: str, told: Told) -> None:
+    """One span, which says by what it was lost."""
+    with pytest.raises(LockLost), distlock(f"{key}:1", backend="memory", ttl=0.2, heartbeat=False):
+        time.sleep(0.3)
+    assert eventually(lambda: bool(told.spans("distlock.hold")))
+    span = told.span("distlock.hold")
+    assert span.status.status_code is StatusCode.ERROR
+    assert dict(span.attributes or {})["distlock.lost_by"] == "deadline"
+
+
+def test_key_is_shown_where_it_is_asked_for(key: str) -> None:
+    """On spans alone."""
+    told = Told(keys=True)
+    with distlock(f"{key}:1", backend="memory"):
+        pass
+    assert dict(told.span("distlock.hold").attributes or {})["distlock.key"] == f"{key}:1"
+    assert f"{key}:1" not in repr(told.points())
+    told.close()
+
+
+def test_second_install_changes_nothing(key: str, told: Told) -> None:
+    """An app that is set up twice counts once."""
+    told.install()
+    with distlock(f"{key}:1", backend="memory"):
+        pass
+    point = told.point("acquire", backend="memory", prefix=key, outcome="acquired")
+    assert point.value == 1
+    assert len(told.spans("distlock.hold")) == 1

@@ -1,0 +1,373 @@
+"""What Prometheus gets to know of locks: real ones, scraped from a registry."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from django.conf import settings
+from django.test import override_settings
+from prometheus_client import CollectorRegistry, generate_latest
+
+from django_distlock import (
+    BackendUnavailable,
+    FenceRejected,
+    InvalidArgument,
+    LockLost,
+    LockNotAcquired,
+    distlock,
+    events,
+    lock_backends,
+)
+from django_distlock.contrib import prometheus
+from django_distlock.contrib.metrics.instruments import INSTRUMENTS
+from django_distlock.contrib.metrics.recording import CAUSES, OUTCOMES, REASONS
+from django_distlock.inspection import force_release
+from django_distlock.testing import lose_connection
+from tests.contract.helpers import Later
+from tests.contract.locking import eventually, held_elsewhere, take_away
+from tests.shop.models import Account
+
+ALIASES: list[str] = [
+    each
+    for each in ("memory", "sqlite", "postgres", "mariadb", "redis", "redis_cluster", "advisory")
+    if each in settings.DISTLOCK
+]
+each_backend = pytest.mark.parametrize("alias", ALIASES)
+
+
+class Scraped:
+    """A registry of this test, and what a scrape of it says."""
+
+    def __init__(self, **options: Any):
+        self.registry = CollectorRegistry()
+        prometheus.install(self.registry, **options)
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """Return a value; None: there is none."""
+        return self.registry.get_sample_value(f"distlock_{name}", labels)
+
+    def text(self) -> str:
+        """Return all of it, as Prometheus reads it."""
+        return generate_latest(self.registry).decode()
+
+
+@pytest.fixture
+def scraped() -> Iterator[Scraped]:
+    """Give a registry that hears of locks."""
+    made = Scraped()
+    yield made
+    prometheus.uninstall(made.registry)
+
+
+def of(key: str, alias: str = "memory") -> dict[str, str]:
+    """Return the labels of a key."""
+    return {"backend": alias, "prefix": key}
+
+
+# What signals tell
+
+
+@each_backend
+def test_acquire_and_release_are_counted_and_timed(key: str, alias: str, scraped: Scraped) -> None:
+    """One outcome, one wait, one hold, whatever the backend."""
+    with distlock(f"{key}:1", backend=alias):
+        time.sleep(0.05)
+    labels = of(key, alias)
+    assert scraped.value("acquire_total", outcome="acquired", **labels) == 1
+    assert scraped.value("wait_seconds_count", **labels) == 1
+    assert scraped.value("hold_seconds_count", **labels) == 1
+    assert (scraped.value("hold_seconds_sum", **labels) or 0) >= 0.05
+
+
+@pytest.mark.parametrize(("wait", "outcome"), [(0, "conflict"), (0.1, "timeout")])
+def test_refusal_says_whether_it_waited(
+    key: str, scraped: Scraped, wait: float, outcome: str
+) -> None:
+    """One attempt is a conflict, and waiting in vain a timeout."""
+    lock = distlock(f"{key}:1", backend="memory", wait=wait)
+    with held_elsewhere(lock), pytest.raises(LockNotAcquired):
+        lock.acquire()
+    assert scraped.value("acquire_total", outcome=outcome, **of(key)) == 1
+    assert scraped.value("wait_seconds_count", **of(key)) == 2
+
+
+def test_store_that_is_away_is_an_outcome(key: str, scraped: Scraped) -> None:
+    """It is told apart from a key that somebody holds."""
+    with lose_connection("memory"), pytest.raises(BackendUnavailable):
+        distlock(f"{key}:1", backend="memory", wait=0).acquire()
+    assert scraped.value("acquire_total", outcome="unavailable", **of(key)) == 1
+
+
+def test_cancelled_acquire_is_an_outcome(key: str, scraped: Scraped) -> None:
+    """A task that is cancelled while it waits has neither a grant nor a refusal."""
+    lock = distlock(f"{key}:1", backend="memory", wait=None)
+
+    async def cancel() -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.2), lock:
+                pytest.fail("It was not free.")
+
+    with held_elsewhere(lock):
+        asyncio.run(cancel())
+    assert scraped.value("acquire_total", outcome="cancelled", **of(key)) == 1
+
+
+def test_run_without_the_lock_says_why(key: str, scraped: Scraped) -> None:
+    """A block that goes on although somebody has the key is a conflict that was bypassed."""
+    lock = distlock(f"{key}:1", backend="memory", wait=0, on_conflict="run")
+    with held_elsewhere(lock), lock as lease:
+        assert not lease.held
+    assert scraped.value("bypassed_total", reason="conflict", **of(key)) == 1
+    assert scraped.value("bypassed_total", reason="unavailable", **of(key)) == 0
+
+
+@each_backend
+def test_lease_that_was_taken_away_is_lost_and_forced(
+    key: str, alias: str, scraped: Scraped
+) -> None:
+    """An operator takes a key: that is counted, and so is the loss, with its cause."""
+    lock = distlock(f"{key}:1", backend=alias)
+    by = {"actor": "Ada", "reason": "it hangs"}
+    with pytest.raises(LockLost), lock:
+        assert Later(force_release, lock.key, backend=alias, **by).result().is_done
+    labels = of(key, alias)
+    assert scraped.value("forced_total", **labels) == 1
+    assert scraped.value("lost_total", cause="gone", **labels) == 1
+    events.finish()
+
+
+def test_session_that_is_gone_is_no_deadline(key: str, scraped: Scraped) -> None:
+    """Also where the holder has seen that before it gives the key back."""
+    lease = distlock(f"{key}:1", backend="advisory", ttl=60).acquire()
+    take_away(lease)
+    assert eventually(lambda: lease.is_lost, 10)
+    assert lease.release() is False
+    assert scraped.value("lost_total", cause="gone", **of(key, "advisory")) == 1
+
+
+def test_deadline_is_a_cause(key: str, scraped: Scraped) -> None:
+    """A lease that nobody renews ends at its deadline."""
+    with pytest.raises(LockLost), distlock(f"{key}:1", backend="memory", ttl=0.2, heartbeat=False):
+        time.sleep(0.3)
+    lost = {cause: scraped.value("lost_total", cause=cause, **of(key)) for cause in CAUSES}
+    assert lost == {"deadline": 1, "max_lifetime": 0, "gone": 0, "no_answer": 0}
+
+
+def test_renewal_says_how_much_was_left(key: str, scraped: Scraped) -> None:
+    """By the heartbeat and by hand: two thirds of the ttl, or all of it."""
+    with distlock(f"{key}:1", backend="memory", ttl=3):
+        assert eventually(
+            lambda: (scraped.value("renewal_slack_seconds_count", **of(key)) or 0) >= 1, 10
+        )
+    by_heartbeat = scraped.value("renewal_slack_seconds_sum", **of(key)) or 0
+    assert 0 < by_heartbeat < 2.5
+    with distlock(f"{key}:1", backend="memory", ttl=300, heartbeat=False) as lease:
+        lease.extend()
+    assert (scraped.value("renewal_slack_seconds_sum", **of(key)) or 0) > by_heartbeat + 200
+
+
+def test_rejected_write_is_counted(key: str, scraped: Scraped) -> None:
+    """A row that has a higher fence refuses, and that is seen."""
+    lock = distlock(f"{key}:1", backend="postgres")
+    old = lock.acquire()
+    take_away(old)
+    with lock as new:
+        row = Account.objects.create(name=key)
+        new.fenced(row)
+        with pytest.raises(FenceRejected):
+            old.fenced(row)
+    assert scraped.value("fence_rejected_total", **of(key, "postgres")) == 1
+    assert old.release() is False
+    events.finish()
+
+
+def test_rare_counters_are_there_before_they_count(key: str, scraped: Scraped) -> None:
+    """From the first acquire on they are 0: a counter that begins with 1 has no increase."""
+    with distlock(f"{key}:1", backend="memory"):
+        pass
+    labels = of(key)
+    assert {scraped.value("lost_total", cause=each, **labels) for each in CAUSES} == {0}
+    assert {scraped.value("bypassed_total", reason=each, **labels) for each in REASONS} == {0}
+    assert {scraped.value("acquire_total", outcome=each, **labels) for each in OUTCOMES} == {0, 1}
+    for name in ("fence_rejected_total", "taken_over_total", "forced_total"):
+        assert scraped.value(name, **labels) == 0
+
+
+# What stands for keys
+
+
+def test_key_is_in_no_label(key: str, scraped: Scraped) -> None:
+    """Neither behind the prefix, nor where there is none."""
+    for each in (f"{key}:ada@example.org", "ada@example.org"):
+        with distlock(each, backend="memory"):
+            pass
+    assert "ada" not in scraped.text()
+    assert scraped.value("acquire_total", outcome="acquired", **of("none")) == 1
+
+
+def test_prefixes_are_bounded(key: str) -> None:
+    """Those that come first are told apart, and further ones are one."""
+    scraped = Scraped(prefixes=2)
+    for each in range(5):
+        with distlock(f"{key}-{each}:x", backend="memory"):
+            pass
+    counts = [
+        scraped.value("acquire_total", outcome="acquired", **of(each))
+        for each in (f"{key}-0", f"{key}-1", f"{key}-2", "other")
+    ]
+    assert counts == [1, 1, None, 3]
+    prometheus.uninstall(scraped.registry)
+
+
+@pytest.mark.parametrize("hostile", ["x" * 65, "new\nline", "\u202eright to left"])
+def test_hostile_prefix_is_other(key: str, scraped: Scraped, hostile: str) -> None:
+    """What is too long for a label, or cannot be read, does not become one."""
+    with distlock(f"{hostile}:{key}", backend="memory"):
+        pass
+    assert scraped.value("acquire_total", outcome="acquired", **of("other")) == 1
+
+
+def test_project_may_say_what_stands_for_a_key(key: str) -> None:
+    """With a function of its own."""
+    scraped = Scraped(prefix_of=lambda each: each[:1])
+    with distlock(key, backend="memory"):
+        pass
+    assert scraped.value("acquire_total", outcome="acquired", **of(key[:1])) == 1
+    prometheus.uninstall(scraped.registry)
+
+
+@pytest.mark.parametrize("prefixes", [-1, True, 1.5])
+def test_number_of_prefixes_is_checked(prefixes: Any) -> None:
+    """A mistake is told at once, and nothing is connected."""
+    with pytest.raises(InvalidArgument):
+        prometheus.install(CollectorRegistry(), prefixes=prefixes)
+
+
+def test_second_install_changes_nothing(key: str, scraped: Scraped) -> None:
+    """An app that is set up twice counts once."""
+    prometheus.install(scraped.registry)
+    with distlock(f"{key}:1", backend="memory"):
+        pass
+    assert scraped.value("acquire_total", outcome="acquired", **of(key)) == 1
+
+
+# What is asked at the scrape
+
+
+def test_process_says_what_it_holds_and_who_waits(key: str, scraped: Scraped) -> None:
+    """The gauges follow, without a signal in between."""
+    before = scraped.value("active", backend="memory") or 0
+    lock = distlock(f"{key}:1", backend="memory", wait=30)
+    with lock:
+        assert scraped.value("active", backend="memory") == before + 1
+        waiter = Later(lock.acquire)
+        assert eventually(lambda: scraped.value("waiting", backend="memory") == 1, 10)
+    Later(waiter.result(10).release).result()
+    assert eventually(lambda: scraped.value("waiting", backend="memory") == 0, 10)
+    assert scraped.value("active", backend="memory") == before
+    assert scraped.value("heartbeat_lag_seconds", backend="memory") is not None
+
+
+def test_work_behind_its_lease_is_seen(key: str, scraped: Scraped) -> None:
+    """A block that runs on although its lease is over, until it ends."""
+    # Other tests may have left leases that are over.
+    before = scraped.value("active_past_expiry", backend="memory") or 0
+    lock = distlock(f"{key}:1", backend="memory", ttl=1.5, heartbeat=False)
+    seen: list[float | None] = []
+
+    def work() -> None:
+        with lock as lease:
+            seen.append(scraped.value("active_past_expiry", backend="memory"))
+            assert eventually(lambda: lease.is_lost, 10)
+            seen.append(scraped.value("active_past_expiry", backend="memory"))
+
+    with pytest.raises(LockLost):
+        work()
+    assert seen == [before, before + 1]
+    assert scraped.value("active_past_expiry", backend="memory") == before
+
+
+@each_backend
+def test_store_says_what_is_held(key: str, alias: str) -> None:
+    """Whoever holds it: the stores are asked."""
+    only = {alias: {**settings.DISTLOCK[alias], "KEY_PREFIX": key}}
+    with override_settings(DISTLOCK=only):
+        lease = distlock("a:1", backend=alias).acquire()
+        scraped = Scraped()
+        assert scraped.value("store_up", backend=alias) == 1
+        assert scraped.value("locks_held", backend=alias) == 1
+        assert scraped.value("held_past_expiry", backend=alias) == 0
+        lease.release()
+        prometheus.uninstall(scraped.registry)
+
+
+@pytest.mark.parametrize(
+    "alias", [each for each in ("sqlite", "mariadb", "postgres") if each in ALIASES]
+)
+def test_record_of_a_dead_holder_is_past_its_expiry(key: str, alias: str) -> None:
+    """It is counted until somebody takes the key; what is kept behind its run is none."""
+    only = {alias: {**settings.DISTLOCK[alias], "KEY_PREFIX": key}}
+    with override_settings(DISTLOCK=only):
+        dead = distlock("a:dead", backend=alias, ttl=0.5).acquire()
+        with distlock("a:kept", backend=alias, min_hold=0.5):
+            pass
+        time.sleep(0.8)
+        scraped = Scraped()
+        assert scraped.value("held_past_expiry", backend=alias) == 1
+        prometheus.uninstall(scraped.registry)
+        dead.release()
+        store = lock_backends[alias]
+        assert eventually(
+            lambda: store.cleanup(store.clock()) >= 0 and store.read("a:kept") is None
+        )
+
+
+def test_store_that_fails_is_a_number_and_no_failed_scrape(key: str) -> None:
+    """Nobody listens where the store should be: 0, beside one that answers."""
+    away = {
+        "BACKEND": settings.REDIS_BACKEND,
+        "OPTIONS": {"url": "redis://127.0.0.1:1/0"},
+    }
+    broken = {"BACKEND": settings.DATABASE_BACKEND, "OPTIONS": {"using": "nowhere"}}
+    both = {"away": away, "broken": broken, "memory": settings.DISTLOCK["memory"]}
+    with override_settings(DISTLOCK=both):
+        scraped = Scraped()
+        assert scraped.value("store_up", backend="away") == 0
+        assert scraped.value("store_up", backend="broken") == 0
+        assert scraped.value("store_up", backend="memory") == 1
+        assert scraped.value("locks_held", backend="away") is None
+        prometheus.uninstall(scraped.registry)
+
+
+def test_stores_are_asked_once_in_a_while(key: str) -> None:
+    """Two scrapes in a row are one question: a lock that came in between is not seen yet."""
+    only = {"memory": {**settings.DISTLOCK["memory"], "KEY_PREFIX": key}}
+    with override_settings(DISTLOCK=only):
+        scraped = Scraped()
+        assert scraped.value("locks_held", backend="memory") == 0
+        with distlock("a:1", backend="memory"):
+            assert scraped.value("locks_held", backend="memory") == 0
+            assert scraped.value("active", backend="memory") == 1
+        prometheus.uninstall(scraped.registry)
+
+
+def test_stores_may_be_left_out() -> None:
+    """One process of many is enough to ask them."""
+    scraped = Scraped(stores=False)
+    assert scraped.value("store_up", backend="memory") is None
+    assert scraped.value("active", backend="memory") is not None
+    prometheus.uninstall(scraped.registry)
+
+
+def test_every_instrument_is_exported(scraped: Scraped) -> None:
+    """With its name, its kind and what it says."""
+    text = scraped.text()
+    for each in INSTRUMENTS:
+        name = each.prometheus_name + ("_total" if each.kind == "counter" else "")
+        assert f"# TYPE {name} {each.kind}\n" in text
+        assert f"# HELP {name} {each.help}\n" in text

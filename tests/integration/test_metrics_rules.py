@@ -1,0 +1,213 @@
+"""Alarm rules and dashboard speak of metrics, labels and pages that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from django_distlock import distlock
+from django_distlock.contrib import prometheus
+from django_distlock.contrib.metrics.instruments import INSTRUMENTS
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = files("django_distlock.contrib.monitoring")
+RULES: list[dict[str, Any]] = [
+    rule
+    for group in yaml.safe_load(SHIPPED.joinpath("alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
+DASHBOARD: dict[str, Any] = json.loads(SHIPPED.joinpath("grafana.json").read_text())
+#: What Prometheus adds to whatever it scrapes.
+ADDED = {"instance", "job"}
+#: What Grafana puts in for its own variables.
+VARIABLES = {"$__rate_interval": "5m", "$backend": ".*", "$prefix": ".*"}
+
+rules = pytest.mark.parametrize("rule", RULES, ids=[each["alert"] for each in RULES])
+
+
+def panels() -> Iterator[Any]:
+    """Yield each question of the dashboard, with the legend of its answer."""
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            name = f"{panel['title']} {target['refId']}"
+            yield pytest.param(target["expr"], target["legendFormat"], id=name)
+
+
+@cache
+def scraped() -> dict[str, list[dict[str, str]]]:
+    """Scrape what real locks have left; give the labels of all series, by name."""
+    registry = CollectorRegistry()
+    prometheus.install(registry)
+    with distlock("scraped:1", backend="memory", ttl=60) as lease:
+        lease.extend()
+    text = generate_latest(registry).decode()
+    prometheus.uninstall(registry)
+    found: dict[str, list[dict[str, str]]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample.labels)
+    return found
+
+
+def parsed(expression: str) -> Any:
+    """Parse what Grafana would send."""
+    for name, value in VARIABLES.items():
+        expression = expression.replace(name, value)
+    return promql_parser.parse(expression)
+
+
+def parts(tree: Any) -> Iterator[Any]:
+    """Yield a tree and all that it is made of."""
+    yield tree
+    for name in ("lhs", "rhs", "expr", "param", "vector_selector"):
+        if (below := getattr(tree, name, None)) is not None:
+            yield from parts(below)
+    for each in getattr(tree, "args", None) or ():
+        yield from parts(each)
+
+
+def selectors(tree: Any) -> list[Any]:
+    """Return what a tree asks of the store of series."""
+    return [each for each in parts(tree) if isinstance(each, promql_parser.VectorSelector)]
+
+
+def wrong(expression: str) -> list[str]:
+    """Return what an expression says that no scrape has."""
+    found: list[str] = []
+    tree = parsed(expression)
+    series = scraped()
+    labels: set[str] = set(ADDED)
+    for each in selectors(tree):
+        known = series.get(each.name, [])
+        if not known:
+            found.append(f"no metric {each.name}")
+            continue
+        labels |= set(known[0])
+        for matcher in each.matchers.matchers:
+            if matcher.name not in {*known[0], *ADDED}:
+                found.append(f"no label {matcher.name} of {each.name}")
+            elif not any(_matches(matcher, one[matcher.name]) for one in known):
+                found.append(f"no {matcher.name} {matcher.value} of {each.name}")
+    for each in parts(tree):
+        modifier = getattr(each, "modifier", None)
+        if isinstance(each, promql_parser.AggregateExpr) and modifier is not None:
+            found += [f"no label {name}" for name in modifier.labels if name not in labels]
+    return found
+
+
+def _matches(matcher: Any, value: str) -> bool:
+    # Of several, each has to be there.
+    wanted = matcher.value.split("|")
+    if len(wanted) > 1:
+        return value in wanted
+    return re.fullmatch(matcher.value, value) is not None
+
+
+def metrics(expression: str) -> set[str]:
+    """Return the metrics of an expression."""
+    return {each.name for each in selectors(parsed(expression))}
+
+
+@rules
+def test_alarm_asks_for_what_is_scraped(rule: dict[str, Any]) -> None:
+    """Metrics, labels and their values."""
+    assert metrics(rule["expr"])
+    assert wrong(rule["expr"]) == []
+
+
+@pytest.mark.parametrize(("expression", "legend"), [*panels()])
+def test_panel_asks_for_what_is_scraped(expression: str, legend: str) -> None:
+    """And its legend has the labels that are left."""
+    assert metrics(expression)
+    assert wrong(expression) == []
+    kept = {
+        name
+        for each in parts(parsed(expression))
+        if isinstance(each, promql_parser.AggregateExpr) and each.modifier is not None
+        for name in each.modifier.labels
+    }
+    assert set(re.findall(r"\{\{(\w+)\}\}", legend)) <= kept
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("rate(distlock_losses_total[5m])", "no metric distlock_losses_total"),
+        ("sum by (key) (distlock_active)", "no label key"),
+        ('distlock_lost_total{reason="gone"}', "no label reason of distlock_lost_total"),
+        ('distlock_lost_total{cause="stolen"}', "no cause stolen of distlock_lost_total"),
+    ],
+)
+def test_mistake_would_be_seen(expression: str, expected: str) -> None:
+    """These tests find a wrong name, label and value."""
+    assert wrong(expression) == [expected]
+
+
+def test_values_that_rules_name_exist_each() -> None:
+    """Also those that a rule names beside others."""
+    series = scraped()
+    for rule in RULES:
+        for each in selectors(parsed(rule["expr"])):
+            for matcher in each.matchers.matchers:
+                values = {one[matcher.name] for one in series[each.name]}
+                assert set(matcher.value.split("|")) <= values, rule["alert"]
+
+
+@rules
+def test_alarm_names_its_runbook(rule: dict[str, Any]) -> None:
+    """A page that there is, for whoever is woken."""
+    page = rule["annotations"]["runbook"]
+    assert page.startswith("docs/runbooks/")
+    assert (ROOT / page).is_file()
+
+
+@rules
+def test_alarm_speaks_of_labels_that_it_has(rule: dict[str, Any]) -> None:
+    """What its summary puts in is what its expression keeps."""
+    kept = {
+        name
+        for each in parts(parsed(rule["expr"]))
+        if isinstance(each, promql_parser.AggregateExpr) and each.modifier is not None
+        for name in each.modifier.labels
+    }
+    assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= kept
+    assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_variables_of_the_dashboard_are_scraped() -> None:
+    """What one can choose from."""
+    for each in DASHBOARD["templating"]["list"][1:]:
+        asked = re.fullmatch(r"label_values\((\w+).*, (\w+)\)", each["query"]["query"])
+        assert asked
+        assert asked[2] in scraped()[asked[1]][0]
+
+
+def test_dashboard_shows_every_instrument() -> None:
+    """Nothing is measured that nobody sees."""
+    shown = {
+        re.sub(r"_(total|bucket|sum|count)$", "", name)
+        for panel in DASHBOARD["panels"]
+        for target in panel["targets"]
+        for name in metrics(target["expr"])
+    }
+    assert shown == {each.prometheus_name for each in INSTRUMENTS}
+
+
+def test_every_runbook_has_an_alarm() -> None:
+    """So that somebody is led to it."""
+    led_to = {Path(rule["annotations"]["runbook"]).stem for rule in RULES}
+    assert led_to == {
+        "stuck-lock", "lost-lease", "rejected-fence", "held-past-expiry", "store-unreachable",
+        "failover", "clock-jump", "too-many-waiters",
+    }  # fmt: skip
