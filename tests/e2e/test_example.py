@@ -5,19 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
-import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from http.cookiejar import CookieJar
+from contextlib import ExitStack
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
-from urllib.error import HTTPError, URLError
-from urllib.parse import urlencode, urlsplit
-from urllib.request import HTTPCookieProcessor, build_opener
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import psycopg
@@ -25,146 +20,20 @@ import pytest
 
 from tests.redis_servers import private_redis
 
-FOLDER = Path(__file__).parents[2] / "example_project"
-# A key is held by a process of its own, until it reads a line.
-HOLD = """
-import sys, django
+from .shops import FOLDER, Shop, Site, ended
+
+# What a program does that knows nothing of fences.
+LOWER = """
+import django
 django.setup()
-from django_distlock import distlock
-with distlock(sys.argv[1], ttl=60, metadata={"user": "the other one"}):
-    print("held", flush=True)
-    input()
+from django.db import IntegrityError, connection
+with connection.cursor() as cursor:
+    cursor.execute("UPDATE shop_payment SET fence = 5 WHERE id = 1")
+    try:
+        cursor.execute("UPDATE shop_payment SET fence = 4 WHERE id = 1")
+    except IntegrityError:
+        print("refused")
 """
-
-
-class Page(NamedTuple):
-    """What the server answered."""
-
-    status: int
-    text: str
-    retry_after: str | None
-
-
-class Shop:
-    """The example project on a database of its own."""
-
-    def __init__(self, **environment: str) -> None:
-        self.environment = {
-            **os.environ,
-            "DJANGO_SETTINGS_MODULE": "config.settings",
-            "PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path]),
-            "SHOP_LOCKS": "",
-            "SHOP_PROVIDER_SECONDS": "0.1",
-            **environment,
-        }
-
-    def start(self, *command: str) -> subprocess.Popen[str]:
-        """Start Python with these arguments."""
-        return subprocess.Popen(
-            [sys.executable, "-u", *command],
-            cwd=FOLDER,
-            env=self.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def run(self, *command: str) -> str:
-        """Run a command of the project to its end, which must be a good one."""
-        with self.start("manage.py", *command) as process:
-            said = process.communicate(timeout=200)[0]
-        assert process.returncode == 0, said
-        return said
-
-    def wait_for_sales(self, process: subprocess.Popen[str]) -> None:
-        """Return when the stock of some product went down."""
-        give_up = time.monotonic() + 120
-        while not self._has_sold():
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < give_up, "nothing was sold"
-            time.sleep(0.05)
-
-    def _has_sold(self) -> bool:
-        query = "SELECT min(stock) < max(stock) FROM shop_product"
-        try:
-            if url := self.environment["DATABASE_URL"]:
-                with psycopg.connect(url) as connection:
-                    found = connection.execute(query).fetchone()
-            else:
-                file = Path(self.environment["SHOP_DATA_DIR"], "shop.sqlite3")
-                with closing(sqlite3.connect(file)) as connection:
-                    found = connection.execute(query).fetchone()
-        except (psycopg.Error, sqlite3.Error):
-            return False
-        return bool(found and found[0])
-
-    @contextmanager
-    def serve(self) -> Iterator[Site]:
-        """Serve the shop as the demo does, and stop it by Ctrl-C."""
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        demo = ["manage.py", "demo", "--rounds=0", f"--port={port}"]
-        with self.start(*demo) as process:
-            try:
-                yield Site(port, process)
-            finally:
-                process.send_signal(signal.SIGINT)
-                said = process.communicate(timeout=60)[0]
-        assert process.returncode == 0, said
-
-    @contextmanager
-    def held(self, key: str) -> Iterator[None]:
-        """Hold a key in another process."""
-        with self.start("-c", HOLD, key) as process:
-            assert process.stdout
-            try:
-                assert process.stdout.readline() == "held\n", process.stdout.read()
-                yield
-            finally:
-                process.communicate("let go\n", timeout=60)
-
-
-class Site:
-    """The shop's pages, for a visitor with cookies."""
-
-    def __init__(self, port: int, process: subprocess.Popen[str]) -> None:
-        self.address = f"http://127.0.0.1:{port}"
-        self.cookies = CookieJar()
-        self._opener = build_opener(HTTPCookieProcessor(self.cookies))
-        give_up = time.monotonic() + 120
-        while not self._answers():
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < give_up, "the site does not answer"
-            time.sleep(0.05)
-
-    def get(self, path: str) -> Page:
-        """Get a page."""
-        return self._ask(path, None)
-
-    def post(self, path: str) -> Page:
-        """Press the button that posts to a path."""
-        form = re.search(
-            rf'action="{path}"><input[^>]*name="csrfmiddlewaretoken" value="([^"]+)"',
-            self.get("/").text,
-        )
-        assert form, f"no button for {path}"
-        return self._ask(path, urlencode({"csrfmiddlewaretoken": form[1]}).encode())
-
-    def _ask(self, path: str, data: bytes | None) -> Page:
-        try:
-            with self._opener.open(self.address + path, data, timeout=60) as answer:
-                return Page(answer.status, answer.read().decode(), None)
-        except HTTPError as error:
-            with error:
-                return Page(error.code, error.read().decode(), error.headers["Retry-After"])
-
-    def _answers(self) -> bool:
-        try:
-            return self.get("/").status == 200
-        except URLError:
-            return False
 
 
 @pytest.fixture(params=["sqlite", "postgresql", "redis", "session"])
@@ -197,14 +66,29 @@ def test_demo_loses_updates_without_the_lock_and_none_with_it(shop: Shop) -> Non
         assert int(without[0]) + int(without[1]) == 30
         assert with_lock == ("30", "0")
         assert "each above the one before" in said
+        assert ("its write is refused" in said) == shop.can_pause, said
+        assert ("The payment is captured" in said) == shop.can_pause, said
 
 
 def test_demo_stops_on_ctrl_c_while_the_processes_compete(shop: Shop) -> None:
     """The demo ends well, its processes with it, and no lock stays behind."""
     with shop.start("manage.py", "demo", "--workers=3", "--rounds=500") as process:
         shop.wait_for_sales(process)
-        process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[0]
+        said = ended(process, signal.SIGINT)
+    assert process.returncode == 0, said
+    assert "Stopped." in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("shop", ["sqlite"], indirect=True)
+def test_demo_stops_on_ctrl_c_while_a_worker_is_paused(shop: Shop) -> None:
+    """The demo ends well, and the paused worker with it: whoever held our pipe would be seen."""
+    with shop.start("manage.py", "demo", "--workers=2", "--rounds=1") as process:
+        assert process.stdout
+        for line in process.stdout:
+            if "is paused, and" in line:
+                break
+        said = ended(process, signal.SIGINT)
     assert process.returncode == 0, said
     assert "Stopped." in said
     assert "Traceback" not in said
@@ -222,7 +106,7 @@ def test_site_captures_a_payment_once(shop: Shop) -> None:
 def test_site_sends_away_who_comes_second(shop: Shop) -> None:
     """While another process holds the payment: 409, and when to come back."""
     # Of a lock that a session holds, nobody else sees more than that.
-    holder = "another process" if shop.environment["SHOP_LOCKS"] == "session" else "the other one"
+    holder = "the other one" if shop.can_pause else "another process"
     with shop.serve() as site, shop.held("payment:1"):
         assert holder in site.get("/").text
         busy = site.post("/payments/1/capture/")
@@ -244,8 +128,85 @@ def test_site_sells_in_an_asynchronous_view(shop: Shop) -> None:
         assert _stock(site) == before - 1
 
 
+def test_site_refuses_the_write_of_a_worker_that_was_paused(shop: Shop) -> None:
+    """Paused, taken over, refused: on the page, with the fences, and both processes are gone."""
+    with shop.serve() as site:
+        if not shop.can_pause:
+            assert "nobody takes over" in site.get("/").text
+            assert "/pause/" not in site.get("/").text
+            return
+        assert 'http-equiv="refresh"' not in site.get("/").text
+        assert 'http-equiv="refresh"' in site.post("/payments/2/pause/").text
+        page = site.wait_for("/", lambda text: 'http-equiv="refresh"' not in text)
+        story = re.findall(
+            r"The (\w+) worker \(pid (\d+)\) ([^.]+)\. <span class=\"fence\">fence ([\d,]+)<", page
+        )
+        assert [(worker, text.split(",")[0]) for worker, _, text, _ in story] == [
+            ("first", "takes the lock"),
+            ("first", "is paused"),
+            ("second", "takes over"),
+            ("second", "captures the payment"),
+            ("first", "goes on"),
+        ], page
+        first, second = story[0], story[2]
+        assert _number(first[3]) < _number(second[3])
+        # Who wrote is on the row, and who was refused in the list.
+        assert f'Grace <span class="fence">fence {second[3]}</span>' in page
+        assert "/payments/2/capture/" not in page
+        assert re.search(
+            rf"payment:2</code></td>\s*<td class=\"fences\"><b>{first[3]}</b> refused<br>"
+            rf"{second[3]} on the row",
+            page,
+        )
+        assert not [pid for _, pid, _, _ in story if _runs(int(pid))]
+
+
+@pytest.mark.parametrize("shop", ["sqlite", "postgresql"], indirect=True)
+def test_database_refuses_to_lower_the_fence_of_a_payment(shop: Shop) -> None:
+    """Also where the statement is not Django's."""
+    shop.run("demo", "--no-serve", "--rounds=0")
+    with shop.start("-c", LOWER) as process:
+        assert process.communicate(timeout=60)[0] == "refused\n"
+
+
+@pytest.mark.parametrize("shop", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
+def test_no_worker_outlives_the_site(shop: Shop, stop: signal.Signals) -> None:
+    """Also where the site is killed while a worker of its own is paused."""
+    with shop.serve(stop=stop) as site:
+        site.post("/payments/2/pause/")
+        page = site.wait_for("/", lambda text: "is paused, and" in text)
+        workers = {int(pid) for pid in re.findall(r"\(pid (\d+)\)", page)}
+    give_up = time.monotonic() + 60
+    while left := [pid for pid in workers if _runs(pid)]:
+        assert time.monotonic() < give_up, f"still there: {left}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("shop", ["sqlite", "redis"], indirect=True)
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
+def test_worker_does_what_was_left_to_it(shop: Shop, stop: signal.Signals) -> None:
+    """A payment, and what the schedule says. It ends with the demo: it would hold our pipe."""
+    shop.environment["SHOP_REPORT_SECONDS"] = "1"
+    with shop.serve(stop=stop, worker=True) as site:
+        assert "A worker captures it" in site.post("/payments/1/later/").text
+        site.wait_for("/", lambda text: "/payments/1/capture/" not in text)
+        site.wait_for("/", lambda text: "pieces in stock" in text)
+
+
+@pytest.mark.parametrize("shop", ["sqlite"], indirect=True)
+def test_site_pauses_one_worker_at_a_time(shop: Shop) -> None:
+    """The second button is off meanwhile, and whoever presses it all the same is told."""
+    with shop.serve() as site:
+        form = site.get("/").text
+        page = site.post("/payments/1/pause/").text
+        assert "disabled>Pause a worker" in page
+        assert "disabled>Pause a worker" not in form
+        assert "One worker is paused already" in site.post("/payments/2/pause/").text
+
+
 def test_nightly_report_runs_once(shop: Shop) -> None:
-    """Two processes start it at the same time: one report, no failure."""
+    """Two processes start it at the same time: one report, no failure, and none right behind it."""
     shop.run("demo", "--no-serve", "--rounds=0")
     processes = [shop.start("manage.py", "nightly_report") for _ in range(2)]
     said = [process.communicate(timeout=60)[0] for process in processes]
@@ -253,9 +214,57 @@ def test_nightly_report_runs_once(shop: Shop) -> None:
     made = ["pieces in stock" in each for each in said]
     assert sorted(made) == [False, True], said
     assert "Nothing to do" in said[made.index(False)]
+    assert "has just made it" in shop.run("nightly_report")
+
+
+def test_nightly_report_does_not_wait_for_a_process_that_was_killed(shop: Shop) -> None:
+    """Its successor takes over at once, although the key would be taken for a minute."""
+    shop.run("demo", "--no-serve", "--rounds=0")
+    with shop.held(f"schedule:nightly-report:{datetime.now(UTC).date()}", "jobs") as process:
+        assert "Nothing to do" in shop.run("nightly_report")
+        process.kill()
+        process.wait()
+        assert "pieces in stock" in shop.run("nightly_report")
+
+
+@pytest.mark.parametrize("shop", ["sqlite", "postgresql", "session"], indirect=True)
+def test_deployments_migrate_once(shop: Shop) -> None:
+    """Three at the same time, on empty databases: one migrates, two wait, all end well."""
+    with ExitStack() as stack:
+        deployments = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [FOLDER / "deploy.sh"],
+                    env={**shop.environment, "PYTHON": sys.executable},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+            for _ in range(3)
+        ]
+        said = [process.communicate(timeout=200)[0] for process in deployments]
+    assert [process.returncode for process in deployments] == [0, 0, 0], said
+    assert sorted("Applying shop.0001_initial" in each for each in said) == [False, False, True]
+    assert "Applying" not in shop.run("migrate_all")
 
 
 def _stock(site: Site) -> int:
     found = re.search(r"<td>Coffee grinder</td>\s*<td[^>]*>(\d+)</td>", site.get("/").text)
     assert found
     return int(found[1])
+
+
+def _number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process, and not only what is left of it until somebody looks."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except ProcessLookupError:
+        return False
+    except FileNotFoundError:
+        return not Path("/proc/self").exists()

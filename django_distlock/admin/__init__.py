@@ -1,0 +1,11 @@
+"""The admin: a dashboard of all backends, and what the tables of a database hold.
+
+Everything goes through `inspection`, so that pages, commands and JSON agree.
+"""
+
+from __future__ import annotations
+
+from .dashboard import LockDashboard
+from .records import FenceCounterAdmin, LockEventAdmin
+
+__all__ = ["FenceCounterAdmin", "LockDashboard", "LockEventAdmin"]

@@ -1,0 +1,188 @@
+"""The dashboard: what is held on every backend, as it stands now."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from django.contrib import admin
+from django.contrib.admin.utils import unquote
+from django.core.exceptions import ImproperlyConfigured, PermissionDenied
+from django.http import Http404, HttpRequest, HttpResponse, QueryDict
+from django.shortcuts import redirect
+from django.template.response import TemplateResponse
+from django.urls import URLPattern, path
+from django.utils.cache import get_conditional_response
+from django.utils.http import quote_etag
+from django.utils.translation import get_language
+from django.utils.translation import gettext as _
+
+from ..core.errors import InvalidArgument, LockError
+from ..inspection import Operation, may, show
+from ..models import HeldLock
+from .cleaning import CleanupForm, clean_up, records_over
+from .filters import FilterForm, KeyForm
+from .keys import KeyPage
+from .operating import ACTS, act_on, allowed
+from .overview import Overview, problems
+from .records import ReadOnlyAdmin
+from .targets import Pages, Target
+
+#: Keys that one request may act on.
+MAX_TARGETS = 100
+
+
+@admin.register(HeldLock)
+class LockDashboard(ReadOnlyAdmin):
+    """What is held on every backend, in the place of a list of rows."""
+
+    def get_urls(self) -> list[URLPattern]:
+        """Add the page of a key, the one that acts on keys, and the one that cleans up."""
+        wrap = self.admin_site.admin_view
+        return [
+            path("key/", wrap(self.key_view), name="django_distlock_heldlock_key"),
+            path("operate/", wrap(self.operate_view), name="django_distlock_heldlock_operate"),
+            path("cleanup/", wrap(self.cleanup_view), name="django_distlock_heldlock_cleanup"),
+            *super().get_urls(),
+        ]
+
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """Show what is held; with `?live`, only the parts that change, unless nothing has."""
+        self._require(request, Operation.VIEW)
+        form = FilterForm(request.GET, auto_id="filter-%s")
+        pages = Pages.of(self.admin_site, request)
+        overview = Overview.of(form, request.GET.get("cursor"), pages)
+        context = {
+            "overview": overview,
+            "acts": allowed(request.user),
+            "page": request.GET,
+            "pages": pages,
+        }
+        if "live" not in request.GET:
+            context |= {
+                **self._context(request, _("Locks")),
+                **(extra_context or {}),
+                "form": form,
+                "open_form": KeyForm(auto_id="open-%s"),
+                "may_clean": may(request.user, Operation.CLEANUP),
+                "problems": problems(),
+                "back": f"?{request.GET.urlencode()}",
+            }
+            return TemplateResponse(request, "admin/django_distlock/dashboard.html", context)
+        seen = repr((get_language(), context["acts"], pages, overview.facts()))
+        tag = quote_etag(hashlib.sha256(seen.encode("utf-8", "surrogatepass")).hexdigest())
+        response = get_conditional_response(request, etag=tag)
+        if response is None:
+            response = TemplateResponse(request, "admin/django_distlock/live.html", context)
+        response["ETag"] = tag
+        response["Cache-Control"] = "no-cache, private"
+        return response
+
+    def change_view(self, request: HttpRequest, object_id: str, *_: Any, **__: Any) -> HttpResponse:
+        """Go to the page of a key, from the history of the admin."""
+        self._require(request, Operation.VIEW)
+        return redirect(self._pages.key(_target(unquote(object_id))))
+
+    def key_view(self, request: HttpRequest) -> HttpResponse:
+        """Show all that is known about a key."""
+        self._require(request, Operation.VIEW)
+        target = _target(request.GET.urlencode())
+        context = {**self._context(request, target.key), "target": target}
+        page = _looked_at(target, self._pages)
+        if isinstance(page, KeyPage):
+            acts = [each for each in allowed(request.user) if page.fits(each.operation)]
+            context |= {"page": page, "acts": acts}
+        else:
+            context |= {"failure": page}
+        status = 503 if "failure" in context else 200
+        return TemplateResponse(request, "admin/django_distlock/key.html", context, status=status)
+
+    def operate_view(self, request: HttpRequest) -> HttpResponse:
+        """Say what will happen to the keys that were chosen; do it when that was confirmed."""
+        if request.method != "POST":
+            return redirect(self._pages.locks)
+        wanted = request.POST.get("operation")
+        act = next((each for each in ACTS.values() if each.operation == wanted), None)
+        if act is None:
+            raise Http404
+        self._require(request, Operation.VIEW, act.operation)
+        targets = [_target(each) for each in dict.fromkeys(request.POST.getlist("target"))]
+        if len(targets) > MAX_TARGETS:
+            raise Http404
+        back = self._behind(request, targets)
+        if not targets:
+            self.message_user(request, _("No key was chosen. Nothing was changed."), "warning")
+            return redirect(back)
+        form = act.form(request.POST if "confirmed" in request.POST else None)
+        if form.is_valid():
+            act_on(request, act, targets, form.arguments())
+            return redirect(back)
+        context = {
+            **self._context(request, str(act.label)),
+            "act": act,
+            "form": form,
+            "keys": [_looked_at(each, self._pages) for each in targets],
+            "back": request.POST.get("back", ""),
+            "back_address": back,
+        }
+        return TemplateResponse(request, "admin/django_distlock/operate.html", context)
+
+    def cleanup_view(self, request: HttpRequest) -> HttpResponse:
+        """Say what a cleanup removes; do it when that was confirmed."""
+        self._require(request, Operation.VIEW, Operation.CLEANUP)
+        form = CleanupForm(request.POST if request.method == "POST" else None)
+        if form.is_valid():
+            clean_up(request, form)
+            return redirect(self._pages.locks)
+        context = {
+            **self._context(request, _("Clean up")),
+            "form": form,
+            "over": list(records_over()),
+            "back_address": self._pages.locks,
+        }
+        return TemplateResponse(request, "admin/django_distlock/cleanup.html", context)
+
+    def _require(self, request: HttpRequest, *operations: Operation) -> None:
+        if not all(may(request.user, each) for each in operations):
+            raise PermissionDenied
+
+    def _context(self, request: HttpRequest, title: str) -> dict[str, Any]:
+        request.current_app = self.admin_site.name
+        return {
+            **self.admin_site.each_context(request),
+            "opts": self.opts,
+            "title": title,
+            "media": self.media,
+        }
+
+    @property
+    def _pages(self) -> Pages:
+        return Pages(self.admin_site.name)
+
+    def _behind(self, request: HttpRequest, targets: Sequence[Target]) -> str:
+        """Return where the page was that the form came from: of ours alone."""
+        back = request.POST.get("back", "")
+        if back == "key" and len(targets) == 1:
+            return self._pages.key(replace(targets[0], fence=None))
+        if back.startswith("?"):
+            return f"{self._pages.locks}?{QueryDict(back[1:]).urlencode()}".removesuffix("?")
+        return self._pages.locks
+
+
+def _target(text: str) -> Target:
+    try:
+        return Target.of(text)
+    except InvalidArgument:
+        raise Http404 from None
+
+
+def _looked_at(target: Target, pages: Pages) -> KeyPage | str:
+    """Return what is known of a key; an error's text where its backend does not answer."""
+    try:
+        return KeyPage(show(target.key, target.backend), target, pages)
+    except (LockError, ImproperlyConfigured) as error:
+        return f"{target.key}: {error}"

@@ -1,0 +1,94 @@
+"""What the dashboard can be narrowed to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django import forms
+from django.utils.translation import gettext_lazy as _
+
+from ..core.errors import LockError
+from ..core.keys import normalize_key
+from ..handler import lock_backends
+from ..inspection import State
+from ..inspection.summary import SOON
+
+#: Seconds that a lock may have been held for.
+AGES = (
+    ("", _("any age")),
+    ("60", _("longer than a minute")),
+    ("600", _("longer than ten minutes")),
+    ("3600", _("longer than an hour")),
+    ("86400", _("longer than a day")),
+)
+
+
+def _backends() -> list[tuple[str, Any]]:
+    return [("", _("all")), *((alias, alias) for alias in lock_backends)]
+
+
+#: Of its ttl, what may have gone since a renewal: more, and two beats in a row have failed.
+LATE = 0.7
+#: What the numbers above the list count and no state says, and what `list_locks` takes for it.
+COUNTED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ending_soon": (_("ending within 10 s"), {"ends_within": SOON}),
+    "overdue": (_("heartbeat is late"), {"overdue": LATE}),
+}
+
+
+def _states() -> list[tuple[str, Any]]:
+    return [
+        ("", _("any")),
+        *((each.value, each.label) for each in State),
+        *((name, label) for name, (label, _arguments) in COUNTED.items()),
+    ]
+
+
+def _named() -> list[tuple[str, Any]]:
+    return [(alias, alias) for alias in lock_backends]
+
+
+class KeyForm(forms.Form):
+    """A key that somebody knows by name: nobody need hold it."""
+
+    backend = forms.ChoiceField(label=_("Backend"), choices=_named)
+    key = forms.CharField(label=_("Key"), max_length=512, strip=False)
+
+
+class FilterForm(forms.Form):
+    """Which locks are shown."""
+
+    backend = forms.ChoiceField(label=_("Backend"), required=False, choices=_backends)
+    begins = forms.CharField(
+        label=_("Key begins with"), required=False, max_length=512, strip=False
+    )
+    state = forms.ChoiceField(label=_("State"), required=False, choices=_states)
+    host = forms.CharField(label=_("Host"), required=False, max_length=255)
+    task = forms.CharField(label=_("Task id"), required=False, max_length=255)
+    age = forms.ChoiceField(label=_("Held"), required=False, choices=AGES)
+
+    def clean_begins(self) -> str:
+        """Refuse what no key can begin with."""
+        text: str = self.cleaned_data["begins"]
+        try:
+            return normalize_key(text) if text else ""
+        except LockError as error:
+            raise forms.ValidationError(str(error)) from None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what `list_locks` takes: of what is legal, which is more than nothing."""
+        self.full_clean()
+        given = self.cleaned_data
+        state = given.get("state")
+        return {
+            "backends": [given["backend"]] if given.get("backend") else None,
+            "prefix": given.get("begins", ""),
+            "host": given.get("host") or None,
+            "task_id": given.get("task") or None,
+            "held_longer_than": float(given["age"]) if given.get("age") else None,
+            **(
+                COUNTED[state][1]
+                if state in COUNTED
+                else {"states": [State(state)] if state else None}
+            ),
+        }

@@ -1,0 +1,115 @@
+"""All that is known about a key, as its page shows it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from django.utils.functional import Promise
+from django.utils.translation import gettext_lazy as _
+
+from ..core.wording import printable
+from ..inspection import KeyView, Operation
+from .rows import Row, row_of
+from .targets import Pages, Target
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Something that happened to a key, or will."""
+
+    at: datetime
+    what: str | Promise
+    fence: int | None = None
+    by: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPage:
+    """What the page of a key shows."""
+
+    view: KeyView
+    target: Target
+    pages: Pages
+
+    @property
+    def row(self) -> Row | None:
+        """The lock, as the dashboard shows it; None: nobody holds it."""
+        held = self.view.held
+        return None if held is None else row_of(held, len(self.view.waiters), self.pages)
+
+    def fits(self, operation: Operation) -> bool:
+        """Whether there is something now that it could be done to."""
+        paused = self.view.paused_until is not None
+        if operation in (Operation.PAUSE, Operation.RESUME):
+            return paused == (operation is Operation.RESUME)
+        return self.view.held is not None
+
+    @property
+    def fence_after(self) -> int:
+        """The least fence of whoever gets the key behind a forced release."""
+        return self.view.fence + 1
+
+    @property
+    def moments(self) -> list[Moment]:
+        """What happened, the last first, with the grant and the end of the lease among it."""
+        found = [
+            Moment(each.at, each.get_kind_display(), each.fence, each.actor, each.reason)
+            for each in self.view.events or ()
+        ]
+        return sorted([*found, *self._of_lock()], key=lambda each: each.at, reverse=True)
+
+    def _of_lock(self) -> Iterator[Moment]:
+        held = self.view.held
+        if held is None:
+            return
+        yield Moment(held.acquired_at, _("granted"), held.fence)
+        if held.renewed_at != held.acquired_at:
+            yield Moment(held.renewed_at, _("last renewed"), held.fence)
+        if held.stop_requested_at is not None:
+            yield Moment(held.stop_requested_at, _("asked to finish"), held.fence)
+        if held.expires_at is not None:
+            yield Moment(held.expires_at, _("ends, unless it is renewed"), held.fence)
+
+    @property
+    def commands(self) -> list[tuple[Promise, str]]:
+        """What an operator may type instead, ready for a shell."""
+        named = f"--backend {shlex.quote(self.target.backend)} {_quoted(self.target.key)}"
+        return [
+            (_("Look at it"), f"python manage.py distlock_show {named}"),
+            (_("Take it from its holder"), f"python manage.py distlock_release {named}"),
+        ]
+
+    @property
+    def metadata(self) -> list[tuple[str, str]]:
+        """What the holder added about itself; as text, or pages would localise the numbers."""
+        held = self.view.held
+        return (
+            []
+            if held is None
+            else sorted(
+                (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+                for name, value in held.holder.metadata.items()
+            )
+        )
+
+    @property
+    def seen(self) -> str:
+        """What a form sends to name the key and whom it was seen with."""
+        held = self.view.held
+        return replace(self.target, fence=self.view.fence if held is None else held.fence).text
+
+
+def _quoted(key: str) -> str:
+    """Return a key as a shell takes it, with nothing in it that changes how a page shows it."""
+    if key.isprintable():
+        text = shlex.quote(key)
+    else:
+        escaped = key.replace("\\", "\\\\").replace("'", "\\'")
+        text = f"$'{printable(escaped)}'"
+    # Else an option begins here.
+    return f"-- {text}" if key.startswith("-") else text

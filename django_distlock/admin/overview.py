@@ -1,0 +1,200 @@
+"""What the dashboard shows, gathered from all backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from django.core import checks
+from django.core.exceptions import ImproperlyConfigured
+from django.core.signals import setting_changed
+from django.utils.functional import Promise
+from django.utils.translation import gettext_lazy as _
+
+from ..core.errors import InvalidArgument, LockError
+from ..handler import lock_backends
+from ..inspection import Failure, LockPage, State, Summary, list_locks, summary
+from ..inspection.history import History, history
+from .charts import MinuteChart
+from .filters import LATE, FilterForm
+from .rows import Row, row_of
+from .targets import Pages, Target
+
+#: Locks of a page.
+LIMIT = 50
+#: Keys that are named, of those that most wait for.
+MOST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A number that somebody should know, and the list behind it.
+
+    Attributes:
+        name: What programs and style sheets call it.
+        number: None: it cannot be told.
+        href: "": whoever looks may not open the list.
+        is_exact: Whether it is just that, or about that.
+        is_grave: Whether somebody should look.
+    """
+
+    name: str
+    label: Promise
+    number: int | None
+    href: str
+    is_exact: bool = True
+    is_grave: bool = False
+    unit: str = ""
+
+    def facts(self) -> tuple[object, ...]:
+        """Return what a refresh has to show again when it has changed.
+
+        The worst heartbeat moves all the time: it is news when it is too late.
+        """
+        number = None if self.name == "overdue" else self.number
+        return self.name, number, self.is_exact, self.is_grave
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A key that many wait for.
+
+    Attributes:
+        width: Of its bar, in percent of the longest one.
+    """
+
+    key: str
+    number: int
+    href: str
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """What is held, how much of everything there is, and what happened."""
+
+    rows: tuple[Row, ...]
+    following: str | None
+    cards: tuple[Card, ...]
+    chart: MinuteChart | None
+    contended: tuple[Wanted, ...]
+    failures: tuple[Failure, ...]
+    alone: tuple[str, ...]
+
+    @classmethod
+    def of(cls, form: FilterForm, cursor: str | None, pages: Pages) -> Overview:
+        """Ask all backends for a page, from a cursor on; the first one where that is none."""
+        arguments = form.arguments()
+        try:
+            page = list_locks(cursor=cursor or None, limit=LIMIT, **arguments)
+        except InvalidArgument:
+            page = list_locks(limit=LIMIT, **arguments)
+        failures = {each.backend: each for each in page.failures}
+        summaries = list(_asked(summary, failures))
+        past = history()
+        return cls(
+            rows=tuple(
+                row_of(lock, number, pages)
+                for lock, number in zip(page.locks, _waiters(page), strict=True)
+            ),
+            following=page.cursor,
+            cards=tuple(_cards(summaries, past, pages)),
+            chart=None if past is None else MinuteChart.of(past),
+            contended=tuple(_contended(summaries, pages)),
+            failures=tuple(failures.values()),
+            alone=tuple(_alone()),
+        )
+
+    def facts(self) -> tuple[object, ...]:
+        """Return what a refresh has to show again when it has changed."""
+        return (
+            [each.facts() for each in self.rows],
+            self.following,
+            [each.facts() for each in self.cards],
+            self.chart and [each.minute for each in self.chart.bars],
+            self.contended,
+            self.failures,
+        )
+
+
+@lru_cache(maxsize=1)
+def problems() -> tuple[checks.CheckMessage, ...]:
+    """Return what the system checks find without asking a server; once in each process."""
+    found = checks.run_checks(tags=["distlock"])
+    return tuple(
+        each for each in found
+        if not each.is_silenced() and each.level >= checks.WARNING
+        and str(each.id).startswith("distlock.")
+    )  # fmt: skip
+
+
+def _forget(**_: Any) -> None:
+    problems.cache_clear()
+
+
+setting_changed.connect(_forget, dispatch_uid="django_distlock.admin")
+
+
+def _asked(ask: Callable[[str], Summary], failures: dict[str, Failure]) -> Iterator[Summary]:
+    for alias in lock_backends:
+        if alias not in failures:
+            try:
+                yield ask(alias)
+            except (LockError, ImproperlyConfigured) as error:
+                failures[alias] = Failure.of(alias, error)
+
+
+def _alone() -> Iterator[str]:
+    for alias in lock_backends:
+        try:
+            if not lock_backends[alias].distributed:
+                yield alias
+        except ImproperlyConfigured:
+            continue
+
+
+def _waiters(page: LockPage) -> list[int | None]:
+    """Return how many wait for each lock of a page, with one question to each backend."""
+    numbers: dict[tuple[str, str], int] = {}
+    for alias in dict.fromkeys(each.backend for each in page.locks):
+        keys = [each.key for each in page.locks if each.backend == alias]
+        try:
+            counted = lock_backends[alias].count_waiters(keys)
+        except LockError:
+            continue
+        numbers |= {(alias, key): number for key, number in zip(keys, counted, strict=True)}
+    return [numbers.get((each.backend, each.key)) for each in page.locks]
+
+
+def _cards(summaries: list[Summary], past: History | None, pages: Pages) -> Iterator[Card]:
+    locks = pages.locks
+    for name, label, href, is_grave in (
+        ("held", _("Held"), locks, False),
+        ("waiting", _("Waiting"), f"{locks}#distlock-wanted", False),
+        ("ending_soon", _("Ending within 10 s"), f"{locks}?state=ending_soon", False),
+        ("past_expiry", _("Held past expiry"), f"{locks}?state={State.PAST_EXPIRY}", True),
+    ):
+        counts = [getattr(each, name) for each in summaries]
+        known = [each for each in counts if each is not None]
+        number = sum(each.number for each in known) if known else None
+        exact = all(each.is_exact for each in known)
+        yield Card(name, label, number, href, exact, is_grave and bool(number))
+    parts = [each.overdue for each in summaries if each.overdue is not None]
+    worst = round(max(parts) * 100) if parts else None
+    late = _("Worst heartbeat, of its ttl")
+    grave = worst is not None and worst > LATE * 100
+    yield Card("overdue", late, worst, f"{locks}?state=overdue", True, grave, " %")
+    for kind, label in (("lost", _("Lost in 24 h")), ("rejected", _("Rejected in 24 h"))):
+        number = None if past is None else past.kinds.get(kind, 0)
+        href = pages.events and f"{pages.events}?kind={kind}"
+        yield Card(kind, label, number, href, True, bool(number))
+
+
+def _contended(summaries: list[Summary], pages: Pages) -> Iterator[Wanted]:
+    found = [(number, each.backend, key) for each in summaries for key, number in each.most_waited]
+    found.sort(key=lambda each: (-each[0], each[1:]))
+    for number, backend, key in found[:MOST]:
+        width = round(100 * number / found[0][0])
+        yield Wanted(key, number, pages.key(Target(backend, key)), width)

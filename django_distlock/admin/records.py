@@ -1,0 +1,147 @@
+"""What the tables of a database hold, to read: nothing is added, changed or deleted here."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from django.contrib import admin
+from django.core.exceptions import ImproperlyConfigured
+from django.db import models, router
+from django.http import HttpRequest
+from django.utils import formats, timezone
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from django.utils.translation import gettext_lazy as _
+
+from ..backends.tables import FenceTable
+from ..handler import lock_backends
+from ..models import FenceCounter, HeldLock, LockEvent
+from .targets import Pages, Target
+
+if TYPE_CHECKING:
+    _ModelAdmin = admin.ModelAdmin[Any]
+else:
+    _ModelAdmin = admin.ModelAdmin
+
+
+class ReadOnlyAdmin(_ModelAdmin):
+    """Rows that people may look at, in the database that the locks are in."""
+
+    actions = None
+    show_full_result_count = False
+    list_per_page = 50
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """Nobody adds rows by hand."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: models.Model | None = None) -> bool:
+        """Nobody changes rows by hand."""
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: models.Model | None = None) -> bool:
+        """Nobody deletes rows by hand."""
+        return False
+
+    def get_queryset(self, request: HttpRequest) -> models.QuerySet[Any]:
+        """Return the rows of the database that has them."""
+        return super().get_queryset(request).using(self.database())
+
+    def database(self) -> str:
+        """Return the alias of the database that is read."""
+        return router.db_for_read(self.model)
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: models.QuerySet[Any], search_term: str
+    ) -> tuple[models.QuerySet[Any], bool]:
+        """Find keys by their beginning, which may have spaces in it."""
+        return queryset.filter(key__startswith=search_term), False
+
+    @admin.display(description=_("fence"), ordering="fence")
+    def plain_fence(self, row: Any) -> str:
+        """Show a fence as one types it."""
+        return "-" if row.fence is None else str(row.fence)
+
+
+@admin.register(FenceCounter)
+class FenceCounterAdmin(ReadOnlyAdmin):
+    """The last fence of each key, and its pause."""
+
+    list_display = ("key", "plain_fence", "paused", "paused_by")
+    search_fields = ("key",)
+    search_help_text = _("The beginning of a key")
+    ordering = ("storage_key",)
+    fields = ("key", "storage_key", "plain_fence", "paused", "paused_by")
+    readonly_fields = ("plain_fence", "paused")
+
+    @admin.display(description=_("paused until"), ordering="paused_until")
+    def paused(self, counter: FenceCounter) -> str:
+        """Show until when nobody is granted the key."""
+        return _moment(counter.paused_until)
+
+    def database(self) -> str:
+        """Return the database of the locks, also where no router names it."""
+        routed = super().database()
+        locks = []
+        for alias in lock_backends:
+            with suppress(ImproperlyConfigured):
+                store = lock_backends[alias]
+                locks += [store.using] if isinstance(store, FenceTable) else []
+        return routed if routed in locks or not locks else locks[0]
+
+
+@admin.register(LockEvent)
+class LockEventAdmin(ReadOnlyAdmin):
+    """What happened, by the hour and by the kind."""
+
+    list_display = ("moment", "kind", "key_page", "backend", "plain_fence", "actor", "reason")
+    list_display_links = ("moment",)
+    list_filter = ("kind",)
+    date_hierarchy = "at"
+    search_fields = ("key",)
+    search_help_text = _("The beginning of a key")
+    ordering = ("-at", "-pk")
+    fields = (
+        "moment", "kind", "key_page", "backend", "plain_fence", "actor", "reason", "held_by",
+        "more",
+    )  # fmt: skip
+    readonly_fields = ("moment", "key_page", "plain_fence", "held_by", "more")
+
+    @admin.display(description=_("at"), ordering="at")
+    def moment(self, event: LockEvent) -> str:
+        """Show when it was, to the second."""
+        return _moment(event.at)
+
+    @admin.display(description=_("key"), ordering="key")
+    def key_page(self, event: LockEvent) -> str:
+        """Lead to the key, where its backend is still there."""
+        key: str = event.key
+        has_page = event.backend in lock_backends and self.admin_site.is_registered(HeldLock)
+        if not key or not has_page:
+            return key
+        href = Pages(self.admin_site.name).key(Target(event.backend, key))
+        return format_html('<a href="{}"><bdi>{}</bdi></a>', href, key)
+
+    @admin.display(description=_("holder"))
+    def held_by(self, event: LockEvent) -> SafeString:
+        """Show the holder."""
+        return _as_text(event.holder)
+
+    @admin.display(description=_("details"))
+    def more(self, event: LockEvent) -> SafeString:
+        """Show what belongs to the kind of event."""
+        return _as_text(event.details)
+
+
+def _moment(instant: datetime | None) -> str:
+    if instant is None:
+        return "-"
+    local = timezone.localtime(instant, timezone.get_current_timezone())
+    return f"{formats.date_format(local, 'SHORT_DATE_FORMAT')} {local:%H:%M:%S}"
+
+
+def _as_text(value: Any) -> SafeString:
+    return format_html("<pre>{}</pre>", json.dumps(value, indent=2, ensure_ascii=False))

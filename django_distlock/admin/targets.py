@@ -1,0 +1,86 @@
+"""How pages name a key: by an address, and by the value of a checkbox; and where they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from urllib.parse import parse_qsl, urlencode
+
+from django.contrib.admin import AdminSite
+from django.http import HttpRequest
+from django.urls import reverse
+
+from ..core.errors import InvalidArgument, LockError, shown
+from ..core.keys import normalize_key
+from ..handler import lock_backends
+from ..models import LockEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A key of a backend.
+
+    Attributes:
+        fence: Under which it was looked at; None: nobody has said.
+    """
+
+    backend: str
+    key: str
+    fence: int | None = None
+
+    @classmethod
+    def of(cls, text: str) -> Target:
+        """Read what a form sent.
+
+        Raises:
+            InvalidArgument: It names no legal key, or no backend that there is.
+        """
+        fields = dict(parse_qsl(text, keep_blank_values=True))
+        try:
+            fence = int(fields["fence"]) if "fence" in fields else None
+            found = cls(fields["backend"], normalize_key(fields["key"]), fence)
+        except (KeyError, ValueError, LockError):
+            raise InvalidArgument(f"{shown(text)} names no key of a lock.") from None
+        if found.backend not in lock_backends:
+            raise InvalidArgument(f"There is no lock backend {shown(found.backend)}.")
+        return found
+
+    @property
+    def text(self) -> str:
+        """What `of` reads: also the query of an address."""
+        # A form would change line ends, and a key may have some.
+        seen = {} if self.fence is None else {"fence": self.fence}
+        return urlencode({"backend": self.backend, "key": self.key, **seen})
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Where the pages are, in a site of the admin: a project may have several.
+
+    Attributes:
+        site: The `AdminSite.name`.
+        events: The list of events; "": not there, or not for whoever asks.
+    """
+
+    site: str
+    events: str = ""
+
+    @classmethod
+    def of(cls, site: AdminSite, request: HttpRequest) -> Pages:
+        """Return those of a site that somebody may open."""
+        pages = cls(site.name)
+        may_see = site.is_registered(LockEvent) and site.get_model_admin(
+            LockEvent
+        ).has_view_permission(request)
+        return replace(pages, events=pages._of("lockevent_changelist")) if may_see else pages
+
+    @property
+    def locks(self) -> str:
+        """The dashboard."""
+        return self._of("heldlock_changelist")
+
+    def key(self, target: Target) -> str:
+        """Return the page of a key."""
+        return f"{self._of('heldlock_key')}?{target.text}"
+
+    def _of(self, name: str) -> str:
+        return reverse(f"admin:django_distlock_{name}", current_app=self.site)

@@ -1,0 +1,161 @@
+"""A real browser without a window, for tests of what pages do."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from selenium import webdriver
+from selenium.common.exceptions import StaleElementReferenceException
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
+
+from tests.setups.servers import without
+
+T = TypeVar("T")
+
+PATIENCE = 60
+
+_HIDDEN = """
+Object.defineProperty(document, 'hidden', {get: () => arguments[0], configurable: true});
+document.dispatchEvent(new Event('visibilitychange'));
+"""
+
+
+class Browser:
+    """A window of Chromium."""
+
+    def __init__(self, driver: webdriver.Chrome, address: str) -> None:
+        self.driver = driver
+        self.address = address
+
+    def open(self, path: str) -> None:
+        """Go to a page of the site."""
+        self.driver.get(self.address + path)
+
+    def one(self, selector: str) -> WebElement:
+        """Give the element, when it is there."""
+        return self.until(lambda: self.every(selector))[0]
+
+    def every(self, selector: str) -> list[WebElement]:
+        """Give the elements that are there now."""
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def text(self, selector: str = "body") -> str:
+        """Give what a person reads."""
+        return self.until(lambda: [each.text for each in self.every(selector)[:1]])[0]
+
+    def ask(self, script: str, *arguments: Any) -> Any:
+        """Give what a script returns."""
+        return self.driver.execute_script(f"return {script}", *arguments)
+
+    def until(self, condition: Callable[[], T]) -> T:
+        """Give what a condition returns, once it is true."""
+        # A page may go, or a part of it be refreshed, between finding something and looking at it.
+        gone = [StaleElementReferenceException]
+        return WebDriverWait(self.driver, PATIENCE, 0.1, gone).until(lambda _: condition())
+
+    def press(self, keys: str) -> None:
+        """Press keys, wherever the focus is."""
+        ActionChains(self.driver).send_keys(keys).perform()
+
+    def tab(self, *, back: bool = False) -> None:
+        """Press the tabulator; with Shift, to go back."""
+        chain = ActionChains(self.driver)
+        if back:
+            chain.key_down(Keys.SHIFT).send_keys(Keys.TAB).key_up(Keys.SHIFT).perform()
+        else:
+            chain.send_keys(Keys.TAB).perform()
+
+    def status(self) -> int:
+        """Give what the server answered when it was asked for this page."""
+        found: int = self.ask("performance.getEntriesByType('navigation')[0].responseStatus")
+        return found
+
+    def log_in(self, name: str, password: str) -> None:
+        """Log in to the admin."""
+        self.driver.delete_all_cookies()
+        self.open("/admin/login/")
+        self.one("[name=username]").send_keys(name)
+        self.one("[name=password]").send_keys(password)
+        self.one("[type=submit]").click()
+        self.until(lambda: self.every("#logout-form"))
+
+    def tell(self, command: str, **arguments: Any) -> Any:
+        """Send a command of the DevTools."""
+        return self.driver.execute_cdp_cmd(command, arguments)
+
+    @contextmanager
+    def dark(self) -> Iterator[None]:
+        """Prefer dark pages."""
+        feature = "prefers-color-scheme"
+        self.tell("Emulation.setEmulatedMedia", features=[{"name": feature, "value": "dark"}])
+        # The admin fades from one to the other.
+        self.until(lambda: not self.ask("document.getAnimations().length"))
+        yield
+        self.tell("Emulation.setEmulatedMedia", features=[])
+
+    @contextmanager
+    def phone(self) -> Iterator[None]:
+        """Be as narrow as a phone."""
+        self.tell(
+            "Emulation.setDeviceMetricsOverride",
+            width=390, height=844, deviceScaleFactor=1, mobile=True,
+        )  # fmt: skip
+        yield
+        self.tell("Emulation.clearDeviceMetricsOverride")
+
+    @contextmanager
+    def no_script(self) -> Iterator[None]:
+        """Run no script of a page."""
+        self.tell("Emulation.setScriptExecutionDisabled", value=True)
+        yield
+        self.tell("Emulation.setScriptExecutionDisabled", value=False)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Let the page believe that nobody sees it."""
+        self.driver.execute_script(_HIDDEN, True)
+        yield
+        self.driver.execute_script(_HIDDEN, False)
+
+    def save(self, name: str, folder: str) -> None:
+        """Keep the page as an image, also what one has to scroll to."""
+        image = self.tell("Page.captureScreenshot", captureBeyondViewport=True)["data"]
+        Path(folder, f"{name}.png").write_bytes(base64.b64decode(image))
+
+    def complaints(self) -> list[str]:
+        """Give what the console says of errors, such as what the policy of the site forbids."""
+        log: list[dict[str, str]] = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
+        return [
+            each["message"]
+            for each in log
+            if each["level"] == "SEVERE" and "favicon.ico" not in each["message"]
+        ]
+
+
+@contextmanager
+def browsing(address: str) -> Iterator[Browser]:
+    """Open a window."""
+    programs = [shutil.which(each) for each in ("chromium", "chromedriver")]
+    if None in programs:
+        without("chromium", "apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(programs[0])
+    # Its sandbox does not run for root, and /dev/shm is small in containers.
+    for each in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(each)
+    options.add_argument("--window-size=1280,1000")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(programs[1]))
+    try:
+        yield Browser(driver, address)
+    finally:
+        driver.quit()

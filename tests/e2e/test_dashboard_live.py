@@ -1,0 +1,89 @@
+"""What the dashboard does while nobody touches it, and when it cannot go on."""
+
+from __future__ import annotations
+
+import json
+
+from .browsers import Browser
+from .dashboards import LOCKS, held, row, show
+from .shops import Shop
+
+# What a page of another program looks like, such as that of a single sign-on.
+ANOTHER = "<!DOCTYPE html><title>Log in</title><p>Who are you?"
+
+
+def answer_with(browser: Browser, body: str) -> None:
+    """Let the next refreshes get another page, as of something in front of the site."""
+    browser.driver.execute_script(
+        "window.fetch = async () => new Response(arguments[0], {status: 200})", body
+    )
+
+
+def test_focus_stays_when_rows_above_go(shop: Shop, browser: Browser) -> None:
+    """On a link and on a checkbox; and where its own row goes, it stays in the table."""
+    with held(shop, "focus:3"):
+        with held(shop, "focus:2"):
+            with held(shop, "focus:1"):
+                show(browser, "focus:1", "focus:2", "focus:3")
+                box = browser.one(f"{row('focus:3')} input")
+                browser.driver.execute_script("arguments[0].focus()", box)
+            browser.until(lambda: not browser.every(row("focus:1")))
+            assert browser.driver.switch_to.active_element == box
+            link = browser.one(f"{row('focus:2')} a")
+            browser.driver.execute_script("arguments[0].focus()", link)
+        browser.until(lambda: not browser.every(row("focus:2")))
+        assert browser.ask("document.activeElement.matches('.distlock-table')") is True
+        assert browser.every(row("focus:3"))
+
+
+def test_another_page_is_no_refresh(shop: Shop, browser: Browser) -> None:
+    """What is shown is not called live any more, and nothing of it counts down."""
+    with held(shop, "shown"):
+        show(browser, "shown")
+        answer_with(browser, ANOTHER)
+        browser.until(lambda: "No connection" in browser.text(".distlock-live"))
+        before = browser.text(f"{row('shown')} .left .text")
+        browser.ask("new Promise(done => setTimeout(done, 2500))")
+        assert browser.text(f"{row('shown')} .left .text") == before
+
+
+def test_end_of_the_session_is_told_once(shop: Shop, browser: Browser) -> None:
+    """The page asks no more, and says what to do."""
+    show(browser)
+    browser.driver.delete_all_cookies()
+    browser.until(lambda: "Logged out" in browser.text(".distlock-live"))
+    asked = "performance.getEntriesByType('resource').length"
+    before = browser.ask(asked)
+    browser.ask("new Promise(done => setTimeout(done, 7000))")
+    assert browser.ask(asked) == before
+
+
+def test_all_of_a_page_are_chosen_at_once(shop: Shop, browser: Browser) -> None:
+    """By one box, which is there where scripts are."""
+    with held(shop, "all:1", "all:2"):
+        show(browser, "all:1", "all:2")
+        browser.one("[data-all]").click()
+        for key in ("all:1", "all:2"):
+            assert browser.one(f"{row(key)} input").is_selected()
+
+
+def test_key_page_does_not_cry_wolf(shop: Shop, browser: Browser) -> None:
+    """It is not fed: at the end of a lease that is renewed, it says that it does not know."""
+    with held(shop, "renewed", ttl=2):
+        show(browser, "renewed")
+        browser.one(f"{row('renewed')} a").click()
+        browser.until(lambda: "reload the page" in browser.text(".left"))
+
+
+def test_any_key_can_be_opened(shop: Shop, browser: Browser) -> None:
+    """Also one that nobody holds, and its pause begins and ends there."""
+    browser.open(LOCKS)
+    browser.one("#open-key").send_keys("nobody holds:it")
+    browser.one("form:has(#open-key) [type=submit]").click()
+    assert "nobody holds:it" in browser.text("h1")
+    for operation in ("pause", "resume"):
+        browser.one(f"button[value={operation}]").click()
+        browser.one("#id_reason").send_keys(json.dumps(operation))
+        browser.one(".submit-row [type=submit]").click()
+        browser.until(lambda: "1 key." in browser.text(".messagelist"))
+        assert "nobody holds:it" in browser.text("h1")
