@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -32,6 +33,18 @@ IDLE_SECONDS = 10.0
 #: whoever locks any key: without this, trying once for a free key would fail now and then.
 WRITER_SECONDS = 0.1
 
+#: What tells a connection of our own to PostgreSQL about a server that vanished, in half a minute:
+#: without it, a statement on a dead network hangs for a quarter of an hour.
+KEEPALIVES: dict[str, Any] = {
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+}
+
+#: Seconds that PostgreSQL may take to let us in: the driver waits for ever, unless it is told.
+CONNECT_SECONDS = 5
+
 #: What has to come to an end before a database can be dropped.
 before_drop: list[Callable[[], None]] = []
 
@@ -41,6 +54,8 @@ _every: weakref.WeakSet[Closing] = weakref.WeakSet()
 _inherited: list[Any] = []
 #: Which process opened the connection of a thread.
 _opened_by: weakref.WeakKeyDictionary[BaseDatabaseWrapper, int] = weakref.WeakKeyDictionary()
+#: Nobody's work is in them.
+_own: weakref.WeakSet[BaseDatabaseWrapper] = weakref.WeakSet()
 
 
 class NoConnectionFree(Exception):
@@ -61,6 +76,46 @@ def in_test_case(connection: BaseDatabaseWrapper) -> bool:
 def in_transaction(connection: BaseDatabaseWrapper) -> bool:
     """Whether the caller has a transaction open, other than that of a `TestCase`."""
     return connection.in_atomic_block and not in_test_case(connection)
+
+
+def require_transaction(connection: BaseDatabaseWrapper) -> Any:
+    """Return the outermost block of `atomic()`, other than a `TestCase`'s.
+
+    Raises:
+        LockUsageError: None is open.
+    """
+    blocks = [
+        each for each in connection.atomic_blocks if not getattr(each, "_from_testcase", False)
+    ]
+    if not (connection.in_atomic_block and blocks):
+        raise LockUsageError(
+            f"guard() holds until a transaction ends, and none is open on {connection.alias!r}:"
+            f" call it inside of atomic(), or use lease.atomic()."
+        )
+    return blocks[0]
+
+
+class OpenTransaction:
+    """The outermost transaction of a connection, other than a `TestCase`'s.
+
+    Raises:
+        LockUsageError: None is open.
+    """
+
+    def __init__(self, connection: BaseDatabaseWrapper):
+        block = require_transaction(connection)
+        self._connection = weakref.ref(connection)
+        # A decorator enters the same block with each call. This one is told from the next by a
+        # copy in its place; blocks leave by their place.
+        self._block = copy(block)
+        blocks = connection.atomic_blocks
+        blocks[blocks.index(block)] = self._block
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it goes on; from any thread."""
+        connection = self._connection()
+        return connection is not None and self._block in connection.atomic_blocks
 
 
 class Closing(Protocol):
@@ -221,6 +276,8 @@ class LockConnections:
             # fails at once where another one writes, whatever the timeout. A database in memory
             # is only seen by the connections that share it.
             return bool(connection.is_in_memory_db())  # type: ignore[attr-defined]
+        # Django opens it to tell.
+        _open_in_time(connection)
         return connection.get_autocommit()
 
     # Connections of our own
@@ -266,7 +323,8 @@ class LockConnections:
             if connection.settings_dict["NAME"] == template.settings_dict["NAME"]:
                 return connection
             connection.close()
-        made = own_connection(template)
+        more = {**KEEPALIVES, "connect_timeout": CONNECT_SECONDS}
+        made = own_connection(template, **(more if template.vendor == "postgresql" else {}))
         # Used by one thread at a time, but not by the same one every time.
         made.inc_thread_sharing()
         return made
@@ -290,6 +348,20 @@ def _note_process(connection: BaseDatabaseWrapper, **_: Any) -> None:
 
 
 connection_created.connect(_note_process, dispatch_uid="django_distlock.process")
+
+
+def opened_in(thread: int) -> list[BaseDatabaseWrapper]:
+    """Return the connections that another thread has opened, without those of our own."""
+    # A copy in one step: that thread goes on opening some.
+    known = [reference() for reference in _opened_by.keyrefs()]
+    return [
+        each
+        for each in known
+        if each is not None
+        and each._thread_ident == thread  # type: ignore[attr-defined]
+        and each not in _own
+        and _opened_by.get(each) == os.getpid()
+    ]
 
 
 def _leave_to_parent(connection: BaseDatabaseWrapper) -> None:
@@ -335,13 +407,31 @@ def _close(connection: BaseDatabaseWrapper) -> None:
         raw.close()
 
 
+def _open_in_time(connection: BaseDatabaseWrapper) -> None:
+    """Open a connection of the project's with a bound, where its settings give none."""
+    settings = connection.settings_dict
+    options = settings["OPTIONS"]
+    if connection.connection is not None or connection.vendor != "postgresql":
+        return
+    if not {"pool", "connect_timeout"}.isdisjoint(options):
+        return
+    more = {**options, "connect_timeout": CONNECT_SECONDS}
+    connection.settings_dict = {**settings, "OPTIONS": more}
+    try:
+        connection.ensure_connection()
+    finally:
+        connection.settings_dict = settings
+
+
 def own_connection(template: BaseDatabaseWrapper, **defaults: Any) -> BaseDatabaseWrapper:
     """Return a connection of our own to the database of another one; it is not open yet.
 
     Args:
         defaults: `OPTIONS` where the project's settings say nothing else.
     """
-    return type(template)(_own_settings(template, defaults), template.alias)
+    made = type(template)(_own_settings(template, defaults), template.alias)
+    _own.add(made)
+    return made
 
 
 def _own_settings(template: BaseDatabaseWrapper, defaults: dict[str, Any]) -> dict[str, Any]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from django.conf import settings
 from django.db import models
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils import timezone
 from django.utils.dateparse import parse_datetime
 
 if TYPE_CHECKING:
     _CharField = models.CharField[Any, Any]
     _TextField = models.TextField[Any, Any]
     _BigIntegerField = models.BigIntegerField[Any, Any]
+    _DateTimeField = models.DateTimeField[Any, Any]
 else:  # Only type checkers may give a field type arguments.
     _CharField, _TextField = models.CharField, models.TextField
-    _BigIntegerField = models.BigIntegerField
+    _BigIntegerField, _DateTimeField = models.BigIntegerField, models.DateTimeField
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
@@ -101,3 +104,27 @@ class InstantField(_BigIntegerField):
     def value_to_string(self, obj: models.Model) -> str:
         value = self.value_from_object(obj)
         return "" if value is None else value.isoformat()
+
+
+class EventTimeField(_DateTimeField):
+    """An aware datetime under any `USE_TZ`, in the column that Django has for one.
+
+    For people and their filters, who know dates. What decides about leases is an `InstantField`.
+    """
+
+    def deconstruct(self) -> Any:
+        # A migration has nothing to do about it.
+        name, _path, args, kwargs = super().deconstruct()
+        return name, "django.db.models.DateTimeField", args, kwargs
+
+    def from_db_value(
+        self, value: datetime | None, expression: Any, connection: BaseDatabaseWrapper
+    ) -> datetime | None:
+        if value is None or timezone.is_aware(value):
+            return value
+        return timezone.make_aware(value, timezone.get_default_timezone())
+
+    def get_prep_value(self, value: Any) -> Any:
+        if isinstance(value, datetime) and timezone.is_aware(value) and not settings.USE_TZ:
+            value = timezone.make_naive(value, timezone.get_default_timezone())
+        return super().get_prep_value(value)

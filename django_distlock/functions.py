@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 from django.db import connections, transaction
 from django.db.utils import DatabaseError
@@ -22,6 +22,7 @@ from .core.holders import Holder
 from .core.keys import advisory_id
 from .core.records import UNKNOWN, Contended, Grant, Unknown
 from .fields import from_microseconds
+from .managers import Freed
 from .sql import function_name
 from .vendors.postgresql import advisory_salt, milliseconds, sqlstate
 
@@ -111,11 +112,11 @@ class ServerFunctions:
 
     def release(
         self, name: str, grant: Grant, *, held: float | None = None, bound: float
-    ) -> bool | Unknown:
+    ) -> Freed | Unknown:
         """Give the key back, or keep it taken for `held` seconds since the grant."""
         arguments = [name, grant.token, held, _bound(bound)]
         outcome = self._call("release", arguments)
-        return UNKNOWN if outcome == "busy" else outcome == "released"
+        return UNKNOWN if outcome == "busy" else cast("Freed", outcome)
 
     def _call(self, operation: str, arguments: list[Any]) -> str:
         statement = self._statements[operation]

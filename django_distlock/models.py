@@ -1,4 +1,4 @@
-"""The tables: locks that are held, fence counters that are never deleted, and events."""
+"""The tables: held locks, fence counters that are never deleted, waiters, events, seen fences."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from django.utils.translation import gettext_lazy as _
 from . import conf
 from .core.fences import FENCE_MAX
 from .core.holders import Holder
-from .core.records import Record
-from .fields import InstantField, KeyField, NoteField
-from .managers import FenceCounterManager, HeldLockManager, refuse_change
+from .core.records import Record, Waiting
+from .counters import FenceCounterManager, refuse_change
+from .fields import EventTimeField, InstantField, KeyField, NoteField
+from .managers import HeldLockManager
+from .waiters import WaiterManager
 
 #: Bytes of the longest storage key: any key of 512 bytes behind a prefix of 127 or less.
 MAX_STORAGE_KEY = 640
@@ -48,6 +50,13 @@ class HeldLock(models.Model):
     class Meta:
         db_table = conf.table("locks")
         default_permissions = ("view",)
+        # `inspection.Operation` names the operations that they are for.
+        permissions = (
+            ("force_release_heldlock", "Can take a key from its holder"),
+            ("expire_soon_heldlock", "Can let a lease end sooner"),
+            ("request_stop_heldlock", "Can ask a holder to finish"),
+            ("cleanup_heldlock", "Can remove records of leases that are over"),
+        )
         verbose_name = _("held lock")
         verbose_name_plural = _("held locks")
 
@@ -90,6 +99,10 @@ class FenceCounter(models.Model):
         # Also what Django itself goes through must not delete.
         base_manager_name = "objects"
         default_permissions = ("view",)
+        permissions = (
+            ("pause_fencecounter", "Can pause a key"),
+            ("resume_fencecounter", "Can end the pause of a key"),
+        )
         verbose_name = _("fence counter")
         verbose_name_plural = _("fence counters")
         constraints = (
@@ -112,6 +125,38 @@ class FenceCounter(models.Model):
         refuse_change("deleted")
 
 
+class Waiter(models.Model):
+    """Somebody who waits for a key, for people to see: no decision rests on it.
+
+    Written by `WaiterManager`, once the wait takes long enough to be of interest.
+    """
+
+    storage_key = KeyField(_("storage key"), max_length=MAX_STORAGE_KEY, db_index=True)
+    holder = models.JSONField(_("holder"), default=dict)
+    since = InstantField(_("since"))
+    #: When the note ends by itself, if its waiter died.
+    until = InstantField(_("until"))
+    #: Where wake-ups are heard; "": nowhere, it asks again and again.
+    channel = KeyField(_("channel"), max_length=63, blank=True)
+
+    objects = WaiterManager()
+
+    class Meta:
+        db_table = conf.table("waiters")
+        default_permissions = ("view",)
+        verbose_name = _("waiter")
+        verbose_name_plural = _("waiters")
+
+    def __str__(self) -> str:
+        return str(self.storage_key)
+
+    def as_waiting(self) -> Waiting:
+        """Return the row as the value that backends answer with."""
+        # Some databases have no "" that is not null.
+        woken = bool(self.channel)
+        return Waiting(Holder.from_json(self.holder), self.since, self.until, woken)
+
+
 class LockEvent(models.Model):
     """What an operator needs to know afterwards. Not a row per acquire."""
 
@@ -122,9 +167,13 @@ class LockEvent(models.Model):
         LOST = "lost", _("lost")
         TAKEN_OVER = "taken_over", _("taken over")
         REJECTED = "rejected", _("rejected")
-        TIMED_OUT = "timed_out", _("timed out")
+        SHORTENED = "shortened", _("shortened")
+        STOP_REQUESTED = "stop_requested", _("asked to finish")
+        PAUSED = "paused", _("paused")
+        RESUMED = "resumed", _("resumed")
+        CLEANED = "cleaned", _("cleaned up")
 
-    at = models.DateTimeField(_("at"), db_index=True, default=timezone.now)
+    at = EventTimeField(_("at"), db_index=True, default=timezone.now)
     backend = KeyField(_("backend"), max_length=100)
     key = KeyField(_("key"), max_length=512)
     kind = models.CharField(_("kind"), max_length=20, choices=Kind)
@@ -142,3 +191,23 @@ class LockEvent(models.Model):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.key}"
+
+
+class SeenFence(models.Model):
+    """The highest fence that requests of other services came with, for each key.
+
+    Written by `django_distlock.fencing.seen` alone, which never deletes a row.
+    """
+
+    key = KeyField(_("key"), primary_key=True, max_length=512)
+    fence = models.PositiveBigIntegerField(_("fence"))
+    raised_at = InstantField(_("raised at"))
+
+    class Meta:
+        db_table = conf.table("seen")
+        default_permissions = ("view",)
+        verbose_name = _("seen fence")
+        verbose_name_plural = _("seen fences")
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.fence}"

@@ -13,21 +13,36 @@ import threading
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from asgiref.sync import AsyncToSync, sync_to_async
+from asgiref.sync import AsyncToSync
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .backends.base import BaseLockBackend
-from .connections import before_drop, in_transaction, use_own_connections
+from .connections import before_drop, in_transaction, opened_in, use_own_connections
 from .core.durations import MAX_BOUND
 from .core.errors import LockUsageError
+from .core.logs import log_fields
 
 logger = logging.getLogger("django_distlock")
 
-P = ParamSpec("P")
-T = TypeVar("T")
+
+def home() -> int:
+    """Return the thread whose transactions the running code works in.
+
+    Asynchronous code that a thread waits for in `async_to_sync` works in those of that thread. They
+    are looked at from here: to ask in the thread itself would wait for whatever else it does.
+    """
+    executors = getattr(AsyncToSync, "executors", None)
+    waiting = getattr(getattr(executors, "current", None), "_work_thread", None)
+    return threading.get_ident() if waiting is None else int(waiting.ident)
+
+
+def _connections() -> list[BaseDatabaseWrapper]:
+    here = list(connections.all(initialized_only=True))
+    thread = home()
+    return here if thread == threading.get_ident() else [*here, *opened_in(thread)]
 
 
 def refuse_manual_transactions() -> None:
@@ -36,7 +51,7 @@ def refuse_manual_transactions() -> None:
     Raises:
         LockUsageError: A connection of this thread has autocommit off, outside of `atomic()`.
     """
-    for connection in connections.all(initialized_only=True):
+    for connection in _connections():
         if _is_manual(connection):
             raise LockUsageError(
                 f"The connection {connection.alias!r} manages its transactions by hand"
@@ -47,15 +62,11 @@ def refuse_manual_transactions() -> None:
 
 
 def open_transactions() -> list[BaseDatabaseWrapper]:
-    """Return this thread's connections with a transaction, other than a `TestCase`'s.
+    """Return the connections with a transaction, other than a `TestCase`'s: see `home`.
 
     One whose autocommit was switched off behind the acquire counts: its hooks run as well.
     """
-    return [
-        each
-        for each in connections.all(initialized_only=True)
-        if in_transaction(each) or _is_manual(each)
-    ]
+    return [each for each in _connections() if in_transaction(each) or _is_manual(each)]
 
 
 def _is_manual(connection: BaseDatabaseWrapper) -> bool:
@@ -93,11 +104,12 @@ class Deferred:
         transactions: list[BaseDatabaseWrapper],
     ):
         self.owner = owner
-        self.thread = threading.get_ident()
+        self.thread = home()
         self.done = threading.Event()
         self._name = name
         self._release = release
         self._transactions = len(transactions)
+        self._hooks: list[tuple[BaseDatabaseWrapper, weakref.ref[_End]]] = []
         # Filled by finalisers, which may take no lock; appending to a list needs none.
         self._ended: list[None] = []
         self._mutex = threading.Lock()
@@ -108,7 +120,9 @@ class Deferred:
             # No savepoint ids: a savepoint that is rolled back does not end the transaction.
             # Robust: an error elsewhere must not cost the release.
             hooks: list[Any] = connection.run_on_commit
-            hooks.append((set(), _End(self), True))
+            end = _End(self)
+            hooks.append((set(), end, True))
+            self._hooks.append((connection, weakref.ref(end)))
 
     @property
     def is_over(self) -> bool:
@@ -124,6 +138,13 @@ class Deferred:
         """Let the worker release if that was the last: any thread may run this, amid anything."""
         self._ended.append(None)
         _worker.put(self.release_if_over)
+
+    def sweep(self) -> None:
+        """Release if the transactions are over and the garbage collector is slow to tell."""
+        for connection, reference in self._hooks:
+            end = reference()
+            if end is not None and all(each[1] is not end for each in connection.run_on_commit):
+                end.drop()
 
     def claim(self) -> bool:
         """Take the release over; False: somebody did, or it has been carried out."""
@@ -155,7 +176,12 @@ class Deferred:
         try:
             finished = self._release()
         except Exception:
-            logger.exception("The release of %r behind a transaction failed", self._name[1])
+            alias, key = self._name
+            logger.exception(
+                "The release of %r behind a transaction failed",
+                key,
+                extra=log_fields("release_failed", backend=alias, key=key),
+            )
         if finished:
             self.settle()
         else:
@@ -176,6 +202,11 @@ class _End:
     def __call__(self) -> None:
         if self._dropped.detach() is not None:
             self._deferred.committed()
+
+    def drop(self) -> None:
+        """Say that Django has dropped it, which a frame or a cycle may still refer to."""
+        if self._dropped.detach() is not None:
+            self._deferred.dropped()
 
 
 class _Waiting:
@@ -198,6 +229,10 @@ class _Waiting:
             if left:
                 self._by_name[name] = left
 
+    def all(self) -> list[Deferred]:
+        with self._mutex:
+            return [each for deferred in self._by_name.values() for each in deferred]
+
     def of(self, name: tuple[str, str]) -> list[Deferred]:
         if not self._by_name:
             return []
@@ -211,7 +246,8 @@ class _Worker:
     A simple queue, because it alone may be filled from a finaliser.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str):
+        self._name = name
         self._pid: int | None = None
         self.forget()
 
@@ -223,7 +259,7 @@ class _Worker:
         """Start the thread where it is safe to: a finaliser may not."""
         with self._starting:
             if self._pid != os.getpid():
-                threading.Thread(target=self._run, name="distlock-releases", daemon=True).start()
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
                 self._pid = os.getpid()
 
     def put(self, work: Callable[[], None]) -> None:
@@ -243,14 +279,16 @@ class _Worker:
             try:
                 work()
             except Exception:
-                logger.exception("What was put off failed")
+                logger.exception("What was put off failed", extra=log_fields("telling_failed"))
             finally:
                 # What a signal's receiver opened here, no end of a request would ever close.
                 connections.close_all()
 
 
 _waiting = _Waiting()
-_worker = _Worker()
+_worker = _Worker("distlock-releases")
+#: A receiver may take its time: no key waits for it.
+_teller = _Worker("distlock-signals")
 before_drop.append(_worker.finish)
 
 
@@ -262,17 +300,12 @@ def defer(name: tuple[str, str], owner: Any, release: Callable[[], bool]) -> boo
     return bool(transactions)
 
 
-async def adefer(name: tuple[str, str], owner: Any, release: Callable[[], bool]) -> bool:
-    """See `defer`. The thread that waits for this event loop (`async_to_sync`) counts as well."""
-    return defer(name, owner, release) or bool(
-        await run_where_waited_for(defer, name, owner, release)
-    )
-
-
 def waiting_release(name: tuple[str, str]) -> Deferred | None:
-    """Return the release of this name that waits for a transaction of this thread."""
-    here = threading.get_ident()
-    return next((each for each in _waiting.of(name) if each.thread == here), None)
+    """Return the release of this name that waits for a transaction of this thread: see `home`."""
+    if not (waiting := _waiting.of(name)):
+        return None
+    thread = home()
+    return next((each for each in waiting if each.thread == thread), None)
 
 
 def flush(name: tuple[str, str]) -> None:
@@ -284,6 +317,12 @@ def flush(name: tuple[str, str]) -> None:
     for deferred in _waiting.of(name):
         if deferred.is_over:
             deferred.done.wait(MAX_BOUND)
+
+
+def sweep() -> None:
+    """Find the transactions that were rolled back unnoticed: something still refers to them."""
+    for deferred in _waiting.all():
+        deferred.sweep()
 
 
 async def aflush(backend: BaseLockBackend, name: tuple[str, str]) -> None:
@@ -303,24 +342,17 @@ def later(work: Callable[[], None], seconds: float = 0.0) -> None:
         _worker.put(work)
 
 
-async def run_where_waited_for(
-    function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
-) -> T | None:
-    """Call a function in the thread that waits for this event loop in `async_to_sync`.
-
-    The transactions of that thread are what asynchronous code in it works in, and it does nothing
-    else meanwhile, so this does not wait for other work. None: no thread waits.
-    """
-    executors = getattr(AsyncToSync, "executors", None)
-    if getattr(executors, "current", None) is None:
-        return None
-    return await sync_to_async(function, thread_sensitive=True)(*args, **kwargs)
+def tell_later(work: Callable[[], None]) -> None:
+    """Let what others have to say to a signal take its time in a thread for that."""
+    _teller.start()
+    _teller.put(work)
 
 
 def _forget_parent() -> None:
     # The parent's threads may have held the locks, and its releases are its own.
     _waiting.forget()
     _worker.forget()
+    _teller.forget()
 
 
 if hasattr(os, "register_at_fork"):

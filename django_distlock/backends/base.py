@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
@@ -14,9 +16,14 @@ from ..core.errors import InvalidArgument, LockUsageError, shown
 from ..core.fences import validate_fence
 from ..core.holders import Holder, is_plain_text
 from ..core.keys import normalize_key, normalize_prefix, storage_key, validate_token
-from ..core.records import Contended, Grant, Page, Raised, Record, Unknown
+from ..core.records import Contended, Counter, Grant, Page, Raised, Record, Unknown, Waiting
+from ..core.sessions import Session
 from ..exceptions import InvalidLockBackend
+from .queues import Queues
 from .threads import CallThreads
+
+#: Every backend of this process: a fork copies them all.
+_every: weakref.WeakSet[BaseLockBackend] = weakref.WeakSet()
 
 #: Who asks where nobody says.
 _NOBODY = Holder()
@@ -54,6 +61,8 @@ class BaseLockBackend:
     supports_ttl: ClassVar[bool] = True
     # Does the store wake its waiters?
     supports_wakeups: ClassVar[bool] = False
+    # Can a transaction keep a key from being taken over until its end?
+    supports_guard: bool = False
     # Can held locks be listed?
     supports_listing: ClassVar[bool] = True
     # Can a lock be found by its token?
@@ -74,6 +83,9 @@ class BaseLockBackend:
         except InvalidArgument as error:
             raise InvalidLockBackend(f"DISTLOCK[{self.alias!r}]: KEY_PREFIX: {error}") from None
         self._threads = CallThreads(f"distlock-{self.alias}", self._own_thread)
+        #: Who waits in this process, by storage key.
+        self.queues = Queues()
+        _every.add(self)
 
     # Operations
 
@@ -155,7 +167,8 @@ class BaseLockBackend:
     def release(self, grant: Grant, *, bound: Duration = MAX_BOUND) -> bool | Unknown:
         """Give the key back. Return True once, False if the lease is gone, or `UNKNOWN`."""
         validate_token(grant.token)
-        return self._release(self._name(normalize_key(grant.key)), grant, bound=_bound(bound))
+        name = self._name(normalize_key(grant.key))
+        return self._freed(name, self._release(name, grant, bound=_bound(bound)))
 
     def is_cut_off(self, grant: Grant) -> bool:
         """Whether the store has said, without being asked, that the lease is gone.
@@ -176,7 +189,41 @@ class BaseLockBackend:
         held = durations.seconds(seconds, "seconds", maximum=self.config.max_ttl)
         name, bound = self._name(normalize_key(grant.key)), _bound(bound)
         self._require("supports_ttl", "keep a key taken until a time: no lease ends by itself")
-        return self._settle(name, grant, held, bound=bound)
+        return self._freed(name, self._settle(name, grant, held, bound=bound))
+
+    def guarded_alias(self, using: str | None = None) -> str:
+        """Return the alias whose transactions `guard` is about. `supports_guard`.
+
+        Args:
+            using: Another alias of the same database; None: that of the locks.
+
+        Raises:
+            LockUsageError: It is an alias of another database.
+        """
+        self._require(
+            "supports_guard",
+            "hold a takeover off for a transaction: write through FencedModel, whose rows refuse"
+            " stale fences",
+        )
+        return self._guarded_alias(using)
+
+    def guard(self, grant: Grant, using: str | None = None, *, bound: Duration = MAX_BOUND) -> bool:
+        """Keep the key from being granted anew until the caller's transaction ends.
+
+        Args:
+            using: See `guarded_alias`.
+
+        Returns:
+            Whether the fence is still that of the grant; if not, nothing is held off.
+
+        Raises:
+            LockUsageError: No transaction is open there, or one that may only read.
+            BackendUnavailable: Somebody was in the way for longer than the bound.
+        """
+        using = self.guarded_alias(using)
+        name = self._name(normalize_key(grant.key))
+        seconds = durations.seconds(bound, "bound", maximum=MAX_BOUND)
+        return self._guard(name, grant, using, bound=seconds)
 
     def read(self, key: str) -> Record | None:
         """Return the record of a held key; None: nobody holds it."""
@@ -187,6 +234,28 @@ class BaseLockBackend:
         validate_token(token)
         self._require("supports_token_lookup", "find a lock by its token")
         return self._read_token(token)
+
+    def clock(self) -> datetime:
+        """Return the time by which leases end here: the store's, where `time_authority` says so."""
+        return self._time()
+
+    def counter(self, key: str) -> Counter | None:
+        """Return a key's fence and its pause; None: it was never granted, and is not paused.
+
+        A pause that is over is none.
+        """
+        return self._counter(self._name(normalize_key(key)))
+
+    def guards(self, key: str) -> tuple[Session, ...] | None:
+        """Return the sessions whose open transactions keep a key from being granted anew.
+
+        A look, for people: one may end, and another begin, a moment later.
+
+        Returns:
+            The sessions, the longest one first; None: the store cannot tell.
+        """
+        name = self._name(normalize_key(key))
+        return self._guards_of(name) if self.supports_guard else ()
 
     def list(
         self,
@@ -283,6 +352,22 @@ class BaseLockBackend:
         _positive(limit, "limit", 100_000)
         return self._cleanup(_aware(before, "before"), limit)
 
+    def note(self, name: str, fence: int, seconds: Duration) -> None:
+        """Keep a fence under a name beside the locks, for `seconds`: that something is done.
+
+        No key reaches it, no listing shows it, and nothing of it stays. A further note of the name
+        takes its place. Where a store keeps no notes, nothing happens.
+
+        Args:
+            name: Text that a key could be.
+        """
+        name = normalize_key(name)
+        self._note(name, validate_fence(fence), durations.seconds(seconds, "seconds"))
+
+    def noted(self, name: str) -> int | None:
+        """Return the fence that was noted under a name; None: none was, or its time is over."""
+        return self._noted(normalize_key(name))
+
     def raise_fences(
         self,
         to: int | None = None,
@@ -309,6 +394,66 @@ class BaseLockBackend:
         name = None if key is None else self._name(key)
         return self._raise_fences(to, name, key, cursor=cursor, limit=limit)
 
+    @property
+    def can_renew(self) -> bool:
+        """Whether another thread can extend what this one takes."""
+        return True
+
+    # Waiting
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether this process is woken right now when a key becomes free."""
+        return False
+
+    def listen(self, bound: float = 0.0) -> bool:
+        """Let this process be woken when keys become free, as far as the store can do that.
+
+        Whoever relies on it is in `queues` before, and asks once more with `wanted` behind it.
+
+        Args:
+            bound: Seconds to wait until it does.
+
+        Returns:
+            Whether wake-ups come: `is_listening`.
+        """
+        return self.is_listening
+
+    def note_waiter(
+        self, key: str, holder: Holder, seconds: float, note: str | None = None
+    ) -> str | None:
+        """Let people see who waits for a key, for `seconds` at most.
+
+        Args:
+            note: What an earlier call returned, to let it be seen for longer.
+
+        Returns:
+            What `drop_waiter` takes; None: the store shows no waiters.
+        """
+        return self._note_waiter(self.storage_name(key), holder, seconds, note)
+
+    def drop_waiter(self, key: str, note: str) -> None:
+        """Forget who waited."""
+        self._drop_waiter(self.storage_name(key), note)
+
+    def waiters(self, key: str) -> Sequence[Waiting]:
+        """Return who waits for a key, the first to come first."""
+        return self._waiters(self.storage_name(key))
+
+    def count_waiters(self, keys: Sequence[str]) -> Sequence[int]:
+        """Return how many wait for each of these keys, in their order, in one round trip."""
+        return self._count_waiters([self.storage_name(key) for key in keys])
+
+    def storage_name(self, key: str) -> str:
+        """Return what a key is called in the store, and in `queues`."""
+        return self._name(normalize_key(key))
+
+    def _freed(self, name: str, answer: bool | Unknown) -> bool | Unknown:
+        # Without wake-ups, at least those who wait in this process need not wait for longer.
+        if answer is True and not self.is_listening:
+            self.queues.ring(name)
+        return answer
+
     # The same, awaited
 
     async def aacquire(self, *args: Any, **kwargs: Any) -> Grant | Contended:
@@ -333,10 +478,18 @@ class BaseLockBackend:
             asyncio.wrap_future(self._threads.submit(operation, *args, **kwargs))
         )
 
+    def run_apart(self, operation: Callable[[], object]) -> None:
+        """Run a call on a thread of this backend, for somebody who cannot wait for its end."""
+        self._threads.submit(operation)
+
     # What a backend defines
 
     def _own_thread(self) -> None:
         """Prepare a thread that runs asynchronous operations."""
+
+    def _begin_in_child(self) -> None:
+        """Forget what a fork copied: waiters, leases and words on sockets are the parent's."""
+        self.queues.forget()
 
     def _acquire(
         self,
@@ -366,10 +519,25 @@ class BaseLockBackend:
     def _settle(self, name: str, grant: Grant, seconds: float, *, bound: float) -> bool | Unknown:
         raise NotImplementedError
 
+    def _guarded_alias(self, using: str | None) -> str:
+        raise NotImplementedError
+
+    def _guard(self, name: str, grant: Grant, using: str, *, bound: float) -> bool:
+        raise NotImplementedError
+
     def _read(self, name: str) -> Record | None:
         raise NotImplementedError
 
     def _read_token(self, token: str) -> Record | None:
+        raise NotImplementedError
+
+    def _time(self) -> datetime:
+        raise NotImplementedError
+
+    def _counter(self, name: str) -> Counter | None:
+        raise NotImplementedError
+
+    def _guards_of(self, name: str) -> tuple[Session, ...] | None:
         raise NotImplementedError
 
     def _list(
@@ -399,10 +567,30 @@ class BaseLockBackend:
     def _cleanup(self, before: datetime, limit: int) -> int:
         raise NotImplementedError
 
+    def _note(self, name: str, fence: int, seconds: float) -> None:
+        pass
+
+    def _noted(self, name: str) -> int | None:
+        return None
+
     def _raise_fences(
         self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
     ) -> Raised:
         raise NotImplementedError
+
+    def _note_waiter(
+        self, name: str, holder: Holder, seconds: float, note: str | None
+    ) -> str | None:
+        return None
+
+    def _drop_waiter(self, name: str, note: str) -> None:
+        pass
+
+    def _count_waiters(self, names: Sequence[str]) -> Sequence[int]:
+        return [len(self._waiters(name)) for name in names]
+
+    def _waiters(self, name: str) -> Sequence[Waiting]:
+        return ()
 
     # Checks
 
@@ -446,3 +634,12 @@ def _aware(value: datetime, name: str) -> datetime:
         return value.astimezone(UTC)
     except OverflowError:
         raise InvalidArgument(f"{name} must be a time that UTC has, not {shown(value)}.") from None
+
+
+def _begin_in_child() -> None:
+    for backend in list(_every):
+        backend._begin_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_in_child)

@@ -8,20 +8,24 @@ from datetime import datetime
 from functools import partial
 from typing import Any, ClassVar
 
+from django.db import connections
 from django.db.utils import DatabaseError, InterfaceError
 
 from .. import vendors
 from ..conf import BackendConfig
-from ..connections import NoConnectionFree
+from ..connections import NoConnectionFree, close_before_drop, in_test_case
 from ..core.errors import LockError
 from ..core.holders import Holder
-from ..core.records import UNKNOWN, Contended, Grant, Page, Record, Unknown
+from ..core.records import UNKNOWN, Contended, Grant, Page, Record, Unknown, Waiting
 from ..exceptions import InvalidLockBackend
 from ..functions import ServerFunctions
-from ..managers import HeldLockManager
-from ..models import HeldLock
+from ..managers import Freed, HeldLockManager
+from ..models import HeldLock, Waiter
 from ..vendors import VENDORS
+from ..vendors.postgresql import wake_up_channel
+from ..waiters import WaiterManager
 from .base import BaseLockBackend
+from .listening import Listener
 from .tables import FenceTable
 
 
@@ -33,6 +37,8 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         server_functions: On PostgreSQL, call the functions that the migration installs; False
             runs the same transactions as ORM code, where functions may not be created.
         cleanup_on_read: Remove the expired record that a read comes across.
+        listen_using: On PostgreSQL, the alias that wake-ups are heard on, where `using` goes
+            through a connection pooler; None: `using`.
     """
 
     distributed: ClassVar[bool] = True
@@ -44,6 +50,7 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         using: str | None = None,
         server_functions: bool = True,
         cleanup_on_read: bool = False,
+        listen_using: str | None = None,
         **unknown: Any,
     ):
         super().__init__(config, **unknown)
@@ -58,6 +65,8 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         vendor = self._use_database(using)
         self.time_authority = VENDORS[vendor].time_authority
         self.cleanup_on_read = cleanup_on_read
+        self._listener = self._listener_for(vendor, listen_using)
+        self._notes: WaiterManager = Waiter.objects.db_manager(self.using)
         self._locks: HeldLockManager = HeldLock.objects.db_manager(self.using)
         self._locks.follows_clock = config.fence_floor == "clock"
         self._hot: HeldLockManager | ServerFunctions = (
@@ -65,6 +74,21 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
             if server_functions and vendor == "postgresql"
             else self._locks
         )
+
+    @property
+    def supports_wakeups(self) -> bool:  # type: ignore[override]
+        """On PostgreSQL, with psycopg 3."""
+        return self._listener is not None
+
+    @property
+    def is_listening(self) -> bool:
+        """See `BaseLockBackend`. Not inside of a `TestCase`: nothing is sent before its commit."""
+        listener = self._listener
+        return listener is not None and listener.is_live and not self._in_test_case()
+
+    def listen(self, bound: float = 0.0) -> bool:
+        listener = self._listener
+        return listener is not None and not self._in_test_case() and listener.ensure(bound)
 
     def _acquire(
         self,
@@ -96,11 +120,16 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
 
     def _release(self, name: str, grant: Grant, *, bound: float) -> bool | Unknown:
         release = partial(self._hot.release, name, grant, bound=bound)
-        return self._ask(release, bound=bound, busy=_unknown, key=grant.key)
+        return self._given_back(name, self._ask(release, bound=bound, busy=_unknown, key=grant.key))
 
     def _settle(self, name: str, grant: Grant, seconds: float, *, bound: float) -> bool | Unknown:
         settle = partial(self._hot.release, name, grant, held=seconds, bound=bound)
-        return self._ask(settle, bound=bound, busy=_unknown, key=grant.key)
+        return self._given_back(name, self._ask(settle, bound=bound, busy=_unknown, key=grant.key))
+
+    def _given_back(self, name: str, freed: Freed | Unknown) -> bool | Unknown:
+        if freed == "wanted":
+            self.queues.note_wanted(name)
+        return freed if isinstance(freed, Unknown) else freed != "gone"
 
     def _read(self, name: str) -> Record | None:
         return self._find(pk=name)
@@ -145,7 +174,66 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         return self._ask(request, bound=bound, busy=partial(self._busy, name))
 
     def _cleanup(self, before: datetime, limit: int) -> int:
-        return self._ask(partial(self._locks.cleanup, before, limit), busy=lambda: 0)
+        clean = partial(self._locks.cleanup, before, limit)
+        gone: int | None = self._ask(clean, busy=lambda: None)
+        if gone is None:
+            return 0
+        # Notes are for people to see: whatever becomes of them, the answer is known.
+        with suppress(LockError):
+            self._ask(partial(self._notes.cleanup, limit), busy=lambda: None)
+        return gone
+
+    def _note_waiter(
+        self, name: str, holder: Holder, seconds: float, note: str | None
+    ) -> str | None:
+        earlier = None if note is None else int(note)
+        channel = wake_up_channel() if self.is_listening else ""
+        noting = partial(self._notes.note, name, holder, seconds, earlier, channel=channel)
+        noted = self._ask(noting, busy=lambda: earlier)
+        return None if noted is None else str(noted)
+
+    def _drop_waiter(self, name: str, note: str) -> None:
+        # Left in somebody's way, it ends by itself.
+        self._ask(partial(self._notes.drop, name, int(note)), busy=lambda: None)
+
+    def _waiters(self, name: str) -> Sequence[Waiting]:
+        return self._ask(partial(self._notes.waiting, name), writes=False)
+
+    def _count_waiters(self, names: Sequence[str]) -> Sequence[int]:
+        found = self._ask(partial(self._notes.numbers, names), writes=False) if names else {}
+        return [found.get(name, 0) for name in names]
+
+    def _begin_in_child(self) -> None:
+        super()._begin_in_child()
+        if self._listener is not None:
+            self._listener.forget()
+
+    @property
+    def can_renew(self) -> bool:
+        """Not inside of a `TestCase`: no other connection sees what it has not committed."""
+        return not self._in_test_case()
+
+    def _in_test_case(self) -> bool:
+        return in_test_case(connections[self.using])
+
+    def _listener_for(self, vendor: str, listen_using: str | None) -> Listener | None:
+        if listen_using is not None:
+            heard = self._vendor_of(listen_using, "listen_using")
+            for using, kind in ((self.using, vendor), (listen_using, heard)):
+                if kind != "postgresql":
+                    raise InvalidLockBackend(
+                        f"DISTLOCK[{self.alias!r}]: listen_using: {using!r} is a {kind} database;"
+                        f" only PostgreSQL wakes those who wait."
+                    )
+        # psycopg2 hears, too, but only while it is asked something.
+        if vendor != "postgresql" or not _has_psycopg3(self.using):
+            return None
+        from .postgresql import NotifyLine
+
+        subscribe = partial(NotifyLine, listen_using or self.using, wake_up_channel(), self.alias)
+        listener = Listener(f"distlock-wake-ups-{self.alias}", subscribe, self.queues)
+        close_before_drop(listener)
+        return listener
 
     def _busy(self, name: str) -> Contended:
         """Return a busy answer, with the holder if a plain read can tell."""
@@ -160,3 +248,8 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
 
 def _unknown() -> Unknown:
     return UNKNOWN
+
+
+def _has_psycopg3(using: str) -> bool:
+    driver = connections[using].Database  # type: ignore[attr-defined]
+    return bool(driver.__name__ == "psycopg")

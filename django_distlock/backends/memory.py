@@ -9,18 +9,21 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace as changed
 from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, Literal
 
+from django.db import DEFAULT_DB_ALIAS, connections
+
 from ..conf import BackendConfig
+from ..connections import OpenTransaction
 from ..core.errors import InvalidArgument
 from ..core.fences import clock_fence, next_fence
 from ..core.holders import Holder
 from ..core.records import (
     Contended,
+    Counter,
     Grant,
     Page,
     Raised,
@@ -28,22 +31,23 @@ from ..core.records import (
     Unknown,
     lease_ends,
 )
+from ..core.sessions import Session
 from .base import BaseLockBackend
-
-_every: weakref.WeakSet[MemoryBackend] = weakref.WeakSet()
 
 
 class MemoryBackend(BaseLockBackend):
     """Keep locks in this process's memory.
 
-    A mutex makes each operation atomic, so none is ever busy and none unknown.
+    A mutex makes each operation atomic, so none is unknown, and none busy but by a guard.
 
     Args:
         clock: Answers seconds that never go back.
     """
 
+    supports_wakeups: ClassVar[bool] = True
     time_authority: Literal["server", "client"] = "client"
     storage_key_limit: ClassVar[int] = 10_000
+    supports_guard: bool = True
 
     def __init__(
         self,
@@ -58,9 +62,11 @@ class MemoryBackend(BaseLockBackend):
         self._epoch = datetime.now(UTC) - timedelta(seconds=clock())
         # Never shrinks: a fence must outlive every lock of its key.
         self._fences: dict[str, int] = {}
-        self._paused_until: dict[str, datetime] = {}
+        #: Until when, and who wanted it so.
+        self._pauses: dict[str, tuple[datetime, str | None]] = {}
+        #: The fences, and until when.
+        self._notes: dict[str, tuple[int, datetime]] = {}
         self._begin()
-        _every.add(self)
 
     def _acquire(
         self,
@@ -77,18 +83,20 @@ class MemoryBackend(BaseLockBackend):
         with self._mutex:
             now = self._now()
             record = self._live(name, now)
-            paused_until = self._paused_until.get(name)
-            paused = paused_until is not None and now < paused_until
+            paused = self._pause_of(name, now) is not None
             if record is not None and (paused or record.token != replace):
                 if wanted and not record.wanted:
                     self._put(name, changed(record, wanted=True))
                 return record.contended(now, paused=paused)
             if paused:
                 return Contended(observed_at=now, paused=True)
+            if self._is_guarded(name):
+                return Contended(observed_at=now, busy=True)
             if self._by_token.get(token, name) != name:
                 raise InvalidArgument("This token already holds another key.", key=key)
             fence = self._next_fence(name, key, now)
             expires_at, free_at = lease_ends(now, ttl)
+            self._wake(record, name)
             self._put(name, Record(key, token, fence, ttl, now, now, expires_at, free_at, holder))
             return Grant(key, token, fence, ttl, now, expires_at)
 
@@ -103,6 +111,7 @@ class MemoryBackend(BaseLockBackend):
                 name,
                 changed(record, ttl=ttl, renewed_at=now, expires_at=expires_at, free_at=free_at),
             )
+            self._wake_if_sooner(record, name)
             stop = record.stop_requested_at is not None
             return changed(
                 grant, fence=record.fence, ttl=ttl, acquired_at=record.acquired_at,
@@ -115,9 +124,11 @@ class MemoryBackend(BaseLockBackend):
 
     def _release(self, name: str, grant: Grant, *, bound: float) -> bool:
         with self._mutex:
-            if self._owned(name, grant.token, self._now()) is None:
+            record = self._owned(name, grant.token, self._now())
+            if record is None:
                 return False
             self._drop(name)
+            self._given_up(record, name)
             return True
 
     def _settle(self, name: str, grant: Grant, seconds: float, *, bound: float) -> bool:
@@ -130,6 +141,19 @@ class MemoryBackend(BaseLockBackend):
             self._put(name, changed(record, expires_at=until, free_at=until))
             if until <= now:
                 self._drop(name)
+            self._given_up(record, name)
+            return True
+
+    def _guarded_alias(self, using: str | None) -> str:
+        # It has no database, and the transactions of none are its own.
+        return DEFAULT_DB_ALIAS if using is None else using
+
+    def _guard(self, name: str, grant: Grant, using: str, *, bound: float) -> bool:
+        transaction = OpenTransaction(connections[using])
+        with self._mutex:
+            if self._fences.get(name) != grant.fence:
+                return False
+            self._guards.setdefault(name, []).append(transaction)
             return True
 
     def _read(self, name: str) -> Record | None:
@@ -167,18 +191,22 @@ class MemoryBackend(BaseLockBackend):
             record = self._owned(name, token, now)
             if record is None:
                 return None
-            record = record.shortened(now, seconds)
-            self._put(name, record)
-            return record
+            shortened = record.shortened(now, seconds)
+            self._put(name, shortened)
+            self._wake_if_sooner(record, name)
+            return shortened
 
-    def _force_release(self, name: str, key: str, *, bound: float) -> Record | None:
+    def _force_release(self, name: str, key: str, *, bound: float) -> Record | Contended | None:
         with self._mutex:
             now = self._now()
             record = self._live(name, now)
             if record is None:
                 return None
+            if self._is_guarded(name):
+                return record.contended(now, busy=True)
             self._next_fence(name, key, now)
             self._drop(name)
+            self._wake(record, name)
             return record
 
     def _request_stop(self, name: str, *, bound: float) -> Record | None:
@@ -191,14 +219,29 @@ class MemoryBackend(BaseLockBackend):
             return record
 
     def _pause(self, name: str, key: str, until: datetime, by: str | None, *, bound: float) -> None:
-        # Nobody can ask this store who paused a key.
         with self._mutex:
-            self._paused_until[name] = until
+            self._pauses[name] = until, by
 
     def _resume(self, name: str, *, bound: float) -> bool:
         with self._mutex:
-            until = self._paused_until.pop(name, None)
-            return until is not None and self._now() < until
+            was_paused = self._pause_of(name, self._now()) is not None
+            self._pauses.pop(name, None)
+            self.queues.ring(name)
+            return was_paused
+
+    def _time(self) -> datetime:
+        return self._now()
+
+    def _counter(self, name: str) -> Counter | None:
+        with self._mutex:
+            fence = self._fences.get(name, 0)
+            pause = self._pause_of(name, self._now())
+            return Counter(fence, *(pause or ())) if fence or pause else None
+
+    def _guards_of(self, name: str) -> tuple[Session, ...]:
+        with self._mutex:
+            guards = self._guards.get(name, ()) if self._is_guarded(name) else ()
+            return tuple(Session(os.getpid()) for _each in guards)
 
     def _raise_fences(
         self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
@@ -228,11 +271,33 @@ class MemoryBackend(BaseLockBackend):
                 self._drop(name)
             return len(over[:limit])
 
+    def _note(self, name: str, fence: int, seconds: float) -> None:
+        with self._mutex:
+            now = self._now()
+            self._notes = {name: note for name, note in self._notes.items() if note[1] > now}
+            self._notes[name] = (fence, now + timedelta(seconds=seconds))
+
+    def _noted(self, name: str) -> int | None:
+        with self._mutex:
+            fence, until = self._notes.get(name, (0, self._now()))
+            return fence if self._now() < until else None
+
+    @property
+    def is_listening(self) -> bool:
+        """Always: whoever frees a key is in this process."""
+        return True
+
+    def _begin_in_child(self) -> None:
+        super()._begin_in_child()
+        # A thread of the parent may have had the mutex, and is not here to give it back.
+        self._begin()
+
     def _begin(self) -> None:
         """Hold nothing. In a forked child too: its parent's locks are held by its parent."""
         self._mutex = threading.RLock()
         self._records: dict[str, Record] = {}
         self._by_token: dict[str, str] = {}
+        self._guards: dict[str, list[OpenTransaction]] = {}
 
     # What the operations are made of; the mutex is held.
 
@@ -243,9 +308,19 @@ class MemoryBackend(BaseLockBackend):
         record = self._records.get(name)
         return record if record is not None and record.is_live(now) else None
 
+    def _pause_of(self, name: str, now: datetime) -> tuple[datetime, str | None] | None:
+        pause = self._pauses.get(name)
+        return pause if pause is not None and now < pause[0] else None
+
     def _owned(self, name: str, token: str | None, now: datetime) -> Record | None:
         record = self._records.get(name)
         return record if record is not None and record.is_owned(token, now) else None
+
+    def _is_guarded(self, name: str) -> bool:
+        guards = [each for each in self._guards.pop(name, ()) if each.is_open]
+        if guards:
+            self._guards[name] = guards
+        return bool(guards)
 
     def _put(self, name: str, record: Record) -> None:
         before = self._records.get(name)
@@ -257,18 +332,22 @@ class MemoryBackend(BaseLockBackend):
     def _drop(self, name: str) -> None:
         del self._by_token[self._records.pop(name).token]
 
+    def _wake(self, record: Record | None, name: str) -> None:
+        if record is not None and record.wanted:
+            self.queues.ring(name)
+
+    def _wake_if_sooner(self, before: Record, name: str) -> None:
+        free_at = self._records[name].free_at
+        if free_at is not None and (before.free_at is None or free_at < before.free_at):
+            self._wake(before, name)
+
+    def _given_up(self, record: Record, name: str) -> None:
+        if record.wanted:
+            self.queues.note_wanted(name)
+            self.queues.ring(name)
+
     def _next_fence(self, name: str, key: str, now: datetime) -> int:
         floor = now if self.config.fence_floor else None
         fence = next_fence(key, self._fences.get(name, 0), floor)
         self._fences[name] = fence
         return fence
-
-
-def _begin_in_child() -> None:
-    # A thread of the parent may have had the mutex, and is not here to give it back.
-    for backend in list(_every):
-        backend._begin()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_in_child)

@@ -8,24 +8,38 @@ from functools import partial
 from typing import ClassVar, TypeVar
 
 from django.db import connections, router
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, InterfaceError
 from django.utils.connection import ConnectionDoesNotExist
 
 from .. import vendors
 from ..conf import BackendConfig
-from ..connections import LockConnections, NoConnectionFree, use_own_connections
-from ..core.durations import MAX_BOUND
-from ..core.errors import BackendUnavailable, InvalidArgument, LockError
-from ..core.records import Contended, Raised
+from ..connections import (
+    LockConnections,
+    NoConnectionFree,
+    require_transaction,
+    use_own_connections,
+)
+from ..core.durations import GRACE, MAX_BOUND
+from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
+from ..core.records import Contended, Counter, Grant, Raised
+from ..core.sessions import Session
+from ..counters import FenceCounterManager
 from ..exceptions import InvalidLockBackend
-from ..managers import FenceCounterManager
 from ..models import MAX_STORAGE_KEY, FenceCounter, HeldLock
 from ..vendors import VENDORS
+from .guards import postgresql_guards
+from .notes import NoteTable
 
 T = TypeVar("T")
 
 
-class FenceTable:
+def _address(connection: BaseDatabaseWrapper) -> tuple[object, ...]:
+    settings = connection.settings_dict
+    return connection.vendor, settings["HOST"], settings["PORT"], settings["NAME"]
+
+
+class FenceTable(NoteTable):
     """The operations on fence counters, and how a database is asked.
 
     A mixin of `BaseLockBackend`, in front of it.
@@ -35,6 +49,7 @@ class FenceTable:
     alias: str
     key_prefix: str
     storage_key_limit: ClassVar[int] = MAX_STORAGE_KEY
+    supports_guard: bool
 
     def _use_database(self, using: str | None, *, apart: bool = False) -> str:
         """Choose the database, and return its vendor.
@@ -48,8 +63,8 @@ class FenceTable:
                 is too long for its tables.
         """
         where = f"DISTLOCK[{self.alias!r}]"
-        if using is not None and (not isinstance(using, str) or not using):
-            raise InvalidLockBackend(f"{where}: using must be a database alias, not {using!r}.")
+        self.using: str = router.db_for_write(HeldLock) if using is None else using
+        vendor = self._vendor_of(self.using, "using")
         longest = len(f"{self.key_prefix}:".encode()) + 512
         if longest > self.storage_key_limit:
             # Listing by prefix walks the storage keys, so none of them may be a hash.
@@ -57,18 +72,29 @@ class FenceTable:
                 f"{where}: KEY_PREFIX: with a key of 512 bytes it makes {longest} bytes, and this"
                 f" store takes {self.storage_key_limit}."
             )
-        self.using: str = using or router.db_for_write(HeldLock)
-        try:
-            vendor = connections[self.using].vendor
-        except ConnectionDoesNotExist as error:
-            raise InvalidLockBackend(f"{where}: using: {error}") from None
         if vendor not in VENDORS:
             raise InvalidLockBackend(
                 f"{where}: using: {self.using!r} is a {vendor} database; supported are:"
                 f" {', '.join(VENDORS)}."
             )
+        self.supports_guard = VENDORS[vendor].supports_guard
         self._counters: FenceCounterManager = FenceCounter.objects.db_manager(self.using)
         self._connections = LockConnections(self.using, self.config.lock_connections, apart=apart)
+        return vendor
+
+    def _vendor_of(self, using: object, option: str) -> str:
+        """Return the vendor of the database that an option names.
+
+        Raises:
+            InvalidLockBackend: There is no such database.
+        """
+        where = f"DISTLOCK[{self.alias!r}]: {option}"
+        if not isinstance(using, str) or not using:
+            raise InvalidLockBackend(f"{where} must be a database alias, not {using!r}.")
+        try:
+            vendor: str = connections[using].vendor
+        except ConnectionDoesNotExist as error:
+            raise InvalidLockBackend(f"{where}: {error}") from None
         return vendor
 
     def _pause(
@@ -81,6 +107,18 @@ class FenceTable:
         resume: Callable[[], bool | Contended] = partial(self._counters.resume, name, bound=bound)
         return self._ask(resume, bound=bound, busy=partial(self._busy, name))
 
+    def _time(self) -> datetime:
+        return self._ask(lambda: vendors.of(self.using).now(), writes=False)
+
+    def _counter(self, name: str) -> Counter | None:
+        return self._ask(partial(self._counters.look, name), writes=False)
+
+    def _guards_of(self, name: str) -> tuple[Session, ...] | None:
+        if connections[self.using].vendor != "postgresql":
+            # MySQL and MariaDB tell whose lock it is only to who waits for it, and this does not.
+            return None
+        return self._ask(partial(postgresql_guards, self.using, name), writes=False)
+
     def _raise_fences(
         self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
     ) -> Raised:
@@ -89,6 +127,36 @@ class FenceTable:
             return self._ask(raise_one, busy=lambda: Raised(0, (key,)), key=key)
         page = partial(self._counters.raise_page, to, self._namespace(), cursor, limit)
         return self._ask(page)
+
+    # Guarding
+
+    def _guarded_alias(self, using: str | None) -> str:
+        if using is None or using == self.using:
+            return self.using
+        ours, theirs = (_address(connections[each]) for each in (self.using, using))
+        if ours != theirs:
+            raise LockUsageError(
+                f"A transaction on {using!r} cannot be guarded: the fences of the lock backend"
+                f" {self.alias!r} are in the database {self.using!r}.",
+                code="foreign_context",
+            )
+        return using
+
+    def _guard(self, name: str, grant: Grant, using: str, *, bound: float) -> bool:
+        connection, vendor = connections[using], vendors.of(using)
+        require_transaction(connection)
+        try:
+            # Until then nobody could have taken over, whatever becomes of this process.
+            silent = None if grant.ttl is None else grant.ttl + GRACE
+            return vendor.guard(name, grant.fence, bound, silent)
+        except (DatabaseError, InterfaceError) as error:
+            if vendor.is_overtaken(error):
+                return False
+            if vendor.is_read_only(error):
+                raise LockUsageError(
+                    f"A transaction that may only read cannot be guarded: {error}", key=grant.key
+                ) from error
+            raise self._translated(error, grant.key) from error
 
     # How the store is asked
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, ClassVar, Literal
 
-from django.db import transaction
+from django.db import models, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import InterfaceError, OperationalError
 
@@ -26,6 +26,8 @@ class Vendor(ABC):
     turns_by_counter: ClassVar[bool] = False
     # Does a statement lock also the rows that it only looked at? Then it names one at a time.
     locks_what_it_scans: ClassVar[bool] = False
+    # Can a row be locked against change while others, who only read it, lock it as well?
+    supports_guard: ClassVar[bool] = False
 
     def __init__(self, connection: BaseDatabaseWrapper):
         self.connection = connection
@@ -57,8 +59,36 @@ class Vendor(ABC):
         """
         return False
 
+    def delete(self, rows: models.QuerySet[Any], names: Sequence[str | int]) -> int:
+        """Delete the rows with these primary keys, which are locked already; return how many."""
+        return rows.filter(pk__in=names).delete()[0]
+
     def make_durable(self) -> None:  # noqa: B027 - not all can
         """Let this transaction's commit survive a crash of the server. A stronger setting stays."""
+
+    def call_out(self, name: str) -> None:  # noqa: B027 - not all can
+        """Tell the processes that listen, when this transaction commits, that a key is free.
+
+        Or may be sooner than they know. Only where somebody waits: see `sql/postgresql`.
+
+        Args:
+            name: The storage key.
+        """
+
+    def guard(self, name: str, fence: int, bound: float, idle: float | None) -> bool:
+        """Keep a fence counter as it is until the caller's transaction ends.
+
+        Args:
+            name: The storage key.
+            fence: What it has to be.
+            bound: Seconds to wait at most for whoever counts it up right now.
+            idle: Seconds without a statement after which the server may end the transaction, where
+                it can, and unless it is told to do so sooner.
+
+        Returns:
+            Whether it is that fence.
+        """
+        raise NotImplementedError
 
     # Errors
 
@@ -77,6 +107,14 @@ class Vendor(ABC):
     @abstractmethod
     def known_code(self, error: BaseException) -> str | None:
         """Return the code of a `BackendUnavailable`; "": another known error; None: unknown."""
+
+    def is_overtaken(self, error: BaseException) -> bool:
+        """Whether somebody has changed the row since the transaction began to read."""
+        return False
+
+    def is_read_only(self, error: BaseException) -> bool:
+        """Whether the transaction is one that may only read."""
+        return False
 
     def unavailable_code(self, error: BaseException) -> str | None:
         """Return the code of a `BackendUnavailable`; None: the store is there, and refused."""

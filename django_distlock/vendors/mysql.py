@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
 from typing import Any, ClassVar
 
+from django.db import models
 from django.db.utils import Error
 
+from ..conf import table
 from ..fields import from_microseconds
 from .base import Vendor
 
@@ -55,6 +57,13 @@ _CODES: Mapping[int, str] = {
 #: Numbers of the client library: no connection, or lost.
 _CLIENT = range(2000, 3000)
 
+# The inner one reads from the transaction's snapshot, the outer one what is committed.
+_GUARD = (
+    "SELECT c.fence, (SELECT s.fence FROM `%s` s WHERE s.storage_key = c.storage_key)"
+    " FROM `%s` c WHERE c.storage_key = %%s LOCK IN SHARE MODE"
+)
+_DELETE = "DELETE FROM %s WHERE %s = %%s"
+
 
 class MySQL(Vendor):
     """Durable as `innodb_flush_log_at_trx_commit` says, which no session can change."""
@@ -62,6 +71,7 @@ class MySQL(Vendor):
     turns_by_counter: ClassVar[bool] = True
     # A small table is scanned for `IN (…)`, whatever its key.
     locks_what_it_scans: ClassVar[bool] = True
+    supports_guard: ClassVar[bool] = True
 
     def now(self) -> datetime:
         # UTC, because a local time occurs twice in autumn.
@@ -84,6 +94,27 @@ class MySQL(Vendor):
                 if not nested:
                     # Here and not by Django behind us, because a backup may hold up commits.
                     self._ask("COMMIT")
+
+    def delete(self, rows: models.QuerySet[Any], names: Sequence[str | int]) -> int:
+        # One at a time, see `locks_what_it_scans`: no hint keeps a scan away from a small table.
+        # Past the ORM, which takes twice as long for each as the server does.
+        quote, meta = self.connection.ops.quote_name, rows.model._meta
+        statement = _DELETE % (quote(meta.db_table), quote(meta.pk.column))
+        gone = 0
+        with self.connection.cursor() as cursor:
+            for name in names:
+                cursor.execute(statement, [name])
+                gone += cursor.rowcount
+        return gone
+
+    def guard(self, name: str, fence: int, bound: float, idle: float | None) -> bool:
+        with self._bounded(bound):
+            found = self._ask(_GUARD % (table("fences"), table("fences")), [name])
+        # With a snapshot from before the grant, what is read behind this would be older than it.
+        return bool(found == (fence, fence))
+
+    def is_overtaken(self, error: BaseException) -> bool:
+        return _number(error) == 1020  # with innodb_snapshot_isolation
 
     def _bounded(self, bound: float) -> AbstractContextManager[None]:
         if self.connection.mysql_is_mariadb:  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
+from typing import ClassVar
 
 from ..conf import table
 from ..core.keys import advisory_id
@@ -16,6 +17,7 @@ _BUSY = {"55P03", "40P01"}  # lock_not_available, deadlock_detected
 #: By SQLSTATE, or by its beginning; the longest that fits counts.
 _CODES: Mapping[str, str] = {
     "08": "service_unavailable",  # connection exception
+    "25P03": "service_unavailable",  # idle-in-transaction timeout
     "25006": "service_unavailable",  # read-only transaction: a replica, or a failover
     "28": "auth_failed",
     "40": "service_unavailable",  # transaction rollback
@@ -27,9 +29,43 @@ _CODES: Mapping[str, str] = {
     "58": "service_unavailable",  # system error
 }
 
+#: Milliseconds of the longest timeout that PostgreSQL takes.
+_LONGEST = 2**31 - 1
+
+# One round trip. The settings are made before the row is locked, because the lock is taken on top
+# of the join, and the caller's own bound is put back on top of that.
+_GUARD = """
+WITH settings AS MATERIALIZED (
+    SELECT
+        current_setting('lock_timeout') AS before,
+        current_setting('idle_in_transaction_session_timeout') AS idle_before,
+        set_config('lock_timeout', %%s, true) AS bound,
+        CASE WHEN asked.most > 0 AND (
+            current.idle = interval '0' OR current.idle > asked.most * interval '1 millisecond'
+        ) THEN
+            set_config('idle_in_transaction_session_timeout', asked.most::text, true)
+        END AS idle
+    FROM
+        (SELECT %%s::bigint AS most) asked,
+        (SELECT current_setting('idle_in_transaction_session_timeout')::interval AS idle) current
+)
+SELECT
+    guarded.fence,
+    set_config('lock_timeout', settings.before, true),
+    CASE WHEN guarded.fence IS NULL THEN
+        set_config('idle_in_transaction_session_timeout', settings.idle_before, true)
+    END
+FROM settings LEFT JOIN (
+    SELECT c.fence FROM settings s, "%s" c
+        WHERE c.storage_key = %%s AND c.fence = %%s AND s.bound IS NOT NULL FOR SHARE OF c
+) guarded ON true
+"""
+
 
 class PostgreSQL(Vendor):
     """Settings are made for one transaction, so that none reaches a pooler's next client."""
+
+    supports_guard: ClassVar[bool] = True
 
     def now(self) -> datetime:
         microseconds = "SELECT floor(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
@@ -58,6 +94,20 @@ class PostgreSQL(Vendor):
             "SELECT set_config('synchronous_commit', 'on', true)"
             " WHERE current_setting('synchronous_commit') <> 'remote_apply'"
         )
+
+    def call_out(self, name: str) -> None:
+        self._ask("SELECT pg_notify(%s, %s)", [wake_up_channel(), name])
+
+    def guard(self, name: str, fence: int, bound: float, idle: float | None) -> bool:
+        most = 0 if idle is None else min(milliseconds(idle), _LONGEST)
+        found = self._ask(_GUARD % table("fences"), [str(milliseconds(bound)), most, name, fence])
+        return found[0] is not None
+
+    def is_overtaken(self, error: BaseException) -> bool:
+        return sqlstate(error) == "40001"
+
+    def is_read_only(self, error: BaseException) -> bool:
+        return sqlstate(error) == "25006"
 
     def is_busy(self, error: BaseException) -> bool:
         return is_busy(error)
@@ -94,6 +144,11 @@ def is_overflow(error: BaseException) -> bool:
 def milliseconds(bound: float) -> int:
     """Return a bound for `lock_timeout`, where 0 would mean for ever."""
     return max(1, int(bound * 1000))
+
+
+def wake_up_channel() -> str:
+    """Return the channel on which keys are called out. The functions have it as a constant."""
+    return table("locks")
 
 
 def advisory_salt() -> str:

@@ -18,10 +18,10 @@ from tests.contract.aliases import locks_on
 
 APP = "django_distlock"
 FUNCTIONS = {
-    "django_distlock_heldlock_acquire_v1",
-    "django_distlock_heldlock_extend_v1",
-    "django_distlock_heldlock_extend_many_v1",
-    "django_distlock_heldlock_release_v1",
+    "django_distlock_heldlock_acquire_v2",
+    "django_distlock_heldlock_extend_v2",
+    "django_distlock_heldlock_extend_many_v2",
+    "django_distlock_heldlock_release_v2",
     "django_distlock_fencecounter_guard_v1",
 }
 TRIGGER = "distlock_fence_guard"
@@ -29,6 +29,8 @@ TABLES = {
     "django_distlock_heldlock",
     "django_distlock_fencecounter",
     "django_distlock_lockevent",
+    "django_distlock_waiter",
+    "django_distlock_seenfence",
 }
 
 

@@ -7,6 +7,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from django.test import override_settings
 
 from django_distlock import LockError, LockUsageError, distlock
 from django_distlock.conf import table
+from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Grant
+from django_distlock.core.records import Contended, Grant
+from django_distlock.functions import ServerFunctions
 from django_distlock.handler import lock_backends
 from django_distlock.models import FenceCounter
 from tests.contract.aliases import alias_like, locks_on
@@ -39,7 +42,16 @@ from .projects import Project
 NAMES = pytest.mark.parametrize(
     "names",
     [
-        pytest.param({"locks": "order", "fences": "user", "events": "table"}, id="reserved"),
+        pytest.param(
+            {
+                "locks": "order",
+                "fences": "user",
+                "events": "table",
+                "waiters": "group",
+                "seen": "select",
+            },
+            id="reserved",
+        ),
         pytest.param({"locks": "AcmeLocks", "fences": "AcmeFences"}, id="mixed case"),
         pytest.param({"locks": f"l_{'x' * 46}", "fences": f"f_{'x' * 46}"}, id="longest"),
     ],
@@ -91,14 +103,14 @@ def test_migration_installs_functions_and_trigger(postgresql: str) -> None:
     """On PostgreSQL the functions, with a version in their names, and the trigger are there."""
     migrate(postgresql)
     assert set(bodies(postgresql)) == FUNCTIONS
-    assert all(name.endswith("_v1") for name in FUNCTIONS)
+    assert {name[-3:] for name in FUNCTIONS} == {"_v1", "_v2"}
     assert objects(postgresql)["triggers"] == {TRIGGER}
 
 
 def test_functions_are_the_ones_that_are_called(postgresql: str) -> None:
     """Without its functions PostgreSQL's fast path fails, so it is they that the tests run."""
     migrate(postgresql)
-    ask(postgresql, "DROP FUNCTION django_distlock_heldlock_acquire_v1")
+    ask(postgresql, "DROP FUNCTION django_distlock_heldlock_acquire_v2")
     with pytest.raises(LockError, match="migrate"):
         lock_and_release(postgresql)
     assert lock_and_release(postgresql, server_functions=False) == 1
@@ -132,7 +144,7 @@ def test_migration_that_fails_leaves_nothing(
 
 def test_functions_that_fail_leave_nothing(postgresql: str) -> None:
     """Tables without their functions are not left behind either."""
-    signature = "django_distlock_heldlock_release_v1(text, text, double precision, text)"
+    signature = "django_distlock_heldlock_release_v2(text, text, double precision, text)"
     ask(postgresql, f"CREATE FUNCTION {signature} RETURNS integer LANGUAGE sql AS 'SELECT 1'")
     before = objects(postgresql)
     with pytest.raises(DatabaseError):
@@ -187,13 +199,93 @@ def test_sqlmigrate_touches_nothing(empty: str) -> None:
 
 def _sqlmigrate(using: str, **options: Any) -> str:
     printed = io.StringIO()
-    call_command("sqlmigrate", APP, "0001", database=using, stdout=printed, **options)
+    migrations = ["0001", "0002", "0003", "0004", "0005"]
+    for name in reversed(migrations) if options.get("backwards") else migrations:
+        call_command("sqlmigrate", APP, name, database=using, stdout=printed, **options)
     return printed.getvalue()
 
 
 def test_makemigrations_has_nothing_to_do() -> None:
     """Models and migrations agree under the default names."""
     call_command("makemigrations", APP, check_changes=True, dry_run=True, verbosity=0)
+
+
+# From the release before
+
+
+class WorkerOfBefore(ServerFunctions):
+    """Calls the functions that the release before knows."""
+
+    def __init__(self, using: str):
+        super().__init__(using)
+        self._statements = {
+            operation: statement.replace("_v2", "_v1")
+            for operation, statement in self._statements.items()
+        }
+
+
+def be_of_the_release_before(using: str) -> dict[str, str]:
+    """Make the database that the release before made; return its functions."""
+    migrate(using, "0001")
+    for name in FUNCTIONS:
+        if name.endswith("_v2"):
+            ask(using, f"DROP FUNCTION {name}")
+    ask(using, Path(__file__).with_name("functions_v1.sql").read_text().replace("%", "%%"))
+    return bodies(using)
+
+
+def test_upgrade_leaves_what_workers_of_before_call(postgresql: str) -> None:
+    """The functions of either release stand side by side, there and back; zero takes them all."""
+    before = objects(postgresql)
+    old = be_of_the_release_before(postgresql)
+    assert {name[-3:] for name in old} == {"_v1"}
+    ask(postgresql, "ALTER TABLE django_distlock_heldlock SET (fillfactor = 70)")
+    migrate(postgresql)
+    both = bodies(postgresql)
+    assert set(both) == set(old) | FUNCTIONS
+    assert {name: both[name] for name in old} == old
+    # What an administrator has chosen is not installed a second time.
+    options = "SELECT reloptions FROM pg_class WHERE relname = 'django_distlock_heldlock'"
+    assert "fillfactor=70" in ask(postgresql, options)[0][0]
+    assert "django_distlock_waiter" in tables(postgresql)
+    migrate(postgresql, "0001")
+    assert bodies(postgresql) == both
+    assert "django_distlock_waiter" not in tables(postgresql)
+    migrate(postgresql)
+    assert bodies(postgresql) == both
+    assert lock_and_release(postgresql) == 1
+    migrate(postgresql, "zero")
+    assert objects(postgresql) == before
+
+
+def test_workers_of_both_releases_exclude_each_other(postgresql: str) -> None:
+    """While a deployment rolls, either sees what the other holds, and fences count on."""
+    be_of_the_release_before(postgresql)
+    migrate(postgresql)
+    worker = WorkerOfBefore(postgresql)
+    with locks_on(postgresql) as alias:
+        backend = lock_backends[alias]
+        name = backend.storage_name("invoice:42")
+
+        def acquire(*, wanted: bool = False) -> Grant | Contended:
+            return worker.acquire(
+                name, "invoice:42", new_token(), 30, Holder(),
+                wanted=wanted, replace=None, bound=1,
+            )  # fmt: skip
+
+        old = acquire()
+        assert isinstance(old, Grant)
+        assert isinstance(backend.acquire("invoice:42", new_token(), 30, wanted=True), Contended)
+        assert isinstance(worker.extend(name, old, 30, bound=1), Grant)
+        assert worker.release(name, old, bound=1) == "released"
+        new = backend.acquire("invoice:42", new_token(), 30)
+        assert isinstance(new, Grant)
+        assert isinstance(acquire(wanted=True), Contended)
+        assert backend.release(new) is True
+        assert backend.queues.since_wanted(name) is not None
+        last = acquire()
+        assert isinstance(last, Grant)
+        assert [old.fence, new.fence, last.fence] == [1, 2, 3]
 
 
 # Names of one's own
@@ -216,7 +308,11 @@ def test_locks_work_under_other_names(empty: str, names: dict[str, str]) -> None
     said = project.run("tests.integration.test_migrations:use_all_operations")
     assert said["refused"] == []
     assert set(names.values()) <= set(said["tables"])
-    assert not TABLES & set(said["tables"]) - {"django_distlock_lockevent"}
+    assert not TABLES & set(said["tables"]) - {
+        "django_distlock_lockevent",
+        "django_distlock_waiter",
+        "django_distlock_seenfence",
+    }
     assert objects(empty) == before
 
 
@@ -248,6 +344,10 @@ def _ask_everything(alias: str) -> None:
     assert [record.key for record in backend.list("invoice").records] == [key]
     assert backend.request_stop(key) is not None
     assert backend.shorten(key, 20) is not None
+    note = backend.note_waiter(key, Holder(host="somewhere"), 30)
+    assert note is not None
+    assert [each.holder.host for each in backend.waiters(key)] == ["somewhere"]
+    backend.drop_waiter(key, note)
     assert backend.settle(grant, 10) is True
     assert backend.force_release(key) is not None
     grant = backend.acquire(key, token, 30)
@@ -278,14 +378,20 @@ def _not_refused() -> list[str]:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param({"locks": "acme_locks", "fences": "acme_fences", "events": "acme_events"}),
-        pytest.param(
-            {
-                "locks": "Django_Distlock_HeldLock",
-                "fences": "Django_Distlock_FenceCounter",
-                "events": "Django_Distlock_LockEvent",
-            },
-        ),
+        {
+            "locks": "acme_locks",
+            "fences": "acme_fences",
+            "events": "acme_events",
+            "waiters": "acme_waiters",
+            "seen": "acme_seen",
+        },
+        {
+            "locks": "Django_Distlock_HeldLock",
+            "fences": "Django_Distlock_FenceCounter",
+            "events": "Django_Distlock_LockEvent",
+            "waiters": "Django_Distlock_Waiter",
+            "seen": "Django_Distlock_SeenFence",
+        },
     ],
     ids=["other names", "other case"],
 )
@@ -419,7 +525,7 @@ def test_storage_that_was_chosen_is_left_alone(postgresql: str) -> None:
 def test_functions_of_other_versions_are_left_alone(postgresql: str) -> None:
     """A worker of another release keeps the functions that it knows."""
     migrate(postgresql)
-    for version in (0, 2):
+    for version in (0, 3):
         ask(
             postgresql,
             f"CREATE FUNCTION django_distlock_heldlock_acquire_v{version}(text) RETURNS integer"
@@ -428,7 +534,7 @@ def test_functions_of_other_versions_are_left_alone(postgresql: str) -> None:
     migrate(postgresql)
     assert set(bodies(postgresql)) - FUNCTIONS == {
         "django_distlock_heldlock_acquire_v0",
-        "django_distlock_heldlock_acquire_v2",
+        "django_distlock_heldlock_acquire_v3",
     }
     assert lock_and_release(postgresql) == 1
 

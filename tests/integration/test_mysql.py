@@ -13,10 +13,10 @@ import pytest
 from django.apps import apps
 from django.core import checks
 from django.core.management import call_command
-from django.db import DatabaseError, connections, transaction
+from django.db import DatabaseError, OperationalError, connections, transaction
 from django.test import override_settings
 
-from django_distlock import BackendUnavailable, LockError, Retry, distlock
+from django_distlock import BackendUnavailable, LockError, LockNotAcquired, Retry, distlock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.fences import FENCE_MAX
 from django_distlock.core.holders import Holder
@@ -24,6 +24,7 @@ from django_distlock.core.keys import new_token
 from django_distlock.core.records import UNKNOWN, Contended, Grant
 from django_distlock.handler import lock_backends
 from django_distlock.models import FenceCounter, HeldLock, LockEvent
+from django_distlock.vendors.mysql import MySQL
 from tests import services
 from tests.backends import DATABASE, Registered
 from tests.conftest import DECLARED
@@ -53,6 +54,8 @@ ISOLATIONS: list[dict[str, str | None]] = [
 ]
 # The server's numbers for what ends a wait.
 LOCK_WAIT_TIMEOUT, DEADLOCK, MAX_STATEMENT_TIME = 1205, 1213, 1969
+# MySQL's own, where a row is locked for which nobody wants to wait.
+NOWAIT = 3572
 LONG_AGO = datetime(2000, 1, 1, tzinfo=UTC)
 TEXT = "żółć 🔒 日本語"
 
@@ -256,7 +259,8 @@ def test_django_has_nothing_against_the_models(using: str) -> None:
 def sqlmigrate(using: str) -> str:
     """Return what `sqlmigrate` prints."""
     printed = io.StringIO()
-    call_command("sqlmigrate", APP, "0001", database=using, stdout=printed)
+    for name in ("0001", "0002", "0003", "0004", "0005"):
+        call_command("sqlmigrate", APP, name, database=using, stdout=printed)
     return printed.getvalue()
 
 
@@ -373,6 +377,75 @@ def test_deadlock_is_busy(store: DatabaseStore, stranger: MariaDB, key: str) -> 
     stranger.rollback()
     assert store.fence(key) == old.fence
     assert take(backend, key).fence == old.fence + 1
+
+
+def refusal() -> Exception:
+    """Make the error that drivers raise where MySQL answers NOWAIT; MariaDB has another number."""
+    said = "Statement aborted because lock(s) could not be acquired immediately and NOWAIT is set."
+    error: Exception = services.mysql_driver().OperationalError(NOWAIT, said)
+    return error
+
+
+@contextmanager
+def answered_as_by_mysql(using: str) -> Iterator[list[str]]:
+    """Let the first NOWAIT of this thread's connection fail as on MySQL; give the statement."""
+    refused: list[str] = []
+
+    def answer(execute: Callable[..., Any], sql: str, *more: Any) -> Any:
+        if refused or "NOWAIT" not in sql:
+            return execute(sql, *more)
+        refused.append(sql)
+        # The driver's error becomes Django's, as it does inside of `execute`.
+        with connections[using].wrap_database_errors:
+            raise refusal()
+
+    with connections[using].execute_wrapper(answer):
+        yield refused
+
+
+@pytest.mark.parametrize(
+    ("number", "busy"),
+    [
+        (LOCK_WAIT_TIMEOUT, True),
+        (DEADLOCK, True),
+        (MAX_STATEMENT_TIME, True),
+        (NOWAIT, True),
+        (1062, False),  # duplicate
+        (2006, False),  # the server has gone away
+    ],
+)
+def test_numbers_that_say_that_others_are_in_the_way(number: int, busy: bool) -> None:
+    """Those of both servers, wherever Django has put the driver's error."""
+    error = OperationalError(number, "as Django says it")
+    error.__cause__ = services.mysql_driver().OperationalError(number, "as the driver says it")
+    assert MySQL(connections["default"]).is_busy(error) is busy
+
+
+@pytest.mark.parametrize("operation", ["acquire", "takeover", "force_release", "pause"])
+def test_row_that_mysql_refuses_at_once_is_busy(
+    store: DatabaseStore, key: str, operation: str
+) -> None:
+    """MySQL's answer to NOWAIT is contention, as MariaDB's is, and no store that is away."""
+    backend, using = store.backend, store.registered.using
+    grant = take(backend, key)
+    before = held(backend, key)
+    with errors_on(using) as errors, answered_as_by_mysql(using) as refused:
+        assert is_busy(OPERATIONS[operation](backend, grant, 1))
+    assert errors == {NOWAIT}
+    assert FENCES in refused[0]
+    assert held(backend, key) == before
+    assert not is_busy(OPERATIONS[operation](backend, grant, 1))
+
+
+def test_lock_waits_behind_a_row_that_mysql_refuses(store: DatabaseStore, key: str) -> None:
+    """The lock API tries again; who does not wait is told that the key was not to be had."""
+    alias, using = store.registered.alias, store.registered.using
+    with answered_as_by_mysql(using) as refused, distlock(key, backend=alias, **PATIENT) as lease:
+        assert lease.held
+    assert len(refused) == 1
+    with answered_as_by_mysql(using) as refused, pytest.raises(LockNotAcquired):
+        distlock(key, backend=alias, wait=0).acquire()
+    assert len(refused) == 1
 
 
 def test_lock_waits_behind_a_deadlock(store: DatabaseStore, stranger: MariaDB, key: str) -> None:

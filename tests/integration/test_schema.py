@@ -19,15 +19,21 @@ from django.utils.functional import Promise
 
 from django_distlock import LockUsageError, distlock
 from django_distlock.core.fences import FENCE_MAX
-from django_distlock.models import FenceCounter, HeldLock, LockEvent
+from django_distlock.fencing import Fence
+from django_distlock.fencing.seen import see
+from django_distlock.inspection import prune_events, show
+from django_distlock.inspection.history import history
+from django_distlock.models import FenceCounter, HeldLock, LockEvent, SeenFence, Waiter
 from tests.contract.aliases import locks_on
 
 from .databases import APP, ask, lock_and_release, migrate
 from .projects import Project
 
-MODELS: tuple[type[models.Model], ...] = (HeldLock, FenceCounter, LockEvent)
+MODELS: tuple[type[models.Model], ...] = (HeldLock, FenceCounter, Waiter, LockEvent, SeenFence)
 TABLE = "django_distlock_heldlock"
 FENCES = "django_distlock_fencecounter"
+WAITERS = "django_distlock_waiter"
+SEEN = "django_distlock_seenfence"
 
 
 @pytest.fixture
@@ -49,7 +55,14 @@ def server(postgresql: str) -> str:
 
 @pytest.mark.parametrize(
     ("table", "column"),
-    [(TABLE, "storage_key"), (TABLE, "token"), (TABLE, "task_id"), (FENCES, "storage_key")],
+    [
+        (TABLE, "storage_key"),
+        (TABLE, "token"),
+        (TABLE, "task_id"),
+        (FENCES, "storage_key"),
+        (WAITERS, "storage_key"),
+        (SEEN, "key"),
+    ],
 )
 def test_key_columns_compare_bytes(table: str, column: str) -> None:
     """On PostgreSQL keys and tokens have the collation "C"."""
@@ -65,7 +78,12 @@ def test_key_columns_compare_bytes(table: str, column: str) -> None:
 
 @pytest.mark.parametrize(
     ("table", "indexed"),
-    [(TABLE, ["storage_key", "task_id", "token"]), (FENCES, ["storage_key"])],
+    [
+        (TABLE, ["storage_key", "task_id", "token"]),
+        (FENCES, ["storage_key"]),
+        (WAITERS, ["id", "storage_key"]),
+        (SEEN, ["key"]),
+    ],
 )
 def test_each_key_column_has_one_index(server: str, table: str, indexed: list[str]) -> None:
     """No second index for LIKE, and none on a column that every extend writes."""
@@ -79,10 +97,11 @@ def test_each_key_column_has_one_index(server: str, table: str, indexed: list[st
     assert [name for (name,) in found] == indexed
 
 
-def test_primary_key_of_events_is_wide() -> None:
+def test_automatic_keys_are_wide() -> None:
     """The app says itself what its automatic keys are, whatever the project's default is."""
     assert apps.get_app_config(APP).default_auto_field == "django.db.models.BigAutoField"
-    assert isinstance(LockEvent._meta.pk, models.BigAutoField)
+    for model in (Waiter, LockEvent):
+        assert isinstance(model._meta.pk, models.BigAutoField)
 
 
 def test_projects_default_keys_change_nothing(sqlite: str) -> None:
@@ -91,8 +110,8 @@ def test_projects_default_keys_change_nothing(sqlite: str) -> None:
     assert "No changes" in project.manage("makemigrations", APP, "--check", "--dry-run")
 
 
-def test_permissions_are_to_view_only(migrated: str) -> None:
-    """Nobody can be given the right to add, change or delete by hand."""
+def test_permissions_are_to_view_and_to_operate(migrated: str) -> None:
+    """Nobody can be given the right to add, change or delete by hand; each operation has one."""
     call_command("migrate", database=migrated, verbosity=0)
     found = ask(
         migrated,
@@ -101,9 +120,17 @@ def test_permissions_are_to_view_only(migrated: str) -> None:
         APP,
     )
     assert [name for (name,) in found] == [
+        "cleanup_heldlock",
+        "expire_soon_heldlock",
+        "force_release_heldlock",
+        "pause_fencecounter",
+        "request_stop_heldlock",
+        "resume_fencecounter",
         "view_fencecounter",
         "view_heldlock",
         "view_lockevent",
+        "view_seenfence",
+        "view_waiter",
     ]
 
 
@@ -286,6 +313,35 @@ def test_instants_come_back_to_the_microsecond(empty: str, tmp_path: Path, use_t
     assert said["ttl"] == 30.0
 
 
+@pytest.mark.parametrize("use_tz", [True, False], ids=["aware", "naive"])
+def test_events_are_told_under_any_zone(empty: str, use_tz: bool) -> None:
+    """With or without time zones: counted by the minute, shown with their key, and removed."""
+    project = Project(empty, USE_TZ=use_tz, TIME_ZONE="Asia/Kolkata")
+    said = project.run("tests.integration.test_schema:tell_events")
+    assert said == {"minutes apart": 1, "day": 2, "aware": True, "pruned": 1}
+
+
+def tell_events() -> dict[str, Any]:
+    """Write two events, a minute apart, and ask for them."""
+    migrate("default")
+    now = datetime.now(UTC)
+    for key, ago in (("new", 0), ("old", 60)):
+        LockEvent.objects.create(
+            backend="default", key=key, kind="lost", at=now - timedelta(seconds=ago)
+        )
+    told = history()
+    assert told is not None
+    (event,) = show("old").events or ()
+    pruned = prune_events(older_than=30, actor="nobody")
+    first, second = (each for each, minute in enumerate(told.minutes) if minute.number)
+    return {
+        "minutes apart": second - first,
+        "day": told.kinds["lost"],
+        "aware": event.at == now - timedelta(seconds=60),
+        "pruned": pruned.removed,
+    }
+
+
 def keep_instants(folder: str) -> dict[str, Any]:
     """Write instants, read them, dump them, load them, and read them again."""
     said: dict[str, Any] = {}
@@ -337,6 +393,17 @@ def test_dumped_counters_are_loaded(migrated: str, tmp_path: Path) -> None:
     migrate(migrated)
     call_command("loaddata", str(dump), database=migrated, verbosity=0)
     assert lock_and_release(migrated) == 3
+
+
+def test_dump_does_not_lower_a_seen_fence(migrated: str, tmp_path: Path) -> None:
+    """An old dump is refused there, too: a stale request would pass."""
+    see(Fence("invoice:42", 6), migrated)
+    dump = tmp_path / "dump.json"
+    call_command("dumpdata", APP, database=migrated, output=str(dump), verbosity=0)
+    see(Fence("invoice:42", 7), migrated)
+    with pytest.raises(LockUsageError, match="lowered"):
+        call_command("loaddata", str(dump), database=migrated, verbosity=0)
+    assert see(Fence("invoice:42", 6), migrated) == 7
 
 
 def test_dump_does_not_overwrite_a_counter(migrated: str, tmp_path: Path) -> None:

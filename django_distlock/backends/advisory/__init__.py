@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-import weakref
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, ClassVar
@@ -23,8 +21,6 @@ from .holdings import Holding, Holdings, Pong, ping
 from .session import NoAnswer
 from .sessions import Sessions
 from .sql import preparation
-
-_every: weakref.WeakSet[AdvisoryBackend] = weakref.WeakSet()
 
 
 class AdvisoryBackend(SessionAttempts, BaseLockBackend):
@@ -77,7 +73,6 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
         self._holdings = Holdings()
         self.max_connections = limit
         self._sessions = Sessions(self.using, limit, preparation(self._fences))
-        _every.add(self)
 
     def _acquire(
         self,
@@ -195,15 +190,6 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
         return 0
 
     def _begin_in_child(self) -> None:
+        super()._begin_in_child()
         self._holdings.forget()
         self._sessions.leave_to_parent()
-
-
-def _begin_in_child() -> None:
-    # The parent's leases are its own, and so is every word on its sockets.
-    for backend in list(_every):
-        backend._begin_in_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_in_child)

@@ -18,15 +18,7 @@ import psycopg
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg.pq import ConnStatus, ExecStatus
 
-from ...connections import keep_inherited, own_connection
-
-#: What tells the server and us about a peer that vanished, in half a minute.
-KEEPALIVES = {
-    "keepalives_idle": 10,
-    "keepalives_interval": 5,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 25_000,
-}
+from ...connections import CONNECT_SECONDS, KEEPALIVES, keep_inherited, own_connection
 
 #: Seconds to wait for an answer that the server does not put off: then it is not there.
 ANSWER_SECONDS = 5.0
@@ -79,7 +71,7 @@ class Session:
         self.closed = False
         self.awaits = False
         self._process = os.getpid()
-        self._wrapper = own_connection(template, **KEEPALIVES)
+        self._wrapper = own_connection(template, **KEEPALIVES, connect_timeout=CONNECT_SECONDS)
         self._wrapper.ensure_connection()
         self._raw: psycopg.Connection[Any] = self._wrapper.connection
         self._pgconn = self._raw.pgconn

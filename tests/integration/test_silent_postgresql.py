@@ -1,0 +1,103 @@
+"""A PostgreSQL that lets nobody in, and one whose tables somebody has locked."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connections
+
+from django_distlock import BackendUnavailable
+from django_distlock.inspection import statistics, summary
+from tests.contract.aliases import locks_on
+from tests.contract.helpers import prompt
+
+from .databases import migrate
+
+TAKE = """
+import django
+django.setup()
+from django_distlock import BackendUnavailable, distlock
+try:
+    with distlock("a", backend="postgres", wait=2):
+        print("granted")
+except BackendUnavailable as error:
+    print(error.code)
+"""
+
+
+@pytest.fixture
+def silent() -> Iterator[dict[str, str]]:
+    """Give an environment whose PostgreSQL accepts connections and says nothing."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(50)
+        port = listener.getsockname()[1]
+        yield {
+            **os.environ,
+            "DISTLOCK_TEST_POSTGRES_URL": f"postgresql://nobody@127.0.0.1:{port}/nothing",
+            "DISTLOCK_TEST_DATABASES": "{}",
+            "DJANGO_SETTINGS_MODULE": "tests.settings",
+        }
+
+
+def run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python. Without a bound of its own, the driver would wait for longer than this."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+
+
+def test_acquire_ends_where_nobody_is_let_in(silent: dict[str, str]) -> None:
+    """It is no contention and no grant, and it does not take for ever."""
+    done = run(silent, "-c", TAKE)
+    assert done.stdout == "service_unavailable\n", done.stderr
+
+
+@pytest.mark.parametrize("command", ["distlock_list", "distlock_stats"])
+def test_command_ends_where_nobody_is_let_in(silent: dict[str, str], command: str) -> None:
+    """With the exit code for a store that does not answer."""
+    done = run(silent, "-m", "django", command, "--backend", "postgres")
+    assert done.returncode == 69, done.stdout + done.stderr
+
+
+def test_key_that_cannot_be_shown_is_a_document_too(silent: dict[str, str]) -> None:
+    """Whoever reads JSON gets some, and the exit code says that there is no answer in it."""
+    done = run(silent, "-m", "django", "distlock_show", "a", "--backend", "postgres", "--json")
+    (failure,) = json.loads(done.stdout)["failures"]
+    assert (done.returncode, failure["backend"]) == (69, "postgres")
+    assert failure["code"] == "service_unavailable"
+
+
+@pytest.mark.parametrize("command", [["distlock_show", "a"], ["distlock_list"]])
+def test_store_without_tables_is_one_that_refuses(
+    postgresql: str, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same exit code from every command."""
+    with locks_on(postgresql) as alias, pytest.raises(CommandError) as caught:
+        call_command(*command, "--backend", alias)
+    assert caught.value.returncode == 69
+    assert "migrate" in f"{caught.value}{capsys.readouterr()}"
+
+
+def test_counting_does_not_wait_for_locked_tables(postgresql: str) -> None:
+    """Whoever migrates a table, or copies it, keeps no operator waiting."""
+    migrate(postgresql)
+    wanted = ("dbname", "user", "password", "host", "port")
+    known: dict[str, Any] = connections[postgresql].get_connection_params()
+    same = {name: known[name] for name in wanted if name in known}
+    with psycopg.connect(**same) as other, locks_on(postgresql) as alias:
+        other.execute("LOCK TABLE django_distlock_heldlock IN ACCESS EXCLUSIVE MODE")
+        for ask in (statistics, summary):
+            with prompt(2), pytest.raises(BackendUnavailable) as caught:
+                ask(alias)
+            assert caught.value.code == "network_timeout"
