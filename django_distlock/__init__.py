@@ -2,6 +2,7 @@
 
 from .core.errors import (
     BackendUnavailable,
+    FenceRejected,
     InvalidArgument,
     LockError,
     LockLost,
@@ -16,9 +17,11 @@ from .holding import current_lease
 from .inspection import LockInfo
 from .leases import Lease
 from .locks import Lock, distlock
+from .scheduling import RunScope
 
 __all__ = [
     "BackendUnavailable",
+    "FenceRejected",
     "Holder",
     "InvalidArgument",
     "InvalidLockBackend",
@@ -30,6 +33,7 @@ __all__ = [
     "LockNotAcquired",
     "LockUsageError",
     "Retry",
+    "RunScope",
     "current_lease",
     "default_lock_backend",
     "distlock",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 from django.apps import AppConfig
@@ -17,13 +20,27 @@ class DistlockConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Register the system checks, and install server functions behind `migrate`."""
-        from . import checks  # noqa: F401 - registers
+        """Register checks, keep events, install server functions behind `migrate`."""
+        from . import checks, events
         from .managers import refuse_lower_fence
-        from .models import FenceCounter
+        from .models import FenceCounter, SeenFence
 
-        pre_save.connect(refuse_lower_fence, sender=FenceCounter)
+        events.connect()
+        checks.settings.warn_of_missing_threads()
+        for model in (FenceCounter, SeenFence):
+            pre_save.connect(refuse_lower_fence, sender=model)
         post_migrate.connect(_install_server_side, sender=self)
+        _check_tasks()
+
+
+def _check_tasks() -> None:
+    """Register the checks of tasks where Celery is in use.
+
+    Workers alone import the tasks that would import them.
+    """
+    if "celery" in sys.modules:
+        with suppress(ImportError):  # Of a Celery that is older than what is supported.
+            import_module("django_distlock.contrib.celery")
 
 
 def _install_server_side(*, using: str, **_: Any) -> None:

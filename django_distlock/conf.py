@@ -1,4 +1,4 @@
-"""The one reader of `DISTLOCK`, `DISTLOCK_TABLES` and `DISTLOCK_HOLDER`.
+"""The one reader of `DISTLOCK` and of the settings whose names start with `DISTLOCK_`.
 
 Settings are read when first needed, checked, and copied: nothing here keeps or changes the
 project's dictionaries.
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from django.conf import settings
 
-from .core.durations import MIN_TTL, seconds, ttl_seconds, wait_seconds
+from .core.durations import MIN_TTL, number, seconds, ttl_seconds, wait_seconds
 from .core.errors import InvalidArgument, shown
 from .core.retry import Retry
 from .exceptions import InvalidLockBackend
@@ -26,6 +26,8 @@ DEFAULT_TABLES: Mapping[str, str] = {
     "locks": "django_distlock_heldlock",
     "fences": "django_distlock_fencecounter",
     "events": "django_distlock_lockevent",
+    "waiters": "django_distlock_waiter",
+    "seen": "django_distlock_seenfence",
 }
 
 #: PostgreSQL's names have at most 63 bytes, and functions and constraints add up to 15 to theirs.
@@ -42,6 +44,7 @@ class BackendConfig:
         ttl: Seconds a lease lives where a lock does not say.
         wait: Seconds to keep trying where a lock does not say; None: for ever.
         max_ttl: The longest legal ttl, in seconds.
+        heartbeat: The part of the ttl between two renewals.
         lock_connections: How many connections of its own a process opens at most.
         retry: Pauses between attempts where a lock does not say.
         fence_floor: "clock": no fence is below what the store's clock says; None: they just count.
@@ -54,6 +57,7 @@ class BackendConfig:
     ttl: float = 30.0
     wait: float | None = 5.0
     max_ttl: float = 604_800.0
+    heartbeat: float = 1 / 3
     lock_connections: int = 4
     retry: Retry = field(default_factory=Retry)
     fence_floor: Literal["clock"] | None = None
@@ -101,7 +105,7 @@ def backend_config(alias: str) -> BackendConfig:
 
 
 def table(name: str) -> str:
-    """Return the table of `"locks"`, `"fences"` or `"events"`.
+    """Return the table of `"locks"`, `"fences"`, `"events"`, `"waiters"` or `"seen"`.
 
     Raises:
         InvalidLockBackend: `DISTLOCK_TABLES` names something else, or a name twice, or what is not
@@ -165,6 +169,41 @@ def holder_config() -> HolderConfig:
     return HolderConfig(**raw)
 
 
+def fence_secrets() -> tuple[str | bytes, ...]:
+    """Return what fences in headers are signed with: the first signs, and each of them verifies.
+
+    Raises:
+        InvalidLockBackend: `DISTLOCK_FENCE_SECRET` is no text, or empty.
+    """
+    secret = getattr(settings, "DISTLOCK_FENCE_SECRET", None)
+    if secret is None:
+        return (settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS)
+    if not isinstance(secret, str) or not secret:
+        # Not what it is: it may be a part of the secret.
+        raise InvalidLockBackend("DISTLOCK_FENCE_SECRET must be None, or a str that is not empty.")
+    return (secret,)
+
+
+def monitor_tokens() -> tuple[str, ...]:
+    """Return the tokens that machines may show to monitoring endpoints; none: none may.
+
+    Raises:
+        InvalidLockBackend: `DISTLOCK_MONITOR_TOKEN` is no token, and no list of them.
+    """
+    raw = getattr(settings, "DISTLOCK_MONITOR_TOKEN", None)
+    if raw is None:
+        return ()
+    tokens = tuple(raw) if isinstance(raw, (list, tuple)) else (raw,)
+    for token in tokens:
+        # What a header can carry, and nobody guesses. Not what it is: it may be the secret.
+        if not isinstance(token, str) or not re.fullmatch(r"[\w.~+/-]{16,}=*", token, re.ASCII):
+            raise InvalidLockBackend(
+                "DISTLOCK_MONITOR_TOKEN must be None, or a str of at least 16 letters, digits or"
+                " any of -._~+/, or a list of such."
+            )
+    return tokens
+
+
 def _configured() -> Mapping[str, Any]:
     raw = getattr(settings, "DISTLOCK", DEFAULT_BACKENDS)
     if not isinstance(raw, Mapping):
@@ -202,6 +241,11 @@ def _connections(value: object) -> int:
     return value
 
 
+def _part(value: object) -> float:
+    # Above a half, one renewal that fails is one too many.
+    return number(value, "HEARTBEAT", minimum=0.01, maximum=0.5)
+
+
 def _retry(value: object) -> Retry:
     if not isinstance(value, Mapping):
         raise InvalidArgument(f"must be a dictionary, not {shown(value)}.")
@@ -233,6 +277,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "WAIT": wait_seconds,
     # A hundred years: far above it, adding a ttl to a time leaves the calendar.
     "MAX_TTL": lambda value: seconds(value, "MAX_TTL", minimum=MIN_TTL, maximum=3.2e9),
+    "HEARTBEAT": _part,
     "LOCK_CONNECTIONS": _connections,
     "RETRY": _retry,
     "FENCE_FLOOR": _fence_floor,

@@ -5,6 +5,7 @@
     LockError                      code "internal", "aborted"
      ├── LockNotAcquired           "acquisition_timeout"
      ├── LockLost                  "lost"
+     ├── FenceRejected             "fence_rejected", "bad_fence"
      ├── BackendUnavailable        "service_unavailable", "network_timeout",
      │                             "auth_failed", "rate_limited"
      ├── InvalidArgument           "invalid_argument"          (also a ValueError)
@@ -17,6 +18,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from .core.errors import (
     BackendUnavailable,
+    FenceRejected,
     InvalidArgument,
     LockError,
     LockLost,
@@ -26,6 +28,7 @@ from .core.errors import (
 
 __all__ = [
     "BackendUnavailable",
+    "FenceRejected",
     "InvalidArgument",
     "InvalidLockBackend",
     "LockError",

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
 from .backends.base import BaseLockBackend
-from .conf import aliases, backend_config
+from .conf import BackendConfig, aliases, backend_config
 from .exceptions import InvalidLockBackend
+
+#: An alias that every project has, for what prefers other backends and can do without.
+FALLBACK: Final = "in memory"
+MEMORY: Final = "django_distlock.backends.memory.MemoryBackend"
 
 
 class LockBackendHandler:
@@ -52,7 +56,8 @@ class LockBackendHandler:
             self._backends.clear()
 
     def _make(self, alias: str) -> BaseLockBackend:
-        config = backend_config(alias)
+        fallback = BackendConfig(alias=FALLBACK, backend=MEMORY)
+        config = fallback if alias == FALLBACK else backend_config(alias)
         where = f"DISTLOCK[{alias!r}]"
         try:
             backend_class = import_string(config.backend)

@@ -8,14 +8,17 @@ raises is logged and changes nothing. A token is never sent.
 signal                 also carries
 =====================  ============================================================================
 `lock_acquired`        `waited` (seconds)
-`lock_not_acquired`    `waited`, `cause` (`LockNotAcquired`, or what was raised); `holder` is the
-                       one that has the key
-`lock_bypassed`        `waited`
-`lock_extended`        `ttl` (seconds), `cause` (None, or the error that left the outcome unknown)
+`lock_not_acquired`    `waited`, `wait` (what it would have waited at most; None: for ever), `cause`
+                       (`LockNotAcquired`, or what was raised); `holder` is the one that has the key
+`lock_bypassed`        `waited`, `cause` (the error that says why it was not granted)
+`lock_extended`        `ttl` (seconds), `slack` (seconds that were left when the answer came; None:
+                       no expiry), `cause` (None, or the error that left the outcome unknown)
 `lock_released`        `held_for` (seconds), `released` (whether the store freed the key), `cause`
 `lock_lost`            `held_for`, `cause` (a sentence)
 `lock_taken_over`      `previous` (holder), `cause`
-`lock_forced`          `actor`, `reason`
+`lock_forced`          `actor`, `reason`; `fence` and `holder` are those that it was taken from
+`lock_operated`        `operation` ("expire_soon", "request_stop", "pause", "resume", "cleanup"; for
+                       the last one `key` is ""), `actor`, `reason`, `details`
 `fence_rejected`       `current` (the row's fence), `model`, `pk`
 =====================  ============================================================================
 """
@@ -25,6 +28,8 @@ from typing import Any
 
 from django.dispatch import Signal
 
+from .core.logs import log_fields
+
 __all__ = [
     "fence_rejected",
     "lock_acquired",
@@ -33,6 +38,7 @@ __all__ = [
     "lock_forced",
     "lock_lost",
     "lock_not_acquired",
+    "lock_operated",
     "lock_released",
     "lock_taken_over",
 ]
@@ -47,6 +53,7 @@ lock_released = Signal()
 lock_lost = Signal()
 lock_taken_over = Signal()
 lock_forced = Signal()
+lock_operated = Signal()
 fence_rejected = Signal()
 
 
@@ -57,4 +64,5 @@ def tell(signal: Signal, sender: type, **facts: Any) -> None:
     except Exception:
         # Not a receiver's error, which is logged by Django: an asynchronous receiver, told from the
         # thread of an event loop, cannot be awaited.
-        logger.exception("A signal could not be sent")
+        extra = log_fields("telling_failed", backend=facts.get("alias"), key=facts.get("key"))
+        logger.exception("A signal could not be sent", extra=extra)

@@ -66,6 +66,32 @@ class LockLost(LockError):
     code = "lost"
 
 
+class FenceRejected(LockError):
+    """A write, or a read before it, came with an older fence than what it was about. It was undone.
+
+    Attributes:
+        row: What refused it, such as `"shop.Payment 12"`.
+        current: The fence that is on it.
+        fence: The fence that came.
+    """
+
+    code = "fence_rejected"
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        key: str | None = None,
+        row: str = "",
+        current: int | None = None,
+        fence: int | None = None,
+    ):
+        super().__init__(message, key=key)
+        self.row = row
+        self.current = current
+        self.fence = fence
+
+
 class BackendUnavailable(LockError):
     """The store did not answer: nothing is known about the key.
 

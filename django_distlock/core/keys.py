@@ -28,17 +28,21 @@ HASH_MARKER = "\u2126"
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{22}")
 
 
+class IllegalKey(InvalidArgument):
+    """A text that no key can be: what a client sends may be one."""
+
+
 def normalize_key(key: object) -> str:
     """Return `key` in NFC: two spellings that look the same are one lock.
 
     Raises:
-        InvalidArgument: Not a `str`, empty, longer than 512 bytes of UTF-8, or with NUL or a
-            lone surrogate.
+        InvalidArgument: Not a `str`.
+        IllegalKey: Empty, longer than 512 bytes of UTF-8, or with NUL or a lone surrogate.
     """
     if not isinstance(key, str):
         raise InvalidArgument(f"A key must be a str, not {type(key).__name__} ({shown(key)}).")
     if not key:
-        raise InvalidArgument("A key must not be empty.")
+        raise IllegalKey("A key must not be empty.")
     if not key.isascii():
         key = unicodedata.normalize("NFC", key)
     return _checked(key)
@@ -46,13 +50,13 @@ def normalize_key(key: object) -> str:
 
 def _checked(key: str) -> str:
     if "\0" in key:
-        raise InvalidArgument(f"A key must not contain NUL: {shown(key)}.")
+        raise IllegalKey(f"A key must not contain NUL: {shown(key)}.")
     try:
         size = len(key.encode())
     except UnicodeEncodeError:
-        raise InvalidArgument(f"A key must not contain a lone surrogate: {shown(key)}.") from None
+        raise IllegalKey(f"A key must not contain a lone surrogate: {shown(key)}.") from None
     if size > MAX_KEY_BYTES:
-        raise InvalidArgument(
+        raise IllegalKey(
             f"A key has at most {MAX_KEY_BYTES} bytes of UTF-8; this one has {size}: {key[:40]!r}…"
         )
     # A subclass of str (SafeString, an enum's member) would travel into records and repr.
@@ -188,13 +192,35 @@ class KeyTemplate:
                     " one, different arguments make the same key."
                 )
         for _literal, name, _spec in made.parts:
-            root = None if name is None else re.split(r"[.\[]", name, maxsplit=1)[0]
+            root = None if name is None else _root(name)
             if root is not None and root not in made.signature.parameters:
                 raise InvalidArgument(
                     f"The key template {template!r} names {root!r}, which is not a parameter of"
                     f" {function.__qualname__}{made.signature}."
                 )
         return made
+
+    @classmethod
+    def for_keywords(cls, template: str) -> KeyTemplate:
+        """Return the template of calls with keywords alone, whatever else they have.
+
+        Raises:
+            InvalidArgument: See `for_function`.
+        """
+        roots = dict.fromkeys(_root(name) for _literal, name, _spec in _parse(template) if name)
+
+        def call(**_: object) -> None:
+            """Take what the template names."""
+
+        kinds = inspect.Parameter
+        parameters = [kinds(root, kinds.KEYWORD_ONLY) for root in roots]
+        rest = kinds("_", kinds.VAR_KEYWORD)
+        call.__signature__ = inspect.Signature([*parameters, rest])  # type: ignore[attr-defined]
+        return cls.for_function(template, call)
+
+    def of(self, *args: Any, **kwargs: Any) -> str:
+        """Return the key of a call: see `render`."""
+        return self.render(args, kwargs)
 
     def render(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return the key of one call.
@@ -237,6 +263,11 @@ class KeyTemplate:
 _CANONICAL = (
     str, int, float, decimal.Decimal, uuid.UUID, datetime.date, datetime.time, type(None),
 )  # fmt: skip
+
+
+def _root(name: str) -> str:
+    """Return the parameter that a field begins with."""
+    return re.split(r"[.\[]", name, maxsplit=1)[0]
 
 
 def _parse(template: str) -> tuple[tuple[str, str | None, str], ...]:

@@ -153,6 +153,37 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """Somebody who waits for a key, for people to see: no decision rests on it.
+
+    Attributes:
+        since: When it was noted, by the store's clock.
+        until: When the note ends by itself, if its waiter died.
+        is_woken: Whether wake-ups came at that time; False: it asks again and again.
+    """
+
+    holder: Holder
+    since: datetime
+    until: datetime
+    is_woken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """What a store keeps about a key whether anybody holds it or not.
+
+    Attributes:
+        fence: That of the last grant, or above it; 0: the key was never granted.
+        paused_until: Until when the key is granted to nobody; None: it is not paused now.
+        paused_by: Who wanted it so.
+    """
+
+    fence: int
+    paused_until: datetime | None = None
+    paused_by: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Page:
     """A part of a listing.
 
