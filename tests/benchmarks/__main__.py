@@ -22,7 +22,10 @@ from .databases import serve
 from .options import QUICK, Options
 from .report import Result, facts, show, warnings, write
 
-BENCHMARKS = ("latency", "roundtrips", "sizes", "scale", "throughput", "redis", "advisory")
+BENCHMARKS = (
+    "latency", "roundtrips", "sizes", "scale", "throughput", "redis", "advisory", "handoff",
+    "fairness", "beats", "fencing", "operators",
+)  # fmt: skip
 
 
 def number(low: float, high: float, kind: type = int) -> Callable[[str], Any]:
@@ -138,8 +141,7 @@ def measure(arguments: Sequence[str], console: Console) -> None:
     names = chosen(asked)
     options: Options = with_given(asked, QUICK if asked.quick else Options())
     extra = [each for name in names for each in databases_of(name, options)]
-    # One benchmark alone asks it.
-    mysql = "latency" in names
+    mysql = bool({"latency", "fencing", "operators"} & {*names})
     with serve(extra, fsync=asked.fsync == "on", mysql=mysql) as server:
         found: dict[str, Any] = {**begin(asked, server, console), "options": asdict(options)}
         found["benchmarks"], found["seconds"] = {}, {}

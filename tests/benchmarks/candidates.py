@@ -116,7 +116,7 @@ class Calls:
         """Give back what is held."""
         assert self.grant
         name = f"{self._prefix}:{self.grant.key}"
-        if self._functions.release(name, self.grant, bound=1.0) is not True:
+        if self._functions.release(name, self.grant, bound=1.0) != "released":
             raise RuntimeError(f"{self.grant.key!r} was not released")
 
     def _ask(self, key: str) -> Grant | Contended:

@@ -80,9 +80,59 @@ FIGURES = {
         ),
         "floor/connect/open",
     ],
+    "handoff": [
+        *(
+            f"{name}/processes"
+            for name in (
+                "functions",
+                "orm",
+                "redis",
+                "pg_advisory_lock",
+                "pg_advisory_lock, durable",
+                "pg-polling",
+                "redis-py",
+            )
+        ),
+        *(
+            f"{name}/{where}"
+            for name in ("functions", "orm", "redis")
+            for where in ("threads", "tasks")
+        ),
+    ],
+    "fairness": ["functions", "redis", "pg_advisory_lock", "redis-py"],
+    "beats": [
+        f"{place}/{part}"
+        for place in ("functions", "redis")
+        for part in ("extend", *(f"{leases}/beat" for leases in (1, 20)))
+    ],
+    "operators": [
+        f"{store}/{locks}/{question}"
+        for store in ("operators", "sqlite", "redis")
+        for locks in (50, 200)
+        for question in (
+            "first page of 50",
+            "every page",
+            "summary",
+            "statistics",
+            "process: distlock_list --all --json",
+            "dashboard",
+            "dashboard, a refresh",
+        )
+    ],
+    "fencing": [
+        f"{using}/{who}/{step}"
+        for using in ("default", "sqlite")
+        for who in ("plain", "fenced")
+        for step in ("update", "update_many", "save", "get")
+    ],
 }
 #: What is run at once. The tests share the work, and each sees that its part needs no other.
-TOGETHER = (("latency", "roundtrips", "sizes", "scale", "throughput"), ("redis", "advisory"))
+TOGETHER = (
+    ("latency", "roundtrips", "sizes", "scale", "throughput"),
+    ("redis", "advisory"),
+    ("handoff", "fairness", "beats", "fencing"),
+    ("operators",),
+)
 #: Peers that the tests' own environment need not have.
 PEERS = {"pglock", "python-redis-lock"}
 #: Of a figure, what is measured, once in all and once a round.
@@ -94,4 +144,7 @@ MEASURED = {
     "redis/scale": ("median_us", "round_medians_us"),
     "redis/throughput": ("per_second", "rounds_per_second"),
     "advisory": ("median_us", "round_medians_us"),
+    "handoff": ("median_us", "round_medians_us"),
+    "beats": ("median_us", "round_medians_us"),
+    "fencing": ("median_us", "round_medians_us"),
 }

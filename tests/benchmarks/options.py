@@ -16,6 +16,12 @@ class Options:
         clients: How many processes ask at once.
         keys: Numbers of counters and live locks.
         rows: Rows that sizes are averaged over.
+        handoffs: How often a key is handed over in such a turn.
+        held_seconds: How long somebody waits in vain whose statements are counted.
+        pairs: Of acquire and release, for which nobody waits.
+        contestants: How many processes compete for one key.
+        contest_seconds: How long they do, at a time.
+        leases: How many leases a heartbeat renews.
     """
 
     rounds: int = 30
@@ -24,6 +30,15 @@ class Options:
     clients: tuple[int, ...] = (1, 8, 32)
     keys: tuple[int, ...] = (1_000, 100_000, 1_000_000)
     rows: int = 100_000
+    handoffs: int = 5
+    held_seconds: float = 10.0
+    pairs: int = 1000
+    contestants: int = 12
+    contest_seconds: float = 4.0
+    leases: tuple[int, ...] = (1, 100, 1_000, 10_000)
 
 
-QUICK = Options(rounds=2, slice_ms=1, seconds=0.05, clients=(2,), keys=(50, 200), rows=500)
+QUICK = Options(
+    rounds=2, slice_ms=1, seconds=0.05, clients=(2,), keys=(50, 200), rows=500, handoffs=2,
+    held_seconds=1.2, pairs=20, contestants=3, contest_seconds=0.3, leases=(1, 20),
+)  # fmt: skip

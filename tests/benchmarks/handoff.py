@@ -1,0 +1,288 @@
+"""From the release of a key to its grant to who waits for it: across processes, and inside of one.
+
+The clock is the machine's monotonic one, which all of its processes share: whoever releases notes
+the time just before, and whoever waited just behind its grant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from functools import cache, partial
+from itertools import cycle
+from typing import Any
+
+from django.db import connections
+
+from django_distlock import distlock, lock_backends
+
+from . import waiting
+from .candidates import KEYS, TTL
+from .clients import PATIENCE_SECONDS
+from .options import Options
+from .partner import Partner, hired
+from .race import Unavailable
+from .report import Result, Sheet, ratios
+from .sides import POLLING_SECONDS, SIDES, Side
+from .timing import Comparison, Samples
+
+#: Hands a key over once; returns the nanoseconds that it took.
+HandOff = Callable[[str], int]
+
+#: Seconds from when somebody is seen to wait to the release. As different as an interval of polling
+#: is long, or who polls would be met at the same place of it each time.
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.03, 0.03 + POLLING_SECONDS
+#: Seconds between two looks whether somebody waits.
+LOOK_SECONDS = 0.002
+#: Our backends that hand over inside of one process as well.
+OURS = ("functions", "orm", "redis")
+
+#: What the median of ours shall not exceed.
+MEDIAN_MS = 5.0
+COMPARISONS = (
+    *(
+        Comparison(
+            what=f"{name} / pg_advisory_lock", of=f"{name}/processes",
+            to="pg_advisory_lock/processes", at_most=3.0 if name == "functions" else None,
+        )
+        for name in ("functions", "orm", "pglock", "pg-polling")
+    ),
+    # No grant that outlives a crash can do without the write.
+    Comparison(
+        what="functions / pg_advisory_lock and a durable write", of="functions/processes",
+        to="pg_advisory_lock, durable/processes",
+    ),
+    Comparison(
+        what="functions / django-pglock", of="functions/processes", to="pglock/processes",
+    ),
+    Comparison(
+        what="redis / python-redis-lock", of="redis/processes", to="python-redis-lock/processes",
+        at_most=1.5,
+    ),
+    Comparison(what="redis / redis-py's Lock", of="redis/processes", to="redis-py/processes"),
+    *(
+        Comparison(
+            what=f"{name}: between {where} / between processes", of=f"{name}/{where}",
+            to=f"{name}/processes",
+        )
+        for name in OURS for where in ("threads", "tasks")
+    ),
+)  # fmt: skip
+
+
+def run(options: Options) -> Result:
+    """Let every candidate hand over, turn by turn; then count what those who wait send."""
+    with ExitStack() as stack:
+        partner = stack.enter_context(hired())
+        candidates, missing = _candidates(partner, stack)
+        samples = _measure(candidates, options)
+        partner.begin(leave)
+        partner.result()
+    figures = {name: _figure(samples, name) for name in samples.rounds}
+    found = _ratios(samples)
+    targets = [_target(name, figures[f"{name}/processes"]["median_us"] / 1000) for name in OURS]
+    result = Result(
+        {"figures": figures, "ratios": found, "targets": targets, "left_out": missing},
+        [_sheet(figures, missing), ratios("Hand-off: medians of the rounds' ratios", found)],
+    )
+    sent = waiting.run(options)
+    result.data["waiting"] = sent.data
+    result.sheets += sent.sheets
+    return result
+
+
+def _candidates(partner: Partner, stack: ExitStack) -> tuple[dict[str, HandOff], dict[str, str]]:
+    candidates: dict[str, HandOff] = {}
+    missing: dict[str, str] = {}
+    for name, opened in SIDES.items():
+        try:
+            side = stack.enter_context(opened())
+        except Unavailable as error:
+            missing[name] = str(error)
+        else:
+            candidates[f"{name}/processes"] = partial(_between_processes, side, partner, name)
+    for name in OURS:
+        for where, hand_over in (("threads", between_threads), ("tasks", between_tasks)):
+            candidates[f"{name}/{where}"] = partial(_in_partner, partner, hand_over, name)
+    return candidates, missing
+
+
+def _measure(candidates: Mapping[str, HandOff], options: Options) -> Samples:
+    """Give everybody a turn in each round, behind one that does not count."""
+    samples, keys = Samples(), cycle(KEYS)
+    order = list(candidates)
+    for number in range(-1, options.rounds):
+        random.shuffle(order)
+        for name in order:
+            taken = [candidates[name](next(keys)) for _ in range(options.handoffs)]
+            if number >= 0:
+                samples.add(name, taken)
+    return samples
+
+
+# Across processes: this one holds, the other one waits
+
+
+def _between_processes(holder: Side, partner: Partner, name: str, key: str) -> int:
+    holder.take(key)
+    partner.begin(wait_once, name, key)
+    _until(holder.has_waiter)
+    time.sleep(_pause())
+    released_at = time.monotonic_ns()
+    holder.release()
+    granted_at: int = partner.result()
+    return granted_at - released_at
+
+
+def wait_once(name: str, key: str) -> int:
+    """Wait for a key in this process; return when it was granted."""
+    side = _side(name)
+    side.wait(key)
+    granted_at = time.monotonic_ns()
+    side.release()
+    return granted_at
+
+
+_open = ExitStack()
+
+
+@cache
+def _side(name: str) -> Side:
+    """Return this process's own, which is there for as long as the process."""
+    opened: AbstractContextManager[Side] = SIDES[name]()
+    return _open.enter_context(opened)
+
+
+# Inside of one process: the other one, which has its listener in any case
+
+
+def _in_partner(partner: Partner, hand_over: Callable[[str, str], int], name: str, key: str) -> int:
+    partner.begin(hand_over, name, key)
+    taken: int = partner.result()
+    return taken
+
+
+@cache
+def _other_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1)
+
+
+def between_threads(name: str, key: str) -> int:
+    """Hand over from this thread to another one."""
+    with SIDES[name]() as holder:
+        holder.take(key)
+        waiting = _other_thread().submit(wait_apart, name, key)
+        _until(holder.has_waiter)
+        time.sleep(_pause())
+        released_at = time.monotonic_ns()
+        holder.release()
+        return waiting.result(PATIENCE_SECONDS) - released_at
+
+
+def wait_apart(name: str, key: str) -> int:
+    """Wait for a key beside whoever else uses this process's own side."""
+    with SIDES[name]() as side:
+        side.wait(key)
+        granted_at = time.monotonic_ns()
+        side.release()
+        return granted_at
+
+
+@cache
+def _runner() -> asyncio.Runner:
+    return asyncio.Runner()
+
+
+def between_tasks(name: str, key: str) -> int:
+    """Hand over from one task to another one of the same event loop."""
+    return _runner().run(_between_tasks(name, key))
+
+
+async def _between_tasks(name: str, key: str) -> int:
+    lock = distlock(key, wait=PATIENCE_SECONDS, ttl=TTL, backend=name)
+    lease = await lock.aacquire()
+
+    async def wait() -> int:
+        waited = await lock.aacquire()
+        granted_at = time.monotonic_ns()
+        await waited.arelease()
+        return granted_at
+
+    waiter, backend = asyncio.create_task(wait()), lock_backends[name]
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        # Another task marks the record, in the store: there is no event of it here.
+        while (record := await backend.aread(key)) is None or not record.wanted:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(_pause())
+        released_at = time.monotonic_ns()
+        await lease.arelease()
+        return await waiter - released_at
+
+
+def leave() -> None:
+    """Close what this process has opened."""
+    with _other_thread() as thread:
+        thread.submit(connections.close_all).result(PATIENCE_SECONDS)
+    _runner().close()
+    _open.close()
+    connections.close_all()
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        if time.monotonic() > give_up:
+            raise RuntimeError(f"nobody waits within {PATIENCE_SECONDS} s")
+        time.sleep(LOOK_SECONDS)
+
+
+def _pause() -> float:
+    return random.uniform(SHORTEST_PAUSE, LONGEST_PAUSE)
+
+
+# What people see
+
+
+def _figure(samples: Samples, name: str) -> dict[str, Any]:
+    every = [each / 1000 for taken in samples.rounds[name] for each in taken]
+    cuts = statistics.quantiles(every, n=100, method="inclusive")
+    return {
+        "median_us": statistics.median(every),
+        "p90_us": cuts[89],
+        "p99_us": cuts[98],
+        "operations": len(every),
+        "round_medians_us": samples.medians(name),
+    }
+
+
+def _ratios(samples: Samples) -> list[dict[str, Any]]:
+    return [
+        each.ratio(samples.medians(each.of), samples.medians(each.to))
+        for each in COMPARISONS
+        if each.of in samples.rounds and each.to in samples.rounds
+    ]
+
+
+def _target(name: str, median_ms: float) -> dict[str, Any]:
+    return {
+        "what": f"{name}: milliseconds between processes, median",
+        "measured": median_ms,
+        "at_most": MEDIAN_MS,
+        "met": median_ms <= MEDIAN_MS,
+    }
+
+
+def _sheet(figures: Mapping[str, Mapping[str, Any]], missing: Mapping[str, str]) -> Sheet:
+    left_out = "".join(f"; without {name} ({why})" for name, why in missing.items())
+    rows = [
+        [name, *(f"{figure[each] / 1000:,.2f}" for each in ("median_us", "p90_us", "p99_us")),
+         f"{figure['operations']:,}"]
+        for name, figure in figures.items()
+    ]  # fmt: skip
+    title = f"Hand-off: from the release to the grant (<= {MEDIAN_MS:g} ms is aimed at){left_out}"
+    return Sheet(title, ["in milliseconds", "median", "p90", "p99", "operations"], rows)
