@@ -3,17 +3,23 @@
 import os
 from pathlib import Path
 
+import django
+from celery.schedules import crontab
+
 from config.databases import postgres, sqlite
 from config.locks import backend
+from config.queue import broker
 
 BASE_DIR = Path(__file__).parent.parent
+
+# Where files go: SQLite's, and what waits for a worker.
+folder = Path(os.environ.get("SHOP_DATA_DIR", BASE_DIR))
 
 # The database: a PostgreSQL server, or two SQLite files.
 if url := os.environ.get("DATABASE_URL"):
     DATABASES = {"default": postgres(url)}
     LOCKS = "default"
 else:
-    folder = Path(os.environ.get("SHOP_DATA_DIR", BASE_DIR))
     DATABASES = {
         "default": sqlite(folder / "shop.sqlite3"),
         "locks": sqlite(folder / "locks.sqlite3"),
@@ -23,7 +29,39 @@ else:
 
 # The locks: in that database, in Redis, or held by sessions of PostgreSQL. Nothing else changes.
 DISTLOCK = {
-    "default": {"KEY_PREFIX": "shop", **backend(os.environ.get("SHOP_LOCKS", ""), using=LOCKS)},
+    "default": {
+        "KEY_PREFIX": "shop",
+        # Fences go on rising when the locks move: payments remember the highest they have seen.
+        "FENCE_FLOOR": "clock",
+        **backend(os.environ.get("SHOP_LOCKS", ""), using=LOCKS),
+    },
+    # Jobs keep their keys for a while after they end, which sessions cannot.
+    "jobs": {
+        "KEY_PREFIX": "shop-jobs",
+        "FENCE_FLOOR": "clock",
+        **backend("database", using=LOCKS),
+    },
+}
+
+# A name for this process, if whoever starts it gives one: it is the successor of its namesake.
+DISTLOCK_HOLDER = {"process": os.environ.get("SHOP_WORKER") or None}
+
+# What programs show to /locks/health and its neighbours. Without one, they are for the staff alone.
+DISTLOCK_MONITOR_TOKEN = os.environ.get("SHOP_MONITOR_TOKEN") or None
+
+# Jobs: on as many workers as you like, and a beat beside each of them, of which one leads.
+CELERY_BROKER_URL, CELERY_BROKER_TRANSPORT_OPTIONS = broker(
+    os.environ.get("SHOP_BROKER", ""), folder / "queue"
+)
+CELERY_BEAT_SCHEDULE_FILENAME = str(folder / "queue" / "beat")
+CELERY_WORKER_HIJACK_ROOT_LOGGER = False  # see LOGGING
+CELERY_TASK_IGNORE_RESULT = True
+CELERY_BEAT_SCHEDULER = "django_distlock.contrib.celery.scheduler:DistlockScheduler"
+CELERY_BEAT_SCHEDULE = {
+    "nightly-report": {
+        "task": "shop.tasks.nightly_report",
+        "schedule": float(os.environ.get("SHOP_REPORT_SECONDS", "0")) or crontab(hour=3, minute=0),
+    },
 }
 
 # What every Django project says
@@ -39,6 +77,7 @@ INSTALLED_APPS = [
     "django.contrib.admin",
     "django.contrib.auth",
     "django.contrib.contenttypes",
+    "django.contrib.humanize",
     "django.contrib.messages",
     "django.contrib.sessions",
     "django.contrib.staticfiles",
@@ -66,6 +105,10 @@ TEMPLATES = [
         },
     },
 ]
+# Scripts and styles from here alone: the dashboard of the locks needs nothing else.
+if django.VERSION >= (6, 0):
+    MIDDLEWARE.insert(1, "django.middleware.csp.ContentSecurityPolicyMiddleware")
+    SECURE_CSP = {"default-src": ["'self'"]}
 LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,

@@ -6,6 +6,8 @@ from typing import ClassVar
 
 from django.db import models
 
+from django_distlock.fencing import FencedModel
+
 
 class Product(models.Model):
     """Something to sell, as long as there is stock."""
@@ -19,10 +21,13 @@ class Product(models.Model):
         return self.name
 
 
-class Payment(models.Model):
-    """Money that a customer promised and a provider has to be asked for, once."""
+class Payment(FencedModel):
+    """Money that a customer promised and a provider has to be asked for, once.
 
-    objects: ClassVar[models.Manager[Payment]]
+    A row remembers the highest fence that touched it, and refuses whoever comes with a lower one.
+    """
+
+    fence_key = "payment:{pk}"
 
     class Status(models.TextChoices):
         """How far it got."""
@@ -33,8 +38,6 @@ class Payment(models.Model):
     customer = models.CharField(max_length=100, unique=True)
     amount = models.DecimalField(max_digits=8, decimal_places=2)
     status = models.CharField(max_length=10, choices=Status, default=Status.OPEN)
-    #: The highest fence that touched this row. Whoever comes with a lower one comes too late.
-    captured_fence = models.BigIntegerField(default=0)
 
     def __str__(self) -> str:
         return f"{self.customer}: {self.amount}"

@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections.abc import Callable
 
 from django_distlock import Lease
 from shop.models import Payment
@@ -13,37 +14,31 @@ logger = logging.getLogger("shop")
 PROVIDER_SECONDS = float(os.environ.get("SHOP_PROVIDER_SECONDS", "2"))
 
 
-class TooLate(Exception):
-    """Somebody with a later grant has touched the payment."""
+def ask_provider(payment: Payment) -> None:
+    """Stand in for a provider, which takes its time.
+
+    A real one is told the number of the payment too, and does not charge twice for the same.
+    """
+    logger.info("Asking the provider for %s", payment.amount)
+    time.sleep(PROVIDER_SECONDS)
 
 
-def capture(pk: int, lease: Lease) -> bool:
+def capture(pk: int, lease: Lease, ask: Callable[[Payment], None] = ask_provider) -> bool:
     """Capture a payment under `lease`; return False if it was captured before.
 
-    The lease's fence is written at the first touch: from then on, whoever holds an older one
-    finds no row to write to.
+    Reading it raises the fence of its row to that of the lease, and whoever holds an older lease
+    can neither read nor write it from then on.
 
     Raises:
         Payment.DoesNotExist: There is no such payment.
-        TooLate: The lease ended, and its successor was here.
-        LockLost: The lease ended while the provider was asked.
+        FenceRejected: The lease ended, and its successor was here. Nothing was written.
+        LockLost: The lease ended before the provider was asked.
     """
-    payments = Payment.objects.filter(pk=pk)
-    touched = payments.filter(captured_fence__lte=lease.fence).update(captured_fence=lease.fence)
-    payment = payments.get()
-    if not touched:
-        raise TooLate
+    payment = Payment.objects.fenced(lease).get(pk=pk)
     if payment.status == Payment.Status.CAPTURED:
         return False
-    ask_provider(payment)
     lease.check()
-    written = payments.filter(captured_fence=lease.fence).update(status=Payment.Status.CAPTURED)
-    if not written:
-        raise TooLate
+    ask(payment)
+    payment.status = Payment.Status.CAPTURED
+    payment.save()
     return True
-
-
-def ask_provider(payment: Payment) -> None:
-    """Stand in for a provider, which takes its time."""
-    logger.info("Asking the provider for %s", payment.amount)
-    time.sleep(PROVIDER_SECONDS)

@@ -6,7 +6,7 @@ from typing import Any
 from django.dispatch import receiver
 
 from django_distlock import Holder
-from django_distlock.signals import lock_not_acquired
+from django_distlock.signals import fence_rejected, lock_not_acquired
 
 logger = logging.getLogger("shop")
 
@@ -16,3 +16,9 @@ def log_refusal(*, key: str, holder: Holder | None, waited: float, **_: Any) -> 
     """Leave a line in the log about everybody who was sent away."""
     who = "somebody" if holder is None else f"process {holder.pid} on {holder.host}"
     logger.info("%s: given up after %.1f s, held by %s", key, waited, who)
+
+
+@receiver(fence_rejected)
+def log_rejection(*, key: str, fence: int, current: int | None, **_: Any) -> None:
+    """Leave a line in the log about every write that came too late."""
+    logger.info("%s: fence %d came too late, behind %s", key, fence, current)

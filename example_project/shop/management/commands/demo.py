@@ -1,22 +1,28 @@
-"""Show what a lock is good for, then serve the shop."""
+"""Show what locks and fences are good for, then serve the shop."""
 
 import signal
+import subprocess
+import sys
 from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from django.contrib.auth import get_user_model
 from django.core.management import BaseCommand, CommandError, call_command
-from django.db import DatabaseError, connections
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from shop.competition import Competition, Stuck
+from shop import story
+from shop.competition import MANAGE, Competition, Stuck
 from shop.models import Payment, Product
 
 STOCK = 10_000
 PRODUCTS = ["Coffee grinder", "Kettle", "Teapot"]
-PAYMENTS = {"Ada": "12.50", "Grace": "48.00", "Linus": "7.20"}
+PAYMENTS = {"Ada": "12.50", "Grace": "48.00", "Linus": "7.20", "Radia": "31.90"}
+#: Whose payment the terminal tells a story of.
+HERO = "Radia"
 USER = PASSWORD = "demo"
 
 
@@ -32,18 +38,24 @@ def between(low: int, high: int) -> Any:
 
 
 class Command(BaseCommand):
-    """From nothing to a shop that is open, by way of a competition."""
+    """From nothing to a shop that is open, by way of a competition and a story."""
 
-    help = "Migrates, lets processes compete with and without a lock, and serves the shop."
+    help = (
+        "Migrates, lets processes compete with and without a lock, pauses one that holds a lock,"
+        " and serves the shop."
+    )
     # There is nothing to check before the first migration.
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Take how many compete, how long, and where to serve."""
         parser.add_argument("--workers", type=between(2, 32), default=4, help="processes: 4")
-        parser.add_argument("--rounds", type=between(0, 500), default=20, help="sales of each: 20")
+        parser.add_argument(
+            "--rounds", type=between(0, 500), default=20, help="sales of each: 20; 0: serve at once"
+        )
         parser.add_argument("--port", type=between(1, 65535), default=8000, help="default: 8000")
         parser.add_argument("--no-serve", action="store_true", help="stop before serving")
+        parser.add_argument("--no-worker", action="store_true", help="serve without a worker")
 
     def handle(self, *_args: Any, **options: Any) -> None:
         """Run to the end, or until Ctrl-C."""
@@ -54,20 +66,16 @@ class Command(BaseCommand):
             self.set_up()
             if options["rounds"]:
                 self.compete(options["workers"], options["rounds"])
+                self.tell_story()
         except KeyboardInterrupt:
             self.console.print("\nStopped.")
             return
         if not options["no_serve"]:
-            self.serve(options["port"])
+            self.serve(options["port"], with_worker=not options["no_worker"])
 
     def set_up(self) -> None:
-        """Make tables, a user and something to sell; leave what is there."""
-        for alias, connection in connections.settings.items():
-            self.console.print(f"Migrating {alias!r}: {connection['NAME']}")
-            try:
-                call_command("migrate", database=alias, verbosity=0)
-            except DatabaseError as error:
-                raise CommandError(f"The database {alias!r} cannot be used: {error}") from error
+        """Make tables, a user, something to sell and payments that are open."""
+        call_command("migrate_all", verbosity=0)
         user, _ = get_user_model().objects.get_or_create(
             username=USER, defaults={"is_staff": True, "is_superuser": True}
         )
@@ -76,7 +84,9 @@ class Command(BaseCommand):
         for name in PRODUCTS:
             Product.objects.update_or_create(name=name, defaults={"stock": STOCK})
         for customer, amount in PAYMENTS.items():
-            Payment.objects.get_or_create(customer=customer, defaults={"amount": amount})
+            Payment.objects.update_or_create(
+                customer=customer, defaults={"amount": amount, "status": Payment.Status.OPEN}
+            )
 
     def compete(self, workers: int, rounds: int) -> None:
         """Sell without the lock, then with it, and compare."""
@@ -105,13 +115,50 @@ class Command(BaseCommand):
             if not self.console.is_terminal:
                 self.console.print()  # which Live leaves out there
 
-    def serve(self, port: int) -> None:
+    def tell_story(self) -> None:
+        """Pause a worker that holds a lock, and see its write refused."""
+        if not story.is_possible():
+            self.console.print("A paused worker keeps its key here: nobody takes over.\n")
+            return
+        self.console.print(
+            "[bold]Paused, taken over, refused[/]\nTwo workers are to capture the same payment,"
+            f" whose lock lives for {story.TTL_SECONDS} seconds\nwithout a sign of life.\n\n"
+            f"{'time':>6}  worker  {'fence':>19}"
+        )
+        payment = Payment.objects.get(customer=HERO)
+        told = story.Story(payment.pk, lambda step: self.console.print(line(step)))
+        try:
+            told.start()
+            told.wait()
+        finally:
+            told.stop()
+            told.wait()
+        if told.failure:
+            raise CommandError(told.failure)
+        payment.refresh_from_db()
+        self.console.print(f"The payment is {payment.status}, under fence {payment.fence:,}.\n")
+
+    def serve(self, port: int, *, with_worker: bool) -> None:
         """Open the shop on this machine, until Ctrl-C."""
         self.console.print(
             f"The shop is on http://127.0.0.1:{port}/ and its admin on /admin/.\n"
             f"User: {USER}, password: {PASSWORD}. Everybody knows them: for this demo only.\n"
         )
-        call_command("runserver", f"127.0.0.1:{port}", use_reloader=False)
+        with worker() if with_worker else nullcontext():
+            call_command("runserver", f"127.0.0.1:{port}", use_reloader=False)
+
+
+@contextmanager
+def worker() -> Iterator[None]:
+    """Run a worker for a block."""
+    with subprocess.Popen(  # noqa: S603 - our own command
+        [sys.executable, str(MANAGE), "work"], stdin=subprocess.PIPE, process_group=0
+    ) as process:
+        try:
+            yield
+        finally:
+            # The end of its input is that of the worker.
+            process.communicate()
 
 
 def table(competition: Competition) -> Table:
@@ -129,7 +176,7 @@ def table(competition: Competition) -> Table:
             str(seller.process.pid),
             str(len(seller.sales)),
             f"{last.read} → {last.wrote}" if last else "",
-            str(last.fence) if last and last.fence else "-",
+            f"{last.fence:,}" if last and last.fence else "-",
         )
     return made
 
@@ -146,5 +193,11 @@ def result(competition: Competition) -> str:
     if competition.with_lock:
         fences = competition.fences
         rise = "each above the one before" if competition.fences_rise else "out of order"
-        said += f"Fences: {fences[0]} to {fences[-1]}, {rise}.\n"
+        said += f"Fences: {fences[0]:,} to {fences[-1]:,}, {rise}.\n"
     return said
+
+
+def line(step: story.Step) -> str:
+    """Return a step of the story as a line."""
+    text = f"[bold red]{step.text}[/]" if step.is_refusal else step.text
+    return f"{step.at:4.1f} s  {step.worker:6}  {step.fence:>19,}  {text}"

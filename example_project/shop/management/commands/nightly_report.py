@@ -2,10 +2,11 @@
 
 from typing import Any
 
-from django.core.management import BaseCommand
+from django.core.management import BaseCommand, CommandError
 from django.utils import timezone
 
 from django_distlock import LockNotAcquired
+from django_distlock.scheduling import Skipped
 from shop.reports import make_report
 
 
@@ -16,13 +17,14 @@ class Command(BaseCommand):
 
     def handle(self, *_args: Any, **_options: Any) -> None:
         """Make the report, or say who does."""
-        try:
-            report = make_report(timezone.localdate())
-        except LockNotAcquired as error:
-            who = f"process {error.holder.pid}" if error.holder else "somebody else"
-            self.stdout.write(f"Nothing to do: {who} is making it.")
-            return
-        if report is None:
+        report = make_report(timezone.localdate())
+        if isinstance(report, Skipped):
+            if not isinstance(report.why, LockNotAcquired):
+                raise CommandError(f"Not made: {report.why}")
+            holder = report.why.holder
+            who = f"process {holder.pid}" if holder else "somebody else"
+            self.stdout.write(f"Nothing to do: {who} makes it, or has just made it.")
+        elif report is None:
             self.stdout.write("Nothing to do: it was made before.")
         else:
             self.stdout.write(f"{report}: {report.pieces_in_stock} pieces in stock.")
