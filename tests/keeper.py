@@ -28,6 +28,7 @@ REQUIRABLE = {
     "postgresql",
     "mariadb",
     "redis",
+    "rabbitmq",
     "pgbouncer",
     "gunicorn",
     "uvicorn",

@@ -11,9 +11,10 @@ from typing import Any
 from django.db import transaction
 from django.dispatch import Signal
 
-from django_distlock import Lease, Lock, distlock
+from django_distlock import Lease, Lock, distlock, signals
 from django_distlock.handler import lock_backends
 from tests.backends import Registered
+from tests.safety import never
 
 from .helpers import Later
 
@@ -37,10 +38,22 @@ def grantable(lock: Lock) -> bool:
 
     def attempt() -> bool:
         # Long enough that no slow reply comes behind its end.
-        lease = replace(lock, ttl=30.0).try_acquire()
+        plain = replace(lock, ttl=30.0, max_lifetime=None, hold=False, min_hold=0.0)
+        lease = plain.try_acquire()
         return lease is not None and lease.release()
 
     return Later(attempt).result()
+
+
+def shuts_out(lease: Lease) -> bool:
+    """Say whether nobody else is granted a lease's key; fail for good if both have it.
+
+    A machine that stood still for longer than the lease has lost it: then it does not count.
+    """
+    granted = grantable(Lock(key=lease.key, backend=lease.backend, wait=0))
+    # Asked behind it: a lease that is held now was held all the time.
+    never(granted and lease.held, "two held a key at once")
+    return not granted
 
 
 @contextmanager
@@ -101,5 +114,7 @@ class Heard:
     @property
     def once(self) -> dict[str, Any]:
         """Give the facts of a signal that was sent exactly once."""
+        if self._signal is signals.lock_lost:
+            never(len(self.facts) > 1, "a loss was told twice")
         assert len(self.facts) == 1, self.facts
         return self.facts[0]

@@ -45,6 +45,8 @@ BY_KEY: dict[str, Callable[[BaseLockBackend, Any], object]] = {
     "release": lambda backend, key: backend.release(grant(key)),
     "settle": lambda backend, key: backend.settle(grant(key), 5),
     "read": lambda backend, key: backend.read(key),
+    "counter": lambda backend, key: backend.counter(key),
+    "guards": lambda backend, key: backend.guards(key),
     "shorten": lambda backend, key: backend.shorten(key, 5),
     "force_release": lambda backend, key: backend.force_release(key),
     "request_stop": lambda backend, key: backend.request_stop(key),

@@ -8,6 +8,7 @@ import pytest
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.records import Record
+from tests.safety import never
 
 from .helpers import KEEPS_EXPIRED, Later, held, prompt, take
 from .stores import DatabaseStore, Store, Stranger
@@ -37,7 +38,7 @@ def test_cleanup_spares_live_records(backend: BaseLockBackend, store: Store, key
     backend.settle(take(backend, f"{key}-settled"), 50)
     sweep(backend, store)
     take(backend, f"{key}-grace", 5)
-    store.elapse(5.2)
+    store.elapse(5.05)
     keys = [f"{key}-{name}" for name in ("grace", "held", "endless", "settled")]
     before: list[Record | None] = [held(backend, each) for each in keys]
     sweep(backend, store)
@@ -96,9 +97,12 @@ def test_cleanup_leaves_the_counters(backend: BaseLockBackend, store: Store, key
     backend.pause(f"{key}-paused", store.now() + timedelta(hours=1))
     store.elapse(6.1)
     sweep(backend, store)
+    never(store.fence(key) < grant.fence, "a fence fell")
     assert store.fence(key) == grant.fence
     assert backend.resume(f"{key}-paused") is True
-    assert store.registered.is_next(take(backend, key).fence, grant.fence)
+    fence = take(backend, key).fence
+    never(fence <= grant.fence, "a fence came again")
+    assert store.registered.is_next(fence, grant.fence)
 
 
 def test_cleanup_of_nothing_is_zero(backend: BaseLockBackend, store: Store) -> None:
@@ -157,4 +161,5 @@ def test_cleanup_on_read_is_an_option(
     assert not store.has_record(key)
     assert tidy.read_token(expired.token) is None
     assert tidy.read_token(live.token) is not None
+    never(store.fence(key) < expired.fence, "a fence fell")
     assert store.fence(key) == expired.fence

@@ -234,7 +234,7 @@ def test_extend_of_a_key_that_was_taken_away_is_lost(
 
 def test_block_that_outlived_its_lease_raises(registered: Registered, key: str) -> None:
     """A body that succeeded without the lock for its last part did not succeed."""
-    lock, ran = lock_of(registered, key, ttl=SHORT), []
+    lock, ran = lock_of(registered, key, ttl=SHORT, heartbeat=False), []
 
     def work() -> None:
         with lock:
@@ -252,7 +252,7 @@ async def test_asynchronous_block_that_outlived_its_lease_raises(
     registered: Registered, key: str
 ) -> None:
     """The same for `async with`."""
-    lock = lock_of(registered, key, ttl=SHORT)
+    lock = lock_of(registered, key, ttl=SHORT, heartbeat=False)
     with pytest.raises(LockLost, match=key):
         async with lock:
             await asyncio.sleep(PAST)
@@ -262,11 +262,11 @@ async def test_asynchronous_block_that_outlived_its_lease_raises(
 def test_function_that_outlived_its_lease_raises(registered: Registered, key: str) -> None:
     """The same for decorated functions."""
 
-    @lock_of(registered, key, ttl=SHORT)
+    @lock_of(registered, key, ttl=SHORT, heartbeat=False)
     def work() -> None:
         time.sleep(PAST)
 
-    @lock_of(registered, key, ttl=SHORT)
+    @lock_of(registered, key, ttl=SHORT, heartbeat=False)
     async def awork() -> None:
         await asyncio.sleep(PAST)
 

@@ -116,9 +116,8 @@ def test_bad_argument_is_refused_when_the_lock_is_described(
 
 @pytest.mark.parametrize(
     "name",
-    ["heartbeat", "hold", "min_hold", "reentrant", "steal_if_dead", "basic", "on_conflict",
-     "max_lifetime", "timeout"],
-)  # fmt: skip
+    ["timeout", "blocking", "fair", "permits"],
+)
 def test_argument_without_behaviour_is_absent(name: str) -> None:
     """A parameter appears when it does something."""
     with pytest.raises(TypeError, match=name):

@@ -130,7 +130,7 @@ def test_current_lease_is_none_once_lost_or_released(registered: Registered, key
     with lock_of(registered, key) as lease:
         lease.release()
         assert current_lease() is None
-    with suppress(LockLost), lock_of(registered, key, ttl=SHORT) as lease:
+    with suppress(LockLost), lock_of(registered, key, ttl=SHORT, heartbeat=False) as lease:
         assert current_lease() in (lease, None)
         time.sleep(PAST)
         assert current_lease() is None

@@ -9,7 +9,7 @@ import pytest
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Contended, Grant, Record
+from django_distlock.core.records import Contended, Counter, Grant, Record
 
 from .helpers import contend, finds, held, take
 from .stores import Elapse, Store
@@ -315,3 +315,68 @@ def test_operators_are_given_records(backend: BaseLockBackend, key: str) -> None
     ):
         assert isinstance(answer, Record)
         assert not isinstance(answer, Contended)
+
+
+# What an operator looks at
+
+
+def test_clock_is_the_one_that_leases_end_by(
+    backend: BaseLockBackend, store: Store, key: str
+) -> None:
+    """It lies between two looks at the store's own clock, and does not go back."""
+    before = store.now()
+    first = backend.clock()
+    grant = take(backend, key)
+    second = backend.clock()
+    assert before <= first <= grant.acquired_at <= second <= store.now()
+    assert second.utcoffset() == timedelta(0)
+
+
+def test_counter_is_the_fence_of_the_last_grant(
+    backend: BaseLockBackend, store: Store, key: str
+) -> None:
+    """A key that was never granted has none; it outlives release and grows with each grant."""
+    assert backend.counter(key) is None
+    first = take(backend, key)
+    assert backend.counter(key) == Counter(first.fence)
+    backend.release(first)
+    assert backend.counter(key) == Counter(first.fence)
+    second = take(backend, key)
+    assert backend.counter(key) == Counter(second.fence)
+    backend.force_release(key)
+    assert backend.counter(key) == Counter(store.fence(key))
+    assert backend.counter(f"{key}-other") is None
+
+
+def test_counter_shows_a_pause_and_who_wanted_it(
+    backend: BaseLockBackend, store: Store, key: str
+) -> None:
+    """While it lasts: behind its end, or a resume, the key is as it was."""
+    until = (store.now() + timedelta(minutes=1)).replace(microsecond=0)
+    backend.pause(key, until, by="Ada of the night shift")
+    assert backend.counter(key) == Counter(0, until, "Ada of the night shift")
+    backend.resume(key)
+    assert backend.counter(key) is None
+    grant = take(backend, key)
+    backend.pause(key, until)
+    assert backend.counter(key) == Counter(grant.fence, until, None)
+    store.elapse(61)
+    assert backend.counter(key) == Counter(grant.fence)
+
+
+@pytest.mark.requires("supports_guard")
+def test_nobody_guards_a_key_that_is_only_held(backend: BaseLockBackend, key: str) -> None:
+    """Where the store can tell, there is no session to name; nor for a key that nobody has."""
+    take(backend, key)
+    assert backend.guards(key) in ((), None)
+    assert backend.guards(f"{key}-other") in ((), None)
+
+
+def test_looking_uses_nothing_up(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Clock, counter and guards make no counter, and no record."""
+    backend.clock()
+    backend.counter(key)
+    backend.guards(key)
+    assert not store.has_record(key)
+    assert store.fence(key) == 0
+    assert store.registered.is_next(take(backend, key).fence)

@@ -165,7 +165,7 @@ def test_lease_that_is_lost_inside_a_transaction_rolls_it_back(
     registered: Registered, key: str
 ) -> None:
     """The block's `LockLost` leaves `atomic()` as an error does: nothing unprotected is kept."""
-    lock = lock_of(registered, key, ttl=SHORT)
+    lock = lock_of(registered, key, ttl=SHORT, heartbeat=False)
 
     def work() -> None:
         with transaction.atomic(), lock:

@@ -10,6 +10,7 @@ from django.dispatch import Signal
 
 from django_distlock import (
     BackendUnavailable,
+    FenceRejected,
     Holder,
     InvalidArgument,
     InvalidLockBackend,
@@ -21,13 +22,25 @@ from django_distlock import (
     LockNotAcquired,
     LockUsageError,
     Retry,
+    RunScope,
     current_lease,
     default_lock_backend,
     distlock,
     lock_backends,
 )
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.inspection import get_by_key, get_by_token, owns
+from django_distlock.contrib.celery import locked_task as celery_task
+from django_distlock.contrib.tasks import locked_task
+from django_distlock.inspection import (
+    LockPage,
+    Outcome,
+    force_release,
+    get_by_key,
+    get_by_token,
+    list_locks,
+    owns,
+)
+from django_distlock.scheduling import Skipped, scheduled
 from django_distlock.signals import (
     lock_acquired,
     lock_extended,
@@ -46,7 +59,15 @@ def describe() -> None:
             ttl=5,
             wait=None,
             backend="default",
+            heartbeat=False,
+            hold=True,
+            min_hold=timedelta(0),
+            reentrant=True,
+            steal_if_dead=True,
+            basic=False,
+            on_conflict="run",
             retry=Retry(delay=0.1, factor=2, cap=1, max_retries=None),
+            max_lifetime=timedelta(hours=1),
             metadata={"user": "Ada"},
         ),
         Lock,
@@ -59,6 +80,7 @@ def describe() -> None:
     distlock("key", backend=None)  # type: ignore[arg-type]
     distlock("key", retry={"delay": 1})  # type: ignore[arg-type]
     distlock("key", timeout=5)  # type: ignore[call-arg]
+    distlock("key", on_conflict="skip")  # type: ignore[arg-type]
     # What becomes a duration is typed, so that a slip is found before it runs.
     distlock("key", ttl="5")  # type: ignore[arg-type]
     distlock("key", wait="5")  # type: ignore[arg-type]
@@ -132,6 +154,15 @@ def hold(lease: Lease) -> None:
     assert_type(lease.remaining(), float)
     assert_type(lease.release(), bool)
     lease.check()
+    lease.on_lost(lambda lost: lost.fence)
+    lease.on_danger(print, before=timedelta(seconds=5))
+    lease.on_danger(print, 5)
+    assert_type(lease.dump(), str)
+    assert_type(Lease.load("text"), Lease)
+    lease.guard()
+    lease.guard("default")
+    with lease.atomic() as nothing:
+        assert_type(nothing, None)
     lease.extend()
     lease.extend(5)
     lease.extend(timedelta(seconds=5))
@@ -177,6 +208,22 @@ def holders(holder: Holder) -> None:
     assert_type(holder.metadata, Mapping[str, Any])
 
 
+def schedules() -> None:
+    """Who is not the one that runs gets something else."""
+
+    @scheduled("report", expected=5, scope=RunScope.PREFER_GLOBAL)
+    def work(day: int) -> str:
+        return f"{day}"
+
+    @scheduled("report", expected=timedelta(minutes=5), margin=1, hold=False, jitter=2)
+    async def awork(day: int) -> str:
+        return f"{day}"
+
+    assert_type(work(5), str | Skipped)
+    made: Callable[[int], Coroutine[Any, Any, str | Skipped]] = awork
+    assert_type(made, Callable[[int], Coroutine[Any, Any, str | Skipped]])
+
+
 def errors() -> None:
     """What errors know."""
     try:
@@ -185,6 +232,10 @@ def errors() -> None:
         assert_type(error.holder, Holder | None)
         assert_type(error.held_for, float | None)
         assert_type(error.expires_in, float | None)
+    except FenceRejected as error:
+        assert_type(error.row, str)
+        assert_type(error.current, int | None)
+        assert_type(error.fence, int | None)
     except (LockLost, BackendUnavailable, LockUsageError) as error:
         assert_type(error.code, str)
     except InvalidArgument as error:
@@ -212,3 +263,24 @@ def listen() -> None:
     """Signals are Django's."""
     for signal in (lock_acquired, lock_not_acquired, lock_extended, lock_released, lock_lost):
         assert_type(signal, Signal)
+
+
+async def jobs() -> None:
+    """A decorated task takes what its function took."""
+
+    def body(number: int) -> str:
+        return str(number)
+
+    async def awaited(number: int) -> str:
+        return str(number)
+
+    assert_type(locked_task("key:{number}")(body)(1), str | dict[str, Any])
+    later = locked_task("key:{number}", on_conflict="skip", max_wait=60)(awaited)
+    assert_type(await later(1), str | dict[str, Any])
+    assert_type(celery_task("key:{number}", on_unavailable="run", ttl=60)(body)(1), str)
+
+
+def operate() -> None:
+    """What operators do needs to be told who, and why."""
+    assert_type(list_locks(prefix="a", held_longer_than=60, limit=10), LockPage)
+    assert_type(force_release("key", actor="me", reason="stuck"), Outcome)

@@ -116,6 +116,9 @@ def test_every_setting_is_read(settings: Any) -> None:
         ("LOCK_CONNECTIONS", 2.0, "LOCK_CONNECTIONS: must be an int of at least 1, not 2.0"),
         ("FENCE_FLOOR", "server", "FENCE_FLOOR: must be \"clock\" or None, not 'server'"),
         ("FENCE_FLOOR", True, 'FENCE_FLOOR: must be "clock" or None, not True'),
+        ("HEARTBEAT", 0, "HEARTBEAT: HEARTBEAT must be at least 0.01 and at most 0.5, not 0"),
+        ("HEARTBEAT", 0.6, "HEARTBEAT: HEARTBEAT must be at least 0.01 and at most 0.5, not 0.6"),
+        ("HEARTBEAT", True, "HEARTBEAT: HEARTBEAT must be a number, not True"),
         ("RETRY", None, "RETRY: must be a dictionary, not None"),
         ("RETRY", Retry(), "RETRY: must be a dictionary, not Retry("),
         ("RETRY", {"dely": 1}, "RETRY: unknown: 'dely'; known are: delay, factor, cap"),
@@ -136,7 +139,7 @@ def test_bad_value_is_refused_with_alias_name_value_and_rule(
     assert rule in message
 
 
-@pytest.mark.parametrize("name", ["TIMEOUT", "ttl", "KEY_PREFIX ", "HEARTBEAT", "LOCATION", 5])
+@pytest.mark.parametrize("name", ["TIMEOUT", "ttl", "KEY_PREFIX ", "HEART_BEAT", "LOCATION", 5])
 def test_unknown_name_is_refused_with_the_known_ones(settings: Any, name: Any) -> None:
     """The vocabulary is closed: a slip, or a setting of a later version, is no silence."""
     settings.DISTLOCK = {"x": {"BACKEND": MEMORY, name: 1}}
@@ -144,7 +147,7 @@ def test_unknown_name_is_refused_with_the_known_ones(settings: Any, name: Any) -
         conf.backend_config("x")
     assert str(caught.value) == (
         f"DISTLOCK['x']: Unknown settings: {name!r}. Known are: BACKEND, KEY_PREFIX, TTL, WAIT,"
-        f" MAX_TTL, LOCK_CONNECTIONS, RETRY, FENCE_FLOOR, OPTIONS."
+        f" MAX_TTL, HEARTBEAT, LOCK_CONNECTIONS, RETRY, FENCE_FLOOR, OPTIONS."
     )
 
 
@@ -202,6 +205,8 @@ TABLES = {
     "locks": "django_distlock_heldlock",
     "fences": "django_distlock_fencecounter",
     "events": "django_distlock_lockevent",
+    "waiters": "django_distlock_waiter",
+    "seen": "django_distlock_seenfence",
 }
 
 
@@ -279,3 +284,26 @@ def test_bad_holder_is_refused(settings: Any, raw: Any, message: str) -> None:
     with pytest.raises(InvalidLockBackend) as caught:
         conf.holder_config()
     assert message in str(caught.value)
+
+
+def test_fences_are_signed_with_the_projects_key(settings: Any) -> None:
+    """Without a secret of their own, and what was signed with earlier keys is believed."""
+    settings.SECRET_KEY, settings.SECRET_KEY_FALLBACKS = "now", ["before", "earlier"]
+    assert conf.fence_secrets() == ("now", "before", "earlier")
+    settings.DISTLOCK_FENCE_SECRET = None
+    assert conf.fence_secrets() == ("now", "before", "earlier")
+
+
+def test_secret_of_fences_stands_alone(settings: Any) -> None:
+    """Where there is one, the project's keys are no secrets of fences."""
+    settings.DISTLOCK_FENCE_SECRET = "shared"
+    assert conf.fence_secrets() == ("shared",)
+
+
+@pytest.mark.parametrize("bad", ["", 5, b"bytes", ["shared"], True])
+def test_bad_secret_is_refused_and_not_shown(settings: Any, bad: Any) -> None:
+    """An empty one would be everybody's."""
+    settings.DISTLOCK_FENCE_SECRET = bad
+    with pytest.raises(InvalidLockBackend) as caught:
+        conf.fence_secrets()
+    assert str(caught.value) == ("DISTLOCK_FENCE_SECRET must be None, or a str that is not empty.")

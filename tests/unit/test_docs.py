@@ -119,7 +119,7 @@ def test_settings_page_lists_what_the_settings_know(heading: str, known: set[str
 def test_checks_page_lists_the_checks() -> None:
     """Every id that the code reports has a row, and every row an id."""
     page = (ROOT / "docs/reference/checks.md").read_text()
-    code = "".join(each.read_text() for each in (ROOT / "django_distlock/checks").glob("*.py"))
+    code = "".join(each.read_text() for each in (ROOT / "django_distlock").rglob("*.py"))
     assert set(re.findall(r"^\| `(distlock\.\w+)`", page, re.MULTILINE)) == set(
         re.findall(r'id="(distlock\.\w+)"', code)
     )

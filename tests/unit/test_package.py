@@ -11,6 +11,7 @@ import django_distlock
 
 PUBLIC = [
     "BackendUnavailable",
+    "FenceRejected",
     "Holder",
     "InvalidArgument",
     "InvalidLockBackend",
@@ -22,6 +23,7 @@ PUBLIC = [
     "LockNotAcquired",
     "LockUsageError",
     "Retry",
+    "RunScope",
     "current_lease",
     "default_lock_backend",
     "distlock",
@@ -34,7 +36,8 @@ import socket, sqlite3, sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"psycopg", "psycopg2", "redis", "celery", "MySQLdb"}:
+        if name.partition(".")[0] in {"psycopg", "psycopg2", "redis", "celery", "MySQLdb",
+            "matplotlib", "prometheus_client", "opentelemetry"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 def refuse(*args, **kwargs):
