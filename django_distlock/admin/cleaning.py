@@ -15,17 +15,14 @@ from django.utils.translation import gettext_lazy, ngettext
 from .. import inspection
 from ..core.errors import LockError
 from ..handler import lock_backends
+from .filters import named_backends
 from .operating import ReasonForm
-
-
-def _backends() -> list[tuple[str, Any]]:
-    return [(alias, alias) for alias in lock_backends]
 
 
 class CleanupForm(ReasonForm):
     """Where, of what age, and why."""
 
-    backend = forms.ChoiceField(label=gettext_lazy("Backend"), choices=_backends)
+    backend = forms.ChoiceField(label=gettext_lazy("Backend"), choices=named_backends)
     hours = forms.FloatField(
         label=gettext_lazy("Over for hours"), min_value=0, max_value=8760, initial=0
     )

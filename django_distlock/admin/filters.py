@@ -24,7 +24,7 @@ AGES = (
 
 
 def _backends() -> list[tuple[str, Any]]:
-    return [("", _("all")), *((alias, alias) for alias in lock_backends)]
+    return [("", _("all")), *named_backends()]
 
 
 #: Of its ttl, what may have gone since a renewal: more, and two beats in a row have failed.
@@ -44,14 +44,15 @@ def _states() -> list[tuple[str, Any]]:
     ]
 
 
-def _named() -> list[tuple[str, Any]]:
+def named_backends() -> list[tuple[str, Any]]:
+    """Return the backends as choices, of which one has to be named."""
     return [(alias, alias) for alias in lock_backends]
 
 
 class KeyForm(forms.Form):
     """A key that somebody knows by name: nobody need hold it."""
 
-    backend = forms.ChoiceField(label=_("Backend"), choices=_named)
+    backend = forms.ChoiceField(label=_("Backend"), choices=named_backends)
     key = forms.CharField(label=_("Key"), max_length=512, strip=False)
 
 
