@@ -58,10 +58,12 @@ class Alarms:
         with self._mutex:
             self._watched[id(lease)] = lease
             if self._thread is None or not self._thread.is_alive():
-                thread = threading.Thread(target=self._run, name="distlock-alarms", daemon=True)
+                # Kept before it starts: a signal's handler may raise behind that.
+                self._thread = threading.Thread(
+                    target=self._run, name="distlock-alarms", daemon=True
+                )
                 self._looks_at = 0.0
-                thread.start()
-                self._thread = thread
+                self._thread.start()
             elif lease.next_alarm() < self._looks_at:
                 self._changed.notify()
 
@@ -90,6 +92,8 @@ class Alarms:
         while True:
             self.ring()
             with self._mutex:
+                if self._thread is not threading.current_thread():
+                    return  # Another one was started in its place.
                 now = monotonic()
                 if self._watched:
                     idle_since = now

@@ -19,12 +19,13 @@ from .backends.base import BaseLockBackend
 from .backends.queues import Turn
 from .core.acquiring import SAFETY_SECONDS, Attempt, Outcome, Steps, acquiring
 from .core.durations import MAX_BOUND
-from .core.errors import BackendUnavailable, LockError, LockNotAcquired
+from .core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError
 from .core.holders import Holder
 from .core.keys import new_token
 from .core.logs import log_fields
 from .core.records import UNKNOWN, Contended, Grant, Record
 from .core.retry import Retry
+from .deadlocks import Name, Wait, waits
 from .host import is_gone, monotonic
 from .signals import lock_acquired, lock_not_acquired, lock_taken_over, tell
 
@@ -44,9 +45,19 @@ NOTE_LIVES, NOTE_RENEWED_AT = 60.0, 30.0
 when_waiting: list[Callable[[], None]] = []
 
 
+class KeptHere(LockError):
+    """The transactions that the caller works in keep the key: its lease is gone on with."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a caller asks for: a key, for how long, and how long to keep trying."""
+    """What a caller asks for: a key, for how long, and how long to keep trying.
+
+    Attributes:
+        home: Whose transactions the caller works in.
+        inside: What is held by the blocks that it cannot leave before.
+        passed: A release behind those transactions that nobody can go on with.
+    """
 
     key: str
     ttl: float | None
@@ -54,6 +65,9 @@ class Request:
     holder: Holder
     retry: Retry
     steal_if_dead: bool = False
+    home: int = 0
+    inside: tuple[Name, ...] = ()
+    passed: transactions.Deferred | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +102,7 @@ class Attempts:
         # Held by an attempt in flight, so that whoever gives up waits for it and undoes it.
         self._mutex = threading.Lock()
         self._turn: Turn | None = None
+        self._wait: Wait | None = None
         self._note: str | None = None
         self._noted_at = -math.inf
 
@@ -109,6 +124,8 @@ class Attempts:
     def attempt(self, step: Attempt) -> Outcome:
         """Ask the store once."""
         request = self.request
+        if (instead := self.instead) is not None:
+            return instead
         with self._mutex:
             if self._abandoned:
                 return Contended(busy=True)
@@ -155,14 +172,46 @@ class Attempts:
         # Kept first: interrupted behind this, it can leave whatever it has joined.
         self._turn = Turn(self.backend.storage_name(self.request.key), ring)
         self.backend.queues.join(self._turn)
+        request = self.request
+        self._wait = Wait(
+            name=self._name,
+            home=request.home,
+            inside=request.inside,
+            until=math.inf if request.wait is None else self._started + request.wait,
+            ring=ring,
+        )
+        waits.begin(self._wait)
         for call in when_waiting:
             call()
         return not self.is_first
 
     @property
+    def instead(self) -> LockError | None:
+        """Return why there is nothing to wait for; None: there may be.
+
+        All of it comes of the transactions that the caller works in, which keep keys until they
+        end: this one, or others that somebody waits for.
+        """
+        request = self.request
+        kept = transactions.waiting_release(self._name, request.home)
+        if kept is not None and kept is not request.passed:
+            return KeptHere(f"The transaction keeps {request.key!r}.", key=request.key)
+        if self._wait is not None and self._wait.in_vain_for is not None:
+            return self._in_vain(self._wait.in_vain_for)
+        if request.wait is None:
+            other = transactions.kept_beside(self._name, request.home)
+            return None if other is None else _endless(request.key, other)
+        return None
+
+    @property
     def is_first(self) -> bool:
         """Whether it is this caller's turn to ask the store."""
         return self._turn is not None and self.backend.queues.is_first(self._turn)
+
+    @property
+    def queues(self) -> bool:
+        """Whether to leave the questions to others in front."""
+        return not self.is_first and self.instead is None
 
     @property
     def patience(self) -> float:
@@ -187,25 +236,27 @@ class Attempts:
 
     def leave(self) -> Callable[[], None] | None:
         """Wait no more; return what is left to do in the store, if anything."""
-        turn, self._turn = self._turn, None
-        if turn is not None:
-            self.backend.queues.leave(turn)
-        note, self._note = self._note, None
-        return None if note is None else partial(self._drop, note)
+        if self._wait is not None:
+            waits.end(self._wait)
+        if self._turn is not None:
+            self.backend.queues.leave(self._turn)
+            self._turn = None
+        return None if self._note is None else partial(self._drop, self._note)
 
     def _drop(self, note: str) -> None:
         with suppress(LockError):
             self.backend.drop_waiter(self.request.key, note)
+        self._note = None
 
     # The end
 
     def give_back(self, grant: Grant) -> None:
         """Release a grant that nobody will use."""
-        self._granted = None
+        answered = not self._unanswered
         try:
-            if self.backend.release(grant) is UNKNOWN:
-                self._release_later()
+            answered = self.backend.release(grant) is not UNKNOWN and answered
         except BackendUnavailable:
+            answered = False
             logger.warning(
                 "%r was granted but not used, and could not be released",
                 grant.key,
@@ -213,7 +264,12 @@ class Attempts:
                     "unused_grant", backend=self.backend.alias, key=grant.key, fence=grant.fence
                 ),
             )
+        if not answered:
             self._release_later()
+        # A release that is still on its way must not end the next grant.
+        self._token, self._unanswered = new_token(), False
+        # Behind it: interrupted before, whoever cleans up gives it back.
+        self._granted = None
 
     def conclude(self, outcome: Outcome) -> Granted:
         """Return the grant, or raise why there is none."""
@@ -228,27 +284,30 @@ class Attempts:
             )
         if self._unanswered:
             self._release_later()
-        error = outcome if isinstance(outcome, BackendUnavailable) else _contended(request, outcome)
+        if isinstance(outcome, KeptHere):
+            raise outcome
+        error = outcome if isinstance(outcome, LockError) else _contended(request, outcome)
         holder = getattr(error, "holder", None)
         self._tell_refusal(error, holder)
         raise error
 
     def fail(self, error: BaseException) -> None:
         """Leave nothing held, and tell."""
+        turn, rest = self._turn, self.leave()
+        if turn is not None:
+            # Where it was interrupted, it may have left without waking the next.
+            self.backend.queues.ring(turn.name)
         with self._mutex:
             self._abandoned = True
             if self._granted is not None:
                 self.give_back(self._granted)
+        if rest is not None:
+            rest()
         if self._unanswered:
             self._release_later()
         if not self.concluded:
             self.concluded = True
             self._tell_refusal(error, None)
-
-    @property
-    def granted(self) -> bool:
-        """Whether a grant is held."""
-        return self._granted is not None
 
     def has_listeners(self) -> bool:
         """Whether somebody is told of the end."""
@@ -257,6 +316,20 @@ class Attempts:
         if self._taken_from is not None:
             told.append(lock_taken_over)
         return any(each.has_listeners(sender) for each in told)
+
+    @property
+    def _name(self) -> Name:
+        return self.backend.alias, self.request.key
+
+    def _in_vain(self, kept: str) -> LockNotAcquired:
+        key = self.request.key
+        return LockNotAcquired(
+            f"The key {key!r} was not granted: whoever has it waits for {kept!r}, which is kept"
+            " here until a block or transaction ends. Take the keys in the same order everywhere,"
+            " or outside of atomic().",
+            key=key,
+            holder=self._in_the_way,
+        )
 
     def _rest(self, name: str) -> float:
         """Return the seconds to leave a key to others whose wake-up this process has just sent.
@@ -280,13 +353,14 @@ class Attempts:
         A server that lost its client goes on waiting for its turn, and may grant behind the first
         release: as long as the bound for each of the two rows that it waits for.
         """
-        transactions.later(self._release_unanswered)
-        transactions.later(self._release_unanswered, 2.5 * MAX_BOUND)
+        release = partial(self._release_unanswered, self._token)
+        transactions.later(release)
+        transactions.later(release, 2.5 * MAX_BOUND)
 
-    def _release_unanswered(self) -> None:
+    def _release_unanswered(self, token: str) -> None:
         request, now = self.request, datetime.now(UTC)
         try:
-            self.backend.release(Grant(request.key, self._token, 1, request.ttl, now, None))
+            self.backend.release(Grant(request.key, token, 1, request.ttl, now, None))
         except BackendUnavailable:
             logger.debug(
                 "%r may stay taken for its ttl: the store is away",
@@ -329,6 +403,16 @@ class Attempts:
             waited=monotonic() - self._started,
             **facts,
         )
+
+
+def _endless(key: str, kept: str) -> LockUsageError:
+    return LockUsageError(
+        f"Waiting for {key!r} without an end is refused: this transaction keeps {kept!r} until it"
+        f" ends, and whoever has {key!r} may wait for that. Give a wait, or take the locks outside"
+        " of atomic().",
+        key=key,
+        code="unsupported",
+    )
 
 
 def _contended(request: Request, outcome: Contended) -> LockNotAcquired:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import NoReturn
 
+from .blocks import Block
 from .core.durations import Duration
 from .core.errors import LockError, LockUsageError
 from .core.holders import Holder
@@ -38,7 +39,7 @@ def tell_bypassed(backend: str, key: str | None, waited: float, cause: LockError
 
 
 class NoLease(Lease):
-    """Stands for a lease where `on_conflict="run"` let a block run without: `held` is False."""
+    """Stands for a lease where `on_conflict="run"` let a block run without: it is false."""
 
     def __init__(self, backend: str, key: str):
         self.key = key
@@ -125,15 +126,30 @@ class NoLease(Lease):
         """Raise: there is nothing to give away."""
         self._refuse("can be given away")
 
+    def let_go(self) -> NoReturn:
+        """Raise: there is nothing to give away."""
+        self._refuse("can be given away")
+
     # For holding
 
-    def begin_block(self, *, heartbeat: bool, task: asyncio.Task[object] | None = None) -> None:
-        """Do nothing."""
+    def begin_block(
+        self,
+        *,
+        heartbeat: bool,
+        task: asyncio.Task[object] | None = None,
+        block: Block | None = None,
+    ) -> None:
+        """Let a block have it."""
+        if block is not None:
+            block.lease = self
 
     def end_block(self, error: BaseException | None) -> None:
         """Do nothing."""
 
     async def aend_block(self, error: BaseException | None) -> None:
+        """Do nothing."""
+
+    def end_left_block(self, thread: int) -> None:
         """Do nothing."""
 
     def end_inner_block(self, error: BaseException | None) -> None:

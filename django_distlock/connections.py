@@ -1,8 +1,7 @@
-"""Which connection a lock statement runs on.
+"""What a connection is doing, and which ones are ours.
 
 A lock that nobody sees before the caller commits is no lock, and a rollback would hand the same
-fence out twice. So a lock statement runs where it commits by itself: on the thread's connection
-while that is idle in autocommit, else on one of a few connections of our own.
+fence out twice. So a lock statement runs where it commits by itself: see `borrowing`.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from django.db import connections
 from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
-from django.db.utils import Error as DjangoDatabaseError
 
-from .core.durations import MAX_BOUND
-from .core.errors import LockError, LockUsageError
+from .core.errors import LockUsageError
 
 #: Seconds after which an unused connection of our own is closed.
 IDLE_SECONDS = 10.0
@@ -48,23 +45,39 @@ CONNECT_SECONDS = 5
 #: What has to come to an end before a database can be dropped.
 before_drop: list[Callable[[], None]] = []
 
+#: What libpq calls a connection with a statement, with a transaction, and with a failed one.
+_OPEN = (1, 2, 3)
+#: And one that takes a statement: without a transaction, or in the middle of one.
+_ANSWERING = (0, 2)
+#: What MySQL's protocol calls a session with a transaction.
+_IN_TRANSACTION = 1
+
 _own_threads = threading.local()
 _every: weakref.WeakSet[Closing] = weakref.WeakSet()
 #: Connections that a fork copied. Kept, so that no destructor speaks on the parent's socket.
 _inherited: list[Any] = []
-#: Which process opened the connection of a thread.
-_opened_by: weakref.WeakKeyDictionary[BaseDatabaseWrapper, int] = weakref.WeakKeyDictionary()
-#: Nobody's work is in them.
-_own: weakref.WeakSet[BaseDatabaseWrapper] = weakref.WeakSet()
+#: The connections of threads that were opened. No set or dictionary of weak references: those are
+#: cleared by functions of Python's, in which an exception that a signal raises would be lost.
+_opened: list[weakref.ref[BaseDatabaseWrapper]] = []
+#: The attributes of a connection that say which process has opened it, and what `servers_isolation`
+#: has found, in which session.
+_PROCESS = "_django_distlock_process"
+_ISOLATION = "_django_distlock_isolation"
 
 
-class NoConnectionFree(Exception):
-    """All of our connections stayed in use for as long as the caller could wait."""
+def use_own_connections(*, keeps_leases: bool = False) -> None:
+    """Say that this thread is ours: nobody closes its connections at the end of a request.
+
+    Args:
+        keeps_leases: It renews or releases what others hold, so it must not wait for those who
+            want something.
+    """
+    _own_threads.active, _own_threads.keeps_leases = True, keeps_leases
 
 
-def use_own_connections() -> None:
-    """Say that this thread is ours: nobody closes its connections at the end of a request."""
-    _own_threads.active = True
+def keeps_leases() -> bool:
+    """Whether this thread waits for no connection that others use."""
+    return getattr(_own_threads, "keeps_leases", False)
 
 
 def in_test_case(connection: BaseDatabaseWrapper) -> bool:
@@ -76,6 +89,64 @@ def in_test_case(connection: BaseDatabaseWrapper) -> bool:
 def in_transaction(connection: BaseDatabaseWrapper) -> bool:
     """Whether the caller has a transaction open, other than that of a `TestCase`."""
     return connection.in_atomic_block and not in_test_case(connection)
+
+
+def has_open_transaction(connection: BaseDatabaseWrapper) -> bool:
+    """Whether the driver says that a transaction is open, or a statement: it asks no server.
+
+    mysqlclient does not tell.
+    """
+    raw = connection.connection
+    if raw is None:
+        return False
+    if connection.vendor == "postgresql":
+        return raw.info.transaction_status in _OPEN
+    if connection.vendor == "sqlite":
+        return bool(raw.in_transaction)
+    return bool(getattr(raw, "server_status", 0) & _IN_TRANSACTION)
+
+
+def servers_isolation(connection: BaseDatabaseWrapper) -> str:
+    """Return the isolation level of PostgreSQL's transactions where Django asks for none.
+
+    A role or a database may have been given another one. Each session is asked once, from the
+    thread that it belongs to, and by a statement that takes no snapshot. "": it cannot be asked.
+    """
+    raw = connection.connection
+    session, level = vars(connection).get(_ISOLATION, (None, ""))
+    if session is None or session() is not raw:
+        here = connection._thread_ident == threading.get_ident()  # type: ignore[attr-defined]
+        if raw is None or raw.info.transaction_status not in _ANSWERING or not here:
+            return ""
+        database: Any = connection.Database  # type: ignore[attr-defined]
+        try:
+            # Past Django: it is no query of the caller's.
+            with raw.cursor() as cursor:
+                cursor.execute("SHOW default_transaction_isolation")
+                level = str(cursor.fetchone()[0])
+        except database.Error:
+            return ""  # The caller's next statement says why.
+        vars(connection)[_ISOLATION] = (weakref.ref(raw), level)
+    return str(level)
+
+
+def is_free(connection: BaseDatabaseWrapper, *, single: bool) -> bool:
+    """Whether the thread's connection may be used.
+
+    Args:
+        single: For one statement, which commits by itself. For a transaction it may not: a signal
+            in the middle would leave it open, or autocommit off.
+    """
+    if getattr(_own_threads, "active", False) or connection.in_atomic_block:
+        return False
+    if connection.vendor == "sqlite":
+        # A database in memory is only seen by the connections that share it.
+        return bool(connection.is_in_memory_db())  # type: ignore[attr-defined]
+    if not single:
+        return False
+    # Django opens it to tell.
+    _open_in_time(connection)
+    return connection.get_autocommit() and not has_open_transaction(connection)
 
 
 def require_transaction(connection: BaseDatabaseWrapper) -> Any:
@@ -202,149 +273,16 @@ class IdleConnections(Generic[C]):
             self._start_reaper()
 
 
-class LockConnections:
-    """The connections of one alias in one process.
-
-    Args:
-        alias: The database that holds the lock tables.
-        limit: How many connections of our own at most.
-        apart: Stay outside of the transaction of a `TestCase` too: somebody else's sessions have
-            to see what is written.
-    """
-
-    def __init__(self, alias: str, limit: int, *, apart: bool = False):
-        self.alias = alias
-        self.limit = limit
-        self._apart = apart
-        self._reset()
-        close_before_drop(self)
-
-    @contextmanager
-    def use(
-        self, bound: float = MAX_BOUND, *, writes: bool = True
-    ) -> Iterator[BaseDatabaseWrapper]:
-        """Make `connections[alias]` one on which a statement commits by itself.
-
-        Args:
-            bound: Seconds that a statement may wait for a lock of SQLite's; PostgreSQL is told
-                with the statement.
-            writes: Whether the statements write.
-
-        Raises:
-            LockUsageError: SQLite, and this thread's own transaction is in the way of writing.
-            NoConnectionFree: All of ours were in use for a second.
-        """
-        connection = connections[self.alias]
-        _leave_to_parent(connection)
-        if in_test_case(connection) and not self._apart:
-            yield connection
-        elif self._is_free(connection):
-            with _left_usable(connection):
-                yield connection
-        else:
-            if writes:
-                _refuse_self_block(connection)
-            with self._borrowed(connection, bound) as borrowed:
-                # The ORM finds its connection by alias. Nothing else runs in this thread now.
-                connections[self.alias] = borrowed
-                try:
-                    yield borrowed
-                finally:
-                    connections[self.alias] = connection
-
-    def close_idle(self) -> None:
-        """Close the connections that nobody uses right now."""
-        if self._pid != os.getpid():
-            return  # Copied by a fork: a word on their sockets would end the parent's sessions.
-        self._idle.close_all()
-
-    def close_all(self) -> None:
-        """Close our connections; wait a second for those in use."""
-        slots, taken = self._slots, 0
-        until = time.monotonic() + MAX_BOUND
-        while taken < self.limit and slots.acquire(timeout=max(0.0, until - time.monotonic())):
-            taken += 1
-        self.close_idle()
-        for _ in range(taken):
-            slots.release()
-
-    def _is_free(self, connection: BaseDatabaseWrapper) -> bool:
-        if getattr(_own_threads, "active", False) or connection.in_atomic_block:
-            return False
-        if connection.vendor == "sqlite":
-            # Ours begin their transactions with IMMEDIATE: a deferred one that comes to write
-            # fails at once where another one writes, whatever the timeout. A database in memory
-            # is only seen by the connections that share it.
-            return bool(connection.is_in_memory_db())  # type: ignore[attr-defined]
-        # Django opens it to tell.
-        _open_in_time(connection)
-        return connection.get_autocommit()
-
-    # Connections of our own
-
-    def _reset(self) -> None:
-        self._pid = os.getpid()
-        self._idle: IdleConnections[BaseDatabaseWrapper] = IdleConnections(_close)
-        self._slots = threading.BoundedSemaphore(self.limit)
-        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    @contextmanager
-    def _borrowed(
-        self, template: BaseDatabaseWrapper, bound: float
-    ) -> Iterator[BaseDatabaseWrapper]:
-        if self._pid != os.getpid():
-            _inherited.extend(self._idle)
-            self._reset()
-        slots = self._slots
-        # A place in our own queue is not contention: it is waited for also with a bound of 0.
-        if not slots.acquire(timeout=MAX_BOUND):
-            raise NoConnectionFree(f"All {self.limit} lock connections of {self.alias!r} in use.")
-        try:
-            connection = self._open(template)
-            try:
-                with _left_usable(connection):
-                    if connection.vendor == "sqlite":
-                        with connection.cursor() as cursor:
-                            wait = max(bound, WRITER_SECONDS)
-                            cursor.execute(f"PRAGMA busy_timeout = {int(wait * 1000)}")
-                    yield connection
-            finally:
-                if connection.connection is not None:
-                    self._keep(template, connection)
-                else:
-                    # The server went away: those that idled meanwhile are as stale.
-                    self.close_idle()
-        finally:
-            slots.release()
-
-    def _open(self, template: BaseDatabaseWrapper) -> BaseDatabaseWrapper:
-        while (connection := self._idle.take()) is not None:
-            # A test run renames its databases under the same alias.
-            if connection.settings_dict["NAME"] == template.settings_dict["NAME"]:
-                return connection
-            connection.close()
-        more = {**KEEPALIVES, "connect_timeout": CONNECT_SECONDS}
-        made = own_connection(template, **(more if template.vendor == "postgresql" else {}))
-        # Used by one thread at a time, but not by the same one every time.
-        made.inc_thread_sharing()
-        return made
-
-    def _keep(self, template: BaseDatabaseWrapper, connection: BaseDatabaseWrapper) -> None:
-        self._idle.keep(connection)
-        self._watch(template.connection)
-
-    def _watch(self, raw: Any) -> None:
-        # When Django closes the thread's connection, its driver's object dies: ours go with it.
-        try:
-            if raw is not None and raw not in self._watched:
-                self._watched.add(raw)
-                weakref.finalize(raw, self.close_idle)
-        except TypeError:
-            pass  # A driver whose connections take no weak references: the reaper remains.
-
-
 def _note_process(connection: BaseDatabaseWrapper, **_: Any) -> None:
-    _opened_by[connection] = os.getpid()
+    if is_own(connection):
+        return
+    is_new = _PROCESS not in vars(connection)
+    vars(connection)[_PROCESS] = os.getpid()
+    if is_new:
+        for each in [each for each in list(_opened) if each() is None]:
+            with suppress(ValueError):
+                _opened.remove(each)
+        _opened.append(weakref.ref(connection))
 
 
 connection_created.connect(_note_process, dispatch_uid="django_distlock.process")
@@ -353,58 +291,28 @@ connection_created.connect(_note_process, dispatch_uid="django_distlock.process"
 def opened_in(thread: int) -> list[BaseDatabaseWrapper]:
     """Return the connections that another thread has opened, without those of our own."""
     # A copy in one step: that thread goes on opening some.
-    known = [reference() for reference in _opened_by.keyrefs()]
+    known = [reference() for reference in list(_opened)]
     return [
         each
         for each in known
         if each is not None
         and each._thread_ident == thread  # type: ignore[attr-defined]
-        and each not in _own
-        and _opened_by.get(each) == os.getpid()
+        and vars(each)[_PROCESS] == os.getpid()
     ]
 
 
-def _leave_to_parent(connection: BaseDatabaseWrapper) -> None:
+def is_own(connection: BaseDatabaseWrapper) -> bool:
+    """Whether nobody's work is in a connection but ours."""
+    return isinstance(connection.settings_dict, _OwnSettings)
+
+
+def leave_to_parent(connection: BaseDatabaseWrapper) -> None:
     """Let go of a connection that a fork copied: two processes would read each other's answers."""
     if connection.vendor == "sqlite" or connection.connection is None or connection.in_atomic_block:
         return
-    if _opened_by.get(connection, os.getpid()) != os.getpid():
+    if vars(connection).get(_PROCESS, os.getpid()) != os.getpid():
         _inherited.append(connection.connection)
         connection.connection = None
-
-
-@contextmanager
-def _left_usable(connection: BaseDatabaseWrapper) -> Iterator[None]:
-    """Close the connection where an error broke it, so that the next statement reconnects."""
-    try:
-        yield
-    except LockError:
-        raise
-    except DjangoDatabaseError:
-        # Not `close_if_unusable_or_obsolete()`: that ends the session of a healthy connection too,
-        # where CONN_MAX_AGE is 0, and with it what the caller has set on it.
-        if connection.errors_occurred and not connection.in_atomic_block:
-            # MySQL's wrapper cannot be asked where it never connected.
-            if connection.connection is not None and connection.is_usable():
-                connection.errors_occurred = False
-            else:
-                connection.close()
-        raise
-    except BaseException:
-        # Interrupted in the middle of the protocol, perhaps by a signal's handler: nobody knows
-        # what the next answer would be.
-        connection.close()
-        raise
-
-
-def _close(connection: BaseDatabaseWrapper) -> None:
-    """Close a connection of ours that nobody uses, from wherever a finaliser may run.
-
-    Django's own `close()` refuses in the thread of an event loop.
-    """
-    raw, connection.connection = connection.connection, None
-    with suppress(Exception):
-        raw.close()
 
 
 def _open_in_time(connection: BaseDatabaseWrapper) -> None:
@@ -419,6 +327,10 @@ def _open_in_time(connection: BaseDatabaseWrapper) -> None:
     connection.settings_dict = {**settings, "OPTIONS": more}
     try:
         connection.ensure_connection()
+    except BaseException:
+        # Interrupted before Django has switched autocommit on, it would keep what is saved.
+        connection.close()
+        raise
     finally:
         connection.settings_dict = settings
 
@@ -429,27 +341,48 @@ def own_connection(template: BaseDatabaseWrapper, **defaults: Any) -> BaseDataba
     Args:
         defaults: `OPTIONS` where the project's settings say nothing else.
     """
-    made = type(template)(_own_settings(template, defaults), template.alias)
-    _own.add(made)
-    return made
+    return type(template)(_own_settings(template, defaults), template.alias)
 
 
-def _own_settings(template: BaseDatabaseWrapper, defaults: dict[str, Any]) -> dict[str, Any]:
+@contextmanager
+def opened_apart(template: BaseDatabaseWrapper) -> Iterator[BaseDatabaseWrapper]:
+    """Open a connection beside those of threads and pools, and close it at the end."""
+    more = {**KEEPALIVES, "connect_timeout": CONNECT_SECONDS}
+    made = own_connection(template, **(more if template.vendor == "postgresql" else {}))
+    try:
+        made.ensure_connection()
+        yield made
+    finally:
+        made.close()
+
+
+class _OwnSettings(dict[str, Any]):
+    """The settings of a connection of our own: nobody's work is in it."""
+
+
+def _own_settings(template: BaseDatabaseWrapper, defaults: dict[str, Any]) -> _OwnSettings:
     options = {**defaults, **template.settings_dict["OPTIONS"]}
     # A pooled connection keeps what a session left on it, and the project counted its own.
     options.pop("pool", None)
     if template.vendor == "sqlite":
         options["transaction_mode"] = "IMMEDIATE"
-    return {
-        **template.settings_dict,
-        "OPTIONS": options,
-        "AUTOCOMMIT": True,
-        "CONN_MAX_AGE": None,
-        "CONN_HEALTH_CHECKS": False,
-    }
+    return _OwnSettings(
+        {
+            **template.settings_dict,
+            "OPTIONS": options,
+            "AUTOCOMMIT": True,
+            "CONN_MAX_AGE": None,
+            "CONN_HEALTH_CHECKS": False,
+        }
+    )
 
 
-def _refuse_self_block(connection: BaseDatabaseWrapper) -> None:
+def refuse_self_block(connection: BaseDatabaseWrapper) -> None:
+    """Refuse to wait for a writer of SQLite's that waits for us.
+
+    Raises:
+        LockUsageError: A transaction of this thread has the file of the locks.
+    """
     if connection.vendor != "sqlite":
         return
     file = database_file(connection)

@@ -54,8 +54,8 @@ class FenceCounterQuerySet(models.QuerySet["FenceCounter"]):
 class FenceCounterManager(models.Manager.from_queryset(FenceCounterQuerySet)):  # type: ignore[misc]
     """Operations on fence counters, inside the transaction of a lock's operation."""
 
-    #: Tells which of these storage keys are held; None: those with a live record.
-    who_is_held: Callable[[Sequence[str]], Collection[str]] | None = None
+    #: Tells, on an alias, which of these storage keys are held; None: those with a live record.
+    who_is_held: Callable[[str, Sequence[str]], Collection[str]] | None = None
 
     @property
     def _store(self) -> vendors.Vendor:
@@ -119,7 +119,11 @@ class FenceCounterManager(models.Manager.from_queryset(FenceCounterQuerySet)):  
         locked = {row.pk for row in unlocked.order_by("pk")}
         fence = clock_fence(store.now()) if fence is None else fence
         # Nobody acquires what is locked here, so who holds nothing now will not before the end.
-        free = locked.difference((self.who_is_held or self._with_live_record)(names))
+        if self.who_is_held is None:
+            held = self._with_live_record(names)
+        else:
+            held = self.who_is_held(self.db, names)
+        free = locked.difference(held)
         low = dict(rows.filter(fence__lt=fence).values_list("pk", "key"))
         store.make_durable()
         raised = free & low.keys()

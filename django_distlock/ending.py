@@ -6,10 +6,12 @@ import logging
 import math
 import os
 import threading
+from contextlib import nullcontext
 
 from . import transactions
-from .core.errors import BackendUnavailable, LockLost
+from .core.errors import BackendUnavailable, LockError, LockLost
 from .core.records import UNKNOWN, Unknown
+from .deadlocks import waits
 from .exits import held_here
 from .host import monotonic
 from .keeping import GONE, KeptLease
@@ -19,17 +21,24 @@ from .waiting import insist
 logger = logging.getLogger("django_distlock")
 
 
+#: Seconds to wait for an extend in flight, before a lease is released whose block is gone.
+LEFT_PATIENCE = 0.05
+
+
 class EndingLease(KeptLease):
     """A lease that can be given up, once."""
 
     #: Whether the block that took it has been left.
     _left = False
+    #: Whether it was left without its end.
+    _is_left = False
 
     def release(self) -> bool:
         """Give the key back: at once, or when the transactions of this thread have ended.
 
         Returns:
-            True once, for the call that gave it up; False if it was given up or gone before.
+            True once, for the call that gave it up; False if it was given up, over or gone before.
+            What was over is given back all the same, if nobody else has the key by now.
 
         Raises:
             BackendUnavailable: The store did not answer. May be called again.
@@ -38,6 +47,8 @@ class EndingLease(KeptLease):
             return False
         if transactions.defer(self._name, self, self._release_deferred):
             self._keep_for_transactions()
+            if self.is_lost:
+                return False
             self._state = "released"
             return True
         return self._release_now() is True
@@ -48,6 +59,8 @@ class EndingLease(KeptLease):
             return False
         if transactions.defer(self._name, self, self._release_deferred):
             self._keep_for_transactions()
+            if self.is_lost:
+                return False
             self._state = "released"
             return True
         return await self._store.run_async(self._release_now) is True
@@ -63,19 +76,14 @@ class EndingLease(KeptLease):
         if self._pid != os.getpid() or self._state == "released":
             return
         self._left = True
-        deferred = False
-        try:
-            was_lost = self.is_lost
-            deferred = transactions.defer(self._name, self, self._release_deferred)
-            if deferred:
-                self._keep_for_transactions()
-            else:
-                self._release_quietly()
-                # Not by its deadline: the body has ended in time, whatever its release took.
-                was_lost = was_lost or self._state == "lost"
-        finally:
-            if not deferred:
-                self._end_keeping()
+        was_lost = self.is_lost
+        if transactions.defer(self._name, self, self._release_deferred):
+            self._keep_for_transactions()
+        else:
+            self._release_quietly()
+            self._end_keeping()
+            # Not by its deadline: the body has ended in time, whatever its release took.
+            was_lost = was_lost or self._state == "lost"
         self._end_of_block(error, was_lost=was_lost)
 
     async def aend_block(self, error: BaseException | None) -> None:
@@ -85,18 +93,30 @@ class EndingLease(KeptLease):
         self._left = True
         cancelled = self._losses.left_block(error)
         was_lost = self.is_lost
-        deferred = False
-        try:
-            deferred = transactions.defer(self._name, self, self._release_deferred)
-            if deferred:
-                self._keep_for_transactions()
-            else:
-                await self._store.run_async(self._release_quietly)
-                was_lost = was_lost or self._state == "lost"
-        finally:
-            if not deferred:
-                self._end_keeping()
+        if transactions.defer(self._name, self, self._release_deferred):
+            self._keep_for_transactions()
+        else:
+            # Cancelled here, it is carried out all the same, and ends what keeps the lease.
+            await self._store.run_async(self._release_quietly)
+            self._end_keeping()
+            was_lost = was_lost or self._state == "lost"
         self._end_of_block(None if cancelled else error, was_lost=was_lost)
+
+    def end_left_block(self, thread: int) -> None:
+        """Release behind a block of a thread that was left without its end, or in its midst.
+
+        As the end does: behind the transactions of that thread which are still open.
+        """
+        self._is_left = True
+        self._end_keeping()
+        if self not in held_here:
+            return  # Interrupted behind its release.
+        release = transactions.defer_for(thread, self._name, self, self._release_deferred)
+        if not release.is_over:
+            self._keep_for_transactions()
+        if self._state == "held":
+            self._state = "released"
+        release.release_if_over()
 
     def end_inner_block(self, error: BaseException | None) -> None:
         """Leave a block that entered the lock again: what the outer one holds goes on."""
@@ -129,9 +149,11 @@ class EndingLease(KeptLease):
 
     def _keep_for_transactions(self) -> None:
         """Keep the lease alive, which its holder has given up, until the data is committed."""
+        self._block = None
         if self._state == "held":
             self.keep()
             self.watch()
+        waits.deferred(self._name)
 
     @property
     def _name(self) -> tuple[str, str]:
@@ -145,16 +167,17 @@ class EndingLease(KeptLease):
                 attempt is made.
 
         Returns:
-            What the store answered; `UNKNOWN`: the record is held, and the lease not over.
+            Whether the lease was held until now; `UNKNOWN`: its record is held, and it is not over.
         """
         if self._pid != os.getpid():
             return False
         in_time = min(max(patience, 1.0), max(1.0, self.deadline - monotonic()), 1e6)
         was_over = self.is_over()
         # A release that is sent in time is a clean one, whenever its answer comes.
-        self._is_releasing = not was_over
-        try:
-            if not self._mutex.acquire(timeout=in_time):
+        with nullcontext() if was_over else self._releasing:
+            # A block that was left may have been interrupted with the mutex in its hands.
+            has_turn = self._mutex.acquire(timeout=LEFT_PATIENCE if self._is_left else in_time)
+            if not (has_turn or self._is_left):
                 raise BackendUnavailable(
                     f"{self.key!r} cannot be released: an extend of it has no answer.",
                     key=self.key,
@@ -165,12 +188,10 @@ class EndingLease(KeptLease):
                 until = min(self.deadline, monotonic() + patience)
                 answer = self._give_up(until, was_over=was_over)
             finally:
-                self._mutex.release()
-        finally:
-            # Also where a signal's handler has raised: the deadline counts again.
-            self._is_releasing = False
-            if self in held_here:
-                self._keep_on()
+                if has_turn:
+                    self._mutex.release()
+                if self in held_here:
+                    self._keep_on()
         if answer is UNKNOWN and self in held_here:
             return UNKNOWN
         if answer is UNKNOWN:
@@ -180,7 +201,7 @@ class EndingLease(KeptLease):
                 extra=self._fields("release_failed"),
             )
         self._tell(lock_released, held_for=self._held_for, released=bool(answer), cause=None)
-        return answer
+        return self._state == "released"
 
     def _give_up(self, until: float, *, was_over: bool) -> bool | Unknown:
         """Ask the store to release the lease, or to settle it, and take the answer."""
@@ -189,8 +210,10 @@ class EndingLease(KeptLease):
             answer = insist(self._ask_to_end, until, self._terms.retry)
             if answer is UNKNOWN and monotonic() < self.deadline:
                 return UNKNOWN
+            # Gone in its time: a release was interrupted that the store has heard.
+            answer = answer or (self._is_left and not was_over)
             held_here.discard(self)
-        except Exception as error:
+        except LockError as error:
             self._tell(lock_released, held_for=self._held_for, released=False, cause=error)
             raise
         self._end_keeping()
@@ -224,7 +247,7 @@ class EndingLease(KeptLease):
         # Whatever goes wrong here must not replace what the block has raised or returned.
         try:
             return self._release_now(patience)
-        except Exception as error:  # noqa: BLE001
+        except LockError as error:
             # Nobody has it any more: kept alive, it would never end.
             self._end_keeping()
             logger.warning(

@@ -23,6 +23,7 @@ from .backends.base import BaseLockBackend
 from .connections import before_drop, in_test_case
 from .core.durations import MAX_BOUND
 from .core.holders import Holder
+from .core.interruptions import pass_on
 from .core.logs import log_fields
 from .models import LockEvent
 from .signals import fence_rejected, lock_forced, lock_lost, lock_operated, lock_taken_over
@@ -120,7 +121,8 @@ def _note(
                 event.save(using=using)
         elif not _waits_for_the_writer(using, event):
             _writer.put(using, event)
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001 - an event is told, or logged
+        pass_on(error)
         _writer.tell(using, error)
 
 

@@ -7,14 +7,16 @@ The same operations as `HeldLockManager` has, with the same answers; the bodies 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copy import copy
 from typing import Any, cast
 
 from django.db import connections, transaction
 from django.db.utils import DatabaseError
 
 from . import vendors
+from .connections import is_own
 from .core.durations import GRACE, MAX_BOUND
 from .core.errors import LockError
 from .core.fences import FENCE_MAX, check_fence
@@ -25,6 +27,11 @@ from .fields import from_microseconds
 from .managers import Freed
 from .sql import function_name
 from .vendors.postgresql import advisory_salt, milliseconds, sqlstate
+
+
+class NeedsTransaction(Exception):
+    """The server's default is another isolation level: it has to be said in a transaction."""
+
 
 #: What stands for the arguments of each function.
 _PLACEHOLDERS = {
@@ -39,19 +46,23 @@ class ServerFunctions:
     """Acquire, extend and release by one function call each.
 
     Args:
-        using: The alias whose connection is called on.
+        using: The alias that is called on.
+        named: Gives the name of a function as it is called: quoted, with its schema.
         follows_clock: Whether no fence is below what the store's clock says.
     """
 
-    def __init__(self, using: str, *, follows_clock: bool = False):
+    def __init__(self, using: str, named: Callable[[str], str], *, follows_clock: bool = False):
         self._using = using
+        self._named = named
         self._follows_clock = follows_clock
         # Read from the settings once, as the models do.
         self._salt = advisory_salt()
-        self._statements = {
-            operation: f'SELECT "{function_name(operation)}"({placeholders})'
-            for operation, placeholders in _PLACEHOLDERS.items()
-        }
+
+    def db_manager(self, using: str) -> ServerFunctions:
+        """Return the same functions on another alias."""
+        other = copy(self)
+        other._using = using
+        return other
 
     def acquire(
         self,
@@ -119,7 +130,7 @@ class ServerFunctions:
         return UNKNOWN if outcome == "busy" else cast("Freed", outcome)
 
     def _call(self, operation: str, arguments: list[Any]) -> str:
-        statement = self._statements[operation]
+        statement = self._statement(operation)
         connection = connections[self._using]
         try:
             # In a test case's transaction, an error must not take the test's own work with it.
@@ -130,10 +141,16 @@ class ServerFunctions:
         except DatabaseError as error:
             if sqlstate(error) != "25001" or connection.in_atomic_block:
                 raise
-        # The server's default is another isolation level: say it, at the price of round trips.
+            if not is_own(connection):
+                raise NeedsTransaction from error
         with vendors.of(self._using).short_transaction(MAX_BOUND), connection.cursor() as cursor:
             cursor.execute(statement, arguments)
             return str(cursor.fetchone()[0])
+
+    def _statement(self, operation: str) -> str:
+        # The caller's connection may look for names in another schema.
+        function = self._named(function_name(operation)).replace("%", "%%")
+        return f"SELECT {function}({_PLACEHOLDERS[operation]})"
 
 
 def _bound(seconds: float) -> str:

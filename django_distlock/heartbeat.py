@@ -77,10 +77,10 @@ class Heartbeat:
         with self._mutex:
             self._leases[id(lease)] = lease
             if self._thread is None or not self._thread.is_alive():
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                # Kept before it starts: a signal's handler may raise behind that.
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._looks_at = 0.0
-                thread.start()
-                self._thread = thread
+                self._thread.start()
             elif lease.renewing.due_at < self._looks_at:
                 self._changed.notify()
 
@@ -130,11 +130,13 @@ class Heartbeat:
         backend = self._backend()
         alias = _alias(backend)
         if backend is not None:
-            backend._own_thread()
+            backend._own_thread(keeps_leases=True)
         del backend
         idle_since = monotonic()
         while True:
             with self._mutex:
+                if self._thread is not threading.current_thread():
+                    return  # Another one was started in its place.
                 now = monotonic()
                 if self._leases:
                     idle_since = now

@@ -5,36 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import NamedTuple
 
-from . import transactions
-from .core.errors import LockUsageError
-from .core.keys import normalize_key
+from . import blocks, transactions
+from .blocks import Block
+from .core.errors import LockError, LockUsageError
+from .core.keys import stored_key
 from .handler import lock_backends
 from .keeping import Terms
 from .leases import Lease
 
-
-class Bound(NamedTuple):
-    """A block that a context is in.
-
-    Attributes:
-        owner: Whose block it is.
-        lease: What it holds.
-        inner: Whether a block around it holds the lease, and will release it.
-    """
-
-    owner: object
-    lease: Lease
-    inner: bool = False
-
-
-#: What is held by blocks around the code that runs, the innermost last. A tuple, because a context
-#: that was copied for a task or a thread must not see what its original changes.
-_bound: ContextVar[tuple[Bound, ...]] = ContextVar("distlock_leases", default=())
-
-#: The same by owner, whatever the context: a lease whose block is left elsewhere is not forgotten.
-_entered: dict[int, list[Bound]] = {}
+#: The blocks around the code that runs, the innermost last. A tuple, because a context that was
+#: copied for a task or a thread must not see what its original changes.
+_bound: ContextVar[tuple[Block, ...]] = ContextVar("distlock_leases", default=())
 
 
 def current_lease(key: str | None = None) -> Lease | None:
@@ -43,13 +25,25 @@ def current_lease(key: str | None = None) -> Lease | None:
     Args:
         key: Only that of this key.
     """
-    wanted = None if key is None else normalize_key(key)
+    wanted = None if key is None else stored_key(key)
     return next((each for each in _held() if wanted is None or each.key == wanted), None)
 
 
 def holds(backend: str, key: str) -> Lease | None:
     """Return what a block around the code that runs holds of a key."""
     return next((each for each in _held() if (each.backend, each.key) == (backend, key)), None)
+
+
+def entered_here() -> tuple[tuple[str, str], ...]:
+    """Return what this very thread or task holds by its blocks, for as long as it is in them."""
+    if not _bound.get():
+        return ()
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    mine = (each for each in _held() if each.lasts and each.is_entered_by(task))
+    return tuple((each.backend, each.key) for each in mine)
 
 
 def refuse_reentry(backend: str, key: str) -> None:
@@ -67,73 +61,84 @@ def refuse_reentry(backend: str, key: str) -> None:
         )
 
 
+def enter(owner: object, backend: str, key: str) -> Block:
+    """Return the block that `owner` enters, which the current context is in from now on."""
+    block = blocks.opened(owner)
+    block.enter((backend, key))
+    # What a signal's exception has broken out of is left here, and not open any more.
+    around = _bound.get()
+    _bound.set((*(each for each in around if each.is_open), block) if around else (block,))
+    return block
+
+
 def bind(owner: object, lease: Lease, *, inner: bool = False) -> Lease:
     """Let the current context hold `lease` until `owner` leaves its block.
 
     Args:
         inner: A block around this one holds it, and releases it.
     """
-    bound = Bound(owner, lease, inner)
-    _bound.set((*_bound.get(), bound))
-    _entered.setdefault(id(owner), []).append(bound)
+    block = enter(owner, lease.backend, lease.key)
+    block.lease, block.inner = lease, inner
     return lease
 
 
-def unbind(owner: object) -> tuple[Bound | None, LockUsageError | None]:
-    """Return the block that `owner` entered last, and that the current context is in no more.
+def unbind(owner: object, block: Block | None = None) -> tuple[Block | None, LockUsageError | None]:
+    """Return the block that is left, and that the current context is in no more.
 
     Where another thread or task entered the block, the error says so. The block is returned with it
     if there is no doubt which one it is: its lease can still be released.
+
+    Args:
+        owner: Whose it is.
+        block: The one that a statement `with` leaves; None, or not entered: the last of its owner.
     """
-    held = _bound.get()
-    for index in range(len(held) - 1, -1, -1):
-        if held[index].owner is owner:
-            _bound.set(held[:index] + held[index + 1 :])
-            _forget(owner, held[index])
-            return held[index], None
-    entered = _entered.get(id(owner), [])
-    only = entered[0] if len(entered) == 1 else None
-    if only is not None:
-        _forget(owner, only)
-    return only, LockUsageError(
+    held, every = _bound.get(), [block]
+    if block is None or block.lease is None:
+        if block is not None:
+            block.close()
+        every = [each for each in held if each.owner is owner and each.is_open]
+        block = every[-1] if every else None
+    if block in held:
+        _bound.set(tuple([each for each in held if each is not block]))
+        return block, None
+    if block is None:
+        entered = [each for each in list(blocks.every) if each.owner is owner]
+        every = [each for each in entered if each.lease is not None]
+    return every[0] if len(every) == 1 else None, LockUsageError(
         "This block was entered in another thread or task. Enter and leave it in one, or use"
         " acquire() and release().",
         code="foreign_context",
     )
 
 
-def abandon(owner: object) -> None:
-    """Let what `owner` holds end by its ttl: a signal's exception has broken into `unbind`."""
-    for bound in (*_bound.get(), *_entered.get(id(owner), ())):
-        if bound.owner is owner and not bound.inner:
-            bound.lease._end_keeping()
+def drop(block: Block) -> None:
+    """Leave a block that got nothing, or that has ended what it had."""
+    held = _bound.get()
+    if block in held:
+        _bound.set(tuple([each for each in held if each is not block]))
+    block.close()
 
 
-def _forget(owner: object, bound: Bound) -> None:
-    entered = _entered.get(id(owner), [])
-    if bound in entered:
-        entered.remove(bound)
-    if not entered:
-        _entered.pop(id(owner), None)
-
-
-def adopt(backend: str, key: str, terms: Terms, wait: float | None) -> Lease | None:
+def adopt(backend: str, key: str, terms: Terms, wait: float | None, block: Block) -> Lease | None:
     """Return a lease that goes on with one that waits for a transaction of this thread to end.
 
     Args:
         wait: Seconds to keep trying where a transaction holds its record.
+        block: What ends it where it does not reach who asked for it.
     """
     waiting = transactions.waiting_release((backend, key))
-    return None if waiting is None else _adopt(waiting, terms, wait)
+    return None if waiting is None else _adopt(waiting, terms, wait, block)
 
 
-async def aadopt(backend: str, key: str, terms: Terms, wait: float | None) -> Lease | None:
+async def aadopt(
+    backend: str, key: str, terms: Terms, wait: float | None, block: Block
+) -> Lease | None:
     """See `adopt`."""
     waiting = transactions.waiting_release((backend, key))
     if waiting is None:
         return None
     store = lock_backends[backend]
-    adopting = asyncio.ensure_future(store.run_async(_adopt, waiting, terms, wait))
+    adopting = asyncio.ensure_future(store.run_async(_adopt, waiting, terms, wait, block))
     try:
         return await asyncio.shield(adopting)
     except asyncio.CancelledError:
@@ -143,22 +148,33 @@ async def aadopt(backend: str, key: str, terms: Terms, wait: float | None) -> Le
         raise
 
 
-def _adopt(waiting: transactions.Deferred, terms: Terms, wait: float | None) -> Lease | None:
+def _adopt(
+    waiting: transactions.Deferred, terms: Terms, wait: float | None, block: Block
+) -> Lease | None:
     # Claimed first: the end of the transaction must not release what goes on.
-    if not waiting.claim():
+    block.adopting = waiting
+    if not waiting.claim(block):
+        block.adopting = None
         return None
+    adopted: Lease | None = None
     try:
-        adopted: Lease | None = waiting.owner.adopt(terms, wait)
-    except BaseException:
+        adopted = waiting.owner.adopt(terms, wait, block)
+    except LockError:
         waiting.give_back()
+        block.adopting = None
         raise
     if adopted is None:
         waiting.give_back()
     else:
         waiting.settle()
+    block.adopting = None
     return adopted
 
 
 def _held() -> Iterator[Lease]:
     # A copied context may still show what its original has released since.
-    return (each.lease for each in reversed(_bound.get()) if each.lease.held)
+    return (
+        each.lease
+        for each in reversed(_bound.get())
+        if each.lease is not None and each.lease.held and each.is_open
+    )

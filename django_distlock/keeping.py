@@ -14,7 +14,8 @@ from . import transactions
 from .alarms import alarms
 from .attempts import Granted
 from .backends.base import BaseLockBackend
-from .core.errors import BackendUnavailable, LockLost
+from .blocks import Block, Underway
+from .core.errors import BackendUnavailable, LockError, LockLost
 from .core.holders import Holder
 from .core.logs import log_fields
 from .core.records import Grant
@@ -59,9 +60,16 @@ class KeptLease:
 
     Args:
         granted: The grant, and by when its holder must have stopped.
+        block: What ends it where it does not reach who asked for it.
     """
 
-    def __init__(self, backend: BaseLockBackend, granted: Granted, terms: Terms):
+    def __init__(
+        self,
+        backend: BaseLockBackend,
+        granted: Granted,
+        terms: Terms,
+        block: Block | None = None,
+    ):
         self.key = granted.grant.key
         self.backend = backend.alias
         self.token = granted.grant.token
@@ -77,6 +85,8 @@ class KeptLease:
         self._losses = Losses()
         # What a renewal said of it, where its time has not passed.
         self._lost_by: str | None = None
+        # Seconds of the shortest extend that got no answer: the store may hear it behind others.
+        self._unheard = math.inf
         self._thread = threading.current_thread()
         # Held while the store is asked, so that an extend, a renewal and a release cannot cross.
         # Whoever only looks does not take it: the store may hang.
@@ -87,8 +97,16 @@ class KeptLease:
             if terms.max_lifetime is None
             else self.deadline - (self._grant.ttl or 0.0) + terms.max_lifetime,
         )
-        self._is_renewed = self._is_watched = self._is_releasing = False
+        self._is_renewed = self._is_watched = False
+        self._releasing = Underway()
+        #: What it is renewed for; None: for whoever said so, or a transaction.
+        self._block: Block | None = None
+        if block is not None:
+            block.lease = self
         held_here.add(self)
+        if block is not None:
+            # From here on the lease stands for the grant.
+            block.attempts = None
 
     @property
     def held(self) -> bool:
@@ -102,7 +120,7 @@ class KeptLease:
         It ends by its deadline, or by what the store says without being asked, if it does that.
         """
         # What a fork copied says nothing, and a release that was sent in time is a clean one.
-        says = self._pid == os.getpid() and not self._is_releasing
+        says = self._pid == os.getpid() and not self._releasing
         if self._state == "held" and says and self.is_over():
             self._state = "lost"
         return self._state == "lost"
@@ -156,16 +174,19 @@ class KeptLease:
             now = monotonic()
             slack = max(0.0, self.deadline - now)
             if isinstance(answer, Grant) and answer.ttl is not None:
-                deadline = sent_at + answer.ttl
+                deadline = sent_at + self._counted(answer.ttl)
                 if not self.is_lost and now < deadline:
                     # What a maximum lifetime has cut short is not what the next renewal asks for.
                     self._grant = replace(answer, ttl=self._grant.ttl)
-                    self.renewing.renewed(sent_at, self._grant.ttl)
+                    self.renewing.renewed(sent_at, self._counted(self._grant.ttl))
                     self.deadline = deadline
             elif answer is None:
                 lost = GONE
-            elif self.renewing.failed(now):
-                lost = f"{self.renewing.failures} renewals in a row had no answer"
+            else:
+                if isinstance(answer, LockError):
+                    self._unheard = self._counted(self._grant.ttl)
+                if self.renewing.failed(now):
+                    lost = f"{self.renewing.failures} renewals in a row had no answer"
             if lost is not None and self._state == "held":
                 self._lost_by, self._state = lost, "lost"
         finally:
@@ -197,7 +218,7 @@ class KeptLease:
 
     def next_alarm(self) -> float:
         """Return when there is something to tell."""
-        if self._is_releasing:
+        if self._releasing:
             return math.inf  # The store's answer decides.
         return min(self.deadline, self._losses.next_warning(self.deadline))
 
@@ -205,7 +226,7 @@ class KeptLease:
         """Tell what is due: a warning, or the loss."""
         # In this order: a release that begins behind the first look sees that it is over.
         is_over = self.is_over()
-        if self._is_releasing:
+        if self._releasing:
             return
         if self not in held_here:
             # Watched anew by an extend that crossed with its end.
@@ -276,9 +297,14 @@ class KeptLease:
             f"The lease on {self.key!r} (fence {self.fence}) is lost: {cause}.", key=self.key
         )
 
+    def _counted(self, ttl: float | None) -> float:
+        """Return for how many seconds an extend counts: a shorter one may be heard behind it."""
+        return self._unheard if ttl is None else min(ttl, self._unheard)
+
     def _ended(self) -> bool:
         """Whether there is nothing to keep; what waits for a transaction's end is kept."""
-        return self not in held_here or self._state == "lost"
+        is_left = self._block is not None and not self._block.is_open
+        return is_left or self not in held_here or self._state == "lost"
 
     def _is_cut_off(self) -> bool:
         # What a fork copied says nothing: the parent's lease is the parent's.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -14,10 +15,11 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from asgiref.sync import sync_to_async
 from django.db import transaction
 
-from . import handover
+from . import handover, transactions
 from .attempts import Granted
+from .blocks import Block
 from .core.durations import MAX_BOUND, Duration, seconds, ttl_seconds
-from .core.errors import InvalidArgument, LockUsageError
+from .core.errors import InvalidArgument, LockError, LockUsageError
 from .core.holders import Holder
 from .core.records import Grant, Unknown
 from .core.renewing import DANGER_PART
@@ -57,6 +59,10 @@ class Lease(EndingLease):
     def __repr__(self) -> str:
         state = "lost" if self.is_lost else "held" if self.held else "released"
         return f"<Lease {self.key!r} fence={self.fence} {state} {self.remaining():.1f} s>"
+
+    def __bool__(self) -> bool:
+        """Whether it is `held`."""
+        return self.held
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("A lease belongs to the process that took it and cannot be pickled.")
@@ -149,6 +155,9 @@ class Lease(EndingLease):
     def extend(self, ttl: Duration | None = None) -> None:
         """Make the lease end `ttl` seconds from now, be it later or sooner than before.
 
+        Where a shorter extend got no answer, the lease ends after its seconds at the latest from
+        then on: the store may hear it late.
+
         Args:
             ttl: Seconds (or a `timedelta`), from 0.1 to `MAX_TTL`; None: the lock's ttl.
 
@@ -162,21 +171,23 @@ class Lease(EndingLease):
             self.check()
             longest = self._store.config.max_ttl
             new = self._terms.ttl if ttl is None else ttl_seconds(ttl, maximum=longest)
-            before, deadline = self.deadline, self.deadline
+            before, sent_at, deadline = self.deadline, 0.0, self.deadline
 
             def question(bound: float) -> Grant | Unknown | None:
-                nonlocal deadline
-                deadline = math.inf if new is None else monotonic() + new
+                nonlocal sent_at, deadline
+                sent_at = monotonic()
+                deadline = sent_at + self._counted(new)
                 # A shorter lease may begin with the request and its answer be lost.
                 if deadline < self.deadline:
                     self.deadline = deadline
+                    # The heartbeat has to ask in time, whatever interrupts this.
+                    self.renewing.due_at = min(self.renewing.due_at, monotonic())
                     self._keep_on()
-                # With a ttl in the grant: an argument of None would mean that of the last extend.
-                return self._store.extend(replace(self._grant, ttl=new), bound=bound)
+                return self._ask_to_extend(new, bound)
 
             try:
                 answer = insist(question, before, self._terms.retry)
-            except Exception as error:
+            except LockError as error:
                 # Its end may have come nearer: the heartbeat has to ask in time.
                 self.renewing.due_at = min(self.renewing.due_at, monotonic())
                 self._keep_on()
@@ -190,9 +201,20 @@ class Lease(EndingLease):
                 self._state = "lost"
                 self._lose(GONE if answer is None else "no answer came before its deadline")
             self.deadline = deadline
-            self.renewing.renewed(deadline - (answer.ttl or 0.0), answer.ttl)
+            self.renewing.renewed(sent_at, self._counted(answer.ttl))
         self._keep_on()
         self._tell(lock_extended, ttl=answer.ttl, slack=slack, cause=None)
+
+    def _ask_to_extend(self, ttl: float | None, bound: float) -> Grant | Unknown | None:
+        answered = False
+        try:
+            # With a ttl in the grant: an argument of None would mean that of the last extend.
+            answer = self._store.extend(replace(self._grant, ttl=ttl), bound=bound)
+            answered = True
+            return answer
+        finally:
+            if not answered:
+                self._unheard = self._counted(ttl)
 
     async def aextend(self, ttl: Duration | None = None) -> None:
         """See `extend`."""
@@ -270,8 +292,24 @@ class Lease(EndingLease):
 
         Raises:
             LockLost: It ended first.
-            LockUsageError: It was released, belongs to another process, or its backend keeps
-                leases in the process that took them.
+            LockUsageError: A transaction is open; or the lease was released, belongs to another
+                process, or its backend keeps leases in the process that took them.
+        """
+        if transactions.open_transactions():
+            raise LockUsageError(
+                f"The lease on {self.key!r} cannot be given away inside a transaction: another"
+                " process would work under it before the data is committed. Call dump() behind"
+                " atomic(), or in a function that is given to transaction.on_commit().",
+                key=self.key,
+                code="unsupported",
+            )
+        return self.let_go()
+
+    def let_go(self) -> str:
+        """Neither renew nor release the lease any more; return what `dump` does.
+
+        Raises:
+            LockError: See `dump`, which also refuses inside of transactions.
         """
         with self._mutex:
             self.check()
@@ -302,38 +340,61 @@ class Lease(EndingLease):
 
     # For holding, which binds leases to blocks
 
-    def begin_block(self, *, heartbeat: bool, task: asyncio.Task[object] | None = None) -> None:
+    def begin_block(
+        self,
+        *,
+        heartbeat: bool,
+        task: asyncio.Task[object] | None = None,
+        block: Block | None = None,
+    ) -> None:
         """Let a block hold the lease.
 
         Args:
             heartbeat: Renew it while it does.
             task: What to cancel when the lease is lost.
+            block: Renew it for as long as this one is open; None: until somebody ends that.
         """
+        self._block = block
         self._losses.cancels(task)
         if heartbeat:
             self.keep()
         self.watch()
 
-    def adopt(self, terms: Terms, wait: float | None) -> Lease | None:
+    @property
+    def lasts(self) -> bool:
+        """Whether it does not end by itself for as long as this process lives."""
+        is_renewed = self._is_renewed and self.renewing.ends_at == math.inf
+        return is_renewed or self.deadline == math.inf
+
+    def is_entered_by(self, task: asyncio.Task[object] | None) -> bool:
+        """Whether a block of this thread holds it, or one of a task of this thread."""
+        return self._thread is threading.current_thread() and self._losses.cancels_only(task)
+
+    def adopt(self, terms: Terms, wait: float | None, block: Block) -> Lease | None:
         """Return a lease that goes on with this one, which a transaction keeps from its end.
 
         None: the store does not know it any more, or does not answer within `wait`.
+
+        Args:
+            block: What ends it where it does not reach who asked for it.
         """
         with self._mutex:
             sent_at = monotonic()
             until = self.deadline if wait is None else min(self.deadline, sent_at + wait)
 
             def question(bound: float) -> Grant | Unknown | None:
-                return self._store.extend(replace(self._grant, ttl=terms.ttl), bound=bound)
+                return self._ask_to_extend(terms.ttl, bound)
 
             answer = insist(question, until, terms.retry)
             if not isinstance(answer, Grant):
                 return None
             self._end_keeping()
-        deadline = math.inf if answer.ttl is None else sent_at + answer.ttl
+        deadline = sent_at + self._counted(answer.ttl)
         # What this one has promised, its successor keeps.
         terms = replace(terms, hold=max(terms.hold, self._terms.hold), holder=self._terms.holder)
-        return Lease(self._store, Granted(answer, deadline), terms)
+        adopted = Lease(self._store, Granted(answer, deadline), terms, block)
+        adopted._unheard = self._unheard
+        return adopted
 
     # For fencing
 
@@ -341,6 +402,23 @@ class Lease(EndingLease):
     def holder(self) -> Holder:
         """Who holds it, as the store shows it to others."""
         return self._terms.holder
+
+    def overtaken(self, using: str, *, hold: bool) -> int | None:
+        """Return the fence of the key, if somebody was granted it since; None: nobody was.
+
+        Args:
+            using: The database of a transaction that has made a row.
+            hold: Let nobody be granted the key from here to its end, if the locks are there, too.
+
+        Raises:
+            BackendUnavailable: The store did not answer.
+        """
+        # Many a backend cannot, and none can in the database of another.
+        with suppress(LockUsageError):
+            if hold and self._store.guard(self._grant, using):
+                return None
+        counter = self._store.counter(self.key, beside=using)
+        return None if counter is None or counter.fence <= self.fence else counter.fence
 
     def require_process(self) -> None:
         """Refuse to be used by a fork of the process that took it.

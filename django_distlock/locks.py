@@ -7,18 +7,19 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Final, Literal, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, ParamSpec, TypeVar, cast
 
-from . import holding, transactions
-from .attempts import Request
+from . import blocks, holding, transactions
+from .attempts import KeptHere, Request
 from .backends.base import BaseLockBackend
+from .blocks import Block, Leaving
 from .bypassing import NoLease, tell_bypassed
-from .core.bodies import refuse_generator
+from .core.bodies import whole
 from .core.durations import MIN_TTL, Duration, seconds, ttl_seconds, wait_seconds
-from .core.errors import InvalidArgument, LockNotAcquired, LockUsageError, shown
+from .core.errors import InvalidArgument, LockError, LockNotAcquired, LockUsageError, shown
 from .core.holders import validate_metadata
 from .core.keys import KeyTemplate, normalize_key
 from .core.retry import Retry
@@ -31,6 +32,50 @@ from .waiting import aacquire, acquire
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _leave(
+    block: Block,
+    lock: Lock,
+    exc_type: type[BaseException] | None,
+    exc: BaseException | None,
+    traceback: TracebackType | None,
+) -> None:
+    left, foreign = holding.unbind(lock, block)
+    if left is not None:
+        if left.inner:
+            left.lease.end_inner_block(exc)
+        else:
+            left.lease.end_block(exc)
+        left.close()
+    _raise_behind(foreign, exc)
+
+
+def _aleave(
+    block: Block,
+    lock: Lock,
+    exc_type: type[BaseException] | None,
+    exc: BaseException | None,
+    traceback: TracebackType | None,
+) -> Coroutine[Any, Any, None]:
+    left, foreign = holding.unbind(lock, block)
+    ending = _end_awaited(left, foreign, exc)
+    if left is not None and not left.inner:
+        # The statement lets go of what it has called, and keeps this until it is done.
+        left.watch(ending)
+    return ending
+
+
+async def _end_awaited(
+    left: Block | None, foreign: LockUsageError | None, exc: BaseException | None
+) -> None:
+    if left is not None:
+        if left.inner:
+            left.lease.end_inner_block(exc)
+        else:
+            await left.lease.aend_block(exc)
+        left.close()
+    _raise_behind(foreign, exc)
 
 
 class _Unset:
@@ -106,6 +151,16 @@ class Lock:
         if self.hold and self.basic and self.ttl is None:
             raise InvalidArgument("hold keeps the key for the ttl: give a basic lock one.")
 
+    def __bool__(self) -> NoReturn:
+        """Raise: a description is neither true nor false."""
+        raise LockUsageError(
+            f"The lock on {self.key!r} is a description, and neither true nor false: the lease that"
+            ' "with lock as lease" gives is true while it is held, and lock.locked() asks whether'
+            " anybody holds the key.",
+            key=self.key,
+            code="unsupported",
+        )
+
     def acquire(self) -> Lease:
         """Wait for the key and return a lease that no block is bound to: release it yourself.
 
@@ -114,23 +169,23 @@ class Lock:
             BackendUnavailable: The store did not answer until then.
             LockUsageError: The lock cannot be taken from here; the message says what to do.
         """
-        return self._acquire(self._wait())
+        return self._acquired(self._wait())
 
     async def aacquire(self) -> Lease:
         """See `acquire`."""
-        return await self._aacquire(self._wait())
+        return await self._aacquired(self._wait())
 
     def try_acquire(self) -> Lease | None:
         """Try once, and return a lease or None."""
         try:
-            return self._acquire(0.0)
+            return self._acquired(0.0)
         except LockNotAcquired:
             return None
 
     async def atry_acquire(self) -> Lease | None:
         """See `try_acquire`."""
         try:
-            return await self._aacquire(0.0)
+            return await self._aacquired(0.0)
         except LockNotAcquired:
             return None
 
@@ -146,78 +201,52 @@ class Lock:
         return await self._store.aread(self.key) is not None
 
     def __enter__(self) -> Lease:
-        again = self._entered_again()
-        if again is not None:
-            return again
-        started_at = monotonic()
+        block = holding.enter(self, self.backend, self.key)
         try:
-            lease = self._acquire(self._wait())
-        except LockNotAcquired as error:
-            lease = self._bypass(error, monotonic() - started_at)
-        try:
-            lease.begin_block(heartbeat=self.heartbeat)
-            return holding.bind(self, lease)
-        except BaseException:
-            lease.release()
+            again = self._entered_again(block)
+            return self._enter(block) if again is None else again
+        except LockError:
+            holding.drop(block)
             raise
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        bound = None
-        try:
-            bound, foreign = holding.unbind(self)
-            if bound is not None and bound.inner:
-                bound.lease.end_inner_block(exc)
-            elif bound is not None:
-                bound.lease.end_block(exc)
-        except BaseException:
-            if bound is None:
-                holding.abandon(self)
-            raise
-        _raise_behind(foreign, exc)
 
     async def __aenter__(self) -> Lease:
-        again = self._entered_again()
-        if again is not None:
-            return again
-        started_at = monotonic()
+        block = holding.enter(self, self.backend, self.key)
         try:
-            lease = await self._aacquire(self._wait())
-        except LockNotAcquired as error:
-            waited = monotonic() - started_at
-            lease = await self._store.run_async(self._bypass, error, waited)
-        try:
-            lease.begin_block(heartbeat=self.heartbeat, task=asyncio.current_task())
-            return holding.bind(self, lease)
-        except BaseException:
-            await lease.arelease()
+            again = self._entered_again(block)
+            return await self._aenter(block) if again is None else again
+        except (LockError, asyncio.CancelledError):
+            holding.drop(block)
             raise
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        bound, foreign = holding.unbind(self)
-        if bound is not None and bound.inner:
-            bound.lease.end_inner_block(exc)
-        elif bound is not None:
-            await bound.lease.aend_block(exc)
-        _raise_behind(foreign, exc)
+    if TYPE_CHECKING:
+
+        def __exit__(
+            self,
+            exc_type: type[BaseException] | None,
+            exc: BaseException | None,
+            traceback: TracebackType | None,
+        ) -> None: ...
+
+        async def __aexit__(
+            self,
+            exc_type: type[BaseException] | None,
+            exc: BaseException | None,
+            traceback: TracebackType | None,
+        ) -> None: ...
+
+    else:
+        __exit__ = Leaving(_leave)
+        __aexit__ = Leaving(_aleave)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """Hold the lock around each call of `function`, or around each await of it.
 
         Raises:
             InvalidArgument: The key is no template of the function's parameters.
-            LockUsageError: A generator function: its body runs after the call has returned.
+            LockUsageError: A class; or its body would run when the call is over: a generator
+                function, say. The call raises it where only what that returns tells.
         """
-        refuse_generator(function)
+        function = whole(function)
         template = KeyTemplate.for_function(self.key, function)
 
         if inspect.iscoroutinefunction(function):
@@ -241,13 +270,32 @@ class Lock:
     def _store(self) -> BaseLockBackend:
         return lock_backends[self.backend]
 
-    def _entered_again(self) -> Lease | None:
+    def _entered_again(self, block: Block) -> Lease | None:
         """Return what a block around this one holds, if this lock may enter it again."""
         around = holding.holds(self.backend, self.key) if self.reentrant else None
         if around is None:
             holding.refuse_reentry(self.backend, self.key)
-            return None
-        return holding.bind(self, around, inner=True)
+        block.lease, block.inner = around, around is not None
+        return around
+
+    def _enter(self, block: Block) -> Lease:
+        started_at = monotonic()
+        try:
+            lease = self._acquire(self._wait(), block)
+        except LockNotAcquired as error:
+            lease = self._bypass(error, monotonic() - started_at)
+        lease.begin_block(heartbeat=self.heartbeat, block=block)
+        return lease
+
+    async def _aenter(self, block: Block) -> Lease:
+        started_at = monotonic()
+        try:
+            lease = await self._aacquire(self._wait(), block)
+        except LockNotAcquired as error:
+            waited = monotonic() - started_at
+            lease = await self._store.run_async(self._bypass, error, waited)
+        lease.begin_block(heartbeat=self.heartbeat, task=asyncio.current_task(), block=block)
+        return lease
 
     def _bypass(self, error: LockNotAcquired, waited: float) -> Lease:
         """Return what stands for a lease where the block runs without; or raise the error."""
@@ -256,24 +304,69 @@ class Lock:
         tell_bypassed(self.backend, self.key, waited, error)
         return NoLease(self.backend, self.key)
 
-    def _acquire(self, wait: float | None) -> Lease:
-        terms = self._terms()
-        _prepare()
-        # What a rollback has given up must not be in the way of who comes next.
-        transactions.flush((self.backend, self.key))
-        adopted = holding.adopt(self.backend, self.key, terms, wait)
-        if adopted is not None:
-            return adopted
-        return Lease(self._store, acquire(self._store, self._request(terms, wait)), terms)
+    def _acquired(self, wait: float | None) -> Lease:
+        block = Block(self)
+        # What is watched over lies on the stack alone, where no traceback keeps it alive.
+        return (block.watched(), self._taken(block, wait))[1]
 
-    async def _aacquire(self, wait: float | None) -> Lease:
+    async def _aacquired(self, wait: float | None) -> Lease:
+        block = Block(self)
+        return (block.watched(), await self._ataken(block, wait))[1]
+
+    def _taken(self, block: Block, wait: float | None) -> Lease:
+        """Take the key for who asked by a call, and ends it by one."""
+        try:
+            lease = self._acquire(wait, block)
+        except LockError:
+            block.close()
+            raise
+        # The last step: no handler of a signal runs between here and the caller.
+        del blocks.every[block]
+        return lease
+
+    async def _ataken(self, block: Block, wait: float | None) -> Lease:
+        """See `_taken`."""
+        try:
+            lease = await self._aacquire(wait, block)
+        except (LockError, asyncio.CancelledError):
+            block.close()
+            raise
+        del blocks.every[block]
+        return lease
+
+    def _acquire(self, wait: float | None, block: Block) -> Lease:
+        name = block.name = self.backend, self.key
         terms = self._terms()
         _prepare()
-        await transactions.aflush(self._store, (self.backend, self.key))
-        adopted = await holding.aadopt(self.backend, self.key, terms, wait)
+        # What a rollback or an interruption has left must not be in the way of who comes next.
+        blocks.flush(name)
+        transactions.flush(name)
+        request = self._request(terms, wait)
+        adopted = holding.adopt(*name, terms, wait, block)
         if adopted is not None:
             return adopted
-        return Lease(self._store, await aacquire(self._store, self._request(terms, wait)), terms)
+        started_at = monotonic()
+        try:
+            return Lease(self._store, acquire(self._store, request, block), terms, block)
+        except KeptHere:
+            # Meanwhile another block has left it to the transaction.
+            return self._acquire(_left(wait, started_at), block)
+
+    async def _aacquire(self, wait: float | None, block: Block) -> Lease:
+        name = block.name = self.backend, self.key
+        terms = self._terms()
+        _prepare()
+        await blocks.aflush(self._store, name)
+        await transactions.aflush(self._store, name)
+        request = self._request(terms, wait)
+        adopted = await holding.aadopt(*name, terms, wait, block)
+        if adopted is not None:
+            return adopted
+        started_at = monotonic()
+        try:
+            return Lease(self._store, await aacquire(self._store, request, block), terms, block)
+        except KeptHere:
+            return await self._aacquire(_left(wait, started_at), block)
 
     def _wait(self) -> float | None:
         return self._store.config.wait if isinstance(self.wait, _Unset) else self.wait
@@ -318,6 +411,9 @@ class Lock:
             holder=terms.holder,
             retry=terms.retry,
             steal_if_dead=self.steal_if_dead,
+            home=transactions.home(),
+            inside=holding.entered_here(),
+            passed=transactions.waiting_release((self.backend, self.key)),
         )
 
     def _check_lifetime(self, ttl: float | None) -> None:
@@ -352,8 +448,9 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
         key: What is locked: text of at most 512 bytes of UTF-8. For a decorator, a template.
         ttl: Seconds (or a `timedelta`) until the lease ends by itself, at least 0.1 and at most
             the `MAX_TTL` of the backend; None: its `TTL`, or no expiry if `basic`.
-        wait: Seconds (or a `timedelta`) to keep trying; 0: one attempt; None: for ever; left out:
-            the `WAIT` of the backend.
+        wait: Seconds (or a `timedelta`) to keep trying; 0: one attempt; None: for ever, unless the
+            transaction around it keeps another key until its end; left out: the `WAIT` of the
+            backend.
         backend: An alias in `DISTLOCK`.
         heartbeat: Whether the lease of a block is renewed while the block runs.
         hold: Keep the key taken for all of the ttl, also when the work ends sooner: at most one
@@ -401,6 +498,10 @@ def _raise_behind(error: LockUsageError | None, body: BaseException | None) -> N
     if body is None:
         raise error
     body.add_note(f"{type(error).__name__}: {error}")
+
+
+def _left(wait: float | None, since: float) -> float | None:
+    return None if wait is None else max(0.0, since + wait - monotonic())
 
 
 def _prepare() -> None:

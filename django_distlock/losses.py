@@ -13,6 +13,7 @@ from typing import Any
 from django.db import connections
 
 from .core.errors import InvalidArgument, shown
+from .core.interruptions import pass_on
 from .core.logs import log_fields
 
 logger = logging.getLogger("django_distlock")
@@ -94,6 +95,10 @@ class Losses:
             self._task, self._loop = task, task.get_loop()
             self._cancelling = task.cancelling()
 
+    def cancels_only(self, task: asyncio.Task[Any] | None) -> bool:
+        """Whether this is the task to cancel; None: whether there is none."""
+        return self._task is task
+
     @property
     def is_orphaned(self) -> bool:
         """Whether the loop was closed whose task is in the block: nobody will leave it."""
@@ -148,7 +153,8 @@ def apart(work: Callable[[], None]) -> None:
 def _call(callback: Callback, lease: Any) -> None:
     try:
         callback(lease)
-    except Exception:
+    except Exception as error:
+        pass_on(error)
         extra = log_fields(
             "callback_failed", backend=lease.backend, key=lease.key, fence=lease.fence
         )

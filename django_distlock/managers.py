@@ -63,8 +63,6 @@ class HeldLockManager(models.Manager["HeldLock"]):
 
     #: Whether no fence is below what the store's clock says.
     follows_clock = False
-    #: The storage key that the last cleanup came to.
-    _cleaned_to: str | None = None
 
     def acquire(
         self,
@@ -117,7 +115,8 @@ class HeldLockManager(models.Manager["HeldLock"]):
             if row is None:
                 return None
             extended = self._extend(row, grant, ttl, now)
-            self._call_out_if_sooner(row, lease_ends(now, ttl)[1])
+            if extended is not None:
+                self._call_out_if_sooner(row, lease_ends(now, ttl)[1])
             return extended
 
     def extend_many(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
@@ -179,13 +178,17 @@ class HeldLockManager(models.Manager["HeldLock"]):
     def shorten(
         self, name: str, seconds: float, token: str | None, *, bound: float
     ) -> Record | None:
-        """Let a lease end in `seconds` at the latest."""
+        """Let a lease be renewed for `seconds` at the most."""
         with self._store.short_transaction(bound):
             row, now = self._owned(name, token)
             if row is None:
                 return None
             record = row.as_record().shortened(now, seconds)
-            self.filter(pk=name).update(expires_at=record.expires_at, free_at=record.free_at)
+            self.filter(pk=name).update(
+                expires_at=record.expires_at,
+                free_at=record.free_at,
+                stop_requested_at=record.stop_requested_at,
+            )
             self._call_out_if_sooner(row, record.free_at)
             return record
 
@@ -215,32 +218,37 @@ class HeldLockManager(models.Manager["HeldLock"]):
             self.filter(pk=name).update(stop_requested_at=row.stop_requested_at)
             return row.as_record()
 
-    def cleanup(self, before: datetime, limit: int) -> int:
+    def cleanup(self, before: datetime, limit: int, after: str | None) -> tuple[int, str | None]:
         """Remove up to `limit` records that were over before `before`, skipping locked ones.
 
         Each call goes on where the one before came to, so that many of them pass live records
         once, and the one that finds nothing any more begins anew.
+
+        Args:
+            after: The storage key that the call before came to, as it said.
+
+        Returns:
+            How many records have gone, and the storage key that this call came to.
         """
         with self._store.short_transaction(MAX_BOUND):
             before = min(before, self._store.now())
             if connections[self.db].vendor == "postgresql":
-                return self._clean(before, limit)
+                return self._clean(before, limit, after or "")
             over = self.filter(free_at__lte=before)
-            names = self._next(over, limit)
+            names, came_to = self._next(over, limit, after)
             # In a statement of its own: not every database can lock what LIMIT leaves.
             unlocked = over.select_for_update(skip_locked=True).filter(pk__in=names)
             names = list(unlocked.order_by("pk").values_list("pk", flat=True))
-            return self._store.delete(self.all(), names)
+            return self._store.delete(self.all(), names), came_to
 
-    def _clean(self, before: datetime, limit: int) -> int:
-        """Remove the next records on PostgreSQL, where one statement does it; return how many."""
-        after, self._cleaned_to = self._cleaned_to or "", None
+    def _clean(self, before: datetime, limit: int, after: str) -> tuple[int, str | None]:
+        """Remove the next records on PostgreSQL, where one statement does it."""
         gone, last = self._clean_behind(after, before, limit)
-        if gone < limit and after:
+        if gone == limit:
+            return gone, last
+        if after:
             gone += self._clean_behind("", before, limit - gone)[0]
-        elif gone == limit:
-            self._cleaned_to = last
-        return gone
+        return gone, None
 
     def _clean_behind(self, after: str, before: datetime, limit: int) -> tuple[int, str | None]:
         rows = self.model._meta.db_table
@@ -249,16 +257,17 @@ class HeldLockManager(models.Manager["HeldLock"]):
             gone, last = cursor.fetchone()
         return gone, last
 
-    def _next(self, over: models.QuerySet[HeldLock], limit: int) -> list[str]:
-        """Return the next of these rows behind those of the call before."""
-        after, self._cleaned_to = self._cleaned_to, None
+    def _next(
+        self, over: models.QuerySet[HeldLock], limit: int, after: str | None
+    ) -> tuple[list[str], str | None]:
+        """Return the next of these rows, and which is the last, if there may be more."""
         ordered = over.order_by("pk").values_list("pk", flat=True)
         names = list((ordered if after is None else ordered.filter(pk__gt=after))[:limit])
-        if len(names) < limit and after is not None:
+        if len(names) == limit:
+            return names, names[-1]
+        if after is not None:
             names += ordered.filter(pk__lte=after)[: limit - len(names)]
-        elif len(names) == limit:
-            self._cleaned_to = names[-1]
-        return names
+        return names, None
 
     def remove_expired(self, **lookup: Any) -> int:
         """Remove the record that `lookup` finds if it is over and nobody has it locked."""
@@ -363,13 +372,18 @@ class HeldLockManager(models.Manager["HeldLock"]):
             return None, now
         return row, now
 
-    def _extend(self, row: HeldLock, grant: Grant, ttl: float | None, now: datetime) -> Grant:
+    def _extend(
+        self, row: HeldLock, grant: Grant, ttl: float | None, now: datetime
+    ) -> Grant | None:
+        record = row.as_record().extended(now, ttl)
+        if record is None:
+            return None
         self._store.make_durable()
-        expires_at, free_at = lease_ends(now, ttl)
         self.filter(pk=row.pk).update(
-            ttl=ttl, renewed_at=now, expires_at=expires_at, free_at=free_at
+            ttl=ttl, renewed_at=now, expires_at=record.expires_at, free_at=record.free_at
         )
         stop_requested = row.stop_requested_at is not None
+        expires_at = lease_ends(now, ttl)[0]
         return Grant(
             grant.key, row.token, row.fence, ttl, row.acquired_at, expires_at, stop_requested
         )

@@ -12,6 +12,7 @@ from . import conf
 from .core.fences import FENCE_MAX
 from .core.holders import Holder
 from .core.records import Record, Waiting
+from .core.wording import printable
 from .counters import FenceCounterManager, refuse_change
 from .fields import EventTimeField, InstantField, KeyField, NoteField
 from .managers import HeldLockManager
@@ -61,7 +62,7 @@ class HeldLock(models.Model):
         verbose_name_plural = _("held locks")
 
     def __str__(self) -> str:
-        return str(self.key)
+        return printable(self.key)
 
     def as_record(self) -> Record:
         """Return the row as the value that backends answer with."""
@@ -114,7 +115,7 @@ class FenceCounter(models.Model):
         )
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.fence}"
+        return f"{printable(self.key)}: {self.fence}"
 
     def save(self, *args: Any, **kwargs: Any) -> None:
         if not self._state.adding:
@@ -148,7 +149,7 @@ class Waiter(models.Model):
         verbose_name_plural = _("waiters")
 
     def __str__(self) -> str:
-        return str(self.storage_key)
+        return printable(self.storage_key)
 
     def as_waiting(self) -> Waiting:
         """Return the row as the value that backends answer with."""
@@ -190,7 +191,7 @@ class LockEvent(models.Model):
         verbose_name_plural = _("lock events")
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.key}"
+        return f"{self.kind} {printable(self.key)}"
 
 
 class SeenFence(models.Model):
@@ -210,4 +211,4 @@ class SeenFence(models.Model):
         verbose_name_plural = _("seen fences")
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.fence}"
+        return f"{printable(self.key)}: {self.fence}"

@@ -13,10 +13,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Final, ParamSpec, Protocol, TypeVar, cast, overload
 
-from .core.bodies import require_function
+from .core.bodies import require_function, whole
 from .core.durations import MIN_TTL, Duration, seconds
 from .core.errors import BackendUnavailable, InvalidArgument, LockError, LockNotAcquired, shown
-from .core.keys import KeyTemplate
+from .core.keys import OWN_MARKER, KeyTemplate, own_key
 from .core.logs import log_fields
 from .core.markers import skipped
 from .declarations import Declaration, Kind, declared
@@ -29,7 +29,7 @@ logger = logging.getLogger("django_distlock")
 #: Arguments of `distlock()` that a schedule does not take.
 _OWN = frozenset({"ttl", "wait", "on_conflict"})
 #: What stands before the name of a schedule in its key.
-PREFIX: Final = "schedule:"
+PREFIX: Final = f"{OWN_MARKER}schedule:"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -147,7 +147,7 @@ def scheduled(
 ) -> Decorator:
     """Let one node do what a schedule starts on all of them: cron, Celery beat, `django.tasks`.
 
-    The first one that is granted the key `schedule:<name>` runs; the others return `Skipped`, at
+    The first one that is granted the key `〈schedule:<name>` runs; the others return `Skipped`, at
     once. With `hold`, the key stays taken for `expected + margin` seconds since the grant: a node
     whose clock is late finds it taken although the work is done. So keep that below the time
     between two ticks, and above what clocks may differ.
@@ -167,6 +167,7 @@ def scheduled(
 
     Raises:
         InvalidArgument: An argument breaks a rule; or it stands above what is no plain function.
+        LockUsageError: The function's body would run when its call is over.
     """
     if not isinstance(scope, RunScope):
         raise InvalidArgument(f"scope must be a RunScope, not {shown(scope)}.")
@@ -192,7 +193,8 @@ def scheduled(
 
     def decorate(function: Callable[..., Any]) -> Any:
         require_function(function, "scheduled")
-        template = KeyTemplate.for_function(PREFIX + name, function)
+        function = whole(function)
+        template = KeyTemplate.for_function(PREFIX.removeprefix(OWN_MARKER) + name, function)
         if inspect.iscoroutinefunction(function):
             wrapper: Any = _awaited(schedule, template, function)
         else:
@@ -214,7 +216,7 @@ def _called(
         time.sleep(schedule.pause())
         if schedule.scope is RunScope.NODE_LOCAL:
             return function(*args, **kwargs)
-        key, began = template.render(args, kwargs), None
+        key, began = own_key(template.render(args, kwargs)), None
         try:
             with schedule.lock_of(key):
                 began = monotonic()
@@ -237,7 +239,7 @@ def _awaited(
         await asyncio.sleep(schedule.pause())
         if schedule.scope is RunScope.NODE_LOCAL:
             return await function(*args, **kwargs)
-        key, began = template.render(args, kwargs), None
+        key, began = own_key(template.render(args, kwargs)), None
         try:
             async with schedule.lock_of(key):
                 began = monotonic()

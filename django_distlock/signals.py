@@ -2,7 +2,8 @@
 
 The sender is the backend's class. Each carries `alias`, `key`, `fence` (None where none was
 granted) and `holder` (None where unknown). They are sent with `send_robust()`: a receiver that
-raises is logged and changes nothing. A token is never sent.
+raises is logged and changes nothing. What the handler of a signal (a time limit) raises amid one
+reaches the caller. A token is never sent.
 
 =====================  ============================================================================
 signal                 also carries
@@ -28,6 +29,7 @@ from typing import Any
 
 from django.dispatch import Signal
 
+from .core.interruptions import pass_on
 from .core.logs import log_fields
 
 __all__ = [
@@ -60,9 +62,14 @@ fence_rejected = Signal()
 def tell(signal: Signal, sender: type, **facts: Any) -> None:
     """Send a signal whose receivers cannot change what happened."""
     try:
-        signal.send_robust(sender, **facts)
-    except Exception:
+        told = signal.send_robust(sender, **facts)
+    except RuntimeError as error:
+        pass_on(error)
         # Not a receiver's error, which is logged by Django: an asynchronous receiver, told from the
         # thread of an event loop, cannot be awaited.
         extra = log_fields("telling_failed", backend=facts.get("alias"), key=facts.get("key"))
         logger.exception("A signal could not be sent", extra=extra)
+        return
+    for _receiver, response in told:
+        if isinstance(response, Exception):
+            pass_on(response)

@@ -10,36 +10,50 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
+from functools import partial
 from typing import Any
 
 from asgiref.sync import AsyncToSync
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from . import workers
 from .backends.base import BaseLockBackend
-from .connections import before_drop, in_transaction, opened_in, use_own_connections
+from .connections import (
+    before_drop,
+    has_open_transaction,
+    in_transaction,
+    opened_in,
+    servers_isolation,
+)
+from .core.bells import Bell
 from .core.durations import MAX_BOUND
 from .core.errors import LockUsageError
-from .core.logs import log_fields
+from .workers import Gone, Worker, when_gone
 
 logger = logging.getLogger("django_distlock")
 
 
-def home() -> int:
+def home(thread: int | None = None) -> int:
     """Return the thread whose transactions the running code works in.
 
     Asynchronous code that a thread waits for in `async_to_sync` works in those of that thread. They
     are looked at from here: to ask in the thread itself would wait for whatever else it does.
+
+    Args:
+        thread: The one that runs it; None: this one.
     """
     executors = getattr(AsyncToSync, "executors", None)
     waiting = getattr(getattr(executors, "current", None), "_work_thread", None)
-    return threading.get_ident() if waiting is None else int(waiting.ident)
+    if waiting is not None:
+        return int(waiting.ident)
+    return threading.get_ident() if thread is None else thread
 
 
-def _connections() -> list[BaseDatabaseWrapper]:
+def _connections(thread: int | None = None) -> list[BaseDatabaseWrapper]:
+    if thread is not None:
+        return opened_in(thread)
     here = list(connections.all(initialized_only=True))
     thread = home()
     return here if thread == threading.get_ident() else [*here, *opened_in(thread)]
@@ -49,29 +63,43 @@ def refuse_manual_transactions() -> None:
     """Refuse where a transaction is managed by hand: nobody would tell when it ends.
 
     Raises:
-        LockUsageError: A connection of this thread has autocommit off, outside of `atomic()`.
+        LockUsageError: A connection of this thread has autocommit off, or a transaction open,
+            outside of `atomic()`.
     """
     for connection in _connections():
         if _is_manual(connection):
+            how = (
+                "has a transaction open that Django does not know (BEGIN, or the driver's own)"
+                if connection.autocommit
+                else "manages its transactions by hand (set_autocommit(False))"
+            )
             raise LockUsageError(
-                f"The connection {connection.alias!r} manages its transactions by hand"
-                f" (set_autocommit(False)), so nothing tells when one is committed, and the key"
-                f" would be free before the data is. Use atomic().",
+                f"The connection {connection.alias!r} {how}, so nothing tells when one is"
+                f" committed, and the key would be free before the data is. Use atomic().",
                 code="unsupported",
             )
 
 
-def open_transactions() -> list[BaseDatabaseWrapper]:
+def open_transactions(thread: int | None = None) -> list[BaseDatabaseWrapper]:
     """Return the connections with a transaction, other than a `TestCase`'s: see `home`.
 
-    One whose autocommit was switched off behind the acquire counts: its hooks run as well.
+    One that is managed by hand since the acquire counts: its hooks run as well, or are swept.
+
+    Args:
+        thread: Those that this one has opened; None: those of the running code.
     """
-    return [each for each in _connections() if in_transaction(each) or _is_manual(each)]
+    return [each for each in _connections(thread) if _is_open(each)]
+
+
+def _is_open(connection: BaseDatabaseWrapper) -> bool:
+    return in_transaction(connection) or _is_manual(connection)
 
 
 def _is_manual(connection: BaseDatabaseWrapper) -> bool:
-    if connection.connection is None or connection.autocommit:
+    if connection.connection is None:
         return False
+    if connection.autocommit:
+        return has_open_transaction(connection)
     # Where autocommit was off before atomic(), that does not commit at its end.
     return not (connection.in_atomic_block and connection.commit_on_exit)
 
@@ -82,8 +110,11 @@ def reads_a_snapshot(connection: BaseDatabaseWrapper) -> bool:
     if connection.vendor == "mysql":
         # None is the server's default, which is this. What is serializable locks what it reads.
         return level in ("repeatable read", None)
-    if connection.vendor != "postgresql" or level is None:
+    if connection.vendor != "postgresql":
         return False
+    if "isolation_level" not in connection.settings_dict["OPTIONS"]:
+        # Django takes the server's default for READ COMMITTED.
+        return servers_isolation(connection) in ("repeatable read", "serializable")
     return getattr(level, "name", "") in ("REPEATABLE_READ", "SERIALIZABLE")
 
 
@@ -94,6 +125,7 @@ class Deferred:
         name: What is released: backend and key.
         owner: Who is released, for whoever goes on with it.
         release: Releases, in any thread; False: not yet, ask again.
+        thread: Whose transactions they are, by `home`.
     """
 
     def __init__(
@@ -102,60 +134,70 @@ class Deferred:
         owner: Any,
         release: Callable[[], bool],
         transactions: list[BaseDatabaseWrapper],
+        thread: int | None = None,
     ):
         self.owner = owner
-        self.thread = home()
-        self.done = threading.Event()
+        self.thread = home() if thread is None else thread
+        self.done = Bell()
         self._name = name
         self._release = release
         self._transactions = len(transactions)
-        self._hooks: list[tuple[BaseDatabaseWrapper, weakref.ref[_End]]] = []
-        # Filled by finalisers, which may take no lock; appending to a list needs none.
-        self._ended: list[None] = []
+        self._ends: list[tuple[BaseDatabaseWrapper, Gone]] = []
         self._mutex = threading.Lock()
-        self._claimed = False
+        self._claimed_by: object = None
         _waiting.add(name, self)
-        _worker.start()
         for connection in transactions:
             # No savepoint ids: a savepoint that is rolled back does not end the transaction.
-            # Robust: an error elsewhere must not cost the release.
             hooks: list[Any] = connection.run_on_commit
             end = _End(self)
-            hooks.append((set(), end, True))
-            self._hooks.append((connection, weakref.ref(end)))
+            # Not "robust": Django would swallow the exception of a signal that comes amid it.
+            hooks.append((set(), end, False))
+            self._ends.append((connection, when_gone(end, partial(self._dropped, end.claim))))
+            if not _is_open(connection):
+                end.is_over = True  # It ended meanwhile, in its own thread.
+        if any(each.autocommit for each in transactions):
+            self._poll()
 
     @property
     def is_over(self) -> bool:
         """Whether the last of the transactions has ended."""
-        return len(self._ended) >= self._transactions
-
-    def committed(self) -> None:
-        """Release, in this thread, if that was the last of the transactions."""
-        self._ended.append(None)
-        self.release_if_over()
-
-    def dropped(self) -> None:
-        """Let the worker release if that was the last: any thread may run this, amid anything."""
-        self._ended.append(None)
-        _worker.put(self.release_if_over)
+        ends = [gone() for _connection, gone in self._ends]
+        return len(ends) >= self._transactions and all(end is None or end.is_over for end in ends)
 
     def sweep(self) -> None:
-        """Release if the transactions are over and the garbage collector is slow to tell."""
-        for connection, reference in self._hooks:
-            end = reference()
-            if end is not None and all(each[1] is not end for each in connection.run_on_commit):
-                end.drop()
+        """Release if the transactions are over, and nobody or the garbage collector tells."""
+        for connection, gone in self._ends:
+            end = gone()
+            if end is None or end.is_over:
+                continue
+            if all(each[1] is not end for each in connection.run_on_commit) or not (
+                connection.in_atomic_block or _is_manual(connection)
+            ):
+                end.is_over = True
+                _worker.put(self.release_if_over)
 
-    def claim(self) -> bool:
-        """Take the release over; False: somebody did, or it has been carried out."""
+    def _poll(self) -> None:
+        """Look again and again: Django tells of no end of a transaction that it does not know."""
+        self.sweep()
+        if not self.is_over:
+            later(self._poll, MAX_BOUND)
+
+    def claim(self, claim: object = True) -> bool:
+        """Take the release over; False: somebody did, or it has been carried out.
+
+        Args:
+            claim: Who takes it over.
+        """
         with self._mutex:
-            claimed, self._claimed = not self._claimed, True
-            return claimed
+            if self._claimed_by is None:
+                self._claimed_by = claim
+                return True
+            return False
 
     def unclaim(self) -> None:
         """Undo a claim."""
         with self._mutex:
-            self._claimed = False
+            self._claimed_by = None
 
     def give_back(self) -> None:
         """Undo a claim, behind which the transactions may have ended."""
@@ -166,47 +208,42 @@ class Deferred:
     def settle(self) -> None:
         """Say that the claimed release is needed no more."""
         _waiting.remove(self._name, self)
-        self.done.set()
+        # Nobody has to be told of their ends any more.
+        self._ends = []
+        self.done.ring()
 
-    def release_if_over(self) -> None:
+    def release_if_over(self, claim: object = True) -> None:
         """Release once, when all transactions have ended."""
-        if not (self.is_over and self.claim()):
+        if not (self.is_over and self.claim(claim)):
             return
-        finished = True
-        try:
-            finished = self._release()
-        except Exception:
-            alias, key = self._name
-            logger.exception(
-                "The release of %r behind a transaction failed",
-                key,
-                extra=log_fields("release_failed", backend=alias, key=key),
-            )
-        if finished:
+        if self._release():
             self.settle()
         else:
             # Somebody holds the record. Others shall not wait behind it.
-            self.done.set()
+            self.done.ring()
             self.unclaim()
             later(self.release_if_over, MAX_BOUND)
+
+    def _dropped(self, claim: object) -> None:
+        """Release if that was the last end; also what was interrupted in the midst of a release."""
+        if self._claimed_by is claim:
+            self.unclaim()
+        self.release_if_over()
 
 
 class _End:
     """Called when a transaction is committed, dropped when it is rolled back."""
 
     def __init__(self, deferred: Deferred):
+        self.is_over = False
+        #: What stands for it where it must not be kept alive.
+        self.claim = object()
         self._deferred = deferred
-        self._dropped = weakref.finalize(self, deferred.dropped)
-        self._dropped.atexit = False
 
     def __call__(self) -> None:
-        if self._dropped.detach() is not None:
-            self._deferred.committed()
-
-    def drop(self) -> None:
-        """Say that Django has dropped it, which a frame or a cycle may still refer to."""
-        if self._dropped.detach() is not None:
-            self._deferred.dropped()
+        if not self.is_over:
+            self.is_over = True
+            self._deferred.release_if_over(self.claim)
 
 
 class _Waiting:
@@ -230,6 +267,8 @@ class _Waiting:
                 self._by_name[name] = left
 
     def all(self) -> list[Deferred]:
+        if not self._by_name:
+            return []
         with self._mutex:
             return [each for deferred in self._by_name.values() for each in deferred]
 
@@ -240,55 +279,10 @@ class _Waiting:
             return list(self._by_name.get(name, []))
 
 
-class _Worker:
-    """Does what finalisers may only queue, in a thread of its own.
-
-    A simple queue, because it alone may be filled from a finaliser.
-    """
-
-    def __init__(self, name: str):
-        self._name = name
-        self._pid: int | None = None
-        self.forget()
-
-    def forget(self) -> None:
-        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._starting = threading.Lock()
-
-    def start(self) -> None:
-        """Start the thread where it is safe to: a finaliser may not."""
-        with self._starting:
-            if self._pid != os.getpid():
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
-                self._pid = os.getpid()
-
-    def put(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
-
-    def finish(self) -> None:
-        """Wait until what is queued has been done, for a second at most."""
-        if self._pid == os.getpid():
-            finished = threading.Event()
-            self.put(finished.set)
-            finished.wait(MAX_BOUND)
-
-    def _run(self) -> None:
-        use_own_connections()
-        while True:
-            work = self._work.get()
-            try:
-                work()
-            except Exception:
-                logger.exception("What was put off failed", extra=log_fields("telling_failed"))
-            finally:
-                # What a signal's receiver opened here, no end of a request would ever close.
-                connections.close_all()
-
-
 _waiting = _Waiting()
-_worker = _Worker("distlock-releases")
+_worker = workers.releases
 #: A receiver may take its time: no key waits for it.
-_teller = _Worker("distlock-signals")
+_teller = Worker("distlock-signals")
 before_drop.append(_worker.finish)
 
 
@@ -300,12 +294,38 @@ def defer(name: tuple[str, str], owner: Any, release: Callable[[], bool]) -> boo
     return bool(transactions)
 
 
-def waiting_release(name: tuple[str, str]) -> Deferred | None:
-    """Return the release of this name that waits for a transaction of this thread: see `home`."""
+def defer_for(
+    thread: int, name: tuple[str, str], owner: Any, release: Callable[[], bool]
+) -> Deferred:
+    """Let `release` wait for the transactions of another thread, if there are any."""
+    return Deferred(name, owner, release, open_transactions(thread), thread)
+
+
+def waiting_release(name: tuple[str, str], thread: int | None = None) -> Deferred | None:
+    """Return the release of this name that waits for a transaction of this thread: see `home`.
+
+    Args:
+        name: Backend and key.
+        thread: Another one.
+    """
     if not (waiting := _waiting.of(name)):
         return None
-    thread = home()
+    thread = home() if thread is None else thread
     return next((each for each in waiting if each.thread == thread), None)
+
+
+def keepers(name: tuple[str, str]) -> set[int]:
+    """Return the threads whose transactions keep what is called so for as long as they last."""
+    kept = _waiting.of(name)
+    return {each.thread for each in kept if not each.is_over and each.owner.lasts}
+
+
+def kept_beside(name: tuple[str, str], thread: int) -> str | None:
+    """Return another key that the transactions of a thread keep; None: they keep none."""
+    # Events wait as well. They are nobody's lease.
+    leases = (each for each in _waiting.all() if each.owner is not None)
+    kept = (each for each in leases if each.thread == thread and not each.is_over)
+    return next((each._name[1] for each in kept if each._name != name), None)
 
 
 def flush(name: tuple[str, str]) -> None:

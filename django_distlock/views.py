@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -21,9 +22,9 @@ from django.template import Context, Engine, TemplateDoesNotExist, loader
 from django.utils.translation import get_language, gettext, ngettext
 
 from .bypassing import tell_bypassed
-from .core.bodies import refuse_generator
+from .core.bodies import whole
 from .core.choices import choice
-from .core.durations import GRACE
+from .core.durations import GRACE, Duration, seconds
 from .core.errors import BackendUnavailable, InvalidArgument, LockNotAcquired, shown
 from .core.holders import MAX_METADATA_BYTES, MAX_TEXT
 from .core.keys import IllegalKey, KeyTemplate, normalize_key
@@ -52,6 +53,7 @@ def locked_view(
     on_unavailable: Literal["raise", "skip", "run"] = "raise",
     status: Literal[409, 423] = 409,
     refusal: Refusal | None = None,
+    retry_after: Duration | None = None,
     **options: Any,
 ) -> Callable[[View], View]:
     """Hold a lock around each call of a view, sync or async.
@@ -73,33 +75,42 @@ def locked_view(
         status: 409 (Conflict) or 423 (Locked).
         refusal: Makes the answer of `"skip"`, of the request and the error; None: JSON where the
             request asks for it, else the template `django_distlock/busy.html`.
+        retry_after: Seconds (or a `timedelta`) that `Retry-After` says, rounded up; None: as long
+            as the holder has had the key by now, at least 1 and at most until its lease ends.
         options: Those of `distlock()`: `ttl`, `wait`, `backend`, `metadata` and so on. A
             `"request"` among the metadata stays as it is.
 
     Raises:
         InvalidArgument: An argument breaks a rule, the template names no parameter of the view, or
-            it is no view: a method, for which there is `LockedViewMixin`.
-        LockUsageError: The view is a generator.
+            it is no view: a class or a method, for which there is `LockedViewMixin`.
+        LockUsageError: The view's body would run when its call is over: a generator's, say. The
+            call raises it where only what that returns tells.
     """
-    choice("on_conflict", on_conflict, ("skip", "raise", "run"))
-    choice("on_unavailable", on_unavailable, ("raise", "skip", "run"))
-    if status not in (409, 423):
-        raise InvalidArgument(f"status is 409 or 423, not {shown(status)}.")
-    lock = distlock("?", on_conflict="run" if on_conflict == "run" else "raise", **options)
-    refuses = _Refusing(on_conflict == "skip", on_unavailable == "skip", status, refusal or refuse)
+    locked = _Locked.of(
+        on_conflict=on_conflict,
+        on_unavailable=on_unavailable,
+        status=status,
+        refusal=refusal,
+        retry_after=retry_after,
+        **options,
+    )
 
     def decorate(view: View, /, *_: Any, **__: Any) -> View:
         _require_view(view)
+        view = whole(view)
         name = key if callable(key) else KeyTemplate.for_function(key, view).of
-        made = _Locked(view, lock, name, refuses, on_unavailable == "run").wrapped()
-        declared[made] = (Declaration.of(Kind.VIEW, key, lock, on_conflict),)
+        made = locked.around(view, name)
+        declared[made] = (Declaration.of(Kind.VIEW, key, locked.lock, on_conflict),)
         return made
 
     return decorate
 
 
 class LockedViewMixin:
-    """Hold a lock around each request of a class-based view. Put it first among the bases.
+    """Hold a lock around each request of a class-based view, from its place among the bases on.
+
+    What stands before it, such as `LoginRequiredMixin`, decides before a key is taken. It stands
+    before the view's own class.
 
     Attributes:
         lock_key: A template of what the URL captures, and `request`: `"invoice:{pk}"`.
@@ -108,6 +119,7 @@ class LockedViewMixin:
 
     lock_key: ClassVar[str] = ""
     lock_options: ClassVar[dict[str, Any]] = {}
+    _locked: _Locked | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -122,13 +134,30 @@ class LockedViewMixin:
         Raises:
             ImproperlyConfigured: `lock_key` is no template.
         """
-        view: View = super().as_view(**initkwargs)  # type: ignore[misc]
         if not isinstance(cls.lock_key, str) or not cls.lock_key:
             raise ImproperlyConfigured(
                 f"{cls.__qualname__}.lock_key is a template, not {shown(cls.lock_key)}."
             )
-        template = KeyTemplate.for_keywords(cls.lock_key)
+        locked = _Locked.of(**cls.lock_options)
+        locked.key = cls._lock_template(KeyTemplate.for_keywords(cls.lock_key))
+        view: View = super().as_view(_locked=locked, **initkwargs)  # type: ignore[misc]
+        if not iscoroutinefunction(view):
+            locked.begin_transactions_of(view)
+        on_conflict = cls.lock_options.get("on_conflict", "skip")
+        declared[view] = (Declaration(Kind.VIEW, cls.lock_key, locked.lock, on_conflict),)
+        return view
 
+    def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        """Answer a request under the lock."""
+        if self._locked is None:
+            raise ImproperlyConfigured(f"{type(self).__qualname__} is made by as_view().")
+        answer = super().dispatch  # type: ignore[misc]
+        if self.view_is_async:  # type: ignore[attr-defined]
+            return self._locked.arun(answer, request, *args, **kwargs)
+        return self._locked.run(whole(answer), request, *args, **kwargs)
+
+    @classmethod
+    def _lock_template(cls, template: KeyTemplate) -> Callable[..., str]:
         def key(request: HttpRequest, *args: Any, **kwargs: Any) -> str:
             try:
                 return template.of(request=request, **kwargs)
@@ -138,30 +167,30 @@ class LockedViewMixin:
                     f" all of that: {error}."
                 ) from error
 
-        made = locked_view(key, **cls.lock_options)(view)
-        # The function that makes the key is not the project's: the template is.
-        declared[made] = tuple(
-            replace(each, key=cls.lock_key, is_template=True) for each in declared[made]
-        )
-        return made
+        return key
 
 
-def refuse(request: HttpRequest, error: Exception) -> HttpResponse:
-    """Say that somebody else is at it; the status and `Retry-After` are set behind this."""
+def refuse(request: HttpRequest, error: Exception, again_in: int) -> HttpResponse:
+    """Say that somebody else is at it; the status and `Retry-After` are set behind this.
+
+    Args:
+        request: The one that is refused.
+        error: Why.
+        again_in: Seconds until it may be asked again.
+    """
     if isinstance(error, LockNotAcquired):
         said = gettext("Somebody else is working on this right now.")
     else:
         said = gettext("This cannot be done at the moment.")
-    seconds = _seconds(error)
-    again = ngettext("Try again in %d second.", "Try again in %d seconds.", seconds) % seconds
+    again = ngettext("Try again in %d second.", "Try again in %d seconds.", again_in) % again_in
     wanted = request.get_preferred_type(["text/html", "application/json"])
     if wanted == "application/json":
         code = getattr(error, "code", "internal")
-        return JsonResponse({"error": code, "detail": f"{said} {again}", "retry_after": seconds})
+        return JsonResponse({"error": code, "detail": f"{said} {again}", "retry_after": again_in})
     context = {
         "said": said,
         "again": again,
-        "seconds": seconds,
+        "seconds": again_in,
         "error": error,
         "language": get_language() or "en",
     }
@@ -178,11 +207,19 @@ def refuse(request: HttpRequest, error: Exception) -> HttpResponse:
 class _Refusing:
     """Which errors become answers, and how."""
 
-    def __init__(self, conflicts: bool, outages: bool, status: int, make: Refusal):
+    def __init__(
+        self,
+        conflicts: bool,
+        outages: bool,
+        status: int,
+        make: Refusal | None,
+        retry_after: float | None,
+    ):
         self._conflicts = conflicts
         self._outages = outages
         self._status = status
         self._make = make
+        self._retry_after = retry_after
 
     def takes(self, error: Exception) -> bool:
         """Whether the error is answered, and not raised."""
@@ -190,58 +227,90 @@ class _Refusing:
 
     def answer(self, request: HttpRequest, error: Exception) -> HttpResponseBase:
         """Return the answer."""
-        made = self._make(request, error)
+        given = self._retry_after
+        again = _estimated(error) if given is None else math.ceil(given)
+        made = self._make(request, error) if self._make else refuse(request, error, again)
         made.status_code = self._status if isinstance(error, LockNotAcquired) else 503
-        made.headers.setdefault("Retry-After", str(_seconds(error)))
+        made.headers.setdefault("Retry-After", str(again))
         made.headers.setdefault("Cache-Control", "no-store")
         return made
 
 
 class _Locked:
-    """A view and its lock."""
+    """How requests are answered under a lock."""
 
-    def __init__(
-        self,
-        view: View,
-        lock: Lock,
-        key: Callable[..., str],
-        refusing: _Refusing,
-        run_anyway: bool,
-    ):
-        self._view = view
-        self._lock = lock
-        self._key = key
+    #: Returns the key of a request, called as the view is.
+    key: Callable[..., str]
+
+    def __init__(self, lock: Lock, refusing: _Refusing, run_anyway: bool):
+        self.lock = lock
         self._refusing = refusing
         self._run_anyway = run_anyway
         self._room = _room(lock.metadata)
         #: Aliases whose transactions the view does without.
-        self._not_atomic = set(getattr(view, "_non_atomic_requests", ()))
+        self._not_atomic: set[str] | _Every = set()
 
-    def wrapped(self) -> View:
-        """Return what is called in the view's place."""
-        if iscoroutinefunction(self._view):
+    @classmethod
+    def of(
+        cls,
+        *,
+        on_conflict: Literal["skip", "raise", "run"] = "skip",
+        on_unavailable: Literal["raise", "skip", "run"] = "raise",
+        status: Literal[409, 423] = 409,
+        refusal: Refusal | None = None,
+        retry_after: Duration | None = None,
+        **options: Any,
+    ) -> _Locked:
+        """Return what these arguments of `locked_view` ask for.
 
-            @wraps(self._view)
+        Raises:
+            InvalidArgument: An argument breaks a rule.
+        """
+        choice("on_conflict", on_conflict, ("skip", "raise", "run"))
+        choice("on_unavailable", on_unavailable, ("raise", "skip", "run"))
+        if status not in (409, 423):
+            raise InvalidArgument(f"status is 409 or 423, not {shown(status)}.")
+        lock = distlock("?", on_conflict="run" if on_conflict == "run" else "raise", **options)
+        if retry_after is not None:
+            retry_after = seconds(retry_after, "retry_after")
+        skips = on_conflict == "skip", on_unavailable == "skip"
+        return cls(lock, _Refusing(*skips, status, refusal, retry_after), on_unavailable == "run")
+
+    def around(self, view: View, key: Callable[..., str]) -> View:
+        """Return what is called in the place of a view."""
+        # A decorator may be used more than once.
+        locked = copy(self)
+        locked.key, locked._not_atomic = key, set()
+        if iscoroutinefunction(view):
+
+            @wraps(view)
             async def asynchronous(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
-                return await self._arun(request, *args, **kwargs)
+                return await locked.arun(view, request, *args, **kwargs)
 
             return asynchronous
 
-        @wraps(self._view)
+        @wraps(view)
         def synchronous(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
-            return self._run(request, *args, **kwargs)
+            return locked.run(view, request, *args, **kwargs)
 
-        # The transaction of the request would be around the lock. It is begun inside of it.
-        synchronous._non_atomic_requests = _Every(self._not_atomic)  # type: ignore[attr-defined]
+        locked.begin_transactions_of(synchronous)
         return synchronous
 
-    def _run(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+    def begin_transactions_of(self, view: Any) -> None:
+        """Begin the transactions of a request inside of the lock: Django's would be around it."""
+        marks = getattr(view, "_non_atomic_requests", ())
+        # A view with another lock below begins its transactions inside of that.
+        self._not_atomic = marks if isinstance(marks, _Every) else set(marks)
+        view._non_atomic_requests = _Every(self._not_atomic)
+
+    def run(self, view: View, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        """Answer a request."""
         lock = self._lock_of(request, *args, **kwargs)
         entered, started_at = False, monotonic()
         try:
             with lock:
                 entered = True
-                return self._atomic(request, *args, **kwargs)
+                return self._atomic(view, request, *args, **kwargs)
         except (LockNotAcquired, BackendUnavailable) as error:
             # What the view itself raises is its own.
             if entered or not self._is_answered(error):
@@ -250,15 +319,16 @@ class _Locked:
                 return self._refusing.answer(request, error)
             refusal = error
         tell_bypassed(lock.backend, lock.key, monotonic() - started_at, refusal)
-        return self._atomic(request, *args, **kwargs)
+        return self._atomic(view, request, *args, **kwargs)
 
-    async def _arun(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+    async def arun(self, view: View, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        """Answer a request, with awaits."""
         lock = self._lock_of(request, *args, **kwargs)
         entered, started_at = False, monotonic()
         try:
             async with lock:
                 entered = True
-                return await self._view(request, *args, **kwargs)
+                return await view(request, *args, **kwargs)
         except (LockNotAcquired, BackendUnavailable) as error:
             if entered or not self._is_answered(error):
                 raise
@@ -268,18 +338,18 @@ class _Locked:
         # A receiver may do what an event loop must not.
         store, waited = lock_backends[lock.backend], monotonic() - started_at
         await store.run_async(tell_bypassed, lock.backend, lock.key, waited, refusal)
-        return await self._view(request, *args, **kwargs)
+        return await view(request, *args, **kwargs)
 
     def _lock_of(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Lock:
         try:
-            key = normalize_key(self._key(request, *args, **kwargs))
+            key = normalize_key(self.key(request, *args, **kwargs))
         except IllegalKey as error:
             # Made of what the client has sent.
             raise BadRequest(str(error)) from error
-        metadata = self._lock.metadata
+        metadata = self.lock.metadata
         if self._room:
             metadata = {REQUEST: _line(request)[: self._room], **metadata}
-        return replace(self._lock, key=key, metadata=metadata)
+        return replace(self.lock, key=key, metadata=metadata)
 
     def _is_answered(self, error: Exception) -> bool:
         return self._runs_without(error) or self._refusing.takes(error)
@@ -287,14 +357,14 @@ class _Locked:
     def _runs_without(self, error: Exception) -> bool:
         return self._run_anyway and isinstance(error, BackendUnavailable)
 
-    def _atomic(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
-        """Call the view in the transactions that Django would have begun around it."""
+    def _atomic(self, view: View, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        """Call a view in the transactions that Django would have begun around it."""
         with ExitStack() as stack:
             for alias in connections:
                 wanted = connections.settings[alias]["ATOMIC_REQUESTS"]
                 if wanted and alias not in self._not_atomic:
                     stack.enter_context(transaction.atomic(using=alias))
-            return self._view(request, *args, **kwargs)
+            return view(request, *args, **kwargs)
 
 
 class _Every:
@@ -304,7 +374,7 @@ class _Every:
         marked: Aliases whose transactions the view does without.
     """
 
-    def __init__(self, marked: set[str]):
+    def __init__(self, marked: set[str] | _Every):
         self._marked = marked
 
     def __contains__(self, alias: object) -> bool:
@@ -321,11 +391,10 @@ def _require_view(view: object) -> None:
             f'locked_view is written with a key, @locked_view("…"), above a view, not'
             f" {shown(view)}."
         )
-    if next(iter(inspect.signature(view).parameters), "") == "self":
+    if inspect.isclass(view) or next(iter(inspect.signature(view).parameters), "") == "self":
         raise InvalidArgument(
             "locked_view decorates functions. A class takes LockedViewMixin as its first base."
         )
-    refuse_generator(view)
 
 
 def _line(request: HttpRequest) -> str:
@@ -340,7 +409,15 @@ def _room(metadata: Mapping[str, Any]) -> int:
     return max(0, min(MAX_TEXT, MAX_METADATA_BYTES - taken))
 
 
-def _seconds(error: Exception) -> int:
+def _estimated(error: Exception) -> int:
+    """Return in how many seconds to ask again: when the holder may have finished."""
+    expires_in: float | None = getattr(error, "expires_in", None)
+    if expires_in is None:
+        return ASK_AGAIN
     # A key is free a grace after its lease ended, should nobody release it before.
-    expires_in = getattr(error, "expires_in", None)
-    return ASK_AGAIN if expires_in is None else math.ceil(max(0.0, expires_in) + GRACE)
+    latest = math.ceil(max(0.0, expires_in) + GRACE)
+    # Who has worked for long goes on for long: nothing else is known of what is left.
+    held_for: float | None = getattr(error, "held_for", None)
+    if held_for is None:
+        return latest
+    return min(latest, max(ASK_AGAIN, math.ceil(held_for)))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
-from functools import partial
 from typing import TypeVar
 
 from .attempts import NOTE_AFTER, Attempts, Granted, Request
 from .backends.base import BaseLockBackend
+from .blocks import Block
 from .core.acquiring import Attempt, GiveBack, LineUp, Outcome, Pause, Read, Reply, Step
+from .core.bells import Bell
 from .core.durations import MAX_BOUND
 from .core.errors import BackendUnavailable
 from .core.insisting import Answer, insisting
@@ -26,26 +26,28 @@ A = TypeVar("A", bound=Answer)
 _LONGEST = 3600.0
 
 
-def acquire(backend: BaseLockBackend, request: Request) -> Granted:
+def acquire(backend: BaseLockBackend, request: Request, block: Block) -> Granted:
     """Wait for a key.
+
+    Args:
+        block: Ends what was begun where this is interrupted.
 
     Raises:
         LockNotAcquired: Somebody else had it for all of the wait.
         BackendUnavailable: The store did not answer until the end of the wait.
     """
-    attempts = Attempts(backend, request)
+    attempts = block.attempts = Attempts(backend, request)
     try:
         return attempts.conclude(_Calls(attempts).drive())
-    except BaseException as error:
-        # Interrupted behind the grant, by a time limit in a receiver: nobody would release it.
-        if not attempts.concluded or attempts.granted:
+    except Exception as error:
+        if not attempts.concluded:
             attempts.fail(error)
         raise
 
 
-async def aacquire(backend: BaseLockBackend, request: Request) -> Granted:
+async def aacquire(backend: BaseLockBackend, request: Request, block: Block) -> Granted:
     """See `acquire`. Cancelled, it leaves nothing held, not even by an attempt in flight."""
-    attempts = Attempts(backend, request)
+    attempts = block.attempts = Attempts(backend, request)
     try:
         outcome = await _Awaits(attempts).drive()
         if attempts.has_listeners():
@@ -53,11 +55,7 @@ async def aacquire(backend: BaseLockBackend, request: Request) -> Granted:
             # the caller's context, as those of `sync_to_async` do.
             return await backend.run_async(copy_context().run, attempts.conclude, outcome)
         return attempts.conclude(outcome)
-    except GeneratorExit as error:
-        # Dropped with its event loop: there is nothing left to await in.
-        backend.run_apart(partial(attempts.fail, error))
-        raise
-    except BaseException as error:
+    except (Exception, asyncio.CancelledError) as error:
         # Cancelled behind the grant: nobody gets to know of it, so nobody would release it.
         if not attempts.concluded or isinstance(error, asyncio.CancelledError):
             await backend.run_async(copy_context().run, attempts.fail, error)
@@ -99,7 +97,7 @@ class _Calls:
     def __init__(self, attempts: Attempts):
         self._attempts = attempts
         self._backend = attempts.backend
-        self._woken = threading.Event()
+        self._woken = Bell()
 
     def drive(self) -> Outcome:
         steps = self._attempts.steps()
@@ -108,11 +106,12 @@ class _Calls:
             while True:
                 step = steps.send(self._do(step))
         except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]
-        finally:
-            rest = self._attempts.leave()
-            if rest is not None:
-                rest()
+            outcome: Outcome = stop.value
+        # Ended otherwise, it leaves where the attempts fail.
+        rest = self._attempts.leave()
+        if rest is not None:
+            rest()
+        return outcome
 
     def _do(self, step: Step) -> Reply:
         attempts = self._attempts
@@ -134,7 +133,7 @@ class _Calls:
     def _line_up(self, until: float) -> Reply:
         attempts = self._attempts
         queued = attempts.join(self._ring)
-        while not attempts.is_first and (left := min(until - monotonic(), attempts.patience)) > 0:
+        while attempts.queues and (left := min(until - monotonic(), attempts.patience)) > 0:
             self._sleep(left)
             self._woken.clear()
         bound = min(MAX_BOUND, max(0.0, until - monotonic()))
@@ -147,15 +146,17 @@ class _Calls:
 
     def _sleep(self, seconds: float) -> None:
         """Sleep until woken; people get to see it when it takes long."""
+        if self._attempts.instead is not None:
+            return
         until = monotonic() + seconds
         if seconds > NOTE_AFTER and not self._attempts.may_be_noted:
             self._woken.wait(NOTE_AFTER)
-        if self._attempts.may_be_noted and not self._woken.is_set():
+        if self._attempts.may_be_noted and not self._woken.is_rung:
             self._attempts.note()
-        self._woken.wait(min(_LONGEST, max(0.0, until - monotonic())))
+        self._woken.wait(min(_LONGEST, until - monotonic()))
 
     def _ring(self) -> bool:
-        self._woken.set()
+        self._woken.ring()
         return True
 
 
@@ -175,16 +176,12 @@ class _Awaits:
             while True:
                 step = steps.send(await self._do(step))
         except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]
-        except GeneratorExit:
-            rest = self._attempts.leave()
-            if rest is not None:
-                self._backend.run_apart(rest)
-            raise
-        finally:
-            rest = self._attempts.leave()
-            if rest is not None:
-                await self._backend.run_async(rest)
+            outcome: Outcome = stop.value
+        # Ended otherwise, it leaves where the attempts fail.
+        rest = self._attempts.leave()
+        if rest is not None:
+            await self._backend.run_async(rest)
+        return outcome
 
     async def _do(self, step: Step) -> Reply:
         attempts, run = self._attempts, self._backend.run_async
@@ -205,7 +202,7 @@ class _Awaits:
     async def _line_up(self, until: float) -> Reply:
         attempts = self._attempts
         queued = attempts.join(self._ring)
-        while not attempts.is_first and (left := min(until - monotonic(), attempts.patience)) > 0:
+        while attempts.queues and (left := min(until - monotonic(), attempts.patience)) > 0:
             await self._sleep(left)
             self._woken.clear()
         listening = self._backend.is_listening
@@ -219,6 +216,8 @@ class _Awaits:
         return Reply(monotonic(), listening=self._backend.listen())
 
     async def _sleep(self, seconds: float) -> None:
+        if self._attempts.instead is not None:
+            return
         until = monotonic() + seconds
         if seconds > NOTE_AFTER and not self._attempts.may_be_noted:
             await self._wait(NOTE_AFTER)

@@ -26,7 +26,9 @@ VERDICTS = (0, 1)
 
 RACES = "tests/contract/test_races.py"
 EXPIRY = "tests/contract/test_expiry.py"
+OPERATORS = "tests/contract/test_operators.py"
 FENCES = "tests/contract/test_fences.py"
+BLOCKS = "tests/contract/test_interrupted_blocks.py"
 RELEASE = "tests/contract/test_transaction_release.py"
 
 ACQUIRE = "django_distlock/sql/postgresql/acquire.sql"
@@ -35,6 +37,7 @@ DROP = "django_distlock/sql/postgresql/release.sql"
 MANAGERS = "django_distlock/managers.py"
 MEMORY = "django_distlock/backends/memory.py"
 CONNECTIONS = "django_distlock/connections.py"
+BORROWING = "django_distlock/borrowing.py"
 POSTGRESQL = "django_distlock/vendors/postgresql.py"
 SQLITE = "django_distlock/vendors/sqlite.py"
 RECORDS = "django_distlock/core/records.py"
@@ -47,9 +50,16 @@ SESSIONS = "tests/integration/test_advisory_sessions.py"
 
 FENCING_FIELDS = "django_distlock/fencing/fields.py"
 ROWS = "tests/integration/test_fencing_rows.py"
+MADE_ROWS = "tests/integration/test_fencing_made_rows.py"
+NEW_ROWS = "tests/integration/test_fencing_new_rows.py"
+COPIES = "tests/integration/test_fencing_copies.py"
 GUARD = "tests/contract/test_guard.py"
+SCHEMAS = "tests/integration/test_schemas.py"
 
 CALLED = "tests/integration/test_wakeups_postgresql.py"
+INTERRUPTED = "tests/integration/test_interrupted_connections.py"
+
+FREE_SOON = r"expires_at=expires_at, stop", "expires_at=expires_at, free_at=expires_at, stop"
 
 ORM_LOCK, ORM_NO_LOCK = r"row = only\(self.select_for_update\(\)", "row = only(self"
 
@@ -193,6 +203,33 @@ MUTANTS = (
         )
     ),
     Mutant(
+        fault="a connection that is exchanged for another one",
+        backend="postgres",
+        file=BORROWING,
+        old=r'f"distlock:\{self.alias\}:\{id\(self\)\}:\{number\}"',
+        new="self.alias",
+        test=f"{INTERRUPTED}::test_line_that_is_interrupted_changes_no_connection",
+        case="inside-functions",
+    ),
+    Mutant(
+        fault="a place that is lost with its borrower",
+        backend="postgres",
+        file=BORROWING,
+        old=r"return user is not None and user\(\) is None",
+        new="return False",
+        test=f"{INTERRUPTED}::test_line_that_is_interrupted_changes_no_connection",
+        case="inside-functions",
+    ),
+    Mutant(
+        fault="a transaction that only the driver knows",
+        backend="postgres",
+        file=CONNECTIONS,
+        old=r"return raw.info.transaction_status in _OPEN",
+        new="return False",
+        test="tests/contract/test_transaction_visibility.py"
+        "::test_transaction_that_django_does_not_know_is_refused",
+    ),
+    Mutant(
         fault="`now <= free_at` for `now < free_at`",
         backend="memory",
         file=RECORDS,
@@ -205,8 +242,8 @@ MUTANTS = (
         fault="counter deleted with the lock",
         backend="memory",
         file=MEMORY,
-        old=r"(        del self._by_token\[self._records.pop\(name\).token\])",
-        new=r"\1\n        self._fences.pop(name, None)",
+        old=r"(        del self._records\[name\]\n)",
+        new=r"\1        self._fences.pop(name, None)\n",
         test=f"{FENCES}::test_fences_grow_over_releases",
     ),
     Mutant(
@@ -436,6 +473,50 @@ MUTANTS = (
         test=f"{ROWS}::test_row_goes_on_with_what_it_was_read_under",
     ),
     Mutant(
+        fault="a copy that forgets what its row was read under",
+        backend="sqlite",
+        file="django_distlock/fencing/models.py",
+        old=r"without_lease\(self._fenced_by\)",
+        new="None",
+        test=f"{COPIES}::test_copy_of_a_stale_row_is_refused",
+        case="{backend}-pickle",
+    ),
+    Mutant(
+        fault="a bulk_update that forgets what its rows were read under",
+        backend="sqlite",
+        file="django_distlock/fencing/querysets.py",
+        old=r"_read_under\(each\) is not None for each in objs",
+        new="False for each in objs",
+        test=f"{COPIES}::test_bulk_update_of_a_stale_row_is_refused",
+    ),
+    Mutant(
+        fault="a copy that begins with the fence of another key",
+        backend="sqlite",
+        file="django_distlock/fencing/models.py",
+        old=r"            self.fence = 0\n\n",
+        new="            pass\n\n",
+        test=f"{NEW_ROWS}::test_copy_begins_without_a_fence",
+        case="{backend}-pk and adding",
+    ),
+    Mutant(
+        fault="a row that is made again by who comes too late",
+        backend="redis",
+        file="django_distlock/leases.py",
+        old=r"counter is None or counter.fence <= self.fence",
+        new="True",
+        test=f"{MADE_ROWS}::test_deleted_row_is_not_made_again",
+        case="{backend}-autocommit",
+    ),
+    Mutant(
+        fault="a row that is made while the key is granted anew",
+        backend="postgres",
+        file="django_distlock/leases.py",
+        old=r"hold and self._store.guard\(self._grant, using\)",
+        new="False",
+        test=f"{MADE_ROWS}::test_nobody_is_granted_the_key_before_the_row_is_there",
+        case="{backend}-create",
+    ),
+    Mutant(
         fault="a save that brings an old fence back",
         backend="sqlite",
         file=FENCING_FIELDS,
@@ -450,6 +531,40 @@ MUTANTS = (
         old=r"matches \+= .*",
         new="continue",
         test="tests/integration/test_fence_keys.py::test_lease_of_another_key_is_refused",
+    ),
+    Mutant(
+        fault="tables of whatever schema the caller is in",
+        backend="functions",
+        file="django_distlock/functions.py",
+        old=r"self._named\(function_name\(operation\)\)",
+        new="'\"{}\"'.format(function_name(operation))",
+        test=f"{SCHEMAS}::test_caller_that_moves_meets_the_same_lock",
+    ),
+    Mutant(
+        fault="a prefix that reaches into another one",
+        backend="sqlite",
+        file="django_distlock/core/keys.py",
+        old=r'\.replace\(":", "%3A"\)',
+        new="",
+        test="tests/contract/test_keys.py::test_no_key_prefix_reaches_into_another",
+    ),
+    Mutant(
+        fault="a database that a router chooses",
+        backend="default",
+        file="django_distlock/backends/tables.py",
+        old=r"if routed != DEFAULT_DB_ALIAS:(?s:.*?)return DEFAULT_DB_ALIAS",
+        new="return routed",
+        test="tests/integration/test_routers.py::"
+        "test_processes_with_other_contexts_exclude_each_other",
+        case="",
+    ),
+    Mutant(
+        fault="functions that look names up by the caller's path",
+        backend="functions",
+        file="django_distlock/sql/__init__.py",
+        old=r"return renamed.replace\(_HERE, _quoted\(schema\)\)",
+        new='return renamed.replace(f"{_HERE}.", "")',
+        test=f"{SCHEMAS}::test_caller_that_moves_meets_the_same_lock",
     ),
     Mutant(
         fault="a guard that locks nothing",
@@ -508,6 +623,70 @@ MUTANTS = (
         new=r"if False:\n                raise",
         test="tests/integration/test_tasks.py::test_conflict_of_the_bodys_own_is_raised",
         case="django_tasks",
+    ),
+    *(
+        Mutant(
+            fault="a shortened lease whose key is free before its holder knows",
+            backend=backend,
+            file=file,
+            old=old,
+            new=new,
+            test=f"{OPERATORS}::test_shortened_key_stays_with_a_holder_who_may_not_know",
+        )
+        for backend, file, old, new in (
+            ("postgres", RECORDS, *FREE_SOON),
+            ("memory", RECORDS, *FREE_SOON),
+            (
+                "redis",
+                "django_distlock/backends/lua/shorten.lua",
+                r"if settled then",
+                "if true then",
+            ),
+        )
+    ),
+    Mutant(
+        fault="a shortened lease that is renewed for ever",
+        backend="postgres",
+        file=EXTEND,
+        old=r" OR t >= v_until",
+        new="",
+        test=f"{OPERATORS}::test_shortened_lease_is_renewed_until_its_end",
+    ),
+    Mutant(
+        fault="a lease that is renewed behind its interrupted block",
+        backend="memory",
+        file="django_distlock/keeping.py",
+        old=r"return is_left or ",
+        new="return ",
+        test=f"{BLOCKS}::test_lease_of_a_block_that_is_gone_is_not_renewed",
+        case="",
+    ),
+    Mutant(
+        fault="a block that nobody ends where a signal has broken out of it",
+        backend="redis",
+        file="django_distlock/blocks.py",
+        old=r"workers.when_gone\(sentinel, self._end\)",
+        new="workers.when_gone(sentinel, int)",
+        test=f"{BLOCKS}::test_interruption_at_any_line_leaves_nothing_held",
+        case="{backend}-block",
+    ),
+    Mutant(
+        fault="a place of a session that is never free again",
+        backend="advisory",
+        file="django_distlock/backends/advisory/sessions.py",
+        old=r"weakref.ref\(place, self._changed.put\)",
+        new="lambda place=place: place",
+        test=f"{SESSIONS}::test_signals_leave_the_place_of_a_session_free",
+        case="",
+    ),
+    Mutant(
+        fault="a time limit that a release swallows",
+        backend="redis",
+        file="django_distlock/ending.py",
+        old=r"except LockError as error:",
+        new="except Exception as error:",
+        test=f"{BLOCKS}::test_signal_amid_a_release_reaches_the_caller",
+        case="{backend}-nullcontext",
     ),
 )
 

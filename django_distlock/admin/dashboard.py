@@ -20,6 +20,7 @@ from django.utils.translation import get_language
 from django.utils.translation import gettext as _
 
 from ..core.errors import InvalidArgument, LockError
+from ..core.wording import printable
 from ..inspection import Operation, may, show
 from ..models import HeldLock
 from .cleaning import CleanupForm, clean_up, records_over
@@ -91,8 +92,8 @@ class LockDashboard(ReadOnlyAdmin):
         """Show all that is known about a key."""
         self._require(request, Operation.VIEW)
         target = _target(request.GET.urlencode())
-        context = {**self._context(request, target.key), "target": target}
-        page = _looked_at(target, self._pages)
+        context = {**self._context(request, printable(target.key)), "target": target}
+        page = _looked_at(target, self._pages, tells_who=_may_see_events(request))
         if isinstance(page, KeyPage):
             acts = [each for each in allowed(request.user) if page.fits(each.operation)]
             context |= {"page": page, "acts": acts}
@@ -121,11 +122,12 @@ class LockDashboard(ReadOnlyAdmin):
         if form.is_valid():
             act_on(request, act, targets, form.arguments())
             return redirect(back)
+        sees = _may_see_events(request)
         context = {
             **self._context(request, str(act.label)),
             "act": act,
             "form": form,
-            "keys": [_looked_at(each, self._pages) for each in targets],
+            "keys": [_looked_at(each, self._pages, tells_who=sees) for each in targets],
             "back": request.POST.get("back", ""),
             "back_address": back,
         }
@@ -180,9 +182,14 @@ def _target(text: str) -> Target:
         raise Http404 from None
 
 
-def _looked_at(target: Target, pages: Pages) -> KeyPage | str:
+def _may_see_events(request: HttpRequest) -> bool:
+    """Whether names of operators and their reasons are for this user."""
+    return bool(request.user.has_perm("django_distlock.view_lockevent"))
+
+
+def _looked_at(target: Target, pages: Pages, *, tells_who: bool) -> KeyPage | str:
     """Return what is known of a key; an error's text where its backend does not answer."""
     try:
-        return KeyPage(show(target.key, target.backend), target, pages)
+        return KeyPage(show(target.key, target.backend), target, pages, tells_who)
     except (LockError, ImproperlyConfigured) as error:
-        return f"{target.key}: {error}"
+        return f"{printable(target.key)}: {error}"

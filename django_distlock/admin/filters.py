@@ -8,7 +8,7 @@ from django import forms
 from django.utils.translation import gettext_lazy as _
 
 from ..core.errors import LockError
-from ..core.keys import normalize_key
+from ..core.keys import stored_key
 from ..handler import lock_backends
 from ..inspection import State
 from ..inspection.summary import SOON
@@ -72,7 +72,7 @@ class FilterForm(forms.Form):
         """Refuse what no key can begin with."""
         text: str = self.cleaned_data["begins"]
         try:
-            return normalize_key(text) if text else ""
+            return stored_key(text) if text else ""
         except LockError as error:
             raise forms.ValidationError(str(error)) from None
 

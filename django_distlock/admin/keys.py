@@ -30,11 +30,16 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class KeyPage:
-    """What the page of a key shows."""
+    """What the page of a key shows.
+
+    Attributes:
+        tells_who: Whether it names operators and their reasons, as the events do.
+    """
 
     view: KeyView
     target: Target
     pages: Pages
+    tells_who: bool = False
 
     @property
     def row(self) -> Row | None:
@@ -59,7 +64,7 @@ class KeyPage:
         """What happened, the last first, with the grant and the end of the lease among it."""
         found = [
             Moment(each.at, each.get_kind_display(), each.fence, each.actor, each.reason)
-            for each in self.view.events or ()
+            for each in (self.view.events if self.tells_who else None) or ()
         ]
         return sorted([*found, *self._of_lock()], key=lambda each: each.at, reverse=True)
 

@@ -16,6 +16,7 @@ from django.utils.translation import gettext_lazy, ngettext
 
 from .. import inspection
 from ..core.errors import LockError
+from ..core.wording import printable
 from ..handler import lock_backends
 from ..inspection import Operation, Outcome, Result
 from .targets import Target
@@ -108,8 +109,9 @@ ACTS: Final = {
             Operation.EXPIRE_SOON,
             gettext_lazy("Let the lease end soon"),
             gettext_lazy(
-                "A lease never gets longer by this. A holder that lives renews it with its next"
-                " beat; that of a dead one ends."
+                "The holder is asked to finish, and renews the lease no more behind that time. The"
+                " key is free when the holder releases it, or when its last renewal is over: never"
+                " before the holder must have noticed."
             ),
             WithinForm,
             inspection.expire_soon,
@@ -163,7 +165,10 @@ def act_on(
                 continue
             outcome = act.run(target.key, backend=target.backend, actor=request.user, **arguments)
         except (LockError, ImproperlyConfigured) as error:
-            text = _("Not done to %(key)s: %(error)s") % {"key": target.key, "error": error}
+            text = _("Not done to %(key)s: %(error)s") % {
+                "key": printable(target.key),
+                "error": error,
+            }
             messages.error(request, text)
             continue
         done += outcome.is_done
@@ -172,7 +177,8 @@ def act_on(
         elif outcome.result is Result.NOTHING:
             messages.info(
                 request,
-                _("Nothing was changed, there was nothing to do: %(key)s.") % {"key": target.key},
+                _("Nothing was changed, there was nothing to do: %(key)s.")
+                % {"key": printable(target.key)},
             )
     if done:
         text = ngettext("%(label)s: %(number)d key.", "%(label)s: %(number)d keys.", done)
@@ -190,7 +196,7 @@ def _has_changed(target: Target) -> bool:
 
 def _another(target: Target) -> str:
     text = _("Nothing was changed: somebody else holds %(key)s by now. Look at it again.")
-    return text % {"key": target.key}
+    return text % {"key": printable(target.key)}
 
 
 def _busy(outcome: Outcome) -> str:
@@ -202,4 +208,4 @@ def _busy(outcome: Outcome) -> str:
             "Busy, and nothing was changed: %(key)s is guarded by a transaction of session"
             " %(sessions)s."
         )
-    return text % {"key": outcome.key, "sessions": sessions}
+    return text % {"key": printable(outcome.key), "sessions": sessions}

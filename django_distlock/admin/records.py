@@ -17,6 +17,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
 from ..backends.tables import FenceTable
+from ..core.wording import printable
 from ..handler import lock_backends
 from ..models import FenceCounter, HeldLock, LockEvent
 from .targets import Pages, Target
@@ -70,12 +71,27 @@ class ReadOnlyAdmin(_ModelAdmin):
 class FenceCounterAdmin(ReadOnlyAdmin):
     """The last fence of each key, and its pause."""
 
-    list_display = ("key", "plain_fence", "paused", "paused_by")
+    list_display = ("plain_key", "plain_fence", "paused", "by")
     search_fields = ("key",)
     search_help_text = _("The beginning of a key")
     ordering = ("storage_key",)
-    fields = ("key", "storage_key", "plain_fence", "paused", "paused_by")
-    readonly_fields = ("plain_fence", "paused")
+    fields = ("plain_key", "stored_as", "plain_fence", "paused", "by")
+    readonly_fields = ("plain_key", "stored_as", "plain_fence", "paused", "by")
+
+    @admin.display(description=_("key"), ordering="key")
+    def plain_key(self, counter: FenceCounter) -> str:
+        """Show the key."""
+        return printable(counter.key)
+
+    @admin.display(description=_("storage key"))
+    def stored_as(self, counter: FenceCounter) -> str:
+        """Show what the store calls the key."""
+        return printable(counter.storage_key)
+
+    @admin.display(description=_("paused by"), ordering="paused_by")
+    def by(self, counter: FenceCounter) -> str:
+        """Show who paused the key."""
+        return printable(counter.paused_by or "-")
 
     @admin.display(description=_("paused until"), ordering="paused_until")
     def paused(self, counter: FenceCounter) -> str:
@@ -97,7 +113,7 @@ class FenceCounterAdmin(ReadOnlyAdmin):
 class LockEventAdmin(ReadOnlyAdmin):
     """What happened, by the hour and by the kind."""
 
-    list_display = ("moment", "kind", "key_page", "backend", "plain_fence", "actor", "reason")
+    list_display = ("moment", "kind", "key_page", "backend", "plain_fence", "by", "why")
     list_display_links = ("moment",)
     list_filter = ("kind",)
     date_hierarchy = "at"
@@ -105,10 +121,9 @@ class LockEventAdmin(ReadOnlyAdmin):
     search_help_text = _("The beginning of a key")
     ordering = ("-at", "-pk")
     fields = (
-        "moment", "kind", "key_page", "backend", "plain_fence", "actor", "reason", "held_by",
-        "more",
+        "moment", "kind", "key_page", "backend", "plain_fence", "by", "why", "held_by", "more",
     )  # fmt: skip
-    readonly_fields = ("moment", "key_page", "plain_fence", "held_by", "more")
+    readonly_fields = ("moment", "key_page", "plain_fence", "by", "why", "held_by", "more")
 
     @admin.display(description=_("at"), ordering="at")
     def moment(self, event: LockEvent) -> str:
@@ -121,9 +136,19 @@ class LockEventAdmin(ReadOnlyAdmin):
         key: str = event.key
         has_page = event.backend in lock_backends and self.admin_site.is_registered(HeldLock)
         if not key or not has_page:
-            return key
+            return printable(key)
         href = Pages(self.admin_site.name).key(Target(event.backend, key))
-        return format_html('<a href="{}"><bdi>{}</bdi></a>', href, key)
+        return format_html('<a href="{}"><bdi>{}</bdi></a>', href, printable(key))
+
+    @admin.display(description=_("actor"), ordering="actor")
+    def by(self, event: LockEvent) -> str:
+        """Show who did it."""
+        return printable(event.actor)
+
+    @admin.display(description=_("reason"), ordering="reason")
+    def why(self, event: LockEvent) -> str:
+        """Show why it was done."""
+        return printable(event.reason)
 
     @admin.display(description=_("holder"))
     def held_by(self, event: LockEvent) -> SafeString:
@@ -144,4 +169,5 @@ def _moment(instant: datetime | None) -> str:
 
 
 def _as_text(value: Any) -> SafeString:
-    return format_html("<pre>{}</pre>", json.dumps(value, indent=2, ensure_ascii=False))
+    lines = json.dumps(value, indent=2, ensure_ascii=False).split("\n")
+    return format_html("<pre>{}</pre>", "\n".join(map(printable, lines)))

@@ -10,7 +10,7 @@ from django.http import HttpRequest
 from django.urls import reverse
 
 from ..core.errors import InvalidArgument, LockError, shown
-from ..core.keys import normalize_key
+from ..core.keys import stored_key
 from ..handler import lock_backends
 from ..models import LockEvent
 
@@ -37,7 +37,7 @@ class Target:
         fields = dict(parse_qsl(text, keep_blank_values=True))
         try:
             fence = int(fields["fence"]) if "fence" in fields else None
-            found = cls(fields["backend"], normalize_key(fields["key"]), fence)
+            found = cls(fields["backend"], stored_key(fields["key"]), fence)
         except (KeyError, ValueError, LockError):
             raise InvalidArgument(f"{shown(text)} names no key of a lock.") from None
         if found.backend not in lock_backends:

@@ -15,7 +15,7 @@ from ..core.durations import MAX_BOUND, Duration
 from ..core.errors import InvalidArgument, LockUsageError, shown
 from ..core.fences import validate_fence
 from ..core.holders import Holder, is_plain_text
-from ..core.keys import normalize_key, normalize_prefix, storage_key, validate_token
+from ..core.keys import normalize_prefix, storage_key, stored_key, validate_token
 from ..core.records import Contended, Counter, Grant, Page, Raised, Record, Unknown, Waiting
 from ..core.sessions import Session
 from ..exceptions import InvalidLockBackend
@@ -118,7 +118,7 @@ class BaseLockBackend:
             LockUsageError: The store cannot be asked from here.
             LockError: The key has used up its fences.
         """
-        key = normalize_key(key)
+        key = stored_key(key)
         validate_token(token)
         if replace is not None:
             validate_token(replace)
@@ -147,7 +147,7 @@ class BaseLockBackend:
         """
         validate_token(grant.token)
         ttl = grant.ttl if ttl is None else ttl
-        name = self._name(normalize_key(grant.key))
+        name = self._name(stored_key(grant.key))
         return self._extend(name, grant, self._ttl(ttl), bound=_bound(bound))
 
     def extend_many(self, grants: Sequence[Grant]) -> Sequence[Grant | Unknown | None]:
@@ -158,7 +158,7 @@ class BaseLockBackend:
         Returns:
             An answer as `extend` gives it for each grant, in the order of `grants`.
         """
-        named = [(self._name(normalize_key(grant.key)), grant) for grant in grants]
+        named = [(self._name(stored_key(grant.key)), grant) for grant in grants]
         for grant in grants:
             validate_token(grant.token)
             self._ttl(grant.ttl)
@@ -167,7 +167,7 @@ class BaseLockBackend:
     def release(self, grant: Grant, *, bound: Duration = MAX_BOUND) -> bool | Unknown:
         """Give the key back. Return True once, False if the lease is gone, or `UNKNOWN`."""
         validate_token(grant.token)
-        name = self._name(normalize_key(grant.key))
+        name = self._name(stored_key(grant.key))
         return self._freed(name, self._release(name, grant, bound=_bound(bound)))
 
     def is_cut_off(self, grant: Grant) -> bool:
@@ -187,7 +187,7 @@ class BaseLockBackend:
         """
         validate_token(grant.token)
         held = durations.seconds(seconds, "seconds", maximum=self.config.max_ttl)
-        name, bound = self._name(normalize_key(grant.key)), _bound(bound)
+        name, bound = self._name(stored_key(grant.key)), _bound(bound)
         self._require("supports_ttl", "keep a key taken until a time: no lease ends by itself")
         return self._freed(name, self._settle(name, grant, held, bound=bound))
 
@@ -221,13 +221,13 @@ class BaseLockBackend:
             BackendUnavailable: Somebody was in the way for longer than the bound.
         """
         using = self.guarded_alias(using)
-        name = self._name(normalize_key(grant.key))
+        name = self._name(stored_key(grant.key))
         seconds = durations.seconds(bound, "bound", maximum=MAX_BOUND)
         return self._guard(name, grant, using, bound=seconds)
 
     def read(self, key: str) -> Record | None:
         """Return the record of a held key; None: nobody holds it."""
-        return self._read(self._name(normalize_key(key)))
+        return self._read(self._name(stored_key(key)))
 
     def read_token(self, token: str) -> Record | None:
         """Return the record that this token holds; None: none. `supports_token_lookup`."""
@@ -239,12 +239,16 @@ class BaseLockBackend:
         """Return the time by which leases end here: the store's, where `time_authority` says so."""
         return self._time()
 
-    def counter(self, key: str) -> Counter | None:
+    def counter(self, key: str, *, beside: str | None = None) -> Counter | None:
         """Return a key's fence and its pause; None: it was never granted, and is not paused.
 
         A pause that is over is none.
+
+        Args:
+            beside: The database of a transaction that has written, and may keep others out.
         """
-        return self._counter(self._name(normalize_key(key)))
+        name = self._name(stored_key(key))
+        return self._counter(name) if beside is None else self._counter_beside(name, beside)
 
     def guards(self, key: str) -> tuple[Session, ...] | None:
         """Return the sessions whose open transactions keep a key from being granted anew.
@@ -254,7 +258,7 @@ class BaseLockBackend:
         Returns:
             The sessions, the longest one first; None: the store cannot tell.
         """
-        name = self._name(normalize_key(key))
+        name = self._name(stored_key(key))
         return self._guards_of(name) if self.supports_guard else ()
 
     def list(
@@ -279,13 +283,18 @@ class BaseLockBackend:
         _positive(limit, "limit", 10_000)
         for name, value in (("cursor", cursor), ("host", host), ("task_id", task_id)):
             _text(value, name)
-        prefix = normalize_key(prefix) if prefix else ""
+        prefix = stored_key(prefix) if prefix else ""
         return self._list(prefix, cursor, host=host, task_id=task_id, limit=limit)
 
     def shorten(
         self, key: str, seconds: Duration, token: str | None = None, *, bound: Duration = MAX_BOUND
     ) -> Record | Contended | None:
-        """Let a held key end in `seconds` at the latest; it never gets longer. `supports_ttl`.
+        """Let a lease be renewed for `seconds` at the most. `supports_ttl`.
+
+        Its holder sees `stop_requested` at its next extend, and is refused behind that end. Nobody
+        else is granted the key before the holder must have noticed: it is free at its release, or
+        at the end that the last extend promised. An end never gets later, and a lease without
+        expiry stays as it is. A settled key has no holder any more: it is free at the new end.
 
         Args:
             token: Only if this is the holder's token.
@@ -293,7 +302,7 @@ class BaseLockBackend:
         Returns:
             The record as it is now; None: nobody (or another token) holds it; busy.
         """
-        key = normalize_key(key)
+        key = stored_key(key)
         if token is not None:
             validate_token(token)
         left = durations.seconds(seconds, "seconds", maximum=self.config.max_ttl)
@@ -308,7 +317,7 @@ class BaseLockBackend:
             The record that was removed; None: nobody held it; busy: a guarded transaction of the
             holder is open, nothing was changed.
         """
-        key = normalize_key(key)
+        key = stored_key(key)
         return self._force_release(self._name(key), key, bound=_bound(bound))
 
     def request_stop(self, key: str, *, bound: Duration = MAX_BOUND) -> Record | Contended | None:
@@ -317,7 +326,7 @@ class BaseLockBackend:
         Returns:
             The record as it is now; None: nobody holds the key; busy.
         """
-        return self._request_stop(self._name(normalize_key(key)), bound=_bound(bound))
+        return self._request_stop(self._name(stored_key(key)), bound=_bound(bound))
 
     def pause(
         self, key: str, until: datetime, by: str | None = None, *, bound: Duration = MAX_BOUND
@@ -331,14 +340,14 @@ class BaseLockBackend:
         Returns:
             None: done; busy: nothing was changed.
         """
-        key = normalize_key(key)
+        key = stored_key(key)
         until = _aware(until, "until")
         _text(by, "by", 200)
         return self._pause(self._name(key), key, until, by, bound=_bound(bound))
 
     def resume(self, key: str, *, bound: Duration = MAX_BOUND) -> bool | Contended:
         """End a pause. Return whether the key was paused, or busy."""
-        return self._resume(self._name(normalize_key(key)), bound=_bound(bound))
+        return self._resume(self._name(stored_key(key)), bound=_bound(bound))
 
     def cleanup(self, before: datetime, limit: int = 1000) -> int:
         """Remove the records of leases that were over before `before`; return how many went.
@@ -361,12 +370,12 @@ class BaseLockBackend:
         Args:
             name: Text that a key could be.
         """
-        name = normalize_key(name)
+        name = stored_key(name)
         self._note(name, validate_fence(fence), durations.seconds(seconds, "seconds"))
 
     def noted(self, name: str) -> int | None:
         """Return the fence that was noted under a name; None: none was, or its time is over."""
-        return self._noted(normalize_key(name))
+        return self._noted(stored_key(name))
 
     def raise_fences(
         self,
@@ -390,7 +399,7 @@ class BaseLockBackend:
             validate_fence(to)
         _positive(limit, "limit", 10_000)
         _text(cursor, "cursor")
-        key = None if key is None else normalize_key(key)
+        key = None if key is None else stored_key(key)
         name = None if key is None else self._name(key)
         return self._raise_fences(to, name, key, cursor=cursor, limit=limit)
 
@@ -446,7 +455,7 @@ class BaseLockBackend:
 
     def storage_name(self, key: str) -> str:
         """Return what a key is called in the store, and in `queues`."""
-        return self._name(normalize_key(key))
+        return self._name(stored_key(key))
 
     def _freed(self, name: str, answer: bool | Unknown) -> bool | Unknown:
         # Without wake-ups, at least those who wait in this process need not wait for longer.
@@ -474,9 +483,11 @@ class BaseLockBackend:
 
     async def run_async(self, operation: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a call on a thread of this backend. Cancelling the await does not cancel the call."""
-        return await asyncio.shield(
-            asyncio.wrap_future(self._threads.submit(operation, *args, **kwargs))
-        )
+        call = asyncio.wrap_future(self._threads.submit(operation, *args, **kwargs))
+        # Who is cancelled does not ask for its error, of which the event loop would complain.
+        call.add_done_callback(_hear)
+        await asyncio.wait((call,))
+        return call.result()
 
     def run_apart(self, operation: Callable[[], object]) -> None:
         """Run a call on a thread of this backend, for somebody who cannot wait for its end."""
@@ -484,8 +495,12 @@ class BaseLockBackend:
 
     # What a backend defines
 
-    def _own_thread(self) -> None:
-        """Prepare a thread that runs asynchronous operations."""
+    def _own_thread(self, *, keeps_leases: bool = False) -> None:
+        """Prepare a thread that runs asynchronous operations.
+
+        Args:
+            keeps_leases: It renews what others hold instead, and waits for none of them.
+        """
 
     def _begin_in_child(self) -> None:
         """Forget what a fork copied: waiters, leases and words on sockets are the parent's."""
@@ -536,6 +551,9 @@ class BaseLockBackend:
 
     def _counter(self, name: str) -> Counter | None:
         raise NotImplementedError
+
+    def _counter_beside(self, name: str, using: str) -> Counter | None:
+        return self._counter(name)
 
     def _guards_of(self, name: str) -> tuple[Session, ...] | None:
         raise NotImplementedError
@@ -606,6 +624,11 @@ class BaseLockBackend:
                 f"The lock backend {self.alias!r} ({type(self).__name__}) cannot {what}.",
                 code="unsupported",
             )
+
+
+def _hear(call: asyncio.Future[Any]) -> None:
+    if not call.cancelled():
+        call.exception()
 
 
 def _bound(bound: Duration) -> float:

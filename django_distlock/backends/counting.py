@@ -43,7 +43,7 @@ WHERE c.oid = to_regclass(%s) AND s.attname = 'fence'
 _SINCE = "SELECT stats_reset FROM pg_stat_database WHERE datname = current_database()"
 _MYSQL_TABLE = """
 SELECT data_length + index_length, table_rows FROM information_schema.tables
-WHERE table_schema = DATABASE() AND table_name = %s
+WHERE table_schema = %s AND table_name = %s
 """
 
 
@@ -53,12 +53,12 @@ def count_rows(store: FenceTable, *, locks: bool) -> Counts:
     Args:
         locks: Whether its locks are rows as well.
     """
-    return _asked(store, lambda: _count(store, locks=locks))
+    return _asked(store, lambda on: _count(store, on, locks=locks))
 
 
 def sizes(store: FenceTable) -> Sizes:
     """Return what the tables take, without looking into them."""
-    return _asked(store, lambda: _sizes(store.using))
+    return _asked(store, lambda on: _sizes(on, store))
 
 
 def count_states(store: FenceTable, soon: float) -> tuple[States, Strain]:
@@ -67,21 +67,21 @@ def count_states(store: FenceTable, soon: float) -> tuple[States, Strain]:
     Args:
         soon: Seconds within which a lease ends soon.
     """
-    return _asked(store, lambda: _states(store, soon))
+    return _asked(store, lambda on: _states(store, on, soon))
 
 
-def _asked(store: FenceTable, question: Callable[[], T]) -> T:
+def _asked(store: FenceTable, question: Callable[[str], T]) -> T:
     """Ask, and wait no longer for whoever has the tables locked than any other operation does."""
 
-    def bounded() -> T:
-        with vendors.of(store.using).short_transaction(MAX_BOUND, writes=False):
-            return question()
+    def bounded(on: str) -> T:
+        with vendors.of(on).short_transaction(MAX_BOUND, writes=False):
+            return question(on)
 
-    return store._ask(bounded, writes=False)
+    return store._ask(bounded, writes=False, long=True)
 
 
-def _states(store: FenceTable, soon: float) -> tuple[States, Strain]:
-    using, prefix = store.using, store._namespace()
+def _states(store: FenceTable, using: str, soon: float) -> tuple[States, Strain]:
+    prefix = store._namespace()
     now = vendors.of(using).now()
     rows = _of(HeldLock, using, prefix).exclude(holder_host=NOTE)
     waiters = _of(Waiter, using, prefix).filter(until__gt=now)
@@ -127,8 +127,8 @@ def _conditions(now: datetime, soon: float) -> dict[str, Q]:
     }
 
 
-def _count(store: FenceTable, *, locks: bool) -> Counts:
-    using, prefix = store.using, store._namespace()
+def _count(store: FenceTable, using: str, *, locks: bool) -> Counts:
+    prefix = store._namespace()
     counters = _of(FenceCounter, using, prefix)
     how_many = _number(counters)
     held = expired = waiters = None
@@ -138,7 +138,7 @@ def _count(store: FenceTable, *, locks: bool) -> Counts:
         held = _number(rows.filter(Q(free_at__isnull=True) | Q(free_at__gt=now)), rows)
         expired = _number(rows.filter(free_at__lte=now), rows)
         waiters = _number(_of(Waiter, using, prefix).filter(until__gt=now))
-    highest = _highest(using, counters, exact=how_many.is_exact)
+    highest = _highest(store, using, counters, exact=how_many.is_exact)
     return Counts(held=held, expired=expired, waiters=waiters, counters=how_many, highest=highest)
 
 
@@ -171,41 +171,45 @@ def _expected(rows: models.QuerySet[Any]) -> int:
     return int(plan[0]["Plan"]["Plan Rows"])
 
 
-def _highest(using: str, counters: models.QuerySet[Any], *, exact: bool) -> Count | None:
+def _highest(
+    store: FenceTable, using: str, counters: models.QuerySet[Any], *, exact: bool
+) -> Count | None:
     if exact:
         fence = counters.aggregate(highest=Max("fence"))["highest"]
     else:
-        fence = next(_rows(using, _HIGHEST, f'"{table("fences")}"'), (None,))[0]
+        fences = store._connections.name("fences")
+        fence = next(_rows(using, _HIGHEST, fences), (None,))[0]
     return None if fence is None else Count(int(fence), exact)
 
 
-def _sizes(using: str) -> Sizes:
-    names = [table(what) for what in ("locks", "fences", "waiters", "events", "seen")]
+def _sizes(using: str, store: FenceTable) -> Sizes:
+    ours, database = store._connections, store.using
+    names = {what: table(what) for what in ("locks", "fences", "waiters", "events", "seen")}
     vendor = connections[using].vendor
     if vendor == "postgresql":
         since = next(_rows(using, _SINCE), (None,))[0]
         found = [
             TableSize(name=name, bytes=size, rows=rows, dead=dead, vacuumed_at=at, made=made)
-            for name in names
-            for size, rows, dead, at, made in _rows(using, _TABLE, f'"{name}"')
+            for what, name in names.items()
+            for size, rows, dead, at, made in _rows(using, _TABLE, ours.name(what))
         ]
-        return Sizes(database=using, tables=tuple(found), made_since=since)
+        return Sizes(database=database, tables=tuple(found), made_since=since)
     if vendor == "mysql":
         found = [
             TableSize(name=name, bytes=None if size is None else int(size), rows=rows)
-            for name in names
-            for size, rows in _rows(using, _MYSQL_TABLE, name)
+            for name in names.values()
+            for size, rows in _rows(using, _MYSQL_TABLE, ours.schema, name)
         ]
-        return Sizes(database=using, tables=tuple(found))
+        return Sizes(database=database, tables=tuple(found))
     if vendor == "sqlite":
         ((pages,), (size,)) = (
             next(_rows(using, f"PRAGMA {what}")) for what in ("page_count", "page_size")
         )
-        return Sizes(database=using, tables=(), bytes=pages * size)
-    return Sizes(database=using, tables=())
+        return Sizes(database=database, tables=(), bytes=pages * size)
+    return Sizes(database=database, tables=())
 
 
-def _rows(using: str, statement: str, *arguments: str) -> Iterator[Any]:
+def _rows(using: str, statement: str, *arguments: str | None) -> Iterator[Any]:
     with connections[using].cursor() as cursor:
         cursor.execute(statement, arguments or None)
         yield from cursor.fetchall()

@@ -12,8 +12,9 @@ from django.db import connections
 from django.db.utils import DatabaseError, InterfaceError
 
 from .. import vendors
+from ..borrowing import NoConnectionFree
 from ..conf import BackendConfig
-from ..connections import NoConnectionFree, close_before_drop, in_test_case
+from ..connections import close_before_drop, in_test_case
 from ..core.errors import LockError
 from ..core.holders import Holder
 from ..core.records import UNKNOWN, Contended, Grant, Page, Record, Unknown, Waiting
@@ -33,7 +34,7 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
     """Keep locks in a table, and fences in another.
 
     Args:
-        using: The alias of the database; None: what the router says for writing `HeldLock`.
+        using: The alias of the database; None: `default`, which no router may contradict.
         server_functions: On PostgreSQL, call the functions that the migration installs; False
             runs the same transactions as ORM code, where functions may not be created.
         cleanup_on_read: Remove the expired record that a read comes across.
@@ -63,6 +64,10 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
                     f"DISTLOCK[{self.alias!r}]: {name} must be True or False, not {value!r}."
                 )
         vendor = self._use_database(using)
+        # Whether what is done all the time is one statement, which commits by itself.
+        self._single = server_functions and vendor == "postgresql"
+        #: The storage key that the last cleanup came to.
+        self._cleaned_to: str | None = None
         self.time_authority = VENDORS[vendor].time_authority
         self.cleanup_on_read = cleanup_on_read
         self._listener = self._listener_for(vendor, listen_using)
@@ -70,8 +75,10 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         self._locks: HeldLockManager = HeldLock.objects.db_manager(self.using)
         self._locks.follows_clock = config.fence_floor == "clock"
         self._hot: HeldLockManager | ServerFunctions = (
-            ServerFunctions(self.using, follows_clock=self._locks.follows_clock)
-            if server_functions and vendor == "postgresql"
+            ServerFunctions(
+                self.using, self._connections.named, follows_clock=self._locks.follows_clock
+            )
+            if self._single
             else self._locks
         )
 
@@ -102,31 +109,44 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         replace: str | None,
         bound: float,
     ) -> Grant | Contended:
-        attempt = partial(
-            self._hot.acquire, name, key, token, ttl, holder,
-            wanted=wanted, replace=replace, bound=bound,
-        )  # fmt: skip
-        return self._ask(attempt, bound=bound, busy=partial(self._busy, name), key=key)
+        def attempt(on: str) -> Grant | Contended:
+            return self._hot.db_manager(on).acquire(
+                name, key, token, ttl, holder, wanted=wanted, replace=replace, bound=bound
+            )
+
+        return self._ask(
+            attempt, bound=bound, busy=partial(self._busy, name), single=self._single, key=key
+        )
 
     def _extend(
         self, name: str, grant: Grant, ttl: float | None, *, bound: float
     ) -> Grant | Unknown | None:
-        extend = partial(self._hot.extend, name, grant, ttl, bound=bound)
-        return self._ask(extend, bound=bound, busy=_unknown, key=grant.key)
+        def extend(on: str) -> Grant | Unknown | None:
+            return self._hot.db_manager(on).extend(name, grant, ttl, bound=bound)
+
+        return self._ask(extend, bound=bound, busy=_unknown, single=self._single, key=grant.key)
 
     def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
         none_known: list[Grant | Unknown | None] = [UNKNOWN] * len(named)
-        return self._ask(partial(self._hot.extend_many, named), busy=lambda: none_known)
+        return self._ask(
+            lambda on: self._hot.db_manager(on).extend_many(named),
+            busy=lambda: none_known,
+            single=self._single,
+        )
 
     def _release(self, name: str, grant: Grant, *, bound: float) -> bool | Unknown:
-        release = partial(self._hot.release, name, grant, bound=bound)
-        return self._given_back(name, self._ask(release, bound=bound, busy=_unknown, key=grant.key))
+        return self._given_back(name, grant, bound=bound)
 
     def _settle(self, name: str, grant: Grant, seconds: float, *, bound: float) -> bool | Unknown:
-        settle = partial(self._hot.release, name, grant, held=seconds, bound=bound)
-        return self._given_back(name, self._ask(settle, bound=bound, busy=_unknown, key=grant.key))
+        return self._given_back(name, grant, held=seconds, bound=bound)
 
-    def _given_back(self, name: str, freed: Freed | Unknown) -> bool | Unknown:
+    def _given_back(
+        self, name: str, grant: Grant, *, held: float | None = None, bound: float
+    ) -> bool | Unknown:
+        def release(on: str) -> Freed | Unknown:
+            return self._hot.db_manager(on).release(name, grant, held=held, bound=bound)
+
+        freed = self._ask(release, bound=bound, busy=_unknown, single=self._single, key=grant.key)
         if freed == "wanted":
             self.queues.note_wanted(name)
         return freed if isinstance(freed, Unknown) else freed != "gone"
@@ -139,48 +159,58 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         return None if record is None or record.is_settled else record
 
     def _find(self, **lookup: Any) -> Record | None:
-        record = self._ask(partial(self._locks.read, **lookup), writes=False)
+        record = self._ask(lambda on: self._locks_on(on).read(**lookup), writes=False)
         if record is None and self.cleanup_on_read:
             # Housekeeping: whatever becomes of it, the answer is known.
             with suppress(LockError):
-                self._ask(partial(self._locks.remove_expired, **lookup), busy=lambda: 0)
+                self._ask(lambda on: self._locks_on(on).remove_expired(**lookup), busy=lambda: 0)
         return record
 
     def _list(
         self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
     ) -> Page:
-        found = self._ask(
-            partial(
-                self._locks.live_records, self._namespace(prefix), cursor,
-                host=host, task_id=task_id, limit=limit + 1,
-            ),
-            writes=False,
-        )  # fmt: skip
+        start = self._namespace(prefix)
+
+        def page(on: str) -> list[Record]:
+            return self._locks_on(on).live_records(
+                start, cursor, host=host, task_id=task_id, limit=limit + 1
+            )
+
+        found = self._ask(page, writes=False, long=True)
         shown = tuple(found[:limit])
         return Page(shown, self._name(shown[-1].key) if len(found) > limit else None)
 
     def _shorten(
         self, name: str, seconds: float, token: str | None, *, bound: float
     ) -> Record | Contended | None:
-        shorten = partial(self._locks.shorten, name, seconds, token, bound=bound)
+        def shorten(on: str) -> Record | Contended | None:
+            return self._locks_on(on).shorten(name, seconds, token, bound=bound)
+
         return self._ask(shorten, bound=bound, busy=partial(self._busy, name))
 
     def _force_release(self, name: str, key: str, *, bound: float) -> Record | Contended | None:
-        force = partial(self._locks.force_release, name, key, bound=bound)
+        def force(on: str) -> Record | Contended | None:
+            return self._locks_on(on).force_release(name, key, bound=bound)
+
         return self._ask(force, bound=bound, busy=partial(self._busy, name), key=key)
 
     def _request_stop(self, name: str, *, bound: float) -> Record | Contended | None:
-        request = partial(self._locks.request_stop, name, bound=bound)
+        def request(on: str) -> Record | Contended | None:
+            return self._locks_on(on).request_stop(name, bound=bound)
+
         return self._ask(request, bound=bound, busy=partial(self._busy, name))
 
     def _cleanup(self, before: datetime, limit: int) -> int:
-        clean = partial(self._locks.cleanup, before, limit)
-        gone: int | None = self._ask(clean, busy=lambda: None)
-        if gone is None:
+        def clean(on: str) -> tuple[int, str | None] | None:
+            return self._locks_on(on).cleanup(before, limit, self._cleaned_to)
+
+        cleaned = self._ask(clean, busy=lambda: None, long=True)
+        if cleaned is None:
             return 0
+        gone, self._cleaned_to = cleaned
         # Notes are for people to see: whatever becomes of them, the answer is known.
         with suppress(LockError):
-            self._ask(partial(self._notes.cleanup, limit), busy=lambda: None)
+            self._ask(lambda on: self._notes_on(on).cleanup(limit), busy=lambda: None, long=True)
         return gone
 
     def _note_waiter(
@@ -188,19 +218,24 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
     ) -> str | None:
         earlier = None if note is None else int(note)
         channel = wake_up_channel() if self.is_listening else ""
-        noting = partial(self._notes.note, name, holder, seconds, earlier, channel=channel)
-        noted = self._ask(noting, busy=lambda: earlier)
+
+        def note_it(on: str) -> int | None:
+            return self._notes_on(on).note(name, holder, seconds, earlier, channel=channel)
+
+        noted = self._ask(note_it, busy=lambda: earlier)
         return None if noted is None else str(noted)
 
     def _drop_waiter(self, name: str, note: str) -> None:
         # Left in somebody's way, it ends by itself.
-        self._ask(partial(self._notes.drop, name, int(note)), busy=lambda: None)
+        self._ask(lambda on: self._notes_on(on).drop(name, int(note)), busy=lambda: None)
 
     def _waiters(self, name: str) -> Sequence[Waiting]:
-        return self._ask(partial(self._notes.waiting, name), writes=False)
+        return self._ask(lambda on: self._notes_on(on).waiting(name), writes=False)
 
     def _count_waiters(self, names: Sequence[str]) -> Sequence[int]:
-        found = self._ask(partial(self._notes.numbers, names), writes=False) if names else {}
+        if not names:
+            return []
+        found = self._ask(lambda on: self._notes_on(on).numbers(names), writes=False, long=True)
         return [found.get(name, 0) for name in names]
 
     def _begin_in_child(self) -> None:
@@ -235,12 +270,18 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         close_before_drop(listener)
         return listener
 
+    def _locks_on(self, on: str) -> HeldLockManager:
+        return self._locks.db_manager(on)
+
+    def _notes_on(self, on: str) -> WaiterManager:
+        return self._notes.db_manager(on)
+
     def _busy(self, name: str) -> Contended:
         """Return a busy answer, with the holder if a plain read can tell."""
         try:
-            with self._connections.use(0, writes=False):
-                record = self._locks.read(pk=name, bound=0)
-                now = vendors.of(self.using).now()
+            with self._connections.use(0, writes=False) as on:
+                record = self._locks_on(on).read(pk=name, bound=0)
+                now = vendors.of(on).now()
         except (DatabaseError, InterfaceError, NoConnectionFree):
             return Contended(busy=True)
         return Contended(busy=True) if record is None else record.contended(now, busy=True)

@@ -23,32 +23,32 @@ _SESSIONS = """
 SELECT DISTINCT a.pid, a.application_name, a.usename, host(a.client_addr), a.xact_start
 FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid
 WHERE l.locktype = 'transactionid' AND l.mode = 'ExclusiveLock' AND l.granted
-    AND l.transactionid::text = ANY(%%s) AND l.pid <> pg_backend_pid()
+    AND l.transactionid::text = ANY(%s) AND l.pid <> pg_backend_pid()
     AND EXISTS (
         SELECT 1 FROM pg_locks t
         WHERE t.pid = l.pid AND t.locktype = 'relation' AND t.granted
-            AND t.relation = '"%s"'::regclass AND t.mode = 'RowShareLock'
+            AND t.relation = to_regclass(%s) AND t.mode = 'RowShareLock'
     )
 ORDER BY a.xact_start, a.pid
 """
 
 
-def postgresql_guards(using: str, name: str) -> tuple[Session, ...]:
+def postgresql_guards(using: str, fences: str, name: str) -> tuple[Session, ...]:
     """Return the sessions that have the fence counter of a key locked, the longest one first.
 
     Nobody is waited for, and nothing is locked.
 
     Args:
+        fences: The table of the fence counters, quoted and with its schema.
         name: The storage key.
     """
-    fences = table("fences")
     with vendors.of(using).short_transaction(MAX_BOUND, writes=False):
-        lockers = [xmax for (xmax,) in _rows(using, _LOCKERS % fences, name)]
+        lockers = [xmax for (xmax,) in _rows(using, _LOCKERS % table("fences"), name)]
         for number in [*lockers]:
             # It is none of a list, or of one that is long gone.
             with suppress(DatabaseError), transaction.atomic(using=using):
                 lockers += [xid for (xid,) in _rows(using, _MEMBERS, number)]
-        rows = _rows(using, _SESSIONS % fences, lockers) if lockers else []
+        rows = _rows(using, _SESSIONS, lockers, fences) if lockers else []
     return tuple(
         Session(pid, application or "", user or "", client or "", since)
         for pid, application, user, client, since in rows

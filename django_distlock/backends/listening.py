@@ -105,7 +105,9 @@ class Listener:
             # Not every server tells Python that it forks.
             self.forget()
         with self._mutex:
-            watch = self._watch or self._begin()
+            watch = self._watch
+            if watch is None or watch.thread is None or not watch.thread.is_alive():
+                watch = self._begin()
         if watch is None:
             return False
         watch.decided.wait(bound)
@@ -131,15 +133,20 @@ class Listener:
         watch.thread = threading.Thread(
             target=self._run, args=(watch,), name=self._name, daemon=True
         )
+        # Kept before it starts: a signal's handler may raise behind that.
+        self._watch = watch
         try:
             watch.thread.start()
         except RuntimeError:
+            self._watch = None
             return None  # The interpreter ends, or there are too many threads.
-        self._watch = watch
         return watch
 
     def _run(self, watch: _Watch) -> None:
         pause = FIRST_PAUSE
+        with self._mutex:
+            if self._watch is not watch:
+                return  # Another one was started in its place, or it was closed.
         try:
             while not watch.closing.is_set():
                 began = time.monotonic()

@@ -104,18 +104,15 @@ class MemoryBackend(BaseLockBackend):
         with self._mutex:
             now = self._now()
             record = self._owned(name, grant.token, now)
-            if record is None:
+            extended = record and record.extended(now, ttl)
+            if record is None or extended is None:
                 return None
-            expires_at, free_at = lease_ends(now, ttl)
-            self._put(
-                name,
-                changed(record, ttl=ttl, renewed_at=now, expires_at=expires_at, free_at=free_at),
-            )
+            self._put(name, extended)
             self._wake_if_sooner(record, name)
             stop = record.stop_requested_at is not None
             return changed(
                 grant, fence=record.fence, ttl=ttl, acquired_at=record.acquired_at,
-                expires_at=expires_at, stop_requested=stop,
+                expires_at=lease_ends(now, ttl)[0], stop_requested=stop,
             )  # fmt: skip
 
     def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
@@ -127,8 +124,8 @@ class MemoryBackend(BaseLockBackend):
             record = self._owned(name, grant.token, self._now())
             if record is None:
                 return False
-            self._drop(name)
             self._given_up(record, name)
+            self._drop(name)
             return True
 
     def _settle(self, name: str, grant: Grant, seconds: float, *, bound: float) -> bool:
@@ -138,10 +135,10 @@ class MemoryBackend(BaseLockBackend):
             if record is None:
                 return False
             until = record.acquired_at + timedelta(seconds=seconds)
+            self._given_up(record, name)
             self._put(name, changed(record, expires_at=until, free_at=until))
             if until <= now:
                 self._drop(name)
-            self._given_up(record, name)
             return True
 
     def _guarded_alias(self, using: str | None) -> str:
@@ -205,8 +202,8 @@ class MemoryBackend(BaseLockBackend):
             if self._is_guarded(name):
                 return record.contended(now, busy=True)
             self._next_fence(name, key, now)
-            self._drop(name)
             self._wake(record, name)
+            self._drop(name)
             return record
 
     def _request_stop(self, name: str, *, bound: float) -> Record | None:
@@ -299,7 +296,9 @@ class MemoryBackend(BaseLockBackend):
         self._by_token: dict[str, str] = {}
         self._guards: dict[str, list[OpenTransaction]] = {}
 
-    # What the operations are made of; the mutex is held.
+    # What the operations are made of; the mutex is held. Each step may be the last one, should a
+    # signal's exception come: whoever is woken is so before the change, and finds it behind the
+    # mutex.
 
     def _now(self) -> datetime:
         return self._epoch + timedelta(seconds=self._clock())
@@ -330,7 +329,8 @@ class MemoryBackend(BaseLockBackend):
         self._by_token[record.token] = name
 
     def _drop(self, name: str) -> None:
-        del self._by_token[self._records.pop(name).token]
+        self._by_token.pop(self._records[name].token, None)
+        del self._records[name]
 
     def _wake(self, record: Record | None, name: str) -> None:
         if record is not None and record.wanted:

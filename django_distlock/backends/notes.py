@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any, Final
 
 from .. import vendors
 from ..core.durations import MAX_BOUND
-from ..core.keys import HASH_MARKER, new_token, storage_key
+from ..core.keys import HASH_MARKER, namespace, new_token, storage_key
 from ..models import MAX_STORAGE_KEY, HeldLock
 from ..rows import NOTE, between
 
@@ -27,13 +26,14 @@ class NoteTable:
     _ask: Callable[..., Any]
 
     def _note(self, name: str, fence: int, seconds: float) -> None:
-        self._ask(partial(_write, self.using, self._noted_as(name), name, fence, seconds))
+        pk = self._noted_as(name)
+        self._ask(lambda on: _write(on, pk, name, fence, seconds))
         if random.randrange(_SWEEP) == 0:  # noqa: S311 - to spread load
-            self._ask(partial(_sweep, self.using, self._note_prefix), busy=lambda: None)
+            self._ask(lambda on: _sweep(on, self._swept), busy=lambda: None, long=True)
 
     def _noted(self, name: str) -> int | None:
-        rows = HeldLock.objects.db_manager(self.using)
-        record = self._ask(partial(rows.read, pk=self._noted_as(name)), writes=False)
+        pk = self._noted_as(name)
+        record = self._ask(lambda on: HeldLock.objects.db_manager(on).read(pk=pk), writes=False)
         return None if record is None else record.fence
 
     def _noted_as(self, name: str) -> str:
@@ -43,6 +43,11 @@ class NoteTable:
     def _note_prefix(self) -> str:
         # No key in NFC has the marker, so none begins like that.
         return f"{self.key_prefix}{HASH_MARKER}note"
+
+    @property
+    def _swept(self) -> str:
+        # Without the colon, which those that are hashed do not have.
+        return namespace(self._note_prefix).rstrip(":")
 
 
 def _write(using: str, pk: str, name: str, fence: int, seconds: float) -> None:

@@ -7,26 +7,25 @@ from datetime import datetime
 from functools import partial
 from typing import ClassVar, TypeVar
 
-from django.db import connections, router
+from django.db import DEFAULT_DB_ALIAS, connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, InterfaceError
 from django.utils.connection import ConnectionDoesNotExist
 
 from .. import vendors
+from ..borrowing import LONG_SECONDS, NoConnectionFree
 from ..conf import BackendConfig
-from ..connections import (
-    LockConnections,
-    NoConnectionFree,
-    require_transaction,
-    use_own_connections,
-)
+from ..connections import require_transaction, use_own_connections
 from ..core.durations import GRACE, MAX_BOUND
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
+from ..core.keys import namespace
 from ..core.records import Contended, Counter, Grant, Raised
 from ..core.sessions import Session
 from ..counters import FenceCounterManager
 from ..exceptions import InvalidLockBackend
+from ..functions import NeedsTransaction
 from ..models import MAX_STORAGE_KEY, FenceCounter, HeldLock
+from ..schemas import TableConnections
 from ..vendors import VENDORS
 from .guards import postgresql_guards
 from .notes import NoteTable
@@ -55,17 +54,18 @@ class FenceTable(NoteTable):
         """Choose the database, and return its vendor.
 
         Args:
-            using: Its alias; None: what the router says for writing `HeldLock`.
+            using: Its alias; None: `default`, unless a router sends `HeldLock` elsewhere.
             apart: See `LockConnections`.
 
         Raises:
-            InvalidLockBackend: There is no such database, it is not supported, or the key prefix
-                is too long for its tables.
+            InvalidLockBackend: There is no such database, it is not supported, nobody has named
+                it where a router sends the tables elsewhere, or the key prefix is too long for its
+                tables.
         """
         where = f"DISTLOCK[{self.alias!r}]"
-        self.using: str = router.db_for_write(HeldLock) if using is None else using
+        self.using: str = self._unnamed_database() if using is None else using
         vendor = self._vendor_of(self.using, "using")
-        longest = len(f"{self.key_prefix}:".encode()) + 512
+        longest = len(self._namespace().encode()) + 512
         if longest > self.storage_key_limit:
             # Listing by prefix walks the storage keys, so none of them may be a hash.
             raise InvalidLockBackend(
@@ -79,8 +79,23 @@ class FenceTable(NoteTable):
             )
         self.supports_guard = VENDORS[vendor].supports_guard
         self._counters: FenceCounterManager = FenceCounter.objects.db_manager(self.using)
-        self._connections = LockConnections(self.using, self.config.lock_connections, apart=apart)
+        self._connections = TableConnections(self.using, self.config.lock_connections, apart=apart)
         return vendor
+
+    def _unnamed_database(self) -> str:
+        """Return the database where the settings name none.
+
+        Routers may answer by the context of a request. Processes that first ask in different ones
+        would have different databases, and not exclude each other.
+        """
+        routed = router.db_for_write(HeldLock)
+        if routed != DEFAULT_DB_ALIAS:
+            raise InvalidLockBackend(
+                f"DISTLOCK[{self.alias!r}]: a router (DATABASE_ROUTERS) sends the lock tables to"
+                f" {routed!r}. It may answer otherwise in another process, which would then hold"
+                f" the same keys: name the database of the locks in OPTIONS['using']."
+            )
+        return DEFAULT_DB_ALIAS
 
     def _vendor_of(self, using: object, option: str) -> str:
         """Return the vendor of the database that an option names.
@@ -100,33 +115,52 @@ class FenceTable(NoteTable):
     def _pause(
         self, name: str, key: str, until: datetime, by: str | None, *, bound: float
     ) -> Contended | None:
-        pause = partial(self._counters.pause, name, key, until, by, bound=bound)
+        def pause(on: str) -> Contended | None:
+            self._counters_on(on).pause(name, key, until, by, bound=bound)
+            return None
+
         return self._ask(pause, bound=bound, busy=partial(self._busy, name), key=key)
 
     def _resume(self, name: str, *, bound: float) -> bool | Contended:
-        resume: Callable[[], bool | Contended] = partial(self._counters.resume, name, bound=bound)
+        def resume(on: str) -> bool | Contended:
+            return self._counters_on(on).resume(name, bound=bound)
+
         return self._ask(resume, bound=bound, busy=partial(self._busy, name))
 
     def _time(self) -> datetime:
-        return self._ask(lambda: vendors.of(self.using).now(), writes=False)
+        return self._ask(lambda on: vendors.of(on).now(), writes=False)
 
     def _counter(self, name: str) -> Counter | None:
-        return self._ask(partial(self._counters.look, name), writes=False)
+        return self._ask(lambda on: self._counters_on(on).look(name), writes=False)
+
+    def _counter_beside(self, name: str, using: str) -> Counter | None:
+        ours, theirs = connections[self.using], connections[using]
+        if ours.vendor == "sqlite" and _address(ours) == _address(theirs):
+            # Whoever has written much to a file without WAL keeps even readers out.
+            found: Counter | None = self._counters.db_manager(using).look(name)
+            return found
+        return self._counter(name)
 
     def _guards_of(self, name: str) -> tuple[Session, ...] | None:
         if connections[self.using].vendor != "postgresql":
             # MySQL and MariaDB tell whose lock it is only to who waits for it, and this does not.
             return None
-        return self._ask(partial(postgresql_guards, self.using, name), writes=False)
+        fences = self._connections.name("fences")
+        return self._ask(lambda on: postgresql_guards(on, fences, name), writes=False)
 
     def _raise_fences(
         self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
     ) -> Raised:
         if name is not None and key is not None:
-            raise_one = partial(self._counters.raise_one, to, name, key)
-            return self._ask(raise_one, busy=lambda: Raised(0, (key,)), key=key)
-        page = partial(self._counters.raise_page, to, self._namespace(), cursor, limit)
-        return self._ask(page)
+            return self._ask(
+                lambda on: self._counters_on(on).raise_one(to, name, key),
+                busy=lambda: Raised(0, (key,)),
+                key=key,
+            )
+        prefix = self._namespace()
+        return self._ask(
+            lambda on: self._counters_on(on).raise_page(to, prefix, cursor, limit), long=True
+        )
 
     # Guarding
 
@@ -148,7 +182,8 @@ class FenceTable(NoteTable):
         try:
             # Until then nobody could have taken over, whatever becomes of this process.
             silent = None if grant.ttl is None else grant.ttl + GRACE
-            return vendor.guard(name, grant.fence, bound, silent)
+            fences = self._connections.name("fences")
+            return vendor.guard(fences, name, grant.fence, bound, silent)
         except (DatabaseError, InterfaceError) as error:
             if vendor.is_overtaken(error):
                 return False
@@ -161,36 +196,56 @@ class FenceTable(NoteTable):
     # How the store is asked
 
     def _namespace(self, prefix: str = "") -> str:
-        return f"{self.key_prefix}:{prefix}" if self.key_prefix else prefix
+        return namespace(self.key_prefix) + prefix
 
-    def _own_thread(self) -> None:
-        use_own_connections()
+    def _own_thread(self, *, keeps_leases: bool = False) -> None:
+        use_own_connections(keeps_leases=keeps_leases)
+
+    def _counters_on(self, on: str) -> FenceCounterManager:
+        counters: FenceCounterManager = self._counters.db_manager(on)
+        return counters
 
     def _ask(
         self,
-        operation: Callable[[], T],
+        operation: Callable[[str], T],
         *,
         bound: float = MAX_BOUND,
         busy: Callable[[], T] | None = None,
         writes: bool = True,
+        single: bool = False,
+        long: bool = False,
         key: str | None = None,
     ) -> T:
         """Run an operation where it commits by itself.
 
         Args:
+            operation: Is given the alias on which to ask.
             busy: Makes the answer where other transactions were in the way; None: raise.
+            single: Whether it is one statement that commits by itself, where that can be.
+            long: Whether a statement is about very many rows, and may take its time.
         """
+        patience = LONG_SECONDS if long else None
+        use = self._connections.use(bound, writes=writes, single=single, patience=patience)
         try:
-            with self._connections.use(bound, writes=writes):
-                return operation()
+            try:
+                with use as on:
+                    return operation(on)
+            except NeedsTransaction:
+                use = self._connections.use(bound, writes=writes, patience=patience)
+                with use as on:
+                    return operation(on)
         except NoConnectionFree as error:
             if busy is None:
                 raise BackendUnavailable(str(error), key=key, code="network_timeout") from error
-        except DatabaseError as error:
+        except (DatabaseError, InterfaceError) as error:
+            if use.was_cut:
+                raise BackendUnavailable(
+                    f"The lock store {self.using!r} has not answered for {use.patience:g} s.",
+                    key=key,
+                    code="network_timeout",
+                ) from error
             if busy is None or not vendors.of(self.using).is_busy(error):
                 raise self._translated(error, key) from error
-        except InterfaceError as error:
-            raise self._translated(error, key) from error
         return busy()
 
     def _busy(self, name: str) -> Contended:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from . import advisory, backends, databases, fencing, redis, routers, scheduling, settings
+from . import (
+    advisory,
+    backends,
+    databases,
+    fencing,
+    keys,
+    redis,
+    routers,
+    scheduling,
+    settings,
+    views,
+)
 
 __all__ = [
     "advisory",
     "backends",
     "databases",
     "fencing",
+    "keys",
     "redis",
     "routers",
     "scheduling",
     "settings",
+    "views",
 ]

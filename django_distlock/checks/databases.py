@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from django.apps import apps
+from django.conf import settings
 from django.core import checks
 from django.db import DatabaseError, Error, connections, models, router
 from django.db.migrations.exceptions import (
@@ -20,7 +21,7 @@ from ..connections import database_file
 from ..models import FenceCounter, HeldLock, LockEvent, SeenFence, Waiter
 from ..vendors import VENDORS
 from .configured import DOCS, configured, where
-from .schema import functions, indexes, unapplied
+from .schema import APP, functions, indexes, several, unapplied
 from .servers import forgetful, forgetful_rows, read_only
 from .triggers import fence_triggers
 
@@ -57,11 +58,37 @@ def check_aliases(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
     return found
 
 
+@checks.register("distlock")
+def check_tenants(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
+    """E106: django-tenants makes no lock tables for each tenant, which no lock is kept in."""
+    types = getattr(settings, "TENANT_TYPES", {})
+    shared = getattr(settings, "PUBLIC_SCHEMA_NAME", "public")
+    of_tenants = [getattr(settings, "TENANT_APPS", ())] + [
+        each.get("APPS", ()) for name, each in types.items() if name != shared
+    ]
+    config = apps.get_app_config(APP)
+    ours = {config.name, f"{type(config).__module__}.{type(config).__qualname__}"}
+    if not any(ours.intersection(listed) for listed in of_tenants):
+        return []
+    found: list[checks.CheckMessage] = [
+        checks.Error(
+            f"{where(backend)} keeps the locks of all tenants in one schema, and django_distlock is"
+            " one of TENANT_APPS: each tenant would have tables that no lock is kept in.",
+            hint="Name django_distlock in SHARED_APPS alone, and put the tenant into the keys whose"
+            f" locks are its own. {DOCS}",
+            id="distlock.E106",
+        )
+        for backend in configured(FenceTable)
+        if connections[backend.using].vendor == "postgresql"
+    ]
+    return found[:1]
+
+
 @checks.register(checks.Tags.database)
 def check_databases(
     app_configs: Any, databases: Sequence[str] | None, **_: Any
 ) -> list[checks.CheckMessage]:
-    """E103, E105 and W102 to W111, but for W110: look into the databases that are named.
+    """E103, E105 and W102 to W112, but for W110: look into the databases that are named.
 
     One check, so that a database that is down is waited for once. What `migrate` repairs is a
     warning, because it runs these checks too and stops at errors.
@@ -98,6 +125,7 @@ def _of_locks(using: str) -> Iterator[checks.CheckMessage]:
         yield from pending
         # What they would make is not missed twice.
         if not pending:
+            yield from several(using)
             yield from functions(using)
             yield from indexes(using, [each for each in _MODELS if each not in missing])
     yield from _of_rows(using, loader)

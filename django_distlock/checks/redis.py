@@ -9,6 +9,7 @@ from django.conf import settings
 from django.core import checks
 
 from ..core.errors import LockError
+from ..exceptions import InvalidLockBackend
 from .configured import DOCS, configured_by_path, where
 
 if TYPE_CHECKING:
@@ -22,22 +23,26 @@ def check_redis_cache(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
     """W201: nobody empties the locks together with a cache."""
     found: list[checks.CheckMessage] = []
     for backend in _backends():
-        given = settings.CACHES.get(backend.cache) if backend.cache else None
-        if given is None:
-            continue
+        from ..backends.redis.clients import database_of  # Where there is none, redis may lack.
+
+        # A factory may connect, which only deployment checks do.
+        made = "client_factory" in backend.config.options
+        ours = None if made else database_of(backend.store.client)
         same = [
             alias
-            for alias, other in settings.CACHES.items()
-            if alias != backend.cache and other.get("LOCATION") == given.get("LOCATION")
+            for alias in settings.CACHES
+            # A cache for the locks alone is what the first one is there for.
+            if (alias != backend.cache or alias == "default")
+            and ours is not None
+            and ours == _database_of_cache(alias)
         ]
-        if backend.cache == "default" or same:
-            cache = same[0] if same else backend.cache
+        if same:
             found.append(
                 checks.Warning(
                     f"{where(backend)} keeps its locks in the Redis database of the cache"
-                    f" {cache!r}, whose clear() removes them and their fences.",
-                    hint="Give the locks a cache alias with a database or a server of their own,"
-                    f" or a url. {DOCS}",
+                    f" {same[0]!r}, whose clear() removes them and their fences.",
+                    hint="Give the locks a database or a server of their own, by a url or by a"
+                    f" cache alias. {DOCS}",
                     id="distlock.W201",
                 )
             )
@@ -62,6 +67,16 @@ def check_redis_servers(app_configs: Any, **_: Any) -> list[checks.CheckMessage]
             about = f"{where(backend)}: the Redis server {server}"
             found += _findings(backend, about, _fields(answer))
     return found
+
+
+def _database_of_cache(alias: str) -> tuple[Any, ...] | None:
+    """Return where a cache keeps its entries; None: not on one Redis server."""
+    from ..backends.redis.clients import database_of, from_cache
+
+    try:
+        return database_of(from_cache(alias)())
+    except InvalidLockBackend:
+        return None
 
 
 def _findings(

@@ -1,4 +1,4 @@
-"""`distlock.W106`, `W107` and `W111`: what migrations leave in a database besides the tables."""
+"""`distlock.W106`, `W107`, `W111`, `W112`: what migrations leave in a database besides tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from django.db.models import CheckConstraint
 
 from ..backends.database import DatabaseBackend
 from ..models import FenceCounter
-from ..sql import FUNCTIONS, fence_guard_name, function_name, script
+from ..sql import FUNCTIONS, SCHEMA_OF, fence_guard_name, function_name, script
 from .configured import DOCS, ask, configured
 
 APP: Final = "django_distlock"
@@ -42,12 +42,15 @@ def functions(using: str) -> Iterator[checks.CheckMessage]:
     """
     if connections[using].vendor != "postgresql":
         return
-    wanted = {function_name(each): script(each) for each in _called(using)}
+    ((schema, is_there),) = ask(using, SCHEMA_OF.format(table=FenceCounter._meta.db_table))
+    if not is_there:
+        return
+    wanted = {function_name(each): script(each, schema) for each in _called(using)}
     # Where nobody may use PL/pgSQL, counters go without it.
     guarded = bool(ask(using, _PLPGSQL))
     if guarded:
-        wanted[fence_guard_name()] = script("fence_guard")
-    wrong = list(_wrong_functions(using, wanted))
+        wanted[fence_guard_name()] = script("fence_guard", schema)
+    wrong = list(_wrong_functions(using, schema, wanted))
     if guarded and not ask(using, _TRIGGER, _GUARD, FenceCounter._meta.db_table):
         wrong.append(
             f"the trigger {_GUARD} is missing or disabled, which refuses to delete or lower a fence"
@@ -61,6 +64,25 @@ def functions(using: str) -> Iterator[checks.CheckMessage]:
             f" was disabled is enabled by ALTER TABLE … ENABLE TRIGGER {_GUARD}. See"
             " docs/howto/choose-a-database.md.",
             id="distlock.W107",
+        )
+
+
+def several(using: str) -> Iterator[checks.CheckMessage]:
+    """W112: on PostgreSQL, the search path leads to one table of locks.
+
+    A warning: the first one counts, for all connections that begin with this path. But roles with
+    another one may use the other table.
+    """
+    if connections[using].vendor != "postgresql":
+        return
+    found = [schema for (schema,) in ask(using, _SCHEMAS, FenceCounter._meta.db_table)]
+    if len(found) > 1:
+        yield checks.Warning(
+            f"The table {FenceCounter._meta.db_table} of {using!r} is in several schemas of the"
+            f" search path: {', '.join(found)}. Whoever begins with another path may keep locks"
+            " and fences in another one, and two would hold one key.",
+            hint=f"Drop the tables that are not in use, which take their fences along. {DOCS}",
+            id="distlock.W112",
         )
 
 
@@ -119,25 +141,29 @@ def _called(using: str) -> tuple[str, ...]:
     return FUNCTIONS if calls else ()
 
 
-def _wrong_functions(using: str, wanted: dict[str, str]) -> Iterator[str]:
-    """Say which functions are not there, are another release's, or are out of sight."""
-    there: dict[str, dict[bool, tuple[str, str]]] = {}
-    for name, schema, source, visible in ask(using, _FUNCTIONS, list(wanted)):
-        there.setdefault(name, {})[visible] = schema, source
+def _wrong_functions(using: str, schema: str, wanted: dict[str, str]) -> Iterator[str]:
+    """Say which functions are not there, or are another release's.
+
+    Args:
+        schema: That of the tables, in which they are called.
+    """
+    there: dict[str, str] = dict(ask(using, _FUNCTIONS, schema, list(wanted)))
     for name, text in wanted.items():
         body = _BODY.search(text)
         if name not in there:
-            yield f"the function {name} is missing"
-        elif True not in there[name]:
-            schema, _source = there[name][False]
-            yield f"the function {name} is in the schema {schema}, which is not on the search_path"
-        elif body is None or there[name][True][1] != body[1]:
+            yield f"the function {name} is missing in the schema {schema}"
+        elif body is None or there[name] != body[1]:
             yield f"the function {name} is not the one of this release"
 
 
 _FUNCTIONS = """
-SELECT p.proname, n.nspname, p.prosrc, pg_function_is_visible(p.oid)
-FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace WHERE p.proname = ANY(%s)
+SELECT p.proname, p.prosrc FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+WHERE n.nspname = %s AND p.proname = ANY(%s)
+"""
+_SCHEMAS = """
+SELECT n.nspname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE c.relname = %s AND n.nspname = ANY(current_schemas(false))
+ORDER BY array_position(current_schemas(false), n.nspname)
 """
 _PLPGSQL = """
 SELECT true FROM pg_language WHERE lanname = 'plpgsql' AND has_language_privilege(oid, 'USAGE')

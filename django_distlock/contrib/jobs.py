@@ -48,14 +48,20 @@ class JobLock(Lock):
 
     Attributes:
         task_id: The id; None: unknown.
+        is_queued: Whether the job holds it from the queue: then no process does, and the end of
+            the one that sent it says nothing.
     """
 
     task_id: str | None = None
+    is_queued: bool = False
 
     def _terms(self) -> Terms:
         # By name: a class with slots is made anew, and `super()` would mean the first one.
         terms = Lock._terms(self)
-        return replace(terms, holder=replace(terms.holder, task_id=self.task_id))
+        holder = replace(terms.holder, task_id=self.task_id)
+        if self.is_queued:
+            holder = replace(holder, pid=0, started_at=None, thread="")
+        return replace(terms, holder=holder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVa
 
 from django.utils import timezone
 
-from ..core.bodies import refuse_generator
+from ..core.bodies import whole
 from ..core.durations import Duration
 from ..core.errors import InvalidArgument, LockNotAcquired, LockUsageError, shown
 from ..declarations import Declaration, Kind, declared
@@ -86,7 +86,8 @@ def locked_task(
 
     Raises:
         InvalidArgument: An argument breaks a rule, or the template names no argument of the task.
-        LockUsageError: It stands above `@task`, or on a generator.
+        LockUsageError: It stands above `@task`, or on a function whose body would run when its
+            call is over, such as a generator.
     """
     refuse_function(key)
     rules = Rules.of(
@@ -100,6 +101,7 @@ def locked_task(
     def decorate(*args: Any, **kwargs: Any) -> Any:
         function = only_function(key, args, kwargs)
         _refuse_others(function)
+        function = whole(function)
         _listen()
         made = _Locked(function, rules, key, insists=on_conflict == "retry").wrapped()
         # What it does by itself depends on the backend of the task that is made of it.
@@ -257,7 +259,6 @@ def _refuse_others(function: object) -> None:
             " @task().",
             code="unsupported",
         )
-    refuse_generator(function)
 
 
 def _defers(result: Any) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from .durations import MAX_BOUND
-from .errors import BackendUnavailable
+from .errors import BackendUnavailable, LockError
 from .holders import Holder
 from .records import Contended, Grant, Record
 
@@ -67,8 +67,9 @@ class GiveBack:
 
 Step = Attempt | LineUp | Read | Pause | GiveBack
 
-#: What an attempt led to. An error says that nothing is known, not that the key is held.
-Outcome = Grant | Contended | BackendUnavailable
+#: What an attempt led to. `BackendUnavailable` says that nothing is known, not that the key is
+#: held; any other error, that there is nothing to wait for.
+Outcome = Grant | Contended | LockError
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,8 @@ def acquiring(
 ) -> Steps:
     """Try until granted or until `wait` is over; return the last attempt's outcome.
 
-    The first attempt is made at once and the last one at the deadline. Between them a caller
+    The first attempt is made at once and the last one at the deadline, unless the store left one
+    without an answer until behind it. Between them a caller
     sleeps until the earliest of: a wake-up, the moment the key becomes free, the next step of
     `pauses`, the deadline. While wake-ups come, `safety` takes the place of a step, except behind
     a busy or paused answer, which leaves no mark for a wake-up.
@@ -135,8 +137,10 @@ def acquiring(
         is_last = now >= deadline
         bound = max(0.0, min(MAX_BOUND, deadline - now))
         outcome, now = yield from _trying(now, bound, wanted=listening, is_gone=is_gone)
-        if isinstance(outcome, Grant) or is_last:
+        if is_last or _is_final(outcome):
             return outcome
+        if isinstance(outcome, BackendUnavailable) and now >= deadline:
+            return outcome  # It has used up the time of the last attempt, too.
         if pause is None and (pause := next(pauses, None)) is None:
             return outcome
         if not lined_up:
@@ -196,6 +200,12 @@ def _may_be_taken_over(outcome: Outcome, is_gone: Callable[[Holder], bool]) -> T
         and outcome.expires_at != outcome.free_at
         and is_gone(outcome.holder)
     )
+
+
+def _is_final(outcome: Outcome) -> bool:
+    if isinstance(outcome, LockError):
+        return not isinstance(outcome, BackendUnavailable)
+    return isinstance(outcome, Grant)
 
 
 def _leaves_mark(outcome: Outcome) -> TypeGuard[Contended]:

@@ -1,11 +1,28 @@
-"""What decorators take: functions whose bodies run when they are called."""
+"""What decorators take: functions whose bodies have run when their calls, or awaits, are over."""
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import inspect
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
+from typing import Any, Final, NoReturn, ParamSpec, TypeVar, cast
+
+from asgiref.sync import iscoroutinefunction
 
 from .errors import InvalidArgument, LockUsageError, shown
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: What runs a body behind the call that returned it, and where the lock belongs instead.
+_LATER: Final = {
+    "a coroutine": "Where it is awaited, decorate the coroutine function itself, or use async with"
+    " inside of it; where it is not, run it by async_to_sync.",
+    "an awaitable": "Decorate a coroutine function that awaits it, or use async with there.",
+    "a generator": "Use a with block inside of it.",
+    "an asynchronous generator": "Use an async with block inside of it.",
+}
 
 
 def require_function(function: object, decorator: str) -> None:
@@ -16,25 +33,108 @@ def require_function(function: object, decorator: str) -> None:
 
     Raises:
         InvalidArgument: It was given something else, such as what another decorator has made.
-        LockUsageError: A generator function.
     """
     if not inspect.isfunction(function):
         raise InvalidArgument(
             f"{decorator} decorates a function, not {shown(function)}: it is written with its"
             " arguments, directly above the function, below what makes a task of it."
         )
-    refuse_generator(function)
 
 
-def refuse_generator(function: Any) -> None:
-    """Refuse a function whose body runs after the call has returned.
+def whole(function: Callable[P, T], *, awaits: bool = True) -> Callable[P, T]:
+    """Return a function like this one that never leaves its body to run behind the call.
+
+    It is a coroutine function where this one is: then the body has run behind the await. A call
+    that returns what is still to be run, such as a coroutine, closes that and raises.
+
+    Args:
+        awaits: Whether a coroutine function is awaited by whoever calls it.
 
     Raises:
-        LockUsageError: It is one.
+        InvalidArgument: It cannot be called.
+        LockUsageError: It is seen that its body would run later; or it is a class.
     """
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+    if not callable(function):
+        raise InvalidArgument(f"What is decorated is a function, not {shown(function)}.")
+    if inspect.isclass(function):
         raise LockUsageError(
-            f"{function.__qualname__} is a generator: its body runs when the call is over and"
-            " the lock released. Use a with block inside of it.",
+            f"{function.__qualname__} is a class, and decorated it would be one no more: decorate"
+            " its methods, or a function that makes its objects.",
             code="unsupported",
         )
+    # By a name: a type checker would narrow the function to what it is asked for.
+    is_awaited = iscoroutinefunction(function)
+    if is_awaited and awaits:
+
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            return _over(function, await cast("Any", function)(*args, **kwargs))
+
+        return _like(function, awaited)
+
+    for layer in _layers(function):
+        for called in (layer, inspect.unwrap(type(layer).__call__)):
+            _refuse_later(function, called)
+
+    def plain(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return _over(function, function(*args, **kwargs))
+
+    return _like(function, plain)
+
+
+def _like(function: Callable[P, T], made: Callable[..., Any]) -> Callable[P, T]:
+    made = functools.wraps(function)(made)
+    made.__qualname__ = _name(function)
+    return cast("Callable[P, T]", made)
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _layers(function: Any) -> Iterator[Any]:
+    """Yield what is called, and what that wraps, from the outside in."""
+    seen: list[object] = []
+    while callable(function) and all(function is not each for each in seen):
+        seen.append(function)
+        yield function
+        if isinstance(function, functools.partial):
+            function = function.func
+        else:
+            function = getattr(function, "__wrapped__", function)
+
+
+def _refuse_later(function: object, called: Any) -> None:
+    if iscoroutinefunction(called):
+        _refuse(function, "a coroutine")
+    if inspect.isgeneratorfunction(called):
+        _refuse(function, "a generator")
+    if inspect.isasyncgenfunction(called):
+        _refuse(function, "an asynchronous generator")
+
+
+def _over(function: object, result: Any) -> Any:
+    """Return a result; or see to it that nothing runs on, and raise."""
+    # Asked of the type: a lazy object would be made only to be looked at.
+    kind = type(result)
+    if issubclass(kind, AsyncGenerator):
+        _refuse(function, "an asynchronous generator")
+    # A coroutine that was never begun is closed without a warning.
+    if issubclass(kind, Coroutine):
+        result.close()
+        _refuse(function, "a coroutine")
+    if issubclass(kind, Generator):
+        result.close()
+        _refuse(function, "a generator")
+    if hasattr(kind, "__await__"):
+        if asyncio.isfuture(result):
+            result.cancel()
+        _refuse(function, "an awaitable")
+    return result
+
+
+def _refuse(function: object, what: str) -> NoReturn:
+    raise LockUsageError(
+        f"{_name(function)} returns {what}: its body would run when the call is over and the lock"
+        f" released. {_LATER[what]}",
+        code="unsupported",
+    )

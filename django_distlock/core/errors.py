@@ -37,6 +37,8 @@ class LockError(Exception):
 class LockNotAcquired(LockError):
     """Somebody else held the key for as long as the caller was willing to wait.
 
+    Or its holder waits for a key that the caller keeps; then the error comes before that time.
+
     Attributes:
         holder: Who holds it, if the store could tell.
         held_for: Seconds it has been held, by the store's clock, or None.
@@ -70,7 +72,7 @@ class FenceRejected(LockError):
     """A write, or a read before it, came with an older fence than what it was about. It was undone.
 
     Attributes:
-        row: What refused it, such as `"shop.Payment 12"`.
+        row: What refused it, such as `"shop.Payment 12"`, or `"The key of a new shop.Payment"`.
         current: The fence that is on it.
         fence: The fence that came.
     """

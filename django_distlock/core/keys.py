@@ -21,15 +21,53 @@ from .errors import InvalidArgument, shown
 
 MAX_KEY_BYTES = 512
 
+#: Characters of a text whose NFC may still fit into a key: no character of NFC has more than three
+#: characters in another spelling for each two of its bytes (U+01D5 has that many).
+MAX_SPELT = MAX_KEY_BYTES * 3 // 2
+
 #: Stands between prefix and hash where the readable form would be too long. The Ohm sign is not
 #: in NFC (which writes a Greek omega), so no normalised key can contain it.
 HASH_MARKER = "\u2126"
+
+#: What the keys of this package's own begin with. No key that a project makes does: NFC writes
+#: another angle bracket.
+OWN_MARKER = "\u2329"
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{22}")
 
 
 class IllegalKey(InvalidArgument):
     """A text that no key can be: what a client sends may be one."""
+
+
+class OwnKey(str):
+    """A key of this package's own: see `own_key`."""
+
+    __slots__ = ()
+
+
+def own_key(name: str) -> OwnKey:
+    """Return a key that no text of a project makes: that of a schedule, or of a queued task.
+
+    Args:
+        name: What stands behind the marker: `"schedule:nightly-report"`.
+
+    Raises:
+        InvalidArgument: See `normalize_key`.
+    """
+    key = OWN_MARKER + normalize_key(name.removeprefix(OWN_MARKER))
+    return OwnKey(_checked(key))
+
+
+def stored_key(key: object) -> str:
+    """Return a key as stores and people know it: one of our own, or one of the project.
+
+    Raises:
+        InvalidArgument: See `normalize_key`.
+    """
+    if isinstance(key, str) and key.startswith(OWN_MARKER):
+        return own_key(key)
+    return normalize_key(key)
 
 
 def normalize_key(key: object) -> str:
@@ -39,13 +77,30 @@ def normalize_key(key: object) -> str:
         InvalidArgument: Not a `str`.
         IllegalKey: Empty, longer than 512 bytes of UTF-8, or with NUL or a lone surrogate.
     """
+    if isinstance(key, OwnKey):
+        return key
     if not isinstance(key, str):
         raise InvalidArgument(f"A key must be a str, not {type(key).__name__} ({shown(key)}).")
     if not key:
         raise IllegalKey("A key must not be empty.")
-    if not key.isascii():
-        key = unicodedata.normalize("NFC", key)
-    return _checked(key)
+    return _checked(nfc(key))
+
+
+def nfc(text: str) -> str:
+    """Return a text that is a key, or becomes a part of one, in NFC.
+
+    The length comes first: the time that NFC takes grows with the square of the length of a run of
+    combining characters.
+
+    Raises:
+        IllegalKey: So long that no key could hold it.
+    """
+    if len(text) > MAX_SPELT:
+        raise IllegalKey(
+            f"A key has at most {MAX_KEY_BYTES} bytes of UTF-8; this text has {len(text)}"
+            f" characters: {text[:40]!r}…"
+        )
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
 
 
 def _checked(key: str) -> str:
@@ -79,7 +134,7 @@ def normalize_prefix(prefix: object, limit: int) -> str:
     if any(bad in prefix for bad in "\0{}"):
         raise InvalidArgument(f"A key prefix must not contain NUL or braces: {shown(prefix)}.")
     try:
-        size = len((prefix + HASH_MARKER).encode()) + 22
+        size = len(_hashed(prefix, "").encode())
     except UnicodeEncodeError:
         raise InvalidArgument(
             f"A key prefix must not contain a surrogate: {shown(prefix)}."
@@ -100,12 +155,25 @@ def storage_key(prefix: str, key: str, limit: int) -> str:
         key: A key from `normalize_key`.
         limit: The bytes of the longest storage key, inclusive.
     """
-    full = f"{prefix}:{key}" if prefix else key
+    full = namespace(prefix) + key
     # No character of UTF-8 is longer than 4 bytes: most keys need no encoding to be measured.
     if len(full) * 4 <= limit or len(full.encode()) <= limit:
         return full
     # Over the whole prefixed key, so that equal keys of two namespaces hash apart.
-    return f"{prefix}{HASH_MARKER}{key_hash(full)}"
+    return _hashed(prefix, full)
+
+
+def namespace(prefix: str) -> str:
+    """Return what the storage keys of a prefix begin with, and those of no other prefix.
+
+    The first colon ends it. One inside of the prefix is percent-encoded: the key `user:42` of `app`
+    is not the key `42` of `app:user`.
+    """
+    return prefix.replace("%", "%25").replace(":", "%3A") + ":"
+
+
+def _hashed(prefix: str, full: str) -> str:
+    return f"{namespace(prefix)[:-1]}{HASH_MARKER}{key_hash(full)}"
 
 
 def key_hash(storage_name: str) -> str:
@@ -158,6 +226,12 @@ def validate_token(token: object) -> str:
 
 def _base64(raw: bytes) -> str:
     return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+
+
+def begins_with_field(template: str) -> bool:
+    """Whether all of what a template makes may be chosen by a value."""
+    literal, name, _spec = _parse(template)[0]
+    return not literal and name is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +331,7 @@ class KeyTemplate:
             raise InvalidArgument(
                 f"{{{name}:{spec}}} in the key template {self.template!r}: {error}."
             ) from None
-        return unicodedata.normalize("NFC", text)
+        return nfc(text)
 
 
 _CANONICAL = (

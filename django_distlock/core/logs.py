@@ -6,6 +6,7 @@ import logging
 from typing import Any, Final
 
 from .holders import Holder
+from .wording import printable
 
 #: What each record of the logger `django_distlock` has; None where it says nothing.
 FIELDS: Final = (
@@ -34,7 +35,7 @@ def log_fields(
     Args:
         event: What happened, in a word that programs can look for.
         backend: The alias of the backend.
-        key: What is locked.
+        key: What is locked; shown with escapes for what cannot be seen.
         fence: That of the lease.
         holder: Who holds the key, or held it.
         task: The id of a task of a queue.
@@ -44,19 +45,32 @@ def log_fields(
     values = (
         event,
         backend,
-        key or getattr(error, "key", None),
+        _plain(key or getattr(error, "key", None)),
         fence,
         None if holder is None else holder.as_json(),
-        task,
+        _plain(task),
         getattr(error, "code", None),
     )
     return dict(zip(FIELDS, values, strict=True))
 
 
+def _plain(text: str | None) -> str | None:
+    return None if text is None else printable(text)
+
+
+def _on_one_line(value: object) -> object:
+    return printable(str(value)) if isinstance(value, BaseException) else value
+
+
 class _Complete(logging.Filter):
-    """Gives a record the fields that it lacks, so that a format may name them all."""
+    """Gives a record the fields that it lacks, so that a format may name them all.
+
+    What errors say, which stores word as they like, is put on one line.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(map(_on_one_line, record.args))
         for name in FIELDS:
             record.__dict__.setdefault(name, None)
         return True

@@ -98,7 +98,8 @@ class Record:
 
     Attributes:
         ttl: Seconds that the last grant or extend gave; None: no expiry.
-        free_at: `expires_at` plus the grace; equal to it once settled; None: no expiry.
+        free_at: `expires_at` plus the grace; equal to it once settled; later where the lease was
+            shortened, because its holder was promised that much; None: no expiry.
         wanted: A waiter of this grant sleeps, and its end must wake it.
     """
 
@@ -129,14 +130,34 @@ class Record:
             return self.is_live(now)
         return self.token == token and self.is_live(now) and not self.is_settled
 
+    @property
+    def is_shortened(self) -> bool:
+        """Whether it is renewed until `expires_at` only."""
+        if self.expires_at is None or self.is_settled:
+            return False
+        return self.free_at != self.expires_at + _GRACE
+
     def shortened(self, now: datetime, seconds: float) -> Record:
-        """Return the record with an end in `seconds` at the latest; it never gets longer."""
-        expires_at, free_at = lease_ends(now, seconds)
-        if self.is_settled:
-            free_at = expires_at
-        if self.free_at is not None and free_at is not None and self.free_at <= free_at:
+        """Return the record with an end in `seconds` at the latest; it never gets longer.
+
+        The holder is asked to finish. Until it knows of the new end, the old one stands for it.
+        """
+        expires_at = now + timedelta(seconds=seconds)
+        if self.expires_at is None or self.expires_at <= expires_at:
             return self
-        return replace(self, expires_at=expires_at, free_at=free_at)
+        if self.is_settled:
+            return replace(self, expires_at=expires_at, free_at=expires_at)
+        asked_at = self.stop_requested_at or now
+        return replace(self, expires_at=expires_at, stop_requested_at=asked_at)
+
+    def extended(self, now: datetime, ttl: float | None) -> Record | None:
+        """Return the record of a live lease with another ttl; None: it is renewed no more."""
+        expires_at, free_at = lease_ends(now, ttl)
+        if self.is_shortened and self.expires_at is not None:
+            if self.expires_at <= now:
+                return None
+            expires_at = min(self.expires_at, expires_at or self.expires_at)
+        return replace(self, ttl=ttl, renewed_at=now, expires_at=expires_at, free_at=free_at)
 
     def contended(self, now: datetime, *, busy: bool = False, paused: bool = False) -> Contended:
         """Return what a caller who is not granted the key gets to know."""

@@ -7,7 +7,13 @@ from datetime import UTC, datetime
 
 
 def printable(text: str) -> str:
-    """Return a text in which nothing moves the cursor or changes the terminal."""
+    """Return a text with an escape for each character that cannot be seen.
+
+    Line ends, control characters, characters without width and those that turn the direction of
+    text: they forge lines of a log, and make one key look like another.
+    """
+    if text.isprintable():
+        return text
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
     )

@@ -9,12 +9,14 @@ from .models import FencedModel
 from .operations import EnforceFence, RelaxFence
 from .querysets import FencedQuerySet
 from .rejecting import Fence, Fenced
+from .relations import FencedManager
 
 __all__ = [
     "EnforceFence",
     "Fence",
     "FenceField",
     "Fenced",
+    "FencedManager",
     "FencedModel",
     "FencedQuerySet",
     "RelaxFence",

@@ -33,6 +33,17 @@ class BadFence(InvalidArgument):
     code = "bad_fence"
 
 
+class RequestFence(Fence):
+    """A fence that came with a request, and was the highest one that was seen then."""
+
+    __slots__ = ()
+
+    def overtaken(self, using: str, *, hold: bool) -> int | None:
+        """See `Lease.overtaken`: compared with what other requests have brought since."""
+        mark = see(self)
+        return mark if mark > self.fence else None
+
+
 def fence_header(by: Fenced) -> dict[str, str]:
     """Return the header that carries a fence to another service: `key;fence;signature`.
 
@@ -159,7 +170,7 @@ def _refusal(request: HttpRequest) -> HttpResponse | None:
         answer = _answer(412, "fence_rejected", key=fence.key, fence=fence.fence, seen=mark)
         answer[SEEN_HEADER] = str(mark)
         return answer
-    request.fence = fence  # type: ignore[attr-defined]
+    request.fence = RequestFence(fence.key, fence.fence)  # type: ignore[attr-defined]
     return None
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import copy
 from typing import Any, ClassVar, Self, cast
 
 from asgiref.sync import sync_to_async
 from django.db import connections, models, router, transaction
 
+from ..core.errors import LockUsageError
 from ..locks import UNSET
+from . import relations
 from .fields import FENCE, FenceField, Mark
+from .keys import template_of
+from .making import making, refuse_overtaken
 from .querysets import FencedQuerySet
-from .refusing import key_fields, label, refusals, refuse_without_lease, require_key
-from .rejecting import Fenced, reject
+from .refusing import has_key, key_fields, label, refusals, refuse_without_lease, require_key
+from .rejecting import Fenced, reject, without_lease
 
 _SAVE = ("force_insert", "force_update", "using", "update_fields")
 
@@ -20,8 +24,9 @@ _SAVE = ("force_insert", "force_update", "using", "update_fields")
 class FencedModel(models.Model):
     """A model whose rows remember the highest fence that touched them, and refuse lower ones.
 
-    A row that was read or saved under a lease goes on with it: its next `save()` is fenced, too.
-    Saved without one, a row keeps the fence that it has in the database.
+    A row that was read or saved under a lease goes on with it: its next `save()` is fenced, too,
+    and so are those of its copies. Saved without one, a row keeps the fence that it has in the
+    database.
 
     Attributes:
         fence: The highest fence that touched the row; 0: none.
@@ -46,17 +51,24 @@ class FencedModel(models.Model):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         models.signals.pre_save.connect(_keep_fence, sender=cls)
+        models.signals.class_prepared.connect(_link_parents, sender=cls)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A lease belongs to its process: what is cached or sent goes without.
-        state = super().__getstate__()
-        return {name: value for name, value in state.items() if name != "_fenced_by"}
+        # A lease belongs to its process: what is cached or sent goes on with its key and fence.
+        return {**super().__getstate__(), "_fenced_by": without_lease(self._fenced_by)}
 
     def __copy__(self) -> Self:
         # Here, in the same process, it goes on under the same lease.
         make, arguments, state, *_ = cast("tuple[Any, ...]", self.__reduce__())
         made: Any = make(*arguments)
         made.__setstate__(state)
+        made._fenced_by = self._fenced_by
+        return cast("Self", made)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made: Any = copy.copy(self)
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__reduce__()[2], memo))
         made._fenced_by = self._fenced_by
         return cast("Self", made)
 
@@ -72,8 +84,12 @@ class FencedModel(models.Model):
                 model requires one.
         """
         kwargs.update(zip(_SAVE, args, strict=False))
-        by: Fenced | None = self._fenced_by if lease is UNSET else lease
         using = kwargs.get("using") or router.db_for_write(type(self), instance=self)
+        if lease is UNSET and self._is_copy() and not kwargs.get("update_fields"):
+            self._fenced_by = None
+            # Nor does it write over a row that is there.
+            kwargs["force_insert"] = kwargs.get("force_insert") or (models.Model,)
+        by: Fenced | None = self._fenced_by if lease is UNSET else lease
         if by is not None:
             require_key(self, by)
             if kwargs.get("update_fields"):
@@ -91,6 +107,39 @@ class FencedModel(models.Model):
             self.fence = by.fence
         elif before is not None:
             self.__dict__.setdefault(FENCE, before)
+
+    def _do_insert(self, manager: Any, using: Any, fields: Any, returning: Any, raw: Any) -> Any:
+        insert = super()._do_insert  # type: ignore[misc]
+        if raw or all(field.name != FENCE for field in fields):
+            return insert(manager, using, fields, returning, raw)
+        self.begin(using)
+        with making(self._fenced_by, using):
+            made = insert(manager, using, fields, returning, raw)
+            if self._fenced_by is not None:
+                refuse_overtaken(self._fenced_by, using, type(self))
+        return made
+
+    def begin(self, using: str) -> None:
+        """Let a row that is inserted begin with a lease of its own key, or without a fence.
+
+        An instance may be a copy, and bring those of the row that it is a copy of. Only one that is
+        the same row in another database keeps its fence.
+        """
+        if self._is_copy():
+            self._fenced_by = None
+        moves = not self._is_new() and self._state.db not in (None, using)
+        if self._fenced_by is None and not moves:
+            self.fence = 0
+
+    def _is_copy(self) -> bool:
+        """Whether it is to be a new row, whose key is not that of the lease it has."""
+        return self._fenced_by is not None and self._is_new() and not has_key(self, self._fenced_by)
+
+    def _is_new(self) -> bool:
+        # Of a row in two tables, one primary key is enough to find it by.
+        is_set = cast("Any", self)._is_pk_set
+        tables = (self, *self._meta.all_parents)
+        return self._state.adding or not any(is_set(each._meta) for each in tables)
 
     def _do_update(self, base_qs: Any, using: Any, pk_val: Any, values: Any, *args: Any) -> Any:
         # The fence first: MySQL assigns from left to right, and it looks at what was there before.
@@ -111,8 +160,11 @@ class FencedModel(models.Model):
             type(self), instance=self
         )
         with transaction.atomic(using=using):
-            with suppress(type(self).DoesNotExist):
+            try:
                 self._write_fence(by, using)
+            except type(self).DoesNotExist:
+                # As in Django, nobody is told; but what comes in its place by now is another row.
+                return 0, {}
             return super().delete(*args, **kwargs)
 
     async def adelete(
@@ -132,6 +184,7 @@ class FencedModel(models.Model):
         Raises:
             FenceRejected: It has a higher one.
             DoesNotExist: The row is gone.
+            LockUsageError: The transaction reads from a snapshot that is older than the row.
         """
         using = router.db_for_write(type(self), instance=self)
         self._write_fence(lease, using)
@@ -142,14 +195,25 @@ class FencedModel(models.Model):
         if self.fence > lease.fence:
             # Overtaken between the two.
             reject(lease, label(self), self.fence, model=self._meta.label, pk=self.pk)
+        if self.fence < lease.fence:
+            raise LockUsageError(
+                f"The transaction on {using!r} reads {label(self)} as it was before its last write:"
+                f" begin it behind the lock, or use READ COMMITTED.",
+                key=lease.key,
+            )
         self._fenced_by = lease
 
     def refresh_from_db(
         self, using: str | None = None, fields: Any = None, from_queryset: Any = None
     ) -> None:
-        """See Django's. Read from a fenced queryset, the row goes on under its lease."""
+        """See Django's. Read from a fenced queryset, the row goes on under its lease.
+
+        Where only some fields are read anew, it goes on with what the others were read under.
+        """
         super().refresh_from_db(using, fields, from_queryset)
-        self._fenced_by = getattr(from_queryset, "_by", None) or self._fenced_by
+        by: Fenced | None = getattr(from_queryset, "_by", None)
+        if by is not None and (fields is None or self._fenced_by is None):
+            self._fenced_by = by
 
     def key_fields(self, lease: Fenced) -> dict[str, Any]:
         """Return what the row has to have in the columns that its key names."""
@@ -173,8 +237,18 @@ class FencedModel(models.Model):
 def _keep_fence(instance: FencedModel, using: str, raw: bool, **_: Any) -> None:
     """Let a fixture, which is written as it is, not lower the fence of a row that is there."""
     if raw and instance._meta.get_field(FENCE) in instance._meta.local_fields:
+        template = template_of(type(instance))
+        if template is not None and template.of(instance) is None:
+            instance.fence = 0  # It will have a key that nobody can have locked before.
+            return
         rows = instance._row(using)
         if connections[using].in_atomic_block:
             rows = rows.select_for_update()
         there = rows.values_list(FENCE, flat=True).first()
         instance.fence = max(instance.fence or 0, there or 0)
+
+
+def _link_parents(sender: type[FencedModel], **_: Any) -> None:
+    for parent, link in sender._meta.parents.items():
+        if link is not None and link.model is sender and issubclass(parent, FencedModel):
+            relations.link(sender, link)

@@ -12,8 +12,10 @@ from django.db.models.sql import AND, Query
 
 from ..core.errors import LockError, LockUsageError
 from .fields import FENCE, Mark
+from .making import making, refuse_overtaken
 from .refusing import key_fields, refusals, refuse_without_lease, require_key
-from .rejecting import Fenced, require_fence
+from .rejecting import Fenced, require_fence, without_lease
+from .relations import FencedManager
 
 if TYPE_CHECKING:
     _Iterable = ModelIterable[Any]
@@ -63,6 +65,15 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
             return super().__repr__()
         # A debugger that shows it must not raise the fences of rows.
         return f"<{type(self).__name__} of {self.model._meta.label} under {self._by!r}>"
+
+    @classmethod
+    def as_manager(cls) -> Any:
+        """See Django's."""
+        manager: Any = FencedManager.from_queryset(cls)()
+        manager._built_with_as_manager = True
+        return manager
+
+    as_manager.queryset_only = True  # type: ignore[attr-defined]
 
     def _clone(self) -> Any:
         clone = super()._clone()  # type: ignore[misc]
@@ -135,14 +146,16 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is pickled are the rows that were read, and no lease.
-        return {**super().__getstate__(), "_by": None}
+        # A lease belongs to its process.
+        return {**super().__getstate__(), "_by": without_lease(self._by)}
 
     def _alike(self, other: Any) -> Any:
-        if getattr(other, "_by", None) is not self._by:
+        theirs: Fenced | None = getattr(other, "_by", None)
+        if theirs != self._by:
+            by = cast("Fenced", theirs if self._by is None else self._by)
             raise LockUsageError(
                 "Querysets under different leases cannot be combined: put fenced() behind.",
-                key=getattr(self._by or other._by, "key", None),
+                key=by.key,
             )
         return other
 
@@ -166,8 +179,10 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
     def bulk_update(
         self, objs: Iterable[M], fields: Iterable[str], batch_size: int | None = None
     ) -> int:
-        """See Django's, and `update`."""
+        """See Django's, and `update`. Without `fenced()`, each under what it was read under."""
         objs, fields = tuple(objs), tuple(fields)
+        if self._by is None and any(_read_under(each) is not None for each in objs):
+            return self._update_apart(objs, fields, batch_size)
         if self._by is None:
             return super().bulk_update(objs, fields, batch_size)
         # Of several batches, a later one may be refused.
@@ -177,6 +192,19 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
             each._fenced_by = self._by  # type: ignore[attr-defined]
             each.fence = self._by.fence  # type: ignore[attr-defined]
         return count
+
+    def _update_apart(
+        self, objs: tuple[M, ...], fields: tuple[str, ...], batch_size: int | None
+    ) -> int:
+        """Update the rows of each lease, and those without, in statements of their own."""
+        groups: dict[Fenced | None, list[M]] = {}
+        for each in objs:
+            groups.setdefault(_read_under(each), []).append(each)
+        with transaction.atomic(using=self._write_alias()):
+            return sum(
+                (self if by is None else self.fenced(by)).bulk_update(rows, fields, batch_size)
+                for by, rows in groups.items()
+            )
 
     def create(self, **kwargs: Any) -> M:
         """See Django's. Behind `fenced()` the row begins with the lease's fence."""
@@ -192,13 +220,14 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
         objs = list(objs)
         kwargs.update(zip(_BULK_CREATE, args, strict=False))
         updates = bool(kwargs.get("update_conflicts"))
+        used = [by for by in (self._by, *map(_read_under, objs)) if by is not None]
+        if updates and used:
+            raise LockUsageError(
+                "bulk_create(update_conflicts=True) cannot be fenced: use bulk_update() for the"
+                " rows that are there.",
+                key=used[0].key,
+            )
         if self._by is not None:
-            if updates:
-                raise LockUsageError(
-                    "bulk_create(update_conflicts=True) cannot be fenced: use bulk_update() for the"
-                    " rows that are there.",
-                    key=self._by.key,
-                )
             for each in objs:
                 require_key(each, self._by)
                 each._fenced_by = self._by  # type: ignore[attr-defined]
@@ -206,7 +235,33 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
             refuse_without_lease(self.model, "bulk_create(update_conflicts=True)")
             if FENCE in (kwargs.get("update_fields") or ()):
                 raise self._not_set()
-        return super().bulk_create(objs, **kwargs)
+        using = self._write_alias()
+        for each in objs:
+            each.begin(using)  # type: ignore[attr-defined]
+        leases = {by for by in map(_read_under, objs) if by is not None}
+        # One of several keys, so that what was made is undone for all.
+        with making(next(iter(leases), None), using), transaction.mark_for_rollback_on_error(using):
+            made = super().bulk_create(objs, **kwargs)
+            for by in leases:
+                refuse_overtaken(by, using, self.model)
+        return made
+
+    def get_or_create(
+        self, defaults: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> tuple[M, bool]:
+        """See Django's, and `create`."""
+        with making(self._by, self._write_alias()):
+            return super().get_or_create(defaults, **kwargs)
+
+    def update_or_create(
+        self,
+        defaults: Mapping[str, Any] | None = None,
+        create_defaults: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> tuple[M, bool]:
+        """See Django's, and `create`."""
+        with making(self._by, self._write_alias()):
+            return super().update_or_create(defaults, create_defaults, **kwargs)
 
     def delete(self) -> tuple[int, dict[str, int]]:
         """See Django's, and `update`."""
@@ -221,6 +276,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
 
     update.alters_data = bulk_update.alters_data = True  # type: ignore[attr-defined]
     create.alters_data = bulk_create.alters_data = True  # type: ignore[attr-defined]
+    get_or_create.alters_data = update_or_create.alters_data = True  # type: ignore[attr-defined]
     delete.alters_data = delete.queryset_only = True  # type: ignore[attr-defined]
 
     # How it is done
@@ -307,6 +363,10 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
     def _write_alias(self) -> str:
         self._for_write = True
         return self.db
+
+
+def _read_under(row: models.Model) -> Fenced | None:
+    return getattr(row, "_fenced_by", None)
 
 
 def _no_values(by: Fenced) -> LockUsageError:

@@ -35,6 +35,12 @@ def key_fields(model: type[models.Model], by: Fenced) -> dict[str, Any]:
     return found
 
 
+def has_key(instance: models.Model, by: Fenced) -> bool:
+    """Whether a row may belong to the key of a lease."""
+    template = template_of(type(instance))
+    return template is None or template.of(instance) == by.key
+
+
 def require_key(instance: models.Model, by: Fenced) -> None:
     """Refuse to write a row under the lease of another key.
 
@@ -43,8 +49,9 @@ def require_key(instance: models.Model, by: Fenced) -> None:
     """
     key_fields(type(instance), by)
     template = template_of(type(instance))
-    if template is None or (key := template.of(instance)) == by.key:
+    if template is None or has_key(instance, by):
         return
+    key = template.of(instance)
     why = (
         f"belongs to {key!r}, and the lease is on {by.key!r}"
         if key is not None

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Protocol
 
 from ..core.errors import FenceRejected, LockUsageError
 from ..core.fences import validate_fence
-from ..core.keys import normalize_key
+from ..core.keys import stored_key
 from ..handler import lock_backends
 from ..leases import Lease
 from ..signals import fence_rejected, tell
@@ -37,8 +37,13 @@ class Fence:
     fence: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "key", normalize_key(self.key))
+        object.__setattr__(self, "key", stored_key(self.key))
         validate_fence(self.fence)
+
+
+def without_lease(by: Fenced | None) -> Fence | None:
+    """Return what goes along with a row to other processes: the key and the fence."""
+    return None if by is None else Fence(by.key, by.fence)
 
 
 def require_fence(by: Fenced) -> int:

@@ -5,6 +5,7 @@ hashes of tokens, never a token. No operation asks for permission: whoever calls
 asks `may()` before.
 """
 
+from ..core.keys import own_key
 from .held import HeldKey, State
 from .listing import Failure, LockPage, list_locks
 from .lookups import LockInfo, get_by_key, get_by_token, owns
@@ -43,6 +44,7 @@ __all__ = [
     "get_by_token",
     "list_locks",
     "may",
+    "own_key",
     "owns",
     "pause",
     "prune_events",

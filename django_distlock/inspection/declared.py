@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import string
-import unicodedata
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from ..conf import BackendConfig, backend_config
 from ..core.errors import InvalidArgument, shown
+from ..core.keys import stored_key
 from ..declarations import Declaration, Kind, Missing, declarations
 from ..locks import UNSET
 from ..scheduling import RunScope
@@ -139,7 +139,7 @@ def list_declared(*, prefix: str = "", backends: Collection[str] | None = None) 
     for alias in backends or ():
         if alias not in declared:
             backend_config(alias)
-    wanted = unicodedata.normalize("NFC", prefix)
+    wanted = stored_key(prefix) if prefix else ""
     chosen = [
         each
         for each in found

@@ -14,7 +14,9 @@ from django.db import router, transaction
 from ..backends.base import BaseLockBackend
 from ..core.errors import InvalidArgument, shown
 from ..core.holders import Holder, is_plain_text
+from ..core.interruptions import pass_on
 from ..core.logs import log_fields
+from ..core.wording import printable
 from ..signals import lock_forced, lock_operated, tell
 from .permissions import Operation
 
@@ -101,7 +103,7 @@ class Order:
         model = apps.get_model("django_distlock", "HeldLock")
         gone = self.operation in (Operation.FORCE_RELEASE, Operation.CLEANUP)
         about = f" (fence {fence})" if fence else ""
-        why = f": {self.reason}" if self.reason else ""
+        why = f": {printable(self.reason)}" if self.reason else ""
         try:
             using = router.db_for_write(LogEntry)
             # In a block of its own, so that an error leaves the caller's transaction as it was.
@@ -110,11 +112,12 @@ class Order:
                     user_id=self.actor.pk,
                     content_type=ContentType.objects.db_manager(using).get_for_model(model),
                     object_id=named,
-                    object_repr=key[:200],
+                    object_repr=printable(key)[:200],
                     action_flag=DELETION if gone else CHANGE,
                     change_message=f"{self.operation.value} on {where}{about}{why}",
                 )
         except Exception as error:  # noqa: BLE001 - it was done, whatever becomes of the note
+            pass_on(error)
             extra = log_fields("admin_log_failed", key=key)
             logger.warning(
                 "What %s did to %r is not in the admin's log: %s", self.by, key, error, extra=extra

@@ -9,8 +9,8 @@ from typing import Any
 
 from ..backends.base import BaseLockBackend
 from ..core.durations import Duration, seconds
-from ..core.errors import InvalidArgument, LockError, shown
-from ..core.keys import normalize_key
+from ..core.errors import InvalidArgument, LockError, LockUsageError, shown
+from ..core.keys import stored_key
 from ..core.records import Contended, Record
 from ..core.sessions import Session
 from ..handler import lock_backends
@@ -45,10 +45,12 @@ def force_release(key: str, *, backend: str = "default", actor: Any, reason: str
 def expire_soon(
     key: str, within: Duration, *, backend: str = "default", actor: Any, reason: str = ""
 ) -> Outcome:
-    """Let a lease end within so many seconds; it never gets longer.
+    """Let a lease be renewed for so many seconds at the most; it never gets longer.
 
-    A holder that lives renews it with its next beat, so this ends the leases of dead ones, and
-    those that nobody renews.
+    The holder is asked to finish: it sees `stop_requested` at its next beat, and its lease is lost
+    at the first one behind that time. Nobody else is granted the key before the holder must have
+    noticed: it is free when the holder releases it, or when its last renewal is over
+    (`outcome.held.free_at`). To have it at once, take it: `force_release`.
 
     Args:
         within: Seconds, or a `timedelta`.
@@ -56,10 +58,22 @@ def expire_soon(
         reason: Why, in at most 200 characters.
 
     Raises:
-        LockUsageError: The leases of this backend do not end at a time.
+        LockUsageError: The lease has no expiry, or those of this backend do not end at a time.
     """
     order, left = Order(Operation.EXPIRE_SOON, actor, reason), seconds(within, "within")
-    return _on_holder(order, backend, key, lambda store: store.shorten(key, left), {"within": left})
+
+    def shorten(store: BaseLockBackend) -> Record | Contended | None:
+        record = store.shorten(key, left)
+        if isinstance(record, Record) and record.expires_at is None:
+            raise LockUsageError(
+                f"The lease on {key!r} has no expiry, and its holder would not notice one. Ask it"
+                " to finish, or take the key from it by a force-release.",
+                key=key,
+                code="unsupported",
+            )
+        return record
+
+    return _on_holder(order, backend, key, shorten, {"within": left})
 
 
 def request_stop(key: str, *, backend: str = "default", actor: Any, reason: str = "") -> Outcome:
@@ -89,7 +103,7 @@ def pause(
         reason: Why, in at most 200 characters.
     """
     order, store = Order(Operation.PAUSE, actor, reason), lock_backends[backend]
-    key = normalize_key(key)
+    key = stored_key(key)
     end = _end_of_pause(until, store.clock())
     answer = store.pause(key, end, by=order.by)
     result = Result.DONE if answer is None else Result.BUSY
@@ -104,7 +118,7 @@ def resume(key: str, *, backend: str = "default", actor: Any, reason: str = "") 
         reason: Why, in at most 200 characters.
     """
     order, store = Order(Operation.RESUME, actor, reason), lock_backends[backend]
-    key = normalize_key(key)
+    key = stored_key(key)
     answer = store.resume(key)
     if isinstance(answer, Contended):
         return _about_pause(order, store, key, Result.BUSY)
@@ -159,7 +173,7 @@ def _on_holder(
     details: dict[str, Any] | None = None,
 ) -> Outcome:
     """Do something to a held key, and say what became of it."""
-    key, store = normalize_key(key), lock_backends[backend]
+    key, store = stored_key(key), lock_backends[backend]
     # Before: a store that does not answer is not asked to change anything.
     now = store.clock()
     answer = act(store)

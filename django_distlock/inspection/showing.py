@@ -11,7 +11,7 @@ from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, router, transaction
 
-from ..core.keys import normalize_key
+from ..core.keys import stored_key
 from ..core.logs import log_fields
 from ..core.records import Counter, Waiting
 from ..core.sessions import Session
@@ -91,7 +91,7 @@ def show(key: str, backend: str = "default") -> KeyView:
         InvalidLockBackend: There is no such backend.
         BackendUnavailable: The store did not answer.
     """
-    key, store = normalize_key(key), lock_backends[backend]
+    key, store = stored_key(key), lock_backends[backend]
     record = store.read(key)
     now = store.clock()
     return KeyView(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
+from ..core.bodies import whole
 from ..core.durations import Duration, wait_seconds
 from ..core.errors import (
     BackendUnavailable,
@@ -85,7 +86,7 @@ class LockedCommand(BaseCommand):
     def execute(self, *args: Any, **options: Any) -> Any:
         """Run as ever, but `handle()` under the lock."""
         wait = options.pop("lock_wait", UNSET)
-        unlocked = self.handle
+        unlocked = whole(self.handle, awaits=False)
 
         def handle(*args: Any, **options: Any) -> Any:
             return self._handle(unlocked, wait, args, options)

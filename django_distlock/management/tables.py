@@ -38,4 +38,4 @@ def aligned(
 
 def _parts(cell: Cell) -> tuple[str, Callable[[str], str]]:
     text, colour = (cell, str) if isinstance(cell, str) else cell
-    return text if text.isprintable() else printable(text), colour
+    return printable(text), colour

@@ -11,9 +11,9 @@ from django.db.migrations.operations.base import Operation
 from django.db.migrations.state import ProjectState
 
 from ..conf import table
-from . import FUNCTIONS, SCRIPTS, removal, script
+from . import FUNCTIONS, SCHEMA_OF, SCRIPTS, removal, script
 
-_BODY = re.compile(r"FUNCTION\s+\"(\w+)\"\s*\(.*?\$body\$(.*?)\$body\$", re.DOTALL)
+_BODY = re.compile(r"FUNCTION\s[^(]*\"(\w+)\"\s*\(.*?\$body\$(.*?)\$body\$", re.DOTALL)
 
 
 class InstallScripts(Operation):
@@ -48,9 +48,10 @@ class InstallScripts(Operation):
         connection = schema_editor.connection
         if not _concerned(connection, app_label):
             return
-        for name in _allowed_scripts(connection, ask=not schema_editor.collect_sql):
+        schema, _ = _schema(connection)
+        for name in _allowed_scripts(connection, schema, ask=not schema_editor.collect_sql):
             if name in FUNCTIONS or not self.functions_only:
-                schema_editor.execute(script(name), params=None)
+                schema_editor.execute(script(name, schema), params=None)
 
     def database_backwards(
         self,
@@ -61,7 +62,7 @@ class InstallScripts(Operation):
     ) -> None:
         """Drop the functions of every version. The trigger goes with its function."""
         if not self.functions_only and _concerned(schema_editor.connection, app_label):
-            for statement in removal():
+            for statement in removal(_schema(schema_editor.connection)[0]):
                 schema_editor.execute(statement, params=None)
 
     def describe(self) -> str:
@@ -135,46 +136,56 @@ def install_missing(using: str) -> None:
     with transaction.atomic(using=using), connection.cursor() as cursor:
         # Two processes that replace one function at once disturb each other.
         cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended('django_distlock', 0))")
-        cursor.execute("SELECT to_regclass(quote_ident(%s)) IS NOT NULL", [table("locks")])
-        if not cursor.fetchone()[0]:
+        schema, is_there = _schema(connection)
+        if not is_there:
             return
-        for name in _allowed_scripts(connection, ask=True):
-            if not _is_installed(connection, name):
-                cursor.execute(script(name))
+        for name in _allowed_scripts(connection, schema, ask=True):
+            if not _is_installed(connection, schema, name):
+                cursor.execute(script(name, schema))
 
 
 def _concerned(connection: BaseDatabaseWrapper, app_label: str) -> bool:
     return connection.vendor == "postgresql" and router.allow_migrate(connection.alias, app_label)
 
 
-def _allowed_scripts(connection: BaseDatabaseWrapper, *, ask: bool) -> tuple[str, ...]:
+def _schema(connection: BaseDatabaseWrapper) -> tuple[str, bool]:
+    """Return the schema where a migration makes, or has made, the tables; whether it has."""
+    with connection.cursor() as cursor:
+        cursor.execute(SCHEMA_OF.format(table=table("locks")))
+        schema, is_there = cursor.fetchone()
+        return str(schema), bool(is_there)
+
+
+def _allowed_scripts(connection: BaseDatabaseWrapper, schema: str, *, ask: bool) -> tuple[str, ...]:
     if not ask:
         return SCRIPTS
-    if not _found(connection, "SELECT has_schema_privilege(current_schema(), 'CREATE')", []):
+    if not _found(connection, "SELECT has_schema_privilege(%s, 'CREATE')", [schema]):
         return ()  # The tables are somebody else's, who installed what they need.
     if not _found(connection, "SELECT has_language_privilege('plpgsql', 'USAGE')", []):
         return ("storage",)
     return SCRIPTS
 
 
-def _is_installed(connection: BaseDatabaseWrapper, name: str) -> bool:
-    if name == "fence_guard" and not _found(connection, _TRIGGER, [table("fences")]):
+def _is_installed(connection: BaseDatabaseWrapper, schema: str, name: str) -> bool:
+    if name == "fence_guard" and not _found(connection, _TRIGGER, [schema, table("fences")]):
         return False
-    function = _BODY.search(script(name))
+    function = _BODY.search(script(name, schema))
     if function is None:
-        return _found(connection, _STORAGE, [table("locks")])
-    return _found(connection, _FUNCTION, [function[1], function[2]])
+        return _found(connection, _STORAGE, [schema, table("locks")])
+    return _found(connection, _FUNCTION, [function[1], function[2], schema])
 
 
 _FUNCTION = (
     "SELECT EXISTS (SELECT FROM pg_proc WHERE proname = %s AND prosrc = %s"
-    " AND pronamespace = current_schema()::regnamespace)"
+    " AND pronamespace = quote_ident(%s)::regnamespace)"
 )
 _TRIGGER = (
     "SELECT EXISTS (SELECT FROM pg_trigger WHERE tgname = 'distlock_fence_guard'"
-    " AND tgrelid = to_regclass(quote_ident(%s)))"
+    " AND tgrelid = to_regclass(format('%%I.%%I', %s, %s)))"
 )
-_STORAGE = "SELECT reloptions IS NOT NULL FROM pg_class WHERE oid = to_regclass(quote_ident(%s))"
+_STORAGE = (
+    "SELECT reloptions IS NOT NULL FROM pg_class WHERE oid = to_regclass(format('%%I.%%I', %s, %s))"
+)
 
 
 def _found(connection: BaseDatabaseWrapper, question: str, arguments: list[str]) -> bool:

@@ -12,6 +12,7 @@ from django.conf import settings as django_settings
 
 from ..backends.base import BaseLockBackend
 from ..conf import DEFAULT_BACKENDS, aliases, backend_config
+from ..core.bodies import whole
 from ..core.durations import Duration
 from ..core.errors import InvalidArgument
 from ..handler import lock_backends
@@ -106,6 +107,7 @@ class MemoryLocks:
 
         Raises:
             TypeError: A class that is no `unittest.TestCase`.
+            LockUsageError: A function whose body would run when its call is over, as a generator's.
         """
         import unittest  # Not at the top, as Django's test tools: a plugin of pytest imports this.
 
@@ -120,6 +122,8 @@ class MemoryLocks:
         return cast("D", decorated)
 
     def _around(self, function: D) -> D:
+        function = cast("D", whole(function))
+
         def with_locks(kwargs: dict[str, Any], locks: Locks) -> dict[str, Any]:
             return {**kwargs, self._kwarg_name: locks} if self._kwarg_name else kwargs
 

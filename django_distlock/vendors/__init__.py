@@ -24,4 +24,4 @@ VENDORS: Mapping[str, type[Vendor]] = {
 def of(using: str) -> Vendor:
     """Return what there is to know about the present connection of an alias."""
     connection = connections[using]
-    return VENDORS[connection.vendor](connection)
+    return VENDORS[connection.vendor](connection, using)

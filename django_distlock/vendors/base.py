@@ -18,6 +18,7 @@ class Vendor(ABC):
 
     Args:
         connection: The one that the statements run on.
+        using: The alias under which it is found in this thread.
     """
 
     # Whose clock decides when a lease ends?
@@ -26,11 +27,15 @@ class Vendor(ABC):
     turns_by_counter: ClassVar[bool] = False
     # Does a statement lock also the rows that it only looked at? Then it names one at a time.
     locks_what_it_scans: ClassVar[bool] = False
+    # Asks a new session for the schema of `{table}`, and whether the table is there. None: each
+    # session finds it in the same place.
+    schema_of: ClassVar[str | None] = None
     # Can a row be locked against change while others, who only read it, lock it as well?
     supports_guard: ClassVar[bool] = False
 
-    def __init__(self, connection: BaseDatabaseWrapper):
+    def __init__(self, connection: BaseDatabaseWrapper, using: str):
         self.connection = connection
+        self.using = using
 
     # Statements
 
@@ -48,7 +53,7 @@ class Vendor(ABC):
             bound: Seconds to wait at most for the locks of others.
             writes: Whether it writes or locks; some databases need no transaction to read.
         """
-        with transaction.atomic(using=self.connection.alias):
+        with transaction.atomic(using=self.using):
             yield
 
     def take_turn(self, name: str) -> bool:
@@ -75,10 +80,11 @@ class Vendor(ABC):
             name: The storage key.
         """
 
-    def guard(self, name: str, fence: int, bound: float, idle: float | None) -> bool:
+    def guard(self, fences: str, name: str, fence: int, bound: float, idle: float | None) -> bool:
         """Keep a fence counter as it is until the caller's transaction ends.
 
         Args:
+            fences: The table of the fence counters, quoted and with its schema.
             name: The storage key.
             fence: What it has to be.
             bound: Seconds to wait at most for whoever counts it up right now.

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 from django.db import models
 from django.db.utils import Error
 
-from ..conf import table
 from ..fields import from_microseconds
 from .base import Vendor
 
@@ -59,8 +58,8 @@ _CLIENT = range(2000, 3000)
 
 # The inner one reads from the transaction's snapshot, the outer one what is committed.
 _GUARD = (
-    "SELECT c.fence, (SELECT s.fence FROM `%s` s WHERE s.storage_key = c.storage_key)"
-    " FROM `%s` c WHERE c.storage_key = %%s LOCK IN SHARE MODE"
+    "SELECT c.fence, (SELECT s.fence FROM {fences} s WHERE s.storage_key = c.storage_key)"
+    " FROM {fences} c WHERE c.storage_key = %s LOCK IN SHARE MODE"
 )
 _DELETE = "DELETE FROM %s WHERE %s = %%s"
 
@@ -69,6 +68,7 @@ class MySQL(Vendor):
     """Durable as `innodb_flush_log_at_trx_commit` says, which no session can change."""
 
     turns_by_counter: ClassVar[bool] = True
+    schema_of: ClassVar[str | None] = "SELECT DATABASE(), DATABASE() IS NOT NULL"
     # A small table is scanned for `IN (…)`, whatever its key.
     locks_what_it_scans: ClassVar[bool] = True
     supports_guard: ClassVar[bool] = True
@@ -107,9 +107,14 @@ class MySQL(Vendor):
                 gone += cursor.rowcount
         return gone
 
-    def guard(self, name: str, fence: int, bound: float, idle: float | None) -> bool:
-        with self._bounded(bound):
-            found = self._ask(_GUARD % (table("fences"), table("fences")), [name])
+    def guard(self, fences: str, name: str, fence: int, bound: float, idle: float | None) -> bool:
+        guard = _GUARD.format(fences=fences.replace("%", "%%"))
+        if self.connection.mysql_is_mariadb:  # type: ignore[attr-defined]
+            # Nothing is set on the caller's connection, which a signal could leave behind.
+            found = self._ask(_with_bound(bound) + guard, [name])
+        else:
+            with self._session_bound(bound):
+                found = self._ask(guard, [name])
         # With a snapshot from before the grant, what is read behind this would be older than it.
         return bool(found == (fence, fence))
 
@@ -160,12 +165,7 @@ class _WithBound:
     """Bound each statement by itself: MariaDB needs no setting that had to be put back."""
 
     def __init__(self, bound: float):
-        seconds = math.ceil(bound)
-        limits = [f"innodb_lock_wait_timeout={seconds}", f"lock_wait_timeout={seconds}"]
-        if bound < seconds:
-            # Waits end after whole seconds. A part of one is a limit on the statement.
-            limits.append(f"max_statement_time={max(bound, SHORTEST):.6f}")
-        self._prefix = f"SET STATEMENT {', '.join(limits)} FOR "
+        self._prefix = _with_bound(bound)
 
     def __call__(
         self, execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any
@@ -173,6 +173,16 @@ class _WithBound:
         if _MAY_WAIT.match(sql):
             sql = self._prefix + sql
         return execute(sql, params, many, context)
+
+
+def _with_bound(bound: float) -> str:
+    """Return what stands before a statement of MariaDB's that may wait for so many seconds."""
+    seconds = math.ceil(bound)
+    limits = [f"innodb_lock_wait_timeout={seconds}", f"lock_wait_timeout={seconds}"]
+    if bound < seconds:
+        # Waits end after whole seconds. A part of one is a limit on the statement.
+        limits.append(f"max_statement_time={max(bound, SHORTEST):.6f}")
+    return f"SET STATEMENT {', '.join(limits)} FOR "
 
 
 def _number(error: BaseException) -> int:

@@ -10,6 +10,7 @@ from typing import ClassVar
 from ..conf import table
 from ..core.keys import advisory_id
 from ..fields import from_microseconds
+from ..sql import SCHEMA_OF
 from .base import Vendor
 
 _BUSY = {"55P03", "40P01"}  # lock_not_available, deadlock_detected
@@ -56,7 +57,7 @@ SELECT
         set_config('idle_in_transaction_session_timeout', settings.idle_before, true)
     END
 FROM settings LEFT JOIN (
-    SELECT c.fence FROM settings s, "%s" c
+    SELECT c.fence FROM settings s, %s c
         WHERE c.storage_key = %%s AND c.fence = %%s AND s.bound IS NOT NULL FOR SHARE OF c
 ) guarded ON true
 """
@@ -65,6 +66,7 @@ FROM settings LEFT JOIN (
 class PostgreSQL(Vendor):
     """Settings are made for one transaction, so that none reaches a pooler's next client."""
 
+    schema_of: ClassVar[str | None] = SCHEMA_OF
     supports_guard: ClassVar[bool] = True
 
     def now(self) -> datetime:
@@ -98,9 +100,11 @@ class PostgreSQL(Vendor):
     def call_out(self, name: str) -> None:
         self._ask("SELECT pg_notify(%s, %s)", [wake_up_channel(), name])
 
-    def guard(self, name: str, fence: int, bound: float, idle: float | None) -> bool:
+    def guard(self, fences: str, name: str, fence: int, bound: float, idle: float | None) -> bool:
         most = 0 if idle is None else min(milliseconds(idle), _LONGEST)
-        found = self._ask(_GUARD % table("fences"), [str(milliseconds(bound)), most, name, fence])
+        found = self._ask(
+            _GUARD % fences.replace("%", "%%"), [str(milliseconds(bound)), most, name, fence]
+        )
         return found[0] is not None
 
     def is_overtaken(self, error: BaseException) -> bool:
@@ -161,6 +165,10 @@ def advisory_key(name: str) -> int:
     return advisory_id(advisory_salt(), name)
 
 
-def session_salt() -> str:
-    """Return what keeps locks that last for a session apart from other advisory locks."""
-    return f"django_distlock:session:{table('fences')}"
+def session_salt(fences: str) -> str:
+    """Return what keeps locks that last for a session apart from other advisory locks.
+
+    Args:
+        fences: The table of their fences, with its schema: advisory locks are the database's.
+    """
+    return f"django_distlock:session:{fences}"

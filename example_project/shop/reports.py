@@ -54,4 +54,6 @@ def until_commit(lease: Lease) -> AbstractContextManager[None]:
 
 def report_in_progress(day: dt.date) -> LockInfo | None:
     """Return what is known about the run that makes the report now, or has just made it."""
-    return inspection.get_by_key(f"schedule:nightly-report:{day}", backend="jobs")
+    return inspection.get_by_key(
+        inspection.own_key(f"schedule:nightly-report:{day}"), backend="jobs"
+    )

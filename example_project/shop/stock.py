@@ -38,4 +38,4 @@ def sell_one(pk: int, *, with_lock: bool = True) -> Sale:
         stock = Product.objects.get(pk=pk).stock
         time.sleep(THINKING_SECONDS)
         Product.objects.filter(pk=pk).update(stock=stock - 1)
-        return Sale(read=stock, wrote=stock - 1, fence=lease.fence if lease else 0)
+        return Sale(read=stock, wrote=stock - 1, fence=0 if lease is None else lease.fence)

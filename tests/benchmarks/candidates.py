@@ -73,11 +73,11 @@ class BareFunctions(ServerFunctions):
     """The server functions, called past Django's cursor."""
 
     def __init__(self, using: str, execute: floor.Execute):
-        super().__init__(using)
+        super().__init__(using, '"{}"'.format)
         self._execute = execute
 
     def _call(self, operation: str, arguments: list[Any]) -> str:
-        rows: Any = self._execute(self._statements[operation], arguments)
+        rows: Any = self._execute(self._statement(operation), arguments)
         return str(rows[0][0])
 
 

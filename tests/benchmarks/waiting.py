@@ -17,6 +17,7 @@ from redis import Redis
 from django_distlock import LockNotAcquired, distlock, lock_backends
 from django_distlock.attempts import Request
 from django_distlock.backends.lua import script
+from django_distlock.blocks import Block
 from django_distlock.conf import table
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended
@@ -90,7 +91,7 @@ class Waiter:
             retry=self.backend.config.retry,
         )  # fmt: skip
         try:
-            acquire(self.backend, request)
+            acquire(self.backend, request, Block(self))
         except LockNotAcquired:
             counts = Counter(self.sort())
         else:

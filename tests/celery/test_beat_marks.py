@@ -19,9 +19,11 @@ from django_distlock import InvalidArgument, InvalidLockBackend, distlock
 from django_distlock.contrib.celery import beats
 from django_distlock.contrib.celery.beats import Marks, Moved, mark_key
 from django_distlock.contrib.celery.scheduler import AGAIN, DistlockScheduler, _reserve_numbers
+from django_distlock.core.keys import own_key
+from django_distlock.core.records import Grant
 from django_distlock.handler import lock_backends
 from django_distlock.testing import lose_connection
-from tests.contract.helpers import Later
+from tests.contract.helpers import Later, held
 from tests.processes import spawn
 
 from .beat_processes import eventually
@@ -181,7 +183,8 @@ def test_marks_are_renewed(make: Callable[..., DistlockScheduler]) -> None:
     beat = make("a")
     run(beat)
     store, key = beat._marks._store, mark_key(beat._marks._key, "a")
-    store.shorten(key, 100)
+    mark = held(store, key)
+    assert store.extend(Grant(key, mark.token, mark.fence, 100, mark.acquired_at, None))
     run(beat)
     shortened = store.read(key)
     beat._marks._renew_at = 0.0
@@ -265,7 +268,7 @@ def test_options_that_cannot_be(
 
 
 @pytest.mark.parametrize(
-    ("name", "key"), [("shop", "celery-beat:shop"), (None, "celery-beat:celery")]
+    ("name", "key"), [("shop", own_key("celery-beat:shop")), (None, own_key("celery-beat:celery"))]
 )
 def test_default_options(tmp_path: Path, name: str | None, key: str) -> None:
     """Each app has a leader of its own, on the default backend and with its ttl."""
@@ -278,7 +281,7 @@ def test_default_options(tmp_path: Path, name: str | None, key: str) -> None:
 
 def test_keys_of_marks() -> None:
     """No two entries have one key, and a long name fits."""
-    assert mark_key("beat", "report") == "beat:sent:report"
+    assert mark_key("beat", "report") == own_key("beat:sent:report")
     pairs = [("a", "b:sent:c"), ("a:sent:b", "c"), ("a", "b%3Asent%3Ac"), ("a", "ä" * 600)]
     keys = [mark_key(*pair) for pair in [*pairs, ("a", "ä" * 601)]]
     assert len(set(keys)) == len(keys)

@@ -121,6 +121,20 @@ def test_soft_time_limit_with_work_left(prefork: Crew) -> None:
     assert prefork.is_free_within(SOON)
 
 
+def test_soft_time_limit_by_an_operator(prefork: Crew) -> None:
+    """A body that was told to end by `revoke()`, and lives on, keeps its key until it has ended."""
+    result = prefork.send("hasty", "clean_up go", "check")
+    prefork.begun()
+    result.revoke(terminate=True, signal="SIGUSR1")
+    prefork.until(lambda: bool(prefork.stage.told("limited")), "the limit")
+    # Longer than the grace, and the second behind each lease.
+    assert not prefork.is_free_within(1.6)
+    prefork.stage.open("go")
+    prefork.until(lambda: bool(prefork.stage.told("ended")), "the body has ended")
+    assert prefork.stage.told("held")
+    assert prefork.is_free_within(SOON)
+
+
 def test_revoked_before_its_start(prefork: Crew) -> None:
     """A task that never runs never takes its key."""
     result = prefork.send("early", countdown=1)

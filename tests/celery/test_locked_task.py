@@ -14,7 +14,7 @@ import sys
 import textwrap
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import date
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from celery import Celery, Task, shared_task
 from celery.exceptions import OperationalError
+from django.db import transaction
 from django.utils.functional import keep_lazy_text
 
 from django_distlock import (
@@ -32,16 +33,20 @@ from django_distlock import (
     LockUsageError,
     current_lease,
     distlock,
+    lock_backends,
 )
 from django_distlock.contrib import prometheus
-from django_distlock.contrib.celery import LockedTask, locked_task
+from django_distlock.contrib.celery import LockedTask, inheriting, locked_task
 from django_distlock.contrib.celery.checks import check_tasks
+from django_distlock.contrib.celery.deliveries import LEASE
+from django_distlock.core.keys import own_key
 from django_distlock.signals import lock_bypassed, lock_not_acquired
 from django_distlock.testing import hold, lose_connection, memory_locks
 from tests.contract.helpers import PATIENCE
 from tests.contract.locking import Heard
 from tests.integration.test_metrics_opentelemetry import Told
 from tests.integration.test_metrics_prometheus import Scraped
+from tests.processes import spawn
 
 from .acting import play
 from .brokers import Broker
@@ -190,7 +195,7 @@ def test_wrong_arguments_are_told_at_import(options: dict[str, Any], message: st
 
 
 def test_wrong_order_is_told_at_import(app: Celery) -> None:
-    """Around a task, of either decorator, the remedy is told; so it is for a coroutine function."""
+    """Around a task, of either decorator, the remedy is told."""
     # Under a name of its own: what is shared is in every app that is made later.
     for make in (app.task(shared=False), shared_task(name="locked.wrong_order")):
         with pytest.raises(InvalidArgument, match="below @shared_task"):
@@ -199,10 +204,52 @@ def test_wrong_order_is_told_at_import(app: Celery) -> None:
             @make
             def work() -> None: ...
 
-    with pytest.raises(InvalidArgument, match="no plain function"):
 
-        @locked_task("key")
-        async def asynchronous() -> None: ...
+def test_body_that_is_returned_does_not_run() -> None:
+    """A task whose function returns a coroutine or a generator has done nothing: it fails."""
+
+    async def awaited() -> None: ...
+
+    def generating() -> Iterator[int]:
+        yield 1
+
+    @locked_task(uuid.uuid4().hex)
+    def work() -> Any:
+        return generating()
+
+    with pytest.raises(LockUsageError, match="work returns a generator"):
+        work()
+    with pytest.raises(LockUsageError, match="awaited returns a coroutine"):
+        locked_task("key")(awaited)
+    with pytest.raises(LockUsageError, match="returns a generator"):
+        locked_task("key")(contextmanager(generating))
+
+
+@pytest.mark.django_db(transaction=True)
+def test_lease_is_not_handed_down_before_the_commit(
+    app: Celery, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that is sent inside a transaction may begin before it is committed."""
+    sent: list[dict[str, Any]] = []
+
+    @app.task(shared=False, name="locked.handed_down")
+    @locked_task("key:{number}", inherit=True)
+    def work(number: int) -> None: ...
+
+    def send() -> None:
+        headers: dict[str, Any] = {}
+        inheriting.hand_down(work.name, ((7,), {}, {}), headers)
+        sent.append(headers)
+
+    monkeypatch.setattr(inheriting, "current_app", app)
+    with distlock("key:7") as lease:
+        with transaction.atomic():
+            send()
+            transaction.on_commit(send)
+        send()
+    handed = {LEASE: lease.fence_token}
+    assert sent == [{}, handed, handed]
+    assert "delay_on_commit" in caplog.text
 
 
 @pytest.mark.parametrize("decorator", ["shared_task", "app.task", "app.task(bind=True)"])
@@ -443,7 +490,42 @@ def test_sending_that_fails_gives_the_key_back(app: Celery) -> None:
     for _ in range(2):
         with pytest.raises(OperationalError):
             work.apply_async((7,), retry=False)
-        assert not distlock("unique:7").locked()
+        assert not distlock(own_key("unique:7")).locked()
+
+
+def test_value_does_not_reach_the_key_of_a_queued_task(app: Celery) -> None:
+    """Whoever holds what looks like it, a file of that name, keeps no task from being queued."""
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task("{name}", unique="{name}")
+    def work(name: str) -> str:
+        return key_now()
+
+    for name in ("unique:report.pdf", str(own_key("unique:report.pdf"))):
+        with distlock(name):
+            assert work.delay("report.pdf").get() == "report.pdf"
+
+
+def produce(key: str) -> str:
+    """Send a unique task whose key could be taken from a dead holder; return its id."""
+    made = Celery("producer", set_as_current=False, broker="memory://")
+
+    @made.task(shared=False, name="produced", base=LockedTask)
+    @locked_task(unique="{key}", backend="redis", ttl=300, steal_if_dead=True)
+    def work(key: str) -> None: ...
+
+    return str(work.delay(key).id)
+
+
+def test_unique_key_outlives_its_producer(key: str) -> None:
+    """A task is queued although the process that sent it is gone, and it is not queued twice."""
+    with spawn(f"{HERE}:produce", key) as producer:
+        sent = producer.result()
+    assert produce(key) == sent
+    record = lock_backends["redis"].read(own_key(f"unique:{key}"))
+    assert record is not None
+    assert (record.holder.task_id, record.holder.pid) == (sent, 0)
+    lock_backends["redis"].force_release(record.key)
 
 
 def test_unique_and_lock_may_be_one_text(app: Celery) -> None:
@@ -453,11 +535,11 @@ def test_unique_and_lock_may_be_one_text(app: Celery) -> None:
     @locked_task("{number}", unique="{number}")
     def work(self: Any, number: int) -> Any:
         duplicate = self.delay(number)
-        return key_now(), distlock("unique:7").locked(), duplicate.id == self.request.id
+        return key_now(), distlock(own_key("unique:7")).locked(), duplicate.id == self.request.id
 
     assert work.delay(7).get() == ("7", True, True)
     assert not distlock("7").locked()
-    assert not distlock("unique:7").locked()
+    assert not distlock(own_key("unique:7")).locked()
 
 
 def test_unique_key_stays_with_a_retry(app: Celery) -> None:
@@ -467,14 +549,14 @@ def test_unique_key_stays_with_a_retry(app: Celery) -> None:
     @app.task(shared=False, base=LockedTask, bind=True, max_retries=2)
     @locked_task(unique="{number}")
     def work(self: Any, number: int) -> str:
-        seen.append((self.request.retries, distlock("unique:7").locked()))
+        seen.append((self.request.retries, distlock(own_key("unique:7")).locked()))
         if self.request.retries < 2:
             raise self.retry(countdown=0)
         return key_now()
 
-    assert work.delay(7).get() == "unique:7"
+    assert work.delay(7).get() == own_key("unique:7")
     assert seen == [(0, True), (1, True), (2, True)]
-    assert not distlock("unique:7").locked()
+    assert not distlock(own_key("unique:7")).locked()
 
 
 # Imports
@@ -538,10 +620,10 @@ def test_unique_key_stays_between_automatic_retries(crew: Crew) -> None:
     result = task.apply_async((crew.key, ["fail_until 1"]), **crew.to())
     crew.until(lambda: bool(crew.stage.told("failed")), "it has failed once")
     crew.until(lambda: result.state == "RETRY", "it is queued again")
-    assert crew.is_taken(f"unique:{crew.key}")
+    assert crew.is_taken(own_key(f"unique:{crew.key}"))
     assert task.apply_async((crew.key, []), **crew.to()).id == result.id
     assert crew.outcome(result) == "SUCCESS"
-    assert crew.is_free_within(2, f"unique:{crew.key}")
+    assert crew.is_free_within(2, own_key(f"unique:{crew.key}"))
 
 
 # Checks
@@ -552,7 +634,7 @@ def checked(app: Celery, **task: Any) -> list[str]:
     terms = task.pop("terms")
 
     @app.task(shared=False, name="checked", **task)
-    @locked_task("{number}", **terms)
+    @locked_task(**{"lock": "work:{number}", **terms})
     def work(number: int) -> None: ...
 
     before = Celery("none", set_as_current=False)
@@ -581,6 +663,10 @@ def checked(app: Celery, **task: Any) -> list[str]:
             ["distlock.W402"],
         ),
         ({"acks_late": True, "reject_on_worker_lost": True}, {"ttl": 5}, []),
+        ({"acks_late": True}, {"ttl": 5, "on_conflict": "run"}, ["distlock.W403"]),
+        ({}, {"ttl": 5, "on_conflict": "run"}, []),
+        ({}, {"lock": "{number}"}, ["distlock.W007"]),
+        ({"base": LockedTask}, {"lock": None, "unique": "{number}"}, []),
     ],
 )
 def test_checks(app: Celery, task: Any, terms: Any, ids: list[str]) -> None:
@@ -599,17 +685,17 @@ def test_attributes_without_their_base(app: Celery) -> None:
 
     class Capture(Task):  # type: ignore[misc]
         name = "described.class"
-        lock = "{number}"
+        lock = "described:{number}"
 
         def run(self, number: int) -> None: ...
 
     app.register_task(Capture())
     described: dict[str, dict[str, Any]] = {
-        "described.lock": {"lock": "{number}"},
+        "described.lock": {"lock": "described:{number}"},
         "described.unique": {"unique": True},
         "described.options": {"lock_options": {"ttl": 5}},
-        "described.right": {"lock": "{number}", "base": LockedTask},
-        "described.otherwise": {"lock": "{number}", "base": Own},
+        "described.right": {"lock": "described:{number}", "base": LockedTask},
+        "described.otherwise": {"lock": "described:{number}", "base": Own},
     }
     for name, options in described.items():
 

@@ -66,7 +66,7 @@ def frees_the_key_behind_the_body(crews: list[Crew]) -> None:
 
 
 def test_c4_hard_time_limit(on_each_store: list[Crew]) -> None:
-    """The lease of a run that is killed for its time is shortened to the grace."""
+    """The lease of a run that is killed for its time ends when its process is dead."""
     sent = [crew.send("early", "wait never", time_limit=1) for crew in on_each_store]
     for crew in on_each_store:
         crew.begun()

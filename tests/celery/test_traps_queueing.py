@@ -11,6 +11,7 @@ from django.db import transaction
 from kombu.exceptions import EncodeError, OperationalError
 
 from django_distlock import distlock
+from django_distlock.core.keys import own_key
 from tests.contract.locking import held_elsewhere, rolled_back
 from tests.services import free_port
 
@@ -29,7 +30,7 @@ def unreachable(broker: Broker) -> Iterator[Celery]:
 
 def unique_key(crew: Crew) -> str:
     """Return the key of what is queued or running."""
-    return f"unique:{crew.key}"
+    return own_key(f"unique:{crew.key}")
 
 
 def sends_again(crew: Crew) -> bool:

@@ -9,17 +9,20 @@ import sqlite3
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
 import psycopg
-from django.db import connections
+from django.db import DatabaseError, connections
 
 from django_distlock import conf
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.memory import MemoryBackend
+from django_distlock.borrowing import LockConnections
+from django_distlock.connections import _every
 from django_distlock.core.keys import normalize_key
 from django_distlock.handler import lock_backends
 from django_distlock.vendors.postgresql import advisory_key
@@ -195,10 +198,24 @@ class DatabaseStore(Store):
         options = {**changed.options, **({"using": using} if using else {})}
         return DatabaseBackend(changed, **options)
 
-    def session(self) -> int:
-        """Return the server's number for the session of this thread."""
+    def sessions(self) -> list[int]:
+        """Return the server's numbers for the sessions that this process asks for locks in."""
         function = "pg_backend_pid" if self.registered.store == "postgresql" else "connection_id"
-        return int(self.ask(f"SELECT {function}()")[0][0])
+        return [int(rows[0][0]) for rows in self.ask_everywhere(f"SELECT {function}()")]
+
+    def ask_everywhere(self, statement: str) -> list[list[Any]]:
+        """Ask in this thread's session, and in each of the package's own."""
+        # What needs a transaction has a session of its own, which this opens.
+        lock_backends[self.registered.alias].clock()
+        answers = [self.ask(statement)]
+        pools = [each for each in list(_every) if isinstance(each, LockConnections)]
+        ours = [pool for pool in pools if pool.alias == self.registered.using]
+        for own in [own for pool in ours for own in pool._every]:
+            # One whose session has ended is used by nobody.
+            with suppress(DatabaseError), own.connection.cursor() as cursor:
+                cursor.execute(statement)
+                answers.append(list(cursor.fetchall()) if cursor.description else [])
+        return answers
 
     def stranger(self) -> Stranger:
         kinds: dict[str, Callable[[DatabaseStore], Stranger]] = {

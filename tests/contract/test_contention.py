@@ -36,11 +36,11 @@ READ_ONLY = {
 def read_only(store: DatabaseStore) -> Iterator[None]:
     """Let the server refuse whatever this session writes, row locks included."""
     begin, end = READ_ONLY[store.registered.store]
-    store.ask(begin)
+    store.ask_everywhere(begin)
     try:
         yield
     finally:
-        store.ask(end)
+        store.ask_everywhere(end)
 
 
 def versions(store: DatabaseStore, key: str) -> list[object]:
@@ -50,7 +50,7 @@ def versions(store: DatabaseStore, key: str) -> list[object]:
     """
     if store.registered.store == "mysql":
         kinds = "'Handler_delete', 'Handler_update', 'Handler_write'"
-        return store.ask(f"SHOW SESSION STATUS WHERE variable_name IN ({kinds})")
+        return [*store.ask_everywhere(f"SHOW SESSION STATUS WHERE variable_name IN ({kinds})")]
     return [
         store.ask(
             f"SELECT xmin::text, xmax::text, ctid::text FROM {table} WHERE storage_key = %s",

@@ -35,7 +35,7 @@ def at_commit(store: DatabaseStore, key: str) -> Iterator[Callable[[], list[str]
         f" WHEN (NEW.key = '{key}') EXECUTE FUNCTION {name}()"
     )
     yield lambda: [row[0] for row in store.ask(f"SELECT setting FROM {name} ORDER BY at")]
-    store.ask("RESET synchronous_commit")
+    store.ask_everywhere("RESET synchronous_commit")
     store.ask(f"DROP FUNCTION {name}() CASCADE")
     store.ask(f"DROP TABLE {name}")
 
@@ -59,7 +59,7 @@ def test_acquire_and_extend_are_durable(
     expected: str,
 ) -> None:
     """Whatever the session says, their transactions commit with `on` at least."""
-    store.ask(f"SET synchronous_commit = {session}")
+    store.ask_everywhere(f"SET synchronous_commit = {session}")
     grant = take(backend, key)
     assert at_commit() == [expected]
     extended = backend.extend(grant)
@@ -76,7 +76,7 @@ def test_grant_is_flushed_before_the_answer(
     backend: BaseLockBackend, store: DatabaseStore, key: str
 ) -> None:
     """When the answer is there, the log has come to the disk as far as it was written."""
-    store.ask("SET synchronous_commit = off")
+    store.ask_everywhere("SET synchronous_commit = off")
     before = store.ask("SELECT pg_current_wal_insert_lsn()")[0][0]
     grant = take(backend, key)
     assert _flushed_since(store, before)

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.core import signing
 from django.db import transaction
 from django.test import override_settings
@@ -502,13 +503,45 @@ def test_busy_key_is_not_lost(registered: Registered, key: str, stranger: Strang
 
 
 @HANDS_OVER
-def test_dump_inside_a_transaction(registered: Registered, key: str) -> None:
-    """What was given away is not released at the commit."""
-    with transaction.atomic(), lock_of(registered, key, ttl=20) as lease:
+def test_dump_inside_a_transaction_is_refused(registered: Registered, key: str) -> None:
+    """Another process would work under the lease before the data is committed."""
+    lock = lock_of(registered, key, ttl=20)
+    texts: list[str] = []
+    lease = lock.acquire()
+    with transaction.atomic():
+        with pytest.raises(LockUsageError, match="on_commit") as caught:
+            lease.dump()
+        assert (caught.value.code, caught.value.key) == ("unsupported", key)
+
+        async def adump() -> str:
+            return lease.dump()
+
+        with pytest.raises(LockUsageError, match="on_commit"):
+            async_to_sync(adump)()
+        # It stands as before.
+        lease.extend()
+        transaction.on_commit(lambda: texts.append(lease.dump()))
+    assert taken(lock)
+    assert Lease.load(texts[0]).release() is True
+
+
+@HANDS_OVER
+def test_dump_waits_for_the_outermost_transaction(registered: Registered, key: str) -> None:
+    """The lock may be around the transaction, or the block inside of it: what counts is the end."""
+    lock = lock_of(registered, key, ttl=20)
+    with lock as lease:
+        with transaction.atomic():
+            with transaction.atomic():
+                pass
+            with pytest.raises(LockUsageError, match="on_commit"):
+                lease.dump()
         text = lease.dump()
-    time.sleep(0.1)
-    assert taken(lock_of(registered, key))
     assert Lease.load(text).release() is True
+    with transaction.atomic(), lock as lease:
+        with pytest.raises(LockUsageError, match="on_commit"):
+            lease.dump()
+        assert lease.held
+    assert grantable(lock)
 
 
 @pytest.mark.requires(supports_ttl=False)

@@ -371,10 +371,11 @@ def test_d14_heartbeat_leaves_no_connection_behind(
             with Lock(key=key, backend=alias, ttl=TTL) as lease:
                 before = lease.expires_at
                 assert eventually(lambda at=before, of=lease: of.expires_at != at, timeout=5)  # type: ignore[misc]
-                assert len(sessions(using)) == 2
+                # This thread's own, where its statements need no transaction, and that of the beat.
+                own = int(connections[using].connection is not None)
+                assert len(sessions(using)) > own
             assert eventually(lambda: heartbeat_of(backend)._thread is None, timeout=10)
-            # This thread's own is left.
-            assert eventually(lambda: len(sessions(using)) == 1, timeout=10)
+            assert eventually(lambda own=own: len(sessions(using)) == own, timeout=10)  # type: ignore[misc]
         connections[using].close()
         assert eventually(lambda: not sessions(using), timeout=10)
 

@@ -8,6 +8,7 @@ import unicodedata
 import pytest
 
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.keys import normalize_key, own_key
 from tests.backends import Registered
 
 from .helpers import contend, finds, held, listed, take
@@ -53,6 +54,22 @@ def test_longest_key_has_512_bytes(
     assert backend.release(grant) is True
     assert registered.is_next(take(backend, longest).fence, grant.fence)
     assert backend.force_release(longest)
+
+
+def test_keys_of_our_own_are_out_of_reach(backend: BaseLockBackend, key: str) -> None:
+    """No text of a project is such a key, and everything finds one by what a record calls it."""
+    own = own_key(f"unique:{key}")
+    alike = [f"unique:{key}", normalize_key(str.__str__(own))]
+    grant = take(backend, own)
+    assert own not in alike
+    for each in alike:
+        assert backend.release(take(backend, each)) is True
+    contend(backend, str.__str__(own))
+    record = held(backend, str.__str__(own))
+    assert (record.key, grant.key) == (own, own)
+    assert not backend.supports_listing or listed(backend, str.__str__(own)) == [own]
+    assert backend.extend(grant)
+    assert backend.release(grant) is True
 
 
 def test_long_keys_stay_apart(backend: BaseLockBackend, key: str) -> None:
@@ -146,6 +163,34 @@ def test_no_key_reaches_another_record(
     assert store.fence(key) == victim.fence
     assert finds(backend, victim.token, before)
     assert backend.release(victim) is True
+
+
+def test_no_key_prefix_reaches_into_another(store: Store, key: str) -> None:
+    """Prefix and key in other places are other locks: held, listed, counted and taken apart."""
+    pairs = [
+        (key, "user:42"),
+        (f"{key}:user", "42"),
+        (f"{key}::user", "42"),
+        (f"{key}%3Auser", "42"),
+        (f"{key}%253Auser", "42"),
+        (key, ":user:42"),
+        (f"{key}:lock", "user:42"),
+        ("", f"{key}:user:42"),
+        ("", f":{key}:user:42"),
+        # Longer than what Redis and databases keep as it is.
+        (key, f"user:{'4' * 500}"),
+        (f"{key}:user", "4" * 500),
+    ]
+    stores = {prefix: store.with_prefix(prefix) for prefix in dict(pairs)}
+    grants = [(stores[prefix], take(stores[prefix], name)) for prefix, name in pairs]
+    for prefix, each in stores.items():
+        own = sorted(name for other, name in pairs if other == prefix)
+        assert [name for name in sorted(listed(each)) if prefix or key in name] == own
+    backend, grant = grants.pop(0)
+    assert backend.force_release(grant.key)
+    for backend, grant in grants:
+        contend(backend, grant.key)
+        assert backend.release(grant) is True
 
 
 def test_subclass_of_str_is_plain_inside(backend: BaseLockBackend, key: str) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import gc
 import inspect
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -177,12 +180,160 @@ async def agenerates() -> AsyncIterator[int]:
     yield 1
 
 
-@pytest.mark.parametrize("target", [generates, agenerates])
-def test_generators_are_refused_at_decoration(target: Any) -> None:
-    """The body of a generator would run behind the lock; the error names the function."""
-    with pytest.raises(LockUsageError, match="generates") as caught:
+async def awaits() -> None:
+    """Be awaited."""
+
+
+def around(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function as many a decorator does: with a plain one, which looks like it."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Awaits:
+    """An object whose call is awaited."""
+
+    async def __call__(self) -> None:
+        """Be awaited."""
+
+
+class Generates:
+    """An object whose call generates, below a decorator."""
+
+    @around
+    def __call__(self) -> Iterator[int]:
+        """Generate."""
+        yield 1
+
+
+RUN_LATER = {
+    "generator": generates,
+    "asynchronous generator": agenerates,
+    "wrapped coroutine function": around(awaits),
+    "wrapped twice": around(around(awaits)),
+    "wrapped generator": around(generates),
+    "wrapped asynchronous generator": around(agenerates),
+    "context manager": contextmanager(generates),
+    "partial of a generator": functools.partial(generates),
+    "partial of a wrapped coroutine function": functools.partial(around(awaits)),
+    "cached coroutine function": functools.lru_cache(awaits),
+    "static method": staticmethod(awaits),
+    "object that awaits": Awaits(),
+    "object that generates": Generates(),
+    "partial of an object that awaits": functools.partial(Awaits()),
+    "class": Awaits,
+}
+
+
+@pytest.mark.parametrize("target", RUN_LATER.values(), ids=RUN_LATER)
+def test_what_runs_behind_its_call_is_refused_at_decoration(target: Any) -> None:
+    """Its body would run without the lock; the error names it, as far as it has a name."""
+    name = getattr(inspect.unwrap(target), "__qualname__", "(partial|Awaits|Generates)")
+    with pytest.raises(LockUsageError, match=name) as caught:
         distlock("key")(target)
     assert caught.value.code == "unsupported"
+
+
+@pytest.mark.parametrize("target", [5, None, "work"])
+def test_what_cannot_be_called_is_refused_at_decoration(target: Any) -> None:
+    """Only functions are decorated."""
+    with pytest.raises(InvalidArgument, match=repr(target)):
+        distlock("key")(target)
+
+
+class Promise:
+    """What can be awaited."""
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        """Be awaited."""
+        yield
+
+
+RETURNS: dict[str, Callable[[list[str]], Any]] = {}
+
+
+def returns(function: Callable[[list[str]], Any]) -> Callable[[list[str]], Any]:
+    """Note a body that would run when it is awaited, or asked for more."""
+    RETURNS[function.__name__] = function
+    return function
+
+
+@returns
+async def coroutine(ran: list[str]) -> None:
+    """Be a coroutine."""
+    ran.append("ran")
+
+
+@returns
+def generator(ran: list[str]) -> Iterator[int]:
+    """Be a generator."""
+    ran.append("ran")
+    yield 1
+
+
+@returns
+async def asynchronous_generator(ran: list[str]) -> AsyncIterator[int]:
+    """Be an asynchronous generator."""
+    ran.append("ran")
+    yield 1
+
+
+@returns
+def awaitable(ran: list[str]) -> Awaitable[None]:
+    """Be a task of the loop, which begins when the one that runs pauses; or of one to come."""
+    try:
+        return asyncio.get_running_loop().create_task(coroutine(ran))
+    except RuntimeError:
+        return Promise()
+
+
+def test_body_that_is_returned_does_not_run(registered: Registered, key: str) -> None:
+    """It is closed, the error says what to decorate, and the key is free again."""
+    ran: list[str] = []
+    lock = lock_of(registered, key)
+
+    @lock
+    def call(what: str) -> Any:
+        return RETURNS[what](ran)
+
+    @lock
+    async def acall(what: str) -> Any:
+        return RETURNS[what](ran)
+
+    async def refused() -> None:
+        for what in RETURNS:
+            with pytest.raises(LockUsageError, match="acall returns"):
+                await acall(what)
+        # For what may have been begun.
+        await asyncio.sleep(0)
+
+    for what in RETURNS:
+        with pytest.raises(LockUsageError, match=what.replace("_", " ")) as caught:
+            call(what)
+        assert "call returns" in str(caught.value)
+    asyncio.run(refused())
+    # A coroutine that nobody closed is told of here.
+    gc.collect()
+    assert ran == []
+    assert grantable(lock)
+
+
+async def test_partial_of_a_coroutine_function_runs_under_the_lock(
+    registered: Registered, key: str
+) -> None:
+    """It is seen to be one."""
+    lock = lock_of(registered, key)
+
+    async def work(a: int, b: int) -> tuple[int, bool]:
+        await asyncio.sleep(0)
+        return a + b, taken(lock)
+
+    assert await lock(functools.partial(work, 1))(2) == (3, True)
+    assert grantable(lock)
 
 
 @pytest.mark.parametrize("template", ["{nobody}", "{a}{b}", "{a", "{a!r}"])

@@ -8,14 +8,18 @@ import math
 import pickle
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from django.db import transaction
 
-from django_distlock import InvalidArgument, Lease, LockLost, LockUsageError
+from django_distlock import BackendUnavailable, InvalidArgument, Lease, LockLost, LockUsageError
 from django_distlock.core.keys import validate_token
 from django_distlock.handler import lock_backends
+from django_distlock.host import monotonic
+from django_distlock.testing import lose_connection
 from tests.backends import Registered
 
 from .helpers import Later
@@ -146,6 +150,44 @@ def test_extend_replaces_the_ttl(registered: Registered, key: str, extend: Exten
     assert lease.release()
 
 
+@pytest.mark.requires("supports_ttl")
+def test_extend_that_is_heard_late_ends_no_lease_before_its_deadline(
+    registered: Registered, key: str, extend: Extend
+) -> None:
+    """A shorter one that got no answer may come to the store behind a longer one."""
+    lease = lock_of(registered, key, ttl=20).acquire()
+    with lose_connection(registered.alias), pytest.raises(BackendUnavailable):
+        extend(lease, 5)
+    extend(lease, 60)
+    # What was on its way for longer than its sender waited.
+    store = lock_backends[registered.alias]
+    assert Later(store.extend, replace(lease._grant, ttl=5)).result()
+    record = store.read(key)
+    assert record is not None
+    assert record.expires_at is not None
+    assert record.expires_at - store.clock() <= timedelta(seconds=5)
+    assert lease.remaining() <= 5
+    assert lease.held
+    assert lease.release()
+
+
+@pytest.mark.requires("supports_ttl")
+def test_renewal_that_is_heard_late_ends_no_lease_before_its_deadline(
+    registered: Registered, key: str
+) -> None:
+    """The same goes for a renewal by the heartbeat, and for what goes on with the lease."""
+    lease = lock_of(registered, key, ttl=20).acquire()
+    assert lease.begin_renewal()
+    lease.end_renewal(monotonic(), BackendUnavailable("no answer", key=key))
+    lease.extend(60)
+    assert lease.remaining() <= 20
+    lease.begin_renewal()
+    sent_at = monotonic()
+    lease.end_renewal(sent_at, replace(lease._grant, ttl=60))
+    assert lease.deadline == sent_at + 20
+    assert lease.release()
+
+
 def test_extend_without_a_number_gives_the_locks_ttl(
     registered: Registered, key: str, extend: Extend
 ) -> None:
@@ -197,15 +239,16 @@ def test_check_raises_behind_the_deadline(registered: Registered, key: str) -> N
 def test_lease_past_its_deadline_refuses_extend_but_may_release(
     registered: Registered, key: str, extend: Extend, release: Release
 ) -> None:
-    """Once over it stays over; giving the key back before the grace ends still helps others."""
+    """Giving the key back before the grace ends helps others; the answer is that it was over."""
     lock = lock_of(registered, key, ttl=SHORT)
     lease = lock.acquire()
     time.sleep(PAST)
+    assert not lease
     with pytest.raises(LockLost):
         extend(lease, 20)
     assert lease.is_lost
     assert taken(lock)
-    assert release(lease) is True
+    assert release(lease) is False
     assert not taken(lock)
     assert lease.is_lost
     assert not lease.is_released
@@ -319,6 +362,55 @@ def test_release_answers_true_once(registered: Registered, key: str, release: Re
     assert not taken(lock)
     assert release(lease) is False
     assert lease.remaining() == 0.0
+
+
+@pytest.mark.requires("supports_ttl")
+def test_window_of_what_was_over_answers_false(registered: Registered, key: str) -> None:
+    """A lease whose key stays taken behind it is given up no sooner than others."""
+    late = lock_of(registered, key, ttl=SHORT, hold=True).acquire()
+    time.sleep(PAST)
+    assert late.release() is False
+    assert late.is_lost
+
+
+def test_release_of_what_was_over_in_a_transaction_answers_false(
+    registered: Registered, key: str, release: Release
+) -> None:
+    """It is said at once, and the lease stays lost; the key waits for the commit as ever."""
+    lock = lock_of(registered, key, ttl=SHORT)
+    with transaction.atomic():
+        late = lock.acquire()
+        time.sleep(PAST)
+        assert release(late) is False
+        assert (late.is_lost, late.is_released) == (True, False)
+        assert release(late) is False
+    assert grantable(lock)
+
+
+def test_release_of_what_was_declared_lost_answers_false(
+    registered: Registered, key: str, release: Release
+) -> None:
+    """Before its deadline, too: what was lost once stays so, whatever the store still knows."""
+    lock = lock_of(registered, key)
+    lease = lock.acquire()
+    for _ in range(3):
+        assert lease._mutex.acquire(blocking=False)
+        lease.end_renewal(monotonic(), BackendUnavailable("away", key=key))
+    assert lease.is_lost
+    assert release(lease) is False
+    assert grantable(lock)
+
+
+def test_lease_is_true_while_it_is_held(registered: Registered, key: str, release: Release) -> None:
+    """`if lease` asks whether one may work: not behind a release, and not behind its end."""
+    lock = lock_of(registered, key)
+    with lock as lease:
+        assert lease
+    assert not lease
+    lease = lock.acquire()
+    assert lease
+    assert release(lease) is True
+    assert not lease
 
 
 def test_of_many_releases_one_is_true(registered: Registered, key: str) -> None:

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from django_distlock import InvalidArgument, InvalidLockBackend, Lease, Lock, Retry, distlock
+from django_distlock import (
+    InvalidArgument,
+    InvalidLockBackend,
+    Lease,
+    Lock,
+    LockUsageError,
+    Retry,
+    distlock,
+)
 from tests.backends import Registered
 
 from .helpers import at_once
@@ -26,6 +34,13 @@ def test_lock_cannot_be_changed() -> None:
     assert dataclasses.is_dataclass(lock)
     with pytest.raises(dataclasses.FrozenInstanceError):
         lock.key = "other"  # type: ignore[misc]
+
+
+def test_lock_is_neither_true_nor_false() -> None:
+    """Whoever asks it means a lease, or `locked()`, and is told so."""
+    with pytest.raises(LockUsageError, match=r"locked\(\)") as caught:
+        bool(distlock("key"))
+    assert (caught.value.code, caught.value.key) == ("unsupported", "key")
 
 
 def test_lock_holds_no_state(registered: Registered, key: str) -> None:

@@ -28,6 +28,7 @@ from django_distlock import (
     LockNotAcquired,
     LockUsageError,
     Retry,
+    attempts,
     distlock,
     signals,
 )
@@ -38,7 +39,7 @@ from tests.backends import Registered
 
 from .aliases import alias_like
 from .helpers import Later, prompt
-from .locking import PAST, SHORT, Heard, eventually, grantable
+from .locking import PAST, SHORT, Heard, eventually, grantable, shuts_out
 from .redis_clients import cluster_url, single_url
 
 AWAY = pytest.mark.stores(
@@ -289,6 +290,24 @@ def test_grant_whose_reply_came_too_late_is_tried_again(
     lease.release()
 
 
+def test_unused_grant_that_is_released_late_costs_no_other_one(
+    scripted: dict[str, list[Any]],
+    key: str,
+    acquire: Acquire,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a waiter asks again of a grant that came too late does not end its next grant."""
+    monkeypatch.setattr(attempts, "MAX_BOUND", 0.04)
+    scripted["acquire"] = [PAST]
+    scripted["release"] = [BackendUnavailable(DOWN)]
+    lease = acquire(scripted_lock(key, ttl=SHORT, wait=5))
+    lease.extend(60)
+    # At once, and once more.
+    assert eventually(lambda: ScriptedMemory.asked.count("release") == 3)
+    assert shuts_out(lease)
+    assert lease.release() is True
+
+
 def test_slow_reply_shortens_the_lease(
     scripted: dict[str, list[Any]], key: str, acquire: Acquire
 ) -> None:
@@ -487,7 +506,7 @@ def test_lease_that_was_seen_as_lost_is_not_extended(
         extending.result()
     assert not lease.held
     # It was extended in the store, and is given back from there.
-    assert lease.release() is True
+    assert lease.release() is False
     assert not lock.locked()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -504,3 +505,26 @@ async def test_many_tasks_are_cancelled_at_once(key: str) -> None:
     for number in range(100):
         lock_backends["memory"].force_release(f"{key}:{number}")
     assert set(await asyncio.wait_for(asyncio.gather(*tasks), LONG)) == {"lost"}
+
+
+async def test_loss_that_an_awaited_call_finds_is_told_once(
+    registered: Registered, key: str
+) -> None:
+    """Who is cancelled for it gets `LockLost`; the event loop has no error left over."""
+    unasked: list[dict[str, Any]] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _loop, context: unasked.append(context))
+    lock = lock_of(registered, key)
+
+    async def work(operation: str) -> None:
+        async with lock as lease:
+            take_away(lease)
+            await getattr(lease, operation)()
+            await asyncio.sleep(1)
+
+    for operation in ("aextend", "arelease"):
+        with pytest.raises(LockLost):
+            await work(operation)
+    gc.collect()
+    await asyncio.sleep(0)
+    assert unasked == []

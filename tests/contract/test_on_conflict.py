@@ -48,6 +48,31 @@ def test_block_runs_without_the_lock(registered: Registered, key: str) -> None:
     assert grantable(lock_of(registered, key))
 
 
+def test_block_asks_as_it_does_elsewhere(registered: Registered, key: str) -> None:
+    """`if not acquired: return`, as other packages have it, protects what stands behind it."""
+    protected = []
+
+    def work() -> None:
+        with runs(registered, key) as acquired:
+            if not acquired:
+                return
+            protected.append(acquired.held)
+
+    async def awork() -> None:
+        async with runs(registered, key) as acquired:
+            if not acquired:
+                return
+            protected.append(acquired.held)
+
+    with held_elsewhere(lock_of(registered, key)):
+        work()
+        asyncio.run(awork())
+    assert protected == []
+    work()
+    asyncio.run(awork())
+    assert protected == [True, True]
+
+
 def test_block_that_is_granted_holds_the_lock(registered: Registered, key: str) -> None:
     """Where nobody is in the way it is a lock like all others."""
     lock = runs(registered, key)

@@ -17,8 +17,9 @@ from .stores import Elapse, Store
 
 @pytest.mark.requires("supports_ttl")
 def test_shorten_brings_the_end_nearer(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """The lease ends in so many seconds, with grace; the record that comes back says so."""
+    """The record says when the lease ends, asks its holder to finish, and keeps its promise."""
     grant = take(backend, key, 100)
+    promised = held(backend, key).free_at
     before = store.now()
     record = backend.shorten(key, 50)
     after = store.now()
@@ -26,11 +27,63 @@ def test_shorten_brings_the_end_nearer(backend: BaseLockBackend, store: Store, k
     assert record == held(backend, key)
     assert record.expires_at is not None
     assert before <= record.expires_at - timedelta(seconds=50) <= after
-    assert record.free_at == record.expires_at + timedelta(seconds=1)
+    assert record.free_at == promised
+    assert record.stop_requested_at is not None
+    assert before <= record.stop_requested_at <= after
     assert (record.token, record.fence) == (grant.token, grant.fence)
-    store.elapse(45)
+
+
+@pytest.mark.requires("supports_ttl")
+def test_shortened_key_stays_with_a_holder_who_may_not_know(
+    backend: BaseLockBackend, elapse: Elapse, key: str
+) -> None:
+    """Nobody else is granted it before the end that its holder was promised."""
+    take(backend, key, 100)
+    backend.shorten(key, 0)
+    elapse(50)
     contend(backend, key)
-    store.elapse(6.01)
+    elapse(50)
+    contend(backend, key)
+    elapse(1.01)
+    take(backend, key)
+
+
+@pytest.mark.requires("supports_ttl")
+def test_shortened_lease_is_renewed_until_its_end(
+    backend: BaseLockBackend, elapse: Elapse, key: str
+) -> None:
+    """Before the end its holder learns that it is to finish; behind it, that the lease is gone."""
+    grant = take(backend, key, 100)
+    other = take(backend, f"{key}-other", 100)
+    backend.shorten(key, 50)
+    elapse(20)
+    renewed = backend.extend(grant)
+    assert isinstance(renewed, Grant)
+    assert renewed.stop_requested
+    assert renewed.expires_at is not None
+    elapse(20)
+    assert [isinstance(each, Grant) for each in backend.extend_many([grant, other])] == [True] * 2
+    elapse(11)
+    gone, other_still = backend.extend_many([grant, other])
+    assert gone is None
+    assert isinstance(other_still, Grant)
+    assert backend.extend(grant) is None
+    # Until the end of the last renewal.
+    elapse(88)
+    contend(backend, key)
+    elapse(2.01)
+    take(backend, key)
+
+
+@pytest.mark.requires("supports_ttl")
+def test_holder_frees_a_shortened_key_by_its_release(
+    backend: BaseLockBackend, elapse: Elapse, key: str
+) -> None:
+    """Whoever knows that it has ended gives the key back, and it is free at once."""
+    grant = take(backend, key, 100)
+    backend.shorten(key, 5)
+    elapse(6)
+    assert backend.release(grant) is True
     take(backend, key)
 
 
@@ -44,29 +97,35 @@ def test_shorten_never_lengthens(backend: BaseLockBackend, key: str) -> None:
 
 
 @pytest.mark.requires("supports_ttl")
-def test_shorten_to_nothing_leaves_the_grace(
-    backend: BaseLockBackend, elapse: Elapse, key: str
-) -> None:
-    """Shortened to 0 seconds, a lease is over, and its key free a second later."""
+def test_shorten_to_nothing_ends_the_renewals(backend: BaseLockBackend, key: str) -> None:
+    """Shortened to 0 seconds, a lease is not renewed any more."""
     grant = take(backend, key, 100)
     assert backend.shorten(key, 0)
-    contend(backend, key)
-    elapse(1.01)
     assert backend.extend(grant) is None
-    take(backend, key)
+    contend(backend, key)
 
 
 @pytest.mark.requires("supports_ttl")
-def test_shorten_ends_a_lock_without_expiry(
+def test_shorten_leaves_a_lock_without_expiry(backend: BaseLockBackend, key: str) -> None:
+    """Its holder looks at no clock, and would never know."""
+    grant = take(backend, key, None)
+    before = held(backend, key)
+    assert backend.shorten(key, 5) == before
+    assert isinstance(backend.extend(grant), Grant)
+
+
+@pytest.mark.requires("supports_ttl")
+def test_shorten_ends_what_is_kept_behind_its_run(
     backend: BaseLockBackend, elapse: Elapse, key: str
 ) -> None:
-    """A lock without expiry gets an end."""
-    take(backend, key, None)
+    """A settled key has no holder any more: it is free at the new end."""
+    assert backend.settle(take(backend, key, 100), 90) is True
     record = backend.shorten(key, 5)
     assert isinstance(record, Record)
-    assert record.expires_at is not None
-    elapse(6.1)
-    assert backend.read(key) is None
+    assert record.is_settled
+    assert record.stop_requested_at is None
+    elapse(5.01)
+    take(backend, key)
 
 
 @pytest.mark.requires("supports_ttl")
@@ -91,7 +150,7 @@ def test_shorten_of_nothing_is_none(backend: BaseLockBackend, key: str) -> None:
 def test_holder_may_extend_a_shortened_lease(backend: BaseLockBackend, key: str) -> None:
     """A holder that turns out to live renews its lease."""
     grant = take(backend, key, 100)
-    backend.shorten(key, 1)
+    backend.shorten(key, 10)
     extended = backend.extend(grant)
     assert isinstance(extended, Grant)
     assert extended.ttl == 100

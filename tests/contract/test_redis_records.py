@@ -180,8 +180,8 @@ def test_token_is_forgotten_with_its_lease(
     elif how == "takeover":
         take(store.backend, key, replace=grant.token)
     else:
-        store.backend.shorten(key, 0)
-        store.elapse(1.1)
+        store.backend.extend(grant, 0.1)
+        store.elapse(1.2)
     assert store.at("lock", key) not in store.tokens(key)
     assert store.backend.read_token(grant.token) is None
     take(store.backend, f"{key}-other", token=grant.token)

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from django.db import connections, transaction
+from django.db import DatabaseError, connections, transaction
 from psycopg import IsolationLevel
 
 from django_distlock import Lease, Lock, distlock
 from tests.backends import Registered
+from tests.integration.databases import ask
 from tests.shop.models import Row
 
 from .aliases import alias_like, locks_on
@@ -142,3 +143,48 @@ def test_locks_on_an_alias_of_snapshots_exclude_each_other(
         with lock as lease:
             assert lease.fence == 41
     assert value == [40]
+
+
+@pytest.mark.parametrize("where", ["database", "session"])
+def test_servers_default_is_a_snapshot_too(key: str, where: str) -> None:
+    """What a role, a database or a session is given as its isolation counts as Django's option."""
+    name = connections["default"].settings_dict["NAME"]
+    altered = f'ALTER DATABASE "{name}" SET default_transaction_isolation'
+    options = {"options": "-c default_transaction_isolation=serializable"}
+    lock = distlock(key, backend="memory")
+    with (
+        alias_like("default", OPTIONS=options if where == "session" else {}) as alias,
+        shown_warnings() as caught,
+    ):
+        if where == "database":
+            ask("default", f"{altered} = 'repeatable read'")
+        try:
+            for _ in range(2):
+                with transaction.atomic(using=alias), lock:
+                    pass
+        finally:
+            ask("default", f'ALTER DATABASE "{name}" RESET default_transaction_isolation')
+    assert [warning.category for warning in caught] == [RuntimeWarning]
+
+
+def test_server_is_asked_for_its_default_once(key: str) -> None:
+    """A connection is asked at its first lock in a transaction, and no more: it costs a query."""
+    lock = distlock(key, backend="memory")
+    with alias_like("default") as alias, shown_warnings() as caught:
+        for _ in range(2):
+            with transaction.atomic(using=alias), lock:
+                pass
+            # Which a second question would find.
+            ask(alias, "SET default_transaction_isolation = 'repeatable read'")
+    assert not caught
+
+
+def test_failed_transaction_is_not_asked(key: str) -> None:
+    """Where the server answers no more, a lock is taken and given back all the same."""
+    lock = distlock(key, backend="memory")
+    with alias_like("default") as alias, transaction.atomic(using=alias):
+        with pytest.raises(DatabaseError):
+            ask(alias, "SELECT 1 / 0")
+        with lock as lease:
+            assert lease.held
+        transaction.set_rollback(True, using=alias)

@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import DataError, connections, transaction
 
-from django_distlock import LockLost, LockUsageError
+from django_distlock import LockLost, LockUsageError, distlock
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Grant
 from django_distlock.handler import lock_backends
 from tests.backends import Registered
 from tests.processes import spawn
+from tests.services import NO_MARIADB
 from tests.shop.models import Row
 
 from .helpers import Later
@@ -144,6 +151,73 @@ def test_manual_transaction_is_refused_with_the_reason(registered: Registered, k
         transaction.rollback()
         transaction.set_autocommit(True)
     assert grantable(lock)
+
+
+@contextmanager
+def begun(using: str) -> Iterator[Callable[[str], object]]:
+    """Begin a transaction in SQL, behind Django's back; it ends with the block at the latest."""
+    with connections[using].cursor() as cursor:
+        cursor.execute("BEGIN")
+        try:
+            yield cursor.execute
+        finally:
+            cursor.execute("ROLLBACK")
+
+
+def test_transaction_that_django_does_not_know_is_refused(registered: Registered, key: str) -> None:
+    """Nothing tells when one ends that was begun in SQL: whoever locks is told what to use."""
+    lock = lock_of(registered, key)
+    with begun("default"), pytest.raises(LockUsageError, match="atomic()") as caught:
+        lock.acquire()
+    assert (caught.value.code, "'default'" in str(caught.value)) == ("unsupported", True)
+    assert grantable(lock)
+
+
+@pytest.mark.parametrize("using", ["sqlite", "mariadb", "driver"])
+def test_transaction_of_any_driver_is_noticed(using: str, key: str) -> None:
+    """The driver knows, on each database, and whichever way it was begun."""
+    lock = distlock(key, backend="memory")
+    if using == "driver":
+        connections["default"].ensure_connection()
+        open_one: Any = connections["default"].connection.transaction()
+    elif using not in connections.settings:
+        pytest.skip(NO_MARIADB)
+    else:
+        open_one = begun(using)
+    with open_one, pytest.raises(LockUsageError, match="atomic()"):
+        lock.acquire()
+    assert grantable(lock)
+
+
+@pytest.mark.stores("sqlite", "postgresql", "mysql", why="its store is no database")
+def test_statement_is_not_part_of_a_transaction_that_django_does_not_know(
+    registered: Registered, key: str
+) -> None:
+    """Its rollback takes no grant back, so no fence is handed out twice."""
+    backend = lock_backends[registered.alias]
+    with begun(registered.using) as execute:
+        if registered.store != "sqlite":  # Whose one writer would be in the way.
+            execute("UPDATE shop_row SET value = value")
+        first = backend.acquire(key, new_token(), 30)
+    assert isinstance(first, Grant)
+    assert backend.release(first) is True
+    second = backend.acquire(key, new_token(), 30)
+    assert isinstance(second, Grant)
+    assert second.fence > first.fence
+
+
+def test_key_is_not_free_before_a_transaction_that_django_does_not_know_ends(
+    registered: Registered, key: str
+) -> None:
+    """Begun under a lease, it has the release wait for its end."""
+    lock = lock_of(registered, key)
+    lease = lock.acquire()
+    with begun("default") as execute:
+        execute("UPDATE shop_row SET value = value")
+        lease.release()
+        assert not grantable(lock)
+        execute("COMMIT")
+        assert eventually(partial(grantable, lock), timeout=5)
 
 
 def test_atomic_inside_a_manual_transaction_is_refused_too(

@@ -111,12 +111,6 @@ def force_release(lease: Lease) -> float:
     return 0.0
 
 
-def shorten(lease: Lease) -> float:
-    """Let the lease end now, as that of a dead task."""
-    assert lock_backends[lease.backend].shorten(lease.key, 0) is not None
-    return GRACE
-
-
 def extend_to_less(lease: Lease) -> float:
     """Let the lease end sooner than it said."""
     lease.extend(0.3)
@@ -144,7 +138,7 @@ def grant_is_late(granted_at: float, free_at: float) -> None:
 
 @pytest.mark.parametrize(
     "end",
-    [release, settle, force_release, shorten, extend_to_less, take_over],
+    [release, settle, force_release, extend_to_less, take_over],
     ids=lambda end: end.__name__,
 )
 def test_end_of_a_grant_wakes_who_waits_for_it(

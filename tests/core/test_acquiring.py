@@ -22,7 +22,7 @@ from django_distlock.core.acquiring import (
     Reply,
     acquiring,
 )
-from django_distlock.core.errors import BackendUnavailable
+from django_distlock.core.errors import BackendUnavailable, LockError
 from django_distlock.core.holders import Holder
 from django_distlock.core.records import Contended, Grant, Record
 
@@ -130,6 +130,13 @@ def test_wait_zero_tries_exactly_once(outcome: Outcome) -> None:
     world = World()
     assert world.run(lambda _: outcome, wait=0, pauses=itertools.repeat(1.0)) is outcome
     assert (len(world.tries), world.pauses) == (1, [])
+
+
+def test_error_that_is_no_outage_ends_the_wait() -> None:
+    """Somebody has found out that there is nothing to wait for."""
+    world, error = World(), LockError("in vain")
+    assert world.run(after(1, HELD, error), wait=None, pauses=itertools.repeat(1.0)) is error
+    assert len(world.tries) == 2
 
 
 def test_wait_zero_may_be_granted() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import random
 import re
+import unicodedata
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from django_distlock.core.errors import InvalidArgument
 from django_distlock.core.keys import (
     HASH_MARKER,
     MAX_KEY_BYTES,
+    IllegalKey,
+    KeyTemplate,
     advisory_id,
     new_token,
     normalize_key,
@@ -99,6 +103,23 @@ def test_513_bytes_are_refused_with_the_size(key: str) -> None:
         normalize_key(key)
 
 
+def test_longest_spelling_of_the_longest_key_is_legal() -> None:
+    """A key that fits after normalisation is legal in its longest spelling too."""
+    key = "\u01d5" * 256
+    assert normalize_key(unicodedata.normalize("NFD", key)) == key
+
+
+def test_long_text_is_refused_before_it_is_normalised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client cannot stall a worker with combining characters, whose order costs their square."""
+    monkeypatch.delattr("unicodedata.normalize")
+    text = "a" + "\u0300\u0323" * 60_000
+    with pytest.raises(IllegalKey, match=r"at most 512 bytes of UTF-8; this text has 120001"):
+        normalize_key(text)
+    template = KeyTemplate.for_keywords("invoice:{number}")
+    with pytest.raises(IllegalKey, match="this text has 120001"):
+        template.of(number=text)
+
+
 @pytest.mark.parametrize(
     ("key", "rule"),
     [
@@ -137,10 +158,12 @@ def test_subclass_of_str_becomes_a_str(key: str, text: str) -> None:
     ("prefix", "key", "limit", "expected"),
     [
         ("distlock", "invoice:42", 100, "distlock:invoice:42"),
-        ("", "invoice:42", 100, "invoice:42"),
+        ("", "invoice:42", 100, ":invoice:42"),
+        ("my:app", "invoice:42", 100, "my%3Aapp:invoice:42"),
+        ("100%", "invoice:42", 100, "100%25:invoice:42"),
         ("distlock", "x" * 60, 50, "distlock\u2126REMHUM_bgaSN6ksyc3Z6IQ"),
         ("distlock", "é" * 30, 50, "distlock\u2126OoRVW8wpfgbgcJDyUwOFVw"),
-        ("", "x" * 60, 50, "\u2126QvLZczVmn4aEa3IaiqWFUQ"),
+        ("", "x" * 60, 50, "\u2126GX9Hig0I3i9hOigGYZOTxQ"),
     ],
 )
 def test_storage_key_vectors(prefix: str, key: str, limit: int, expected: str) -> None:
@@ -165,6 +188,15 @@ def test_hashed_storage_key_fits_where_the_prefix_does() -> None:
     assert len(storage_key(prefix, "k" * 100, limit).encode()) == limit
     with pytest.raises(InvalidArgument, match=r"too long: .* 41 bytes, and this store takes 40"):
         normalize_prefix("p" * 16, limit)
+
+
+@pytest.mark.parametrize("limit", [100, 4], ids=["readable", "hashed"])
+def test_no_two_pairs_make_one_name(limit: int) -> None:
+    """Whatever stands on which side of the joint, prefix and key are told from each other."""
+    texts = ["".join(each) for size in range(4) for each in itertools.product("a:%3A", repeat=size)]
+    prefixes = {normalize_prefix(each, 100) for each in texts}
+    names = [storage_key(prefix, key, limit) for prefix in prefixes for key in texts if key]
+    assert len(set(names)) == len(names)
 
 
 def test_prefix_is_hashed_in() -> None:

@@ -21,13 +21,16 @@ from urllib.request import HTTPCookieProcessor, build_opener
 
 import psycopg
 
-FOLDER = Path(__file__).parents[2] / "example_project"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "example_project"
 # A key is held by a process of its own, until it reads a line.
 HOLD = """
 import sys, django
 django.setup()
 from django_distlock import distlock
-with distlock(sys.argv[1], backend=sys.argv[2], ttl=60, metadata={"user": "the other one"}):
+from django_distlock.core.keys import stored_key
+key, backend = stored_key(sys.argv[1]), sys.argv[2]
+with distlock(key, backend=backend, ttl=60, metadata={"user": "the other one"}):
     print("held", flush=True)
     input()
 """
@@ -48,7 +51,6 @@ class Shop:
         self.environment = {
             **os.environ,
             "DJANGO_SETTINGS_MODULE": "config.settings",
-            "PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path]),
             "SHOP_LOCKS": "",
             "SHOP_PROVIDER_SECONDS": "0.1",
             **environment,
@@ -60,11 +62,28 @@ class Shop:
         return self.environment["SHOP_LOCKS"] != "session"
 
     def start(self, *command: str) -> subprocess.Popen[str]:
-        """Start Python with these arguments."""
+        """Start Python with these arguments, in the folder of the project."""
+        return self._start(FOLDER, sys.executable, "-u", *command)
+
+    @contextmanager
+    def demo(self) -> Iterator[Site]:
+        """Run `./dev demo` as the README does, and stop it by Ctrl-C."""
+        port = _free_port()
+        with self._start(ROOT, "./dev", "demo", "--rounds=0", f"--port={port}") as process:
+            try:
+                yield Site(port, process)
+            finally:
+                # A terminal sends it to the whole group.
+                said = ended(process, signal.SIGINT, send=os.killpg)
+        assert "Traceback" not in said
+        assert "Error" not in said
+
+    def _start(self, folder: Path, *command: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-u", *command],
-            cwd=FOLDER,
+            command,
+            cwd=folder,
             env=self.environment,
+            start_new_session=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -105,9 +124,7 @@ class Shop:
         self, *, stop: signal.Signals = signal.SIGINT, worker: bool = False
     ) -> Iterator[Site]:
         """Serve the shop as the demo does, and stop it by Ctrl-C, or as told."""
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = _free_port()
         demo = ["manage.py", "demo", "--rounds=0", f"--port={port}"]
         demo += [] if worker else ["--no-worker"]
         with self.start(*demo) as process:
@@ -178,9 +195,20 @@ class Site:
             return False
 
 
-def ended(process: subprocess.Popen[str], by: signal.Signals) -> str:
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def ended(
+    process: subprocess.Popen[str],
+    by: signal.Signals,
+    *,
+    send: Callable[[int, int], None] = os.kill,
+) -> str:
     """Send a signal, and return what the process said once all who hold its output have ended."""
-    process.send_signal(by)
+    send(process.pid, by)
     try:
         return process.communicate(timeout=60)[0]
     finally:

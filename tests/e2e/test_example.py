@@ -18,6 +18,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 
+from django_distlock.core.keys import own_key
 from tests.redis_servers import private_redis
 
 from .shops import FOLDER, Shop, Site, ended
@@ -195,6 +196,14 @@ def test_worker_does_what_was_left_to_it(shop: Shop, stop: signal.Signals) -> No
 
 
 @pytest.mark.parametrize("shop", ["sqlite"], indirect=True)
+def test_demo_of_the_readme_has_a_worker(shop: Shop) -> None:
+    """`./dev demo`, started from the root of the repository, captures what was left to it."""
+    with shop.demo() as site:
+        site.post("/payments/1/later/")
+        site.wait_for("/", lambda text: "/payments/1/capture/" not in text)
+
+
+@pytest.mark.parametrize("shop", ["sqlite"], indirect=True)
 def test_site_pauses_one_worker_at_a_time(shop: Shop) -> None:
     """The second button is off meanwhile, and whoever presses it all the same is told."""
     with shop.serve() as site:
@@ -220,7 +229,9 @@ def test_nightly_report_runs_once(shop: Shop) -> None:
 def test_nightly_report_does_not_wait_for_a_process_that_was_killed(shop: Shop) -> None:
     """Its successor takes over at once, although the key would be taken for a minute."""
     shop.run("demo", "--no-serve", "--rounds=0")
-    with shop.held(f"schedule:nightly-report:{datetime.now(UTC).date()}", "jobs") as process:
+    with shop.held(
+        own_key(f"schedule:nightly-report:{datetime.now(UTC).date()}"), "jobs"
+    ) as process:
         assert "Nothing to do" in shop.run("nightly_report")
         process.kill()
         process.wait()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import psycopg
+import pytest
 from django.core.management import call_command
 from django.db import DatabaseError, connections
+from django.db.backends.utils import CursorWrapper
 
 from django_distlock import distlock
 from tests import services
@@ -94,7 +98,7 @@ def ask(using: str, statement: str, *arguments: Any) -> list[Any]:
 
 @contextmanager
 def errors_on(using: str) -> Iterator[set[int]]:
-    """Collect the numbers of the errors that MariaDB answers this thread's connection with."""
+    """Collect the numbers of the errors that MariaDB answers this thread with."""
     seen: set[int] = set()
 
     def note(execute: Callable[..., Any], *arguments: Any) -> Any:
@@ -104,8 +108,37 @@ def errors_on(using: str) -> Iterator[set[int]]:
             seen.add(getattr(error.__cause__, "args", [0])[0])
             raise
 
-    with connections[using].execute_wrapper(note):
+    with every_statement(using, note):
         yield seen
+
+
+@contextmanager
+def statements_on(using: str) -> Iterator[list[str]]:
+    """Collect what this thread asks a database, on its own connection and on those of locks."""
+    asked: list[str] = []
+
+    def note(execute: Callable[..., Any], sql: str, *more: Any) -> Any:
+        asked.append(sql)
+        return execute(sql, *more)
+
+    with every_statement(using, note):
+        yield asked
+
+
+@contextmanager
+def every_statement(using: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Wrap what this thread asks a database, on its own connection and on those of locks."""
+    alias, here = connections[using].alias, threading.get_ident()
+    execute = CursorWrapper._execute_with_wrappers  # type: ignore[attr-defined]
+
+    def wrapped(self: Any, sql: Any, params: Any, many: bool, executor: Any) -> Any:
+        if self.db.alias != alias or threading.get_ident() != here:
+            return execute(self, sql, params, many, executor)
+        return execute(self, sql, params, many, partial(wrapper, executor))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(CursorWrapper, "_execute_with_wrappers", wrapped)
+        yield
 
 
 def migrate(using: str, target: str | None = None, **options: Any) -> None:

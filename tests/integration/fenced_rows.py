@@ -22,8 +22,9 @@ def accounts(using: str, name: str = "") -> FencedQuerySet[Account]:
 
 def account(using: str, name: str, *, fence: int = 0, value: int = 1) -> Account:
     """Make a row that a fence has touched."""
-    made = Account(name=name, value=value, fence=fence)
-    made.save(using=using)
+    made = Account(name=name, value=value)
+    made.save(using=using, lease=Fence("a", fence) if fence else None)
+    made._fenced_by = None
     return made
 
 

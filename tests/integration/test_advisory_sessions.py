@@ -29,6 +29,7 @@ from django_distlock.handler import lock_backends
 from django_distlock.signals import lock_lost
 from tests.contract.aliases import alias_like
 from tests.contract.helpers import Later, at_once, contend, held, prompt, take
+from tests.contract.interrupting import strike_again_and_again
 from tests.contract.locking import Heard, eventually, rolled_back
 from tests.processes import spawn
 from tests.shop.models import Row
@@ -128,6 +129,16 @@ def test_session_that_was_cut_off_makes_room(key: str) -> None:
         terminate(session_of(backend, grant).pid)
         assert backend.is_cut_off(grant) is True
         take(backend, f"{key}-next")
+
+
+def test_signals_leave_the_place_of_a_session_free() -> None:
+    """Whoever is interrupted while it takes a session, or puts it back, keeps no place."""
+    with advisory(max_connections=1) as backend:
+
+        def work() -> None:
+            backend._sessions.put_back(backend._sessions.take())
+
+        assert strike_again_and_again(work, work, seconds=1, most=300)
 
 
 def test_attempts_take_turns_at_few_sessions(key: str) -> None:

@@ -9,6 +9,7 @@ from django.core import checks
 from django.test import override_settings
 
 from django_distlock import RunScope, distlock
+from django_distlock.checks.keys import check_templates
 from django_distlock.scheduling import scheduled
 from tests.contract.aliases import DATABASE, alias_like
 
@@ -198,3 +199,24 @@ def test_backend_without_tables_needs_no_router() -> None:
     """Redis keeps none."""
     with override_settings(DATABASE_ROUTERS=[Router("sqlite", ())]):
         assert found(backend(REDIS)) == {}
+
+
+# Keys
+
+
+def test_template_that_begins_with_a_field_is_a_warning() -> None:
+    """W007 names the function; a text in front, ours of a schedule too, is enough."""
+
+    @distlock("{name}")
+    def reached(name: str) -> None: ...
+
+    @distlock("file:{name}")
+    def kept(name: str) -> None: ...
+
+    @scheduled("{name}", expected=10)
+    def ticked(name: str) -> None: ...
+
+    made = {each.__qualname__ for each in (reached, kept, ticked)}
+    told = [each.msg for each in check_templates(None) if any(name in each.msg for name in made)]
+    assert len(told) == 1
+    assert reached.__qualname__ in told[0]

@@ -16,7 +16,7 @@ from django_distlock import migrations
 from django_distlock.sql import FUNCTIONS, fence_guard_name, function_name
 from tests.contract.aliases import alias_like, locks_on
 
-from .databases import APP, TRIGGER, ask, lock_and_release, migrate
+from .databases import APP, TRIGGER, ask, migrate
 from .projects import Project
 from .test_checks import HASTY
 
@@ -131,8 +131,8 @@ def test_function_of_another_release(postgresql: str, name: str) -> None:
     assert found(postgresql) == {}
 
 
-def test_function_out_of_sight(postgresql: str) -> None:
-    """W107 names the schema that is not on the path, because no call finds it there."""
+def test_function_of_another_schema(postgresql: str) -> None:
+    """W107 where the tables are without it: it is called there, whatever else is on the path."""
     migrate(postgresql)
     name = function_name("acquire")
     ask(postgresql, "CREATE SCHEMA attic")
@@ -140,13 +140,23 @@ def test_function_out_of_sight(postgresql: str) -> None:
         postgresql, "SELECT oid::regprocedure::text FROM pg_proc WHERE proname = %s", name
     )
     ask(postgresql, f"ALTER FUNCTION {signature} SET SCHEMA attic")
+    ask(postgresql, "SET search_path = public, attic")
     told = found(postgresql)["distlock.W107"]
-    assert f"{name} is in the schema attic, which is not on the search_path" in told
+    assert f"{name} is missing in the schema public" in told
+
+
+def test_tables_of_several_schemas(postgresql: str) -> None:
+    """W112 names the schemas of the path that have tables, the one that counts first."""
+    migrate(postgresql)
+    ask(postgresql, "CREATE SCHEMA attic")
     database = connections[postgresql].settings_dict["NAME"]
-    path = {"options": "-c search_path=public,attic"}
-    with alias_like("default", NAME=database, OPTIONS=path) as sees:
-        assert found(sees) == {}
-        assert lock_and_release(sees) == 1
+    for path, told in (("attic", None), ("attic,public", "attic, public"), ("public", None)):
+        options = {"options": f"-c search_path={path}"}
+        with alias_like("default", NAME=database, OPTIONS=options) as alias:
+            if path == "attic":
+                migrate(alias)
+            said = found(alias).get("distlock.W112")
+            assert said is None if told is None else f"search path: {told}." in str(said)
 
 
 def test_functions_that_nobody_calls(postgresql: str) -> None:

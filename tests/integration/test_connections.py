@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from tests.contract.aliases import (
 )
 from tests.contract.helpers import Later, at_once
 from tests.contract.locking import eventually
+from tests.interrupting import Interrupted
 from tests.processes import spawn
 from tests.services import NO_MARIADB
 from tests.shop.models import Row
@@ -112,6 +113,30 @@ def test_twenty_threads_share_four_connections(key: str) -> None:
         assert lock_backends[backend].config.lock_connections == 4
         assert 20 < max(seen) <= 20 + 4
         assert eventually(lambda: not sessions(using), timeout=5)
+
+
+def test_stuck_waiters_cost_no_other_lease(key: str, path: str) -> None:
+    """Renewals wait for none of `LOCK_CONNECTIONS`, whatever holds all of them up."""
+    with counted(path, LOCK_CONNECTIONS=1) as (_using, alias):
+        backend: Any = lock_backends[alias]
+        # The only one is in use for as long as the block lasts.
+        with distlock(key, backend=alias, ttl=1) as lease, backend._connections.use():
+            first = lease.expires_at
+            assert eventually(lambda: lease.expires_at != first, timeout=5)
+
+
+def test_stuck_waiters_hold_up_no_release_behind_a_transaction(key: str, path: str) -> None:
+    """A rollback is noticed by a thread of ours, which waits for none of them either."""
+    with counted(path, LOCK_CONNECTIONS=1) as (using, alias):
+        backend: Any = lock_backends[alias]
+        lease = distlock(key, backend=alias).acquire()
+        with backend._connections.use() as taken:
+            with suppress(Interrupted), transaction.atomic(using=using):
+                lease.release()
+                raise Interrupted
+            held = HeldLock.objects.using(using).filter(key=key)
+            assert taken != using
+            assert eventually(lambda: not held.exists(), timeout=5)
 
 
 def test_asynchronous_locks_share_four_connections(key: str) -> None:
@@ -340,6 +365,8 @@ def _be_the_child(using: str, backend: str, key: str, writes: int, parents: set[
 # Isolation
 
 
+# Which says so inside of a transaction.
+@pytest.mark.filterwarnings("ignore:The transaction on:RuntimeWarning")
 @pytest.mark.parametrize("level", ["serializable", "repeatable read"])
 @pytest.mark.parametrize("where", ["outside", "inside"])
 def test_servers_own_isolation_is_no_obstacle(
@@ -462,8 +489,8 @@ def _store(request: pytest.FixtureRequest, kind: str) -> Iterator[tuple[str, str
 
 
 def _workers() -> set[threading.Thread]:
-    """Return the threads that a process keeps: for releases behind transactions, and signals."""
-    kept = ("distlock-releases", "distlock-signals")
+    """Return the threads that a process keeps: for connections, releases and signals."""
+    kept = ("distlock-connections", "distlock-releases", "distlock-signals")
     return {each for each in threading.enumerate() if each.name in kept}
 
 

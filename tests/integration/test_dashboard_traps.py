@@ -15,6 +15,7 @@ from django.db import models
 from django.test import Client, override_settings
 
 from django_distlock import lock_backends
+from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
 from django_distlock.inspection import Operation, pause
@@ -185,6 +186,58 @@ def test_lines_for_a_shell_are_for_a_shell(client: Client, name: str, shown: str
     """Whatever the key is: nothing is an option, and nothing turns the line around."""
     answer = client.get(f"{LOCKS}key/", {"backend": "postgres", "key": name})
     assert answer.context["page"].commands[0][1] == f"python manage.py {shown}"
+
+
+def test_operators_are_named_to_who_may_view_events(log: type[Any], key: str) -> None:
+    """The permission to look at locks shows no operator, and no reason."""
+    pause(key, 600, backend="postgres", actor="ann-the-operator", reason="a private matter")
+    root = User.objects.create_superuser(f"{key}-root")
+    address = f"{LOCKS}key/?{urlencode({'backend': 'postgres', 'key': key})}"
+    try:
+        with user_who_may(Operation.VIEW) as viewer:
+            seen = browser_of(viewer).get(address).content.decode()
+            assert "Paused until" in seen
+            assert "ann-the-operator" not in seen
+            assert "a private matter" not in seen
+        seen = browser_of(root).get(address).content.decode()
+        assert "ann-the-operator" in seen
+        assert "a private matter" in seen
+    finally:
+        root.delete()
+
+
+def test_what_cannot_be_seen_is_shown_as_an_escape(log: type[Any], key: str) -> None:
+    """No key, holder, actor or reason forges a line, hides a character or turns a text around."""
+    bad = "\u202e\u200b\x1b\u2028"
+    name = f"{key}{bad}end"
+    root = User.objects.create_superuser(f"{key}-root")
+    holder = Holder(host=f"host{bad}", process=bad, pid=1, metadata={f"of{bad}": bad})
+    store = lock_backends["postgres"]
+    grant = store.acquire(name, new_token(), 60, holder)
+    assert isinstance(grant, Grant)
+    pause(name, 600, backend="postgres", actor=f"ann{bad}", reason=f"why{bad}")
+    event = LockEvent.objects.create(
+        backend="postgres", key=name, kind="forced", actor=bad, reason=bad, holder={"host": bad}
+    )
+    try:
+        client = browser_of(root)
+        addresses = [
+            f"{LOCKS}?{urlencode({'q': key})}",
+            f"{LOCKS}key/?{urlencode({'backend': 'postgres', 'key': name})}",
+            f"/admin/django_distlock/fencecounter/?{urlencode({'q': key})}",
+            f"/admin/django_distlock/lockevent/?{urlencode({'q': key})}",
+            f"/admin/django_distlock/lockevent/{event.pk}/change/",
+        ]
+        for address in addresses:
+            text = client.get(address).content.decode()
+            assert not set(bad) & set(text), address
+            assert f"{key}\\u202e\\u200b\\x1b\\u2028end" in text, address
+        asked = client.post(OPERATE, form(Operation.RESUME, name)).content.decode()
+        assert not set(bad) & set(asked)
+    finally:
+        store.release(grant)
+        event.delete()
+        root.delete()
 
 
 def test_counters_and_events_are_readable(log: type[Any], key: str) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from django_distlock.core.keys import OWN_MARKER
+
 from .operating import Ran
 from .operating import run as run_here
 from .projects import PATIENCE, ROOT
@@ -204,9 +206,9 @@ EXPECTED = {
     "payment:{pk}": (
         "celery_lock", [*BEATS, "steal_if_dead"], 60, 0, "retry", "default",
     ),
-    "unique:mail:{address}": ("celery_unique", BEATS, 20, 0, "skip", "default"),
+    OWN_MARKER + "unique:mail:{address}": ("celery_unique", BEATS, 20, 0, "skip", "default"),
     "index:{pk}": ("django_task", BEATS, 40, 0, "skip", "redis"),
-    "schedule:nightly": (
+    OWN_MARKER + "schedule:nightly": (
         "schedule", [*BEATS, "hold", "require_global"], 900, 0, "skip", "default",
     ),
     "page:{pk}": ("view", BEATS, 20, 4, "skip", "default"),

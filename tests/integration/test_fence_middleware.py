@@ -54,6 +54,20 @@ async def atold(request: HttpRequest) -> JsonResponse:
     return told(request)
 
 
+def makes(request: HttpRequest) -> HttpResponse:
+    """Make a row, and that a moment after somebody with a higher fence has come by."""
+    RAN.append(request.path)
+    fence = request.fence  # type: ignore[attr-defined]
+    rows = Account.objects.fenced(fence)
+    rows.create(name=fence.key)
+    Later(Caller(is_async=False).come, "/told", fence.key, fence.fence + 1).result()
+    try:
+        rows.create(name=f"{fence.key} too late")
+    except FenceRejected as error:
+        return JsonResponse({"current": error.current}, status=409)
+    return HttpResponse()
+
+
 def failing(request: HttpRequest) -> HttpResponse:
     """Fail in the transaction of the request."""
     RAN.append(request.path)
@@ -67,6 +81,7 @@ urlpatterns = [
     path("required", fence_required(told)),
     path("arequired", fence_required(atold)),
     path("failing", failing),
+    path("makes", makes),
 ]
 
 
@@ -139,6 +154,15 @@ def test_lower_fence_is_refused(caller: Caller, view: str, key: str) -> None:
     assert HEADER not in answer.headers  # Signed, it would let the stale one pass.
     assert RAN == []
     assert SeenFence.objects.get(pk=key).fence == 7
+
+
+def test_view_that_was_overtaken_makes_no_row(caller: Caller, key: str) -> None:
+    """A row that is made has no fence yet; the highest one that was seen refuses it."""
+    answer = caller.come("/makes", key, 6)
+    assert (answer.status_code, answer.json()) == (409, {"current": 7})
+    made = Account.objects.filter(name__startswith=key)
+    assert [(row.name, row.fence) for row in made] == [(key, 6)]
+    made.delete()
 
 
 def test_keys_do_not_matter_to_each_other(caller: Caller, key: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -185,17 +184,6 @@ def test_refusal_ends_the_transaction(using: str, key: str) -> None:
             row.save(lease=OLD)
         with pytest.raises(TransactionManagementError):
             other.save()
-
-
-def test_row_without_its_lease_can_be_sent(using: str, key: str) -> None:
-    """A row that is pickled, for a cache or a task, leaves the lease behind."""
-    with distlock(key, backend="memory") as lease:
-        row = account(using, key)
-        row.save(lease=lease)
-        sent = pickle.loads(pickle.dumps(row))
-    assert (sent.pk, sent.fence) == (row.pk, lease.fence)
-    sent.save()
-    assert "_fenced_by" not in sent.__dict__ or sent._fenced_by is None
 
 
 def test_fixture_does_not_lower_a_fence(using: str, key: str, tmp_path: Path) -> None:

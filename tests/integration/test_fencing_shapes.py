@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,25 +74,14 @@ def test_texts_are_one_key_where_their_bytes_are(using: str) -> None:
 
 def test_column_of_the_fence_has_another_name(using: str) -> None:
     """A refusal is known by it, and other errors are not taken for one."""
-    row: Any = Named.objects.using(using).create(name="bob", fence=6)
     bob = Fence("n:bob", 5)
+    row: Any = Named.objects.using(using).fenced(Fence(bob.key, 6)).create(name="bob")
     with pytest.raises(FenceRejected) as caught:
         Named.objects.using(using).fenced(bob).update(value=9)
     assert caught.value.current == 6
     row.fence_note = None
     with pytest.raises(IntegrityError, match="fence_note"):
         row.save(lease=Fence("n:bob", 7))
-
-
-def test_copy_goes_on_under_the_lease(using: str, key: str) -> None:
-    """Here it is the same work; what is sent elsewhere goes without."""
-    with distlock(key, backend="redis") as lease:
-        account(using, key)
-        row = accounts(using, key).fenced(lease).get()
-        assert copy.copy(row)._fenced_by is lease
-        assert pickle.loads(pickle.dumps(row))._fenced_by is None
-        rows = pickle.loads(pickle.dumps(accounts(using, key).fenced(lease)))
-        assert (rows._by, [each.pk for each in rows]) == (None, [row.pk])
 
 
 def test_row_read_anew_under_a_lease(using: str, key: str) -> None:

@@ -54,6 +54,27 @@ def test_deleted_row_is_not_inserted_again(using: str, key: str) -> None:
     assert not accounts(using).filter(name=key).exists()
 
 
+def test_row_that_comes_in_place_of_a_deleted_one_stays(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not there to be compared is not deleted, whatever is there a moment later."""
+    made = account("default", key)
+    row = accounts("default").fenced(OLD).get(pk=made.pk)
+    accounts("default").filter(pk=made.pk).delete()
+    compare = Account._write_fence
+
+    def slowly(self: Account, by: Fence, using: str) -> None:
+        try:
+            compare(self, by, using)
+        finally:
+            Later(Account(pk=made.pk, name=key).save, lease=NEW).result()
+
+    monkeypatch.setattr(Account, "_write_fence", slowly)
+    assert row.delete() == (0, {})
+    assert stored(made) == (0, 6)
+    accounts("default").filter(pk=made.pk).delete()
+
+
 def test_row_of_another_key_is_not_made_ones_own(using: str) -> None:
     """A write that changes the column of the key is judged by what was there before."""
     theirs = Folder.objects.using(using).create(tenant=2)
@@ -162,6 +183,24 @@ def test_refusal_behind_an_older_snapshot(mariadb: str, key: str) -> None:
             accounts(snapshot, key).fenced(OLD).update(value=3)
         assert caught.value.current == 6
     assert stored(row) == (2, 6)
+
+
+def test_read_behind_an_older_snapshot(mariadb: str, key: str) -> None:
+    """What a row was before the lease had it is not read under the lease."""
+    options = {
+        "isolation_level": "repeatable read",
+        "init_command": "SET SESSION innodb_snapshot_isolation=OFF",
+    }
+    with alias_like(mariadb, OPTIONS=options) as snapshot:
+        row = account(mariadb, key)
+        with transaction.atomic(using=snapshot):
+            assert accounts(snapshot, key).count() == 1
+            raised_elsewhere(row, 4, 2)
+            # The same holder, by another connection.
+            raised_elsewhere(row, 5, 2)
+            with pytest.raises(LockUsageError, match="before its last write"):
+                accounts(snapshot).fenced(OLD).get(pk=row.pk)
+    assert stored(row) == (2, 5)
 
 
 @pytest.mark.parametrize("checked", ["OFF", "ON"])

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
+from threading import Event
 from typing import Any
 
 import pytest
@@ -18,13 +19,14 @@ from django_distlock import (
     BackendUnavailable,
     InvalidArgument,
     InvalidLockBackend,
+    LockLost,
     LockUsageError,
     distlock,
     events,
     lock_backends,
 )
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Counter, Grant
+from django_distlock.core.records import Contended, Counter, Grant
 from django_distlock.inspection import (
     Operation,
     Outcome,
@@ -196,6 +198,38 @@ def test_expire_soon_brings_the_end_nearer(key: str, alias: str) -> None:
         event = event_of(key)
         assert (event.kind, event.details) == (LockEvent.Kind.SHORTENED, {"within": 20.0})
         assert (event.actor, event.reason, event.fence) == ("Ada", "it hangs", lease.fence)
+
+
+@pytest.mark.parametrize("alias", EXPIRING)
+def test_key_that_expires_soon_is_not_granted_while_its_holder_works(key: str, alias: str) -> None:
+    """The holder's next beat says that the lease is lost; only its release frees the key."""
+    lost = Event()
+
+    def work() -> None:
+        with distlock(key, backend=alias, ttl=1.5) as lease:
+            lease.on_lost(lambda _: lost.set())
+            outcome = expire_soon(key, 0, backend=alias, **WHO)
+            assert outcome.held is not None
+            assert outcome.held.free_at is not None
+            assert outcome.held.free_at > outcome.held.observed_at + timedelta(seconds=1)
+            assert lost.wait(10)
+            answer = lock_backends[alias].acquire(key, new_token(), 5)
+            assert isinstance(answer, Contended)
+
+    with pytest.raises(LockLost):
+        work()
+    assert isinstance(lock_backends[alias].acquire(key, new_token(), 5), Grant)
+
+
+@pytest.mark.parametrize("alias", EXPIRING)
+def test_lease_without_expiry_is_not_shortened(key: str, alias: str) -> None:
+    """Its holder would not notice: the error says what can be done, and nothing is changed."""
+    lease = distlock(key, backend=alias, basic=True, ttl=None).acquire()
+    with pytest.raises(LockUsageError, match="no expiry"):
+        expire_soon(key, 5, backend=alias, **WHO)
+    assert not lease.stop_requested
+    assert lease.release() is True
+    assert no_event_of(key)
 
 
 def test_lease_without_an_end_of_its_own_cannot_be_shortened(key: str) -> None:

@@ -179,7 +179,7 @@ def test_lock_connections_notice_a_server_that_vanished(key: str) -> None:
             with transaction.atomic(using=using):
                 ask(using, "SELECT 1")
                 take(backend, f"{key}-{count}")
-            (connection,) = backend._connections._idle
+            connection = backend._connections._every[0].connection
             _assert_watched(connection.connection.fileno(), count)
 
 

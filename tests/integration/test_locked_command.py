@@ -11,7 +11,14 @@ import pytest
 from django.core.management import BaseCommand, CommandError, call_command
 from django.core.management.base import LabelCommand
 
-from django_distlock import Lease, LockLost, current_lease, distlock, lock_backends
+from django_distlock import (
+    Lease,
+    LockLost,
+    LockUsageError,
+    current_lease,
+    distlock,
+    lock_backends,
+)
 from django_distlock.management.locked import LockedCommand
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.helpers import Later, prompt
@@ -245,6 +252,16 @@ def test_checks_come_before_the_lock(key: str) -> None:
 
     run(Checked(), skip_checks=False)
     assert seen == [False]
+
+
+def test_handle_that_runs_later_is_refused(key: str) -> None:
+    """A coroutine is awaited by nobody, and a generator would work behind the lock."""
+
+    async def handle(_: object, **options: Any) -> None:
+        """Be awaited."""
+
+    with pytest.raises(LockUsageError, match="handle returns a coroutine"):
+        call_command(command(key, handle=handle))
 
 
 def test_store_that_does_not_answer_is_an_error(key: str) -> None:

@@ -164,7 +164,7 @@ def test_sqlmigrate_prints_the_whole_schema(postgresql: str) -> None:
     for name in TABLES:
         assert f'CREATE TABLE "{name}"' in printed
     for name in FUNCTIONS:
-        assert f'CREATE OR REPLACE FUNCTION "{name}"(' in printed
+        assert f'CREATE OR REPLACE FUNCTION "public"."{name}"(' in printed
     assert f"CREATE TRIGGER {TRIGGER}" in printed
     assert "fillfactor" in printed
     run_script(postgresql, printed)
@@ -217,11 +217,10 @@ class WorkerOfBefore(ServerFunctions):
     """Calls the functions that the release before knows."""
 
     def __init__(self, using: str):
-        super().__init__(using)
-        self._statements = {
-            operation: statement.replace("_v2", "_v1")
-            for operation, statement in self._statements.items()
-        }
+        super().__init__(using, '"{}"'.format)
+
+    def _statement(self, operation: str) -> str:
+        return super()._statement(operation).replace("_v2", "_v1")
 
 
 def be_of_the_release_before(using: str) -> dict[str, str]:

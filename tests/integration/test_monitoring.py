@@ -209,6 +209,13 @@ def test_store_that_is_away_is_503() -> None:
         assert b"127.0.0.1" not in each.content
 
 
+def test_health_recovers_where_no_thread_could_be_started() -> None:
+    """The next probe asks again: one that found no thread left no question open."""
+    with patch("threading.Thread.start", side_effect=RuntimeError("can't start new thread")):
+        assert get("health", BEARER).status_code == 503
+    assert get("health", BEARER).status_code == 200
+
+
 def test_store_that_hangs_is_503_in_time() -> None:
     """The probe has its answer after two seconds, and so has the next one."""
     store = lock_backends["memory"]

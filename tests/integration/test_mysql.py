@@ -36,7 +36,16 @@ from tests.services import NO_MARIADB
 from tests.settings import database
 from tests.shop.models import Row
 
-from .databases import APP, TABLES, ask, errors_on, lock_and_release, migrate
+from .databases import (
+    APP,
+    TABLES,
+    ask,
+    ask_mysql,
+    errors_on,
+    every_statement,
+    lock_and_release,
+    migrate,
+)
 from .projects import Project
 from .test_migrations import run_script
 
@@ -399,7 +408,7 @@ def answered_as_by_mysql(using: str) -> Iterator[list[str]]:
         with connections[using].wrap_database_errors:
             raise refusal()
 
-    with connections[using].execute_wrapper(answer):
+    with every_statement(using, answer):
         yield refused
 
 
@@ -418,7 +427,7 @@ def test_numbers_that_say_that_others_are_in_the_way(number: int, busy: bool) ->
     """Those of both servers, wherever Django has put the driver's error."""
     error = OperationalError(number, "as Django says it")
     error.__cause__ = services.mysql_driver().OperationalError(number, "as the driver says it")
-    assert MySQL(connections["default"]).is_busy(error) is busy
+    assert MySQL(connections["default"], "default").is_busy(error) is busy
 
 
 @pytest.mark.parametrize("operation", ["acquire", "takeover", "force_release", "pause"])
@@ -754,3 +763,32 @@ def test_check_looks_at_the_durability_of_the_server(flush: int, warned: bool) -
         found = checks.run_checks(tags=[checks.Tags.database], databases=[using])
         assert ("distlock.W105" in [each.id for each in found]) is warned
         assert not [each for each in found if each.is_serious()]
+
+
+def test_session_that_is_cut_as_autocommit_comes_back(
+    store: DatabaseStore, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread's connection is in autocommit behind it: the thread locks and saves as before."""
+    backend, using = store.backend, store.registered.using
+    connection = connections[using]
+    grant, switched = take(backend, key), list[Any]()
+    connection.ensure_connection()
+    wrapper: Any = type(connection)
+    switch = wrapper._set_autocommit
+
+    def cut_first(self: Any, autocommit: bool) -> None:
+        if autocommit and len(switched) == 1:
+            ask_mysql(f"KILL CONNECTION {self.connection.thread_id()}")
+        switched.append(self)
+        switch(self, autocommit)
+
+    monkeypatch.setattr(wrapper, "_set_autocommit", cut_first)
+    with suppress(BackendUnavailable):
+        backend.release(grant)
+    # Off, and on again, on a connection of ours.
+    assert len(switched) >= 2
+    assert connection not in switched
+    assert connection.get_autocommit()
+    Row.objects.using(using).create(name=key)
+    assert Later(Row.objects.using(using).filter(name=key).exists).result()
+    assert backend.release(take(backend, f"{key}-b")) is True

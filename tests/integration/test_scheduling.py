@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from django_distlock import (
     distlock,
     lock_backends,
 )
+from django_distlock.core.keys import own_key
 from django_distlock.declarations import declared
 from django_distlock.scheduling import Skipped, scheduled
 from django_distlock.testing import advance, lose_connection, memory_locks
@@ -82,7 +84,7 @@ def test_one_of_many_runs(key: str) -> None:
     skipped = [each for each in made if isinstance(each, Skipped)]
     assert len(skipped) == 5
     assert not any(skipped)
-    assert {each.key for each in skipped} == {f"schedule:{key}"}
+    assert {each.key for each in skipped} == {own_key(f"schedule:{key}")}
     assert all(isinstance(each.why, LockNotAcquired) for each in skipped)
 
 
@@ -158,7 +160,7 @@ def test_prefers_global_and_has_a_backend_of_one_process(key: str) -> None:
     made = at_once([work] * 4)
     assert [key] == RUNS
     assert sum(isinstance(each, Skipped) for each in made) == 3
-    assert distlock(f"schedule:{key}", backend="memory").locked()
+    assert distlock(own_key(f"schedule:{key}"), backend="memory").locked()
 
 
 def test_prefers_global_and_each_process_runs(key: str) -> None:
@@ -190,7 +192,7 @@ def test_alias_that_is_misspelt_runs_nowhere(scope: RunScope, backend: dict[str,
 def test_prefers_global_and_has_it(key: str) -> None:
     """Where one is, it is used."""
     assert tick(key, scope=RunScope.PREFER_GLOBAL)()
-    assert distlock(f"schedule:{key}").locked()
+    assert distlock(own_key(f"schedule:{key}")).locked()
 
 
 def test_requires_global_and_has_nothing() -> None:
@@ -224,7 +226,7 @@ def test_overrun_is_reported(caplog: pytest.LogCaptureFixture) -> None:
 
     assert work()
     (said,) = [each.message for each in caplog.records if "overrun" in each.message]
-    assert "'schedule:slow'" in said
+    assert repr(own_key("schedule:slow")) in said
     assert "12.0 s are declared (10.0 s expected)" in said
 
 
@@ -348,11 +350,15 @@ def test_what_was_skipped_is_json(key: str) -> None:
     assert told.pop("holder")["pid"] == os.getpid()
     assert told == {
         "distlock": "skipped",
-        "key": f"schedule:{key}",
+        "key": own_key(f"schedule:{key}"),
         "why": "acquisition_timeout",
     }
     copy = pickle.loads(pickle.dumps(skipped))
-    assert (copy.key, copy.why.code, bool(copy)) == (f"schedule:{key}", skipped.why.code, False)
+    assert (copy.key, copy.why.code, bool(copy)) == (
+        own_key(f"schedule:{key}"),
+        skipped.why.code,
+        False,
+    )
 
 
 def test_tick_of_a_task_that_is_left_to_others_succeeds(key: str) -> None:
@@ -367,15 +373,37 @@ def test_tick_of_a_task_that_is_left_to_others_succeeds(key: str) -> None:
     assert (left.state, left.get()["distlock"]) == ("SUCCESS", "skipped")
 
 
-@pytest.mark.parametrize("what", ["a task", "a generator"])
+@pytest.mark.parametrize("what", ["a task", "a generator", "a wrapped coroutine function"])
 def test_scheduled_stands_above_a_plain_function(key: str, what: str) -> None:
-    """Above a task, it would wrap something that no worker calls; a generator runs later."""
+    """Above a task, it would wrap something that no worker calls; others run later."""
 
     def generator() -> Iterator[int]:
         yield 1
 
     def plain() -> None: ...
 
+    async def awaited() -> None: ...
+
+    @functools.wraps(awaited)
+    def wrapped() -> Any:
+        return awaited()
+
     task = Celery("ticks", set_as_current=False).task(shared=False)(plain)
+    target = {"a task": task, "a generator": generator}.get(what, wrapped)
     with pytest.raises((InvalidArgument, LockUsageError), match="function|generator"):
-        scheduled(key, expected=5)(task if what == "a task" else generator)
+        scheduled(key, expected=5)(target)
+
+
+def test_tick_that_is_to_be_awaited_is_not_run(key: str) -> None:
+    """A function whose work is still to be done when it returns has done none of it."""
+
+    async def awaited() -> None:
+        RUNS.append("awaited")
+
+    @scheduled(key, expected=5)
+    def work() -> object:
+        return awaited()
+
+    with pytest.raises(LockUsageError, match="work returns a coroutine"):
+        work()
+    assert RUNS == []

@@ -9,7 +9,8 @@ import pytest
 from django.db import connections, transaction
 
 from django_distlock import BackendUnavailable, LockUsageError
-from django_distlock.connections import LockConnections, in_test_case
+from django_distlock.borrowing import LockConnections
+from django_distlock.connections import in_test_case
 from django_distlock.core.errors import FenceRejected
 from django_distlock.core.fences import FENCE_MAX
 from django_distlock.fencing import seen

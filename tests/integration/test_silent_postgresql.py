@@ -1,4 +1,4 @@
-"""A PostgreSQL that lets nobody in, and one whose tables somebody has locked."""
+"""A database that lets nobody in, one that falls silent, and one whose tables are locked."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import psycopg
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import connections
+from django.db import OperationalError, connections, transaction
 
-from django_distlock import BackendUnavailable
+from django_distlock import BackendUnavailable, LockError, borrowing, distlock
+from django_distlock.handler import lock_backends
 from django_distlock.inspection import statistics, summary
-from tests.contract.aliases import locks_on
-from tests.contract.helpers import prompt
+from tests.contract.aliases import alias_like, locks_on
+from tests.contract.helpers import Later, prompt
+from tests.services import NO_MARIADB
 
-from .databases import migrate
+from .databases import ask, migrate
+from .wires import wire
 
 TAKE = """
 import django
@@ -101,3 +106,61 @@ def test_counting_does_not_wait_for_locked_tables(postgresql: str) -> None:
             with prompt(2), pytest.raises(BackendUnavailable) as caught:
                 ask(alias)
             assert caught.value.code == "network_timeout"
+
+
+@pytest.mark.parametrize(
+    ("like", "server_functions", "where"),
+    [
+        ("default", True, "outside"),
+        ("default", True, "inside"),
+        ("default", False, "outside"),
+        ("mariadb", False, "inside"),
+    ],
+)
+def test_acquire_ends_where_a_session_falls_silent(
+    key: str, monkeypatch: pytest.MonkeyPatch, like: str, server_functions: bool, where: str
+) -> None:
+    """No error of the network tells: the connection is cut, and the caller learns that in time."""
+    if like not in connections.settings:
+        pytest.skip(NO_MARIADB)
+    monkeypatch.setattr(borrowing, "ANSWER_SECONDS", 0.3)
+    with wire(like) as through, alias_like(like, **through.address) as using:
+        options = {"using": using, "server_functions": server_functions}
+        with locks_on(using, OPTIONS=options) as alias:
+
+            def lock_once(name: str) -> None:
+                distlock(name, backend=alias, wait=0.2, heartbeat=False).acquire().release()
+
+            def work() -> tuple[str, float]:
+                inside = transaction.atomic(using=using) if where == "inside" else nullcontext()
+                with inside:
+                    connections[using].ensure_connection()
+                    lock_once(key)
+                    through.hang()
+                    since = time.monotonic()
+                    try:
+                        with pytest.raises(BackendUnavailable) as caught:
+                            lock_once(f"{key}-b")
+                    finally:
+                        took = time.monotonic() - since
+                        through.flow()
+                return caught.value.code, took
+
+            code, took = Later(work).result()
+            assert code == "network_timeout"
+            # Far from what a network takes to notice, which is half a minute at least.
+            assert took < 10
+            with suppress(LockError):
+                lock_backends[alias]._connections.close_all()  # type: ignore[attr-defined]
+
+
+def test_statement_that_works_is_not_cut(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many statements may take longer together than one may be silent."""
+    monkeypatch.setattr(borrowing, "ANSWER_SECONDS", 0.3)
+    ours = borrowing.LockConnections("default", 1)
+    with ours.use(0.0) as on:
+        for _ in range(6):
+            ask(on, "SELECT pg_sleep(0.15)")
+    with pytest.raises(OperationalError), ours.use(0.0) as on:
+        ask(on, "SELECT pg_sleep(1.5)")
+    ours.close_all()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
@@ -58,7 +59,7 @@ def said(**more: Any) -> dict[str, Any]:
     """Say what the task works under."""
     lease = current_lease()
     held = lease is not None and lease.held
-    return {"held": held, "task_id": lease.holder.task_id if lease else None, **more}
+    return {"held": held, "task_id": None if lease is None else lease.holder.task_id, **more}
 
 
 @task()
@@ -525,6 +526,29 @@ def test_generator_is_refused() -> None:
 
     with pytest.raises(LockUsageError, match="generator"):
         locked_task("{key}")(generating)
+
+
+def test_body_that_is_returned_does_not_run() -> None:
+    """A function of a task returns a result, and no work that is still to be done."""
+    ran = []
+
+    async def work() -> None:
+        ran.append("work")
+
+    @locked_task("{key}")
+    def returning(key: str) -> object:
+        """Return what is to be awaited."""
+        return work()
+
+    @wraps(work)
+    def wrapped() -> Any:
+        return work()
+
+    with pytest.raises(LockUsageError, match="returning returns a coroutine"):
+        returning(secrets.token_hex(6))
+    with pytest.raises(LockUsageError, match="returns a coroutine"):
+        locked_task("key")(wrapped)
+    assert ran == []
 
 
 @pytest.mark.parametrize(

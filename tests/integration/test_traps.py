@@ -19,7 +19,6 @@ import pytest
 from django.core.signals import request_finished, request_started
 from django.db import close_old_connections, connections, transaction
 from django.test import override_settings
-from django.test.utils import CaptureQueriesContext
 
 from django_distlock import Lease, LockNotAcquired, distlock
 from django_distlock.backends.base import BaseLockBackend
@@ -34,7 +33,17 @@ from tests.contract.helpers import at_once, prompt, take
 from tests.processes import spawn
 from tests.shop.models import Row
 
-from .databases import APP, TABLES, ask, errors_on, migrate, objects, server, tables
+from .databases import (
+    APP,
+    TABLES,
+    ask,
+    errors_on,
+    migrate,
+    objects,
+    server,
+    statements_on,
+    tables,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 DATABASE = "django_distlock.backends.database.DatabaseBackend"
@@ -212,23 +221,21 @@ def test_d10_row_is_locked_before_it_is_judged(key: str, operation: str) -> None
     backend = lock_backends["postgres_orm"]
     assert isinstance(backend, DatabaseBackend)
     grant = take(backend, key)
-    with CaptureQueriesContext(connections["default"]) as captured:
+    with statements_on("default") as statements:
         assert LOCKING[operation](backend, grant)
-    statements = [each["sql"] for each in captured]
-    row = 'FROM "django_distlock_heldlock"'
+    table = '"public"."django_distlock_heldlock"'
+    row = f"FROM {table}"
     locked = [n for n, sql in enumerate(statements) if row in sql and "FOR UPDATE" in sql]
     clock = [n for n, sql in enumerate(statements) if "clock_timestamp()" in sql]
     written = [
         n
         for n, sql in enumerate(statements)
-        if sql.startswith(
-            ('UPDATE "django_distlock_heldlock"', 'DELETE FROM "django_distlock_heldlock"')
-        )
+        if sql.startswith((f"UPDATE {table}", f"DELETE FROM {table}"))
     ]
-    begun = max(n for n, sql in enumerate(statements) if sql == "BEGIN")
+    # The first statement of each transaction, of which this is the last.
+    begun = max(n for n, sql in enumerate(statements) if sql.startswith("SET TRANSACTION"))
     assert len(locked) == 1
     assert begun < locked[0] < clock[-1] < min(written)
-    assert statements[-1] == "COMMIT"
 
 
 # Trap D11, MariaDB locks the gap where a missing row would be
@@ -290,8 +297,9 @@ def test_d13_leases_outlive_the_connections_of_a_request(
                 partial(request_started.send, sender=None, environ={}),
                 partial(request_finished.send, sender=None),
             ):
-                lock.locked()
-                assert connections[using].connection is not None
+                # As the request's own queries do.
+                connections[using].ensure_connection()
+                assert lock.locked()
                 end_of_request()
                 assert connections[using].connection is None
                 assert lease.held
@@ -343,7 +351,7 @@ def test_d18_locks_are_never_read_from_a_replica(
 ) -> None:
     """Every operation goes to where locks are written, whatever `db_for_read` says."""
     with routed(
-        empty, server_functions=server_functions, cleanup_on_read=cleanup_on_read
+        empty, using=empty, server_functions=server_functions, cleanup_on_read=cleanup_on_read
     ) as backend:
         migrate(empty)
         key = "invoice:42"
@@ -366,7 +374,7 @@ def test_d18_locks_are_never_read_from_a_replica(
 
 def test_d18_router_says_where_the_tables_are(postgresql: str, sqlite: str) -> None:
     """The tables and functions are made where the router sends the models, and nowhere else."""
-    with routed(sqlite) as backend:
+    with routed(sqlite, using=sqlite) as backend:
         before = objects(postgresql)
         migrate(postgresql)
         assert objects(postgresql) == before

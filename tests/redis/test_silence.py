@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 
+from django_distlock import transactions
+from django_distlock.attempts import Request
 from django_distlock.backends.redis import lines
+from django_distlock.blocks import Block
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
+from django_distlock.host import current_holder
+from django_distlock.waiting import acquire
 from tests.contract.helpers import held, prompt, take
 from tests.keeper import Server
 
@@ -214,3 +219,21 @@ async def test_connections_of_a_loop_in_use_are_a_bound(
 def _names_the_setting(error: BackendUnavailable, key: str) -> None:
     assert (error.code, error.key) == ("network_timeout", key)
     assert "LOCK_CONNECTIONS" in str(error)
+
+
+def test_grant_behind_both_releases_ends_by_its_ttl(
+    private: Server, client: Any, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that stood still may grant what nobody waits for, and only for its ttl."""
+    url = with_query(private.url, socket_timeout=SILENCE)
+    backend = backend_on(url)
+    _warm(backend, key)
+    # Both releases find the server silent.
+    monkeypatch.setattr(transactions, "later", lambda work, seconds=0.0: work())
+    request = Request(
+        key=key, ttl=1.0, wait=0.0, holder=current_holder(), retry=backend.config.retry
+    )
+    with stopped(client), pytest.raises(BackendUnavailable):
+        acquire(backend, request, Block(None))
+    eventually(lambda: backend.read(key), "the key is granted to nobody's use")
+    eventually(lambda: backend.read(key) is None, "the lease ends by itself")

@@ -30,8 +30,6 @@ ENDS: dict[str, Callable[[Any, Grant], object]] = {
     "settle what is past": lambda backend, grant: backend.settle(grant, 0),
     "force_release": lambda backend, grant: backend.force_release(grant.key),
     "takeover": lambda backend, grant: take(backend, grant.key, replace=grant.token),
-    "shorten": lambda backend, grant: backend.shorten(grant.key, 5),
-    "shorten a token's": lambda backend, grant: backend.shorten(grant.key, 5, grant.token),
     "shortening extend": lambda backend, grant: backend.extend(grant, 5),
     "shortening extends": lambda backend, grant: backend.extend_many([replace(grant, ttl=5)]),
 }
@@ -41,6 +39,8 @@ STAYS: dict[str, Callable[[Any, Grant], object]] = {
     "extend": lambda backend, grant: backend.extend(grant, 60),
     "extend without end": lambda backend, grant: backend.extend(grant, 604_800),
     "extends": lambda backend, grant: backend.extend_many([grant]),
+    "shorten": lambda backend, grant: backend.shorten(grant.key, 5),
+    "shorten a token's": lambda backend, grant: backend.shorten(grant.key, 5, grant.token),
     "shorten to more": lambda backend, grant: backend.shorten(grant.key, 600),
     "shorten another token's": lambda backend, grant: backend.shorten(grant.key, 5, new_token()),
     "release another's": lambda backend, grant: backend.release(_of_another(grant)),

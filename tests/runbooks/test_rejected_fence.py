@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+from django_distlock.fencing import Fence
 from tests.contract.locking import eventually
 from tests.shop.models import Account
 
@@ -17,8 +18,8 @@ AHEAD = {"redis": 800_000_000_000_000}
 
 def account(walk: Walk, fence: int = 0) -> int:
     """Make a row that a fence has touched."""
-    row = Account(name="ledger", value=1, fence=fence)
-    row.save(using=walk.site.using)
+    row = Account(name="ledger", value=1)
+    row.save(using=walk.site.using, lease=Fence(KEY, fence) if fence else None)
     return row.pk
 
 

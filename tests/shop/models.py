@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from django.contrib.contenttypes.fields import GenericForeignKey, GenericRelation
+from django.contrib.contenttypes.models import ContentType
 from django.db import models
 
 from django_distlock.fencing import FencedModel, FencedQuerySet, FenceField
@@ -73,6 +75,14 @@ class Folder(FencedModel):
         return f"{self.tenant}/{self.pk}={self.value}"
 
 
+class Ledger(Account):
+    """An account by another name, in the same table."""
+
+    class Meta:
+        app_label = "shop"
+        proxy = True
+
+
 class Savings(Account):
     """An account whose fence is in its parent's table."""
 
@@ -129,3 +139,35 @@ class Named(FencedModel):
 
     def __str__(self) -> str:
         return f"{self.name}={self.value}"
+
+
+# `Entry.objects` is Any, and so is the manager that Django derives from it.
+class Shelf(models.Model):  # type: ignore[django-manager-missing]
+    """What rows that refuse stale fences are put on: by a foreign key, and by a generic one."""
+
+    notes = GenericRelation("Entry", "number", "kind")
+
+    class Meta:
+        app_label = "shop"
+
+    def __str__(self) -> str:
+        return f"{self.pk}"
+
+
+class Entry(FencedModel):
+    """A row that a manager of another row's relation writes."""
+
+    objects: ClassVar[Any] = FencedQuerySet.as_manager()
+
+    shelf = models.ForeignKey(Shelf, models.CASCADE, null=True, related_name="entries")
+    # Its table may be made before that of the types.
+    kind = models.ForeignKey(ContentType, models.CASCADE, null=True, db_constraint=False)
+    number = models.BigIntegerField(null=True)
+    noted = GenericForeignKey("kind", "number")
+    value = models.IntegerField(default=0)
+
+    class Meta:
+        app_label = "shop"
+
+    def __str__(self) -> str:
+        return f"{self.pk}={self.value}"

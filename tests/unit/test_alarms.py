@@ -17,6 +17,8 @@ from django_distlock.host import monotonic
 from tests.contract.helpers import Later
 from tests.contract.locking import eventually
 
+from .test_heartbeat_thread import Interrupted, interrupted_starts, threads
+
 #: What a busy machine may add to a time.
 NOISE = 0.7
 
@@ -130,6 +132,19 @@ def test_thread_that_could_not_be_started_is_started_next_time(
     watched = Watched(made, monotonic() + 0.1)
     made.watch(watched)
     assert eventually(lambda: bool(watched.told), timeout=3)
+
+
+def test_thread_whose_start_was_interrupted_is_the_only_one(
+    made: Alarms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal's exception behind the start leaves no second timer."""
+    before = threads("distlock-alarms")
+    with interrupted_starts(monkeypatch), pytest.raises(Interrupted):
+        made.watch(Watched(made, monotonic() + 30))
+    watched = Watched(made, monotonic() + 0.1)
+    made.watch(watched)
+    assert eventually(lambda: bool(watched.told), timeout=3)
+    assert len(threads("distlock-alarms")) == len(before) + 1
 
 
 def no_thread(*_: object) -> None:

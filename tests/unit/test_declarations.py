@@ -20,6 +20,7 @@ from django_distlock.contrib.celery import LockedTask
 from django_distlock.contrib.celery import locked_task as celery_task
 from django_distlock.contrib.celery.declaring import find
 from django_distlock.contrib.tasks import locked_task as django_task
+from django_distlock.core.keys import OWN_MARKER
 from django_distlock.declarations import Kind, attempt, declarations, declared
 from django_distlock.inspection.declared import DeclaredKey, list_declared
 from django_distlock.inspection.places import Place
@@ -153,7 +154,7 @@ def test_schedule_is_noted_with_its_scope() -> None:
     """Its key has the prefix that the store sees; one that runs everywhere has no lock."""
     made = scheduled("s:{pk}", expected=8, margin=4)(work)
     mode = ("heartbeat", "hold", "require_global")
-    assert told(made) == [(Kind.SCHEDULE, "schedule:s:{pk}", 12, 0, "skip", mode)]
+    assert told(made) == [(Kind.SCHEDULE, OWN_MARKER + "schedule:s:{pk}", 12, 0, "skip", mode)]
     made = scheduled("local", expected=8, scope=RunScope.NODE_LOCAL)(work)
     assert noted(made)[0].mode == ("no lock", "node_local")
 
@@ -163,10 +164,10 @@ def test_task_of_celery_has_a_note_for_each_of_its_keys() -> None:
     made = celery_task("c:{pk}", unique="c:{pk}", ttl=9, wait=2, hold=True)(work)
     assert told(made) == [
         (Kind.CELERY_LOCK, "c:{pk}", 9, 2, "skip or retry", ("heartbeat", "hold")),
-        (Kind.CELERY_UNIQUE, "unique:c:{pk}", 9, 0, "skip", BEATS),
+        (Kind.CELERY_UNIQUE, OWN_MARKER + "unique:c:{pk}", 9, 0, "skip", BEATS),
     ]
     assert told(task_class(unique="u:{pk}", lock_options={"on_conflict": "raise"})) == [
-        (Kind.CELERY_UNIQUE, "unique:u:{pk}", 30, 0, "raise", BEATS)
+        (Kind.CELERY_UNIQUE, OWN_MARKER + "unique:u:{pk}", 30, 0, "raise", BEATS)
     ]
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 
@@ -131,6 +132,41 @@ def test_thread_that_could_not_be_started_is_started_next_time(
     leased = Leased(memory)
     heartbeat.add(leased)
     assert eventually(lambda: bool(leased.answers), timeout=3)
+
+
+def test_thread_whose_start_was_interrupted_is_the_only_one(
+    memory: Memory, heartbeat: Heartbeat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal's exception behind the start leaves no second thread to renew the same leases."""
+    with interrupted_starts(monkeypatch), pytest.raises(Interrupted):
+        heartbeat.add(Leased(memory))
+    leased = Leased(memory)
+    heartbeat.add(leased)
+    assert eventually(lambda: bool(leased.answers), timeout=3)
+    assert threads(heartbeat._name) == [heartbeat._thread]
+
+
+def threads(name: str) -> list[threading.Thread]:
+    """Return the threads of this name that run."""
+    return [each for each in threading.enumerate() if each.name == name]
+
+
+class Interrupted(BaseException):
+    """What a signal's handler raises."""
+
+
+@contextmanager
+def interrupted_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let whoever starts a thread be interrupted once it has started."""
+    start = threading.Thread.start
+
+    def interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        raise Interrupted
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupt)
+        yield
 
 
 def no_thread(*_: object) -> None:

@@ -15,6 +15,8 @@ from django_distlock.backends.listening import Listener, NoWakeUps
 from django_distlock.backends.queues import Queues, Turn
 from tests.contract.locking import eventually
 
+from .test_heartbeat_thread import Interrupted, interrupted_starts
+
 
 class LocalLine:
     """A subscription within this process: what `say` says is heard."""
@@ -128,6 +130,17 @@ def test_listening_begins_with_the_subscription(listener: Listener, server: Serv
     assert listener.ensure(5)
     assert listener.is_live
     assert len(server.lines) == 1
+
+
+def test_thread_whose_start_was_interrupted_is_the_only_one(
+    listener: Listener, server: Server, queues: Queues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal's exception behind the start leaves no second line that nobody closes."""
+    Waiter(queues, "a")
+    with interrupted_starts(monkeypatch), pytest.raises(Interrupted):
+        listener.ensure(5)
+    assert listener.ensure(5)
+    assert (threads(), server.asked) == (1, 1)
 
 
 def test_many_share_one_line(listener: Listener, server: Server, queues: Queues) -> None:

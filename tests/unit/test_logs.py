@@ -83,3 +83,13 @@ def test_error_tells_what_it_knows() -> None:
     assert said["distlock_code"] == "acquisition_timeout"
     assert said["distlock_holder"]["host"] == "web-1"
     assert log_fields("skipped", key="b:2", error=error)["distlock_key"] == "b:2"
+
+
+def test_key_forges_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    """A format that names the key, the task and an error writes one line, whatever is in them."""
+    logger = logging.getLogger("django_distlock")
+    extra = log_fields("lost", key="a\nWARNING forged: b", task="1\r2")
+    logger.warning("%r failed: %s", "a\nb", OSError("refused\n\tIs it up?\u2028"), extra=extra)
+    layout = logging.Formatter("%(levelname)s %(distlock_key)s %(distlock_task)s: %(message)s")
+    line = layout.format(caplog.records[0])
+    assert line == (r"WARNING a\nWARNING forged: b 1\r2: 'a\nb' failed: refused\n\tIs it up?\u2028")

@@ -145,6 +145,22 @@ def test_each_begins_with_nothing() -> None:
             assert distlock(KEY).acquire().fence == 1
 
 
+def test_function_that_would_run_behind_the_block_is_refused() -> None:
+    """Its locks would be those of the project."""
+
+    @memory_locks()
+    def returning() -> Any:
+        return asyncio.sleep(0)
+
+    def generating() -> Iterator[int]:
+        yield 1
+
+    with pytest.raises(LockUsageError, match="returning returns a coroutine"):
+        returning()
+    with pytest.raises(LockUsageError, match="generating returns a generator"):
+        memory_locks()(generating)
+
+
 def test_exception_goes_through() -> None:
     """It reaches the caller, and all is put back as behind any block."""
     before = lock_backends["memory"]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, ClassVar
 
 from django.db import Error, connections
 
-from ...conf import BackendConfig, table
+from ...conf import BackendConfig
 from ...core.durations import MAX_BOUND
 from ...core.holders import Holder
 from ...core.records import UNKNOWN, Contended, Grant, Unknown
 from ...exceptions import InvalidLockBackend
-from ...vendors.postgresql import session_salt
+from ...schemas import TableConnections
 from ..base import BaseLockBackend
 from .attempts import SessionAttempts, Wish, second_key
 from .holdings import Holding, Holdings, Pong, ping
@@ -36,7 +37,7 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
     that took it; in every other one its token means nothing.
 
     Args:
-        using: The alias of the database; None: what the router says for writing `HeldLock`.
+        using: The alias of the database; None: `default`, which no router may contradict.
         max_connections: How many sessions this process opens at most, and so how many locks it
             holds at once.
     """
@@ -67,12 +68,11 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
                 f"{where}: using: {self.using!r} is a {vendor} database; only PostgreSQL has locks"
                 f" that last for a session."
             )
-        self._salt = session_salt()
-        self._fences = table("fences")
         self._counters.who_is_held = self._held_among
         self._holdings = Holdings()
         self.max_connections = limit
-        self._sessions = Sessions(self.using, limit, preparation(self._fences))
+        prepared = partial(_prepared, self._connections)
+        self._sessions = Sessions(self.using, limit, prepared)
 
     def _acquire(
         self,
@@ -133,14 +133,20 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
             return False
         session = holding.session
         with session.mutex:
-            if not self._holdings.drop(holding):
+            if self._holdings.of_token(grant.token, name) is not holding:
                 return False
             try:
-                return not session.closed and self._unlock(holding)
+                # Forgotten behind it: interrupted before, it is released once more.
+                freed = not session.closed and self._unlock(holding)
             except NoAnswer as error:
+                self._forget(holding)
                 raise self._no_answer(grant.key) from error
-            finally:
-                self._sessions.put_back(session)
+            self._forget(holding)
+            return freed
+
+    def _forget(self, holding: Holding) -> None:
+        self._holdings.drop(holding)
+        self._sessions.put_back(holding.session)
 
     def _unlock(self, holding: Holding) -> bool:
         session = holding.session
@@ -152,10 +158,6 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
             was_cut_off = session.closed
             session.close()
             return not was_cut_off
-        except BaseException:
-            # The server frees the key when it comes to know.
-            session.close()
-            raise
 
     def is_cut_off(self, grant: Grant) -> bool:
         """See `BaseLockBackend`. A server that ends a session closes its connection."""
@@ -177,8 +179,8 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
             self._sessions.put_back(session)
         return self._ask(self._most_sessions)
 
-    def _most_sessions(self) -> int:
-        with connections[self.using].cursor() as cursor:
+    def _most_sessions(self, on: str) -> int:
+        with connections[on].cursor() as cursor:
             cursor.execute(
                 "SELECT current_setting('max_connections')::int"
                 " - current_setting('superuser_reserved_connections')::int"
@@ -193,3 +195,7 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
         super()._begin_in_child()
         self._holdings.forget()
         self._sessions.leave_to_parent()
+
+
+def _prepared(tables: TableConnections) -> str:
+    return preparation(tables.name("fences"))

@@ -48,16 +48,17 @@ class SessionAttempts(SessionViews):
             return replace(busy, busy=busy.fence is None)
         try:
             with session.mutex:
-                return self._try(session, wish)
+                answer = self._try(session, wish)
         except LockError:
+            self._sessions.put_back(session)
             raise
         except BaseException:
             # Interrupted, it may hold the lock.
             session.close()
             raise
-        finally:
-            if not session.holds:
-                self._sessions.put_back(session)
+        if not session.holds:
+            self._sessions.put_back(session)
+        return answer
 
     def _hand_over(self, held: Holding, wish: Wish) -> Grant | Contended | None:
         """Grant a key with the session that holds it; None: that one is gone."""

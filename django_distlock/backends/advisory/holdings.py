@@ -48,13 +48,12 @@ class Holding:
     def is_cut_off(self) -> bool:
         """Whether the server has ended the session, as far as it has said so."""
         session = self.session
-        # Whoever uses the session right now sees it too.
-        if session.closed or not session.mutex.acquire(blocking=False):
+        # Whoever uses the session right now sees it too. Not acquired without waiting: a signal's
+        # exception could come between that and its release.
+        if session.closed or session.mutex.locked():
             return session.closed
-        try:
+        with session.mutex:
             return session.look()
-        finally:
-            session.mutex.release()
 
 
 def stop_word(number: int, fence: int) -> str:

@@ -10,7 +10,7 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -57,6 +57,7 @@ class Session:
         heard: What others have sent to it since it was given a lock.
         closed: Whether it has ended, as far as we know.
         awaits: Whether an answer is still to come. There is one query at a time.
+        place: What it takes among the sessions of the process while it is out.
 
     Raises:
         PoolerInBetween: It does not go to the server.
@@ -70,6 +71,7 @@ class Session:
         self.heard: set[str] = set()
         self.closed = False
         self.awaits = False
+        self.place: object = None
         self._process = os.getpid()
         self._wrapper = own_connection(template, **KEEPALIVES, connect_timeout=CONNECT_SECONDS)
         self._wrapper.ensure_connection()
@@ -143,9 +145,14 @@ class Session:
     def close(self) -> None:
         """End the session, and with it the lock that it holds."""
         self.closed = True
+        self.place = None
         if self._process == os.getpid():
-            with suppress(Exception):
+            with suppress(psycopg.Error):
                 self._raw.close()
+
+    def ended(self) -> Callable[[], None]:
+        """Return what ends the session where nothing refers to this object any more."""
+        return self._raw.close
 
     def leave(self) -> None:
         """Let go of what a fork copied: a word on its socket would end the parent's session."""

@@ -5,12 +5,18 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 from django.db import connections
 
 from ...connections import IdleConnections, close_before_drop
+from ...core.bells import Bell
 from ...core.durations import MAX_BOUND
+from ...workers import Gone, when_gone
 from .session import Session
+
+#: Seconds between two looks for a free place: of several who wait, a wake-up may reach another one.
+_LOOK_SECONDS = 0.05
 
 
 class AllInUse(Exception):
@@ -25,20 +31,29 @@ class AllInUse(Exception):
         self.all_hold = all_hold
 
 
+class Place:
+    """The right to have a session out, for as long as this object lives."""
+
+    __slots__ = ("__weakref__",)
+
+
 class Sessions:
     """The sessions of one alias in one process.
+
+    Nothing is counted up and down, because a signal's exception may come between the two: a session
+    is out for as long as its place lives, which ends with the session where nobody puts it back.
 
     Args:
         alias: The database.
         limit: How many there are at most.
-        prepared: Statements that prepare what each session is asked.
+        prepared: Gives the statements that prepare what each session is asked.
     """
 
-    def __init__(self, alias: str, limit: int, prepared: str):
+    def __init__(self, alias: str, limit: int, prepared: Callable[[], str]):
         self.alias = alias
         self.limit = limit
         self._prepared = prepared
-        self._open: set[Session] = set()
+        self._open: list[Gone] = []
         self._begin()
         # With the backend, or the interpreter, nobody is left to give back what is held.
         weakref.finalize(self, _close_each, self._open)
@@ -53,44 +68,33 @@ class Sessions:
             django.db.Error: It cannot be opened.
         """
         until = time.monotonic() + MAX_BOUND
-        with self._changed:
-            while self._opening + len(self._used()) >= self.limit:
-                if sum(each.holds for each in self._used()) >= self.limit:
-                    raise AllInUse(all_hold=True)
-                if not self._changed.wait(until - time.monotonic()):
-                    raise AllInUse(all_hold=False)
-            self._opening += 1
-        session = None
-        try:
-            session = self._spare() or self._opened()
-        finally:
-            with self._changed:
-                self._opening -= 1
-                if session is not None:
-                    self._out.add(session)
-                self._changed.notify()
+        while (place := self._place()) is None:
+            if sum(each.holds for each in _living(self._open)) >= self.limit:
+                raise AllInUse(all_hold=True)
+            if (left := until - time.monotonic()) <= 0:
+                raise AllInUse(all_hold=False)
+            self._changed.wait(min(left, _LOOK_SECONDS))
+        session = self._spare() or self._opened()
+        session.place = place
         return session
 
     def put_back(self, session: Session) -> None:
         """Take a session back, which holds nothing any more or is closed."""
         session.holds = False
         session.heard.clear()
-        with self._changed:
-            self._out.discard(session)
-            if not session.closed:
-                self._idle.keep(session)
-            self._changed.notify()
+        if not session.closed:
+            self._idle.keep(session)
+        session.place = None
 
     def keep_lock(self, session: Session) -> None:
         """Note that a session was granted a lock: it stays away."""
-        with self._changed:
-            session.holds = True
-            # Whoever waits for one may now do so in vain.
-            self._changed.notify_all()
+        session.holds = True
+        # Whoever waits for one may now do so in vain.
+        self._changed.ring()
 
     def close_all(self) -> None:
         """Close all sessions, and free what they hold."""
-        for session in list(self._open):
+        for session in _living(self._open):
             free = session.mutex.acquire(timeout=MAX_BOUND)
             session.close()
             if free:
@@ -98,20 +102,27 @@ class Sessions:
 
     def leave_to_parent(self) -> None:
         """Let go of what a fork copied."""
-        for session in list(self._open):
+        for session in _living(self._open):
             session.leave()
         self._open.clear()
         self._begin()
 
     def _begin(self) -> None:
-        self._changed = threading.Condition()
+        self._mutex = threading.Lock()
+        self._changed = Bell()
         self._idle: IdleConnections[Session] = IdleConnections(Session.close)
-        self._out: set[Session] = set()
-        self._opening = 0
+        self._places: list[weakref.ref[Place]] = []
 
-    def _used(self) -> set[Session]:
-        self._out = {each for each in self._out if not each.closed}
-        return self._out
+    def _place(self) -> Place | None:
+        """Return a place for one more session; None: there are as many as there may be."""
+        self._changed.clear()
+        with self._mutex:
+            self._places = [each for each in self._places if each() is not None]
+            if len(self._places) >= self.limit:
+                return None
+            place = Place()
+            self._places.append(weakref.ref(place, self._changed.put))
+            return place
 
     def _spare(self) -> Session | None:
         name = connections[self.alias].settings_dict["NAME"]
@@ -124,13 +135,22 @@ class Sessions:
         return None
 
     def _opened(self) -> Session:
-        session = Session(connections[self.alias], self._prepared)
-        with self._changed:
-            self._open -= {each for each in self._open if each.closed}
-            self._open.add(session)
+        session = Session(connections[self.alias], self._prepared())
+        with self._mutex:
+            self._open[:] = [each for each in self._open if _is_living(each())]
+            # Interrupted, it may hold a lock, and nobody refers to it any more.
+            self._open.append(when_gone(session, session.ended()))
         return session
 
 
-def _close_each(sessions: set[Session]) -> None:
-    for session in sessions:
+def _is_living(session: Session | None) -> bool:
+    return session is not None and not session.closed
+
+
+def _living(sessions: list[Gone]) -> list[Session]:
+    return [each for gone in list(sessions) if (each := gone()) is not None and not each.closed]
+
+
+def _close_each(sessions: list[Gone]) -> None:
+    for session in _living(sessions):
         session.close()

@@ -78,7 +78,7 @@ _HOLDER = "SELECT {now}, who.* FROM ({who}) who"
 
 # Only keys that cannot be shown themselves are hashed.
 _HASHED = """
-SELECT storage_key FROM "{fences}" WHERE (octet_length(key) > {longest} OR key ~ '[^ -~]')
+SELECT storage_key FROM {fences} WHERE (octet_length(key) > {longest} OR key ~ '[^ -~]')
     AND rtrim(translate(encode(
         substring(sha256(convert_to(storage_key, 'UTF8')) FOR 16), 'base64'
     ), '+/', '-_'), '=') = ANY(%s)
@@ -89,9 +89,8 @@ def preparation(fences: str) -> str:
     """Return the statements that prepare what a session is asked.
 
     Args:
-        fences: The table of the fence counters.
+        fences: The table of the fence counters, quoted.
     """
-    fences = f'"{fences}"'
     ways = {
         "distlock_acquire": "pg_try_advisory_lock($3)",
         # Not taken a second time: it would have to be given back as often.
@@ -112,7 +111,7 @@ def preparation(fences: str) -> str:
 
 def who_holds(fences: str) -> str:
     """Return the query for the holder of one key, by storage key and the halves of its number."""
-    who = _who(f'"{fences}"', name="%s", high="%s::oid", low="%s::oid")
+    who = _who(fences, name="%s", high="%s::oid", low="%s::oid")
     return _HOLDER.format(now=_NOW, who=who)
 
 

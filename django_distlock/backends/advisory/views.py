@@ -8,14 +8,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from django.db import Error, connections
+from django.db import DatabaseError, Error, InterfaceError, connections
 
 from ... import vendors
-from ...connections import NoConnectionFree
+from ...borrowing import NoConnectionFree
 from ...core.durations import MAX_BOUND
 from ...core.errors import BackendUnavailable
 from ...core.keys import advisory_id
 from ...core.records import Contended, Page, Record
+from ...vendors.postgresql import session_salt
 from ..tables import FenceTable
 from .holdings import Holdings, stop_word
 from .sql import (
@@ -39,8 +40,6 @@ class SessionViews(FenceTable):
     request to stop is seen by the holder alone.
     """
 
-    _salt: str
-    _fences: str
     _holdings: Holdings
 
     def _read(self, name: str) -> Record | None:
@@ -50,7 +49,7 @@ class SessionViews(FenceTable):
     def _list(
         self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
     ) -> Page:
-        found = self._ask(self._find_all, writes=False)
+        found = self._ask(self._find_all, writes=False, long=True)
         records = [
             (name, record)
             for name, record in sorted(found.items())
@@ -76,30 +75,30 @@ class SessionViews(FenceTable):
 
     # In the server
 
-    def _find(self, name: str, bound: float) -> tuple[Record, int] | None:
+    def _find(self, name: str, bound: float, on: str) -> tuple[Record, int] | None:
         """Return the record of a held key, and the session that holds it."""
-        with vendors.of(self.using).short_transaction(bound, writes=False):
-            return self._see(name)
+        with vendors.of(on).short_transaction(bound, writes=False):
+            return self._see(name, on)
 
-    def _see(self, name: str) -> tuple[Record, int] | None:
-        rows = self._rows(who_holds(self._fences), name, *halves(self._number(name)))
+    def _see(self, name: str, on: str) -> tuple[Record, int] | None:
+        rows = _rows(on, who_holds(self._fences), name, *halves(self._number(name)))
         if not rows:
             return None
         now, *who = rows[0]
         return self._record(name, Seen.read(who), instant(now)), who[0]
 
-    def _find_all(self) -> dict[str, Record]:
+    def _find_all(self, on: str) -> dict[str, Record]:
         """Return the records of all held keys of this key prefix, by storage key.
 
         A session that shows a hash is found by the fence counter of its key. Without that nobody
         can tell the key, and the lock is not shown.
         """
-        with vendors.of(self.using).short_transaction(MAX_BOUND, writes=False):
-            rows = self._rows(EVERYBODY)
+        with vendors.of(on).short_transaction(MAX_BOUND, writes=False):
+            rows = _rows(on, EVERYBODY)
             hashes = [app.removeprefix(SHOWN) for _now, _number, app, *_who in rows]
-            hashed = [name for (name,) in self._rows(hashed_names(self._fences), hashes)]
+            hashed = [name for (name,) in _rows(on, hashed_names(self._fences), hashes)]
             names = dict(self._names(rows, hashed))
-            fences = dict(self._counters.filter(pk__in=names).values_list("pk", "fence"))
+            fences = dict(self._counters_on(on).filter(pk__in=names).values_list("pk", "fence"))
         return {
             name: self._record(name, Seen.read([*who, fences.get(name)]), now)
             for name, (now, who) in names.items()
@@ -118,43 +117,44 @@ class SessionViews(FenceTable):
             if name:
                 yield name, (instant(now), who)
 
-    def _held_among(self, names: Sequence[str]) -> Collection[str]:
-        numbers = {number for (number,) in self._rows(NUMBERS)}
+    def _held_among(self, on: str, names: Sequence[str]) -> Collection[str]:
+        numbers = {number for (number,) in _rows(on, NUMBERS)}
         return [name for name in names if self._number(name) in numbers]
 
-    def _force(self, name: str, key: str, bound: float) -> tuple[bool, Record | None]:
+    def _force(self, name: str, key: str, bound: float, on: str) -> tuple[bool, Record | None]:
         """Move the fence on, then end the session; False: somebody else is about to."""
         # One at a time, also behind the commit that moved the fence.
-        turn = advisory_id(f"{self._salt}:force", name)
-        if not self._rows("SELECT pg_try_advisory_lock(%s)", turn)[0][0]:
+        turn = advisory_id(f"{session_salt(self._fences)}:force", name)
+        if not _rows(on, "SELECT pg_try_advisory_lock(%s)", turn)[0][0]:
             return False, None
         try:
-            found = self._move_fence(name, key, bound)
+            found = self._move_fence(name, key, bound, on)
             if found is None:
                 return True, None
             # Its guarded writes fail by now.
             record, pid = found
-            self._terminate(name, key, pid)
+            self._terminate(name, key, pid, on)
             return True, record
         finally:
             with suppress(Error):
-                self._rows("SELECT pg_advisory_unlock(%s)", turn)
+                _rows(on, "SELECT pg_advisory_unlock(%s)", turn)
 
-    def _move_fence(self, name: str, key: str, bound: float) -> tuple[Record, int] | None:
-        if self._find(name, bound) is None:
+    def _move_fence(self, name: str, key: str, bound: float, on: str) -> tuple[Record, int] | None:
+        if self._find(name, bound, on) is None:
             return None  # And no counter is made for a key that nobody ever held.
-        with self._counters.turn(name, key, bound):
-            counter = self._counters.lock(name)
-            found = self._see(name)
+        counters = self._counters_on(on)
+        with counters.turn(name, key, bound):
+            counter = counters.lock(name)
+            found = self._see(name, on)
             if found is not None:
-                store = vendors.of(self.using)
+                store = vendors.of(on)
                 store.make_durable()
-                self._counters.advance(name, key, counter, store.now())
+                counters.advance(name, key, counter, store.now())
             return found
 
-    def _terminate(self, name: str, key: str, pid: int) -> None:
+    def _terminate(self, name: str, key: str, pid: int, on: str) -> None:
         patience = int(MAX_BOUND * 1000)
-        rows = self._rows(TERMINATE, patience, *halves(self._number(name)), pid)
+        rows = _rows(on, TERMINATE, patience, *halves(self._number(name)), pid)
         if rows and not rows[0][0]:
             raise BackendUnavailable(
                 f"The session {pid} that holds {key!r} was told to end and has not yet.",
@@ -162,32 +162,40 @@ class SessionViews(FenceTable):
                 code="network_timeout",
             )
 
-    def _send_stop(self, name: str, bound: float) -> Record | None:
-        found = self._find(name, bound)
+    def _send_stop(self, name: str, bound: float, on: str) -> Record | None:
+        found = self._find(name, bound, on)
         if found is None:
             return None
         record, pid = found
-        now = vendors.of(self.using).now()
+        now = vendors.of(on).now()
         mine = self._holdings.of_session(name, pid)
         if mine is not None:
             return self._holdings.change(mine, stop_requested_at=now)
         word = stop_word(self._number(name), record.fence)
-        self._rows("SELECT pg_notify(%s, %s)", f"distlock_{pid}", word)
+        _rows(on, "SELECT pg_notify(%s, %s)", f"distlock_{pid}", word)
         return replace(record, stop_requested_at=now)
 
     def _busy(self, name: str) -> Contended:
         try:
-            with self._connections.use(0, writes=False):
-                found = self._find(name, 0)
-                now = vendors.of(self.using).now()
+            with self._connections.use(0, writes=False) as on:
+                found = self._find(name, 0, on)
+                now = vendors.of(on).now()
         except (Error, NoConnectionFree):
             found = None
         return Contended(busy=True) if found is None else found[0].contended(now, busy=True)
 
     # What these share
 
+    @property
+    def _fences(self) -> str:
+        """The table of the fence counters, quoted and with its schema."""
+        try:
+            return self._connections.name("fences")
+        except (DatabaseError, InterfaceError) as error:
+            raise self._translated(error, None) from error
+
     def _number(self, name: str) -> int:
-        return advisory_id(self._salt, name)
+        return advisory_id(session_salt(self._fences), name)
 
     def _record(self, name: str, seen: Seen, now: Any) -> Record:
         """Return what is known about a lock: all of it, if it is this process's."""
@@ -196,7 +204,8 @@ class SessionViews(FenceTable):
             return mine.record
         return seen.record(name.removeprefix(self._namespace()), now)
 
-    def _rows(self, statement: str, *arguments: Any) -> list[Any]:
-        with connections[self.using].cursor() as cursor:
-            cursor.execute(statement, arguments)
-            return list(cursor.fetchall())
+
+def _rows(on: str, statement: str, *arguments: Any) -> list[Any]:
+    with connections[on].cursor() as cursor:
+        cursor.execute(statement, arguments)
+        return list(cursor.fetchall())

@@ -1,28 +1,34 @@
--- Let a record end in so many seconds at the latest; it never gets longer.
+-- Let a record be renewed for so many seconds at the most; it never gets longer.
 --
--- KEYS: record; where tokens are indexed, that of the token.
+-- Its holder is asked to finish, and the key stays its own until the end that it was promised.
+-- What is settled has no holder any more, and ends.
+--
+-- KEYS: record; where tokens are indexed, that of the token, which stays as it is.
 -- Answers: held now record | free
-local lock, index = unpack(KEYS)
-local seconds, grace, token, channel = unpack(ARGV)
+local lock = KEYS[1]
+local seconds, token, channel = unpack(ARGV)
 
 local held = redis.call('HMGET', lock, 'free_at', 'expires_at', 'wanted')
-local free_at, settled = held[1], held[1] == held[2] and held[1] ~= ''
+local free_at, expires_at, settled = held[1], held[2], held[1] == held[2] and held[1] ~= ''
 if not free_at or not is_live(free_at) or token ~= '' and refused(lock, token) then
     return 'free'
 end
-local sooner, sooner_free = lease_ends(seconds, settled and 0 or grace)
-if not is_sooner(sooner_free, free_at) then
+local sooner = lease_ends(seconds, 0)
+if expires_at == '' or not is_sooner(sooner, expires_at) then
     return 'held ' .. text(now) .. ' ' .. described(lock)
 end
 begin(lock)
-redis.call('HSET', lock, 'expires_at', sooner, 'free_at', sooner_free)
+redis.call('HSET', lock, 'expires_at', sooner)
+if settled then
+    redis.call('HSET', lock, 'free_at', sooner)
+    free_at = sooner
+else
+    redis.call('HSETNX', lock, 'stop_requested_at', text(now))
+end
 -- Before it may go at once.
 local record = described(lock)
-remove_at(lock, sooner_free)
-if index then
-    remove_at(index, sooner_free)
-end
-if held[3] then
+remove_at(lock, free_at)
+if settled and held[3] then
     wake(channel, lock)
 end
 return 'held ' .. text(now) .. ' ' .. record

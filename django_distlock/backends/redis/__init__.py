@@ -211,14 +211,8 @@ class RedisBackend(RedisWaiters):
         self, name: str, seconds: float, token: str | None, *, bound: float
     ) -> Record | None:
         tokens = [] if token is None else [self._token(token)]
-        arguments = (repr(seconds), _GRACE, token or "", self._channel)
-        record = self._run(
-            Call(script("shorten"), [self._at("lock", name)], arguments, tokens), held
-        )
-        if record is not None and record.free_at is not None and token is None:
-            milliseconds = -(-to_microseconds(record.free_at) // 1000)
-            self._tell_index(record, "PEXPIREAT", str(milliseconds))
-        return record
+        arguments = (repr(seconds), token or "", self._channel)
+        return self._run(Call(script("shorten"), [self._at("lock", name)], arguments, tokens), held)
 
     def _force_release(self, name: str, key: str, *, bound: float) -> Record | None:
         def read(answer: str) -> Record | None:
@@ -228,14 +222,14 @@ class RedisBackend(RedisWaiters):
         arguments = (_FENCE_MAX, self._channel)
         record = self._run(Call(script("force_release"), keys, arguments), read, key)
         if record is not None:
-            self._tell_index(record, "DEL")
+            self._forget_token(record)
         return record
 
-    def _tell_index(self, record: Record, command: str, *words: str) -> None:
-        """Bring up to date what is found by a token that the caller of a script did not know."""
+    def _forget_token(self, record: Record) -> None:
+        """Remove what is found by a token that the caller of a script did not know."""
         # Nothing rests on it: whoever follows it compares the token.
         with suppress(LockError):
-            self.store.command(command, self._token(record.token), *words)
+            self.store.command("DEL", self._token(record.token))
 
     def _request_stop(self, name: str, *, bound: float) -> Record | None:
         return self._run(Call(script("request_stop"), [self._at("lock", name)], ()), held)

@@ -107,7 +107,7 @@ def client_source(where: str, options: Options) -> Callable[[], Any]:
             f" {' and '.join(given) or 'none'}."
         )
     ((name, value),) = given.items()
-    make = {"cache": _from_cache, "url": _from_url, "client_factory": _from_factory}[name]
+    make = {"cache": from_cache, "url": _from_url, "client_factory": _from_factory}[name]
     try:
         return make(value)
     except InvalidLockBackend as error:
@@ -218,7 +218,26 @@ def _code(error: Exception) -> str | None:
     return _WORDS.get(word)
 
 
-def _from_cache(alias: object) -> Callable[[], Any]:
+def database_of(client: Any) -> tuple[Any, ...] | None:
+    """Return what tells one Redis database from another; None: it has several servers.
+
+    Nothing is asked: two names of one host are two databases, but for those of this machine.
+    """
+    pool = getattr(client, "connection_pool", None)
+    given: dict[str, Any] = getattr(pool, "connection_kwargs", {})
+    host = given.get("host")
+    if host in ("localhost", "::1"):
+        host = "127.0.0.1"
+    server = given.get("path") or (host and (host, given.get("port") or 6379))
+    return None if server is None else (server, int(given.get("db") or 0))
+
+
+def from_cache(alias: object) -> Callable[[], Any]:
+    """Return what gives the client of a cache.
+
+    Raises:
+        InvalidLockBackend: There is no such cache, or it is not on one Redis server.
+    """
     try:
         cache: Any = caches[alias]  # type: ignore[index]
     except (InvalidCacheBackendError, TypeError, AttributeError) as error:

@@ -11,7 +11,7 @@ from typing import Final
 
 from ...backends.base import BaseLockBackend
 from ...core.errors import BackendUnavailable, LockError, LockNotAcquired
-from ...core.keys import MAX_KEY_BYTES, new_token, normalize_key
+from ...core.keys import MAX_KEY_BYTES, OWN_MARKER, new_token, own_key
 from ...core.logs import log_fields
 from ...core.records import Grant, Record
 from ...host import current_holder, monotonic
@@ -243,10 +243,11 @@ def mark_key(key: str, name: str) -> str:
         InvalidArgument: `key` is too long.
     """
     # Without colons in the last part, no two pairs make one key.
+    key = OWN_MARKER + key.removeprefix(OWN_MARKER)
     text = f"{key}:sent:{name.replace('%', '%25').replace(':', '%3A')}"
     if len(text.encode()) > MAX_KEY_BYTES:
         text = f"{key}:sent:sha256%{hashlib.sha256(name.encode()).hexdigest()}"
-    return normalize_key(text)
+    return own_key(text)
 
 
 def _metadata(sent_at: datetime, runs: int) -> dict[str, object]:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from django.core import checks
 
 from ...core.errors import LockUsageError
+from ...core.keys import begins_with_field
 from .importing import app_of_project, import_modules
 from .runs import require_base
 from .terms import Terms, terms_of
@@ -19,7 +20,7 @@ _VISIBILITY: Final = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sq
 
 @checks.register("distlock")
 def check_tasks(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
-    """E401, E402, W401 and W402: what Celery does with a task, and what its lock can do."""
+    """E401, E402, W007 and W401 to W403: what Celery does with a task, and what its lock can do."""
     found: list[checks.CheckMessage] = []
     app = app_of_project()
     if app is None:
@@ -34,6 +35,8 @@ def check_tasks(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
             found += _check_limits(task, terms)
             found += _check_visibility(task, terms)
             found += _check_skipping(task, terms)
+            found += _check_running(task, terms)
+            found += _check_template(task, terms)
     return found
 
 
@@ -107,4 +110,26 @@ def _check_skipping(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
             " taken: where the lease of a dead worker outlives it, its work is lost.",
             hint=f'Use on_conflict="retry". {_DOCS}',
             id="distlock.W402",
+        )
+
+
+def _check_running(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
+    if terms.on_conflict == "run" and task.acks_late:
+        yield checks.Warning(
+            f"The task {task.name} may be delivered again while it runs, and runs without its lock"
+            " where another task has it: then nothing tells that it runs, or has run, already.",
+            hint=f'Use on_conflict="retry". {_DOCS}',
+            id="distlock.W403",
+        )
+
+
+def _check_template(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
+    given = None if terms.lock is None else terms.lock.given
+    # The key of a queued task begins with a text of ours.
+    if isinstance(given, str) and begins_with_field(given):
+        yield checks.Warning(
+            f"The key template {given!r} of the task {task.name} begins with a field: a value that"
+            " somebody else chooses, a file name, can be the key of another lock.",
+            hint=f"Begin it with a text: 'invoice:{{number}}'. {_DOCS}",
+            id="distlock.W007",
         )

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -50,13 +50,13 @@ class EndsTheDead:
     __slots__ = ()
 
     def on_timeout(self, soft: bool, timeout: Any) -> Any:
-        """Shorten the lease: behind this, the child is killed."""
+        """End the lease when the child is dead: behind this, it is killed."""
         if not soft:
             end(self, at_once=False)
         return super().on_timeout(soft, timeout)  # type: ignore[misc]
 
     def terminate(self, pool: Any, signal: Any = None) -> Any:
-        """Shorten the lease: the child has got a signal."""
+        """End the lease if the child dies of its signal."""
         try:
             return super().terminate(pool, signal)  # type: ignore[misc]
         finally:
@@ -79,20 +79,23 @@ class EndsTheDead:
 
 
 def end(request: Any, *, at_once: bool) -> None:
-    """End what a task holds whose process is dead, or will be.
+    """End what a task holds whose process is dead, as soon as that can be seen.
 
-    Never raises: the worker goes on, and the lease ends by its ttl.
+    Never raises: the worker goes on, and the lease ends by its ttl. So does that of a process that
+    lives on, which goes on to renew it.
 
     Args:
         request: A request of the worker.
-        at_once: Whether the process is said to be dead. Where that cannot be seen, and else, the
-            lease lives for the grace of the terms.
+        at_once: Whether the process is said to be dead: then the worker waits until its leases are
+            ended. Else it is watched for the grace of the terms.
     """
     terms = terms_of(request.task)
     if terms is None:
         return
-    dead = partial(_end_all, terms, request, at_once=at_once)
-    _do(lock_backends[terms.backend], dead)
+    store = lock_backends[terms.backend]
+    if not (store.distributed and store.supports_ttl):
+        return  # A session ends with its process; memory is the child's own.
+    _do(store, partial(_end_all, store, terms, request, at_once=at_once))
 
 
 def _watch(sender: Any = None, **_: Any) -> None:
@@ -130,28 +133,41 @@ def _end_started(request: Any) -> None:
         end(request, at_once=False)
 
 
-def _end_all(terms: Terms, request: Any, *, at_once: bool) -> None:
-    store = lock_backends[terms.backend]
-    if not (store.distributed and store.supports_ttl):
-        return  # A session ends with its process; memory is the child's own.
+def _end_all(store: BaseLockBackend, terms: Terms, request: Any, *, at_once: bool) -> None:
     ours = current_holder()
+    living = []
     for record in _held(store, terms, request):
         holder = record.holder
         if (holder.host, holder.boot_id) != (ours.host, ours.boot_id) or record.is_settled:
             continue
         if holder.pid == os.getpid() or request.worker_pid not in (None, holder.pid):
             continue  # Another delivery of the same task, or no child at all.
-        if at_once and _is_dead(record):
+        if _is_dead(record, _REAPED if at_once else 0.0):
             _release(store, terms, record, request)
         else:
-            store.shorten(record.key, terms.grace, token=record.token)
-            logger.warning(
-                "%r ends in %g s at the latest: its task %s was told to end",
-                record.key,
-                terms.grace,
-                request.id,
-                extra=_fields("ends_soon", store, record, request),
-            )
+            living.append(record)
+    if living:
+        # Not on a thread of the store, which others need meanwhile.
+        watch = partial(_watch_over, store, terms, request, living)
+        threading.Thread(target=watch, name="distlock-endings", daemon=True).start()
+
+
+def _watch_over(
+    store: BaseLockBackend, terms: Terms, request: Any, records: Sequence[Record]
+) -> None:
+    """Release what a process holds if it dies within the grace."""
+    until = time.monotonic() + terms.grace
+    for record in records:
+        if _is_dead(record, until - time.monotonic()):
+            # Whatever has become of the key by now: only this token's lease is released.
+            _do(store, partial(_release, store, terms, record, request))
+            continue
+        logger.warning(
+            "%r stays taken: the process of its task %s was told to end, and lives",
+            record.key,
+            request.id,
+            extra=_fields("lives_on", store, record, request),
+        )
 
 
 def _held(store: BaseLockBackend, terms: Terms, request: Any) -> Iterator[Record]:
@@ -174,8 +190,8 @@ def _held(store: BaseLockBackend, terms: Terms, request: Any) -> Iterator[Record
             return
 
 
-def _is_dead(record: Record) -> bool:
-    until = time.monotonic() + _REAPED
+def _is_dead(record: Record, patience: float) -> bool:
+    until = time.monotonic() + patience
     while not is_gone(record.holder):
         if time.monotonic() >= until:
             return False
@@ -190,6 +206,8 @@ def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any)
         released = store.settle(grant, kept)
     else:
         released = store.release(grant)
+    if released is False:
+        return  # The process has done so itself, or somebody else has the key.
     logger.warning(
         "%r is given back: process %d, which ran its task %s, is dead",
         record.key,

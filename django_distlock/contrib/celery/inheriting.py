@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +11,11 @@ from weakref import WeakValueDictionary
 
 from celery import current_app
 
-from ... import holding
+from ... import holding, transactions
 from ...attempts import Granted
 from ...backends.base import BaseLockBackend
 from ...core.errors import InvalidArgument, LockError, LockLost
+from ...core.logs import log_fields
 from ...core.records import Grant
 from ...host import monotonic
 from ...keeping import Terms as Kept
@@ -21,6 +23,8 @@ from ...leases import Lease
 from .deliveries import LEASE
 from .queueing import call_of
 from .terms import terms_of
+
+logger = logging.getLogger("django_distlock")
 
 #: The leases of tasks that run in this process, by token: one thread may send what another runs.
 _here: WeakValueDictionary[str, Lease] = WeakValueDictionary()
@@ -35,7 +39,10 @@ def remember(lease: Lease) -> None:
 def hand_down(
     sender: Any = None, body: Any = None, headers: dict[str, Any] | None = None, **_: Any
 ) -> None:
-    """Tell a task under which lease it is sent: a receiver of `before_task_publish`."""
+    """Tell a task under which lease it is sent: a receiver of `before_task_publish`.
+
+    Not inside a transaction: it might begin before what was written there is committed.
+    """
     if headers is None or LEASE in headers or holding.current_lease() is None:
         return
     task = current_app.tasks.get(sender)
@@ -48,8 +55,19 @@ def hand_down(
     except (InvalidArgument, TypeError):
         return  # The task itself will say so.
     lease = holding.holds(terms.backend, key)
-    if lease is not None:
-        headers[LEASE] = lease.fence_token
+    if lease is None:
+        return
+    if transactions.open_transactions():
+        extra = log_fields("not_handed_down", backend=lease.backend, key=key)
+        logger.warning(
+            "%s is sent inside a transaction and takes %r as any other task does, not under the"
+            " lease of its sender: send it by delay_on_commit()",
+            sender,
+            key,
+            extra=extra,
+        )
+        return
+    headers[LEASE] = lease.fence_token
 
 
 @contextmanager
@@ -104,7 +122,7 @@ def _bound(lease: Lease) -> Iterator[None]:
 def _let_go(lease: Lease) -> None:
     """Neither renew nor watch it any more, and leave it as it is."""
     try:
-        lease.dump()
+        lease.let_go()
     except LockError:
         # Lost: then there is nothing to let go of.
         return

@@ -160,6 +160,7 @@ def _reserve(lock: JobLock, terms: Terms, delay: float) -> Grant:
         min_hold=0.0,
         basic=False,
         max_lifetime=None,
+        is_queued=True,
     )
     try:
         lease = lock.acquire()
@@ -182,7 +183,7 @@ def _detached(lease: Lease) -> Grant:
         LockError: It is over, or its backend cannot do that.
     """
     grant = lease._grant
-    lease.dump()
+    lease.let_go()
     return grant
 
 

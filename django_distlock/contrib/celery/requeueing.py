@@ -9,6 +9,7 @@ from typing import Any
 from celery.exceptions import Ignore, Reject, Retry
 
 from ...core.errors import LockNotAcquired
+from ...core.interruptions import pass_on
 from ...core.logs import log_fields
 from ..jobs import Queued, Rules
 from .deliveries import AGAIN, ATTEMPT, TIMES, UNTIL, Delivery, kept_headers, now
@@ -75,6 +76,7 @@ def _send(delivery: Delivery, pause: float, ours: dict[str, Any]) -> None:
     try:
         signature.apply_async()
     except Exception as error:
+        pass_on(error)
         if not delivery.task.acks_late:
             raise
         raise Reject(error, requeue=True) from error

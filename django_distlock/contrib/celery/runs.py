@@ -72,6 +72,8 @@ class Run:
         self._store = lock_backends[terms.backend]
         self._fence = 0
         self._has_begun = False
+        # Whether it waited for others, of which one may have been another delivery of this task.
+        self._has_met = False
         # What the run is about, for messages.
         self._key: str | None = None
         self._started_at = monotonic()
@@ -90,7 +92,7 @@ class Run:
                     self._hold(stack, lock)
                 if unique is not None:
                     self._take(stack, unique, binds=lock is None)
-                if delivery.is_redelivered or delivery.queued is not None:
+                if delivery.is_redelivered or delivery.queued is not None or self._has_met:
                     self._refuse_if_finished(_SETTLING)
             except (LockNotAcquired, BackendUnavailable) as error:
                 refusal = error
@@ -134,6 +136,9 @@ class Run:
         if terms.unique is not None and delivery.task is not None:
             require_base(delivery.task)
         lock = terms.lock_of(delivery.call, delivery.id)
+        if lock is not None and lock.on_conflict == "run" and delivery.is_queued:
+            # Whose key it is decides: beside another delivery of this task, it does not run.
+            lock = replace(lock, on_conflict="raise")
         if lock is not None and self._policy() == "retry" and not delivery.is_queued:
             # There is no queue to go back to.
             longest = WAIT if terms.rules.max_wait is None else min(WAIT, terms.rules.max_wait)
@@ -153,6 +158,7 @@ class Run:
             # Run eagerly, inside of the block of the one that sent it.
             lock = replace(lock, reentrant=True)
         try:
+            self._look(lock)
             lease = stack.enter_context(lock)
         except LockNotAcquired as error:
             if not self._is_by_itself(error) or not _may_be_stolen(lock, error):
@@ -160,6 +166,23 @@ class Run:
             lease = stack.enter_context(replace(lock, steal_if_dead=True))
         self._fence = lease.fence
         inheriting.remember(lease)
+
+    def _look(self, lock: JobLock) -> None:
+        """Refuse to wait in a worker for another delivery of the same task.
+
+        Raises:
+            LockNotAcquired: It holds the lock.
+        """
+        if not (lock.wait and self._delivery.is_queued):
+            return
+        record = self._store.read(lock.key)
+        self._has_met = record is not None
+        if record is not None and record.holder.task_id == self._delivery.id:
+            raise LockNotAcquired(
+                f"{lock.key!r} is taken by another delivery of this task.",
+                key=lock.key,
+                holder=record.holder,
+            )
 
     def _take(self, stack: ExitStack, lock: JobLock, *, binds: bool) -> None:
         """Hold the unique key until the result is stored."""
@@ -188,7 +211,7 @@ class Run:
         delivery = self._delivery
         if not (self._terms.redelivery_window and delivery.is_acked_late):
             return
-        until = monotonic() + (patience if delivery.was_seen_running else 0.0)
+        until = monotonic() + (patience if delivery.was_seen_running or self._has_met else 0.0)
         while (fence := self._store.noted(delivery.note)) is None:
             if monotonic() >= until:
                 return

@@ -18,6 +18,7 @@ from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 
 from ...core.errors import BackendUnavailable
+from ...core.keys import own_key
 from ...exceptions import InvalidLockBackend
 from ...handler import lock_backends
 from ...locks import distlock
@@ -38,7 +39,7 @@ class OneLeader:
 
     Mixed into a `celery.beat.Scheduler`. Its options are settings of the Celery app:
 
-    - `beat_distlock_key`: What the leader holds; "celery-beat:" and the app's name if left out.
+    - `beat_distlock_key`: What the leader holds; "〈celery-beat:" and the app's name if left out.
     - `beat_distlock_ttl`: Seconds (or a `timedelta`) until a dead leader's lease ends; the `TTL` of
       the lock backend if left out. Another beat leads a second after that.
     - `beat_distlock_backend`: An alias in `DISTLOCK`; "default" if left out.
@@ -70,7 +71,7 @@ class OneLeader:
         if getattr(current_process(), "_parent_pid", None) is not None:
             _reserve_numbers()
         conf = self.app.conf
-        key = conf.get("beat_distlock_key") or f"celery-beat:{self.app.main or 'celery'}"
+        key = conf.get("beat_distlock_key") or own_key(f"celery-beat:{self.app.main or 'celery'}")
         alias = conf.get("beat_distlock_backend") or "default"
         store = lock_backends[alias]
         if not (store.distributed and store.supports_ttl):

@@ -11,6 +11,7 @@ from celery import Task
 from celery.contrib.django.task import DjangoTask
 from celery.local import Proxy
 
+from ...core.bodies import whole
 from ...core.durations import Duration
 from ...core.errors import InvalidArgument
 from ..jobs import MAX_WAIT, OnConflict, OnUnavailable
@@ -57,13 +58,14 @@ def locked_task(
         max_wait: Seconds (or a `timedelta`) for which "retry" goes on.
         inherit: Run under the lease of the task that sent this one, if it has the key.
         options: `retry`, a `Retry`: the pauses of "retry". `wait`: seconds to wait in the worker,
-            5 with "wait", else 0. `grace`: seconds that the lease of a task lives at most which
-            was told to end. `unique_ttl`: seconds that a queued task keeps its `unique` key
-            without being started. `redelivery_window`: seconds for which a delivery of an
-            `acks_late` task is known to be finished. All others are those of `distlock()`.
+            5 with "wait", else 0. `grace`: seconds for which the parent watches whether a process
+            is dead that was told to end. `unique_ttl`: seconds that a queued task keeps its
+            `unique` key without being started. `redelivery_window`: seconds for which a delivery
+            of an `acks_late` task is known to be finished. All others are those of `distlock()`.
 
     Raises:
         InvalidArgument: An argument breaks a rule, or the function is a task already.
+        LockUsageError: Its body would run when its call is over, as a coroutine function's.
     """
     refuse_function(lock)
     given = {
@@ -167,18 +169,8 @@ def _wrapped(function: Callable[P, T], given: dict[str, Any]) -> Callable[P, T]:
         raise InvalidArgument(f"locked_task wraps a function, not {function!r}.")
     if getattr(function, "distlock_terms", None) is not None:
         raise InvalidArgument(f"{function.__qualname__} is locked already.")
-    if any(
-        kind(function)
-        for kind in (
-            inspect.iscoroutinefunction,
-            inspect.isgeneratorfunction,
-            inspect.isasyncgenfunction,
-        )
-    ):
-        raise InvalidArgument(
-            f"{function.__qualname__} is no plain function: its body would run when the lock is"
-            " released. Celery runs plain functions."
-        )
+    # Celery awaits nothing.
+    function = whole(function, awaits=False)
     terms = Terms.of(function, **given)
 
     @functools.wraps(function)

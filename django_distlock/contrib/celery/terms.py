@@ -11,21 +11,21 @@ from typing import Any, Final
 
 from ...core.durations import MIN_TTL, Duration, seconds
 from ...core.errors import InvalidArgument, shown
-from ...core.keys import MAX_KEY_BYTES, KeyTemplate
+from ...core.keys import MAX_KEY_BYTES, OWN_MARKER, KeyTemplate, own_key
 from ...core.retry import Retry
 from ..jobs import RETRY, JobLock, OnConflict, OnUnavailable, Rules
 
 #: Makes a key: a template, a function of the call's arguments, or True for all of them.
 KeyOf = str | Callable[..., str] | bool
 
-#: Seconds that a dead task's lease lives at most, where it may not be quite dead yet.
+#: Seconds for which a process is watched that was told to end.
 GRACE: Final = 10.0
 #: Seconds that a queued task keeps its unique key without being started.
 QUEUED_FOR: Final = 3600.0
 #: Seconds for which a delivery is known to be finished.
 REDELIVERY_WINDOW: Final = 86400.0
 #: What stands before the keys of queued tasks, so that they are never those of running ones.
-UNIQUE_PREFIX: Final = "unique:"
+UNIQUE_PREFIX: Final = f"{OWN_MARKER}unique:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +163,15 @@ class Terms:
         """Return what one run holds so that no other one like it is queued."""
         if self.unique is None:
             return None
-        key = UNIQUE_PREFIX + self.unique.make(call)
+        key = own_key(UNIQUE_PREFIX + self.unique.make(call))
         return replace(self.unique_lock, key=key, task_id=task_id)
 
     @property
     def unique_lock(self) -> JobLock:
         """What keeps others from being queued, but for key and job."""
-        lock = replace(self.rules.lock, wait=0.0)
+        # Between two runs its holder is no process that could be dead. What a dead run leaves is
+        # ended by its parent, or taken over by the next delivery of its task.
+        lock = replace(self.rules.lock, wait=0.0, steal_if_dead=False)
         # To keep the key taken behind the run is asked of the lock.
         return lock if self.lock is None else replace(lock, hold=False, min_hold=0.0)
 
@@ -195,7 +197,7 @@ class _Canonical:
             arguments, sort_keys=True, default=_plain, ensure_ascii=False, separators=(",", ":")
         )
         key = f"{call.task}:{text}"
-        if len(key.encode()) + len(UNIQUE_PREFIX) <= MAX_KEY_BYTES:
+        if len(key.encode()) + len(UNIQUE_PREFIX.encode()) <= MAX_KEY_BYTES:
             return key
         return f"{call.task[:200]}:{hashlib.sha256(key.encode()).hexdigest()}"
 

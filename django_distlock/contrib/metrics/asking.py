@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from django.core.signals import setting_changed
 from django.db import connections
 
+from ...core.interruptions import pass_on
 from ...handler import lock_backends
 
 T = TypeVar("T")
@@ -47,10 +48,17 @@ class Asking(Generic[T]):
             if asked is not None and is_ours and (is_new or not asked.done()):
                 return asked
             asked = Future()
-            self._asked, self._pid = asked, os.getpid()
-        threading.Thread(
-            target=self._run, args=(asked,), name="distlock-asking", daemon=True
-        ).start()
+            thread = threading.Thread(
+                target=self._run, args=(asked,), name="distlock-asking", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                # No thread is to be had now. The next question may get one.
+                asked.set_exception(error)
+            else:
+                # Only now: nobody asks again while there is a question without an answer.
+                self._asked, self._pid = asked, os.getpid()
         return asked
 
     def _run(self, asked: Future[T]) -> None:
@@ -87,7 +95,8 @@ def ask_each(
     for alias, each in begin_each(question, max_age=max_age).items():
         try:
             found[alias] = each.result(max(0.0, until - time.monotonic()))
-        except Exception:  # noqa: BLE001 - what cannot be known is not
+        except Exception as error:  # noqa: BLE001 - what cannot be known is not
+            pass_on(error)
             found[alias] = None
     return found
 

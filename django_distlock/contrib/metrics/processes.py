@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from django.core.exceptions import ImproperlyConfigured
 
-from ... import holding
+from ... import blocks
 from ...exits import held_here
 from ...handler import lock_backends
 from ...heartbeat import heartbeat_of
@@ -39,5 +39,5 @@ def process_numbers() -> Mapping[str, Mapping[Instrument, float]]:
 
 def _blocks() -> list[Lease]:
     """Return what the blocks hold that were entered in this process, and not left."""
-    entered = [bound for each in list(holding._entered.values()) for bound in list(each)]
-    return [each.lease for each in entered if not each.inner]
+    entered = [each for each in list(blocks.every) if not each.inner and each.is_open]
+    return [each.lease for each in entered if each.lease is not None]

@@ -106,13 +106,13 @@ def _look(alias: str) -> Health:
 def _count(alias: str) -> Counted | None:
     store = lock_backends[alias]
     if isinstance(store, DatabaseBackend):
-        return store._ask(partial(_count_rows, store), writes=False)
+        return store._ask(partial(_count_rows, store), writes=False, long=True)
     return _count_listed(store) if store.supports_listing else None
 
 
-def _count_rows(store: DatabaseBackend) -> Counted:
-    now = vendors.of(store.using).now()
-    locks = HeldLock._default_manager.using(store.using).exclude(holder_host=NOTE)
+def _count_rows(store: DatabaseBackend, using: str) -> Counted:
+    now = vendors.of(using).now()
+    locks = HeldLock._default_manager.using(using).exclude(holder_host=NOTE)
     rows = between(locks, store._namespace(), None)
     held = rows.filter(Q(free_at__isnull=True) | Q(free_at__gt=now))
     # What is kept behind its run on purpose has no grace.

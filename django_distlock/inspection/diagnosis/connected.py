@@ -54,7 +54,7 @@ def used_connections(store: BaseLockBackend) -> list[Used]:
         if servers is not None:
             return list(_of_redis(servers))
         if isinstance(store, FenceTable):
-            return store._ask(lambda: _of_database(store.using), writes=False)
+            return store._ask(_of_database, writes=False, long=True)
     return []
 
 

@@ -14,6 +14,7 @@ from ...backends.tables import FenceTable
 from ...core.holders import Holder
 from ...core.records import Record
 from ...core.wording import instant, span
+from ...counters import FenceCounterManager
 from ...host import current_holder, is_gone
 from .findings import Level, Notes
 from .kinds import is_redis
@@ -208,13 +209,16 @@ def _look(
         seen.add(_HIGHER, key, f"held with {record.fence}, counter at {fence}")
 
 
+def _counted(counters: FenceCounterManager, names: Sequence[str]) -> dict[str, int]:
+    return dict(counters.filter(pk__in=names).values_list("pk", "fence"))
+
+
 def _fences(store: BaseLockBackend, records: Sequence[Record]) -> list[int | None]:
     """Return the counters of the keys, read behind the records; None: not asked for."""
     names = [store.storage_name(each.key) for each in records]
     if isinstance(store, FenceTable):
-        rows = store._counters.filter(pk__in=names)
-        found: dict[str, int] = store._ask(
-            lambda: dict(rows.values_list("pk", "fence")), writes=False
+        found = store._ask(
+            lambda on: _counted(store._counters_on(on), names), writes=False, long=True
         )
         return [found.get(name, 0) for name in names]
     if is_redis(store):

@@ -58,7 +58,9 @@ def crowd_of(
         many: How many waiters of a key are very many.
     """
     if isinstance(store, DatabaseBackend):
-        return store._ask(lambda: _crowd_of_rows(store, limit, many, is_dead), writes=False)
+        return store._ask(
+            lambda on: _crowd_of_rows(store, on, limit, many, is_dead), writes=False, long=True
+        )
     if is_redis(store):
         return _crowd_of_redis(store, limit, many, is_dead)
     return None
@@ -72,15 +74,15 @@ def over_of(store: BaseLockBackend, named: int) -> tuple[int, list[Record], date
     if not isinstance(store, DatabaseBackend):
         return None
 
-    def look() -> tuple[int, list[Record], datetime]:
-        now = vendors.of(store.using).now()
+    def look(on: str) -> tuple[int, list[Record], datetime]:
+        now = vendors.of(on).now()
         # What is kept behind its run has ended as it was to.
-        rows = _of(HeldLock, store).filter(free_at__lte=now).exclude(holder_host=NOTE)
+        rows = _of(HeldLock, store, on).filter(free_at__lte=now).exclude(holder_host=NOTE)
         rows = rows.exclude(free_at=F("expires_at"))
         last = [row.as_record() for row in rows.order_by("-free_at")[:named]]
         return rows.count(), last, now
 
-    return store._ask(look, writes=False)
+    return store._ask(look, writes=False, long=True)
 
 
 def paused_of(
@@ -88,9 +90,12 @@ def paused_of(
 ) -> Iterator[tuple[str, datetime, str | None]]:
     """Yield keys that are paused until then or later: until when, and who wanted it."""
     if isinstance(store, FenceTable):
-        rows = _of(FenceCounter, store).filter(paused_until__gte=until)
-        found = rows.values_list("key", "paused_until", "paused_by")[:limit]
-        yield from store._ask(lambda: list(found), writes=False)
+
+        def look(on: str) -> list[tuple[str, datetime, str | None]]:
+            rows = _of(FenceCounter, store, on).filter(paused_until__gte=until)
+            return list(rows.values_list("key", "paused_until", "paused_by")[:limit])
+
+        yield from store._ask(look, writes=False, long=True)
     elif is_redis(store):
         # Its driver need not be installed for the others.
         from .walked import keys_with
@@ -102,9 +107,9 @@ def paused_of(
 
 
 def _crowd_of_rows(
-    store: DatabaseBackend, limit: int, many: int, is_dead: Callable[[Holder], bool]
+    store: DatabaseBackend, on: str, limit: int, many: int, is_dead: Callable[[Holder], bool]
 ) -> Crowd:
-    now, rows = vendors.of(store.using).now(), _of(Waiter, store)
+    now, rows = vendors.of(on).now(), _of(Waiter, store, on)
     there = rows.filter(until__gt=now)
     crowd = Crowd(over=rows.filter(until__lte=now).count())
     prefix = len(store._namespace())
@@ -153,9 +158,9 @@ def _by_page(rows: QuerySet[Any], limit: int) -> Iterator[tuple[str, dict[str, A
         last, limit = found[-1][0], limit - len(found)
 
 
-def _of(model: type[Any], store: FenceTable) -> QuerySet[Any]:
+def _of(model: type[Any], store: FenceTable, on: str) -> QuerySet[Any]:
     """Return the rows of a backend."""
     prefix = store._namespace()
-    rows: QuerySet[Any] = model._default_manager.using(store.using).filter(storage_key__gte=prefix)
+    rows: QuerySet[Any] = model._default_manager.using(on).filter(storage_key__gte=prefix)
     end = prefix_end(prefix)
     return rows if end is None else rows.filter(storage_key__lt=end)

@@ -8,7 +8,7 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 
 from ...core.errors import BackendUnavailable
-from ...core.keys import normalize_key
+from ...core.keys import stored_key
 from ...inspection import (
     HeldKey,
     Operation,
@@ -177,7 +177,7 @@ def _check(
 def _found(backend: str, options: dict[str, Any]) -> list[HeldKey]:
     """Return what is to be released."""
     if options["key"] is not None:
-        held = show(normalize_key(options["key"]), backend).held
+        held = show(stored_key(options["key"]), backend).held
         return [] if held is None else [held]
     found: list[HeldKey] = []
     cursor = None

@@ -4,7 +4,7 @@
 -- Answers a JSON array: outcome, fence, acquired_at, expires_at, stop_requested.
 --
 -- outcome   extended   all of them
---           gone       no such record, another token, past free_at, or settled
+--           gone       no such record, another token, past free_at, settled, or shortened and over
 --           busy       no answer within p_bound; the record stands
 CREATE OR REPLACE FUNCTION "django_distlock_heldlock_extend_v2"(
     p_storage_key text, p_token text,
@@ -16,6 +16,9 @@ DECLARE
     t bigint;
     v_expires bigint;
     v_free bigint;
+    v_grace bigint := round(p_grace * 1000000)::bigint;
+    -- The end of a shortened lease, which no renewal moves: others are free at theirs plus grace.
+    v_until bigint;
     v_answer text;
     v_lock_timeout text := current_setting('lock_timeout');
     v_ignored text;
@@ -28,14 +31,17 @@ BEGIN
         SELECT * INTO r FROM "django_distlock_heldlock" l
             WHERE l.storage_key = p_storage_key FOR UPDATE;
         t := (date_part('epoch', clock_timestamp()) * 1000000)::bigint;
+        v_until := CASE WHEN r.free_at IS DISTINCT FROM r.expires_at + v_grace
+            THEN r.expires_at END;
         IF r.storage_key IS NULL OR r.token <> p_token OR t >= r.free_at
-                OR r.free_at = r.expires_at THEN
+                OR r.free_at = r.expires_at OR t >= v_until THEN
             v_answer := '["gone"]';
         ELSE
             v_expires := t + round(p_ttl * 1000000)::bigint;
-            v_free := v_expires + round(p_grace * 1000000)::bigint;
+            v_free := v_expires + v_grace;
             UPDATE "django_distlock_heldlock" l SET
-                ttl = p_ttl, renewed_at = t, expires_at = v_expires, free_at = v_free
+                ttl = p_ttl, renewed_at = t,
+                expires_at = least(v_expires, v_until), free_at = v_free
                 WHERE l.storage_key = p_storage_key;
             IF r.wanted AND (v_free < r.free_at OR r.free_at IS NULL AND v_free IS NOT NULL) THEN
                 v_ignored := pg_notify('django_distlock_heldlock', p_storage_key);

@@ -9,6 +9,7 @@ CREATE OR REPLACE FUNCTION "django_distlock_heldlock_extend_many_v2"(
 ) RETURNS text LANGUAGE plpgsql VOLATILE AS $body$
 DECLARE
     t bigint;
+    v_grace bigint := round(p_grace * 1000000)::bigint;
     v_locked text[];
     v_answer json;
     v_lock_timeout text := current_setting('lock_timeout');
@@ -29,14 +30,21 @@ BEGIN
         WITH extended AS (
             UPDATE "django_distlock_heldlock" l SET
                 ttl = g.ttl, renewed_at = t,
-                expires_at = t + round(g.ttl * 1000000)::bigint,
-                free_at = t + round(g.ttl * 1000000)::bigint + round(p_grace * 1000000)::bigint
+                -- What was shortened keeps its end.
+                expires_at = least(
+                    t + round(g.ttl * 1000000)::bigint,
+                    CASE WHEN l.free_at IS DISTINCT FROM l.expires_at + v_grace
+                        THEN l.expires_at END
+                ),
+                free_at = t + round(g.ttl * 1000000)::bigint + v_grace
             FROM unnest(p_storage_keys, p_tokens, p_ttls) g(storage_key, token, ttl)
             WHERE l.storage_key = g.storage_key AND l.token = g.token
                 AND l.storage_key = ANY (v_locked)
                 AND (l.free_at IS NULL OR (t < l.free_at AND l.free_at <> l.expires_at))
+                AND (t < l.expires_at OR l.free_at IS NOT DISTINCT FROM l.expires_at + v_grace)
             RETURNING l.storage_key, l.token, json_build_array(
-                'extended', l.fence, l.acquired_at, l.expires_at, l.stop_requested_at IS NOT NULL
+                'extended', l.fence, l.acquired_at, l.free_at - v_grace,
+                l.stop_requested_at IS NOT NULL
             ) AS answer
         )
         SELECT json_agg(

@@ -1,0 +1,42 @@
+"""`distlock.W008`: views that lock before they know who asks."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from django.core import checks
+
+from ..declarations import Kind, declarations
+from ..views import LockedViewMixin
+from .configured import DOCS
+
+
+@checks.register("distlock")
+def check_mixins(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
+    """W008: strangers take no keys."""
+    # Imported by whoever has such a view; it needs an installed `django.contrib.auth`.
+    access = getattr(sys.modules.get("django.contrib.auth.mixins"), "AccessMixin", None)
+    if access is None:
+        return []
+    classes = dict.fromkeys(
+        getattr(made, "view_class", None) for made, each in declarations() if each.kind is Kind.VIEW
+    )
+    return [
+        checks.Warning(
+            f"{view.__module__}.{view.__qualname__} takes its lock before it asks who the client"
+            " is: anybody can hold its keys, leaves a fence counter for each, and is told"
+            " whether somebody else holds one.",
+            hint=f"Put LoginRequiredMixin and its like before LockedViewMixin. {DOCS}",
+            id="distlock.W008",
+        )
+        for view in classes
+        if view is not None and _locks_first(view.__mro__, access)
+    ]
+
+
+def _locks_first(bases: tuple[type, ...], access: type) -> bool:
+    if LockedViewMixin not in bases:
+        return False
+    behind = bases[bases.index(LockedViewMixin) :]
+    return any(issubclass(each, access) for each in behind)

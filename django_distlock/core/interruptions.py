@@ -1,0 +1,29 @@
+"""Exceptions that say nothing about the code they come from: a signal's handler has raised them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+
+def pass_on(error: BaseException) -> None:
+    """Raise an error again if the handler of a signal raised it, such as that of a time limit.
+
+    For where the code of others is called, whose own errors are logged and change nothing.
+    """
+    # Handlers run in the main thread alone.
+    if threading.current_thread() is not threading.main_thread():
+        return
+    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code in handlers:
+            raise error
+        traceback = traceback.tb_next
+
+
+def _code_of(handler: object) -> object:
+    handler = getattr(handler, "__func__", handler)
+    # One that is called as an object has it in its class; what is no function has none.
+    function = handler if hasattr(handler, "__code__") else type(handler).__call__
+    return getattr(function, "__code__", handler)

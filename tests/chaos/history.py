@@ -1,0 +1,200 @@
+"""What workers and operators wrote down, and what of it must never be.
+
+A line is JSON. Its time is of the clock that leases are held by, which all processes of a machine
+share. A holder claims its key from the line of the grant on: at each line until the deadline that
+it saw then, or the next line, whichever comes first. So no claim gets longer by a slow process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import insort
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from django_distlock.host import monotonic
+
+Line = dict[str, Any]
+
+#: What a worker may raise: nothing of this is a fault of the locks.
+EXPECTED = {
+    "Interrupted", "LockLost", "LockNotAcquired", "BackendUnavailable", "TimeoutError",
+    "OperationalError", "InterfaceError", "InternalError",
+}  # fmt: skip
+#: What an operator takes a key by.
+TAKING = {"force_release", "expire_soon"}
+
+
+class Writer:
+    """Writes one process's history. A line is one call of the system: no signal divides it."""
+
+    def __init__(self, path: Path, who: str):
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._who = who
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        """Write a line."""
+        line = {"t": monotonic(), "who": self._who, "event": event, **facts}
+        os.write(self._file, json.dumps(line).encode() + b"\n")
+
+
+def read(folder: Path) -> list[Line]:
+    """Return the lines of all processes, in the order of their times."""
+    lines: list[Line] = []
+    for path in folder.glob("*.jsonl"):
+        # A process that was killed may have left a part of one.
+        lines += map(json.loads, path.read_bytes().rpartition(b"\n")[0].splitlines())
+    return sorted(lines, key=lambda line: float(line["t"]))
+
+
+class Claim(NamedTuple):
+    """A stretch of time in which a holder believed that it alone had the key."""
+
+    begin: float
+    end: float
+    held: Held
+
+
+@dataclass(eq=False)
+class Held:
+    """One holding, as its holder saw it."""
+
+    key: str
+    fence: int
+    token: str
+    asked: float
+    lines: list[Line] = field(default_factory=list)
+
+    def is_same(self, other: Held) -> bool:
+        """Whether it is one grant: a block was entered again, or goes on in the transaction."""
+        return (self.fence, self.token) == (other.fence, other.token)
+
+    def claims(self) -> Iterator[Claim]:
+        """Yield the stretches of time in which it was held by its holder's own clock."""
+        for line, following in zip(self.lines, [*self.lines[1:], None], strict=True):
+            if line["event"] in ("end", "lost"):
+                return
+            # Nobody knows when a process was killed: what it did last, it did alive.
+            end = line["t"] if following is None else following["t"]
+            if min(end, line["until"]) > line["t"]:
+                yield Claim(line["t"], min(end, line["until"]), self)
+
+    @property
+    def gone_early(self) -> float:
+        """Seconds before its deadline at which the store had lost it, as the holder was told."""
+        lost = next((each for each in self.lines if each["event"] == "lost"), None)
+        # What could not be renewed three times is given up before its deadline.
+        if lost is None or "no answer" in lost["why"]:
+            return 0.0
+        until = [float(each["until"]) for each in self.lines if "until" in each][-1]
+        return max(0.0, until - float(lost["t"]))
+
+
+@dataclass
+class Findings:
+    """What is in a history.
+
+    Attributes:
+        broken: What must never be, with the lines that show it.
+    """
+
+    counted: Counter[str] = field(default_factory=Counter)
+    broken: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def never(self, what: str, *shown: object) -> None:
+        """Keep something that must never be."""
+        lines = [each if isinstance(each, str) else json.dumps(each) for each in shown]
+        self.broken[what].append("\n    ".join(lines))
+
+    def with_more(self, other: Findings) -> Findings:
+        """Take in what was found elsewhere."""
+        self.counted += other.counted
+        for what, shown in other.broken.items():
+            self.broken[what] += shown
+        return self
+
+    def table(self, title: str) -> str:
+        """Return what was counted, and of what must never be the first three."""
+        rows = [f"  {name:44} {number:8}" for name, number in sorted(self.counted.items())]
+        never = [f"  NEVER: {what:37} {len(shown):8}" for what, shown in self.broken.items()]
+        shown = [f"{what}:\n    {each}" for what, all_ in self.broken.items() for each in all_[:3]]
+        return "\n".join([title, *rows, *(never or ["  nothing that must never be"]), *shown])
+
+
+def examined(lines: Iterable[Line]) -> Findings:
+    """Count what happened, and find what must never be."""
+    found = Findings()
+    holdings: dict[tuple[str, int], Held] = {}
+    taken: set[tuple[str, int]] = set()
+    for line in lines:
+        event = line["event"]
+        found.counted[f"{event} {line['form']}" if "form" in line else event] += 1
+        if event == "grant":
+            found.counted["grant"] += 1
+            holdings[line["who"], line["lease"]] = Held(
+                line["key"], line["fence"], line["token"], line["asked"]
+            )
+        if "lease" in line and (line["who"], line["lease"]) in holdings:
+            holdings[line["who"], line["lease"]].lines.append(line)
+        if event == "operator" and line["form"] in TAKING and _moved_on(line):
+            taken.add((line["key"], line["before"]))
+        if event == "error" and line["form"] not in EXPECTED:
+            found.never("unexpected error", line)
+    by_key: dict[str, list[Held]] = defaultdict(list)
+    for held in holdings.values():
+        by_key[held.key].append(held)
+        if held.gone_early > 0 and (held.key, held.fence) in taken:
+            found.counted["taken by an operator before its deadline"] += 1
+        elif held.gone_early > 0:
+            found.never("gone early", f"by {held.gone_early:.3f} s", *held.lines)
+    for all_held in by_key.values():
+        _find_overlaps(found, all_held, taken)
+        _find_fences(found, all_held)
+    return found
+
+
+def _moved_on(order: Line) -> bool:
+    """Whether the fence was moved behind that of the holder, as the outcome says."""
+    return int(order["after"] or 0) > int(order["before"] or 0)
+
+
+def _find_overlaps(found: Findings, all_held: list[Held], taken: set[tuple[str, int]]) -> None:
+    claims = sorted(
+        (claim for held in all_held for claim in held.claims()), key=lambda claim: claim[:2]
+    )
+    seen: set[frozenset[int]] = set()
+    open_claims: list[Claim] = []
+    for claim in claims:
+        open_claims = [each for each in open_claims if each.end > claim.begin]
+        for other in open_claims:
+            pair = frozenset((id(other.held), id(claim.held)))
+            if pair in seen or other.held.is_same(claim.held):
+                continue
+            seen.add(pair)
+            older = min(other.held, claim.held, key=lambda held: held.fence)
+            if (older.key, older.fence) in taken:
+                found.counted["overlap with what an operator took"] += 1
+                continue
+            seconds = min(other.end, claim.end) - claim.begin
+            near = sorted(other.held.lines + claim.held.lines, key=lambda line: float(line["t"]))
+            found.never("overlap", f"for at least {seconds:.3f} s", *near)
+        open_claims.append(claim)
+
+
+def _find_fences(found: Findings, all_held: list[Held]) -> None:
+    by_fence: dict[int, Held] = {}
+    granted: list[tuple[float, int]] = []
+    highest = 0
+    for held in sorted(all_held, key=lambda each: each.asked):
+        first = by_fence.setdefault(held.fence, held)
+        if not first.is_same(held):
+            found.never("repeated fence", first.lines[0], held.lines[0])
+        while granted and granted[0][0] <= held.asked:
+            highest = max(highest, granted.pop(0)[1])
+        if held.fence < highest:
+            found.never("falling fence", f"granted before: {highest}", held.lines[0])
+        insort(granted, (held.lines[0]["t"], held.fence))

@@ -1,0 +1,86 @@
+"""A round: workers, what goes wrong, and what is left behind it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from django.db import connections
+
+from django_distlock.handler import lock_backends
+from tests.backends import BACKENDS
+from tests.shop.models import Row
+
+from .crew import Crew, Member
+from .faults import Chaos, sessions
+from .history import Findings, Line, Writer, examined, read
+
+KEYS = [f"chaos:{number}" for number in range(6)]
+#: Seconds within which a worker has ended what it does, however slow the machine and the store.
+HANGS = 60.0
+#: Seconds until what nobody holds is free: the longest ttl, the grace, and a little.
+FREE = 4.0
+#: Sessions that a worker may keep open: those of its two threads, its lock connections, and those
+#: of the listener and of rows.
+MOST_SESSIONS = 10
+
+
+def run(
+    alias: str, faults: set[str], variable: str, workers: int, seconds: float,
+    chance: random.Random, place: Path,
+) -> Findings:  # fmt: skip
+    """Let workers work for so many seconds, end them, and look at what they leave and wrote."""
+    rows = "" if alias == "memory" else BACKENDS[alias].using or "default"
+    spec = {
+        "alias": alias, "rows": rows, "keys": KEYS, "seed": chance.random(),
+        "signals": "signals" in faults, "clocks": "clocks" in faults,
+    }  # fmt: skip
+    crew, found = Crew(workers, place, spec, variable), Findings()
+    try:
+        crew.hear("ready", HANGS)
+        chaos = Chaos(alias, faults, crew, chance, Writer(place / "chaos.jsonl", "chaos"))
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            time.sleep(chance.uniform(0.05, 0.4))
+            chaos.act()
+        chaos.settle()
+        crew.say("stop")
+        _hang(found, crew.hear("idle", HANGS))
+        time.sleep(FREE)
+        if alias != "memory":
+            for record in lock_backends[alias].list(limit=1000).records:
+                found.never("lease left", f"{record.key}: {record}")
+            if (number := sessions(alias)) > MOST_SESSIONS * workers:
+                found.never("session left", f"{number} of {workers} workers")
+        crew.say("end")
+        _hang(found, crew.hear("", HANGS))
+    finally:
+        crew.close()
+    time.sleep(0.5)
+    if alias != "memory" and (number := sessions(alias)):
+        found.never("session left", f"{number} behind the end of all workers")
+    lines = read(place)
+    for line in lines:
+        for what in ("thread left", "lease left"):
+            for each in line.get(what, ()):
+                found.never(what, f"{line['who']}: {each}")
+    for mark in _lost(lines, rows):
+        found.never("row lost", mark)
+    return examined(lines).with_more(found)
+
+
+def _hang(found: Findings, members: list[Member]) -> None:
+    for member in members:
+        found.never("hung", f"{member.name}:\n{member.stacks()}")
+
+
+def _lost(lines: list[Line], using: str) -> Iterator[str]:
+    """Yield the rows that were saved without an error, and are not there."""
+    saved = [line["row"] for line in lines if line["event"] == "saved"]
+    if saved:
+        there = set(Row.objects.using(using).values_list("name", flat=True))
+        Row.objects.using(using).all().delete()
+        connections[using].close()
+        yield from (mark for mark in saved if mark not in there)

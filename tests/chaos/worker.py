@@ -1,0 +1,408 @@
+"""A worker: takes and releases keys in all forms, while signals raise in it."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import json
+import os
+import random
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import django
+from django.db import DatabaseError, InterfaceError, connections, transaction
+
+from django_distlock import Lease, Lock, LockError, LockLost, current_lease, distlock
+from django_distlock.handler import lock_backends
+from django_distlock.host import monotonic
+
+from .history import EXPECTED, Writer
+
+TTLS = (0.6, 1.0, 1.6, 2.4)
+WAITS = (0, 0.2, 0.5, 1.5)
+#: Seconds between two signals.
+EVERY = 0.05
+#: Threads that may stay, by how their names begin: how many of each.
+MAY_STAY = {
+    "distlock-heartbeat": 1, "distlock-alarms": 1, "distlock-releases": 1, "distlock-signals": 1,
+    "distlock-wake-ups": 1, "distlock-redis-wakeups": 1, "distlock-": 33, "asyncio_": 1, "Timer": 2,
+}  # fmt: skip
+
+
+class Interrupted(Exception):
+    """What the handler of a signal raises, as that of a time limit does."""
+
+
+class Worker:
+    """Works on a handful of keys, in two threads, until told to stop.
+
+    Args:
+        spec: The `alias` of the lock backend; `rows`, the alias of a database; `keys`, `seed`,
+            `name`, whether there are `signals`, and the file of the `history`.
+    """
+
+    def __init__(self, spec: dict[str, Any]):
+        self.alias, self.rows, self.keys = spec["alias"], spec["rows"], spec["keys"]
+        self.seed, self.signals = spec["seed"], spec["signals"]
+        self.write = Writer(Path(spec["history"]), spec["name"])
+        # In memory, each process has locks of its own.
+        self.scope = f"{spec['name']} " if self.alias == "memory" else ""
+        self.stopped = self.armed = False
+        self.numbers = count()
+        #: Those of the main thread, whose ends are written before a signal's handler raises.
+        self.claims: dict[int, Claim] = {}
+
+    def run(self) -> None:
+        """Work until the line "stop" comes, and say what is left once the line "end" does."""
+        print("ready", flush=True)
+        main, second = Hand(self, "main"), Hand(self, "second")
+        threading.Thread(target=self._wait_for_stop, name="stop", daemon=True).start()
+        beside = threading.Thread(target=second.work, args=(second.plain,))
+        beside.start()
+        if self.signals:
+            signal.signal(signal.SIGALRM, lambda *_: self._interrupt())
+            signal.setitimer(signal.ITIMER_REAL, EVERY, EVERY)
+        main.work(main.plain + main.awaited)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        beside.join()
+        print("idle", flush=True)
+        sys.stdin.readline()
+        left = lock_backends[self.alias].list().records if self.scope else ()
+        leases = [each.key for each in left]
+        self.write("report", **{"thread left": _threads_left(), "lease left": leases})
+
+    def _interrupt(self) -> None:
+        if self.armed:
+            # Once: what is interrupted may clear up in peace.
+            self.armed = False
+            for claim in list(self.claims.values()):
+                claim.end()
+            self.write("interrupted")
+            raise Interrupted
+
+    def _wait_for_stop(self) -> None:
+        sys.stdin.readline()
+        self.stopped = True
+
+
+class Claim:
+    """What a holder believes of its lease, from the request on.
+
+    Args:
+        form: How the lock is taken.
+    """
+
+    def __init__(self, worker: Worker, form: str):
+        self.form, self.asked = form, monotonic()
+        self._worker, self._write, self.number = worker, worker.write, next(worker.numbers)
+        self._open = worker.claims if _is_main() else {}
+        self._lease: Lease | None = None
+        self._ended = False
+
+    @contextmanager
+    def of(self, lease: Lease) -> Iterator[None]:
+        """Claim a key for as long as the block runs: it ends before the lease is released."""
+        self._lease = lease
+        self._open[self.number] = self
+        self._write(
+            "grant", lease=self.number, form=self.form, key=self._worker.scope + lease.key,
+            fence=lease.fence, token=lease.token[:6], asked=self.asked, until=lease.deadline,
+        )  # fmt: skip
+        try:
+            yield
+        except LockLost as error:
+            self._lost(error)
+            self._ended = True
+            raise
+        finally:
+            self.end()
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Write that the lease is lost, where the end of the block says so."""
+        try:
+            yield
+        except LockLost as error:
+            self._lost(error)
+            raise
+
+    def check(self) -> None:
+        """Ask whether the lease is held, and note that it is."""
+        assert self._lease is not None
+        self._lease.check()
+        self._note("check", self._lease.deadline)
+
+    @contextmanager
+    def extending(self, ttl: float) -> Iterator[None]:
+        """Note an extend. The lease may end sooner from before the request on."""
+        assert self._lease is not None
+        self._note("extending", min(self._lease.deadline, monotonic() + ttl))
+        yield
+        self._note("extended", self._lease.deadline)
+
+    def end(self) -> None:
+        """Claim the key no more."""
+        if not self._ended:
+            # Written first: where a signal comes in between it is written twice.
+            self._write("end", lease=self.number)
+            self._ended = True
+        self._open.pop(self.number, None)
+
+    def _note(self, event: str, until: float) -> None:
+        self._write(event, lease=self.number, until=until)
+
+    def _lost(self, error: LockLost) -> None:
+        if self._lease is not None:
+            self._write("lost", lease=self.number, why=f"{error} {self._lease._lost_by or ''}")
+
+
+class Hand:
+    """One thread of a worker, and the forms in which it takes locks."""
+
+    def __init__(self, worker: Worker, name: str):
+        self.worker = worker
+        self.chance = random.Random(f"{worker.seed} {name}")
+        self.plain: list[Callable[[], None]] = [
+            self.block, self.block, self.decorated, self.reentered, self.explicit, self.tried,
+        ]  # fmt: skip
+        if worker.alias != "advisory":  # whose leases do not end by themselves
+            self.plain.append(self.held)
+        self.awaited: list[Callable[[], None]] = [self.awaited_blocks] * 4
+        if worker.rows:
+            self.plain += [self.in_a_transaction, self.saved]
+
+    def work(self, forms: list[Callable[[], None]]) -> None:
+        """Take locks in one form after another."""
+        while not self.worker.stopped:
+            # A signal may come behind the last line of a turn, once.
+            with suppress(Interrupted):
+                self._turn(self.chance.choice(forms))
+
+    def _turn(self, form: Callable[[], None]) -> None:
+        try:
+            # Neither asyncio's nor Django's own code can be interrupted anywhere.
+            if form in (*self.awaited, self.saved, self.in_a_transaction):
+                form()
+            else:
+                with self._interrupted():
+                    form()
+        except Exception as error:  # noqa: BLE001 - whatever it is, that is what is looked for
+            self._tell(error)
+
+    # The forms
+
+    def block(self) -> None:
+        """Hold a lock around a block."""
+        self._in_block("block", self._lock())
+
+    def held(self) -> None:
+        """Keep the key taken behind the block."""
+        self._in_block("hold", self._lock(hold=True, ttl=TTLS[0]))
+
+    def reentered(self) -> None:
+        """Enter a block again."""
+        lock = self._lock(reentrant=True)
+
+        def again(lease: Lease) -> None:
+            if lease.held:
+                with lock as same:
+                    self._work(Claim(self.worker, "reentered"), same)
+
+        self._in_block("block", lock, again)
+
+    def decorated(self) -> None:
+        """Hold a lock around a call."""
+        claim = Claim(self.worker, "decorated")
+
+        @self._lock()
+        def call() -> None:
+            lease = current_lease()
+            # None: it was over before the call began.
+            if lease is not None:
+                self._work(claim, lease)
+
+        with claim.told():
+            call()
+
+    def explicit(self) -> None:
+        """Acquire, extend and release."""
+        claim = Claim(self.worker, "explicit")
+        self._keep(claim, self._lock().acquire())
+
+    def tried(self) -> None:
+        """Try once."""
+        claim = Claim(self.worker, "tried")
+        lease = self._lock().try_acquire()
+        if lease is not None:
+            self._keep(claim, lease)
+
+    def in_a_transaction(self) -> None:
+        """Take a lock inside `atomic()`, behind a row that is saved there."""
+        mark = self._mark()
+        with transaction.atomic(using=self.worker.rows):
+            self._save(mark)
+            try:
+                with self._interrupted():
+                    self._in_block("in a transaction", self._lock())
+            except (LockError, Interrupted) as error:
+                self._tell(error)
+        # It has ended without an error.
+        self.worker.write("saved", row=mark)
+
+    def saved(self) -> None:
+        """Save a row where it is committed at once."""
+        mark = self._mark()
+        self._save(mark)
+        self.worker.write("saved", row=mark)
+
+    def awaited_blocks(self) -> None:
+        """Hold locks in several tasks, some of which are cancelled."""
+        asyncio.run(self._tasks())
+
+    async def _tasks(self) -> None:
+        tasks = [asyncio.create_task(self._task()) for _ in range(3)]
+        for task in tasks:
+            if self.chance.random() < 0.3:
+                asyncio.get_running_loop().call_later(self.chance.uniform(0, 1), task.cancel)
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                self._tell(outcome)
+
+    async def _task(self) -> None:
+        if self.chance.random() < 0.3:
+            claim = Claim(self.worker, "awaited explicit")
+            async with asyncio.timeout(1.5):
+                lease = await self._lock(wait=None).aacquire()
+            try:
+                await self._await_work(claim, lease)
+            finally:
+                await lease.arelease()
+        else:
+            claim = Claim(self.worker, "awaited block")
+            with claim.told():
+                async with self._lock() as lease:
+                    await self._await_work(claim, lease)
+
+    # What the forms share
+
+    def _lock(self, **more: Any) -> Lock:
+        chance = self.chance
+        terms = {"ttl": chance.choice(TTLS), "wait": chance.choice(WAITS), **more}
+        return distlock(chance.choice(self.worker.keys), backend=self.worker.alias, **terms)
+
+    def _in_block(
+        self, form: str, lock: Lock, then: Callable[[Lease], None] = lambda lease: None
+    ) -> None:
+        claim = Claim(self.worker, form)
+        with claim.told(), lock as lease:
+            self._work(claim, lease)
+            then(lease)
+
+    def _keep(self, claim: Claim, lease: Lease) -> None:
+        try:
+            self._work(claim, lease, extends=0.5)
+        finally:
+            lease.release()
+
+    def _work(self, claim: Claim, lease: Lease, *, extends: float = 0.1) -> None:
+        with claim.of(lease):
+            for seconds in self._naps(lease):
+                time.sleep(seconds)
+                claim.check()
+                if self.chance.random() < extends:
+                    ttl = self.chance.choice(TTLS)
+                    with claim.extending(ttl):
+                        lease.extend(ttl)
+
+    async def _await_work(self, claim: Claim, lease: Lease) -> None:
+        with claim.of(lease):
+            for seconds in self._naps(lease):
+                await asyncio.sleep(seconds)
+                claim.check()
+                if self.chance.random() < 0.1:
+                    ttl = self.chance.choice(TTLS)
+                    with claim.extending(ttl):
+                        await lease.aextend(ttl)
+
+    def _naps(self, lease: Lease) -> list[float]:
+        if self.chance.random() < 0.1:
+            # Longer than the lease lives without a heartbeat.
+            return [lease.remaining() / 6] * 9
+        return [self.chance.uniform(0, 0.04) for _ in range(self.chance.randint(0, 5))]
+
+    @contextmanager
+    def _interrupted(self) -> Iterator[None]:
+        """Let signals raise in the block, in the main thread, most of the times."""
+        worker = self.worker
+        mine = worker.signals and _is_main()
+        try:
+            worker.armed = worker.armed or (mine and self.chance.random() < 0.8)
+            yield
+        finally:
+            worker.armed = worker.armed and not mine
+
+    def _tell(self, error: Exception) -> None:
+        name = type(error).__name__
+        why = "" if name in EXPECTED else "".join(traceback.format_exception(error))[-3000:]
+        self.worker.write("error", form=name, why=why)
+        # As behind each request.
+        if self.worker.rows and isinstance(error, DatabaseError | InterfaceError):
+            connections[self.worker.rows].close_if_unusable_or_obsolete()
+
+    def _mark(self) -> str:
+        return f"{self.chance.getrandbits(96):x}"
+
+    def _save(self, mark: str) -> None:
+        # Models are there behind Django's setup.
+        from tests.shop.models import Row
+
+        Row.objects.using(self.worker.rows).create(name=mark)
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _threads_left() -> list[str]:
+    """Return the threads that nobody needs any more, and those of pools that are stuck."""
+    frames, left, seen = sys._current_frames(), [], dict.fromkeys(MAY_STAY, 0)
+    for thread in threading.enumerate():
+        name = "Timer" if isinstance(thread, threading.Timer) else thread.name
+        if name == "stop" or thread is threading.main_thread():
+            continue
+        kind = next((each for each in MAY_STAY if name.startswith(each)), None)
+        if kind is not None:
+            seen[kind] += 1
+        frame = frames.get(thread.ident or 0)
+        idles = frame is None or frame.f_code.co_filename.endswith("thread.py")
+        if kind is None or seen[kind] > MAY_STAY[kind] or (kind == "distlock-" and not idles):
+            left.append(f"{thread.name}\n" + "".join(traceback.format_stack(frame))[-1500:])
+    return left
+
+
+def _sleep(seconds: Any) -> None:
+    select.select([], [], [], seconds)
+
+
+def main(spec: str) -> None:
+    """Be the worker."""
+    faulthandler.register(signal.SIGUSR2)
+    if "LD_PRELOAD" in os.environ:
+        # libfaketime refuses the clock that `time.sleep` sleeps by.
+        time.sleep = _sleep
+    django.setup()
+    Worker(json.loads(spec)).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

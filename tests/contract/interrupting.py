@@ -1,0 +1,136 @@
+"""Exceptions in the middle of an operation, as the handler of a signal raises them."""
+
+from __future__ import annotations
+
+import linecache
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import django_distlock
+
+#: Lines behind which the interpreter does not look for signals before the function has returned.
+_WHOLE = ("del ", "left.watch(ending)")
+_PACKAGE = str(Path(django_distlock.__file__).parent)
+
+
+class TimeIsUp(Exception):
+    """What a time limit raises. No error of a store: such as Celery's `SoftTimeLimitExceeded`."""
+
+
+@contextmanager
+def alarms() -> Iterator[Callable[[float], None]]:
+    """Give a function that lets a real signal raise in so many seconds; 0: not any more."""
+    assert threading.current_thread() is threading.main_thread()
+
+    def strike(number: int, frame: FrameType | None) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        yield _arm
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _arm(seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def strike_again_and_again(
+    work: Callable[[], object], look: Callable[[], None], *, seconds: float, most: int
+) -> int:
+    """Interrupt `work` by signals at other moments each time; return how many struck.
+
+    Args:
+        look: What has to hold behind each.
+        seconds: When to stop.
+        most: Of signals.
+    """
+    began = time.perf_counter()
+    for _ in range(3):
+        work()
+    takes = (time.perf_counter() - began) / 3
+    struck, until = 0, time.monotonic() + seconds
+    with alarms() as arm:
+        number = 0
+        while struck < most and time.monotonic() < until:
+            number += 1
+            # The golden ratio spreads them evenly, whatever their number.
+            delay = max(1e-6, takes * 1.1 * (number * 0.618034 % 1))
+            try:
+                arm(delay)
+                work()
+                arm(0)
+            except TimeIsUp:
+                struck += 1
+            look()
+    return struck
+
+
+def lines_of(work: Callable[[], object]) -> int:
+    """Count the places in the package where an exception could interrupt `work`."""
+    tracer = _Tracer(sys.maxsize)
+    tracer.run(work)
+    return tracer.seen
+
+
+def interrupt_at(line: int, work: Callable[[], object]) -> bool:
+    """Raise at the n-th line of the package that `work` comes to; return whether it was reached."""
+    tracer = _Tracer(line)
+    try:
+        tracer.run(work)
+    except TimeIsUp:
+        return True
+    return tracer.has_struck
+
+
+class _Tracer:
+    def __init__(self, line: int):
+        self.seen = 0
+        self.has_struck = False
+        self._line = line
+        self._entered: dict[int, set[int]] = {}
+        self._last: dict[int, int] = {}
+
+    def run(self, work: Callable[[], object]) -> None:
+        before = sys.gettrace()
+        sys.settrace(self._call)
+        try:
+            work()
+        finally:
+            sys.settrace(before)
+
+    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._trace if frame.f_code.co_filename.startswith(_PACKAGE) else None
+
+    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and not self._is_whole(frame):
+            self.seen += 1
+            if self.seen == self._line:
+                self.has_struck = True
+                raise TimeIsUp
+        return self._trace
+
+    def _is_whole(self, frame: FrameType) -> bool:
+        """Whether no signal's handler runs between the line before and this one."""
+        number, name = frame.f_lineno, frame.f_code.co_filename
+        last = self._last.get(id(frame), 0)
+        self._last[id(frame)] = number
+        text = linecache.getline(name, number).strip()
+        if text == "try:":
+            return True
+        if text.startswith("with "):
+            # The second time is its end, where nothing comes before the call of `__exit__`.
+            seen = self._entered.setdefault(id(frame), set())
+            if number in seen:
+                return True
+            seen.add(number)
+        return bool(last) and linecache.getline(name, last).strip().startswith(_WHOLE)

@@ -1,0 +1,256 @@
+"""A signal's exception may come between any two steps: what was taken is ended all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from django.db.transaction import atomic
+
+from django_distlock import Lease, Lock, blocks, signals
+from django_distlock.alarms import alarms
+from django_distlock.exits import held_here
+from django_distlock.handler import lock_backends
+from django_distlock.heartbeat import heartbeat_of
+from tests.backends import BACKENDS, Registered
+
+from . import interrupting
+from .interrupting import TimeIsUp, interrupt_at, lines_of, strike_again_and_again
+from .locking import PAST, SHORT, eventually, grantable, lock_of, take_away
+
+#: One of each way to ask a store: the others share their code with one of these.
+STORES = [BACKENDS[alias] for alias in ("memory", "redis", "postgres", "advisory")]
+#: Interruptions of each operation at different lines.
+SAMPLES = 60
+#: Seconds in which a busy machine has certainly done what is at once elsewhere.
+PATIENT = 15.0
+
+Operation = Callable[[Lock], None]
+
+
+@pytest.fixture(params=STORES, ids=lambda each: each.alias)
+def registered(request: pytest.FixtureRequest) -> Registered:
+    """Give the backends that these tests run on."""
+    registered: Registered = request.param
+    return registered
+
+
+def left_of(lock: Lock) -> list[str]:
+    """Name what this process still has of a lock, and the store."""
+    store = lock_backends[lock.backend]
+    kept: dict[str, list[Any]] = {
+        "held": list(held_here._by_token.values()),
+        "renewed": list(heartbeat_of(store)._leases.values()),
+        "watched": list(alarms._watched.values()),
+    }
+    found = [name for name, leases in kept.items() if any(each.key == lock.key for each in leases)]
+    found += ["queued"] * len(store.queues)
+    name = (lock.backend, lock.key)
+    found += ["open" for block in list(blocks.every) if block.name == name]
+    return found + ["taken"] * (store.read(lock.key) is not None)
+
+
+def nothing_is_left(lock: Lock) -> bool:
+    """Say whether nobody holds the key, and this process does nothing for it any more."""
+    if not left_of(lock):
+        return True
+    # The frames of an event loop, and of a stack, refer to their own exceptions.
+    gc.collect()
+    return False
+
+
+def block(lock: Lock) -> None:
+    """Enter and leave a block."""
+    with lock:
+        pass
+
+
+def extend(lock: Lock) -> None:
+    """Extend a lease in its block."""
+    with lock as lease:
+        lease.extend(20)
+
+
+def stack(lock: Lock) -> None:
+    """Let a stack hold the block."""
+    with ExitStack() as held:
+        held.enter_context(lock)
+
+
+def transaction(lock: Lock) -> None:
+    """Release behind a transaction."""
+    with atomic(), lock:
+        pass
+
+
+def acquire(lock: Lock) -> None:
+    """Acquire without a block."""
+    lease = lock.acquire()
+    # An interrupted release by hand leaves the lease to its holder, and to its ttl.
+    sys.settrace(None)
+    lease.release()
+
+
+def awaited(lock: Lock) -> None:
+    """Enter and leave an asynchronous block."""
+
+    async def work() -> None:
+        async with lock:
+            pass
+
+    asyncio.run(work())
+
+
+# psycopg tells of a connection that a signal broke off while it was opened.
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. .function BaseConnection:pytest.PytestUnraisableExceptionWarning"
+)
+@pytest.mark.parametrize("operation", [block, extend])
+def test_signals_leave_nothing_held(registered: Registered, key: str, operation: Operation) -> None:
+    """Whenever a time limit strikes, the key can be had at once, and nobody renews it."""
+    lock = lock_of(registered, key, ttl=60, wait=2)
+
+    def look() -> None:
+        assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
+
+    most = 2000 if registered.alias == "memory" else 200
+    struck = strike_again_and_again(lambda: operation(lock), look, seconds=2, most=most)
+    assert struck
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize("operation", [block, awaited])
+def test_interruption_at_any_line_leaves_nothing_held(
+    registered: Registered, key: str, operation: Operation
+) -> None:
+    """Wherever an exception comes between two lines, nothing is held and nothing renewed."""
+    interrupt_everywhere(lock_of(registered, key, ttl=60, wait=2), operation)
+
+
+@pytest.mark.parametrize("operation", [acquire, stack, transaction])
+def test_interruption_of_other_ways_to_lock(key: str, operation: Operation) -> None:
+    """The same without a block, in a stack of blocks, and behind a transaction."""
+    interrupt_everywhere(lock_of(BACKENDS["memory"], key, ttl=60, wait=2), operation)
+
+
+def test_interrupted_block_in_a_transaction_keeps_the_key_to_its_end(
+    registered: Registered, key: str
+) -> None:
+    """Where the data is yet to be committed, the key stays taken, and its lease is renewed."""
+    lock = lock_of(registered, key, ttl=60)
+    store = lock_backends[lock.backend]
+    with atomic():
+        with suppress(TimeIsUp), lock as lease:
+            raise_in_the_end_of(lease)
+        renewed = heartbeat_of(store)._leases
+        assert eventually(lambda: id(lease) in renewed and lease.is_released, PATIENT)
+        assert not grantable(replace(lock, wait=0))
+        with lock as again:
+            assert again.token == lease.token
+    assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
+
+
+def test_lease_of_a_block_that_is_gone_is_not_renewed(key: str) -> None:
+    """The heartbeat asks the block, whatever becomes of the thread that ends what it has."""
+    lease = lock_of(BACKENDS["memory"], key, ttl=60).acquire()
+    block = blocks.Block(lease)
+    sentinel = block.watched()
+    lease.begin_block(heartbeat=True, block=block)
+    assert lease.begin_renewal() is not None
+    lease._mutex.release()
+    del sentinel
+    assert lease.begin_renewal() is None
+    assert lease.release()
+
+
+def strike_now(*_: object, **__: object) -> None:
+    """Let a signal come right here."""
+    signal.raise_signal(signal.SIGALRM)
+
+
+def work_under(lock: Lock, work: Callable[[Lease], None]) -> None:
+    """Do something in a block."""
+    with lock as lease:
+        work(lease)
+
+
+def interrupt_its_release(lease: Lease) -> None:
+    """Let a signal come when the store is asked to release a lease, once."""
+    ask = lease._ask_to_end
+
+    def strike(bound: float) -> Any:
+        lease._ask_to_end = ask  # type: ignore[method-assign]
+        strike_now()
+
+    lease._ask_to_end = strike  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("told", ["lock_acquired", "lock_released", "lock_lost"])
+def test_signal_amid_a_receiver_reaches_the_caller(key: str, told: str) -> None:
+    """Django logs what a receiver raises; what a time limit raises there is not its own."""
+    lock = lock_of(BACKENDS["memory"], key, ttl=60)
+    heard = getattr(signals, told)
+    heard.connect(strike_now)
+    try:
+        with interrupting.alarms(), pytest.raises(TimeIsUp):
+            work_under(lock, take_away if told == "lock_lost" else lambda _lease: None)
+    finally:
+        heard.disconnect(strike_now)
+    assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
+
+
+@pytest.mark.parametrize("around", [nullcontext, atomic])
+def test_signal_amid_a_release_reaches_the_caller(
+    registered: Registered, key: str, around: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """A time limit that strikes while the store is asked ends the task, and the key is free."""
+    lock = lock_of(registered, key, ttl=60)
+    with interrupting.alarms(), pytest.raises(TimeIsUp), around():
+        work_under(lock, interrupt_its_release)
+    assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
+
+
+def test_signal_amid_a_callback_reaches_the_caller(key: str) -> None:
+    """The same for a callback of a loss that `check()` finds."""
+    lease = lock_of(BACKENDS["memory"], key, ttl=SHORT).acquire()
+    lease._losses.on_lost(strike_now, lease)
+    time.sleep(PAST)
+    with interrupting.alarms(), pytest.raises(TimeIsUp):
+        lease.check()
+
+
+def interrupt_everywhere(lock: Lock, operation: Operation) -> None:
+    """Interrupt an operation at lines all over it."""
+
+    def work() -> None:
+        operation(lock)
+
+    for _ in range(2):
+        work()
+    lines = lines_of(work)
+    assert lines > 50
+    until, step = time.monotonic() + 3, max(1, lines // SAMPLES)
+    for line in range(1 + hash(lock.key) % step, lines + 1, step):
+        if time.monotonic() > until:
+            break
+        interrupt_at(line, work)
+        assert eventually(lambda: nothing_is_left(lock), PATIENT), (line, lines, left_of(lock))
+        work()
+    assert grantable(lock)
+
+
+def raise_in_the_end_of(lease: Lease) -> None:
+    """Let the end of a lease's block be interrupted, before it has done anything."""
+
+    def end_block(error: BaseException | None) -> None:
+        raise TimeIsUp
+
+    lease.end_block = end_block  # type: ignore[method-assign]

@@ -1,0 +1,314 @@
+"""Who waits inside a transaction waits for nobody who waits for that transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import Context
+from dataclasses import replace
+
+import pytest
+from asgiref.sync import async_to_sync, sync_to_async
+from django.db import transaction
+
+from django_distlock import (
+    Lock,
+    LockLost,
+    LockNotAcquired,
+    LockUsageError,
+    distlock,
+    transactions,
+)
+from django_distlock.handler import lock_backends
+from tests.backends import Registered
+
+from .helpers import Later, prompt
+from .locking import eventually, grantable, held_elsewhere, lock_of
+
+#: Seconds in which nothing hangs that is not stuck.
+SOON = 5
+
+
+def has_waiters(lock: Lock) -> bool:
+    """Say whether somebody of this process waits for a key."""
+    backend = lock_backends[lock.backend]
+    return backend.storage_name(lock.key) in backend.queues
+
+
+async def waits(lock: Lock) -> None:
+    """Wait until somebody does for a key."""
+    assert await asyncio.to_thread(eventually, lambda: has_waiters(lock), SOON)
+
+
+def test_tasks_of_one_transaction_go_on_with_the_lease(registered: Registered, key: str) -> None:
+    """One that waits gets the key when the block of the other is left, not when they all end."""
+    lock = lock_of(registered, key, ttl=20, wait=None)
+    inside, seen = [0], []
+
+    async def work() -> None:
+        async with lock as lease:
+            inside[0] += 1
+            seen.append((inside[0], lease.token, lease.fence))
+            if len(seen) == 1:
+                await waits(lock)
+            inside[0] -= 1
+
+    async def main() -> None:
+        async with asyncio.timeout(SOON):
+            await asyncio.gather(*(work() for _ in range(3)))
+
+    with transaction.atomic():
+        async_to_sync(main)()
+        assert len(seen) == 3
+        assert len(set(seen)) == 1, seen
+        assert not grantable(lock)
+    assert grantable(lock)
+
+
+def test_synchronous_code_of_a_task_goes_on_with_the_lease(
+    registered: Registered, key: str
+) -> None:
+    """It runs in the thread whose transaction keeps what another task has left."""
+    lock = lock_of(registered, key, ttl=20, wait=SOON)
+    fences = []
+
+    def view() -> None:
+        with lock as lease:
+            fences.append(lease.fence)
+
+    async def holder(started: asyncio.Event) -> None:
+        async with lock as lease:
+            fences.append(lease.fence)
+            started.set()
+            await waits(lock)
+
+    async def main() -> None:
+        started = asyncio.Event()
+        task = asyncio.create_task(holder(started))
+        await started.wait()
+        await sync_to_async(view, thread_sensitive=True)()
+        await task
+
+    with transaction.atomic():
+        async_to_sync(main)()
+    assert fences == [fences[0]] * 2
+    assert grantable(lock)
+
+
+def both(
+    first: Lock, second: Lock, around: Callable[[], AbstractContextManager[object]]
+) -> tuple[list[str], str]:
+    """Take two locks in two threads in opposite order; return who got both, and the error."""
+    barrier, finished, refused = threading.Barrier(2), [], []
+
+    def take(one: Lock, other: Lock, *, nested: bool) -> None:
+        try:
+            with around():
+                if nested:
+                    with one:
+                        barrier.wait(SOON)
+                        with other:
+                            pass
+                else:
+                    with one:
+                        pass
+                    barrier.wait(SOON)
+                    with other:
+                        pass
+        except LockNotAcquired as error:
+            refused.append(str(error))
+        else:
+            finished.append(one.key)
+
+    nested = around is nullcontext
+    for each in [
+        Later(take, first, second, nested=nested),
+        Later(take, second, first, nested=nested),
+    ]:
+        each.result()
+    assert len(refused) == 1, refused
+    return finished, refused[0]
+
+
+@pytest.mark.parametrize("way", ["transactions", "blocks"])
+def test_of_two_that_wait_for_each_other_one_is_refused(
+    registered: Registered, key: str, way: str
+) -> None:
+    """The one that would give up first, at once, with both keys; the other one goes on."""
+    patient = lock_of(registered, f"{key}:patient", wait=60)
+    hasty = lock_of(registered, f"{key}:hasty", wait=60)
+    around = transaction.atomic if way == "transactions" else nullcontext
+    with prompt(SOON):
+        finished, error = both(patient, hasty, around)
+    assert len(finished) == 1
+    assert f"{key}:patient" in error
+    assert f"{key}:hasty" in error
+    assert grantable(patient)
+    assert grantable(hasty)
+
+
+@pytest.mark.parametrize("wait", [60, 10], ids=["patient_first", "hasty_first"])
+def test_who_gives_up_first_is_refused(key: str, wait: float) -> None:
+    """Nobody who would be granted the key in time is refused, whoever came last."""
+    a, b = (distlock(f"{key}:{name}", backend="memory") for name in "ab")
+    barrier, refused = threading.Barrier(2), []
+
+    def work(one: Lock, other: Lock, waits: float, *, last: bool) -> None:
+        with transaction.atomic(using="sqlite"):
+            with one:
+                pass
+            barrier.wait(SOON)
+            if last:
+                assert eventually(lambda: has_waiters(one))
+            try:
+                with replace(other, wait=waits):
+                    pass
+            except LockNotAcquired:
+                refused.append(waits)
+
+    with prompt(SOON):
+        for each in [Later(work, a, b, wait, last=False), Later(work, b, a, 30.0, last=True)]:
+            each.result()
+    assert refused == [min(wait, 30.0)]
+
+
+def test_block_that_is_left_may_close_the_circle(key: str) -> None:
+    """Of the tasks of a transaction, one waits while another leaves what somebody waits for."""
+    x, y = (distlock(f"{key}:{name}", backend="memory", wait=30) for name in "xy")
+    x_is_held, y_is_kept, said = threading.Event(), threading.Event(), []
+
+    async def waiter() -> None:
+        async with y:
+            pass
+
+    async def main() -> None:
+        async with x:
+            x_is_held.set()
+            await asyncio.to_thread(y_is_kept.wait, SOON)
+            task = asyncio.create_task(waiter())
+            await waits(y)
+            await waits(x)
+        await task
+
+    def one() -> None:
+        with transaction.atomic(using="sqlite"):
+            async_to_sync(main)()
+
+    def other() -> None:
+        with transaction.atomic(using="default"):
+            x_is_held.wait(SOON)
+            with y:
+                pass
+            y_is_kept.set()
+            with x:
+                pass
+
+    started = time.monotonic()
+    for each in [Later(one), Later(other)]:
+        try:
+            each.result()
+        except LockNotAcquired as error:
+            said.append(str(error))
+    assert time.monotonic() - started < SOON
+    assert len(said) == 1
+    assert x.key in said[0]
+    assert y.key in said[0]
+
+
+def test_task_that_was_begun_in_a_block_is_not_inside_of_it(key: str) -> None:
+    """The block may be left before it ends: then nothing is a circle."""
+    x, y = (distlock(f"{key}:{name}", backend="memory", wait=SOON) for name in "xy")
+
+    async def other() -> None:
+        async with y, x:
+            pass
+
+    async def main() -> None:
+        async with x:
+            task = asyncio.create_task(other(), context=Context())
+            await waits(x)
+            begun = asyncio.create_task(y.aacquire())
+            await waits(y)
+        lease = await begun
+        await lease.arelease()
+        await task
+
+    asyncio.run(main())
+
+
+def test_lease_that_nobody_renews_is_no_circle(key: str) -> None:
+    """It ends by itself, and whoever waits for its key goes on."""
+    barrier = threading.Barrier(2)
+    brief = distlock(f"{key}:brief", backend="memory", ttl=0.2, heartbeat=False)
+    other = distlock(f"{key}:other", backend="memory")
+
+    def first() -> None:
+        with brief:
+            barrier.wait(SOON)
+            with replace(other, wait=SOON):
+                pass
+
+    def second() -> None:
+        with other:
+            barrier.wait(SOON)
+            with replace(brief, wait=2 * SOON):
+                pass
+
+    late, in_time = Later(first), Later(second)
+    in_time.result()
+    with pytest.raises(LockLost):
+        late.result()
+
+
+def test_note_behind_a_commit_is_no_key(key: str) -> None:
+    """Events wait for the end of a transaction as releases do, and nobody waits for them."""
+    lock = distlock(key, backend="memory", wait=None)
+    with transaction.atomic():
+        transactions.defer(("", f"{key}:event"), None, lambda: True)
+        with lock:
+            pass
+    assert grantable(lock)
+
+
+def test_waiting_without_end_behind_another_key_is_refused(
+    registered: Registered, key: str
+) -> None:
+    """What a transaction keeps may be waited for by another process, which nobody here can see."""
+    first = lock_of(registered, f"{key}:1", wait=None)
+    second = lock_of(registered, f"{key}:2", wait=None)
+    with transaction.atomic():
+        with first:
+            pass
+        with pytest.raises(LockUsageError) as caught:
+            second.acquire()
+        assert (caught.value.code, caught.value.key) == ("unsupported", f"{key}:2")
+        assert f"{key}:1" in str(caught.value)
+        with pytest.raises(LockUsageError):
+            asyncio.run(second.aacquire())
+        # The same key is gone on with, and a wait that ends is a wait.
+        with first, lock_of(registered, f"{key}:2", wait=0.1):
+            pass
+    assert grantable(first)
+    assert grantable(second)
+    # Without a transaction nothing is kept.
+    with first, second:
+        pass
+
+
+def test_bounded_wait_in_a_transaction_ends(registered: Registered, key: str) -> None:
+    """Whatever others keep: what was kept here is free when the error leaves `atomic()`."""
+    first, second = (lock_of(registered, f"{key}:{n}", wait=0.1) for n in (1, 2))
+
+    def work() -> None:
+        with transaction.atomic():
+            with first:
+                pass
+            second.acquire()
+
+    with held_elsewhere(second):
+        with pytest.raises(LockNotAcquired):
+            work()
+        assert eventually(lambda: grantable(first))

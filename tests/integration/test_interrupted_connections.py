@@ -1,0 +1,130 @@
+"""A signal that strikes while a lock is taken changes nothing of the caller's connection."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import pytest
+from django.db import connections, transaction
+
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Grant
+from django_distlock.handler import lock_backends
+from tests.contract.aliases import counted_alias, locks_on, sessions
+from tests.contract.helpers import Later
+from tests.contract.locking import eventually
+from tests.interrupting import interrupt_after, interrupt_at
+from tests.services import NO_MARIADB
+from tests.shop.models import Row
+
+#: Which connection a statement runs on.
+MODULES = (
+    "django_distlock.backends.tables",
+    "django_distlock.borrowing",
+    "django_distlock.connections",
+)
+#: By what they are called here: an alias, and whether functions are called.
+PATHS = {"functions": ("default", True), "orm": ("default", False), "mariadb": ("mariadb", False)}
+
+
+@contextmanager
+def store(path: str) -> Iterator[tuple[str, BaseLockBackend]]:
+    """Give the alias of a database whose sessions can be counted, and locks with two places."""
+    like, server_functions = PATHS[path]
+    if like not in connections.settings:
+        pytest.skip(NO_MARIADB)
+    with counted_alias(like) as using:
+        options = {"using": using, "server_functions": server_functions}
+        with locks_on(using, OPTIONS=options, LOCK_CONNECTIONS=2) as alias:
+            yield using, lock_backends[alias]
+
+
+def attempt(backend: BaseLockBackend, key: str) -> None:
+    """Acquire a key and give it back, by one attempt each."""
+    grant = backend.acquire(key, new_token(), 30)
+    assert isinstance(grant, Grant)
+    backend.release(grant)
+
+
+def attempt_often(backend: BaseLockBackend, key: str) -> None:
+    """Acquire keys and give them back, for longer than a signal takes to come."""
+    for number in range(200):
+        attempt(backend, f"{key}:{number}")
+
+
+def seen_elsewhere(using: str, name: str) -> set[int]:
+    """Return what others see of rows that were written."""
+
+    def look() -> set[int]:
+        rows = Row.objects.using(using).filter(name=name)
+        return set(rows.values_list("value", flat=True))
+
+    return Later(look).result()
+
+
+@pytest.mark.parametrize(
+    ("where", "path"),
+    [("inside", "functions"), ("outside", "functions"), ("inside", "orm"), ("outside", "mariadb")],
+)
+def test_line_that_is_interrupted_changes_no_connection(key: str, path: str, where: str) -> None:
+    """Wherever it strikes: what the caller has written stays in its transaction, and is saved."""
+    with store(path) as (using, backend):
+        written: set[int] = set()
+
+        def write(number: int) -> None:
+            Row.objects.using(using).create(name=key, value=number)
+            written.add(number)
+
+        connection = connections[using]
+        number, struck = 0, True
+        while struck:
+            number += 1
+            inside = transaction.atomic(using=using) if where == "inside" else nullcontext()
+            with inside:
+                write(2 * number)
+                asked = partial(attempt, backend, f"{key}:{number}")
+                struck = interrupt_at(number, asked, *MODULES)
+                assert connections[using] is connection
+                assert connection.in_atomic_block == (where == "inside")
+                write(2 * number + 1)
+                # No place is lost: the next one waits for nobody.
+                attempt(backend, f"{key}:{number}:next")
+            assert connection.get_autocommit()
+        assert number > 50
+        assert seen_elsewhere(using, key) == written
+        assert eventually(lambda: len(sessions(using)) <= 1 + 2), sessions(using)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_signals_change_no_connection(
+    key: str, path: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real ones, at times that nobody chose."""
+    # Finalisers of Django's and of drivers lose what a signal raises in them: none of ours does. As
+    # text, because the error would keep alive what it is about.
+    lost: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda said: lost.append(f"{said.object!r}"))
+    with store(path) as (using, backend):
+        chosen = random.Random(7)
+        written: set[int] = set()
+        connection = connections[using]
+        for number in range(40):
+            inside = transaction.atomic(using=using) if where == "inside" else nullcontext()
+            with inside:
+                Row.objects.using(using).create(name=key, value=number)
+                written.add(number)
+                asked = partial(attempt_often, backend, f"{key}:{number}")
+                interrupt_after(chosen.uniform(1e-5, 0.004), asked)
+                assert connections[using] is connection
+            assert connection.get_autocommit()
+        with transaction.atomic(using=using):
+            attempt(backend, f"{key}:last")
+        assert seen_elsewhere(using, key) == written
+        assert eventually(lambda: len(sessions(using)) <= 1 + 2), sessions(using)
+    assert not [each for each in lost if "weakref" in each or "distlock" in each]

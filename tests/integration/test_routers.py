@@ -1,0 +1,96 @@
+"""Routers that answer by context: all processes look for a key in one database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+from django.core import checks
+from django.test import override_settings
+
+from django_distlock import InvalidLockBackend, Lease, LockUsageError, distlock
+from django_distlock.fencing.rejecting import Fence
+from django_distlock.fencing.seen import see
+from django_distlock.handler import lock_backends
+
+from .test_advisory_sessions import ADVISORY
+from .test_checks import DATABASE
+
+#: Whose request it is: the alias of a tenant, or nobody's.
+TENANT: ContextVar[str | None] = ContextVar("TENANT", default=None)
+
+
+class ByContext:
+    """Sends everything to the database of the tenant, as middleware has set it."""
+
+    def db_for_write(self, model: Any, **_: Any) -> str | None:
+        """Name the alias of the tenant."""
+        return TENANT.get()
+
+    db_for_read = db_for_write
+
+
+@pytest.fixture
+def tenants() -> Iterator[tuple[str | None, ...]]:
+    """Give contexts in which a router answers differently."""
+    with override_settings(DATABASE_ROUTERS=[ByContext()]):
+        yield None, "default", "sqlite"
+    TENANT.set(None)
+
+
+def configured(backend: str = DATABASE, **options: Any) -> Any:
+    """Configure one lock backend."""
+    return override_settings(DISTLOCK={"default": {"BACKEND": backend, "OPTIONS": options}})
+
+
+def attempt(tenant: str | None, key: str) -> Lease | None:
+    """Try to take a key as a process does whose first request is one of this tenant."""
+    lock_backends.reset()
+    TENANT.set(tenant)
+    with suppress(InvalidLockBackend):
+        return distlock(key).try_acquire()
+    return None
+
+
+def test_processes_with_other_contexts_exclude_each_other(
+    tenants: tuple[str | None, ...], key: str
+) -> None:
+    """Without `using` there is one holder, and who is sent elsewhere is told what to set."""
+    with configured():
+        held = [lease for tenant in tenants if (lease := attempt(tenant, key)) is not None]
+        assert len(held) == 1
+        assert held[0].release()
+
+
+def test_database_that_is_named_needs_no_router(tenants: tuple[str | None, ...], key: str) -> None:
+    """With `using`, every context has the same lock, whatever the router says."""
+    with configured(using="sqlite"):
+        held = [lease for tenant in tenants if (lease := attempt(tenant, key)) is not None]
+        assert len(held) == 1
+        assert held[0].release()
+
+
+@pytest.mark.parametrize("backend", [DATABASE, ADVISORY])
+def test_check_asks_for_the_database(tenants: tuple[str | None, ...], backend: str) -> None:
+    """E001 where a router sends the models away and no option says where to."""
+    TENANT.set("sqlite")
+    with configured(backend):
+        (told,) = [
+            each for each in checks.run_checks(tags=["distlock"]) if each.id == "distlock.E001"
+        ]
+    assert "OPTIONS['using']" in told.msg
+    assert "'sqlite'" in told.msg
+
+
+def test_seen_fences_stay_in_one_database(tenants: tuple[str | None, ...], key: str) -> None:
+    """A process whose router sends the next request elsewhere refuses it, and lets nothing pass."""
+    assert see(Fence(key, 7)) == 7
+    TENANT.set("sqlite")
+    with pytest.raises(LockUsageError, match="'sqlite'"):
+        see(Fence(key, 6))
+    assert see(Fence(key, 6), "default") == 7
+    TENANT.set("default")
+    assert see(Fence(key, 6)) == 7
