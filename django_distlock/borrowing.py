@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import select
 import socket
 import threading
 import time
@@ -21,7 +22,7 @@ from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -67,12 +68,6 @@ _BOUNDS: Mapping[str, dict[str, Any]] = {
     "postgresql": {**KEEPALIVES, "connect_timeout": CONNECT_SECONDS},
     "mysql": {"connect_timeout": CONNECT_SECONDS},
 }
-
-
-T = TypeVar("T")
-
-#: Look at what has come, and wait for nothing. Windows cannot.
-_PEEK = socket.MSG_PEEK | getattr(socket, "MSG_DONTWAIT", 0)
 
 
 class NoConnectionFree(Exception):
@@ -574,7 +569,16 @@ def _mend(connection: BaseDatabaseWrapper, error: BaseException) -> None:
 
 def _cut(connection: BaseDatabaseWrapper) -> None:
     """End what a connection waits for. Its owner gets an error, and closes it."""
-    _on_wire(connection, lambda wire: wire.shutdown(socket.SHUT_RDWR))
+    database: Any = connection.Database  # type: ignore[attr-defined]
+    try:
+        wire = _wire(connection)
+        number = wire.fileno()
+        with socket.socket(fileno=os.dup(number)) as same:
+            # Not yet closed, so the number was no other connection's when it was copied.
+            if wire.fileno() == number:
+                same.shutdown(socket.SHUT_RDWR)
+    except (OSError, ValueError, AttributeError, database.Error):
+        pass  # It has no socket, or that is closed.
 
 
 def _has_ended(connection: BaseDatabaseWrapper) -> bool:
@@ -582,27 +586,26 @@ def _has_ended(connection: BaseDatabaseWrapper) -> bool:
     raw = connection.connection
     if getattr(raw, "closed", False) or not getattr(raw, "open", True):
         return True
-    try:
-        return _on_wire(connection, lambda wire: wire.recv(1, _PEEK)) is not None
-    except BlockingIOError:
-        return False
-
-
-def _on_wire(connection: BaseDatabaseWrapper, use: Callable[[socket.socket], T]) -> T | None:
-    """Return what the socket of a connection answers; None: it has none, or it is closed."""
-    raw = connection.connection
     database: Any = connection.Database  # type: ignore[attr-defined]
     try:
-        # PyMySQL shows its socket alone.
-        wire = getattr(raw, "_sock", raw)
-        number = wire.fileno()
-        with socket.socket(fileno=os.dup(number)) as same:
-            # Not yet closed, so the number was no other connection's when it was copied.
-            return use(same) if wire.fileno() == number else None
-    except BlockingIOError:
-        raise
+        # Asked for, and not read: a read waits for an answer under gevent.
+        return bool(_readable(_wire(connection).fileno()))
     except (OSError, ValueError, AttributeError, database.Error):
-        return None
+        return False  # It has no socket: its next statement tells.
+
+
+def _wire(connection: BaseDatabaseWrapper) -> Any:
+    """Return what has the number of a connection's socket. PyMySQL shows the socket alone."""
+    return getattr(connection.connection, "_sock", connection.connection)
+
+
+def _readable(number: int) -> list[Any]:
+    """Return something where a socket has an answer, or its other end is closed."""
+    if not hasattr(select, "poll"):
+        return select.select([number], [], [], 0)[0]  # Windows.
+    poll = select.poll()
+    poll.register(number, select.POLLIN)
+    return poll.poll(0)
 
 
 def _close(connection: BaseDatabaseWrapper) -> None:
