@@ -66,13 +66,12 @@ def main() -> int:
         for alias in options.store:
             chance = random.Random(f"{options.seed} {alias}")
             faults = set(options.faults) - WITHOUT.get(alias, set())
-            variable = STORES[alias] if "wires" in faults else ""
             found = Findings()
             for number in range(math.ceil(options.seconds / ROUND)):
                 place = scratch / f"{alias}-{options.seed}-{number}"
                 place.mkdir(parents=True)
                 seconds = min(ROUND, options.seconds - number * ROUND)
-                more = run(alias, faults, variable, options.workers, seconds, chance, place)
+                more = run(alias, faults, STORES[alias], options.workers, seconds, chance, place)
                 found = found.with_more(more)
             print(found.table(f"{alias}, {options.seconds:g} s, seed {options.seed}"), flush=True)
             broken = broken or bool(found.broken)

@@ -46,6 +46,11 @@ class BadWire(Wire):
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
+    @property
+    def ports(self) -> set[int]:
+        """Where the server sees the ends of what goes through it."""
+        return {each.getsockname()[1] for each in self._sockets[1::2]}
+
     def cut(self) -> None:
         """End all connections; new ones are welcome."""
         cut, self._sockets = self._sockets, []
@@ -129,6 +134,11 @@ class Crew:
             url = urlsplit(os.environ[variable])
             self.wires = [BadWire(url.hostname or "", url.port or 0) for _ in range(size)]
         self.members = [self._started(place) for place in range(size)]
+
+    @property
+    def ports(self) -> set[int]:
+        """Where the store's server sees the workers."""
+        return set[int]().union(*(wire.ports for wire in self.wires))
 
     def say(self, line: str) -> None:
         """Write to all of them."""

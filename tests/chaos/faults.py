@@ -22,10 +22,10 @@ from .history import Writer
 
 ACTOR = {"actor": "chaos", "reason": "a drill"}
 _SESSIONS = {
-    "mysql": "SELECT id FROM information_schema.processlist"
-    " WHERE id <> CONNECTION_ID() AND user = 'root' ORDER BY id",
-    "postgresql": "SELECT pid FROM pg_stat_activity WHERE backend_type = 'client backend'"
-    " AND pid <> pg_backend_pid() ORDER BY pid",
+    "mysql": "SELECT id, SUBSTRING_INDEX(host, ':', -1) FROM information_schema.processlist"
+    " WHERE host LIKE '%%:%%' ORDER BY id",
+    "postgresql": "SELECT pid, client_port FROM pg_stat_activity"
+    " WHERE client_port > 0 ORDER BY pid",
 }
 _END = {"mysql": "KILL %s", "postgresql": "SELECT pg_terminate_backend(%s)"}
 
@@ -109,7 +109,8 @@ class Chaos:
 
     def _end_session(self) -> None:
         with suppress(DatabaseError, InterfaceError, RedisError, LockError):
-            number = self._chance.choice(_sessions(self._alias) or ["0"])
+            # Never that of the operators: nobody would know what they have done.
+            number = self._chance.choice(sessions(self._alias, self._crew.ports) or ["0"])
             using = BACKENDS[self._alias].using
             if using:
                 with connections[using].cursor() as cursor:
@@ -141,21 +142,16 @@ class Chaos:
             )  # fmt: skip
 
 
-def sessions(alias: str) -> int:
-    """Return how many sessions a store's server has, beside the one that asks."""
-    return len(_sessions(alias))
-
-
-def _sessions(alias: str) -> list[str]:
+def sessions(alias: str, ports: set[int]) -> list[str]:
+    """Return the server's numbers of the sessions of workers, by the ports they come from."""
     using = BACKENDS[alias].using
     if using:
         with connections[using].cursor() as cursor:
-            cursor.execute(_SESSIONS[connections[using].vendor])
-            return [str(number) for (number,) in cursor.fetchall()]
-    ask = _redis(alias)
-    ours = str(ask("CLIENT", "ID"))
-    lines = str(ask("CLIENT", "LIST"), "utf-8").splitlines()
-    return [number for line in lines if (number := line.split()[0][3:]) != ours]
+            cursor.execute(_SESSIONS[connections[using].vendor], [])
+            return [str(number) for number, port in cursor.fetchall() if int(port) in ports]
+    lines = str(_redis(alias)("CLIENT", "LIST"), "utf-8").splitlines()
+    facts = [dict(fact.split("=", 1) for fact in line.split()) for line in lines]
+    return [each["id"] for each in facts if int(each["addr"].rpartition(":")[2]) in ports]
 
 
 def _redis(alias: str) -> Callable[..., Any]:

@@ -25,8 +25,8 @@ EXPECTED = {
     "Interrupted", "LockLost", "LockNotAcquired", "BackendUnavailable", "TimeoutError",
     "OperationalError", "InterfaceError", "InternalError",
 }  # fmt: skip
-#: What an operator takes a key by.
-TAKING = {"force_release", "expire_soon"}
+#: What an operator ends a lease by: its holder may be told before the deadline that it saw.
+ENDING = {"force_release", "expire_soon"}
 
 
 class Writer:
@@ -130,6 +130,7 @@ def examined(lines: Iterable[Line]) -> Findings:
     found = Findings()
     holdings: dict[tuple[str, int], Held] = {}
     taken: set[tuple[str, int]] = set()
+    ended: set[tuple[str, int]] = set()
     for line in lines:
         event = line["event"]
         found.counted[f"{event} {line['form']}" if "form" in line else event] += 1
@@ -140,15 +141,17 @@ def examined(lines: Iterable[Line]) -> Findings:
             )
         if "lease" in line and (line["who"], line["lease"]) in holdings:
             holdings[line["who"], line["lease"]].lines.append(line)
-        if event == "operator" and line["form"] in TAKING and _moved_on(line):
-            taken.add((line["key"], line["before"]))
+        if event == "operator" and line["form"] in ENDING:
+            ended.add((line["key"], line["before"]))
+            if _moved_on(line):
+                taken.add((line["key"], line["before"]))
         if event == "error" and line["form"] not in EXPECTED:
             found.never("unexpected error", line)
     by_key: dict[str, list[Held]] = defaultdict(list)
     for held in holdings.values():
         by_key[held.key].append(held)
-        if held.gone_early > 0 and (held.key, held.fence) in taken:
-            found.counted["taken by an operator before its deadline"] += 1
+        if held.gone_early > 0 and (held.key, held.fence) in ended:
+            found.counted["ended by an operator before its deadline"] += 1
         elif held.gone_early > 0:
             found.never("gone early", f"by {held.gone_early:.3f} s", *held.lines)
     for all_held in by_key.values():
@@ -191,7 +194,9 @@ def _find_fences(found: Findings, all_held: list[Held]) -> None:
     highest = 0
     for held in sorted(all_held, key=lambda each: each.asked):
         first = by_fence.setdefault(held.fence, held)
-        if not first.is_same(held):
+        if held is not first:
+            if first.is_same(held):
+                continue  # A block that was entered again, perhaps long behind its grant.
             found.never("repeated fence", first.lines[0], held.lines[0])
         while granted and granted[0][0] <= held.asked:
             highest = max(highest, granted.pop(0)[1])

@@ -13,9 +13,9 @@ from .history import Line, examined
 
 def grant(lease: int, at: float, fence: int, until: float, **more: Any) -> Line:
     """Describe a grant, each to another process."""
-    facts = {"form": "block", "key": "key", "token": f"{lease}", "asked": at, **more}
+    facts = {"form": "block", "key": "key", "token": f"{lease}", "asked": at}
     return {"event": "grant", "t": at, "who": f"{lease}", "lease": lease, "fence": fence,
-            "until": until, **facts}  # fmt: skip
+            "until": until, **facts, **more}  # fmt: skip
 
 
 def line(lease: int, event: str, at: float, **more: Any) -> Line:
@@ -58,6 +58,10 @@ def test_repeated_and_falling_fences_are_found() -> None:
     assert broken(*first, grant(2, 12, 5, 14), line(2, "end", 13)) == ["repeated fence"]
     assert broken(*first, grant(2, 12, 4, 14), line(2, "end", 13)) == ["falling fence"]
     assert broken(*first, grant(2, 12, 4, 14, asked=9), line(2, "end", 13)) == []
+    # A block that is entered again is no grant, also where an operator has taken the key meanwhile.
+    again = grant(3, 13, 5, 14, form="reentered", token="1", asked=13)
+    other = [grant(2, 12, 7, 14), line(2, "end", 12.5)]
+    assert broken(*first, *other, again) == []
 
 
 def test_lease_that_is_gone_before_its_deadline_is_found() -> None:
@@ -66,6 +70,10 @@ def test_lease_that_is_gone_before_its_deadline_is_found() -> None:
     assert broken(first, line(1, "lost", 13, why="the store does not know it")) == ["gone early"]
     assert broken(first, line(1, "lost", 13, why="3 renewals in a row had no answer")) == []
     assert broken(first, line(1, "lost", 15, why="its deadline has passed")) == []
+    # Who is told to end sooner learns it by his next renewal.
+    order = {"event": "operator", "t": 11, "who": "chaos", "form": "expire_soon", "key": "key"}
+    order |= {"before": 1, "after": 1}
+    assert broken(first, order, line(1, "lost", 13, why="the store does not know it")) == []
 
 
 def test_unexpected_error_is_found() -> None:
