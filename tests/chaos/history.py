@@ -130,7 +130,7 @@ def examined(lines: Iterable[Line]) -> Findings:
     found = Findings()
     holdings: dict[tuple[str, int], Held] = {}
     taken: set[tuple[str, int]] = set()
-    ended: set[tuple[str, int]] = set()
+    shortened: set[tuple[str, int]] = set()
     for line in lines:
         event = line["event"]
         found.counted[f"{event} {line['form']}" if "form" in line else event] += 1
@@ -142,15 +142,13 @@ def examined(lines: Iterable[Line]) -> Findings:
         if "lease" in line and (line["who"], line["lease"]) in holdings:
             holdings[line["who"], line["lease"]].lines.append(line)
         if event == "operator" and line["form"] in ENDING:
-            ended.add((line["key"], line["before"]))
-            if _moved_on(line):
-                taken.add((line["key"], line["before"]))
+            (taken if _moved_on(line) else shortened).add((line["key"], line["before"]))
         if event == "error" and line["form"] not in EXPECTED:
             found.never("unexpected error", line)
     by_key: dict[str, list[Held]] = defaultdict(list)
     for held in holdings.values():
         by_key[held.key].append(held)
-        if held.gone_early > 0 and (held.key, held.fence) in ended:
+        if held.gone_early > 0 and (held.key, held.fence) in taken | shortened:
             found.counted["ended by an operator before its deadline"] += 1
         elif held.gone_early > 0:
             found.never("gone early", f"by {held.gone_early:.3f} s", *held.lines)

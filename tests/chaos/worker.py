@@ -35,7 +35,8 @@ EVERY = 0.05
 #: Threads that may stay, by how their names begin: how many of each.
 MAY_STAY = {
     "distlock-heartbeat": 1, "distlock-alarms": 1, "distlock-releases": 1, "distlock-signals": 1,
-    "distlock-connections": 1, "distlock-wake-ups": 1, "distlock-redis-wakeups": 1, "distlock-": 33, "asyncio_": 1, "Timer": 2,
+    "distlock-connections": 1, "distlock-wake-ups": 1, "distlock-redis-wakeups": 1,
+    "distlock-": 33, "asyncio_": 1, "Timer": 2,
 }  # fmt: skip
 
 

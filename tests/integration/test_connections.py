@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import socket
 import sys
 import threading
 import time
@@ -310,6 +311,22 @@ def test_lease_outlives_its_session(key: str, path: str, where: str) -> None:
         cut(using, sessions(using))
         assert lease.release() is True
         assert not lock.locked()
+
+
+def test_default_timeout_of_sockets_holds_up_nothing(key: str, path: str) -> None:
+    """A program may set one, as `celery beat` does. Who looks at an idle session does not wait."""
+    with spawn(
+        "tests.integration.test_connections:lock_under_a_default_timeout", key, path
+    ) as worker:
+        assert worker.result(60) == [1, 2, 3]
+
+
+def lock_under_a_default_timeout(key: str, path: str) -> list[int]:
+    """Lock on one of our connections again and again."""
+    socket.setdefaulttimeout(100)
+    with counted(path) as (using, backend):
+        lock = distlock(key, backend=backend, wait=0)
+        return [lock_inside(using, lock) for _ in range(3)]
 
 
 # Forks
