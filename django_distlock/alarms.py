@@ -11,6 +11,7 @@ import threading
 from typing import Protocol
 
 from .core.logs import log_fields
+from .core.threads import start_thread
 from .host import monotonic
 
 logger = logging.getLogger("django_distlock")
@@ -63,7 +64,7 @@ class Alarms:
                     target=self._run, name="distlock-alarms", daemon=True
                 )
                 self._looks_at = 0.0
-                self._thread.start()
+                start_thread(self._thread)
             elif lease.next_alarm() < self._looks_at:
                 self._changed.notify()
 

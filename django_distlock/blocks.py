@@ -14,10 +14,9 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextvars import Context, copy_context
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from . import transactions, workers
 from .backends.base import BaseLockBackend
@@ -167,36 +166,6 @@ class Leaving:
     def _leave_by_class(self, block: Block, owner: object, *end: object) -> Any:
         # Frames of an `ExitStack` refer to what it calls, and its errors to its frames.
         return (block.watched(), self._leave(block, owner, *end))[1]
-
-
-class Underway:
-    """Is true for as long as a block of it is open, also where that was left in its midst."""
-
-    def __init__(self) -> None:
-        self._open: Callable[[], object] = _is_not
-
-    def __bool__(self) -> bool:
-        return self._open() is not None
-
-    def __enter__(self) -> None:
-        return None
-
-    if TYPE_CHECKING:
-
-        def __exit__(self, *_: object) -> None: ...
-
-    else:
-
-        def _watched(self):
-            sentinel = functools.partial(_is_not)
-            self._open = weakref.ref(sentinel)
-            return sentinel
-
-        __exit__ = property(_watched)
-
-
-def _is_not(*_: object) -> None:
-    return None
 
 
 def opened(owner: object) -> Block:

@@ -45,6 +45,7 @@ from .connections import (
 )
 from .core.durations import MAX_BOUND
 from .core.errors import LockError
+from .core.threads import start_thread
 
 #: Seconds that a server may be silent beyond what a statement may wait for the locks of others.
 ANSWER_SECONDS = 2.0
@@ -480,7 +481,7 @@ class _Sweeper:
                 self._thread = threading.Thread(
                     target=self._run, name="distlock-connections", daemon=True
                 )
-                self._thread.start()
+                start_thread(self._thread)
 
     def watch(self, use: Use) -> None:
         """Cut what gets no answer in time."""
@@ -491,10 +492,12 @@ class _Sweeper:
 
     def _run(self) -> None:
         seconds: float | None = None
-        while True:
+        while self._thread is threading.current_thread():
             with suppress(Empty):
                 self.gone.get(timeout=seconds)
             seconds = self._look()
+        # Another one was started in its place, which has to hear of what this one took.
+        self.gone.put(None)
 
     def _look(self) -> float | None:
         now = time.monotonic()

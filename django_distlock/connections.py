@@ -22,6 +22,7 @@ from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
 from .core.errors import LockUsageError
+from .core.threads import start_thread
 
 #: Seconds after which an unused connection of our own is closed.
 IDLE_SECONDS = 10.0
@@ -253,7 +254,7 @@ class IdleConnections(Generic[C]):
         self._reaper = threading.Timer(IDLE_SECONDS, self._reap)
         self._reaper.daemon = True
         try:
-            self._reaper.start()
+            start_thread(self._reaper)
         except RuntimeError:
             self._reaper = None  # The interpreter ends, and takes no new threads.
 

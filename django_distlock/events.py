@@ -25,6 +25,7 @@ from .core.durations import MAX_BOUND
 from .core.holders import Holder
 from .core.interruptions import pass_on
 from .core.logs import log_fields
+from .core.threads import start_thread
 from .models import LockEvent
 from .signals import fence_rejected, lock_forced, lock_lost, lock_operated, lock_taken_over
 
@@ -207,7 +208,7 @@ class _Writer:
 
     def _start(self) -> None:
         try:
-            threading.Thread(target=self._run, name="distlock-events", daemon=True).start()
+            start_thread(threading.Thread(target=self._run, name="distlock-events", daemon=True))
         except RuntimeError:
             return  # No more threads now, or ever: `finish` writes what waits.
         self._is_running = True

@@ -15,6 +15,7 @@ from .core.errors import LockError
 from .core.logs import log_fields
 from .core.records import Grant, Unknown
 from .core.renewing import Renewing
+from .core.threads import start_thread
 from .host import monotonic
 
 logger = logging.getLogger("django_distlock")
@@ -80,7 +81,7 @@ class Heartbeat:
                 # Kept before it starts: a signal's handler may raise behind that.
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._looks_at = 0.0
-                self._thread.start()
+                start_thread(self._thread)
             elif lease.renewing.due_at < self._looks_at:
                 self._changed.notify()
 

@@ -15,6 +15,7 @@ from django.db import connections
 from .core.errors import InvalidArgument, shown
 from .core.interruptions import pass_on
 from .core.logs import log_fields
+from .core.threads import start_thread
 
 logger = logging.getLogger("django_distlock")
 
@@ -145,7 +146,7 @@ def apart(work: Callable[[], None]) -> None:
             connections.close_all()
 
     try:
-        threading.Thread(target=run, name="distlock-lost", daemon=True).start()
+        start_thread(threading.Thread(target=run, name="distlock-lost", daemon=True))
     except RuntimeError:
         work()  # The interpreter ends, or there are too many threads.
 

@@ -30,6 +30,8 @@ from .connections import (
 from .core.bells import Bell
 from .core.durations import MAX_BOUND
 from .core.errors import LockUsageError
+from .core.threads import start_thread
+from .core.underway import Underway
 from .workers import Gone, Worker, when_gone
 
 logger = logging.getLogger("django_distlock")
@@ -128,6 +130,8 @@ class Deferred:
         thread: Whose transactions they are, by `home`.
     """
 
+    _is_registered = False
+
     def __init__(
         self,
         name: tuple[str, str],
@@ -145,18 +149,26 @@ class Deferred:
         self._ends: list[tuple[BaseDatabaseWrapper, Gone]] = []
         self._mutex = threading.Lock()
         self._claimed_by: object = None
-        _waiting.add(name, self)
-        for connection in transactions:
-            # No savepoint ids: a savepoint that is rolled back does not end the transaction.
-            hooks: list[Any] = connection.run_on_commit
-            end = _End(self)
-            # Not "robust": Django would swallow the exception of a signal that comes amid it.
-            hooks.append((set(), end, False))
-            self._ends.append((connection, when_gone(end, partial(self._dropped, end.claim))))
-            if not _is_open(connection):
-                end.is_over = True  # It ended meanwhile, in its own thread.
-        if any(each.autocommit for each in transactions):
-            self._poll()
+        self._registering = Underway()
+        with self._registering:
+            _waiting.add(name, self)
+            for connection in transactions:
+                # No savepoint ids: a savepoint that is rolled back does not end the transaction.
+                hooks: list[Any] = connection.run_on_commit
+                end = _End(self)
+                # Not "robust": Django would swallow the exception of a signal that comes amid it.
+                hooks.append((set(), end, False))
+                self._ends.append((connection, when_gone(end, partial(self._dropped, end.claim))))
+                if not _is_open(connection):
+                    end.is_over = True  # It ended meanwhile, in its own thread.
+            if any(each.autocommit for each in transactions):
+                self._poll()
+            self._is_registered = True
+
+    @property
+    def waits(self) -> bool:
+        """Whether the transactions will tell it of their ends; False: a signal came before."""
+        return self._is_registered or bool(self._registering)
 
     @property
     def is_over(self) -> bool:
@@ -270,13 +282,22 @@ class _Waiting:
         if not self._by_name:
             return []
         with self._mutex:
-            return [each for deferred in self._by_name.values() for each in deferred]
+            every = [each for deferred in self._by_name.values() for each in deferred]
+        return self._left(every)
 
     def of(self, name: tuple[str, str]) -> list[Deferred]:
         if not self._by_name:
             return []
         with self._mutex:
-            return list(self._by_name.get(name, []))
+            those = list(self._by_name.get(name, []))
+        return self._left(those)
+
+    def _left(self, those: list[Deferred]) -> list[Deferred]:
+        # Who was interrupted registers anew, if there is anything left to release.
+        for each in those:
+            if not each.waits:
+                self.remove(each._name, each)
+        return [each for each in those if each.waits]
 
 
 _waiting = _Waiting()
@@ -357,7 +378,7 @@ def later(work: Callable[[], None], seconds: float = 0.0) -> None:
     if seconds:
         timer = threading.Timer(seconds, _worker.put, (work,))
         timer.daemon = True
-        timer.start()
+        start_thread(timer)
     else:
         _worker.put(work)
 

@@ -16,6 +16,7 @@ from .connections import use_own_connections
 from .core.bells import Bell
 from .core.durations import MAX_BOUND
 from .core.logs import log_fields
+from .core.threads import start_thread
 
 logger = logging.getLogger("django_distlock")
 
@@ -64,7 +65,7 @@ class Worker:
                 # Kept before it starts: a signal's exception behind that makes no second one.
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._pid = os.getpid()
-                self._thread.start()
+                start_thread(self._thread)
 
     def put(self, work: Callable[[], None]) -> None:
         """Let the thread do something, behind all that was put before."""

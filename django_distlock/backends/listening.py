@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ..connections import keep_inherited
 from ..core.logs import log_fields
+from ..core.threads import start_thread
 from .queues import Queues
 
 logger = logging.getLogger("django_distlock")
@@ -136,7 +137,7 @@ class Listener:
         # Kept before it starts: a signal's handler may raise behind that.
         self._watch = watch
         try:
-            watch.thread.start()
+            start_thread(watch.thread)
         except RuntimeError:
             self._watch = None
             return None  # The interpreter ends, or there are too many threads.

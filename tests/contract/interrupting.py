@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import django_distlock
@@ -82,9 +82,13 @@ def lines_of(work: Callable[[], object]) -> int:
     return tracer.seen
 
 
-def interrupt_at(line: int, work: Callable[[], object]) -> bool:
-    """Raise at the n-th line of the package that `work` comes to; return whether it was reached."""
-    tracer = _Tracer(line)
+def interrupt_at(line: int, work: Callable[[], object], inside: FunctionType | None = None) -> bool:
+    """Raise at the n-th line of the package that `work` comes to; return whether it was reached.
+
+    Args:
+        inside: The function whose lines count; None: any.
+    """
+    tracer = _Tracer(line, inside)
     try:
         tracer.run(work)
     except TimeIsUp:
@@ -93,7 +97,8 @@ def interrupt_at(line: int, work: Callable[[], object]) -> bool:
 
 
 class _Tracer:
-    def __init__(self, line: int):
+    def __init__(self, line: int, inside: FunctionType | None = None):
+        self._inside = inside and inside.__code__
         self.seen = 0
         self.has_struck = False
         self._line = line
@@ -109,6 +114,8 @@ class _Tracer:
             sys.settrace(before)
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if self._inside is not None:
+            return self._trace if frame.f_code is self._inside else None
         return self._trace if frame.f_code.co_filename.startswith(_PACKAGE) else None
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from django.db.transaction import atomic
 
-from django_distlock import Lease, Lock, blocks, signals
+from django_distlock import Lease, Lock, blocks, signals, transactions
 from django_distlock.alarms import alarms
 from django_distlock.exits import held_here
 from django_distlock.handler import lock_backends
@@ -55,6 +55,7 @@ def left_of(lock: Lock) -> list[str]:
     found += ["queued"] * len(store.queues)
     name = (lock.backend, lock.key)
     found += ["open" for block in list(blocks.every) if block.name == name]
+    found += ["kept for a transaction" for _deferred in transactions._waiting.of(name)]
     return found + ["taken"] * (store.read(lock.key) is not None)
 
 
@@ -156,6 +157,24 @@ def test_interrupted_block_in_a_transaction_keeps_the_key_to_its_end(
         with lock as again:
             assert again.token == lease.token
     assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
+
+
+@pytest.mark.parametrize("line", range(1, 27))
+def test_interrupted_release_behind_a_transaction_is_not_remembered(key: str, line: int) -> None:
+    """What is not registered with all transactions waits for none: neither for this, nor later."""
+    lock = lock_of(BACKENDS["memory"], key, ttl=60)
+    making: Any = transactions.Deferred.__init__
+
+    def work() -> None:
+        with lock:
+            pass
+
+    with atomic():
+        was_reached = interrupt_at(line, work, making)
+        # Other keys are kept until the end by nobody but those who have registered.
+        assert eventually(lambda: len(transactions._waiting.of((lock.backend, key))) == 1, PATIENT)
+    assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
+    assert was_reached or line > 15
 
 
 def test_lease_of_a_block_that_is_gone_is_not_renewed(key: str) -> None:

@@ -22,6 +22,7 @@ from ...backends.base import BaseLockBackend
 from ...core.errors import LockError
 from ...core.logs import log_fields
 from ...core.records import Grant, Record
+from ...core.threads import start_thread
 from ...handler import lock_backends
 from ...host import current_holder, is_gone
 from ...signals import lock_released, tell
@@ -149,7 +150,7 @@ def _end_all(store: BaseLockBackend, terms: Terms, request: Any, *, at_once: boo
     if living:
         # Not on a thread of the store, which others need meanwhile.
         watch = partial(_watch_over, store, terms, request, living)
-        threading.Thread(target=watch, name="distlock-endings", daemon=True).start()
+        start_thread(threading.Thread(target=watch, name="distlock-endings", daemon=True))
 
 
 def _watch_over(

@@ -14,6 +14,7 @@ from django.core.signals import setting_changed
 from django.db import connections
 
 from ...core.interruptions import pass_on
+from ...core.threads import start_thread
 from ...handler import lock_backends
 
 T = TypeVar("T")
@@ -52,7 +53,7 @@ class Asking(Generic[T]):
                 target=self._run, args=(asked,), name="distlock-asking", daemon=True
             )
             try:
-                thread.start()
+                start_thread(thread)
             except RuntimeError as error:
                 # No thread is to be had now. The next question may get one.
                 asked.set_exception(error)

@@ -10,6 +10,7 @@ import weakref
 from prometheus_client import CollectorRegistry, Gauge
 
 from ... import attempts
+from ...core.threads import start_thread
 from ..metrics.instruments import LAG, PROCESS_GAUGES
 from ..metrics.processes import process_numbers
 
@@ -64,7 +65,9 @@ class Sampler:
             if self._runs:
                 return
             try:
-                threading.Thread(target=self._run, name="distlock-gauges", daemon=True).start()
+                start_thread(
+                    threading.Thread(target=self._run, name="distlock-gauges", daemon=True)
+                )
             except RuntimeError:
                 return  # No more threads now, or ever: the interpreter ends.
             self._runs = True

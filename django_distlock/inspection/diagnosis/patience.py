@@ -9,6 +9,8 @@ from typing import TypeVar
 
 from django.db import connections
 
+from ...core.threads import start_thread
+
 T = TypeVar("T")
 
 
@@ -36,5 +38,5 @@ def within(seconds: float, work: Callable[[], T], name: str) -> T:
         else:
             done.set_result(result)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    start_thread(threading.Thread(target=run, name=name, daemon=True))
     return done.result(seconds)

@@ -1,0 +1,39 @@
+"""Threads that a signal's exception neither leaves half started nor is lost in."""
+
+from __future__ import annotations
+
+import threading
+from _thread import start_new_thread
+
+from .bells import Bell
+from .durations import MAX_BOUND
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread, or not, whatever the handler of a signal raises meanwhile.
+
+    `Thread.start()` is Python around a dictionary and an event: an exception in its midst becomes
+    a `KeyError` or a `RuntimeError` of theirs. Handlers run in the main thread alone, so another
+    one starts it, and is itself started by one call of C.
+
+    Raises:
+        RuntimeError: There are too many threads, or the interpreter ends.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        thread.start()
+        return
+    errors: list[RuntimeError] = []
+    started = Bell()
+
+    def begin() -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:
+            errors.append(error)
+        finally:
+            started.ring()
+
+    start_new_thread(begin, ())
+    started.wait(MAX_BOUND)
+    if errors:
+        raise errors[0]

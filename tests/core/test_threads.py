@@ -1,0 +1,72 @@
+"""Starting a thread where the handler of a signal may raise anywhere."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from django_distlock.core.threads import start_thread
+from tests.contract.locking import eventually
+from tests.interrupting import Interrupted
+
+#: More lines than are run in this thread to start another one.
+MOST = 60
+
+
+def started(line: int) -> tuple[BaseException | None, bool, bool]:
+    """Start a thread, and raise at a line on the way.
+
+    Returns:
+        What came of it, whether that line was reached, and whether the thread has run.
+    """
+    ran = threading.Event()
+    thread = threading.Thread(target=ran.set, daemon=True)
+    left = [line]
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename.endswith(("threading.py", "threads.py", "bells.py")):
+            if event == "line":
+                left[0] -= 1
+                if left[0] == 0:
+                    raise Interrupted
+            return trace
+        return None
+
+    error: BaseException | None = None
+    sys.settrace(trace)
+    try:
+        start_thread(thread)
+    except BaseException as caught:  # noqa: BLE001 - which one, that is the question
+        error = caught
+    sys.settrace(None)
+    return error, left[0] <= 0, eventually(ran.is_set, 0.2 if error else 10)
+
+
+@pytest.mark.parametrize("line", range(1, MOST))
+def test_what_a_signal_raises_reaches_the_caller(line: int) -> None:
+    """Not as an error of the thread's own that it is not."""
+    error, was_reached, has_run = started(line)
+    if was_reached:
+        assert type(error) is Interrupted
+    else:
+        assert (error, has_run) == (None, True)
+
+
+def test_all_lines_are_interrupted() -> None:
+    """The last of them lies behind the start."""
+    assert not started(MOST)[1]
+
+
+def test_too_many_threads_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller knows what to do without one."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        start_thread(threading.Thread(target=print))
