@@ -83,15 +83,18 @@ class Held:
             if min(end, line["until"]) > line["t"]:
                 yield Claim(line["t"], min(end, line["until"]), self)
 
-    @property
-    def gone_early(self) -> float:
-        """Seconds before its deadline at which the store had lost it, as the holder was told."""
+    def gone_early(self, grant: list[Line]) -> float:
+        """Seconds before its deadline at which the store had lost it, as the holder was told.
+
+        Args:
+            grant: What was written of its grant, by all blocks that entered it.
+        """
         lost = next((each for each in self.lines if each["event"] == "lost"), None)
         # What could not be renewed three times is given up before its deadline.
         if lost is None or "no answer" in lost["why"]:
             return 0.0
-        until = [float(each["until"]) for each in self.lines if "until" in each][-1]
-        return max(0.0, until - float(lost["t"]))
+        before = [each for each in grant if "until" in each and each["t"] <= lost["t"]]
+        return max(0.0, float(before[-1]["until"]) - float(lost["t"]))
 
 
 @dataclass
@@ -129,6 +132,7 @@ def examined(lines: Iterable[Line]) -> Findings:
     """Count what happened, and find what must never be."""
     found = Findings()
     holdings: dict[tuple[str, int], Held] = {}
+    grants: dict[tuple[str, int, str], list[Line]] = defaultdict(list)
     taken: set[tuple[str, int]] = set()
     shortened: set[tuple[str, int]] = set()
     for line in lines:
@@ -140,7 +144,9 @@ def examined(lines: Iterable[Line]) -> Findings:
                 line["key"], line["fence"], line["token"], line["asked"]
             )
         if "lease" in line and (line["who"], line["lease"]) in holdings:
-            holdings[line["who"], line["lease"]].lines.append(line)
+            held = holdings[line["who"], line["lease"]]
+            held.lines.append(line)
+            grants[held.key, held.fence, held.token].append(line)
         if event == "operator" and line["form"] in ENDING:
             (taken if _moved_on(line) else shortened).add((line["key"], line["before"]))
         if event == "error" and line["form"] not in EXPECTED:
@@ -148,10 +154,11 @@ def examined(lines: Iterable[Line]) -> Findings:
     by_key: dict[str, list[Held]] = defaultdict(list)
     for held in holdings.values():
         by_key[held.key].append(held)
-        if held.gone_early > 0 and (held.key, held.fence) in taken | shortened:
+        early = held.gone_early(grants[held.key, held.fence, held.token])
+        if early > 0 and (held.key, held.fence) in taken | shortened:
             found.counted["ended by an operator before its deadline"] += 1
-        elif held.gone_early > 0:
-            found.never("gone early", f"by {held.gone_early:.3f} s", *held.lines)
+        elif early > 0:
+            found.never("gone early", f"by {early:.3f} s", *held.lines)
     for all_held in by_key.values():
         _find_overlaps(found, all_held, taken)
         _find_fences(found, all_held)

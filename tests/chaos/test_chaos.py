@@ -70,6 +70,12 @@ def test_lease_that_is_gone_before_its_deadline_is_found() -> None:
     assert broken(first, line(1, "lost", 13, why="the store does not know it")) == ["gone early"]
     assert broken(first, line(1, "lost", 13, why="3 renewals in a row had no answer")) == []
     assert broken(first, line(1, "lost", 15, why="its deadline has passed")) == []
+    # A block that entered it again has made it shorter.
+    again = [
+        grant(2, 11, 1, 14, form="reentered", token="1"),
+        line(2, "extended", 11.5, until=12.5),
+    ]
+    assert broken(first, *again, line(1, "lost", 13, why="its deadline has passed")) == []
     # Who is told to end sooner learns it by his next renewal.
     order = {"event": "operator", "t": 11, "who": "chaos", "form": "expire_soon", "key": "key"}
     order |= {"before": 1, "after": 1}
