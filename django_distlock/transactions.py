@@ -46,8 +46,10 @@ def home(thread: int | None = None) -> int:
     Args:
         thread: The one that runs it; None: this one.
     """
-    executors = getattr(AsyncToSync, "executors", None)
-    waiting = getattr(getattr(executors, "current", None), "_work_thread", None)
+    executors: Any = AsyncToSync.executors
+    # Not through its own `__getattr__`, which a signal's exception can leave locked, for everybody.
+    storage = getattr(executors, "_storage", executors)
+    waiting = getattr(getattr(storage, "current", None), "_work_thread", None)
     if waiting is not None:
         return int(waiting.ident)
     return threading.get_ident() if thread is None else thread

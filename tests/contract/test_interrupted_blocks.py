@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from django_distlock.heartbeat import heartbeat_of
 from tests.backends import BACKENDS, Registered
 
 from . import interrupting
+from .helpers import Later
 from .interrupting import TimeIsUp, interrupt_at, lines_of, strike_again_and_again
 from .locking import PAST, SHORT, eventually, grantable, lock_of, take_away
 
@@ -175,6 +177,26 @@ def test_interrupted_release_behind_a_transaction_is_not_remembered(key: str, li
         assert eventually(lambda: len(transactions._waiting.of((lock.backend, key))) == 1, PATIENT)
     assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
     assert was_reached or line > 15
+
+
+@pytest.mark.parametrize("line", range(1, 12))
+def test_interrupted_look_at_the_context_holds_up_no_other_thread(line: int) -> None:
+    """Also where it is interrupted in code of others, which every lock comes to."""
+    left = [line]
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename.endswith(("asgiref/local.py", "transactions.py")):
+            left[0] -= event == "line"
+            if event == "line" and left[0] == 0:
+                raise TimeIsUp
+            return trace
+        return None
+
+    sys.settrace(trace)
+    with suppress(TimeIsUp):
+        transactions.home()
+    sys.settrace(None)
+    assert Later(transactions.home).result(PATIENT)
 
 
 def test_lease_of_a_block_that_is_gone_is_not_renewed(key: str) -> None:
