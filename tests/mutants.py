@@ -138,6 +138,15 @@ MUTANTS = (
         test=f"{RACES}::test_extend_and_acquire_have_one_winner",
     ),
     Mutant(
+        fault="a stranger's session that is ended for the number of its lock",
+        backend="advisory",
+        file=f"{ADVISORY}/sql.py",
+        old=r" AND a.application_name = \{shown\}",
+        new="",
+        test=f"{SESSIONS}::test_stranger_with_the_number_of_a_key",
+        case="psql",
+    ),
+    Mutant(
         fault="no row lock",
         backend="memory",
         file=MEMORY,

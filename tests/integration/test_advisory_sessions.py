@@ -34,7 +34,7 @@ from tests.contract.locking import Heard, eventually, rolled_back
 from tests.processes import spawn
 from tests.shop.models import Row
 
-from .databases import ask, migrate, new_database
+from .databases import ask, migrate, new_database, server
 from .wires import wire
 
 ADVISORY = "django_distlock.backends.advisory.AdvisoryBackend"
@@ -77,6 +77,47 @@ def live(*pids: int) -> set[int]:
 def terminate(pid: int) -> None:
     """Let the server end a session, and wait for its end."""
     assert ask("default", "SELECT pg_terminate_backend(%s, 5000)", pid) == [(True,)]
+
+
+# Whose they are
+
+
+@pytest.mark.parametrize("named", ["distlock:another key", "psql"])
+def test_stranger_with_the_number_of_a_key(backend: AdvisoryBackend, key: str, named: str) -> None:
+    """It is in the way, but no holder: it is not shown as one, asked to stop or ended."""
+    number = backend._number(backend._name(key))
+    grant = take(backend, key)
+    assert backend.release(grant) is True
+    with server(connections["default"].settings_dict["NAME"], application_name=named) as raw:
+        raw.execute("SELECT pg_advisory_lock(%s)", [number])
+        answer = backend.acquire(key, new_token(), 30)
+        assert isinstance(answer, Contended)
+        assert answer.holder is None
+        assert backend.read(key) is None
+        assert backend.request_stop(key) is None
+        assert backend.force_release(key) is None
+        assert raw.execute("SELECT pg_advisory_unlock(%s)", [number]).fetchone() == (True,)
+    assert take(backend, key).fence > grant.fence
+
+
+def test_session_that_goes_on_to_another_key_is_not_ended(
+    backend: AdvisoryBackend, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look and the end, its name counts once more."""
+    grant = take(backend, key)
+    session = session_of(backend, grant)
+    move = AdvisoryBackend._move_fence
+
+    def renamed(self: AdvisoryBackend, *arguments: Any) -> Any:
+        found = move(self, *arguments)
+        with session.mutex:
+            session._raw.pgconn.exec_(b"SET application_name = 'distlock:another key'")
+        return found
+
+    monkeypatch.setattr(AdvisoryBackend, "_move_fence", renamed)
+    backend.force_release(key)
+    assert live(session.pid) == {session.pid}
+    assert backend.is_cut_off(grant) is False
 
 
 # How many there are

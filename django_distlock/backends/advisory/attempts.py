@@ -146,7 +146,9 @@ class SessionAttempts(SessionViews):
         return replace(lost, busy=lost.fence is None)
 
     def _lost(self, session: Session, wish: Wish, *, paused: bool = False) -> Contended:
-        now, *who = session.ask("distlock_lost", wish.name, *halves(wish.number))
+        now, *who = session.ask(
+            "distlock_lost", wish.name, *halves(wish.number), shown(wish.key, wish.name)
+        )
         if who[0] is None:
             return Contended(observed_at=instant(now), paused=paused)
         record = self._record(wish.name, Seen.read(who), instant(now))

@@ -59,7 +59,7 @@ FROM (
 
 # Asked by who has lost. In the statement above, it would double the price of winning.
 _LOST = """
-PREPARE distlock_lost (text, oid, oid) AS
+PREPARE distlock_lost (text, oid, oid, text) AS
 SELECT {now}, who.* FROM (SELECT 1) one LEFT JOIN ({who}) who ON true
 """
 
@@ -68,10 +68,10 @@ _OWN = """EXISTS (
         AND l.objsubid = 1 AND l.granted AND l.classid = {high} AND l.objid = {low}
 )"""
 
-
+# Of 64 bits two keys can be found that have the same ones, so the session has to have our name.
 _WHO = """
 SELECT {facts}, (SELECT c.fence FROM {fences} c WHERE c.storage_key = {name}) AS fence
-{locks} AND l.classid = {high} AND l.objid = {low} LIMIT 1
+{locks} AND l.classid = {high} AND l.objid = {low} AND a.application_name = {shown} LIMIT 1
 """
 
 _HOLDER = "SELECT {now}, who.* FROM ({who}) who"
@@ -100,7 +100,7 @@ def preparation(fences: str) -> str:
         _ACQUIRE.format(statement=statement, take=take, fences=fences, now=_NOW)
         for statement, take in ways.items()
     ]
-    lost = _LOST.format(now=_NOW, who=_who(fences, name="$1", high="$2", low="$3"))
+    lost = _LOST.format(now=_NOW, who=_who(fences, name="$1", high="$2", low="$3", shown="$4"))
     release = (
         "PREPARE distlock_release (bigint) AS SELECT pg_advisory_unlock($1),"
         " set_config('application_name', 'distlock', false)"
@@ -110,13 +110,15 @@ def preparation(fences: str) -> str:
 
 
 def who_holds(fences: str) -> str:
-    """Return the query for the holder of one key, by storage key and the halves of its number."""
-    who = _who(fences, name="%s", high="%s::oid", low="%s::oid")
+    """Return the query for the holder of one key, by storage key, number halved, and name."""
+    who = _who(fences, name="%s", high="%s::oid", low="%s::oid", shown="%s")
     return _HOLDER.format(now=_NOW, who=who)
 
 
-def _who(fences: str, *, name: str, high: str, low: str) -> str:
-    return _WHO.format(facts=_FACTS, locks=_LOCKS, fences=fences, name=name, high=high, low=low)
+def _who(fences: str, *, name: str, high: str, low: str, shown: str) -> str:
+    return _WHO.format(
+        facts=_FACTS, locks=_LOCKS, fences=fences, name=name, high=high, low=low, shown=shown
+    )
 
 
 #: All locks of the database: the clock, the lock's number, the session's name, and who holds it.
@@ -132,6 +134,7 @@ NUMBERS = f"SELECT (l.classid::bigint << 32) | l.objid::bigint {_LOCKS}"
 TERMINATE = f"""
     SELECT pg_terminate_backend(l.pid, %s) {_LOCKS}
         AND l.classid = %s::oid AND l.objid = %s::oid AND l.pid = %s
+        AND a.application_name = %s
 """
 
 

@@ -28,6 +28,7 @@ from .sql import (
     halves,
     hashed_names,
     instant,
+    shown,
     who_holds,
 )
 
@@ -81,7 +82,9 @@ class SessionViews(FenceTable):
             return self._see(name, on)
 
     def _see(self, name: str, on: str) -> tuple[Record, int] | None:
-        rows = _rows(on, who_holds(self._fences), name, *halves(self._number(name)))
+        rows = _rows(
+            on, who_holds(self._fences), name, *halves(self._number(name)), self._shown(name)
+        )
         if not rows:
             return None
         now, *who = rows[0]
@@ -154,7 +157,8 @@ class SessionViews(FenceTable):
 
     def _terminate(self, name: str, key: str, pid: int, on: str) -> None:
         patience = int(MAX_BOUND * 1000)
-        rows = _rows(on, TERMINATE, patience, *halves(self._number(name)), pid)
+        number = halves(self._number(name))
+        rows = _rows(on, TERMINATE, patience, *number, pid, self._shown(name))
         if rows and not rows[0][0]:
             raise BackendUnavailable(
                 f"The session {pid} that holds {key!r} was told to end and has not yet.",
@@ -196,6 +200,10 @@ class SessionViews(FenceTable):
 
     def _number(self, name: str) -> int:
         return advisory_id(session_salt(self._fences), name)
+
+    def _shown(self, name: str) -> str:
+        """Return what the session that holds a key is called."""
+        return shown(name.removeprefix(self._namespace()), name)
 
     def _record(self, name: str, seen: Seen, now: Any) -> Record:
         """Return what is known about a lock: all of it, if it is this process's."""
