@@ -45,6 +45,8 @@ def _check_tasks() -> None:
 
 def _install_server_side(*, using: str, **_: Any) -> None:
     # Beside the migration, because test runs with --nomigrations make the tables without it.
+    from .fencing.triggers import fix_path
     from .sql.operations import install_missing
 
     install_missing(using)
+    fix_path(using)

@@ -55,6 +55,7 @@ NEW_ROWS = "tests/integration/test_fencing_new_rows.py"
 COPIES = "tests/integration/test_fencing_copies.py"
 GUARD = "tests/contract/test_guard.py"
 SCHEMAS = "tests/integration/test_schemas.py"
+HOSTILE = "tests/integration/test_hostile_schema.py"
 
 CALLED = "tests/integration/test_wakeups_postgresql.py"
 INTERRUPTED = "tests/integration/test_interrupted_connections.py"
@@ -136,6 +137,24 @@ MUTANTS = (
         old=r'"IMMEDIATE"',
         new='"DEFERRED"',
         test=f"{RACES}::test_extend_and_acquire_have_one_winner",
+    ),
+    Mutant(
+        fault="names that are looked up where others may create",
+        backend="postgres",
+        file=ACQUIRE,
+        old=r"SET search_path = pg_catalog, pg_temp ",
+        new="",
+        test=f"{HOSTILE}::test_functions_call_postgresql_alone",
+        case="public",
+    ),
+    Mutant(
+        fault="names that are looked up where others may create",
+        backend="advisory",
+        file=f"{ADVISORY}/session.py",
+        old=r'"search_path": "pg_catalog, pg_temp",',
+        new="",
+        test=f"{HOSTILE}::test_sessions_call_postgresql_alone",
+        case="public",
     ),
     Mutant(
         fault="a stranger's session that is ended for the number of its lock",
@@ -343,7 +362,7 @@ MUTANTS = (
         fault="a pooler that is taken for the server",
         backend="advisory",
         file=f"{ADVISORY}/session.py",
-        old=r"\(pg_backend_pid\(\) = \{self.pid\}\)::int",
+        old=r"\(pg_catalog.pg_backend_pid\(\) = \{self.pid\}\)::int",
         new="1",
         test="tests/integration/test_advisory_pgbouncer.py::test_pooler_in_between_is_refused",
         case="transaction",

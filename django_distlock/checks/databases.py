@@ -21,7 +21,7 @@ from ..connections import database_file
 from ..models import FenceCounter, HeldLock, LockEvent, SeenFence, Waiter
 from ..vendors import VENDORS
 from .configured import DOCS, configured, where
-from .schema import APP, functions, indexes, several, unapplied
+from .schema import APP, creators, functions, indexes, several, unapplied
 from .servers import forgetful, forgetful_rows, read_only
 from .triggers import fence_triggers
 
@@ -126,6 +126,7 @@ def _of_locks(using: str) -> Iterator[checks.CheckMessage]:
         # What they would make is not missed twice.
         if not pending:
             yield from several(using)
+            yield from creators(using)
             yield from functions(using)
             yield from indexes(using, [each for each in _MODELS if each not in missing])
     yield from _of_rows(using, loader)

@@ -1,4 +1,4 @@
-"""`distlock.W106`, `W107`, `W111`, `W112`: what migrations leave in a database besides tables."""
+"""`distlock.W106`, `W107`, `W111` to `W113`: what a database has besides tables, and for whom."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from django.db.models import CheckConstraint
 
 from ..backends.database import DatabaseBackend
 from ..models import FenceCounter
-from ..sql import FUNCTIONS, SCHEMA_OF, fence_guard_name, function_name, script
+from ..sql import FIXED_PATH, FUNCTIONS, SCHEMA_OF, fence_guard_name, function_name, script
 from .configured import DOCS, ask, configured
 
 APP: Final = "django_distlock"
@@ -86,6 +86,28 @@ def several(using: str) -> Iterator[checks.CheckMessage]:
         )
 
 
+def creators(using: str) -> Iterator[checks.CheckMessage]:
+    """W113: on PostgreSQL, nobody else may create in the schemas where names are looked up.
+
+    Our functions look nothing up there. But the statements of the ORM do, the project's own as
+    well: a function or an operator that fits them better is called instead, as whoever asks.
+    """
+    if connections[using].vendor != "postgresql":
+        return
+    told = [
+        f"in {schema}: {', '.join(roles)}"
+        for schema, roles in ask(using, _CREATORS, FenceCounter._meta.db_table)
+    ]
+    if told:
+        yield checks.Warning(
+            f"In the database {using!r}, roles that do not own it may create functions and"
+            f" operators on its search path, which run as the application ({'; '.join(told)}).",
+            hint="REVOKE CREATE ON SCHEMA … FROM them, or from PUBLIC: see"
+            " docs/howto/grant-least-privilege.md.",
+            id="distlock.W113",
+        )
+
+
 def indexes(using: str, present: list[type[models.Model]]) -> Iterator[checks.CheckMessage]:
     """W111: the tables have the indexes and constraints of their models."""
     connection = connections[using]
@@ -147,23 +169,48 @@ def _wrong_functions(using: str, schema: str, wanted: dict[str, str]) -> Iterato
     Args:
         schema: That of the tables, in which they are called.
     """
-    there: dict[str, str] = dict(ask(using, _FUNCTIONS, schema, list(wanted)))
+    there: dict[str, Any] = {
+        name: more for name, *more in ask(using, _FUNCTIONS, schema, list(wanted))
+    }
     for name, text in wanted.items():
         body = _BODY.search(text)
         if name not in there:
             yield f"the function {name} is missing in the schema {schema}"
-        elif body is None or there[name] != body[1]:
+        elif body is None or there[name] != [body[1], [FIXED_PATH]]:
             yield f"the function {name} is not the one of this release"
 
 
 _FUNCTIONS = """
-SELECT p.proname, p.prosrc FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+SELECT p.proname, p.prosrc, p.proconfig FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
 WHERE n.nspname = %s AND p.proname = ANY(%s)
 """
 _SCHEMAS = """
 SELECT n.nspname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE c.relname = %s AND n.nspname = ANY(current_schemas(false))
 ORDER BY array_position(current_schemas(false), n.nspname)
+"""
+# Who owns the tables, a schema or the database changes what runs there anyway.
+_CREATORS = """
+WITH trusted AS (
+    SELECT relowner AS role FROM pg_catalog.pg_class
+        WHERE oid = pg_catalog.to_regclass(pg_catalog.quote_ident(%s))
+    UNION SELECT datdba FROM pg_catalog.pg_database
+        WHERE datname = pg_catalog.current_database()
+), found AS (
+    SELECT n.nspname, CASE WHEN acl.grantee = 0 THEN 'PUBLIC' ELSE r.rolname END AS name
+    FROM pg_catalog.pg_namespace n
+    CROSS JOIN LATERAL pg_catalog.aclexplode(n.nspacl) acl
+    LEFT JOIN pg_catalog.pg_roles r ON NOT r.rolsuper AND r.rolcanlogin
+        AND r.rolname <> current_user AND acl.grantee <> 0
+        AND pg_catalog.pg_has_role(r.oid, acl.grantee, 'MEMBER')
+        AND NOT pg_catalog.pg_has_role(r.oid, n.nspowner, 'MEMBER')
+        AND NOT EXISTS (
+            SELECT FROM trusted t WHERE pg_catalog.pg_has_role(r.oid, t.role, 'MEMBER')
+        )
+    WHERE acl.privilege_type = 'CREATE' AND n.nspname = ANY(pg_catalog.current_schemas(false))
+)
+SELECT nspname, pg_catalog.array_agg(DISTINCT name ORDER BY name) FROM found
+WHERE name IS NOT NULL GROUP BY nspname ORDER BY nspname
 """
 _PLPGSQL = """
 SELECT true FROM pg_language WHERE lanname = 'plpgsql' AND has_language_privilege(oid, 'USAGE')

@@ -9,12 +9,14 @@ from typing import Any, Self
 
 from django.apps.registry import Apps
 from django.core.exceptions import FieldError
-from django.db import NotSupportedError, models
+from django.db import NotSupportedError, connections, models
 from django.db.backends.base.schema import BaseDatabaseSchemaEditor
 from django.db.backends.ddl_references import Columns, Statement, Table
 from django.db.backends.utils import names_digest
 from django.db.migrations.state import ModelState
 from django.db.models.constraints import BaseConstraint
+
+from ..sql import FIXED_PATH
 
 #: PostgreSQL's function. One serves all tables; a changed one gets another name.
 FUNCTION = "django_distlock_enforce_fence_v1"
@@ -26,10 +28,11 @@ _READABLE, _DIGEST = 34, 12
 _GOES_BACK = "NEW.%(column)s < OLD.%(column)s"
 
 _POSTGRESQL_FUNCTION = f"""CREATE OR REPLACE FUNCTION "{FUNCTION}"() RETURNS trigger
-LANGUAGE plpgsql AS $body$
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
     RAISE EXCEPTION 'a fence never goes back (%.%, from % to %)', TG_TABLE_NAME, TG_ARGV[0],
-        to_jsonb(OLD) ->> TG_ARGV[0], to_jsonb(NEW) ->> TG_ARGV[0]
+        pg_catalog.to_jsonb(OLD) ->> TG_ARGV[0], pg_catalog.to_jsonb(NEW) ->> TG_ARGV[0]
         USING ERRCODE = 'check_violation', SCHEMA = TG_TABLE_SCHEMA, TABLE = TG_TABLE_NAME,
               COLUMN = TG_ARGV[0], CONSTRAINT = TG_NAME,
               HINT = 'Somebody with a newer fence has written this row since.';
@@ -42,10 +45,21 @@ EXCEPTION WHEN dependent_objects_still_exist OR insufficient_privilege THEN
     NULL;
 END $do$"""
 
+# The name of a schema may have a percent sign, which only arguments would make special.
+_POSTGRESQL_UNFIXED = """
+SELECT pg_catalog.format(
+    'ALTER FUNCTION %%I.%%I() SET search_path = pg_catalog, pg_temp', n.nspname, p.proname
+)
+FROM pg_catalog.pg_proc p JOIN pg_catalog.pg_namespace n ON n.oid = p.pronamespace
+WHERE p.proname = %s AND p.proconfig IS DISTINCT FROM ARRAY[%s]
+    AND pg_catalog.pg_has_role(p.proowner, 'USAGE')
+"""
+
 _POSTGRESQL = (
     "%(function)s;\n"
     "CREATE OR REPLACE TRIGGER %(trigger)s BEFORE UPDATE ON %(table)s FOR EACH ROW"
-    f' WHEN ({_GOES_BACK}) EXECUTE FUNCTION "{FUNCTION}"(%(argument)s)'
+    " WHEN (NEW.%(column)s OPERATOR(pg_catalog.<) OLD.%(column)s)"
+    f' EXECUTE FUNCTION "{FUNCTION}"(%(argument)s)'
 )
 # MySQL takes 128 characters of a message, and 3819 is its number for a broken CHECK. Without strict
 # mode a NULL becomes 0 behind the trigger.
@@ -67,6 +81,20 @@ _SQLITE = (
 )
 _MESSAGES = {"mysql": "{}", "sqlite": "a fence never goes back ({})"}
 _TEMPLATES = {"mysql": _MYSQL, "postgresql": _POSTGRESQL, "sqlite": _SQLITE}
+
+
+def fix_path(using: str) -> None:
+    """Let PostgreSQL's function, where an earlier release has made it, call nothing planted.
+
+    Where it is another role's, it stays as it is.
+    """
+    connection = connections[using]
+    if connection.vendor != "postgresql":
+        return
+    with connection.cursor() as cursor:
+        cursor.execute(_POSTGRESQL_UNFIXED, [FUNCTION, FIXED_PATH])
+        for (statement,) in cursor.fetchall():
+            cursor.execute(statement)
 
 
 def trigger_name(table: str, field: str, taken: Collection[str]) -> str:

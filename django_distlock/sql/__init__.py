@@ -14,15 +14,19 @@ from ..conf import DEFAULT_TABLES, table
 
 #: What is called for locks.
 FUNCTIONS = ("acquire", "extend", "extend_many", "release")
+#: How PostgreSQL notes where each function looks names up: nobody else may create there.
+FIXED_PATH = "search_path=pg_catalog, pg_temp"
 #: In the order of installation.
 SCRIPTS = ("storage", "fence_guard", *FUNCTIONS)
 
 #: Where a session finds `{table}`, and whether it does: else, where it would make it.
 SCHEMA_OF = """
-SELECT coalesce(found.schema, current_schema(), 'public'), found.schema IS NOT NULL FROM (
+SELECT coalesce(found.schema, pg_catalog.current_schema(), 'public'), found.schema IS NOT NULL
+FROM (
     SELECT (
-        SELECT n.nspname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-        WHERE c.oid = to_regclass('"{table}"')
+        SELECT n.nspname FROM pg_catalog.pg_class c
+        JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+        WHERE c.oid = pg_catalog.to_regclass('"{table}"')
     ) AS schema
 ) found
 """

@@ -11,7 +11,7 @@ from django.db.migrations.operations.base import Operation
 from django.db.migrations.state import ProjectState
 
 from ..conf import table
-from . import FUNCTIONS, SCHEMA_OF, SCRIPTS, removal, script
+from . import FIXED_PATH, FUNCTIONS, SCHEMA_OF, SCRIPTS, removal, script
 
 _BODY = re.compile(r"FUNCTION\s[^(]*\"(\w+)\"\s*\(.*?\$body\$(.*?)\$body\$", re.DOTALL)
 
@@ -135,7 +135,10 @@ def install_missing(using: str) -> None:
         return
     with transaction.atomic(using=using), connection.cursor() as cursor:
         # Two processes that replace one function at once disturb each other.
-        cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended('django_distlock', 0))")
+        cursor.execute(
+            "SELECT pg_catalog.pg_advisory_xact_lock("
+            "pg_catalog.hashtextextended('django_distlock', 0))"
+        )
         schema, is_there = _schema(connection)
         if not is_there:
             return
@@ -172,12 +175,12 @@ def _is_installed(connection: BaseDatabaseWrapper, schema: str, name: str) -> bo
     function = _BODY.search(script(name, schema))
     if function is None:
         return _found(connection, _STORAGE, [schema, table("locks")])
-    return _found(connection, _FUNCTION, [function[1], function[2], schema])
+    return _found(connection, _FUNCTION, [function[1], function[2], FIXED_PATH, schema])
 
 
 _FUNCTION = (
     "SELECT EXISTS (SELECT FROM pg_proc WHERE proname = %s AND prosrc = %s"
-    " AND pronamespace = quote_ident(%s)::regnamespace)"
+    " AND proconfig = ARRAY[%s] AND pronamespace = quote_ident(%s)::regnamespace)"
 )
 _TRIGGER = (
     "SELECT EXISTS (SELECT FROM pg_trigger WHERE tgname = 'distlock_fence_guard'"

@@ -159,6 +159,46 @@ def test_tables_of_several_schemas(postgresql: str) -> None:
             assert said is None if told is None else f"search path: {told}." in str(said)
 
 
+def test_function_that_looks_names_up_by_the_callers_path(postgresql: str) -> None:
+    """W107, and `migrate` fixes the path again."""
+    migrate(postgresql)
+    name = function_name("release")
+    ((signature,),) = ask(
+        postgresql, "SELECT oid::regprocedure::text FROM pg_proc WHERE proname = %s", name
+    )
+    ask(postgresql, f"ALTER FUNCTION {signature} RESET search_path")
+    assert f"the function {name} is not the one" in found(postgresql)["distlock.W107"]
+    migrate(postgresql)
+    assert found(postgresql) == {}
+
+
+def test_schema_where_others_may_create(postgresql: str) -> None:
+    """W113 names everybody, and the login roles that got the right themselves or by a group."""
+    migrate(postgresql)
+    ask(postgresql, "GRANT CREATE ON SCHEMA public TO PUBLIC")
+    assert "(in public: PUBLIC)" in found(postgresql)["distlock.W113"]
+    ask(postgresql, "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
+    assert found(postgresql) == {}
+    stranger, group, owner = (f"role_{each}_{secrets.token_hex(4)}" for each in "sgo")
+    for role in (group, f"{stranger} LOGIN IN ROLE {group}", f"{owner} LOGIN IN ROLE {group}"):
+        ask(postgresql, f"CREATE ROLE {role}")
+    try:
+        ask(postgresql, f"ALTER TABLE {FENCES} OWNER TO {owner}")
+        assert found(postgresql) == {}
+        ask(postgresql, f"GRANT CREATE ON SCHEMA public TO {group}")
+        assert f"(in public: {stranger})" in found(postgresql)["distlock.W113"]
+        ask(postgresql, f"REVOKE CREATE ON SCHEMA public FROM {group}")
+        # Where no name is looked up, nothing that is planted is found.
+        ask(postgresql, "CREATE SCHEMA attic")
+        ask(postgresql, "GRANT CREATE ON SCHEMA attic TO PUBLIC")
+        assert found(postgresql) == {}
+        ask(postgresql, "SET search_path = public, attic")
+        assert "(in attic: PUBLIC)" in found(postgresql)["distlock.W113"]
+    finally:
+        ask(postgresql, f"DROP OWNED BY {group}, {stranger}, {owner} CASCADE")
+        ask(postgresql, f"DROP ROLE {group}, {stranger}, {owner}")
+
+
 def test_functions_that_nobody_calls(postgresql: str) -> None:
     """Without `server_functions` none is missed, and the trigger is."""
     migrate(postgresql)

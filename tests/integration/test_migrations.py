@@ -199,7 +199,7 @@ def test_sqlmigrate_touches_nothing(empty: str) -> None:
 
 def _sqlmigrate(using: str, **options: Any) -> str:
     printed = io.StringIO()
-    migrations = ["0001", "0002", "0003", "0004", "0005"]
+    migrations = ["0001", "0002", "0003", "0004", "0005", "0006"]
     for name in reversed(migrations) if options.get("backwards") else migrations:
         call_command("sqlmigrate", APP, name, database=using, stdout=printed, **options)
     return printed.getvalue()

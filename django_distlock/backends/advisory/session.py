@@ -169,19 +169,24 @@ class Session:
             # A fence that is the clock's is below every later one, also where a crash undoes it.
             "synchronous_commit": "off",
             "plan_cache_mode": "force_generic_plan",
+            # What is asked names its table with the schema; nobody else may create here.
+            "search_path": "pg_catalog, pg_temp",
             "tcp_keepalives_idle": options["keepalives_idle"],
             "tcp_keepalives_interval": options["keepalives_interval"],
             "tcp_keepalives_count": options["keepalives_count"],
             "tcp_user_timeout": options["tcp_user_timeout"],
         }
-        sets = ", ".join(
-            f"set_config('{name}', '{int(value) if name.startswith('tcp') else value}', false)"
+        values = {
+            name: int(value) if name.startswith("tcp") else value
             for name, value in settings.items()
+        }
+        sets = ", ".join(
+            f"pg_catalog.set_config('{name}', '{value}', false)" for name, value in values.items()
         )
         return (
             # Fails where a pooler answers, before anything else reaches a session that others use.
-            f"SELECT 1 / (pg_backend_pid() = {self.pid})::int,"
-            f" current_setting('synchronous_commit');"
+            f"SELECT 1 / (pg_catalog.pg_backend_pid() = {self.pid})::int,"
+            f" pg_catalog.current_setting('synchronous_commit');"
             f' SELECT {sets}; LISTEN "distlock_{self.pid}"; {prepared}'
         )
 

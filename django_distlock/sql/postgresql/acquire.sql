@@ -16,11 +16,15 @@
 --
 -- Answers are one text each, as all these functions give, because a row of columns costs the server
 -- a third more than the call itself: see docs/explanation/performance.md.
+--
+-- Names are looked up in pg_catalog alone, here and everywhere: in a schema where others may create,
+-- a function or an operator that fits a call better would be called instead, as whoever asks.
 CREATE OR REPLACE FUNCTION "django_distlock_heldlock_acquire_v2"(
     p_storage_key text, p_key text, p_advisory bigint, p_token text,
     p_ttl double precision, p_grace double precision, p_holder jsonb,
     p_wanted boolean, p_replace text, p_floor boolean, p_bound text
-) RETURNS text LANGUAGE plpgsql VOLATILE AS $body$
+) RETURNS text LANGUAGE plpgsql VOLATILE
+SET search_path = pg_catalog, pg_temp AS $body$
 DECLARE
     -- Who holds the key. Columns and no row, whose type would lock the table before lock_timeout
     -- is set.
@@ -39,11 +43,11 @@ DECLARE
     v_paused boolean;
     v_fence bigint;
     v_expires bigint;
-    v_lock_timeout text := current_setting('lock_timeout');
+    v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
     -- Assigned and not PERFORMed: an expression costs a fifth of a statement.
-    v_ignored text := set_config('lock_timeout', p_bound, true);
+    v_ignored text := pg_catalog.set_config('lock_timeout', p_bound, true);
 BEGIN
-    IF current_setting('transaction_isolation') <> 'read committed' THEN
+    IF pg_catalog.current_setting('transaction_isolation') <> 'read committed' THEN
         -- An older snapshot would not show what was committed while this waited.
         RAISE EXCEPTION 'distlock needs READ COMMITTED' USING ERRCODE = '25001';
     END IF;
@@ -52,7 +56,7 @@ BEGIN
             -- Read first: whoever loses takes no lock and writes nothing.
             SELECT
                 l.token, l.fence, l.acquired_at, l.expires_at, l.free_at, l.wanted, l.holder,
-                (date_part('epoch', clock_timestamp()) * 1000000)::bigint
+                (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint
                 INTO h_token, h_fence, h_acquired_at, h_expires_at, h_free_at, h_wanted, h_holder,
                     h_now
                 FROM "django_distlock_heldlock" l
@@ -60,21 +64,25 @@ BEGIN
             h_live := h_token IS NOT NULL AND (h_free_at IS NULL OR h_now < h_free_at);
             IF h_live AND h_token IS DISTINCT FROM p_replace THEN
                 v_outcome := 'contended';
-            ELSIF NOT pg_try_advisory_xact_lock(p_advisory) THEN
+            ELSIF NOT pg_catalog.pg_try_advisory_xact_lock(p_advisory) THEN
                 -- One acquirer per key. Those who queued behind the winner look again and lose
                 -- above, without a row lock.
-                PERFORM pg_advisory_xact_lock(p_advisory);
+                PERFORM pg_catalog.pg_advisory_xact_lock(p_advisory);
                 CONTINUE;
             ELSE
                 -- A guard's FOR SHARE may stand for as long as a transaction: answer now.
                 SELECT c.fence INTO v_last FROM "django_distlock_fencecounter" c
                     WHERE c.storage_key = p_storage_key AND (
                         c.paused_until IS NULL OR
-                        c.paused_until <= (date_part('epoch', clock_timestamp()) * 1000000)::bigint
+                        c.paused_until <= (
+                            pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000
+                        )::bigint
                     ) FOR NO KEY UPDATE NOWAIT;
             END IF;
             IF v_last IS NULL THEN
-                SELECT (date_part('epoch', clock_timestamp()) * 1000000)::bigint < c.paused_until
+                SELECT c.paused_until > (
+                    pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000
+                )::bigint
                     INTO v_paused
                     FROM "django_distlock_fencecounter" c WHERE c.storage_key = p_storage_key;
                 IF v_paused THEN
@@ -95,7 +103,7 @@ BEGIN
                             CONTINUE;
                         END IF;
                         -- Losing the mark in a crash costs one step of backoff.
-                        v_ignored := set_config('synchronous_commit', 'off', true);
+                        v_ignored := pg_catalog.set_config('synchronous_commit', 'off', true);
                     END IF;
                     EXIT;
                 END IF;
@@ -104,14 +112,15 @@ BEGIN
             SELECT l.wanted INTO h_wanted FROM "django_distlock_heldlock" l
                 WHERE l.storage_key = p_storage_key FOR UPDATE;
             -- The clock after every wait, or a lease would come back with a part of it gone.
-            t := (date_part('epoch', clock_timestamp()) * 1000000)::bigint;
-            v_expires := t + round(p_ttl * 1000000)::bigint;
+            t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
+            v_expires := t + pg_catalog.round(p_ttl * 1000000)::bigint;
             -- What the clock counts in 10 µs is the least, where a counter may be lost or stale.
             v_fence := greatest(v_last + 1, CASE WHEN p_floor THEN t / 10 ELSE 1 END);
             IF FOUND THEN
                 UPDATE "django_distlock_heldlock" l SET
                     token = p_token, fence = v_fence, ttl = p_ttl, acquired_at = t, renewed_at = t,
-                    expires_at = v_expires, free_at = v_expires + round(p_grace * 1000000)::bigint,
+                    expires_at = v_expires,
+                    free_at = v_expires + pg_catalog.round(p_grace * 1000000)::bigint,
                     wanted = false, holder = p_holder, holder_host = p_holder->>'host',
                     task_id = p_holder->>'task_id', stop_requested_at = NULL
                     WHERE l.storage_key = p_storage_key
@@ -123,7 +132,7 @@ BEGIN
                 END IF;
                 IF h_wanted THEN
                     -- Their mark went with the grant before, and they have to mark this one.
-                    v_ignored := pg_notify('django_distlock_heldlock', p_storage_key);
+                    v_ignored := pg_catalog.pg_notify('django_distlock_heldlock', p_storage_key);
                 END IF;
             ELSE
                 INSERT INTO "django_distlock_heldlock" (
@@ -131,7 +140,7 @@ BEGIN
                     free_at, wanted, holder, holder_host, task_id, stop_requested_at
                 ) VALUES (
                     p_storage_key, p_key, p_token, v_fence, p_ttl, t, t, v_expires,
-                    v_expires + round(p_grace * 1000000)::bigint, false,
+                    v_expires + pg_catalog.round(p_grace * 1000000)::bigint, false,
                     p_holder, p_holder->>'host', p_holder->>'task_id', NULL
                 );
             END IF;
@@ -144,8 +153,8 @@ BEGIN
             END IF;
             -- A grant that a crash of the server undoes would be given twice. In the body, because
             -- a SET clause of the function ends before the commit. A stronger setting stays.
-            IF current_setting('synchronous_commit') <> 'remote_apply' THEN
-                v_ignored := set_config('synchronous_commit', 'on', true);
+            IF pg_catalog.current_setting('synchronous_commit') <> 'remote_apply' THEN
+                v_ignored := pg_catalog.set_config('synchronous_commit', 'on', true);
             END IF;
             v_outcome := 'granted';
             EXIT;
@@ -157,15 +166,15 @@ BEGIN
             v_outcome := 'overflow';
     END;
     -- A test case's transaction goes on behind us.
-    v_ignored := set_config('lock_timeout', v_lock_timeout, true);
+    v_ignored := pg_catalog.set_config('lock_timeout', v_lock_timeout, true);
     IF v_outcome = 'granted' THEN
-        RETURN json_build_array(v_outcome, t, v_fence, t, v_expires);
+        RETURN pg_catalog.json_build_array(v_outcome, t, v_fence, t, v_expires);
     ELSIF h_live THEN
-        RETURN json_build_array(
+        RETURN pg_catalog.json_build_array(
             v_outcome, h_now, h_fence, h_acquired_at, h_expires_at, h_free_at, h_holder
         );
     END IF;
-    RETURN json_build_array(
-        v_outcome, (date_part('epoch', clock_timestamp()) * 1000000)::bigint
+    RETURN pg_catalog.json_build_array(
+        v_outcome, (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint
     );
 END $body$;

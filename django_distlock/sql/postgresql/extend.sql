@@ -9,53 +9,54 @@
 CREATE OR REPLACE FUNCTION "django_distlock_heldlock_extend_v2"(
     p_storage_key text, p_token text,
     p_ttl double precision, p_grace double precision, p_bound text
-) RETURNS text LANGUAGE plpgsql VOLATILE AS $body$
+) RETURNS text LANGUAGE plpgsql VOLATILE
+SET search_path = pg_catalog, pg_temp AS $body$
 DECLARE
     -- Not of the row's type, which would lock the table before lock_timeout is set.
     r record;
     t bigint;
     v_expires bigint;
     v_free bigint;
-    v_grace bigint := round(p_grace * 1000000)::bigint;
+    v_grace bigint := pg_catalog.round(p_grace * 1000000)::bigint;
     -- The end of a shortened lease, which no renewal moves: others are free at theirs plus grace.
     v_until bigint;
     v_answer text;
-    v_lock_timeout text := current_setting('lock_timeout');
+    v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
     v_ignored text;
 BEGIN
-    IF current_setting('transaction_isolation') <> 'read committed' THEN
+    IF pg_catalog.current_setting('transaction_isolation') <> 'read committed' THEN
         RAISE EXCEPTION 'distlock needs READ COMMITTED' USING ERRCODE = '25001';
     END IF;
-    v_ignored := set_config('lock_timeout', p_bound, true);
+    v_ignored := pg_catalog.set_config('lock_timeout', p_bound, true);
     BEGIN
         SELECT * INTO r FROM "django_distlock_heldlock" l
             WHERE l.storage_key = p_storage_key FOR UPDATE;
-        t := (date_part('epoch', clock_timestamp()) * 1000000)::bigint;
+        t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
         v_until := CASE WHEN r.free_at IS DISTINCT FROM r.expires_at + v_grace
             THEN r.expires_at END;
         IF r.storage_key IS NULL OR r.token <> p_token OR t >= r.free_at
                 OR r.free_at = r.expires_at OR t >= v_until THEN
             v_answer := '["gone"]';
         ELSE
-            v_expires := t + round(p_ttl * 1000000)::bigint;
+            v_expires := t + pg_catalog.round(p_ttl * 1000000)::bigint;
             v_free := v_expires + v_grace;
             UPDATE "django_distlock_heldlock" l SET
                 ttl = p_ttl, renewed_at = t,
                 expires_at = least(v_expires, v_until), free_at = v_free
                 WHERE l.storage_key = p_storage_key;
             IF r.wanted AND (v_free < r.free_at OR r.free_at IS NULL AND v_free IS NOT NULL) THEN
-                v_ignored := pg_notify('django_distlock_heldlock', p_storage_key);
+                v_ignored := pg_catalog.pg_notify('django_distlock_heldlock', p_storage_key);
             END IF;
-            IF current_setting('synchronous_commit') <> 'remote_apply' THEN
-                v_ignored := set_config('synchronous_commit', 'on', true);
+            IF pg_catalog.current_setting('synchronous_commit') <> 'remote_apply' THEN
+                v_ignored := pg_catalog.set_config('synchronous_commit', 'on', true);
             END IF;
-            v_answer := json_build_array(
+            v_answer := pg_catalog.json_build_array(
                 'extended', r.fence, r.acquired_at, v_expires, r.stop_requested_at IS NOT NULL
             );
         END IF;
     EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
         v_answer := '["busy"]';
     END;
-    v_ignored := set_config('lock_timeout', v_lock_timeout, true);
+    v_ignored := pg_catalog.set_config('lock_timeout', v_lock_timeout, true);
     RETURN v_answer;
 END $body$;

@@ -6,48 +6,52 @@
 CREATE OR REPLACE FUNCTION "django_distlock_heldlock_extend_many_v2"(
     p_storage_keys text[], p_tokens text[], p_ttls double precision[],
     p_grace double precision, p_bound text
-) RETURNS text LANGUAGE plpgsql VOLATILE AS $body$
+) RETURNS text LANGUAGE plpgsql VOLATILE
+SET search_path = pg_catalog, pg_temp AS $body$
 DECLARE
     t bigint;
-    v_grace bigint := round(p_grace * 1000000)::bigint;
+    v_grace bigint := pg_catalog.round(p_grace * 1000000)::bigint;
     v_locked text[];
     v_answer json;
-    v_lock_timeout text := current_setting('lock_timeout');
+    v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
     v_ignored text;
 BEGIN
-    IF current_setting('transaction_isolation') <> 'read committed' THEN
+    IF pg_catalog.current_setting('transaction_isolation') <> 'read committed' THEN
         RAISE EXCEPTION 'distlock needs READ COMMITTED' USING ERRCODE = '25001';
     END IF;
     -- Rows are skipped, but somebody may hold the table.
-    v_ignored := set_config('lock_timeout', p_bound, true);
+    v_ignored := pg_catalog.set_config('lock_timeout', p_bound, true);
     BEGIN
-        SELECT coalesce(array_agg(x.storage_key), '{}') INTO v_locked FROM (
+        SELECT coalesce(pg_catalog.array_agg(x.storage_key), '{}') INTO v_locked FROM (
             SELECT l.storage_key FROM "django_distlock_heldlock" l
                 WHERE l.storage_key = ANY (p_storage_keys)
                 ORDER BY l.storage_key FOR UPDATE SKIP LOCKED
         ) x;
-        t := (date_part('epoch', clock_timestamp()) * 1000000)::bigint;
+        t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
         WITH extended AS (
             UPDATE "django_distlock_heldlock" l SET
                 ttl = g.ttl, renewed_at = t,
                 -- What was shortened keeps its end.
                 expires_at = least(
-                    t + round(g.ttl * 1000000)::bigint,
+                    t + pg_catalog.round(g.ttl * 1000000)::bigint,
                     CASE WHEN l.free_at IS DISTINCT FROM l.expires_at + v_grace
                         THEN l.expires_at END
                 ),
-                free_at = t + round(g.ttl * 1000000)::bigint + v_grace
-            FROM unnest(p_storage_keys, p_tokens, p_ttls) g(storage_key, token, ttl)
+                free_at = t + pg_catalog.round(g.ttl * 1000000)::bigint + v_grace
+            FROM ROWS FROM (
+                pg_catalog.unnest(p_storage_keys), pg_catalog.unnest(p_tokens),
+                pg_catalog.unnest(p_ttls)
+            ) g(storage_key, token, ttl)
             WHERE l.storage_key = g.storage_key AND l.token = g.token
                 AND l.storage_key = ANY (v_locked)
                 AND (l.free_at IS NULL OR (t < l.free_at AND l.free_at <> l.expires_at))
                 AND (t < l.expires_at OR l.free_at IS NOT DISTINCT FROM l.expires_at + v_grace)
-            RETURNING l.storage_key, l.token, json_build_array(
+            RETURNING l.storage_key, l.token, pg_catalog.json_build_array(
                 'extended', l.fence, l.acquired_at, l.free_at - v_grace,
                 l.stop_requested_at IS NOT NULL
             ) AS answer
         )
-        SELECT json_agg(
+        SELECT pg_catalog.json_agg(
             CASE
                 WHEN e.token IS NOT NULL THEN e.answer
                 WHEN g.storage_key <> ALL (v_locked) AND EXISTS (
@@ -58,14 +62,16 @@ BEGIN
             END
             ORDER BY g.place
         ) INTO v_answer
-        FROM unnest(p_storage_keys, p_tokens) WITH ORDINALITY g(storage_key, token, place)
+        FROM ROWS FROM (
+            pg_catalog.unnest(p_storage_keys), pg_catalog.unnest(p_tokens)
+        ) WITH ORDINALITY g(storage_key, token, place)
         LEFT JOIN extended e ON e.storage_key = g.storage_key AND e.token = g.token;
-        IF current_setting('synchronous_commit') <> 'remote_apply' THEN
-            v_ignored := set_config('synchronous_commit', 'on', true);
+        IF pg_catalog.current_setting('synchronous_commit') <> 'remote_apply' THEN
+            v_ignored := pg_catalog.set_config('synchronous_commit', 'on', true);
         END IF;
     EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
-        SELECT json_agg('["busy"]'::json) INTO v_answer FROM unnest(p_tokens);
+        SELECT pg_catalog.json_agg('["busy"]'::json) INTO v_answer FROM pg_catalog.unnest(p_tokens);
     END;
-    v_ignored := set_config('lock_timeout', v_lock_timeout, true);
+    v_ignored := pg_catalog.set_config('lock_timeout', v_lock_timeout, true);
     RETURN v_answer;
 END $body$;

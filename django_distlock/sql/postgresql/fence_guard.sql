@@ -1,6 +1,7 @@
 -- A fence that was handed out must never come again, not even by hand.
 CREATE OR REPLACE FUNCTION "django_distlock_fencecounter_guard_v1"() RETURNS trigger
-LANGUAGE plpgsql AS $body$
+LANGUAGE plpgsql
+SET search_path = pg_catalog, pg_temp AS $body$
 BEGIN
     IF TG_OP = 'DELETE' THEN
         RAISE EXCEPTION 'fence counters are never deleted (key %)', OLD.key

@@ -8,17 +8,18 @@
 --           busy       no answer within p_bound; the record stands
 CREATE OR REPLACE FUNCTION "django_distlock_heldlock_release_v2"(
     p_storage_key text, p_token text, p_held double precision, p_bound text
-) RETURNS text LANGUAGE plpgsql VOLATILE AS $body$
+) RETURNS text LANGUAGE plpgsql VOLATILE
+SET search_path = pg_catalog, pg_temp AS $body$
 DECLARE
     -- Not of the row's type, which would lock the table before lock_timeout is set.
     r record;
     t bigint;
     v_until bigint;
     v_outcome text := 'gone';
-    v_lock_timeout text := current_setting('lock_timeout');
-    v_ignored text := set_config('lock_timeout', p_bound, true);
+    v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
+    v_ignored text := pg_catalog.set_config('lock_timeout', p_bound, true);
 BEGIN
-    IF current_setting('transaction_isolation') <> 'read committed' THEN
+    IF pg_catalog.current_setting('transaction_isolation') <> 'read committed' THEN
         RAISE EXCEPTION 'distlock needs READ COMMITTED' USING ERRCODE = '25001';
     END IF;
     BEGIN
@@ -30,16 +31,18 @@ BEGIN
                     AND (l.free_at IS NULL OR l.free_at <> l.expires_at)
                 RETURNING l.free_at, l.wanted INTO r;
             IF FOUND AND (r.free_at IS NULL
-                    OR (date_part('epoch', clock_timestamp()) * 1000000)::bigint < r.free_at) THEN
+                    OR r.free_at > (
+                        pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000
+                    )::bigint) THEN
                 v_outcome := 'released';
             END IF;
             -- Losing it in a crash costs the rest of the ttl.
-            v_ignored := set_config('synchronous_commit', 'off', true);
+            v_ignored := pg_catalog.set_config('synchronous_commit', 'off', true);
         ELSE
             SELECT * INTO r FROM "django_distlock_heldlock" l
                 WHERE l.storage_key = p_storage_key AND l.token = p_token FOR UPDATE;
-            t := (date_part('epoch', clock_timestamp()) * 1000000)::bigint;
-            v_until := r.acquired_at + round(p_held * 1000000)::bigint;
+            t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
+            v_until := r.acquired_at + pg_catalog.round(p_held * 1000000)::bigint;
             IF r.storage_key IS NOT NULL
                     AND (r.free_at IS NULL OR (t < r.free_at AND r.free_at <> r.expires_at)) THEN
                 -- Durable, for it may end the lease sooner or later than it would by itself.
@@ -52,7 +55,7 @@ BEGIN
             END IF;
         END IF;
         IF r.wanted AND (p_held IS NULL OR v_outcome = 'released') THEN
-            v_ignored := pg_notify('django_distlock_heldlock', p_storage_key);
+            v_ignored := pg_catalog.pg_notify('django_distlock_heldlock', p_storage_key);
             IF v_outcome = 'released' THEN
                 v_outcome := 'wanted';
             END IF;
@@ -60,6 +63,6 @@ BEGIN
     EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
         v_outcome := 'busy';
     END;
-    v_ignored := set_config('lock_timeout', v_lock_timeout, true);
+    v_ignored := pg_catalog.set_config('lock_timeout', v_lock_timeout, true);
     RETURN v_outcome;
 END $body$;
