@@ -1,0 +1,189 @@
+"""The grants of the manual are enough for the application and for operators, and no more."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.db import DatabaseError, connections, transaction
+from django.test import override_settings
+from django.utils import timezone
+
+from django_distlock import BackendUnavailable, LockError, distlock
+from django_distlock.core.holders import Holder
+from django_distlock.fencing.rejecting import Fence
+from django_distlock.fencing.seen import see
+from django_distlock.handler import lock_backends
+from django_distlock.inspection import prune_events, statistics, summary
+from django_distlock.models import LockEvent
+from tests.contract.aliases import alias_like, locks_on
+from tests.contract.helpers import take
+from tests.contract.test_failures import OPERATIONS
+
+from .databases import ask, lock_and_release, migrate
+from .test_advisory_sessions import ADVISORY, advisory
+from .test_checks_schema import found
+
+MANUAL = Path(__file__).parents[2] / "docs/howto/grant-least-privilege.md"
+#: For the application on PostgreSQL, for operators there, and for the application on MariaDB.
+APP, OPERATORS, MARIADB = re.findall(
+    r"^```sql\n(.*?)^```", MANUAL.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+)
+
+FORBIDDEN = (
+    "DELETE FROM django_distlock_fencecounter",
+    "TRUNCATE django_distlock_fencecounter",
+    "TRUNCATE django_distlock_heldlock",
+    "UPDATE django_distlock_lockevent SET actor = ''",
+    "DELETE FROM django_distlock_lockevent",
+    "CREATE TABLE another (id integer)",
+    "DROP TABLE django_distlock_waiter",
+)
+
+
+class To:
+    """A router that sends every model to one database."""
+
+    def __init__(self, using: str):
+        self._using = using
+
+    def db_for_read(self, model: Any, **_: Any) -> str:
+        """Return the database."""
+        return self._using
+
+    db_for_write = db_for_read
+
+
+@contextmanager
+def role(using: str, *granted: str) -> Iterator[str]:
+    """Make a role of a database with rights of the manual; give an alias that logs in as it."""
+    connection = connections[using]
+    name, database = f"app_{secrets.token_hex(4)}", connection.settings_dict["NAME"]
+    on_mysql = connection.vendor == "mysql"
+    password = "only for tests" if on_mysql else ""
+    ask(using, f"CREATE USER {name} IDENTIFIED BY '{password}'" if on_mysql else
+        f"CREATE ROLE {name} LOGIN")  # fmt: skip
+    try:
+        for statement in "".join(granted).split(";"):
+            if statement.strip():
+                said = re.sub(r"\bshop_(app|ops)\b", name, statement)
+                ask(using, said.replace(" shop.", f" {database}."))
+        with alias_like(using, USER=name, PASSWORD=password) as limited:
+            yield limited
+    finally:
+        if not on_mysql:
+            ask(using, f"DROP OWNED BY {name}")
+        ask(using, f"DROP {'USER' if on_mysql else 'ROLE'} {name}")
+
+
+def do_all(limited: str, **options: Any) -> None:
+    """Do what an application does: every operation of the backend, guards, notes and events."""
+    assert lock_and_release(limited, **options) > 0
+    with locks_on(limited, OPTIONS={"using": limited, **options}) as alias:
+        backend = lock_backends[alias]
+        for operation in OPERATIONS.values():
+            operation(backend)
+        backend.force_release("key")
+        if backend.supports_guard:
+            with distlock("guarded", backend=alias) as lease, lease.atomic(using=limited):
+                ask(limited, "SELECT 1")
+        grant = take(backend, "waited for")
+        note = backend.note_waiter("waited for", Holder(host="host"), 30)
+        assert note is not None
+        assert len(backend.waiters("waited for")) == 1
+        backend.drop_waiter("waited for", note)
+        assert backend.release(grant) is True
+        for question in (summary, statistics):
+            question(backend=alias)
+    see(Fence("key", 7), limited)
+    assert see(Fence("key", 9), limited) == 9
+    LockEvent.objects.using(limited).create(
+        backend="default", key="key", kind="lost", at=timezone.now() - timedelta(days=500)
+    )
+    assert LockEvent.objects.using(limited).count() > 0
+
+
+def refuses(limited: str, statement: str) -> None:
+    """See that the role lacks the right to a statement."""
+    with (
+        pytest.raises(DatabaseError, match="permission denied|must be owner|denied to user"),
+        transaction.atomic(using=limited),
+    ):
+        ask(limited, statement)
+
+
+@pytest.mark.parametrize("functions", [True, False], ids=["functions", "orm"])
+def test_application_on_postgresql(postgresql: str, functions: bool) -> None:
+    """It can do all that locks do; it can take no fence back and change no event."""
+    migrate(postgresql)
+    with role(postgresql, APP) as limited:
+        do_all(limited, server_functions=functions)
+        for statement in FORBIDDEN:
+            refuses(limited, statement)
+
+
+def test_application_on_mariadb(mysql: str) -> None:
+    """The same there."""
+    migrate(mysql)
+    with role(mysql, MARIADB) as limited:
+        do_all(limited)
+        for statement in FORBIDDEN:
+            refuses(limited, statement)
+
+
+def test_session_locks_of_the_application(postgresql: str) -> None:
+    """Locks that last for a session need no other rights; one's own sessions may be ended."""
+    migrate(postgresql)
+    with role(postgresql, APP) as limited, advisory(limited) as backend:
+        take(backend, "invoice:42")
+        assert backend.read("invoice:42") is not None
+        assert backend.force_release("invoice:42") is not None
+        assert backend.read("invoice:42") is None
+
+
+def test_session_lock_of_another_role(postgresql: str) -> None:
+    """An operator ends its session as a member of that role, and not without."""
+    migrate(postgresql)
+    with role(postgresql, APP) as limited, role(postgresql, APP) as operator:
+        users = [connections[each].settings_dict["USER"] for each in (limited, operator)]
+        with advisory(limited) as holder:
+            take(holder, "invoice:42")
+            with locks_on(operator, BACKEND=ADVISORY, OPTIONS={"using": operator}) as alias:
+                ending = lock_backends[alias]
+                with pytest.raises(BackendUnavailable) as caught:
+                    ending.force_release("invoice:42")
+                assert caught.value.code == "auth_failed"
+                assert ending.read("invoice:42") is not None
+                ask(postgresql, "GRANT {} TO {}".format(*users))
+                assert ending.force_release("invoice:42") is not None
+                assert ending.read("invoice:42") is None
+
+
+def test_checks_as_the_application(postgresql: str) -> None:
+    """With these rights no check of the database complains."""
+    migrate(postgresql)
+    with role(postgresql, APP) as limited:
+        assert found(limited) == {}
+
+
+def test_operators(postgresql: str) -> None:
+    """The grants of the application do not let old events go; the one more does."""
+    migrate(postgresql)
+    with role(postgresql, APP) as limited:
+        do_all(limited)
+        with (
+            override_settings(DATABASE_ROUTERS=[To(limited)]),
+            pytest.raises(LockError, match="permission denied"),
+        ):
+            prune_events(actor="test")
+    with (
+        role(postgresql, APP, OPERATORS) as limited,
+        override_settings(DATABASE_ROUTERS=[To(limited)]),
+    ):
+        assert prune_events(actor="test").events == 1
