@@ -15,6 +15,7 @@ from django.conf import settings
 
 from .core.durations import MIN_TTL, number, seconds, ttl_seconds, wait_seconds
 from .core.errors import InvalidArgument, shown
+from .core.fences import FENCE_MAX, validate_fence
 from .core.retry import Retry
 from .exceptions import InvalidLockBackend
 
@@ -173,15 +174,68 @@ def fence_secrets() -> tuple[str | bytes, ...]:
     """Return what fences in headers are signed with: the first signs, and each of them verifies.
 
     Raises:
-        InvalidLockBackend: `DISTLOCK_FENCE_SECRET` is no text, or empty.
+        InvalidLockBackend: `DISTLOCK_FENCE_SECRET` is no text of 16 characters or more, and no list
+            of such.
     """
-    secret = getattr(settings, "DISTLOCK_FENCE_SECRET", None)
-    if secret is None:
+    raw = getattr(settings, "DISTLOCK_FENCE_SECRET", None)
+    if raw is None:
         return (settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS)
-    if not isinstance(secret, str) or not secret:
+    secrets = _several(raw)
+    if not secrets or not all(isinstance(each, str) and len(each) >= 16 for each in secrets):
         # Not what it is: it may be a part of the secret.
-        raise InvalidLockBackend("DISTLOCK_FENCE_SECRET must be None, or a str that is not empty.")
-    return (secret,)
+        raise InvalidLockBackend(
+            "DISTLOCK_FENCE_SECRET must be None, or a str of at least 16 characters, or a list of"
+            " such."
+        )
+    return secrets
+
+
+def fence_audiences() -> tuple[str | None, ...]:
+    """Return whom fences in headers may be meant for, here; None: for nobody in particular.
+
+    Raises:
+        InvalidLockBackend: `DISTLOCK_FENCE_AUDIENCE` is no name, and no list of them.
+    """
+    audiences = _several(getattr(settings, "DISTLOCK_FENCE_AUDIENCE", None))
+    try:
+        for each in audiences:
+            if each is not None:
+                validate_audience(each)
+        if not audiences:
+            validate_audience(audiences)
+    except InvalidArgument as error:
+        raise InvalidLockBackend(f"DISTLOCK_FENCE_AUDIENCE: {error}") from None
+    return audiences
+
+
+def validate_audience(value: object) -> str:
+    """Return the name of a service that fences are sent to.
+
+    Raises:
+        InvalidArgument: It is none.
+    """
+    if not isinstance(value, str) or not (value.isprintable() and 1 <= len(value) <= 100):
+        raise InvalidArgument(
+            f"An audience is a str of 1 to 100 printable characters, not {shown(value)}."
+        )
+    return value
+
+
+def fence_jump() -> int | None:
+    """Return how far a fence in a header may be above the highest one seen; None: see `seen`.
+
+    Raises:
+        InvalidLockBackend: `DISTLOCK_FENCE_JUMP` is no such number.
+    """
+    jump = getattr(settings, "DISTLOCK_FENCE_JUMP", None)
+    if jump is None:
+        return None
+    try:
+        return validate_fence(jump)
+    except InvalidArgument:
+        raise InvalidLockBackend(
+            f"DISTLOCK_FENCE_JUMP must be None, or an int from 1 to {FENCE_MAX}, not {shown(jump)}."
+        ) from None
 
 
 def monitor_tokens() -> tuple[str, ...]:
@@ -193,7 +247,7 @@ def monitor_tokens() -> tuple[str, ...]:
     raw = getattr(settings, "DISTLOCK_MONITOR_TOKEN", None)
     if raw is None:
         return ()
-    tokens = tuple(raw) if isinstance(raw, (list, tuple)) else (raw,)
+    tokens = _several(raw)
     for token in tokens:
         # What a header can carry, and nobody guesses. Not what it is: it may be the secret.
         if not isinstance(token, str) or not re.fullmatch(r"[\w.~+/-]{16,}=*", token, re.ASCII):
@@ -202,6 +256,10 @@ def monitor_tokens() -> tuple[str, ...]:
                 " any of -._~+/, or a list of such."
             )
     return tokens
+
+
+def _several(raw: Any) -> tuple[Any, ...]:
+    return tuple(raw) if isinstance(raw, (list, tuple)) else (raw,)
 
 
 def _configured() -> Mapping[str, Any]:

@@ -5,10 +5,11 @@
     LockError                      code "internal", "aborted"
      ├── LockNotAcquired           "acquisition_timeout"
      ├── LockLost                  "lost"
-     ├── FenceRejected             "fence_rejected", "bad_fence"
+     ├── FenceRejected             "fence_rejected"
      ├── BackendUnavailable        "service_unavailable", "network_timeout",
      │                             "auth_failed", "rate_limited"
-     ├── InvalidArgument           "invalid_argument"          (also a ValueError)
+     ├── InvalidArgument           "invalid_argument", "bad_fence", "fence_jump"
+     │                             (also a ValueError)
      └── LockUsageError            "reentrant", "foreign_context", "unsupported", "self_blocked"
 
     InvalidLockBackend             a mistake in settings       (an ImproperlyConfigured)

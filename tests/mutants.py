@@ -53,6 +53,7 @@ ROWS = "tests/integration/test_fencing_rows.py"
 MADE_ROWS = "tests/integration/test_fencing_made_rows.py"
 NEW_ROWS = "tests/integration/test_fencing_new_rows.py"
 COPIES = "tests/integration/test_fencing_copies.py"
+SEEN = "tests/integration/test_seen_fences.py"
 GUARD = "tests/contract/test_guard.py"
 SCHEMAS = "tests/integration/test_schemas.py"
 HOSTILE = "tests/integration/test_hostile_schema.py"
@@ -715,6 +716,33 @@ MUTANTS = (
         new="except Exception as error:",
         test=f"{BLOCKS}::test_signal_amid_a_release_reaches_the_caller",
         case="{backend}-nullcontext",
+    ),
+    Mutant(
+        fault="any signed fence is believed",
+        backend="default",
+        file="django_distlock/fencing/seen.py",
+        old=r"if fence <= highest:",
+        new="if highest:",
+        test=f"{SEEN}::test_fence_far_above_the_clock_raises_nothing",
+    ),
+    Mutant(
+        fault="a header for another service is believed",
+        backend="all",
+        file="django_distlock/fencing/http.py",
+        old=r"_signer\(audience\).unsign",
+        new="_signer(None).unsign",
+        test="tests/integration/test_fence_header.py::test_header_for_another_service_is_refused",
+        case="",
+    ),
+    Mutant(
+        fault="a fence of another key is let in",
+        backend="wsgi",
+        file="django_distlock/fencing/http.py",
+        old=r"if request.fence.key == wanted:",
+        new="if wanted:",
+        test="tests/integration/test_fence_middleware.py"
+        "::test_view_may_require_the_fence_of_its_key",
+        case="{backend}-keyed",
     ),
 )
 

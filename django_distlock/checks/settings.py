@@ -21,11 +21,12 @@ logger = logging.getLogger("django_distlock")
 
 @checks.register("distlock")
 def check_settings(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
-    """E001: each alias of `DISTLOCK` makes a backend; the holder's name and secrets are legal."""
+    """E001: each alias of `DISTLOCK` makes a backend; the other settings keep their rules."""
     found: list[checks.CheckMessage] = []
     backends = [partial(lock_backends.__getitem__, alias) for alias in _aliases(found)]
     readers: list[Callable[[], object]] = [
-        conf.holder_config, conf.fence_secrets, conf.monitor_tokens, *backends
+        conf.holder_config, conf.fence_secrets, conf.fence_audiences, conf.fence_jump,
+        conf.monitor_tokens, *backends
     ]  # fmt: skip
     for read in readers:
         try:

@@ -5,17 +5,32 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 from urllib.parse import quote, unquote
 
 from asgiref.sync import iscoroutinefunction, markcoroutinefunction, sync_to_async
 from django.core.signing import BadSignature, Signer
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 
-from ..conf import fence_secrets
+from ..conf import fence_audiences, fence_secrets, validate_audience
 from ..core.errors import InvalidArgument, LockUsageError, shown
+from ..core.keys import IllegalKey, KeyTemplate, stored_key
 from .rejecting import Fence, Fenced, require_fence
-from .seen import see
+from .seen import FenceJump, see
+
+__all__ = [
+    "HEADER",
+    "SEEN_HEADER",
+    "BadFence",
+    "FenceJump",
+    "FenceMiddleware",
+    "RequestFence",
+    "fence_header",
+    "fence_required",
+    "read_fence_header",
+]
+
+View = Callable[..., Any]
 
 #: The header of a request that carries a fence.
 HEADER = "X-Lock-Fence"
@@ -28,7 +43,7 @@ _FORM = re.compile(r"([A-Za-z0-9_.~%-]+);([1-9][0-9]{0,14});[A-Za-z0-9_-]+")
 
 
 class BadFence(InvalidArgument):
-    """The signature of a fence is not ours: somebody made it up, or has another secret."""
+    """The signature of a fence is not ours: made up, by another secret, or for somebody else."""
 
     code = "bad_fence"
 
@@ -44,39 +59,45 @@ class RequestFence(Fence):
         return mark if mark > self.fence else None
 
 
-def fence_header(by: Fenced) -> dict[str, str]:
+def fence_header(by: Fenced, *, audience: str | None = None) -> dict[str, str]:
     """Return the header that carries a fence to another service: `key;fence;signature`.
 
     The key is percent-encoded, so that any key can be sent. The signature proves that a service
     with our secret sent it, and not that it is new: whoever overhears it may send it again.
 
+    Args:
+        by: A lease, or a `Fence`.
+        audience: What the other service calls itself (`DISTLOCK_FENCE_AUDIENCE`), 1 to 100
+            printable characters: no other one believes the header then. None: those without a name.
+
     Raises:
+        InvalidArgument: `audience` breaks a rule.
         LockUsageError: `by` has no fence.
         InvalidLockBackend: `DISTLOCK_FENCE_SECRET` breaks a rule.
     """
-    return {HEADER: _signer().sign(f"{quote(by.key, safe='')};{require_fence(by)}")}
+    signer = _signer(None if audience is None else validate_audience(audience))
+    return {HEADER: signer.sign(f"{quote(by.key, safe='')};{require_fence(by)}")}
 
 
 def read_fence_header(text: str) -> Fence:
     """Return the fence that a header carries.
 
     Raises:
-        BadFence: It was not signed with our secret. Also an `InvalidArgument`.
+        BadFence: It was not signed with our secret and for us. Also an `InvalidArgument`.
         InvalidArgument: It is not of the form that `fence_header` makes.
-        InvalidLockBackend: `DISTLOCK_FENCE_SECRET` breaks a rule.
+        InvalidLockBackend: `DISTLOCK_FENCE_SECRET` or `DISTLOCK_FENCE_AUDIENCE` breaks a rule.
     """
     form = _FORM.fullmatch(text)
     if form is None:
         raise InvalidArgument(
             f"{HEADER} is key;fence;signature, with the key percent-encoded, not {shown(text)}."
         )
-    try:
-        _signer().unsign(text)
-    except BadSignature:
+    if not any(_is_signed(text, audience) for audience in fence_audiences()):
         raise BadFence(
             f"{HEADER} carries a signature that is not ours. Do both services have the same"
-            f" DISTLOCK_FENCE_SECRET?"
-        ) from None
+            f" DISTLOCK_FENCE_SECRET, and is the audience that it was made for in our"
+            f" DISTLOCK_FENCE_AUDIENCE?"
+        )
     try:
         return Fence(unquote(form[1], errors="strict"), int(form[2]))
     except UnicodeDecodeError:
@@ -92,6 +113,7 @@ class FenceMiddleware:
     is missing                             `request.fence` is None
     is malformed                           400
     has a signature that is not ours       403
+    has a fence that no lock has granted   400: so far above those seen that it would end them
     has a lower fence than one seen        412, with the highest one seen as `X-Lock-Fence-Seen`
     has the highest fence, or a new one    `request.fence` is a `Fence`
     =====================================  =====================================================
@@ -127,30 +149,60 @@ class FenceMiddleware:
         return refusal or await self.get_response(request)
 
 
-def fence_required(view: Callable[..., Any]) -> Callable[..., Any]:
-    """Answer 428 where a request carries no fence; a decorator of views.
+@overload
+def fence_required(view: View) -> View: ...
+@overload
+def fence_required(*, key: str | Callable[..., str]) -> Callable[[View], View]: ...
+def fence_required(view: View | None = None, *, key: str | Callable[..., str] | None = None) -> Any:
+    """Answer 428 where a request carries no fence, and 403 where it is another key's.
+
+    A decorator of views, with or without arguments.
+
+    Args:
+        view: What is decorated.
+        key: The key whose fence it has to be: a template of the view's parameters, such as
+            `"payment:{pk}"`, or what returns the key, called as the view is. None: any key.
 
     Raises:
+        InvalidArgument: `key` is neither, or the template names no parameter of the view.
         LockUsageError: When called: the project has no `FenceMiddleware`.
     """
-    if iscoroutinefunction(view):
+    if key is not None and not (isinstance(key, str) or callable(key)):
+        raise InvalidArgument(f"key is a template or what returns one, not {shown(key)}.")
+
+    def decorate(view: View) -> View:
+        made = KeyTemplate.for_function(key, view).of if isinstance(key, str) else key
+        if iscoroutinefunction(view):
+
+            @wraps(view)
+            async def asynchronous(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+                return _unmet(made, request, *args, **kwargs) or await view(
+                    request, *args, **kwargs
+                )
+
+            return asynchronous
 
         @wraps(view)
-        async def asynchronous(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
-            return _missing(request) or await view(request, *args, **kwargs)
+        def synchronous(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+            return _unmet(made, request, *args, **kwargs) or view(request, *args, **kwargs)
 
-        return asynchronous
+        return synchronous
 
-    @wraps(view)
-    def synchronous(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
-        return _missing(request) or view(request, *args, **kwargs)
-
-    return synchronous
+    return decorate if view is None else decorate(view)
 
 
-def _signer() -> Signer:
+def _signer(audience: str | None) -> Signer:
     first, *others = fence_secrets()
-    return Signer(key=first, sep=";", salt=_SALT, fallback_keys=others)
+    salt = _SALT if audience is None else f"{_SALT}:{audience}"
+    return Signer(key=first, sep=";", salt=salt, fallback_keys=others)
+
+
+def _is_signed(text: str, audience: str | None) -> bool:
+    try:
+        _signer(audience).unsign(text)
+    except BadSignature:
+        return False
+    return True
 
 
 def _refusal(request: HttpRequest) -> HttpResponse | None:
@@ -165,7 +217,10 @@ def _refusal(request: HttpRequest) -> HttpResponse | None:
         return _answer(403, error.code, detail=str(error))
     except InvalidArgument as error:
         return _answer(400, error.code, detail=str(error))
-    mark = see(fence)
+    try:
+        mark = see(fence)
+    except FenceJump as error:
+        return _answer(400, error.code, detail=str(error))
     if mark > fence.fence:
         answer = _answer(412, "fence_rejected", key=fence.key, fence=fence.fence, seen=mark)
         answer[SEEN_HEADER] = str(mark)
@@ -174,14 +229,26 @@ def _refusal(request: HttpRequest) -> HttpResponse | None:
     return None
 
 
-def _missing(request: HttpRequest) -> HttpResponse | None:
+def _unmet(
+    key: Callable[..., str] | None, request: HttpRequest, *args: Any, **kwargs: Any
+) -> HttpResponse | None:
+    """Return why a view is not called; None: it is."""
     if not hasattr(request, "fence"):
         raise LockUsageError(
             "fence_required needs django_distlock.fencing.http.FenceMiddleware in MIDDLEWARE."
         )
     if request.fence is None:
         return _answer(428, "fence_missing", detail=f"Send the header {HEADER}.")
-    return None
+    if key is None:
+        return None
+    try:
+        wanted = stored_key(key(request, *args, **kwargs))
+    except IllegalKey as error:
+        # Made of what the client has sent.
+        return _answer(400, error.code, detail=str(error))
+    if request.fence.key == wanted:
+        return None
+    return _answer(403, "other_key", key=request.fence.key, wanted=wanted)
 
 
 def _answer(status: int, error: str, **facts: Any) -> HttpResponse:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from functools import cache
+from typing import Final
 
 from django.db import IntegrityError, connections, router
 
-from .. import vendors
+from .. import conf, vendors
 from ..borrowing import NoConnectionFree
 from ..core.durations import MAX_BOUND
-from ..core.errors import BackendUnavailable, LockUsageError
+from ..core.errors import BackendUnavailable, InvalidArgument, LockUsageError
+from ..core.fences import clock_fence, validate_fence
+from ..core.keys import stored_key
+from ..core.logs import log_fields
 from ..models import SeenFence
 from ..schemas import TableConnections
 from .rejecting import Fenced, require_fence
@@ -17,8 +25,21 @@ from .rejecting import Fenced, require_fence
 #: How many connections a process opens at most, where the thread's own cannot be used.
 _CONNECTIONS = 4
 
+#: How far fences may be ahead of this host's clock, or of the mark, unless the project says: more
+#: than clocks of services that work differ, or than a key is granted meanwhile.
+_AHEAD: Final = timedelta(days=1)
+_JUMP: Final = _AHEAD // timedelta(microseconds=10)
+
+logger = logging.getLogger("django_distlock")
+
 #: Where these routers wrote the first mark of this process.
 _first: list[tuple[object, str]] = []
+
+
+class FenceJump(InvalidArgument):
+    """A fence is so high that no lock can have granted it, and would refuse all that come later."""
+
+    code = "fence_jump"
 
 
 def see(by: Fenced, using: str | None = None) -> int:
@@ -38,21 +59,97 @@ def see(by: Fenced, using: str | None = None) -> int:
         LockUsageError: `by` has no fence; or a router does not send all marks to one database; or
             SQLite, and a transaction of this thread's own is in the way of writing.
         BackendUnavailable: All of our connections were in use for a second.
+        FenceJump: The fence is too far above the mark (`DISTLOCK_FENCE_JUMP`), which stays.
+        InvalidLockBackend: `DISTLOCK_FENCE_JUMP` breaks a rule.
     """
     key, fence = by.key, require_fence(by)
-    using = _routed() if using is None else using
-    ours = _connections(using)
-    try:
+    with _marks(key, using) as ours:
         with ours.use(writes=False, single=True) as on:
             mark = _mark(ours, on, key)
+        if mark is None or mark < fence:
+            _require_near(key, fence, mark or 0)
         # Whoever is overtaken looks again, at a mark that has grown: this ends.
         while mark is None or mark < fence:
             with ours.use() as on:
                 done = _raise(on, key, fence) if mark is not None else _make(on, key, fence)
                 mark = fence if done else _mark(ours, on, key)
+    return mark
+
+
+def mark_of(key: str, using: str | None = None) -> int | None:
+    """Return the highest fence that was seen for a key; None: none was.
+
+    Args:
+        using: See `see`.
+
+    Raises:
+        InvalidArgument: The key breaks a rule.
+        LockUsageError, BackendUnavailable: See `see`.
+    """
+    key = stored_key(key)
+    with _marks(key, using) as ours, ours.use(writes=False, single=True) as on:
+        return _mark(ours, on, key)
+
+
+def set_mark(key: str, fence: int, using: str | None = None) -> int | None:
+    """Set the mark of a key, also to a lower fence, and return where it was; None: nowhere.
+
+    For operators, behind a fence that came by mistake. What is above the new mark passes again,
+    stale or not.
+
+    Args:
+        using: See `see`.
+
+    Raises:
+        InvalidArgument: The key or the fence breaks a rule.
+        LockUsageError, BackendUnavailable: See `see`.
+    """
+    key, fence = stored_key(key), validate_fence(fence)
+    with _marks(key, using) as ours:
+        while True:
+            with ours.use() as on:
+                before = _mark(ours, on, key)
+                if before is None:
+                    done = _make(on, key, fence)
+                else:
+                    done = before == fence or _write(on, key, fence, fence=before)
+            if done:
+                return before
+
+
+@contextmanager
+def _marks(key: str, using: str | None) -> Iterator[TableConnections]:
+    try:
+        yield _connections(_routed() if using is None else using)
     except NoConnectionFree as error:
         raise BackendUnavailable(str(error), key=key, code="network_timeout") from error
-    return mark
+
+
+def _require_near(key: str, fence: int, mark: int) -> None:
+    """Refuse what would refuse all later fences.
+
+    Raises:
+        FenceJump: `fence` is too far above `mark`.
+    """
+    jump = conf.fence_jump()
+    if jump is not None:
+        highest, rule = mark + jump, f"DISTLOCK_FENCE_JUMP of {jump}"
+    else:
+        # Fences count, or follow the clock of their store: neither gets above its clock and counts.
+        # This host's own will do, which no grant depends on.
+        highest = max(mark, clock_fence(datetime.now(UTC))) + _JUMP
+        rule = "a day above both that and the clock"
+    if fence <= highest:
+        return
+    message = (
+        f"The fence {fence} of {key!r} is too far above {mark}, the highest one seen: with {rule},"
+        f" up to {highest} is believed."
+    )
+    extra = log_fields("fence_jump", key=key, fence=fence)
+    logger.warning(
+        "%s If it is right, let it pass by manage.py distlock_fence seen.", message, extra=extra
+    )
+    raise FenceJump(message, key=key)
 
 
 def _routed() -> str:
@@ -86,11 +183,15 @@ def _mark(ours: TableConnections, on: str, key: str) -> int | None:
 
 def _raise(using: str, key: str, fence: int) -> bool:
     """Raise the mark, if it is lower; compared in the statement that writes."""
+    return _write(using, key, fence, fence__lt=fence)
+
+
+def _write(using: str, key: str, new: int, **which: int) -> bool:
     store = vendors.of(using)
     with store.short_transaction(MAX_BOUND):
         store.make_durable()
-        lower = SeenFence.objects.using(using).filter(pk=key, fence__lt=fence)
-        return bool(lower.update(fence=fence, raised_at=store.now()))
+        rows = SeenFence.objects.using(using).filter(pk=key, **which)
+        return bool(rows.update(fence=new, raised_at=store.now()))
 
 
 def _make(using: str, key: str, fence: int) -> bool:

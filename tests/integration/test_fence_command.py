@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from io import StringIO
+from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
@@ -10,6 +11,8 @@ from django.test import override_settings
 
 from django_distlock import distlock
 from django_distlock.core.fences import FENCE_MAX
+from django_distlock.fencing.rejecting import Fence
+from django_distlock.fencing.seen import see
 from tests.contract.aliases import locks_on
 
 from .databases import migrate
@@ -143,3 +146,49 @@ def test_options_of_django_come_before_and_behind(postgresql: str) -> None:
         "distlock_fence", "raise", "key", "--to=5", "--traceback", "--backend=nowhere", status=1
     )
     assert "Traceback (most recent call last)" in broken
+
+
+# Marks of what other services sent
+
+
+def test_mark_is_shown_and_set(key: str) -> None:
+    """A mark that was raised too far is set back; what is above it passes again."""
+    assert run("distlock_fence", "seen", key).out == (
+        f"No request has come with a fence of '{key}'.\n"
+    )
+    see(Fence(key, 500))
+    assert run("distlock_fence", "seen", key).out == f"The highest fence seen of '{key}' is 500.\n"
+    ran = run("distlock_fence", "seen", key, "--to", "20")
+    assert (ran.status, ran.err) == (0, "")
+    assert "was 500, and is 20" in ran.out
+    assert see(Fence(key, 21)) == 21
+
+
+def test_set_mark_is_logged(key: str, caplog: Any) -> None:
+    """Lowered, it lets stale requests pass: whoever looks into that finds who it was."""
+    see(Fence(key, 500))
+    with caplog.at_level("WARNING", "django_distlock"):
+        run("distlock_fence", "seen", key, "--to", "20")
+    (record,) = [each for each in caplog.records if each.name == "django_distlock"]
+    assert (record.distlock_key, record.distlock_fence) == (key, 20)
+    assert "from 500 to 20" in record.getMessage()
+    assert "@" in record.getMessage()
+
+
+def test_mark_as_json(key: str) -> None:
+    """Before and behind; None: there is none."""
+    asked = ("distlock_fence", "seen", key, "--json")
+    assert run(*asked).json == {"key": key, "before": None, "seen": None}
+    assert run(*asked, "--to=7").json == {"key": key, "before": None, "seen": 7}
+    assert run(*asked, "--to=5").json == {"key": key, "before": 7, "seen": 5}
+
+
+def test_mark_that_cannot_be_asked_is_an_error(empty: str) -> None:
+    """A slip, or a database without the tables."""
+    assert run("distlock_fence", "seen", "a\0").status == 2
+    ran = run("distlock_fence", "seen", "key", "--database=nowhere")
+    assert (ran.status, "'nowhere'" in ran.err) == (1, True)
+    for more in ((), ("--to=5",)):
+        ran = run("distlock_fence", "seen", "key", f"--database={empty}", *more)
+        assert (ran.status, ran.out) == (69, "")
+        assert "seenfence" in ran.err

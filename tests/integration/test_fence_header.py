@@ -15,6 +15,8 @@ from django_distlock.fencing.http import HEADER, BadFence, fence_header, read_fe
 from django_distlock.fencing.rejecting import Fence
 from tests.contract.helpers import at_once
 
+SHARED = "shared by services"
+
 
 def header_of(key: str = "invoice:42", fence: int = 7) -> str:
     """Return the text of a header."""
@@ -150,11 +152,11 @@ def test_other_secrets_are_refused(settings: Any) -> None:
 
 def test_services_share_a_secret(settings: Any) -> None:
     """With the same `DISTLOCK_FENCE_SECRET` their own secret keys do not matter."""
-    settings.DISTLOCK_FENCE_SECRET = "shared"
+    settings.DISTLOCK_FENCE_SECRET = SHARED
     text = header_of()
     settings.SECRET_KEY = "another"
     assert read_fence_header(text) == Fence("invoice:42", 7)
-    settings.DISTLOCK_FENCE_SECRET = "not shared"
+    settings.DISTLOCK_FENCE_SECRET = f"not {SHARED}"
     with pytest.raises(BadFence):
         read_fence_header(text)
 
@@ -162,7 +164,7 @@ def test_services_share_a_secret(settings: Any) -> None:
 def test_own_secret_stands_alone(settings: Any) -> None:
     """Where it is set, what was signed with the project's key is not believed."""
     text = header_of()
-    settings.DISTLOCK_FENCE_SECRET = "shared"
+    settings.DISTLOCK_FENCE_SECRET = SHARED
     with pytest.raises(BadFence):
         read_fence_header(text)
 
@@ -175,6 +177,41 @@ def test_secret_key_may_be_changed(settings: Any) -> None:
     assert header_of() == signed_by_hand("invoice%3A42;7", "new") != text
 
 
+def test_shared_secret_may_be_changed(settings: Any) -> None:
+    """Every service believes both while they change it one by one; the first one signs."""
+    settings.DISTLOCK_FENCE_SECRET = SHARED
+    text = header_of()
+    settings.DISTLOCK_FENCE_SECRET = [f"newer, {SHARED}", SHARED]
+    assert read_fence_header(text) == Fence("invoice:42", 7)
+    assert header_of() == signed_by_hand("invoice%3A42;7", f"newer, {SHARED}")
+    settings.DISTLOCK_FENCE_SECRET = [f"newer, {SHARED}"]
+    with pytest.raises(BadFence):
+        read_fence_header(text)
+
+
+def test_header_for_another_service_is_refused(settings: Any) -> None:
+    """What was sent to one is not good for another one that has the same secret."""
+    texts = {
+        audience: fence_header(Fence("invoice:42", 7), audience=audience)[HEADER]
+        for audience in (None, "ledger", "mail")
+    }
+    for ours in (["ledger"], ["mail", "ledger"], [None], ["ledger", None]):
+        settings.DISTLOCK_FENCE_AUDIENCE = ours
+        for audience, text in texts.items():
+            if audience in ours:
+                assert read_fence_header(text) == Fence("invoice:42", 7)
+            else:
+                with pytest.raises(BadFence, match="DISTLOCK_FENCE_AUDIENCE"):
+                    read_fence_header(text)
+
+
+@pytest.mark.parametrize("audience", ["", 5, "a" * 101, "a\nb"])
+def test_audience_that_nobody_has_is_refused(audience: Any) -> None:
+    """Before anything is signed."""
+    with pytest.raises(InvalidArgument, match="audience .* 1 to 100 printable characters"):
+        fence_header(Fence("invoice:42", 7), audience=audience)
+
+
 def test_what_else_the_project_signs_is_no_fence() -> None:
     """A signature that some view makes of a visitor's text is not taken for one of ours."""
     with pytest.raises(BadFence):
@@ -184,7 +221,7 @@ def test_what_else_the_project_signs_is_no_fence() -> None:
 def test_bad_secret_is_named_and_not_shown(settings: Any) -> None:
     """Neither sending nor reading goes on with a secret that is none."""
     text = header_of()
-    for bad in ("", 5, b"bytes", ["hidden"]):
+    for bad in ("", "hidden", 5, b"bytes", ["hidden"], []):
         settings.DISTLOCK_FENCE_SECRET = bad
         with pytest.raises(InvalidLockBackend, match="DISTLOCK_FENCE_SECRET") as caught:
             header_of()

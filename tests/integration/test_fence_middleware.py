@@ -15,7 +15,7 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.test import AsyncClient, Client, override_settings
 from django.urls import path
 
-from django_distlock import LockUsageError
+from django_distlock import InvalidArgument, LockUsageError
 from django_distlock.core.errors import FenceRejected
 from django_distlock.fencing.http import HEADER, fence_header, fence_required
 from django_distlock.fencing.rejecting import Fence
@@ -54,6 +54,16 @@ async def atold(request: HttpRequest) -> JsonResponse:
     return told(request)
 
 
+def named(request: HttpRequest, name: str) -> JsonResponse:
+    """Tell the fence, at the address of what is written."""
+    return told(request)
+
+
+async def anamed(request: HttpRequest, name: str) -> JsonResponse:
+    """Tell it, awaited."""
+    return told(request)
+
+
 def makes(request: HttpRequest) -> HttpResponse:
     """Make a row, and that a moment after somebody with a higher fence has come by."""
     RAN.append(request.path)
@@ -80,6 +90,8 @@ urlpatterns = [
     path("atold", atold),
     path("required", fence_required(told)),
     path("arequired", fence_required(atold)),
+    path("keyed/<str:name>", fence_required(key="{name}")(named)),
+    path("akeyed/<str:name>", fence_required(key=lambda request, name: name)(anamed)),
     path("failing", failing),
     path("makes", makes),
 ]
@@ -219,6 +231,42 @@ def test_view_may_require_a_fence(caller: Caller, view: str) -> None:
     assert answer.status_code == 428
     assert HEADER in answer.json()["detail"]
     assert RAN == ["below"]
+
+
+@pytest.mark.parametrize("view", ["keyed", "akeyed"])
+def test_view_may_require_the_fence_of_its_key(caller: Caller, view: str, key: str) -> None:
+    """A sender that has another key is refused, with its fence and however high that is."""
+    assert caller.come(f"/{view}/{key}", key, 5).json() == {"fence": [key, 5]}
+    RAN.clear()
+    answer = caller.come(f"/{view}/{key}-2", key, 6)
+    assert (answer.status_code, answer.json()) == (
+        403,
+        {"error": "other_key", "key": key, "wanted": f"{key}-2"},
+    )
+    assert caller.get(f"/{view}/{key}").status_code == 428
+    assert caller.come(f"/{view}/{'k' * 600}", key, 6).status_code == 400
+    assert RAN == ["below"] * 3
+
+
+def test_key_that_the_view_cannot_make_is_refused_at_once() -> None:
+    """A template is read where the view is decorated."""
+    with pytest.raises(InvalidArgument, match="'nothing', which is not a parameter"):
+        fence_required(key="payment:{nothing}")(named)
+    with pytest.raises(InvalidArgument, match="key is a template or what returns one, not 5"):
+        fence_required(key=5)  # type: ignore[call-overload]
+
+
+def test_signed_jump_shuts_nobody_out(caller: Caller, key: str, caplog: Any) -> None:
+    """The highest fence there is would refuse every later request: 400, logged, no mark."""
+    caller.come("/told", key, 5)
+    RAN.clear()
+    answer = caller.come("/told", key, 900_000_000_000_000)
+    assert (answer.status_code, answer.json()["error"]) == (400, "fence_jump")
+    assert RAN == []
+    (record,) = [each for each in caplog.records if each.name == "django_distlock"]
+    assert (record.levelname, record.distlock_key) == ("WARNING", key)
+    assert record.distlock_fence == 900_000_000_000_000
+    assert caller.come("/told", key, 6).status_code == 200
 
 
 @pytest.mark.parametrize("view", ["required", "arequired"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 import pytest
 from django.db import connections, transaction
@@ -12,10 +14,10 @@ from django_distlock import BackendUnavailable, LockUsageError
 from django_distlock.borrowing import LockConnections
 from django_distlock.connections import in_test_case
 from django_distlock.core.errors import FenceRejected
-from django_distlock.core.fences import FENCE_MAX
+from django_distlock.core.fences import FENCE_MAX, clock_fence
 from django_distlock.fencing import seen
 from django_distlock.fencing.rejecting import Fence
-from django_distlock.fencing.seen import see
+from django_distlock.fencing.seen import FenceJump, mark_of, see, set_mark
 from django_distlock.models import SeenFence
 from tests.conftest import DECLARED
 from tests.contract.helpers import Later, at_once
@@ -96,11 +98,52 @@ def test_keys_are_told_apart_by_their_bytes(using: str, key: str) -> None:
     assert [row(using, each).fence for each in keys] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_highest_fences_are_told_apart(using: str, key: str) -> None:
+def test_highest_fences_are_told_apart(using: str, key: str, settings: Any) -> None:
     """Fifteen digits lose none."""
+    settings.DISTLOCK_FENCE_JUMP = FENCE_MAX
     assert see(Fence(key, FENCE_MAX - 1), using) == FENCE_MAX - 1
     assert see(Fence(key, FENCE_MAX), using) == FENCE_MAX
     assert see(Fence(key, FENCE_MAX - 1), using) == FENCE_MAX
+
+
+# How far
+
+
+def test_fence_far_above_the_clock_raises_nothing(using: str, key: str) -> None:
+    """Whoever signs the highest one there is would else shut out all later ones."""
+    for before in (None, 5):
+        if before is not None:
+            see(Fence(key, before), using)
+        with pytest.raises(FenceJump, match=f"{FENCE_MAX}.*{key}") as caught:
+            see(Fence(key, FENCE_MAX), using)
+        assert caught.value.code == "fence_jump"
+        assert SeenFence.objects.using(using).filter(pk=key).exists() is (before is not None)
+    assert see(Fence(key, 6), using) == 6
+
+
+def test_fences_that_follow_the_clock_are_never_a_jump(using: str, key: str) -> None:
+    """From nothing, from counted fences, and a little ahead of this host's clock."""
+    now = clock_fence(datetime.now(UTC))
+    for fence in (5, now, now + 60 * 100_000):
+        assert see(Fence(key, fence), using) == fence
+
+
+def test_jump_counts_from_the_mark(using: str, key: str, settings: Any) -> None:
+    """Counted fences have a bound of their own, where the project says how far they may jump."""
+    settings.DISTLOCK_FENCE_JUMP = 100
+    for fence in (100, 200):
+        with pytest.raises(FenceJump, match="DISTLOCK_FENCE_JUMP"):
+            see(Fence(key, fence + 1), using)
+        assert see(Fence(key, fence), using) == fence
+    assert see(Fence(key, 5), using) == 200
+
+
+def test_mark_is_set_by_hand(using: str, key: str) -> None:
+    """Lower too, and where there is none; what is above it passes again."""
+    assert (mark_of(key, using), set_mark(key, 9, using)) == (None, None)
+    assert set_mark(key, 5, using) == mark_of(key, using) + 4 == 9  # type: ignore[operator]
+    assert set_mark(key, 5, using) == row(using, key).fence == 5
+    assert see(Fence(key, 6), using) == 6
 
 
 def test_rollback_of_the_caller_leaves_the_mark(server: str, key: str) -> None:

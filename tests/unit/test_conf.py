@@ -294,16 +294,55 @@ def test_fences_are_signed_with_the_projects_key(settings: Any) -> None:
     assert conf.fence_secrets() == ("now", "before", "earlier")
 
 
+SECRET = "16 characters of"
+
+
 def test_secret_of_fences_stands_alone(settings: Any) -> None:
     """Where there is one, the project's keys are no secrets of fences."""
-    settings.DISTLOCK_FENCE_SECRET = "shared"
-    assert conf.fence_secrets() == ("shared",)
+    settings.DISTLOCK_FENCE_SECRET = SECRET
+    assert conf.fence_secrets() == (SECRET,)
 
 
-@pytest.mark.parametrize("bad", ["", 5, b"bytes", ["shared"], True])
+def test_secrets_of_fences_may_be_changed(settings: Any) -> None:
+    """Of several the first signs, and each is believed."""
+    settings.DISTLOCK_FENCE_SECRET = [f"newer {SECRET}", SECRET]
+    assert conf.fence_secrets() == (f"newer {SECRET}", SECRET)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    ["", "hidden", SECRET[:15], 5, SECRET.encode(), [], [SECRET, "hidden"], {SECRET: 1}, True],
+)
 def test_bad_secret_is_refused_and_not_shown(settings: Any, bad: Any) -> None:
-    """An empty one would be everybody's."""
+    """An empty one would be everybody's, and a short one is guessed from one header."""
     settings.DISTLOCK_FENCE_SECRET = bad
     with pytest.raises(InvalidLockBackend) as caught:
         conf.fence_secrets()
-    assert str(caught.value) == ("DISTLOCK_FENCE_SECRET must be None, or a str that is not empty.")
+    assert str(caught.value) == (
+        "DISTLOCK_FENCE_SECRET must be None, or a str of at least 16 characters, or a list of such."
+    )
+
+
+def test_audiences_of_fences(settings: Any) -> None:
+    """One name, several, or none: in a list None stands for headers that name nobody."""
+    assert conf.fence_audiences() == (None,)
+    for raw, audiences in [("ledger", ("ledger",)), (["ledger", None], ("ledger", None))]:
+        settings.DISTLOCK_FENCE_AUDIENCE = raw
+        assert conf.fence_audiences() == audiences
+
+
+@pytest.mark.parametrize("bad", ["", 5, [], ["ledger", ""], "led\nger", "l" * 101])
+def test_bad_audience_is_refused(settings: Any, bad: Any) -> None:
+    """The setting is named, and what it says."""
+    settings.DISTLOCK_FENCE_AUDIENCE = bad
+    with pytest.raises(InvalidLockBackend, match=r"DISTLOCK_FENCE_AUDIENCE.* 1 to 100"):
+        conf.fence_audiences()
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, True, "5", 900_000_000_000_001])
+def test_bad_jump_is_refused(settings: Any, bad: Any) -> None:
+    """It is a number of fences."""
+    assert conf.fence_jump() is None
+    settings.DISTLOCK_FENCE_JUMP = bad
+    with pytest.raises(InvalidLockBackend, match="DISTLOCK_FENCE_JUMP must be None, or an int"):
+        conf.fence_jump()

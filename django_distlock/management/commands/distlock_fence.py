@@ -1,28 +1,41 @@
-"""Raise fence counters, after a store was changed or restored."""
+"""Raise fence counters, after a store was changed or restored; set marks that are too high."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 from copy import copy
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
+from django.db import DatabaseError, InterfaceError, connections
 
 from ...core.errors import InvalidArgument
 from ...core.fences import validate_fence
+from ...core.keys import stored_key
+from ...core.logs import log_fields
+from ...core.wording import printable
+from ...fencing.seen import mark_of, set_mark
 from ...handler import lock_backends
 from ..operating import OperatorCommand
+from ..statuses import UNAVAILABLE
+
+logger = logging.getLogger("django_distlock")
 
 #: Of the keys that were left alone, so many are named.
 _NAMED = 20
 
 
 class Command(OperatorCommand):
-    """`distlock_fence raise (KEY | --all) (--to N | --clock)`."""
+    """`raise (KEY | --all) (--to N | --clock)`, and `seen KEY [--to N]`."""
 
     help = (
         "Raises fence counters, so that the grants of a new or restored store stay above those of"
         " the old one. A counter is never lowered, and one whose key somebody holds is left alone."
+    )
+    help_seen = (
+        "Shows the highest fence that requests of other services came with, and sets it: lower,"
+        " where one that was too high shuts out all others. Requests above the new one pass again."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -30,15 +43,24 @@ class Command(OperatorCommand):
         super().add_arguments(parser)
         # Django's own, as `--settings`, and `--json`: they are taken before `raise` as well.
         everywhere = [each for each in parser._actions if each.dest != "help"]
-        actions = parser.add_subparsers(dest="action", required=True, metavar="raise")
+        actions = parser.add_subparsers(dest="action", required=True, metavar="raise | seen")
         up = actions.add_parser(
             "raise", help="raise the counter of one key, or of all", description=self.help
+        )
+        seen = actions.add_parser(
+            "seen", help="show or set the highest fence seen", description=self.help_seen
         )
         for action in everywhere:
             twin = copy(action)
             # Left out here, it is what was said before.
             twin.default = argparse.SUPPRESS
             up._add_action(twin)
+            seen._add_action(twin)
+        seen.add_argument("key", metavar="KEY", help="the key")
+        seen.add_argument("--to", type=_fence, metavar="N", help="set it; lower fences are refused")
+        seen.add_argument(
+            "--database", help="an alias of DATABASES (default: where the router writes SeenFence)"
+        )
         what = up.add_mutually_exclusive_group(required=True)
         what.add_argument(
             "key", nargs="?", metavar="KEY", help="the key; it may be new to the store"
@@ -61,7 +83,49 @@ class Command(OperatorCommand):
             "--backend", default="default", help="an alias of DISTLOCK (default: %(default)s)"
         )
 
-    def handle(
+    def handle(self, *, action: str, **options: Any) -> None:
+        """Do what was said."""
+        if action == "raise":
+            self._raise(**options)
+        else:
+            self._seen(**options)
+
+    def _seen(
+        self, *, key: str, to: int | None, database: str | None, json: bool, **options: Any
+    ) -> None:
+        key = stored_key(key)
+        if database is not None and database not in connections:
+            raise CommandError(f"{database!r} is not in DATABASES.")
+        try:
+            before = mark_of(key, database) if to is None else set_mark(key, to, database)
+        except (DatabaseError, InterfaceError) as error:
+            raise CommandError(
+                f"The database of seen fences failed: {error}", returncode=UNAVAILABLE
+            ) from error
+        if to is not None and to != before:
+            logger.warning(
+                "The highest fence seen of %r was set from %s to %d by %s.",
+                key,
+                before,
+                to,
+                self.actor(),
+                extra=log_fields("seen_fence_set", key=key, fence=to),
+            )
+        if json:
+            self.print_json({"key": key, "before": before, "seen": before if to is None else to})
+        elif to is not None:
+            was = "nothing" if before is None else before
+            self.stdout.write(
+                self.style.SUCCESS(
+                    f"The highest fence seen of '{printable(key)}' was {was}, and is {to}."
+                )
+            )
+        elif before is None:
+            self.stdout.write(f"No request has come with a fence of '{printable(key)}'.")
+        else:
+            self.stdout.write(f"The highest fence seen of '{printable(key)}' is {before}.")
+
+    def _raise(
         self, *, key: str | None, to: int | None, backend: str, json: bool, **options: Any
     ) -> None:
         """Raise, page by page, and say what was left."""
