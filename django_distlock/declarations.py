@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import importlib
+import string
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -68,6 +69,16 @@ class Declaration:
         return cls(kind, f"callable {_named(key)}", lock, on_conflict, is_template=False)
 
 
+def head_of(template: str) -> tuple[str, bool]:
+    """Return what a template begins with, before its first field, and whether that is all of it."""
+    head = ""
+    for literal, name, _, _ in string.Formatter().parse(template):
+        head += literal
+        if name is not None:
+            return head, False
+    return head, True
+
+
 class Missing(NamedTuple):
     """What could not be looked at, and may declare more.
 
@@ -93,8 +104,19 @@ class Missing(NamedTuple):
         return cls(what, message)
 
 
+class _Declared(WeakKeyDictionary[object, tuple[Declaration, ...]]):
+    """Knows when it was last added to."""
+
+    #: Another object behind each addition.
+    version: object = None
+
+    def __setitem__(self, made: object, found: tuple[Declaration, ...]) -> None:
+        super().__setitem__(made, found)
+        self.version = object()
+
+
 #: What is decorated, for as long as anybody can call it, and the keys that are declared for it.
-declared: Final[WeakKeyDictionary[object, tuple[Declaration, ...]]] = WeakKeyDictionary()
+declared: Final = _Declared()
 
 #: Who imports what a worker would import, by a name: each yields what it could not.
 finders: Final[dict[str, Callable[[], Iterator[Missing]]]] = {}

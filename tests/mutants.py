@@ -744,6 +744,16 @@ MUTANTS = (
         "::test_view_may_require_the_fence_of_its_key",
         case="{backend}-keyed",
     ),
+    Mutant(
+        fault="a label that clients choose",
+        backend="all",
+        file="django_distlock/contrib/metrics/prefixes.py",
+        old=r"if not key.startswith\(prefix\):",
+        new="if prefix:\n            return True\n        if not key:",
+        test="tests/integration/test_metrics_prometheus.py"
+        "::test_what_clients_choose_is_in_no_label",
+        case="",
+    ),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from django.dispatch import Signal
@@ -40,6 +40,7 @@ def install(
     tracer_provider: TracerProvider | None = None,
     prefixes: int = MOST,
     prefix_of: Callable[[str], str] | None = None,
+    named: Collection[str] = (),
     stores: bool = True,
     keys: bool = False,
     shortest_wait: Duration = 0.01,
@@ -52,16 +53,17 @@ def install(
         prefixes: How many prefixes of keys are told apart, those that come first; further ones are
             "other".
         prefix_of: Gives the prefix of a key, "" where it has none; None: what stands before the
-            first colon.
+            first colon. A key whose prefix is neither declared nor named is "other".
+        named: Prefixes that no template of a decorator begins with, such as those of blocks.
         stores: Whether to ask the stores as well, whenever metrics are collected.
         keys: Whether spans carry the key itself: it may name a person.
         shortest_wait: Seconds (or a `timedelta`) below which an acquire that was granted has no
             span of its own.
 
     Raises:
-        InvalidArgument: `prefixes` or `shortest_wait` breaks a rule.
+        InvalidArgument: `prefixes`, `named` or `shortest_wait` breaks a rule.
     """
-    heard = Prefixes(prefixes, prefix_of)
+    heard = Prefixes(prefixes, prefix_of, named)
     least = seconds(shortest_wait, "shortest_wait")
     meters = metrics.get_meter_provider() if meter_provider is None else meter_provider
     tracers = trace.get_tracer_provider() if tracer_provider is None else tracer_provider

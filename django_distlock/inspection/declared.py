@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import string
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 from ..conf import BackendConfig, backend_config
 from ..core.errors import InvalidArgument, shown
 from ..core.keys import stored_key
-from ..declarations import Declaration, Kind, Missing, declarations
+from ..declarations import Declaration, Kind, Missing, declarations, head_of
 from ..locks import UNSET
 from ..scheduling import RunScope
 from .importing import import_all
@@ -77,7 +76,7 @@ class DeclaredKey:
         """Whether keys that start with a text may come from here."""
         if not self.is_template:
             return True
-        head, is_all = _head(self.key)
+        head, is_all = head_of(self.key)
         return head.startswith(prefix) or (not is_all and prefix.startswith(head))
 
     def as_json(self) -> dict[str, Any]:
@@ -169,13 +168,3 @@ def _mode(declaration: Declaration) -> tuple[str, ...]:
     flags = ("hold", "min_hold", "max_lifetime", "reentrant", "steal_if_dead")
     words += [name for name in flags if getattr(lock, name)]
     return (*words, scope) if scope else tuple(words)
-
-
-def _head(template: str) -> tuple[str, bool]:
-    """Return what a template begins with, and whether that is all of it."""
-    head = ""
-    for literal, name, _, _ in string.Formatter().parse(template):
-        head += literal
-        if name is not None:
-            return head, False
-    return head, True

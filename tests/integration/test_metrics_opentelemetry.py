@@ -78,9 +78,9 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
-    """Give providers that are told of locks."""
-    made = Told()
+def told(key: str) -> Iterator[Told]:
+    """Give providers that are told of locks, and tell those of the test apart."""
+    made = Told(named=[key])
     yield made
     made.close()
 

@@ -27,6 +27,7 @@ from django_distlock.contrib import prometheus
 from django_distlock.contrib.metrics.instruments import INSTRUMENTS
 from django_distlock.contrib.metrics.recording import CAUSES, OUTCOMES, REASONS
 from django_distlock.inspection import force_release
+from django_distlock.scheduling import scheduled
 from django_distlock.testing import lose_connection
 from tests.contract.helpers import Later
 from tests.contract.locking import eventually, held_elsewhere, take_away
@@ -57,9 +58,9 @@ class Scraped:
 
 
 @pytest.fixture
-def scraped() -> Iterator[Scraped]:
-    """Give a registry that hears of locks."""
-    made = Scraped()
+def scraped(key: str) -> Iterator[Scraped]:
+    """Give a registry that hears of locks, and tells those of the test apart."""
+    made = Scraped(named=[key])
     yield made
     prometheus.uninstall(made.registry)
 
@@ -210,9 +211,83 @@ def test_key_is_in_no_label(key: str, scraped: Scraped) -> None:
     assert scraped.value("acquire_total", outcome="acquired", **of("none")) == 1
 
 
+def acquired(scraped: Scraped, prefix: str) -> float | None:
+    """Return how many acquires stand under a prefix."""
+    return scraped.value("acquire_total", outcome="acquired", **of(prefix))
+
+
+def test_what_clients_choose_is_in_no_label(key: str) -> None:
+    """Before the first colon as behind it: names of persons, and there is no end of them."""
+    scraped = Scraped()
+    for each in ("ada@example.org", "bob@example.org", f"{key}-1"):
+        with distlock(f"{each}:{key}", backend="memory"):
+            pass
+    assert acquired(scraped, "other") == 3
+    assert not any(each in scraped.text() for each in ("ada", "bob", key))
+    prometheus.uninstall(scraped.registry)
+
+
+def test_declared_templates_are_told_apart(key: str) -> None:
+    """By what they begin with, up to the first colon; neither by fields nor by a part of it."""
+    scraped = Scraped()
+
+    @distlock(f"{key}:x:{{number}}", backend="memory")
+    def declared(number: int) -> None:
+        """Be counted under the text of the template."""
+
+    @distlock(f"{key}-{{number}}:x", backend="memory")
+    def field(number: int) -> None:
+        """Be counted under no name: a field comes before the colon."""
+
+    for call in (declared, field):
+        call(7)
+    with distlock(f"{key[:-1]}:x", backend="memory"):
+        pass
+    assert acquired(scraped, key) == 1
+    assert acquired(scraped, "other") == 2
+    # Declared when others were known already.
+    late = distlock(f"{key}late:{{number}}", backend="memory")(lambda number: None)
+    late(7)
+    assert acquired(scraped, f"{key}late") == 1
+    prometheus.uninstall(scraped.registry)
+
+
+def test_own_function_names_nothing_of_clients(key: str) -> None:
+    """What it makes of a key is shown where a template has it, or a name in the code."""
+    scraped = Scraped(prefix_of=lambda each: each.split("/")[0], named=["bulk"])
+    distlock(f"{key}/{{number}}", backend="memory")(lambda number: None)(1)
+    for each in (f"{key}x/1", "ada@example.org/1", "bulk/1"):
+        with distlock(each, backend="memory"):
+            pass
+    assert [acquired(scraped, each) for each in (key, "bulk", "other")] == [1, 1, 2]
+    prometheus.uninstall(scraped.registry)
+
+
+@each_backend
+def test_own_keys_are_told_apart(key: str, alias: str) -> None:
+    """What this package locks for a schedule is text of its own."""
+    scraped = Scraped()
+
+    @scheduled(key, expected=1, hold=False, backend=alias)
+    def tick() -> None:
+        """Run."""
+
+    tick()
+    value = scraped.value("acquire_total", outcome="acquired", **of("\u2329schedule", alias))
+    assert value == 1
+    prometheus.uninstall(scraped.registry)
+
+
+@pytest.mark.parametrize("named", ["invoice", [1], 5])
+def test_names_are_checked(named: Any) -> None:
+    """A text is no list of them."""
+    with pytest.raises(InvalidArgument, match="named must be a list of prefixes"):
+        prometheus.install(CollectorRegistry(), named=named)
+
+
 def test_prefixes_are_bounded(key: str) -> None:
     """Those that come first are told apart, and further ones are one."""
-    scraped = Scraped(prefixes=2)
+    scraped = Scraped(prefixes=2, named=[f"{key}-{each}" for each in range(5)])
     for each in range(5):
         with distlock(f"{key}-{each}:x", backend="memory"):
             pass
@@ -225,16 +300,18 @@ def test_prefixes_are_bounded(key: str) -> None:
 
 
 @pytest.mark.parametrize("hostile", ["x" * 65, "new\nline", "\u202eright to left"])
-def test_hostile_prefix_is_other(key: str, scraped: Scraped, hostile: str) -> None:
-    """What is too long for a label, or cannot be read, does not become one."""
+def test_hostile_prefix_is_other(key: str, hostile: str) -> None:
+    """What is too long for a label, or cannot be read, does not become one, named or not."""
+    scraped = Scraped(named=[hostile])
     with distlock(f"{hostile}:{key}", backend="memory"):
         pass
-    assert scraped.value("acquire_total", outcome="acquired", **of("other")) == 1
+    assert acquired(scraped, "other") == 1
+    prometheus.uninstall(scraped.registry)
 
 
 def test_project_may_say_what_stands_for_a_key(key: str) -> None:
     """With a function of its own."""
-    scraped = Scraped(prefix_of=lambda each: each[:1])
+    scraped = Scraped(prefix_of=lambda each: each[:1], named=[key[:1]])
     with distlock(key, backend="memory"):
         pass
     assert scraped.value("acquire_total", outcome="acquired", **of(key[:1])) == 1

@@ -241,7 +241,7 @@ def test_stats_are_those_of_the_command(key: str) -> None:
 
 def test_metrics_can_be_scraped(key: str) -> None:
     """Of the registry that projects use, in the format that is asked for."""
-    prometheus.install()
+    prometheus.install(named=[key])
     try:
         with distlock(f"{key}:1", backend="memory"):
             pass

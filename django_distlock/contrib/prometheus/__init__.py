@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, values
@@ -32,6 +32,7 @@ def install(
     *,
     prefixes: int = MOST,
     prefix_of: Callable[[str], str] | None = None,
+    named: Collection[str] = (),
     stores: bool = True,
 ) -> None:
     """Measure from now on; a second call for the same registry does nothing.
@@ -43,15 +44,16 @@ def install(
         prefixes: How many prefixes of keys are told apart, those that come first; further ones are
             "other".
         prefix_of: Gives the prefix of a key, "" where it has none; None: what stands before the
-            first colon.
+            first colon. A key whose prefix is neither declared nor named is "other".
+        named: Prefixes that no template of a decorator begins with, such as those of blocks.
         stores: Whether a scrape asks the stores as well. Each process that does gives the same
             numbers: two of them added up are twice what there is.
 
     Raises:
-        InvalidArgument: `prefixes` is no int of at least 0.
+        InvalidArgument: `prefixes` is no int of at least 0, or `named` is no list of texts.
     """
     registry = REGISTRY if registry is None else registry
-    heard = Prefixes(prefixes, prefix_of)
+    heard = Prefixes(prefixes, prefix_of, named)
     with _mutex:
         if registry not in _installed:
             exporter = _Exporter(registry, stores=stores)

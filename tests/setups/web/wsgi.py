@@ -14,6 +14,6 @@ from .preload import prepare  # noqa: E402
 if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
     from django_distlock.contrib import prometheus
 
-    prometheus.install()
+    prometheus.install(named=os.environ["DISTLOCK_TEST_PRELOAD"].split())
 
 prepare()
