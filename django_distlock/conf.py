@@ -17,6 +17,7 @@ from .core.durations import MIN_TTL, number, seconds, ttl_seconds, wait_seconds
 from .core.errors import InvalidArgument, shown
 from .core.fences import FENCE_MAX, validate_fence
 from .core.retry import Retry
+from .core.secrets import Secret
 from .exceptions import InvalidLockBackend
 
 DEFAULT_BACKENDS: Mapping[str, Mapping[str, Any]] = {
@@ -323,9 +324,14 @@ def _fence_floor(value: object) -> str | None:
 
 
 def _options(value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise InvalidArgument(f"must be a dictionary of options, not {shown(value)}.")
-    return dict(value)
+    # Not what it is: a password may be in it.
+    if not isinstance(value, Mapping):
+        raise InvalidArgument(f"must be a dictionary of options, not a {type(value).__name__}.")
+    for name in value:
+        if not isinstance(name, str):
+            raise InvalidArgument(f"must have names that are a str, not {shown(name)}.")
+    password = value.get("password")
+    return {**value, "password": Secret(password)} if isinstance(password, str) else dict(value)
 
 
 _READERS: Mapping[str, Callable[[Any], Any]] = {

@@ -26,6 +26,7 @@ from .core.errors import (
     LockNotAcquired,
     LockUsageError,
 )
+from .core.secrets import without_credentials
 
 __all__ = [
     "BackendUnavailable",
@@ -40,4 +41,10 @@ __all__ = [
 
 
 class InvalidLockBackend(ImproperlyConfigured):
-    """`DISTLOCK` names a backend that does not exist, or an option that breaks a rule."""
+    """`DISTLOCK` names a backend that does not exist, or an option that breaks a rule.
+
+    The message tells no user and no password of an address that stands in the settings.
+    """
+
+    def __init__(self, message: str = ""):
+        super().__init__(without_credentials(message))

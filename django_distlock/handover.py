@@ -66,7 +66,7 @@ def dump(store: BaseLockBackend, grant: Grant, *, hold: float, ttl: float | None
         {
             "backend": store.alias,
             "key": grant.key,
-            "token": grant.token,
+            "token": str(grant.token),
             "fence": grant.fence,
             "ttl": grant.ttl,
             "acquired_at": grant.acquired_at.isoformat(),

@@ -28,6 +28,7 @@ from .core.records import (
     Unknown,
     lease_ends,
 )
+from .core.secrets import Token
 from .counters import FenceCounterManager
 from .counters import refuse_lower_fence as refuse_lower_fence
 from .fields import to_microseconds
@@ -128,7 +129,10 @@ class HeldLockManager(models.Manager["HeldLock"]):
         with self._store.short_transaction(MAX_BOUND):
             unlocked = self.select_for_update(skip_locked=True).filter(pk__in=names)
             rows = {row.pk: row for row in unlocked.order_by("pk")}
-            held = dict(self.filter(pk__in=names).values_list("pk", "token"))
+            held = {
+                pk: Token(token)
+                for pk, token in self.filter(pk__in=names).values_list("pk", "token")
+            }
             now = self._store.now()
             answers: list[Grant | Unknown | None] = []
             for name, grant in named:

@@ -754,6 +754,32 @@ MUTANTS = (
         "::test_what_clients_choose_is_in_no_label",
         case="",
     ),
+    Mutant(
+        fault="a token in a report of an error",
+        backend="postgres",
+        file="django_distlock/core/records.py",
+        old=r"Token\(self.token\)",
+        new="str(self.token)",
+        test="tests/integration/test_secrets.py::test_report_of_a_block_shows_no_token",
+    ),
+    Mutant(
+        fault="a token in a pickle",
+        backend="all",
+        file="django_distlock/core/secrets.py",
+        old=r"def __reduce_ex__",
+        new="def reduce",
+        test="tests/core/test_secrets.py::test_nothing_with_a_token_is_pickled",
+        case="5-grant",
+    ),
+    Mutant(
+        fault="a password in the message of a check",
+        backend="all",
+        file="django_distlock/core/secrets.py",
+        old=r"return _CREDENTIALS.*",
+        new="return text",
+        test="tests/integration/test_secrets.py::test_checks_echo_no_password",
+        case="wrong1",
+    ),
 )
 
 

@@ -119,9 +119,9 @@ class BaseLockBackend:
             LockError: The key has used up its fences.
         """
         key = stored_key(key)
-        validate_token(token)
+        token = validate_token(token)
         if replace is not None:
-            validate_token(replace)
+            replace = validate_token(replace)
         return self._acquire(
             self._name(key),
             key,
@@ -231,7 +231,7 @@ class BaseLockBackend:
 
     def read_token(self, token: str) -> Record | None:
         """Return the record that this token holds; None: none. `supports_token_lookup`."""
-        validate_token(token)
+        token = validate_token(token)
         self._require("supports_token_lookup", "find a lock by its token")
         return self._read_token(token)
 
@@ -304,7 +304,7 @@ class BaseLockBackend:
         """
         key = stored_key(key)
         if token is not None:
-            validate_token(token)
+            token = validate_token(token)
         left = durations.seconds(seconds, "seconds", maximum=self.config.max_ttl)
         bound = _bound(bound)
         self._require("supports_ttl", "end a lease at a time: no lease ends by itself")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .secrets import without_credentials
+
 if TYPE_CHECKING:
     from .holders import Holder
 
 
 def shown(value: object) -> str:
-    """Return `value` as messages show it: short, and never an error of its own."""
+    """Return `value` as messages show it: short, without passwords, and never an error itself."""
     try:
-        text = repr(value)
+        # Before it is cut short, which may take the end that an address is known by; and not of a
+        # text of any length.
+        text = without_credentials(repr(value)[:1000])
     except Exception:  # noqa: BLE001 - whatever a repr raises, such as that of a huge int
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:79]}…"

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import InvalidArgument, shown
+from .secrets import Token
 
 MAX_KEY_BYTES = 512
 
@@ -208,12 +209,12 @@ def advisory_id(salt: str, storage_key: str) -> int:
     return int.from_bytes(digest[:8], "big", signed=True)
 
 
-def new_token() -> str:
+def new_token() -> Token:
     """Return a proof of ownership: 16 random bytes as 22 base64url characters."""
-    return _base64(os.urandom(16))
+    return Token(_base64(os.urandom(16)))
 
 
-def validate_token(token: object) -> str:
+def validate_token(token: object) -> Token:
     """Return `token` if it has the form of one.
 
     Raises:
@@ -221,7 +222,7 @@ def validate_token(token: object) -> str:
     """
     if not isinstance(token, str) or not _TOKEN.fullmatch(token):
         raise InvalidArgument("A token is 22 characters of A-Z, a-z, 0-9, '-' and '_'.")
-    return token
+    return Token(token)
 
 
 def _base64(raw: bytes) -> str:

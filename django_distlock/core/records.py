@@ -9,6 +9,7 @@ from typing import Final
 
 from .durations import GRACE
 from .holders import Holder
+from .secrets import Token
 
 _GRACE: Final = timedelta(seconds=GRACE)
 
@@ -33,7 +34,7 @@ class Grant:
 
     Attributes:
         key: The key, normalised.
-        token: The proof of ownership. A bearer secret.
+        token: The proof of ownership. A bearer secret, so that no grant can be pickled.
         fence: At least 1; grows with each grant of the key. An extend leaves it as it is.
         ttl: Seconds from the grant, or from the extend, to `expires_at`; None: no expiry.
         acquired_at: When it was granted, by the store's clock.
@@ -48,6 +49,9 @@ class Grant:
     acquired_at: datetime
     expires_at: datetime | None
     stop_requested: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token", Token(self.token))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,7 @@ class Record:
     """What a store keeps about a held key.
 
     Attributes:
+        token: That of the grant. A bearer secret, so that no record can be pickled.
         ttl: Seconds that the last grant or extend gave; None: no expiry.
         free_at: `expires_at` plus the grace; equal to it once settled; later where the lease was
             shortened, because its holder was promised that much; None: no expiry.
@@ -114,6 +119,9 @@ class Record:
     holder: Holder
     wanted: bool = False
     stop_requested_at: datetime | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token", Token(self.token))
 
     def is_live(self, now: datetime) -> bool:
         """Whether nobody else may be granted the key: the one predicate, everywhere."""

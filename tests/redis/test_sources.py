@@ -20,6 +20,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.retry import Retry
 
 from django_distlock.backends.redis.clients import awaited_pool
+from django_distlock.conf import backend_config
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.exceptions import InvalidLockBackend
 from tests.conftest import DECLARED
@@ -85,6 +86,45 @@ def test_password_apart_from_the_address(
         }
     }
     tell_story(backend_on(options={"cache": "locks"}), key)
+
+
+def test_password_beside_the_url(private: Server, client: Any, key: str) -> None:
+    """An option of its own, for threads, event loops and listeners; a wrong one is told."""
+    client.config_set("requirepass", PASSWORD)
+    backend = backend_on(private.url, options={"password": PASSWORD})
+    tell_story(backend, key)
+    asyncio.run(tell_short_story(backend, key))
+    for wrong in (None, f"{PASSWORD}!"):
+        with pytest.raises(BackendUnavailable) as caught:
+            backend_on(private.url, options={"password": wrong}).clock()
+        assert caught.value.code == "auth_failed"
+        assert PASSWORD not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"url": "redis://127.0.0.1/1", "password": ""}, "password must be a str"),
+        ({"url": "redis://127.0.0.1/1", "password": 5}, "password must be a str"),
+        ({"client_factory": make_client, "password": PASSWORD}, "goes with url alone"),
+        ({"url": f"redis://:{PASSWORD}@127.0.0.1/1", "password": PASSWORD}, "as well"),
+    ],
+)
+def test_password_has_one_place(options: dict[str, Any], rule: str) -> None:
+    """The mistake is named, and not the password."""
+    with pytest.raises(InvalidLockBackend, match=rule) as caught:
+        backend_on(options=options)
+    assert PASSWORD not in str(caught.value)
+
+
+def test_password_is_masked_where_settings_are_shown(settings: Any) -> None:
+    """In the frames of an error that comes up while they are read."""
+    options = {"url": "redis://127.0.0.1/1", "password": PASSWORD}
+    path = "django_distlock.backends.redis.RedisBackend"
+    settings.DISTLOCK = {"default": {"BACKEND": path, "OPTIONS": options}}
+    config = backend_config("default")
+    assert PASSWORD not in repr(config)
+    assert config.options["password"] == PASSWORD
 
 
 def test_cache_that_swallows_errors_swallows_none_of_locks(

@@ -125,8 +125,8 @@ def test_every_setting_is_read(settings: Any) -> None:
         ("RETRY", {"delay": 0}, "RETRY: delay must be at least 0.001 and finite, not 0"),
         ("RETRY", {"cap": 0.01}, "RETRY: cap must be at least 0.1 and finite, not 0.01"),
         ("RETRY", {"max_retries": -1}, "RETRY: max_retries must be at least 0, not -1"),
-        ("OPTIONS", None, "OPTIONS: must be a dictionary of options, not None"),
-        ("OPTIONS", {1: 2}, "OPTIONS: must be a dictionary of options, not {1: 2}"),
+        ("OPTIONS", None, "OPTIONS: must be a dictionary of options, not a NoneType"),
+        ("OPTIONS", {1: 2}, "OPTIONS: must have names that are a str, not 1"),
         ("OPTIONS", [("using", "x")], "OPTIONS: must be a dictionary of options"),
     ],
 )

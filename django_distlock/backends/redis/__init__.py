@@ -22,6 +22,7 @@ from ...core.holders import Holder
 from ...core.keys import key_hash
 from ...core.logs import log_fields
 from ...core.records import UNKNOWN, Contended, Counter, Grant, Page, Raised, Record, Unknown
+from ...core.secrets import Token
 from ...exceptions import InvalidLockBackend
 from ...fields import from_microseconds, to_microseconds
 from ..listening import Listener
@@ -52,6 +53,8 @@ class RedisBackend(RedisWaiters):
     Args:
         cache: The alias of a cache that django-redis or Django keeps in Redis.
         url: The address of a server.
+        password: What the server of `url` asks for: no address with a password in it is shown by
+            whatever shows addresses.
         client_factory: What makes a `redis.Redis` or `redis.RedisCluster` for locks alone, or its
             import path. Called once, when first needed.
         cleanup_on_read: Remove the expired record that a read comes across.
@@ -65,6 +68,7 @@ class RedisBackend(RedisWaiters):
         *,
         cache: str | None = None,
         url: str | None = None,
+        password: str | None = None,
         client_factory: str | Callable[[], Any] | None = None,
         cleanup_on_read: bool = False,
         **unknown: Any,
@@ -78,7 +82,7 @@ class RedisBackend(RedisWaiters):
         self.cleanup_on_read = cleanup_on_read
         self.cache = cache
         source = client_source(
-            where, {"cache": cache, "url": url, "client_factory": client_factory}
+            where, {"cache": cache, "url": url, "client_factory": client_factory}, password
         )
         self.store = RedisStore(self.alias, source, config.lock_connections)
         self._prefix = f"{self.key_prefix}:" if self.key_prefix else ""
@@ -353,7 +357,8 @@ class RedisBackend(RedisWaiters):
         return f"{self._prefix}{role}:{name}"
 
     def _token(self, token: str) -> str:
-        return f"{self._prefix}token:{token}"
+        # The name of an index tells the token as well.
+        return Token(f"{self._prefix}token:{token}")
 
 
 @lru_cache(maxsize=1024)  # A key is named again when it is released.

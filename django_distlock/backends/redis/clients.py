@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import redis
@@ -90,15 +91,17 @@ _FORBIDDEN = ("The user executing the script can't run this command", "ACL failu
 Options = Mapping[str, Any]
 
 
-def client_source(where: str, options: Options) -> Callable[[], Any]:
+def client_source(where: str, options: Options, password: str | None = None) -> Callable[[], Any]:
     """Return what makes the client that the options name. Nothing connects before it is called.
 
     Args:
         where: The setting, for messages.
         options: `cache`, `url` and `client_factory`: one is given, the others are None.
+        password: What the server of `url` asks for, which the address does not tell then.
 
     Raises:
-        InvalidLockBackend: None is given, or several, or it leads to no Redis.
+        InvalidLockBackend: None is given, or several, or it leads to no Redis; or `password` is no
+            text, stands beside another one than `url`, or in its address, too.
     """
     given = {name: value for name, value in options.items() if value is not None}
     if len(given) != 1:
@@ -107,9 +110,17 @@ def client_source(where: str, options: Options) -> Callable[[], Any]:
             f" {' and '.join(given) or 'none'}."
         )
     ((name, value),) = given.items()
-    make = {"cache": from_cache, "url": _from_url, "client_factory": _from_factory}[name]
+    if password is not None and (name != "url" or not isinstance(password, str) or not password):
+        raise InvalidLockBackend(
+            f"{where}: password must be a str that is not empty, and goes with url alone."
+        )
+    makers: Mapping[str, Callable[[Any], Callable[[], Any]]] = {
+        "cache": from_cache,
+        "url": partial(_from_url, password=password),
+        "client_factory": _from_factory,
+    }
     try:
-        return make(value)
+        return makers[name](value)
     except InvalidLockBackend as error:
         raise InvalidLockBackend(f"{where}: {name}: {error}") from error
 
@@ -260,19 +271,25 @@ def from_cache(alias: object) -> Callable[[], Any]:
         ) from error
 
 
-def _from_url(url: object) -> Callable[[], Any]:
+def _from_url(url: object, password: str | None) -> Callable[[], Any]:
     if not isinstance(url, str):
         raise InvalidLockBackend(
             f"It must be the address of a server, as a str, not a {type(url).__name__}."
         )
     try:
-        return _fixed(redis.Redis.from_url(url))
+        client = redis.Redis.from_url(url)
     except (ValueError, TypeError):
         # Not the address, nor what is wrong with it: both may hold a part of a password.
         raise InvalidLockBackend(
             "It is no address of Redis, such as redis://127.0.0.1:6379/1, or has an option that"
             " redis-py does not know."
         ) from None
+    given = client.connection_pool.connection_kwargs
+    if password is not None:
+        if given.get("password"):
+            raise InvalidLockBackend("Its password stands in the address, and in password as well.")
+        given["password"] = password
+    return _fixed(client)
 
 
 def _from_factory(factory: object) -> Callable[[], Any]:
