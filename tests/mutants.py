@@ -636,6 +636,22 @@ MUTANTS = (
         test="tests/celery/test_beat_marks.py::test_one_of_two_moves_a_mark",
     ),
     Mutant(
+        fault="a beat that believes the clock of the one before",
+        backend="postgres",
+        file="django_distlock/contrib/celery/beats.py",
+        old=r"made_at = min\(record.acquired_at \+ self._own_lead\(\), now\)",
+        new="made_at = sent_at",
+        test="tests/celery/test_beat_marks.py::test_tick_that_was_sent_early_is_not_sent_again",
+    ),
+    Mutant(
+        fault="a mark that dies with its beat",
+        backend="postgres",
+        file="django_distlock/contrib/celery/beats.py",
+        old=r"replace\(current_holder\(told\), pid=0, started_at=None, thread=\"\"\)",
+        new="current_holder(told)",
+        test="tests/integration/test_distlock_doctor_kept.py::test_what_no_process_holds_is_not_dead",
+    ),
+    Mutant(
         fault="a task that was not sent keeps its key",
         backend="postgres",
         file="django_distlock/contrib/celery/queueing.py",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import time
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,10 @@ EVERY = float(os.environ.get("DISTLOCK_TEST_BEAT_EVERY", "3"))
 # No process outlives its test by more, should the test itself be killed.
 if "DISTLOCK_TEST_BEAT_LIFETIME" in os.environ:
     signal.alarm(int(os.environ["DISTLOCK_TEST_BEAT_LIFETIME"]))
+
+if "FAKETIME" in os.environ:
+    # libfaketime refuses the clock that `time.sleep` sleeps by.
+    time.sleep = partial(select.select, [], [], [])
 
 app = Celery("beats")
 app.config_from_object("django.conf:settings", namespace="CELERY")

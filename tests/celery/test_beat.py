@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import DECLARED
 from tests.integration.runs import state_of
 from tests.redis.servers import restartable
 from tests.safety import never
@@ -20,6 +21,8 @@ from .beat_processes import GRACE, INTERRUPTED, OURS, Site, eventually, two_beat
 #: How many ticks the drill has; the whole one has 60, 4 s apart.
 TICKS = int(os.environ.get("DISTLOCK_TEST_TICKS", "6"))
 EVERY = 4.0 if TICKS >= 60 else 3.0
+#: A library that lets a process see another time.
+FAKETIME = next((str(each) for each in Path("/usr/lib").glob("*/faketime/libfaketime.so.1")), "")
 #: What a takeover may take beyond the end of the lease and its grace: a machine that is busy.
 SPARE = 2.5
 #: Seconds for a takeover on a machine that stands still.
@@ -160,6 +163,29 @@ def test_store_that_is_away_stops_the_schedule(tmp_path: Path, key: str) -> None
             ticks = site.ticks()
             never(len(set(ticks)) < len(ticks) and ticks, "ticks were run twice")
             assert in_a_row(ticks[before:]), ticks
+
+
+@pytest.mark.skipif(not FAKETIME, reason=f"{DECLARED}libfaketime is not there")
+@both
+def test_leader_whose_clock_was_ahead_leaves_no_silence(
+    tmp_path: Path, key: str, store: str
+) -> None:
+    """Its clock is five minutes ahead, it is killed, and the next one sends at once."""
+    site = Site(tmp_path, key, store, every=3, ttl=1)
+    with site.worker() as worker:
+        worker.says("ready")
+        later = {"FAKETIME": "+300s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+        with site.beat(LD_PRELOAD=FAKETIME, **later) as ahead:
+            site.wait_for_ticks(2)
+            ahead.says("The clock of this host is off against the store's by +30")
+            ahead.kill()
+        assert all(each["sent_at"] > time.time() + 200 for each in site.ran())
+        with site.beat() as follows:
+            site.wait_for_ticks(4)
+            follows.says("Clocks of beats differ")
+    sent = [each["tick"] for each in site.ran() if each["sent_at"] < time.time() + 200]
+    assert len(sent) >= 2
+    assert in_a_row(sent), sent
 
 
 def test_worker_has_a_beat(tmp_path: Path, key: str) -> None:

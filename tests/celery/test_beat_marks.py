@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.schedules import crontab
 from django.test import override_settings
 
 from django_distlock import InvalidArgument, InvalidLockBackend, distlock
@@ -144,6 +146,67 @@ def test_one_of_two_moves_a_mark(key: str, alias: str) -> None:
     mark = second.get("a")
     assert mark is not None
     assert (mark.sent_at, mark.runs) == (now + timedelta(seconds=5), 1)
+
+
+def sent_by_a_clock_ahead(beat: DistlockScheduler, name: str, ahead: timedelta) -> None:
+    """Let the entry have been sent just now, by a beat that is gone and whose clock was ahead."""
+    marks = Marks(beat._marks._store, beat._marks._key)
+    now = datetime.now(UTC)
+    marks.learn(name, now, 0)
+    marks.move(name, now + ahead)
+
+
+@pytest.mark.parametrize("ahead", [timedelta(minutes=5), timedelta(days=400)])
+def test_clock_that_was_ahead_silences_nobody(
+    make: Callable[..., DistlockScheduler], caplog: pytest.LogCaptureFixture, ahead: timedelta
+) -> None:
+    """The successor goes on an interval behind the last sending, and says whose clock it was."""
+    beat = make("a")
+    beat.schedule["a"].schedule.run_every = timedelta(seconds=2)
+    began = time.monotonic()
+    sent_by_a_clock_ahead(beat, "a", ahead)
+    assert beat.tick() > 0
+    assert RAN == []
+    eventually(lambda: beat.tick() is not None and RAN, "it is sent", 20)
+    assert time.monotonic() - began >= 2
+    events = [getattr(each, "distlock_event", "") for each in caplog.records]
+    assert events.count("beat_clock") == 1
+    said = caplog.records[events.index("beat_clock")]
+    assert f"the one on {socket.gethostname()} sent 'a'" in said.getMessage()
+
+
+def test_tick_that_was_sent_early_is_not_sent_again(
+    make: Callable[..., DistlockScheduler],
+) -> None:
+    """A nightly job ran before its time: tonight's was that, and tomorrow's is not waived."""
+    beat = make("a")
+    soon = datetime.now(UTC) + timedelta(minutes=3)
+    nightly = crontab(minute=soon.minute, hour=soon.hour, app=beat.app)
+    entry = beat.schedule["a"]
+    entry.schedule = nightly
+    for ahead in (timedelta(minutes=5), timedelta(days=400)):
+        beat._marks.forget()
+        sent_by_a_clock_ahead(beat, "a", ahead)
+        beat._learn(entry)
+        tonight = soon.replace(second=0, microsecond=0)
+        assert tonight <= entry.last_run_at < tonight + timedelta(hours=1)
+        assert not entry.is_due()[0]
+        assert entry.schedule.remaining_delta(entry.last_run_at)[1].hour == soon.hour
+
+
+def test_clock_of_this_host_that_is_ahead_repeats_nothing(
+    make: Callable[..., DistlockScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A beat that begins again reads its own marks as it wrote them."""
+    beat = make("a")
+    ahead = timedelta(minutes=5)
+    monkeypatch.setattr(beats, "_now", lambda: datetime.now(UTC) + ahead)
+    sent_by_a_clock_ahead(beat, "a", ahead)
+    beat._learn(beat.schedule["a"])
+    mark = beat._marks.get("a")
+    assert mark is not None
+    assert timedelta() <= mark.made_at - mark.sent_at < timedelta(seconds=5)
+    assert beat._sent_at(beat.schedule["a"], mark) == mark.sent_at
 
 
 def test_paused_entry_stands_in_nobodys_way(make: Callable[..., DistlockScheduler]) -> None:

@@ -6,11 +6,12 @@ import hashlib
 import logging
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from ...backends.base import BaseLockBackend
 from ...core.errors import BackendUnavailable, LockError, LockNotAcquired
+from ...core.holders import Holder
 from ...core.keys import MAX_KEY_BYTES, OWN_MARKER, new_token, own_key
 from ...core.logs import log_fields
 from ...core.records import Grant, Record
@@ -22,6 +23,8 @@ logger = logging.getLogger("django_distlock")
 
 #: Seconds at most between two renewals of the marks: then those come back that the store has lost.
 RENEW_EVERY: Final = 60.0
+#: Seconds by which the clocks of a beat and of the store may differ before that is said.
+APART: Final = 2.0
 
 
 class Moved(Exception):
@@ -97,13 +100,17 @@ class Mark:
 
     Attributes:
         grant: Of the mark's key. Whoever shows its token may move the mark.
-        sent_at: When the entry was sent last; before that, since when it counts. Aware.
+        sent_at: When the entry was sent last, by the clock of the beat that sent it; before that,
+            since when it counts. Aware.
         runs: How often it was sent.
+        made_at: When the mark was made, by the clock of this process, and never in its future. A
+            `sent_at` behind that comes from a clock that was ahead.
     """
 
     grant: Grant
     sent_at: datetime
     runs: int
+    made_at: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +140,8 @@ class Marks:
         self._known: dict[str, Mark] = {}
         self._doubts: dict[str, _Doubt] = {}
         self._renew_at = 0.0
+        self._ahead: timedelta | None = None
+        self._told = False
 
     def get(self, name: str) -> Mark | None:
         """Return what this process knows of an entry."""
@@ -142,6 +151,7 @@ class Marks:
         """Know nothing any more: others may have led meanwhile."""
         self._known.clear()
         self._renew_at = 0.0
+        self._ahead, self._told = None, False
 
     def learn(self, name: str, since: datetime, runs: int) -> None:
         """Know the mark of an entry, as the store has it. Unless it cannot be made at the moment.
@@ -159,10 +169,10 @@ class Marks:
             if record is not None:
                 self._known[name] = self._read(name, record, since, runs)
                 return
-            holder = current_holder(_metadata(since, runs))
+            holder = _nobody(since, runs)
             answer = self._store.acquire(key, new_token(), self._ttl, holder)
             if isinstance(answer, Grant):
-                self._known[name] = Mark(answer, since, runs)
+                self._known[name] = Mark(answer, since, runs, _now())
             elif answer.busy or answer.paused:
                 return
 
@@ -178,7 +188,7 @@ class Marks:
         if mark is None:
             raise NotNow
         token, runs = new_token(), mark.runs + 1
-        holder = current_holder(_metadata(sent_at, runs))
+        holder = _nobody(sent_at, runs)
         try:
             answer = self._store.acquire(
                 mark.grant.key, token, self._ttl, holder, replace=mark.grant.token
@@ -194,7 +204,7 @@ class Marks:
                 raise NotNow
             raise Moved
         self._doubts.pop(name, None)
-        self._known[name] = Mark(answer, sent_at, runs)
+        self._known[name] = Mark(answer, sent_at, runs, sent_at)
 
     def renew(self) -> None:
         """Keep the marks of entries that are sent rarely, when it is time for it.
@@ -222,14 +232,49 @@ class Marks:
             record.acquired_at,
             record.expires_at,
         )
+        now = _now()
         doubt = self._doubts.get(name)
         if doubt is not None and record.token in doubt.tokens:
             # Moved by ourselves, without an answer, and so without a task.
-            return Mark(grant, doubt.sent_at, doubt.runs)
+            return Mark(grant, doubt.sent_at, doubt.runs, now)
         told = record.holder.metadata
         if "sent_at" not in told:
-            return Mark(grant, since, runs)
-        return Mark(grant, datetime.fromisoformat(told["sent_at"]), int(told.get("runs", runs)))
+            return Mark(grant, since, runs, now)
+        sent_at = datetime.fromisoformat(told["sent_at"])
+        # The store's clock has seen the mark being made. Where that is the clock of a host, it may
+        # have been ahead itself.
+        made_at = min(record.acquired_at + self._own_lead(), now)
+        if sent_at - made_at > timedelta(seconds=APART) and not self._told:
+            self._told = True
+            logger.warning(
+                "Clocks of beats differ: the one on %s sent %r when its clock said %s, and that was"
+                " %s; what it sent early is not waited for",
+                record.holder.host,
+                name,
+                sent_at.isoformat(" ", "seconds"),
+                made_at.isoformat(" ", "seconds"),
+                extra=log_fields("beat_clock", backend=self._store.alias, key=record.key),
+            )
+        return Mark(grant, sent_at, int(told.get("runs", runs)), made_at)
+
+    def _own_lead(self) -> timedelta:
+        """Return by how much this host's clock is ahead of the store's; asked once for each lead.
+
+        It is not too little: a mark that seems to be older than it is would be sent twice.
+        """
+        if self._ahead is None:
+            before, store, after = _now(), self._store.clock(), _now()
+            self._ahead = after - store
+            if before - store > timedelta(seconds=APART) or store - after > timedelta(
+                seconds=APART
+            ):
+                logger.warning(
+                    "The clock of this host is off against the store's by %+.1f s, and so is what"
+                    " this beat sends",
+                    self._ahead.total_seconds(),
+                    extra=log_fields("beat_clock", backend=self._store.alias),
+                )
+        return self._ahead
 
 
 def mark_key(key: str, name: str) -> str:
@@ -250,5 +295,11 @@ def mark_key(key: str, name: str) -> str:
     return own_key(text)
 
 
-def _metadata(sent_at: datetime, runs: int) -> dict[str, object]:
-    return {"sent_at": sent_at.astimezone(UTC).isoformat(), "runs": runs}
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def _nobody(sent_at: datetime, runs: int) -> Holder:
+    """Return the holder of a mark: no process, for it stays when the beat that made it ends."""
+    told = {"sent_at": sent_at.astimezone(UTC).isoformat(), "runs": runs}
+    return replace(current_holder(told), pid=0, started_at=None, thread="")

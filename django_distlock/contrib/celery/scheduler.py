@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import django
 from billiard.process import current_process
 from celery.beat import PersistentScheduler, event_t
+from celery.schedules import schedule as interval
 from celery.utils.time import maybe_make_aware
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
@@ -189,8 +190,22 @@ class OneLeader:
             self._apply(entry, mark)
 
     def _apply(self, entry: Any, mark: Mark) -> None:
-        entry.last_run_at = mark.sent_at.astimezone(self.app.timezone)
+        entry.last_run_at = self._sent_at(entry, mark)
         entry.total_run_count = mark.runs
+
+    def _sent_at(self, entry: Any, mark: Mark) -> datetime:
+        """Return since when the entry counts, by the clock of this process."""
+        zone = self.app.timezone
+        if mark.sent_at <= mark.made_at:
+            return mark.sent_at.astimezone(zone)
+        made_at = mark.made_at.astimezone(zone)
+        if isinstance(entry.schedule, interval):
+            return made_at
+        # The clock of who sent it was ahead, so it was sent for the first tick behind that: a
+        # nightly job which ran five minutes early is not run again. Later ticks are not waived.
+        # The time is read last, so that this is not a moment before the tick.
+        left = entry.schedule.remaining_estimate(made_at)
+        return min(mark.sent_at.astimezone(zone), _aware(entry.default_now()) + left)
 
 
 class DistlockScheduler(OneLeader, PersistentScheduler):  # type: ignore[misc]
@@ -221,8 +236,9 @@ def _database_scheduler() -> type[Any]:
 
         def _apply(self, entry: Any, mark: Mark) -> None:
             # The row is known to all beats. It may be older than the mark, if nobody has saved it,
-            # or younger, if a task was enabled again.
-            if mark.sent_at > _aware(entry.last_run_at):
+            # or younger, if a task was enabled again; in the future, by a clock that was ahead.
+            now = _aware(entry.default_now())
+            if not self._sent_at(entry, mark) <= _aware(entry.last_run_at) <= now:
                 super()._apply(entry, mark)
                 # One that is to run once is over by its number of runs.
                 entry.model.total_run_count = max(entry.model.total_run_count, mark.runs)
