@@ -16,6 +16,7 @@ from .targets import Pages, Target
 #: What stands beside the word for a state, so that colour alone says nothing.
 ICONS: Final = {
     State.HELD: "●",
+    State.QUEUED: "○",
     State.SETTLED: "◐",
     State.PAST_EXPIRY: "▲",
     State.NO_EXPIRY: "∞",

@@ -53,6 +53,11 @@ class Holder:
                     f" surrogates, not {shown(value)}."
                 )
 
+    @property
+    def is_queued(self) -> bool:
+        """Whether a task holds the key from its queue: no process does, and none has to live."""
+        return self.pid == 0 and self.host != "" and self.task_id is not None
+
     def as_json(self) -> dict[str, Any]:
         """Return a dictionary that `from_json` reads."""
         return {name: getattr(self, name) for name in _NAMES} | {"metadata": dict(self.metadata)}

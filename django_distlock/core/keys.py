@@ -33,6 +33,8 @@ HASH_MARKER = "\u2126"
 #: What the keys of this package's own begin with. No key that a project makes does: NFC writes
 #: another angle bracket.
 OWN_MARKER = "\u2329"
+#: What the keys of tasks begin with of which one is queued or running.
+UNIQUE_PREFIX = f"{OWN_MARKER}unique:"
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{22}")
 

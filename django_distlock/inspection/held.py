@@ -20,6 +20,7 @@ class State(enum.StrEnum):
     """How it stands with a held key. The value is for programs, the label for people."""
 
     HELD = "held"
+    QUEUED = "queued"
     SETTLED = "settled"
     PAST_EXPIRY = "past_expiry"
     NO_EXPIRY = "no_expiry"
@@ -33,6 +34,7 @@ class State(enum.StrEnum):
 
 _LABELS = {
     State.HELD: _("held"),
+    State.QUEUED: _("queued"),
     State.SETTLED: _("kept behind its run"),
     State.PAST_EXPIRY: _("past expiry, in its grace"),
     State.NO_EXPIRY: _("held without expiry"),
@@ -107,6 +109,8 @@ class HeldKey:
             return State.STOP_REQUESTED
         if self.expires_at is None and not self.by_session:
             return State.NO_EXPIRY
+        if self.holder.is_queued:
+            return State.QUEUED
         return State.HELD
 
     @property

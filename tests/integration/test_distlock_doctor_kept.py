@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar
 
 import pytest
@@ -17,6 +17,7 @@ from django_distlock import lock_backends
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.memory import MemoryBackend
 from django_distlock.core.holders import Holder
+from django_distlock.core.keys import UNIQUE_PREFIX, own_key
 from django_distlock.host import current_holder
 from django_distlock.inspection.diagnosis import Finding, diagnose, kept, scanned, waiting
 from django_distlock.models import HeldLock
@@ -109,6 +110,19 @@ def keep(like: str, prefix: str) -> None:
         input()
 
 
+def leave(like: str, prefix: str) -> None:
+    """Queue a unique task, and mark an entry of a schedule; run in a process that is killed."""
+    from django_distlock.contrib.celery.beats import Marks
+    from django_distlock.contrib.jobs import JobLock
+
+    with examined(like, prefix) as made:
+        job = JobLock(key=own_key("unique:report:2"), backend=ALIAS, task_id="t2", is_queued=True)
+        job.acquire().let_go()
+        Marks(made, own_key("celery-beat:shop")).learn("monthly", datetime.now(UTC), 0)
+        print("done")
+        input()
+
+
 def wait(like: str, prefix: str) -> None:
     """Wait for a key, as far as people see; run in a process of its own, which is killed."""
     with examined(like, prefix) as made:
@@ -154,6 +168,16 @@ def test_lock_of_a_dead_process_without_expiry(key: str) -> None:
         assert run("distlock_doctor", f"--backend={ALIAS}").status == 1
         lock_backends[ALIAS].force_release("invoice:42")
         assert ids() == set()
+
+
+def test_what_no_process_holds_is_not_dead(store: BaseLockBackend, like: str, key: str) -> None:
+    """A queued task, one that a worker left to its retry, and the mark of a beat that has ended."""
+    unique = own_key(f"{UNIQUE_PREFIX}report:1")
+    dead_holder(like, key, "hold", [unique], 3600)
+    dead_holder(like, key, "leave")
+    assert ids() == set()
+    (look,) = [each for each in diagnose([ALIAS]).looked_at if each.what == "locks"]
+    assert look.text == "3 locks looked at, 2 of them held by queued tasks"
 
 
 def test_key_that_is_kept_behind_its_run(store: BaseLockBackend, like: str, key: str) -> None:

@@ -246,6 +246,7 @@ def test_state_says_the_most_telling_thing(key: str) -> None:
         State.PAST_EXPIRY: over,
         State.STOP_REQUESTED: asked,
         State.NO_EXPIRY: endless,
+        State.QUEUED: replace(held, holder=replace(held.holder, pid=0, task_id="a")),
         State.SETTLED: replace(held, free_at=held.expires_at),
     }
     assert {state: each.state for state, each in states.items()} == {each: each for each in states}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ...core.keys import UNIQUE_PREFIX
 from ...declarations import Declaration, Kind, Missing, attempt, declared, finders
 from .importing import app_of_project, failing_imports
-from .terms import UNIQUE_PREFIX, Terms, terms_of
+from .terms import Terms, terms_of
 
 
 def connect() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ...core.durations import MIN_TTL, Duration, seconds
 from ...core.errors import InvalidArgument, shown
-from ...core.keys import MAX_KEY_BYTES, OWN_MARKER, KeyTemplate, own_key
+from ...core.keys import MAX_KEY_BYTES, UNIQUE_PREFIX, KeyTemplate, own_key
 from ...core.retry import Retry
 from ..jobs import RETRY, JobLock, OnConflict, OnUnavailable, Rules
 
@@ -25,7 +25,6 @@ QUEUED_FOR: Final = 3600.0
 #: Seconds for which a delivery is known to be finished.
 REDELIVERY_WINDOW: Final = 86400.0
 #: What stands before the keys of queued tasks, so that they are never those of running ones.
-UNIQUE_PREFIX: Final = f"{OWN_MARKER}unique:"
 
 
 @dataclass(frozen=True, slots=True)

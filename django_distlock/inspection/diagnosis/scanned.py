@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from ...backends.base import BaseLockBackend
 from ...backends.tables import FenceTable
 from ...core.holders import Holder
+from ...core.keys import UNIQUE_PREFIX
 from ...core.records import Record
 from ...core.wording import instant, span
 from ...counters import FenceCounterManager
@@ -108,6 +109,7 @@ class Seen:
     """What a scan has come across."""
 
     locks: int = 0
+    queued: int = 0
     is_cut: bool = False
     wrong: dict[Trouble, Some] = field(default_factory=dict)
 
@@ -133,7 +135,8 @@ def scan_locks(
         return
     seen = _scanned(store, limit, is_dead)
     cut = "; there are more, and they were not" if seen.is_cut else ""
-    notes.look("locks", f"{counted(seen.locks, 'lock')} looked at{cut}")
+    queued = f", {seen.queued} of them held by queued tasks" if seen.queued else ""
+    notes.look("locks", f"{counted(seen.locks, 'lock')} looked at{queued}{cut}")
     for trouble, some in seen.wrong.items():
         id, what, level, text, hint = trouble  # noqa: A001 - as Django's checks call it
         text = f"{counted(some.number, 'key')} {text}: {some}"
@@ -197,8 +200,13 @@ def _look(
     key, holder = record.key, record.holder
     # A key that is kept behind its run has no process, on purpose.
     if not record.is_settled:
-        if is_dead(holder):
-            left = record.free_at
+        left = record.free_at
+        gone = is_dead(holder)
+        # A worker that ended may have left it to the retry of its task; else it ends soon.
+        is_left = gone and left is not None and key.startswith(UNIQUE_PREFIX)
+        if holder.is_queued or is_left:
+            seen.queued += 1
+        elif gone:
             ends = f"free at {instant(left)}" if left else "without an end of its own"
             seen.add(_ENDLESS if left is None else _DEAD, key, f"{whose(holder)}, {ends}")
         elif record.expires_at is not None and record.expires_at <= now:
