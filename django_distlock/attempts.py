@@ -435,4 +435,5 @@ def _contended(request: Request, outcome: Contended) -> LockNotAcquired:
         holder=holder,
         held_for=outcome.held_for,
         expires_in=outcome.expires_in,
+        settled=outcome.settled,
     )

@@ -24,6 +24,8 @@ logger = logging.getLogger("django_distlock")
 MANY = 1000
 #: Seconds that the thread stays when there is nothing to extend: leases come and go quickly.
 LINGER_SECONDS = 10.0
+#: Seconds for which it is told that a beat was late: a scrape comes now and then.
+LAG_SECONDS = 60.0
 
 #: What a renewal led to.
 Answer = Grant | Unknown | LockError | None
@@ -63,13 +65,20 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         # When the thread looks next.
         self._looks_at = 0.0
-        self._lag = 0.0
+        self._lag = self._lag_since = 0.0
 
     @property
     def lag(self) -> float:
-        """Seconds by which the last beat came too late, or by which the next one does by now."""
-        due = min((each.renewing.due_at for each in list(self._leases.values())), default=None)
-        return self._lag if due is None else max(self._lag, monotonic() - due)
+        """Seconds by which the next beat is late by now, or one of the last minute was."""
+        now = monotonic()
+        due = min((each.renewing.due_at for each in list(self._leases.values())), default=now)
+        was = self._lag if now - self._lag_since < LAG_SECONDS else 0.0
+        return max(was, now - due, 0.0)
+
+    def _note_lag(self, now: float, due: float | None) -> None:
+        late = 0.0 if due is None else now - due
+        if late >= self._lag or now - self._lag_since >= LAG_SECONDS:
+            self._lag, self._lag_since = late, now
 
     def add(self, lease: Renewed) -> None:
         """Renew a lease from now on; again, when that has become due sooner."""
@@ -153,7 +162,7 @@ class Heartbeat:
                 if self._looks_at > now:
                     self._changed.wait(self._looks_at - now)
                     continue
-                self._lag = now - due if due is not None else 0.0
+                self._note_lag(now, due)
             try:
                 transactions.sweep()
                 self.beat(early=True)

@@ -33,6 +33,7 @@ REQUIRABLE = {
     "gunicorn",
     "uvicorn",
     "pyuwsgi",
+    "prometheus",
 }
 
 # Runs a server until the pipe on standard input closes, which the end of this process does for us,

@@ -652,6 +652,25 @@ MUTANTS = (
         test="tests/integration/test_distlock_doctor_kept.py::test_what_no_process_holds_is_not_dead",
     ),
     Mutant(
+        fault="an alarm that comes when all is well again",
+        backend="default",
+        file="django_distlock/contrib/monitoring/alerts.yml",
+        old=r"\[2m\]\)\) > 2\n        for: 3m",
+        new=r"[5m])) > 5\n        for: 5m",
+        test="tests/integration/test_metrics_alarms.py::test_no_alarm_in_a_healthy_hour",
+        case="",
+    ),
+    Mutant(
+        fault="a standby that counts as a timeout",
+        backend="memory",
+        file="django_distlock/contrib/metrics/recording.py",
+        old=r"cause.holder is not None and cause.holder.leads",
+        new="False",
+        test="tests/integration/test_metrics_prometheus.py"
+        "::test_refusal_says_for_how_long_the_key_was_held",
+        case="",
+    ),
+    Mutant(
         fault="a task that was not sent keeps its key",
         backend="postgres",
         file="django_distlock/contrib/celery/queueing.py",

@@ -47,6 +47,7 @@ class LockNotAcquired(LockError):
         holder: Who holds it, if the store could tell.
         held_for: Seconds it has been held, by the store's clock, or None.
         expires_in: Seconds until its holder's lease ends, or None (unknown, or no expiry).
+        settled: Whether the holder is done, and the key is kept behind its run on purpose.
     """
 
     code = "acquisition_timeout"
@@ -59,11 +60,13 @@ class LockNotAcquired(LockError):
         holder: Holder | None = None,
         held_for: float | None = None,
         expires_in: float | None = None,
+        settled: bool = False,
     ):
         super().__init__(message, key=key)
         self.holder = holder
         self.held_for = held_for
         self.expires_in = expires_in
+        self.settled = settled
 
 
 class LockLost(LockError):

@@ -12,6 +12,9 @@ from .errors import InvalidArgument, shown
 MAX_METADATA_BYTES = 4096
 MAX_METADATA_DEPTH = 20
 
+#: Metadata of a holder whom others do not wait out, but stand by for: a leader.
+LEADER: Mapping[str, Any] = {"role": "leader"}
+
 #: Characters that a column takes.
 MAX_TEXT = 255
 
@@ -57,6 +60,11 @@ class Holder:
     def is_queued(self) -> bool:
         """Whether a task holds the key from its queue: no process does, and none has to live."""
         return self.pid == 0 and self.host != "" and self.task_id is not None
+
+    @property
+    def leads(self) -> bool:
+        """Whether it leads, and those stand by who do not get the key."""
+        return bool(self.metadata.get("role") == LEADER["role"])
 
     def as_json(self) -> dict[str, Any]:
         """Return a dictionary that `from_json` reads."""

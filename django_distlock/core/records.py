@@ -81,6 +81,11 @@ class Contended:
     paused: bool = False
 
     @property
+    def settled(self) -> bool:
+        """Whether the holder is done, and the key is kept behind its run on purpose."""
+        return self.expires_at is not None and self.expires_at == self.free_at
+
+    @property
     def held_for(self) -> float | None:
         """Seconds since the grant, as the store saw it."""
         return _between(self.acquired_at, self.observed_at)

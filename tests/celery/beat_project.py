@@ -8,7 +8,6 @@ import select
 import signal
 import time
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ if "DISTLOCK_TEST_BEAT_LIFETIME" in os.environ:
 
 if "FAKETIME" in os.environ:
     # libfaketime refuses the clock that `time.sleep` sleeps by.
-    time.sleep = partial(select.select, [], [], [])
+    time.sleep = lambda seconds, /: (select.select([], [], [], float(seconds)), None)[1]
 
 app = Celery("beats")
 app.config_from_object("django.conf:settings", namespace="CELERY")

@@ -339,6 +339,7 @@ def test_default_options(tmp_path: Path, name: str | None, key: str) -> None:
     beat = DistlockScheduler(app=app, schedule_filename=str(tmp_path / "schedule"))
     lock = beat._leadership._lock
     assert (lock.key, lock.backend, lock.ttl) == (key, "default", None)
+    assert lock.metadata == {"role": "leader"}
     beat.close()
 
 

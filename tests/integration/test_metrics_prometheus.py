@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from django.conf import settings
 from django.test import override_settings
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from django_distlock import (
     BackendUnavailable,
@@ -331,6 +336,54 @@ def test_second_install_changes_nothing(key: str, scraped: Scraped) -> None:
     with distlock(f"{key}:1", backend="memory"):
         pass
     assert scraped.value("acquire_total", outcome="acquired", **of(key)) == 1
+
+
+def test_refusal_says_for_how_long_the_key_was_held(key: str, scraped: Scraped) -> None:
+    """Of one key among many; not what is kept on purpose, and whoever stands by is no timeout."""
+    stuck = distlock(f"{key}:1", backend="memory", wait=0)
+    with held_elsewhere(stuck), suppress(LockNotAcquired):
+        stuck.acquire()
+    assert scraped.value("blocked_by_seconds_count", **of(key)) == 1
+    with distlock(f"{key}:2", backend="memory", min_hold=60):
+        pass
+    with suppress(LockNotAcquired):
+        distlock(f"{key}:2", backend="memory", wait=0).acquire()
+    leads = distlock(f"{key}:3", backend="memory", metadata={"role": "leader"})
+    with leads, suppress(LockNotAcquired):
+        Later(replace(leads, wait=0.1).acquire).result()
+    assert scraped.value("blocked_by_seconds_count", **of(key)) == 1
+    assert scraped.value("acquire_total", outcome="standby", **of(key)) == 1
+    assert scraped.value("acquire_total", outcome="timeout", **of(key)) == 0
+
+
+def test_gauges_of_a_killed_process_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody tells the library of a Celery child that is killed; what it counted stays."""
+    code = (
+        "from prometheus_client import Counter, Gauge\n"
+        "gauge = Gauge('held', '', ['backend'], multiprocess_mode='livesum')\n"
+        "gauge.labels('default').set(2)\n"
+        "Counter('done', '').inc()\n"
+        "print(flush=True)\n"
+        "input()\n"
+    )
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        prometheus._bury_the_dead(tmp_path)
+        assert in_files(tmp_path, "held", backend="default") == 2
+        child.kill()
+    prometheus._bury_the_dead(tmp_path)
+    assert in_files(tmp_path, "held", backend="default") is None
+    assert in_files(tmp_path, "done_total") == 1
+
+
+def in_files(folder: Path, name: str, **labels: str) -> float | None:
+    """Return a value of what processes have written to a folder."""
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(folder))  # type: ignore[no-untyped-call]
+    return registry.get_sample_value(name, labels)
 
 
 # What is asked at the scrape

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -16,9 +18,10 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from django_distlock import distlock
+from django_distlock import LockNotAcquired, distlock
 from django_distlock.contrib import prometheus
 from django_distlock.contrib.metrics.instruments import INSTRUMENTS
+from tests.contract.helpers import Later
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = files("django_distlock.contrib.monitoring")
@@ -49,8 +52,11 @@ def scraped() -> dict[str, list[dict[str, str]]]:
     """Scrape what real locks have left; give the labels of all series, by name."""
     registry = CollectorRegistry()
     prometheus.install(registry)
-    with distlock("scraped:1", backend="memory", ttl=60) as lease:
+    lock = distlock("scraped:1", backend="memory", ttl=60)
+    with lock as lease:
         lease.extend()
+        with suppress(LockNotAcquired):
+            Later(replace(lock, wait=0).acquire).result()
     text = generate_latest(registry).decode()
     prometheus.uninstall(registry)
     found: dict[str, list[dict[str, str]]] = {}

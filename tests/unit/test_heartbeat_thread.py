@@ -19,7 +19,7 @@ from django_distlock.core.errors import BackendUnavailable
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant, Unknown
 from django_distlock.core.renewing import Renewing
-from django_distlock.heartbeat import Answer, Heartbeat, heartbeat_of
+from django_distlock.heartbeat import LAG_SECONDS, Answer, Heartbeat, heartbeat_of
 from django_distlock.host import monotonic
 from tests.contract.locking import eventually
 
@@ -221,6 +221,16 @@ def test_lag_grows_while_a_beat_hangs(memory: Memory, heartbeat: Heartbeat) -> N
     assert heartbeat.lag < 0.7
     assert eventually(lambda: heartbeat.lag > 0.8, timeout=5)
     assert len(leased.answers) == 1
+
+
+def test_lag_is_told_for_a_minute(heartbeat: Heartbeat) -> None:
+    """So that a scrape sees it; and not for ever where nothing is renewed any more."""
+    now = monotonic()
+    heartbeat._note_lag(now, now - 8)
+    heartbeat._note_lag(now, now)
+    assert heartbeat.lag == 8
+    heartbeat._lag_since -= LAG_SECONDS
+    assert heartbeat.lag == 0
 
 
 def test_sooner_lease_is_not_kept_waiting(

@@ -19,6 +19,7 @@ from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 
 from ...core.errors import BackendUnavailable
+from ...core.holders import LEADER
 from ...core.keys import own_key
 from ...exceptions import InvalidLockBackend
 from ...handler import lock_backends
@@ -81,7 +82,8 @@ class OneLeader:
                 " take one that is distributed and whose leases end by themselves, in a database or"
                 " in Redis, and name it in beat_distlock_backend."
             )
-        lock = distlock(key, ttl=conf.get("beat_distlock_ttl"), backend=alias)
+        ttl = conf.get("beat_distlock_ttl")
+        lock = distlock(key, ttl=ttl, backend=alias, metadata=dict(LEADER))
         mark_key(lock.key, "x" * 1000)  # Refuses a key that leaves no room for names.
         self._leadership = Leadership(lock)
         self._marks = Marks(store, lock.key)
@@ -205,7 +207,8 @@ class OneLeader:
         # nightly job which ran five minutes early is not run again. Later ticks are not waived.
         # The time is read last, so that this is not a moment before the tick.
         left = entry.schedule.remaining_estimate(made_at)
-        return min(mark.sent_at.astimezone(zone), _aware(entry.default_now()) + left)
+        next_tick: datetime = _aware(entry.default_now()) + left
+        return min(mark.sent_at.astimezone(zone), next_tick)
 
 
 class DistlockScheduler(OneLeader, PersistentScheduler):  # type: ignore[misc]

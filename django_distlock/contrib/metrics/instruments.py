@@ -55,6 +55,14 @@ WAIT = Instrument(
     unit="s",
     buckets=_WAITS,
 )
+BLOCKED = Instrument(
+    name="distlock.blocked_by",
+    kind="histogram",
+    help="Seconds for which a key had been held when it was refused to somebody.",
+    labels=_KEY,
+    unit="s",
+    buckets=_WORK,
+)
 HOLD = Instrument(
     name="distlock.hold",
     kind="histogram",
@@ -101,7 +109,7 @@ SLACK = Instrument(
 LAG = Instrument(
     name="distlock.heartbeat_lag",
     kind="gauge",
-    help="Seconds by which the heartbeat of this process is late, or was last.",
+    help="Seconds by which the heartbeat of this process is late, or was within a minute.",
     unit="s",
 )
 ACTIVE = Instrument(
@@ -135,7 +143,7 @@ HELD_PAST_EXPIRY = Instrument(
 )
 
 INSTRUMENTS: Final = (
-    ACQUIRE, WAIT, HOLD, LOST, REJECTED, TAKEN_OVER, FORCED, BYPASSED, SLACK,
+    ACQUIRE, WAIT, BLOCKED, HOLD, LOST, REJECTED, TAKEN_OVER, FORCED, BYPASSED, SLACK,
     LAG, ACTIVE, OVERDUE, WAITING, STORE_UP, LOCKS_HELD, HELD_PAST_EXPIRY,
 )  # fmt: skip
 PROCESS_GAUGES: Final = (ACTIVE, OVERDUE, WAITING, LAG)

@@ -23,6 +23,7 @@ from ...signals import (
 )
 from .instruments import (
     ACQUIRE,
+    BLOCKED,
     BYPASSED,
     FORCED,
     HOLD,
@@ -36,7 +37,9 @@ from .instruments import (
 from .prefixes import Prefixes
 
 #: Values of the label `outcome`.
-OUTCOMES: Final = ("acquired", "conflict", "timeout", "unavailable", "cancelled", "error")
+OUTCOMES: Final = (
+    "acquired", "conflict", "timeout", "standby", "unavailable", "cancelled", "error",
+)  # fmt: skip
 #: Values of the label `cause`.
 CAUSES: Final = ("deadline", "max_lifetime", "gone", "no_answer")
 #: Values of the label `reason`.
@@ -113,6 +116,8 @@ class Recorder:
         prefix = self._seen_prefix(alias, key)
         self._to.add(ACQUIRE, alias, prefix, outcome_of(cause, more.get("wait")))
         self._to.observe(WAIT, waited, alias, prefix)
+        if isinstance(cause, LockNotAcquired) and (held_for := blocked_for(cause)) is not None:
+            self._to.observe(BLOCKED, held_for, alias, prefix)
 
     def _bypassed(self, *, alias: str, key: str | None, cause: object, **_: Any) -> None:
         self._to.add(BYPASSED, alias, self._prefixes.of(key), reason_of(cause))
@@ -169,12 +174,26 @@ def outcome_of(cause: object, wait: float | None) -> str:
         wait: Seconds that it would have waited at most.
     """
     if isinstance(cause, LockNotAcquired):
+        if cause.holder is not None and cause.holder.leads:
+            return "standby"
         return "conflict" if wait == 0 else "timeout"
     if isinstance(cause, BackendUnavailable):
         return "unavailable"
     if isinstance(cause, (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt)):
         return "cancelled"
     return "error"
+
+
+def blocked_for(error: LockNotAcquired) -> float | None:
+    """Return for how long somebody has been in the way, of whom an end is to be expected.
+
+    None: it is not known; or the key is kept on purpose: by a leader, a task that is queued, or
+    behind a run.
+    """
+    holder = error.holder
+    if holder is None or holder.leads or holder.is_queued or error.settled:
+        return None
+    return error.held_for
 
 
 def reason_of(cause: object) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, values
 from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.registry import Collector
 
 from ..metrics.instruments import INSTRUMENTS, PROCESS_GAUGES, STORE_GAUGES, Instrument
@@ -81,10 +83,25 @@ def scrape_registry() -> CollectorRegistry:
     if not _is_multiprocess():
         return REGISTRY
     registry = CollectorRegistry()
+    _bury_the_dead(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
     MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
     if any(exporter.asks_stores for _recorder, exporter in _installed.values()):
         registry.register(_Gauges(STORE_GAUGES, store_numbers))
     return registry
+
+
+def _bury_the_dead(folder: Path) -> None:
+    """Remove the gauges of processes that are gone: who is killed runs no hook, and others may not.
+
+    A folder belongs to the processes of one PID namespace, as the names of its files do.
+    """
+    for pid in {each.stem.rpartition("_")[2] for each in folder.glob("gauge_live*_*.db")}:
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            mark_process_dead(int(pid), str(folder))  # type: ignore[no-untyped-call]
+        except (PermissionError, ValueError):
+            continue  # Somebody else's, and alive; or no name of the library's.
 
 
 class _Exporter:

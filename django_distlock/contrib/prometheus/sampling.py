@@ -84,7 +84,7 @@ class Sampler:
             for alias, numbers in process_numbers().items():
                 for instrument, value in numbers.items():
                     self._gauges[instrument].labels(alias).set(value)
-                    is_idle = is_idle and (not value or instrument is LAG)
+                    is_idle = is_idle and not value
             if is_idle and time.monotonic() - self._woken_at > LINGER_SECONDS:
                 self._runs = False
             return self._runs

@@ -1,0 +1,204 @@
+"""Prometheus evaluates the alarm rules: each fires in its fault, none in an hour that is well."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import DECLARED
+from tests.keeper import required
+
+RULES = files("django_distlock.contrib.monitoring") / "alerts.yml"
+ALARMS = [
+    rule["alert"]
+    for group in yaml.safe_load(RULES.read_text())["groups"]
+    for rule in group["rules"]
+]
+#: Values are 15 s apart, for an hour.
+STEP, STEPS = 15, 240
+KEY = 'backend="default",prefix="invoice"'
+BEAT = 'backend="default",prefix="〈celery-beat"'
+HERE = 'backend="default",instance="web-1"'
+
+
+def acquires(outcome: str, labels: str = KEY) -> str:
+    """Name a series of `distlock_acquire_total`."""
+    return f'distlock_acquire_total{{{labels},outcome="{outcome}",instance="web-1"}}'
+
+
+def buckets(name: str, labels: str, counts: dict[str, str]) -> dict[str, str]:
+    """Give the series of a histogram: values by upper bound."""
+    found = {
+        f'distlock_{name}_bucket{{{labels},instance="web-1",le="{le}"}}': values
+        for le, values in counts.items()
+    }
+    return {**found, f'distlock_{name}_count{{{labels},instance="web-1"}}': counts["+Inf"]}
+
+
+def brief(values: str, before: int = 40) -> str:
+    """Begin with zeros: the fault comes ten minutes behind the first scrape."""
+    return f"0x{before - 1} {values}"
+
+
+#: An hour of a site in which all is well: a node restarts its store, a beat stands by, schedules
+#: skip on all nodes but one, and now and then somebody waits in vain.
+HEALTHY = {
+    f"distlock_store_up{{{HERE}}}": "1x39 0 0 1x198",
+    f"distlock_heartbeat_lag_seconds{{{HERE}}}": "0x100 1.2x3 0x135",
+    f"distlock_active_past_expiry{{{HERE}}}": "0x240",
+    f"distlock_waiting{{{HERE}}}": "3x240",
+    f"distlock_held_past_expiry{{{HERE}}}": "2x240",
+    acquires("acquired"): "0+20x240",
+    acquires("conflict"): "0+5x240",
+    acquires("timeout"): "0+1x240",
+    acquires("unavailable"): "0x39 30 60x199",
+    acquires("acquired", BEAT): "1x240",
+    acquires("timeout", BEAT): "0x240",
+    acquires("standby", BEAT): "0+3x240",
+    f'distlock_lost_total{{{KEY},cause="deadline"}}': "0x240",
+    f'distlock_lost_total{{{KEY},cause="gone"}}': "0x240",
+    f'distlock_bypassed_total{{{KEY},reason="unavailable"}}': "0x240",
+    f"distlock_fence_rejected_total{{{KEY}}}": "0x240",
+    **buckets("wait_seconds", KEY, {"0.1": "0+20x240", "10.0": "0+26x240", "+Inf": "0+26x240"}),
+    **buckets("blocked_by_seconds", KEY, {"900.0": "0+6x240", "+Inf": "0+6x240"}),
+    **buckets(
+        "renewal_slack_seconds", KEY, {"0.25": "0x240", "20.0": "0+5x240", "+Inf": "0+5x240"}
+    ),
+}
+#: What is other than that in the fault of each alarm.
+FAULTS: dict[str, dict[str, str]] = {
+    "DistlockStoreDown": {f"distlock_store_up{{{HERE}}}": "1x39 0x200"},
+    "DistlockStoreUnavailable": {acquires("unavailable"): brief("0+5x200")},
+    "DistlockRunsWithoutLock": {
+        f"distlock_bypassed_total{{{KEY},reason=\"unavailable\"}}": brief("0 1x200")
+    },
+    "DistlockLeaseLost": {f"distlock_lost_total{{{KEY},cause=\"deadline\"}}": brief("0 1x200")},
+    "DistlockRenewalsLate": buckets(
+        "renewal_slack_seconds", KEY, {"0.25": "0+2x240", "20.0": "0+5x240", "+Inf": "0+5x240"}
+    ),
+    # One stall; a minute later the gauge is back at 0.
+    "DistlockHeartbeatLate": {f"distlock_heartbeat_lag_seconds{{{HERE}}}": "0x39 8x3 0x197"},
+    "DistlockWorkPastExpiry": {f"distlock_active_past_expiry{{{HERE}}}": brief("1x200")},
+    "DistlockFenceRejected": {f"distlock_fence_rejected_total{{{KEY}}}": brief("0 1x200")},
+    "DistlockHeldPastExpiry": {f"distlock_held_past_expiry{{{HERE}}}": "20x240"},
+    "DistlockStuck": {acquires("acquired"): "5x240"},
+    # The prefix is busy, and one key of it is stuck.
+    "DistlockKeyHeldLong": buckets(
+        "blocked_by_seconds", KEY, {"900.0": "0+6x240", "+Inf": "0+7x240"}
+    ),
+    "DistlockTimeouts": {acquires("timeout"): "0+10x240"},
+    "DistlockTooManyWaiters": {f"distlock_waiting{{{HERE}}}": brief("60x200")},
+    "DistlockSlowAcquire": buckets(
+        "wait_seconds", KEY, {"0.1": "0+20x240", "10.0": "0+20x240", "30.0": "0+26x240",
+                              "+Inf": "0+26x240"},
+    ),
+    "DistlockManyLeasesOver": {
+        f"distlock_lost_total{{{KEY},cause=\"deadline\"}}": brief("0 30x200")
+    },
+    "DistlockManyLeasesGone": {f"distlock_lost_total{{{KEY},cause=\"gone\"}}": brief("0 30x200")},
+}  # fmt: skip
+#: The minute that is looked at, where it is not the 18th.
+MINUTES = {
+    "DistlockHeartbeatLate": 12,
+    "DistlockManyLeasesOver": 14,
+    "DistlockManyLeasesGone": 14,
+    "DistlockStuck": 50,
+    "DistlockRenewalsLate": 40,
+    "DistlockKeyHeldLong": 40,
+    "DistlockSlowAcquire": 40,
+    "DistlockTimeouts": 40,
+}
+#: Alarms that see the same fault.
+BESIDE = {
+    "DistlockStuck": {"DistlockTimeouts"},
+    "DistlockManyLeasesOver": {"DistlockLeaseLost"},
+    "DistlockManyLeasesGone": {"DistlockLeaseLost"},
+}
+
+
+@pytest.fixture
+def promtool() -> str:
+    """Give Prometheus' own tool."""
+    found = shutil.which("promtool")
+    if found is None:
+        if required("prometheus"):
+            pytest.fail("DISTLOCK_TEST_REQUIRE asks for prometheus: apt-get install prometheus")
+        pytest.skip(f"{DECLARED}promtool is not there (apt-get install prometheus)")
+    return found
+
+
+def evaluate(
+    promtool: str, folder: Path, series: dict[str, str], fires: dict[str, set[int]]
+) -> str:
+    """Let Prometheus evaluate all rules over an hour; return what was not as expected, or "".
+
+    Args:
+        fires: The minutes in which each alarm fires, of those that are looked at; in the others,
+            and of all other alarms, none does.
+    """
+    tests: list[dict[str, Any]] = [
+        {
+            "expr": f'count(ALERTS{{alertname="{alarm}",alertstate="firing"}}) or vector(0)',
+            "eval_time": f"{minute}m",
+            "exp_samples": [{"labels": "{}", "value": int(minute in fires.get(alarm, ()))}],
+        }
+        for alarm in ALARMS
+        for minute in range(1, 60)
+        if alarm not in fires or minute in fires[alarm] or -minute in fires[alarm]
+    ]
+    document = {
+        "rule_files": [str(RULES)],
+        "evaluation_interval": "15s",
+        "tests": [
+            {
+                "interval": f"{STEP}s",
+                "input_series": [{"series": k, "values": v} for k, v in series.items()],
+                "promql_expr_test": tests,
+            }
+        ],
+    }
+    (folder / "test.yml").write_text(json.dumps(document))
+    done = subprocess.run(
+        [promtool, "test", "rules", str(folder / "test.yml")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def test_rules_are_sound(promtool: str) -> None:
+    """Prometheus reads them."""
+    subprocess.run([promtool, "check", "rules", str(RULES)], check=True, capture_output=True)
+
+
+def test_each_alarm_has_its_fault() -> None:
+    """No rule is left out here, and none is made up."""
+    assert set(FAULTS) == set(ALARMS)
+
+
+def test_no_alarm_in_a_healthy_hour(promtool: str, tmp_path: Path) -> None:
+    """An outage of 30 s, and a beat that stands by, wake nobody."""
+    assert evaluate(promtool, tmp_path, HEALTHY, {}) == ""
+
+
+@pytest.mark.parametrize("alarm", FAULTS)
+def test_alarm_fires_in_its_fault(promtool: str, tmp_path: Path, alarm: str) -> None:
+    """And no other one, but those that see the same."""
+    minute = MINUTES.get(alarm, 18)
+    expected = {each: {minute} for each in (alarm, *BESIDE.get(alarm, ()))}
+    assert evaluate(promtool, tmp_path, {**HEALTHY, **FAULTS[alarm]}, expected) == ""
+
+
+def test_alarm_of_a_stall_ends(promtool: str, tmp_path: Path) -> None:
+    """Some minutes behind a late beat, the alarm is over."""
+    series = {**HEALTHY, **FAULTS["DistlockHeartbeatLate"]}
+    expected = {"DistlockHeartbeatLate": {12, *(-minute for minute in range(16, 60))}}
+    assert evaluate(promtool, tmp_path, series, expected) == ""
