@@ -15,7 +15,7 @@ from .core.holders import Holder
 from .handler import lock_backends
 from .leases import Lease
 from .losses import Callback
-from .signals import lock_bypassed, tell
+from .signals import lock_bypassed, tell, work_skipped
 
 
 def tell_bypassed(backend: str, key: str | None, waited: float, cause: LockError) -> None:
@@ -34,6 +34,24 @@ def tell_bypassed(backend: str, key: str | None, waited: float, cause: LockError
         fence=None,
         holder=getattr(cause, "holder", None),
         waited=waited,
+        cause=cause,
+    )
+
+
+def tell_skipped(backend: str, key: str, cause: LockError) -> None:
+    """Say that something does not run, or is not queued, because of its lock.
+
+    Args:
+        backend: The alias of the lock backend.
+        cause: Why it was not granted.
+    """
+    tell(
+        work_skipped,
+        type(lock_backends[backend]),
+        alias=backend,
+        key=key,
+        fence=None,
+        holder=getattr(cause, "holder", None),
         cause=cause,
     )
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Final, ParamSpec, Protocol, TypeVar, cast, overload
 
+from .bypassing import tell_skipped
 from .core.bodies import require_function, whole
 from .core.durations import MIN_TTL, Duration, seconds
 from .core.errors import BackendUnavailable, InvalidArgument, LockError, LockNotAcquired, shown
@@ -114,6 +115,7 @@ class Schedule:
             logger.info("The tick %r is left to others: %s", key, error, extra=extra)
         else:
             logger.error("The tick %r is skipped: %s", key, error, extra=extra)
+        tell_skipped(self.lock_of(key).backend, key, error)
         return Skipped(key, error)
 
     def report(self, key: str, took: float) -> None:
@@ -247,7 +249,8 @@ def _awaited(
         except (LockNotAcquired, BackendUnavailable) as error:
             if began is not None:
                 raise
-            return schedule.skip(key, error)
+            store = lock_backends[schedule.lock_of(key).backend]
+            return await store.run_async(schedule.skip, key, error)
         finally:
             if began is not None:
                 schedule.report(key, monotonic() - began)

@@ -12,6 +12,7 @@ signal                 also carries
 `lock_not_acquired`    `waited`, `wait` (what it would have waited at most; None: for ever), `cause`
                        (`LockNotAcquired`, or what was raised); `holder` is the one that has the key
 `lock_bypassed`        `waited`, `cause` (the error that says why it was not granted)
+`work_skipped`         `cause` (the error that says why it did not run: a conflict, or the store)
 `lock_extended`        `ttl` (seconds), `slack` (seconds that were left when the answer came; None:
                        no expiry), `cause` (None, or the error that left the outcome unknown)
 `lock_released`        `held_for` (seconds), `released` (whether the store freed the key), `cause`
@@ -43,6 +44,7 @@ __all__ = [
     "lock_operated",
     "lock_released",
     "lock_taken_over",
+    "work_skipped",
 ]
 
 logger = logging.getLogger("django_distlock")
@@ -50,6 +52,7 @@ logger = logging.getLogger("django_distlock")
 lock_acquired = Signal()
 lock_not_acquired = Signal()
 lock_bypassed = Signal()
+work_skipped = Signal()
 lock_extended = Signal()
 lock_released = Signal()
 lock_lost = Signal()

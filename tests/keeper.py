@@ -34,6 +34,7 @@ REQUIRABLE = {
     "uvicorn",
     "pyuwsgi",
     "prometheus",
+    "faketime",
 }
 
 # Runs a server until the pipe on standard input closes, which the end of this process does for us,

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
-from ..bypassing import tell_bypassed
+from ..bypassing import tell_bypassed, tell_skipped
 from ..core.choices import choice
 from ..core.durations import Duration, seconds
 from ..core.errors import BackendUnavailable, InvalidArgument, LockNotAcquired, shown
@@ -199,7 +199,7 @@ class Rules:
             return body()
         if isinstance(refusal, LockNotAcquired) and self.on_conflict == "retry":
             return again(refusal)
-        return self._skip(refusal, lock.key)
+        return self._skip(refusal, lock)
 
     async def arun(
         self,
@@ -224,21 +224,22 @@ class Rules:
             return await body()
         if isinstance(refusal, LockNotAcquired) and self.on_conflict == "retry":
             return await again(refusal)
-        return self._skip(refusal, lock.key)
+        return await lock_backends[lock.backend].run_async(self._skip, refusal, lock)
 
     def _runs_without(self, refusal: Refusal) -> bool:
         # A conflict that is to be run through is left to the lock.
         return isinstance(refusal, BackendUnavailable) and self.on_unavailable == "run"
 
-    def _skip(self, refusal: Refusal, key: str) -> Marker:
+    def _skip(self, refusal: Refusal, lock: Lock) -> Marker:
         """Say so, or raise what is not to be skipped."""
         conflict = isinstance(refusal, LockNotAcquired)
         if (self.on_conflict if conflict else self.on_unavailable) != "skip":
             raise refusal
         level = logging.INFO if conflict else logging.ERROR
-        extra = log_fields("skipped", key=key, error=refusal)
-        logger.log(level, "The job of %r is skipped: %s", key, refusal, extra=extra)
-        return skipped(refusal, key)
+        extra = log_fields("skipped", backend=lock.backend, key=lock.key, error=refusal)
+        logger.log(level, "The job of %r is skipped: %s", lock.key, refusal, extra=extra)
+        tell_skipped(lock.backend, lock.key, refusal)
+        return skipped(refusal, lock.key)
 
 
 def queued_again(error: LockNotAcquired, key: str, task_id: str, pause: float) -> Marker:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.conftest import DECLARED
 from tests.integration.runs import state_of
+from tests.keeper import required
 from tests.redis.servers import restartable
 from tests.safety import never
 
@@ -165,7 +166,7 @@ def test_store_that_is_away_stops_the_schedule(tmp_path: Path, key: str) -> None
             assert in_a_row(ticks[before:]), ticks
 
 
-@pytest.mark.skipif(not FAKETIME, reason=f"{DECLARED}libfaketime is not there")
+@pytest.mark.skipif(not (FAKETIME or required("faketime")), reason=f"{DECLARED}no libfaketime")
 @both
 def test_leader_whose_clock_was_ahead_leaves_no_silence(
     tmp_path: Path, key: str, store: str

@@ -40,7 +40,7 @@ from django_distlock.contrib.celery import LockedTask, inheriting, locked_task
 from django_distlock.contrib.celery.checks import check_tasks
 from django_distlock.contrib.celery.deliveries import LEASE
 from django_distlock.core.keys import own_key
-from django_distlock.signals import lock_bypassed, lock_not_acquired
+from django_distlock.signals import lock_bypassed, lock_not_acquired, work_skipped
 from django_distlock.testing import hold, lose_connection, memory_locks
 from tests.contract.helpers import PATIENCE
 from tests.contract.locking import Heard
@@ -537,7 +537,9 @@ def test_unique_and_lock_may_be_one_text(app: Celery) -> None:
         duplicate = self.delay(number)
         return key_now(), distlock(own_key("unique:7")).locked(), duplicate.id == self.request.id
 
-    assert work.delay(7).get() == ("7", True, True)
+    with Heard(work_skipped, own_key("unique:7")) as heard:
+        assert work.delay(7).get() == ("7", True, True)
+    assert [type(each["cause"]) for each in heard.facts] == [LockNotAcquired]
     assert not distlock("7").locked()
     assert not distlock(own_key("unique:7")).locked()
 

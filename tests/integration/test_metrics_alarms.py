@@ -24,13 +24,20 @@ ALARMS = [
 #: Values are 15 s apart, for an hour.
 STEP, STEPS = 15, 240
 KEY = 'backend="default",prefix="invoice"'
-BEAT = 'backend="default",prefix="〈celery-beat"'
+BEAT = 'backend="default",prefix="〈celery-beat:shop"'
+TICK = 'backend="default",prefix="〈schedule:nightly"'
+TASK = 'backend="default",prefix="〈unique:report"'
 HERE = 'backend="default",instance="web-1"'
 
 
 def acquires(outcome: str, labels: str = KEY) -> str:
     """Name a series of `distlock_acquire_total`."""
     return f'distlock_acquire_total{{{labels},outcome="{outcome}",instance="web-1"}}'
+
+
+def skips(reason: str, labels: str = KEY) -> str:
+    """Name a series of `distlock_skipped_total`."""
+    return f'distlock_skipped_total{{{labels},reason="{reason}",instance="web-1"}}'
 
 
 def buckets(name: str, labels: str, counts: dict[str, str]) -> dict[str, str]:
@@ -65,6 +72,13 @@ HEALTHY = {
     f'distlock_lost_total{{{KEY},cause="deadline"}}': "0x240",
     f'distlock_lost_total{{{KEY},cause="gone"}}': "0x240",
     f'distlock_bypassed_total{{{KEY},reason="unavailable"}}': "0x240",
+    skips("conflict", TICK): "0+2x240",
+    # Two nodes skip a tick in the outage, and a third one runs it.
+    skips("unavailable", TICK): "0x39 2x200",
+    acquires("acquired", TICK): "0x41 1x198",
+    skips("unavailable"): "0x240",
+    skips("queued", TASK): "0+1x240",
+    acquires("acquired", TASK): "0+1x240",
     f"distlock_fence_rejected_total{{{KEY}}}": "0x240",
     **buckets("wait_seconds", KEY, {"0.1": "0+20x240", "10.0": "0+26x240", "+Inf": "0+26x240"}),
     **buckets("blocked_by_seconds", KEY, {"900.0": "0+6x240", "+Inf": "0+6x240"}),
@@ -79,6 +93,12 @@ FAULTS: dict[str, dict[str, str]] = {
     "DistlockRunsWithoutLock": {
         f"distlock_bypassed_total{{{KEY},reason=\"unavailable\"}}": brief("0 1x200")
     },
+    "DistlockTickMissed": {
+        skips("unavailable", TICK): brief("0 1x200"),
+        acquires("acquired", TICK): "0x240",
+    },
+    "DistlockWorkSkipped": {skips("unavailable"): brief("0 1x200")},
+    "DistlockTasksSwallowed": {acquires("acquired", TASK): "9x240"},
     "DistlockLeaseLost": {f"distlock_lost_total{{{KEY},cause=\"deadline\"}}": brief("0 1x200")},
     "DistlockRenewalsLate": buckets(
         "renewal_slack_seconds", KEY, {"0.25": "0+2x240", "20.0": "0+5x240", "+Inf": "0+5x240"}
@@ -110,6 +130,7 @@ MINUTES = {
     "DistlockManyLeasesOver": 14,
     "DistlockManyLeasesGone": 14,
     "DistlockStuck": 50,
+    "DistlockTasksSwallowed": 50,
     "DistlockRenewalsLate": 40,
     "DistlockKeyHeldLong": 40,
     "DistlockSlowAcquire": 40,

@@ -31,6 +31,7 @@ from django_distlock import (
 from django_distlock.contrib import prometheus
 from django_distlock.contrib.metrics.instruments import INSTRUMENTS
 from django_distlock.contrib.metrics.recording import CAUSES, OUTCOMES, REASONS
+from django_distlock.core.keys import own_key
 from django_distlock.inspection import force_release
 from django_distlock.scheduling import scheduled
 from django_distlock.testing import lose_connection
@@ -354,6 +355,29 @@ def test_refusal_says_for_how_long_the_key_was_held(key: str, scraped: Scraped) 
     assert scraped.value("blocked_by_seconds_count", **of(key)) == 1
     assert scraped.value("acquire_total", outcome="standby", **of(key)) == 1
     assert scraped.value("acquire_total", outcome="timeout", **of(key)) == 0
+
+
+def test_work_that_does_not_run_is_counted(key: str, scraped: Scraped) -> None:
+    """By its schedule, and by why: others have the tick, or nobody knows."""
+
+    @scheduled(key, expected=30, backend="memory")
+    def tick() -> None:
+        pass
+
+    @scheduled(key, expected=30, backend="memory")
+    async def later() -> None:
+        pass
+
+    with lose_connection("memory"):
+        tick()
+        asyncio.run(later())
+    tick()
+    tick()
+    asyncio.run(later())
+    labels = of(own_key(f"schedule:{key}"))
+    assert scraped.value("skipped_total", reason="unavailable", **labels) == 2
+    assert scraped.value("skipped_total", reason="conflict", **labels) == 2
+    assert scraped.value("acquire_total", outcome="acquired", **labels) == 1
 
 
 def test_gauges_of_a_killed_process_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from celery.utils import uuid
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from ...attempts import Granted
+from ...bypassing import tell_skipped
 from ...core.errors import BackendUnavailable, LockError, LockLost, LockNotAcquired
 from ...core.keys import new_token
 from ...core.logs import log_fields
@@ -75,6 +76,7 @@ def send(
             error.key,
             extra=extra,
         )
+        tell_skipped(lock.backend, lock.key, error)
         return task.AsyncResult(error.holder.task_id)
     except BackendUnavailable as error:
         if terms.rules.on_unavailable == "run":
@@ -86,6 +88,7 @@ def send(
         if terms.rules.on_unavailable == "skip":
             extra = log_fields("skipped", backend=lock.backend, task=task_id, error=error)
             logger.error("The task %s is not queued: %s", task_id, error, extra=extra)
+            tell_skipped(lock.backend, lock.key, error)
             return EagerResult(task_id, skipped(error, lock.key), states.SUCCESS, name=task.name)
         raise
     headers = {**(options.pop("headers", None) or {}), UNIQUE: f"{grant.fence:015d}"}

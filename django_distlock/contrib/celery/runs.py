@@ -14,7 +14,7 @@ from celery import signals, states
 from celery.exceptions import Ignore
 
 from ... import holding
-from ...bypassing import tell_bypassed
+from ...bypassing import tell_bypassed, tell_skipped
 from ...core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError
 from ...core.logs import log_fields
 from ...core.markers import skipped
@@ -266,6 +266,7 @@ class Run:
         if policy == "skip":
             extra = self._fields("skipped", error)
             logger.info("The task %s is skipped: %s", delivery.label, error, extra=extra)
+            tell_skipped(self._terms.backend, error.key or self._key or "", error)
             return skipped(error)
         if policy == "retry" and delivery.is_queued:
             raise queue_again(delivery, rules, error)
@@ -281,6 +282,7 @@ class Run:
             return self._run_without(error)
         extra = self._fields("skipped", error)
         logger.error("The task %s is skipped: %s", self._delivery.label, error, extra=extra)
+        tell_skipped(self._terms.backend, error.key or self._key or "", error)
         return skipped(error, self._key)
 
     def _fields(

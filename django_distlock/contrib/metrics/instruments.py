@@ -98,6 +98,12 @@ BYPASSED = Instrument(
     help="Blocks that ran without their lock, by why.",
     labels=(*_KEY, "reason"),
 )
+SKIPPED = Instrument(
+    name="distlock.skipped",
+    kind="counter",
+    help="Ticks, jobs and tasks that did not run, or were not queued, by why.",
+    labels=(*_KEY, "reason"),
+)
 SLACK = Instrument(
     name="distlock.renewal_slack",
     kind="histogram",
@@ -143,7 +149,7 @@ HELD_PAST_EXPIRY = Instrument(
 )
 
 INSTRUMENTS: Final = (
-    ACQUIRE, WAIT, BLOCKED, HOLD, LOST, REJECTED, TAKEN_OVER, FORCED, BYPASSED, SLACK,
+    ACQUIRE, WAIT, BLOCKED, HOLD, LOST, REJECTED, TAKEN_OVER, FORCED, BYPASSED, SKIPPED, SLACK,
     LAG, ACTIVE, OVERDUE, WAITING, STORE_UP, LOCKS_HELD, HELD_PAST_EXPIRY,
 )  # fmt: skip
 PROCESS_GAUGES: Final = (ACTIVE, OVERDUE, WAITING, LAG)

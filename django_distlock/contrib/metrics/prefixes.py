@@ -20,7 +20,13 @@ NONE: Final = "none"
 
 
 def before_colon(key: str) -> str:
-    """Return the part of a key before its first colon; "": it has none."""
+    """Return the part of a key before its first colon; "": it has none.
+
+    Of a key of this package's own, which begins with its kind, before the second one: the name of a
+    schedule, or the prefix of a unique task.
+    """
+    if key.startswith(OWN_MARKER):
+        return ":".join(key.split(":", 2)[:2])
     prefix, colon, _rest = key.partition(":")
     return prefix if colon else ""
 
@@ -66,6 +72,8 @@ class Prefixes:
         prefix = self._prefix_of(key) if key else ""
         if not key or not prefix:
             return NONE
+        if key.startswith(OWN_MARKER) and not self._is_named(prefix, key):
+            prefix = key.partition(":")[0]  # This package's own word.
         if len(prefix) > LONGEST or not prefix.isprintable() or not self._is_named(prefix, key):
             return OTHER
         if prefix not in self._known:
@@ -79,12 +87,16 @@ class Prefixes:
             return True
         if not key.startswith(prefix):
             return False
-        if key.startswith(OWN_MARKER) and prefix == before_colon(key):
-            # This package's own: of schedules, queued tasks and beats.
-            return True
+        text = key
+        if key.startswith(OWN_MARKER):
+            kind, _, text = key.partition(":")
+            if prefix == kind:
+                return True
+            prefix = prefix[len(kind) + 1 :]
         # With what ends it: a client's `inv:` is not the `invoice:` of a template.
-        start = key[: len(prefix) + 1]
-        return any(head.startswith(start) for head in self._declared())
+        start = text[: len(prefix) + 1]
+        ends = start == prefix
+        return any(head == start if ends else head.startswith(start) for head in self._declared())
 
     def _declared(self) -> frozenset[str]:
         """Return what the templates begin with that are declared by now."""

@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 from django.dispatch import Signal
 
 from ...core.errors import BackendUnavailable, LockNotAcquired
+from ...core.keys import UNIQUE_PREFIX
 from ...keeping import GONE, OVER_AT_LAST
 from ...signals import (
     fence_rejected,
@@ -20,6 +21,7 @@ from ...signals import (
     lock_not_acquired,
     lock_released,
     lock_taken_over,
+    work_skipped,
 )
 from .instruments import (
     ACQUIRE,
@@ -29,6 +31,7 @@ from .instruments import (
     HOLD,
     LOST,
     REJECTED,
+    SKIPPED,
     SLACK,
     TAKEN_OVER,
     WAIT,
@@ -44,11 +47,14 @@ OUTCOMES: Final = (
 CAUSES: Final = ("deadline", "max_lifetime", "gone", "no_answer")
 #: Values of the label `reason`.
 REASONS: Final = ("conflict", "unavailable", "error")
+#: Values of the label `reason` of what did not run.
+SKIPS: Final = ("conflict", "unavailable", "queued")
 
 _RARE: Final = (
     (ACQUIRE, [(each,) for each in OUTCOMES]),
     (LOST, [(each,) for each in CAUSES]),
     (BYPASSED, [(each,) for each in REASONS]),
+    (SKIPPED, [(each,) for each in SKIPS]),
     (REJECTED, [()]),
     (TAKEN_OVER, [()]),
     (FORCED, [()]),
@@ -97,6 +103,7 @@ class Recorder:
             (lock_acquired, self._acquired),
             (lock_not_acquired, self._not_acquired),
             (lock_bypassed, self._bypassed),
+            (work_skipped, self._skipped),
             (lock_extended, self._extended),
             (lock_released, self._released),
             (lock_lost, self._lost),
@@ -121,6 +128,12 @@ class Recorder:
 
     def _bypassed(self, *, alias: str, key: str | None, cause: object, **_: Any) -> None:
         self._to.add(BYPASSED, alias, self._prefixes.of(key), reason_of(cause))
+
+    def _skipped(self, *, alias: str, key: str, cause: object, **_: Any) -> None:
+        reason = reason_of(cause)
+        if reason == "conflict" and key.startswith(UNIQUE_PREFIX):
+            reason = "queued"
+        self._to.add(SKIPPED, alias, self._prefixes.of(key), reason)
 
     def _extended(
         self, *, alias: str, key: str, slack: float | None, cause: object, **_: Any
