@@ -44,7 +44,7 @@ def taken(key: str) -> Iterator[dict[str, list[Grant]]]:
     grants: dict[str, list[Grant]] = {}
     for alias in ALIASES:
         for number in range(3):
-            holder = Holder(host=f"host-{number}", task_id=f"{key}-task-{number % 2}")
+            holder = Holder(host=f"host-{number}", pid=4711, task_id=f"{key}-task-{number % 2}")
             answer = lock_backends[alias].acquire(f"{key}:{number}", new_token(), 60, holder)
             assert isinstance(answer, Grant)
             grants.setdefault(alias, []).append(answer)
