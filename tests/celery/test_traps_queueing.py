@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, chain, chord
 from django.db import transaction
 from kombu.exceptions import EncodeError, OperationalError
 
@@ -163,3 +163,54 @@ def test_c9_claim_outlives_the_countdown(prefork: Crew) -> None:
     assert prefork.outcome(result) == "SUCCESS"
     assert len(prefork.stage.told("began")) == 1
     assert prefork.is_free_within(2, unique_key(prefork))
+
+
+def test_what_a_canvas_waits_for_is_sent_though_the_key_is_taken(prefork: Crew) -> None:
+    """The last of a chain, the body of a chord and a callback are skipped when they come."""
+    holder = prefork.send("unique", "wait go")
+    prefork.begun()
+    first = prefork.task("collect").si([], prefork.key).set(**prefork.to())
+    ends = [
+        chain(first, prefork.signature("unique"), app=prefork.app).apply_async(),
+        chord([first, first], app=prefork.app)(prefork.signature("unique")),
+    ]
+    callback = prefork.signature("unique")
+    ends.append(callback.freeze())
+    first.clone().apply_async(link=callback)
+    behind = prefork.task("collect").s(prefork.key).set(**prefork.to())
+    first.clone().apply_async(link=chain(prefork.signature("unique"), behind, app=prefork.app))
+    assert [prefork.outcome(each) for each in ends] == ["SUCCESS"] * 3
+    assert all(each.result["distlock"] == "skipped" for each in ends)
+    assert {each.result["holder"]["task_id"] for each in ends} == {holder.id}
+    prefork.until(lambda: len(prefork.stage.told("collected")) == 6, "what is behind the callback")
+    prefork.stage.open("go")
+    assert prefork.outcome(holder) == "SUCCESS"
+    assert len(prefork.stage.told("began")) == 1
+    assert sends_again(prefork)
+
+
+def test_caller_of_an_id_gets_that_task(prefork: Crew) -> None:
+    """Whoever chooses the id may have told it to somebody, who waits for it."""
+    holder = prefork.send("unique", "wait go")
+    prefork.begun()
+    named = prefork.send("unique", task_id=f"{prefork.key}-named")
+    assert named.id == f"{prefork.key}-named"
+    assert prefork.outcome(named) == "SUCCESS"
+    assert named.result["distlock"] == "skipped"
+    prefork.stage.open("go")
+    assert prefork.outcome(holder) == "SUCCESS"
+    assert len(prefork.stage.told("began")) == 1
+
+
+@pytest.mark.parametrize("name", ["unique_and_locked_raise", "unique_and_locked_skip"])
+def test_refused_unique_task_frees_its_key(prefork: Crew, name: str) -> None:
+    """A task that is over because somebody else has its lock swallows nothing sent later."""
+    with held_elsewhere(distlock(prefork.key, backend=prefork.store, ttl=60)):
+        result = prefork.send(name)
+        ending = "FAILURE" if name.endswith("raise") else "SUCCESS"
+        assert prefork.outcome(result) == ending
+        assert prefork.is_free_within(5, unique_key(prefork))
+    again = prefork.send(name)
+    assert again.id != result.id
+    assert prefork.outcome(again) == "SUCCESS"
+    assert len(prefork.stage.told("began")) == 1

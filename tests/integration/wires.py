@@ -24,6 +24,9 @@ class Wire:
     def __init__(self, using: str):
         given = connections[using].settings_dict
         self._server = (given["HOST"] or "127.0.0.1", int(given["PORT"] or 5432))
+        self._begin()
+
+    def _begin(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address: dict[str, Any] = {
             "HOST": "127.0.0.1",
@@ -56,12 +59,14 @@ class Wire:
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(self._server)
-                self._sockets += [client, server]
-                thread = threading.Thread(target=self._carry, args=(client, server), daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                self._welcome(self._listener.accept()[0])
+
+    def _welcome(self, client: socket.socket) -> None:
+        server = socket.create_connection(self._server)
+        self._sockets += [client, server]
+        thread = threading.Thread(target=self._carry, args=(client, server), daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _carry(self, client: socket.socket, server: socket.socket) -> None:
         other = {client: server, server: client}

@@ -21,13 +21,13 @@ from celery.utils.imports import symbol_by_name
 from ...backends.base import BaseLockBackend
 from ...core.errors import LockError
 from ...core.logs import log_fields
-from ...core.records import Grant, Record
+from ...core.records import Record
 from ...core.threads import start_thread
 from ...handler import lock_backends
 from ...host import current_holder, is_gone
 from ...signals import lock_released, tell
+from . import queueing
 from .deliveries import UNIQUE
-from .queueing import call_of
 from .terms import Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
@@ -120,11 +120,10 @@ def _revoked(sender: Any = None, request: Any = None, terminated: bool = False, 
     store = lock_backends[terms.backend]
 
     def free() -> None:
-        call = call_of(sender, tuple(request.args or ()), dict(request.kwargs or {}))
+        call = queueing.call_of(sender, tuple(request.args or ()), dict(request.kwargs or {}))
         lock = terms.unique_of(call, request.id)
-        record = None if lock is None else store.read(lock.key)
-        if record is not None and f"{record.fence:015d}" == fence:
-            store.release(_grant(record))
+        if lock is not None:
+            queueing.free(lock, fence)
 
     _do(store, free)
 
@@ -175,7 +174,7 @@ def _held(store: BaseLockBackend, terms: Terms, request: Any) -> Iterator[Record
     """Give what a task holds."""
     keys = [each for each in (terms.lock, terms.unique) if each is not None]
     if all(each.is_plain for each in keys):
-        call = call_of(request.task, tuple(request.args), dict(request.kwargs))
+        call = queueing.call_of(request.task, tuple(request.args), dict(request.kwargs))
         locks = (terms.lock_of(call, request.id), terms.unique_of(call, request.id))
         for lock in locks:
             record = None if lock is None else store.read(lock.key)
@@ -201,7 +200,7 @@ def _is_dead(record: Record, patience: float) -> bool:
 
 
 def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any) -> None:
-    lock, grant = terms.rules.lock, _grant(record)
+    lock, grant = terms.rules.lock, queueing.grant_of(record)
     kept = (lock.ttl or store.config.ttl) if lock.hold else lock.min_hold
     if kept and (terms.lock is None or record.key == _lock_key(terms, request)):
         released = store.settle(grant, kept)
@@ -233,14 +232,8 @@ def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any)
 def _lock_key(terms: Terms, request: Any) -> str | None:
     if terms.lock is None or not terms.lock.is_plain:
         return None
-    call = call_of(request.task, tuple(request.args), dict(request.kwargs))
+    call = queueing.call_of(request.task, tuple(request.args), dict(request.kwargs))
     return terms.lock.make(call)
-
-
-def _grant(record: Record) -> Grant:
-    return Grant(
-        record.key, record.token, record.fence, record.ttl, record.acquired_at, record.expires_at
-    )
 
 
 def _fields(event: str, store: BaseLockBackend, record: Record, request: Any) -> dict[str, Any]:

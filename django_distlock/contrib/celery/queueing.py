@@ -32,6 +32,8 @@ from .terms import Call, Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
 
+#: Options of tasks that others wait for. A chord's body is known by the id that it was given.
+_AWAITED = ("chord", "group_id", "chain", "link")
 #: Seconds to wait for a holder who is not known, because a transaction is in the way.
 _UNKNOWN_HOLDER = 1.0
 
@@ -58,13 +60,16 @@ def send(
     terms = terms_of(task)
     if terms is None or terms.unique is None or _goes_on(task, task_id, options):
         return publish(args, kwargs, task_id=task_id, **options)
+    # What follows in a chain, and a callback, are sent by a worker: nobody would hear of an error.
+    follows = bool(options.get("parent_id") or options.get("root_id"))
+    is_awaited = follows or task_id is not None or any(options.get(name) for name in _AWAITED)
     task_id = task_id or uuid()
     lock = terms.unique_of(call_of(task, args, kwargs), task_id)
     assert lock is not None  # noqa: S101 - there is a unique key
     try:
         grant = _reserve(lock, terms, _delay(task, options))
     except LockNotAcquired as error:
-        if _is_awaited(options):
+        if is_awaited:
             # Others wait for this very task: it is sent, and skipped when it comes.
             return publish(args, kwargs, task_id=task_id, **options)
         if error.holder is None or error.holder.task_id is None:
@@ -79,13 +84,14 @@ def send(
         tell_skipped(lock.backend, lock.key, error)
         return task.AsyncResult(error.holder.task_id)
     except BackendUnavailable as error:
-        if terms.rules.on_unavailable == "run":
+        policy = terms.on_unavailable
+        if policy == "run" or follows or (policy == "skip" and is_awaited):
             extra = log_fields("bypassed", backend=lock.backend, task=task_id, error=error)
             logger.warning(
                 "Nobody knows whether %r is queued already: %s", lock.key, error, extra=extra
             )
             return publish(args, kwargs, task_id=task_id, **options)
-        if terms.rules.on_unavailable == "skip":
+        if policy == "skip":
             extra = log_fields("skipped", backend=lock.backend, task=task_id, error=error)
             logger.error("The task %s is not queued: %s", task_id, error, extra=extra)
             tell_skipped(lock.backend, lock.key, error)
@@ -141,16 +147,34 @@ def keep(lease: Lease, terms: Terms, when: object) -> None:
         logger.warning("%r may be taken before its retry: %s", lease.key, error, extra=extra)
 
 
+def free(lock: JobLock, fence: str) -> None:
+    """Give back a key that no run has taken over from the queue. What has changed hands stays.
+
+    Args:
+        fence: What the task's message says that it has.
+
+    Raises:
+        BackendUnavailable: The store did not answer.
+    """
+    store = lock_backends[lock.backend]
+    record = store.read(lock.key)
+    if record is not None and f"{record.fence:015d}" == fence:
+        store.release(grant_of(record))
+
+
+def grant_of(record: Record) -> Grant:
+    """Return what it takes to release what somebody else has taken."""
+    return Grant(
+        record.key, record.token, record.fence, record.ttl, record.acquired_at, record.expires_at
+    )
+
+
 def _goes_on(task: Any, task_id: str | None, options: dict[str, Any]) -> bool:
     """Whether this is another attempt of a task that was queued."""
     if UNIQUE in (options.get("headers") or {}) or options.get("retries"):
         return True
     request = task.request
     return task_id is not None and not request.called_directly and task_id == request.id
-
-
-def _is_awaited(options: dict[str, Any]) -> bool:
-    return any(options.get(name) for name in ("chord", "group_id", "chain", "link"))
 
 
 def _reserve(lock: JobLock, terms: Terms, delay: float) -> Grant:

@@ -8,22 +8,23 @@ from typing import Any
 
 from celery.exceptions import Ignore, Reject, Retry
 
-from ...core.errors import LockNotAcquired
+from ...core.errors import BackendUnavailable, LockNotAcquired
 from ...core.interruptions import pass_on
 from ...core.logs import log_fields
-from ..jobs import Queued, Rules
+from ..jobs import Queued, Refusal, Rules
 from .deliveries import AGAIN, ATTEMPT, TIMES, UNTIL, Delivery, kept_headers, now
 
 logger = logging.getLogger("django_distlock")
 
 
-def queue_again(delivery: Delivery, rules: Rules, error: LockNotAcquired) -> Retry:
+def queue_again(delivery: Delivery, rules: Rules, error: Refusal) -> Retry:
     """Queue the task again, as the same one, and return what its run ends with.
 
     It does not count as a retry: `max_retries` is about what the task itself tries.
 
     Raises:
         LockNotAcquired: `max_wait` is over, or its pauses are.
+        BackendUnavailable: The same, where the store does not answer.
         Reject: It could not be sent: the broker delivers it again.
     """
     at = now()
@@ -37,7 +38,17 @@ def queue_again(delivery: Delivery, rules: Rules, error: LockNotAcquired) -> Ret
         raise error
     pause = _visible(delivery, pause)
     _send(delivery, pause, {UNTIL: until, TIMES: times + 1})
-    return Retry(f"{error.key!r} is taken: queued again, in {pause:.1f} s", exc=error, when=pause)
+    why = f"{error.key!r} is taken"
+    if isinstance(error, BackendUnavailable):
+        why = "The store of its locks does not answer"
+        logger.warning(
+            "The task %s is queued again, in %.1f s: %s",
+            delivery.id,
+            pause,
+            error,
+            extra=log_fields("queued_again", task=delivery.id, error=error),
+        )
+    return Retry(f"{why}: queued again, in {pause:.1f} s", exc=error, when=pause)
 
 
 def queue_behind_itself(delivery: Delivery, rules: Rules, error: LockNotAcquired) -> Ignore:

@@ -23,8 +23,8 @@ from ...host import is_gone, monotonic
 from ...leases import Lease
 from ...locks import Lock
 from ..jobs import WAIT, JobLock, Refusal
-from . import inheriting, queueing
-from .deliveries import LEASE, Delivery
+from . import inheriting, leftovers, queueing
+from .deliveries import LEASE, UNIQUE, Delivery
 from .requeueing import queue_again, queue_behind_itself
 from .terms import Terms
 
@@ -70,6 +70,8 @@ class Run:
         self._delivery = delivery
         self._body = body
         self._store = lock_backends[terms.backend]
+        # What keeps others from being queued, as long as the run has not taken it over.
+        self._queued: JobLock | None = None
         self._fence = 0
         self._has_begun = False
         # Whether it waited for others, of which one may have been another delivery of this task.
@@ -98,7 +100,6 @@ class Run:
                 refusal = error
             else:
                 return self._run()
-        self.end(states.SUCCESS, None)
         if isinstance(refusal, LockNotAcquired):
             is_duplicate = unique is not None and refusal.key == unique.key
             return self._conflict(refusal, is_duplicate=is_duplicate)
@@ -115,19 +116,14 @@ class Run:
             self._note()
         unique, self.unique = self.unique, None
         if unique is None:
-            return
-        if state == states.RETRY:
+            # A task that is over, and was refused before it took its key over from the queue.
+            if self._queued is not None and state in (states.SUCCESS, states.FAILURE):
+                fence = self._delivery.header(UNIQUE)
+                leftovers.free(partial(queueing.free, self._queued, fence), self._queued)
+        elif state == states.RETRY:
             queueing.keep(unique, self._terms, getattr(retval, "when", None))
-            return
-        try:
-            unique.release()
-        except LockError as error:
-            logger.warning(
-                "%r stays taken for its ttl: %s",
-                unique.key,
-                error,
-                extra=self._fields("release_failed", error, unique.key),
-            )
+        else:
+            leftovers.free(unique.release, unique)
 
     # The locks
 
@@ -135,6 +131,9 @@ class Run:
         terms, delivery = self._terms, self._delivery
         if terms.unique is not None and delivery.task is not None:
             require_base(delivery.task)
+        unique = terms.unique_of(delivery.call, delivery.id)
+        if delivery.header(UNIQUE) is not None:
+            self._queued = unique
         lock = terms.lock_of(delivery.call, delivery.id)
         if lock is not None and lock.on_conflict == "run" and delivery.is_queued:
             # Whose key it is decides: beside another delivery of this task, it does not run.
@@ -143,7 +142,7 @@ class Run:
             # There is no queue to go back to.
             longest = WAIT if terms.rules.max_wait is None else min(WAIT, terms.rules.max_wait)
             lock = replace(lock, wait=longest)
-        return lock, terms.unique_of(delivery.call, delivery.id)
+        return lock, unique
 
     def _hold(self, stack: ExitStack, lock: JobLock) -> None:
         """Hold the lock until the stack ends."""
@@ -275,13 +274,18 @@ class Run:
         raise error
 
     def _unavailable(self, error: BackendUnavailable) -> Any:
-        policy = self._terms.rules.on_unavailable
-        if policy == "raise":
+        delivery, policy = self._delivery, self._terms.on_unavailable
+        if policy is None:
+            is_late = delivery.task is not None and delivery.task.acks_late
+            policy = "retry" if is_late else "raise"
+        if policy == "retry" and delivery.is_queued:
+            raise queue_again(delivery, self._terms.rules, error)
+        if policy in ("retry", "raise"):
             raise error
         if policy == "run":
             return self._run_without(error)
         extra = self._fields("skipped", error)
-        logger.error("The task %s is skipped: %s", self._delivery.label, error, extra=extra)
+        logger.error("The task %s is skipped: %s", delivery.label, error, extra=extra)
         tell_skipped(self._terms.backend, error.key or self._key or "", error)
         return skipped(error, self._key)
 

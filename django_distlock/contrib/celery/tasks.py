@@ -14,11 +14,11 @@ from celery.local import Proxy
 from ...core.bodies import whole
 from ...core.durations import Duration
 from ...core.errors import InvalidArgument
-from ..jobs import MAX_WAIT, OnConflict, OnUnavailable
+from ..jobs import MAX_WAIT, OnConflict
 from ..parentheses import only_function, refuse_function
 from . import declaring, queueing
 from .runs import run
-from .terms import KeyOf, Terms
+from .terms import KeyOf, Terms, Unavailable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,7 +29,7 @@ def locked_task(
     *,
     unique: KeyOf | None = None,
     on_conflict: OnConflict | None = None,
-    on_unavailable: OnUnavailable = "raise",
+    on_unavailable: Unavailable | None = None,
     max_wait: Duration = MAX_WAIT,
     inherit: bool = False,
     **options: Any,
@@ -54,8 +54,10 @@ def locked_task(
             marker in place of its result; "retry": it is queued again, without counting as a
             retry; "wait": it waits in its worker; "raise": `LockNotAcquired`; "run": it runs
             without. None: "retry" under `acks_late`, else "skip".
-        on_unavailable: What is done if the store does not answer: "raise", "run" or "skip".
-        max_wait: Seconds (or a `timedelta`) for which "retry" goes on.
+        on_unavailable: The same if the store does not answer, without "wait". None: "retry" under
+            `acks_late`, else "raise": `BackendUnavailable`.
+        max_wait: Seconds (or a `timedelta`) since its first attempt for which "retry" goes on;
+            None: for ever.
         inherit: Run under the lease of the task that sent this one, if it has the key.
         options: `retry`, a `Retry`: the pauses of "retry". `wait`: seconds to wait in the worker,
             5 with "wait", else 0. `grace`: seconds for which the parent watches whether a process

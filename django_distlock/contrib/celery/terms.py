@@ -7,14 +7,17 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
+from ...core.choices import choice
 from ...core.durations import MIN_TTL, Duration, seconds
 from ...core.errors import InvalidArgument, shown
 from ...core.keys import MAX_KEY_BYTES, UNIQUE_PREFIX, KeyTemplate, own_key
 from ...core.retry import Retry
 from ..jobs import RETRY, JobLock, OnConflict, OnUnavailable, Rules
 
+#: What is done if the store does not answer.
+Unavailable: TypeAlias = OnUnavailable | Literal["retry"]
 #: Makes a key: a template, a function of the call's arguments, or True for all of them.
 KeyOf = str | Callable[..., str] | bool
 
@@ -88,8 +91,9 @@ class Terms:
     Attributes:
         lock: The keys of which one run at a time has each; None: none.
         unique: The keys of which one task at a time is queued or running; None: none.
-        rules: The lock, and what jobs have in common; its `on_conflict` is that of `acks_late`.
+        rules: The lock, and what jobs have in common; what it says of refusals is not asked.
         on_conflict: What was asked for; None: what `acks_late` suggests.
+        on_unavailable: The same where the store does not answer.
         inherit: Whether a task runs under the lease of the one that sent it.
         grace: See `GRACE`.
         queued_for: See `QUEUED_FOR`.
@@ -100,6 +104,7 @@ class Terms:
     unique: Keys | None
     rules: Rules
     on_conflict: OnConflict | None
+    on_unavailable: Unavailable | None
     inherit: bool
     grace: float
     queued_for: float
@@ -113,7 +118,7 @@ class Terms:
         lock: KeyOf | None,
         unique: KeyOf | None = None,
         on_conflict: OnConflict | None = None,
-        on_unavailable: OnUnavailable = "raise",
+        on_unavailable: Unavailable | None = None,
         max_wait: Duration = 3600,
         inherit: bool = False,
         grace: Duration = GRACE,
@@ -129,9 +134,11 @@ class Terms:
             raise InvalidArgument("wait has an end: a task that waits takes a worker's place.")
         if lock is None and unique is None:
             lock = True
+        if on_unavailable is not None:
+            choice("on_unavailable", on_unavailable, ("raise", "skip", "run", "retry"))
         rules = Rules.of(
             on_conflict="retry" if on_conflict is None else on_conflict,
-            on_unavailable=on_unavailable,
+            on_unavailable="raise",
             max_wait=max_wait,
             retry=RETRY if retry is None else retry,
             **options,
@@ -141,6 +148,7 @@ class Terms:
             unique=None if unique is None else Keys.of("unique", unique, function),
             rules=rules,
             on_conflict=on_conflict,
+            on_unavailable=on_unavailable,
             inherit=inherit,
             grace=seconds(grace, "grace", minimum=MIN_TTL),
             queued_for=seconds(unique_ttl, "unique_ttl", minimum=MIN_TTL),

@@ -1,0 +1,118 @@
+"""Unique keys of tasks that are over, and whose store does not answer: given back when it does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from django.db import connections
+
+from ...connections import use_own_connections
+from ...core.errors import BackendUnavailable, LockError
+from ...core.logs import log_fields
+from ...core.retry import Retry
+
+logger = logging.getLogger("django_distlock")
+
+#: The pauses between two attempts.
+PAUSES: Final = Retry(delay=0.5, factor=2.0, cap=15.0)
+
+
+class Named(Protocol):
+    """What tells whose key it is: a lock, or a lease."""
+
+    @property
+    def backend(self) -> str:
+        """The alias of the store."""
+
+    @property
+    def key(self) -> str:
+        """The key."""
+
+
+def free(release: Callable[[], object], named: Named) -> None:
+    """Give a key back: now, or as soon as the store answers and this process still lives.
+
+    Args:
+        release: Gives it back, or finds that this is over. It may be called again, elsewhere.
+    """
+    leftover = (named.backend, named.key, release)
+    if not _is_done(leftover):
+        _leftovers.put(leftover)
+
+
+_Leftover = tuple[str, str, Callable[[], object]]
+
+
+def _is_done(leftover: _Leftover) -> bool:
+    """Try once. What fails for another reason than a store that is away is told, and is over."""
+    alias, key, release = leftover
+    try:
+        release()
+    except BackendUnavailable as error:
+        extra = log_fields("release_failed", backend=alias, key=key, error=error)
+        logger.warning("%r stays taken until its store answers: %s", key, error, extra=extra)
+        return False
+    except LockError as error:
+        extra = log_fields("release_failed", backend=alias, key=key, error=error)
+        logger.warning("%r stays taken for its ttl: %s", key, error, extra=extra)
+    return True
+
+
+class _Leftovers:
+    """What is left to give back, and a thread that does so while there is any."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Have nothing to do. In a forked child too: the parent does its own."""
+        self._pid = os.getpid()
+        self._mutex = threading.Lock()
+        self._left: list[_Leftover] = []
+        self._is_running = False
+
+    def put(self, leftover: _Leftover) -> None:
+        """Try again until it is done."""
+        if self._pid != os.getpid():
+            self.forget()  # Not everybody who forks tells Python of it.
+        with self._mutex:
+            self._left.append(leftover)
+            if self._is_running:
+                return
+            self._is_running = True
+        threading.Thread(target=self._run, name="distlock-leftovers", daemon=True).start()
+
+    def _run(self) -> None:
+        use_own_connections(keeps_leases=True)
+        for pause in PAUSES.pauses():
+            time.sleep(pause)
+            try:
+                self._try_all()
+            finally:
+                connections.close_all()
+            with self._mutex:
+                if not self._left:
+                    self._is_running = False
+                    return
+
+    def _try_all(self) -> None:
+        with self._mutex:
+            todo, self._left = self._left, []
+        silent: set[str] = set()
+        for leftover in todo:
+            # One question for each round to a store that is away: others wait for their answers.
+            if leftover[0] in silent or not _is_done(leftover):
+                silent.add(leftover[0])
+                with self._mutex:
+                    self._left.append(leftover)
+
+
+_leftovers = _Leftovers()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leftovers.forget)

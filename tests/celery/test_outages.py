@@ -1,0 +1,155 @@
+"""Stores that are away while tasks are queued: work goes on behind it, and no key is left taken."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from celery import chain
+from pytest_django import DjangoDbBlocker
+
+from django_distlock import BackendUnavailable
+from django_distlock.core.keys import own_key
+from tests.integration.wires import Wire
+
+from .brokers import Broker
+from .crews import Crew
+from .tasks import STORES
+from .workers import Worker, working
+
+ADDRESSES = {"default": "DISTLOCK_TEST_POSTGRES_URL", "redis": "DISTLOCK_TEST_REDIS_URL"}
+
+
+class StoreWire(Wire):
+    """A wire between a worker and a store of its locks. Away, it hangs up on whoever calls."""
+
+    def __init__(self, variable: str):
+        url = urlsplit(os.environ[variable])
+        self._away = False
+        self._server = (url.hostname or "127.0.0.1", url.port or 0)
+        self._begin()
+        user = url.netloc.rpartition("@")[0]
+        place = f"{user}@" if user else ""
+        self.url = url._replace(netloc=f"{place}127.0.0.1:{self.port}").geturl()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        port: int = self._listener.getsockname()[1]
+        return port
+
+    def go_away(self) -> None:
+        """Cut all connections, and new ones at once."""
+        self._away = True
+        for each in list(self._sockets):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def come_back(self) -> None:
+        """Let everything through again."""
+        self._away = False
+
+    def _welcome(self, client: socket.socket) -> None:
+        if self._away:
+            client.close()
+        else:
+            super()._welcome(client)
+
+
+@pytest.fixture(scope="module")
+def wires() -> Iterator[dict[str, StoreWire]]:
+    """Give the wires to the stores of the worker."""
+    made = {store: StoreWire(ADDRESSES[store]) for store in STORES}
+    yield made
+    for each in made.values():
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def worker(
+    home: Path,
+    broker: Broker,
+    wires: dict[str, StoreWire],
+    django_db_setup: None,
+    django_db_blocker: DjangoDbBlocker,
+) -> Iterator[Worker]:
+    """Give a worker whose locks are behind the wires, and whose messages are not."""
+    environment = {ADDRESSES[store]: wire.url for store, wire in wires.items()}
+    with (
+        django_db_blocker.unblock(),
+        working(home, broker, slots=2, environment=environment) as made,
+    ):
+        yield made
+
+
+@pytest.fixture
+def crew(worker: Worker, crew_of: Callable[..., Crew]) -> Crew:
+    """Give the worker, and the stage of the test."""
+    return crew_of(worker)
+
+
+@pytest.fixture
+def away(wires: dict[str, StoreWire], store: str) -> Iterator[StoreWire]:
+    """Give the wire of the store, which is away for the worker, and not for the test."""
+    wires[store].go_away()
+    yield wires[store]
+    wires[store].come_back()
+
+
+def unique_key(crew: Crew) -> str:
+    """Return the key of what is queued or running."""
+    return own_key(f"unique:{crew.key}")
+
+
+def queued_again(crew: Crew, task_id: str) -> int:
+    """Count how often the worker says so, for the store."""
+    return crew.worker.said().count(f"The task {task_id} is queued again")
+
+
+@pytest.mark.parametrize("name", ["late", "unique_late"])
+def test_queued_tasks_outlast_an_outage(crew: Crew, away: StoreWire, name: str) -> None:
+    """With `acks_late` they go back to the broker until the store answers, and run once each."""
+    results = [crew.send(name) for _ in range(3 if name == "late" else 1)]
+    crew.until(
+        lambda: all(queued_again(crew, each.id) >= 2 for each in results), "two attempts of each"
+    )
+    assert {each.state for each in results} <= {"RETRY", "STARTED", "PENDING"}
+    assert not crew.stage.told("began")
+    away.come_back()
+    assert [crew.outcome(each) for each in results] == ["SUCCESS"] * len(results)
+    assert len(crew.stage.told("ended")) == len(results)
+    assert not crew.stage.told("overlapped")
+    assert {each["retries"] for each in crew.stage.told("began")} == {0}
+    if name == "unique_late":
+        assert crew.is_free_within(2, unique_key(crew))
+
+
+@pytest.mark.parametrize("name", ["unique", "unique_late_second"])
+def test_failed_unique_task_frees_its_key(crew: Crew, away: StoreWire, name: str) -> None:
+    """Failed at once, or when `max_wait` is over, it swallows nothing that is sent later."""
+    result = crew.send(name)
+    assert crew.outcome(result) == "FAILURE"
+    assert isinstance(result.result, BackendUnavailable)
+    assert crew.is_taken(unique_key(crew))
+    away.come_back()
+    assert crew.is_free_within(20, unique_key(crew))
+    again = crew.send(name)
+    assert again.id != result.id
+    assert crew.outcome(again) == "SUCCESS"
+    assert len(crew.stage.told("began")) == 1
+
+
+def test_what_follows_is_sent_though_the_store_is_away(crew: Crew, away: StoreWire) -> None:
+    """The worker that ends a link tells nobody of an error: the chain would wait for ever."""
+    first = crew.task("collect").si([], crew.key).set(**crew.to())
+    result = chain(first, crew.signature("unique_late"), app=crew.app).apply_async()
+    crew.until(lambda: queued_again(crew, result.id) >= 1, "an attempt")
+    away.come_back()
+    assert crew.outcome(result) == "SUCCESS"
+    assert len(crew.stage.told("ended")) == 1
+    assert crew.is_free_within(2, unique_key(crew))
