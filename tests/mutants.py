@@ -707,6 +707,15 @@ MUTANTS = (
         case="default",
     ),
     Mutant(
+        fault="the key of a queued task taken for an orphan",
+        backend="postgres",
+        file="django_distlock/contrib/celery/orphans.py",
+        old=r"found \|= _listed\(",
+        new="_listed(",
+        test="tests/celery/test_orphans.py::test_purged_tasks_leave_keys_that_are_found",
+        case="default",
+    ),
+    Mutant(
         fault="a conflict of the body taken for one about the task",
         backend="postgres",
         file="django_distlock/contrib/jobs.py",

@@ -1,0 +1,212 @@
+"""Unique keys of tasks that nobody has any more: neither the broker, nor a worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Final
+
+from kombu.exceptions import OperationalError
+
+from ...backends.base import BaseLockBackend
+from ...core.errors import BackendUnavailable, LockError
+from ...core.records import Record
+from ...host import is_gone
+from .queueing import grant_of
+from .terms import UNIQUE_PREFIX
+
+#: Messages, records or ids that are asked for at once.
+_PAGE: Final = 1000
+#: Seconds in which a broker is reached.
+_CONNECT: Final = 5.0
+
+
+class Unseen(LockError):
+    """The broker shows too little to tell which tasks it has."""
+
+    code = "unsupported"
+
+
+def candidates(store: BaseLockBackend, older_than: float) -> list[Record]:
+    """Return the unique keys that no process holds: of queued tasks, of retries, and of the dead.
+
+    Args:
+        older_than: Seconds since they were taken, by the store's clock. A task whose sender has
+            its key, and has not sent it yet, is not in the broker either.
+
+    Raises:
+        BackendUnavailable: The store did not answer.
+        LockUsageError: It cannot list what it has.
+    """
+    since = store.clock() - timedelta(seconds=older_than)
+    found: dict[str, Record] = {}
+    cursor = None
+    while True:
+        page = store.list(UNIQUE_PREFIX, cursor, limit=_PAGE)
+        for record in page.records:
+            holder = record.holder
+            is_free = not holder.pid or is_gone(holder)
+            if holder.task_id and is_free and record.acquired_at <= since:
+                found[record.key] = record
+        if (cursor := page.cursor) is None:
+            return list(found.values())
+
+
+def missing(app: Any, ids: Iterable[str], queues: Iterable[str], patience: float) -> set[str]:
+    """Return the ids of those tasks that nobody has.
+
+    Args:
+        app: The Celery app of the project.
+        queues: What is looked at besides the queues that app, workers and broker know.
+        patience: Seconds that workers have to answer.
+
+    Raises:
+        BackendUnavailable: The broker did not answer.
+        Unseen: It does not show what it has.
+    """
+    left = set(ids)
+    if not left:
+        return left
+    with _asking(app) as connection:
+        kind = connection.transport.driver_type
+        look = {"redis": _in_redis, "amqp": _in_amqp}.get(kind)
+        if look is None:
+            raise Unseen(
+                f"A broker of the kind {kind!r} does not show which tasks it has; Redis and"
+                " RabbitMQ do."
+            )
+        names = {*app.amqp.queues, *queues}
+        left -= look(app, connection, names, patience)
+        left -= _in_workers(app, left, patience)
+        if kind == "redis":
+            # From a worker that ended meanwhile, a message has gone back to its queue.
+            left -= look(app, connection, names, patience)
+        return left
+
+
+def drop(store: BaseLockBackend, record: Record) -> bool:
+    """Give a key back, unless it has changed hands since it was listed; say whether that was done.
+
+    Raises:
+        BackendUnavailable: The store did not answer.
+    """
+    return store.release(grant_of(record)) is True
+
+
+@contextmanager
+def _asking(app: Any) -> Iterator[Any]:
+    with app.connection_for_read() as connection:
+        errors = (OperationalError, *connection.connection_errors, *connection.channel_errors)
+        try:
+            connection.ensure_connection(max_retries=1, timeout=_CONNECT)
+            yield connection
+        except errors as error:
+            raise BackendUnavailable(f"The broker did not answer: {error}") from error
+
+
+# Redis: all messages can be read
+
+
+def _in_redis(app: Any, connection: Any, names: set[str], patience: float) -> set[str]:
+    from redis import Redis
+
+    channel = connection.default_channel
+    # Celery's own client puts its prefix before the keys of some commands only.
+    client = Redis(connection_pool=channel.pool)
+    prefix = channel.global_keyprefix or ""
+    found: set[str] = set()
+    for name in names | _bound(channel, client, prefix):
+        for step in channel.priority_steps:
+            found |= _listed(client, prefix + channel._q_for_pri(name, step))
+    # Behind the queues: what is taken from one is noted here.
+    for _, held in client.hscan_iter(prefix + channel.unacked_key, count=_PAGE):
+        found |= _id_of(json.loads(held)[0])
+    return found
+
+
+def _bound(channel: Any, client: Any, prefix: str) -> set[str]:
+    """Return the queues that were ever sent to."""
+    names: set[str] = set()
+    for key in client.scan_iter(prefix + channel.keyprefix_queue % "*", count=_PAGE):
+        names |= {each.decode().rpartition(channel.sep)[2] for each in client.smembers(key)}
+    return names
+
+
+def _listed(client: Any, key: str) -> set[str]:
+    found: set[str] = set()
+    start = 0
+    # From the side where messages come in: what others add or take meanwhile hides none.
+    while page := client.lrange(key, start, start + _PAGE - 1):
+        for message in page:
+            found |= _id_of(json.loads(message))
+        start += _PAGE
+    return found
+
+
+def _id_of(message: Any) -> set[str]:
+    properties = message.get("properties") if isinstance(message, Mapping) else None
+    task_id = (properties or {}).get("correlation_id")
+    return {task_id} if isinstance(task_id, str) else set()
+
+
+# RabbitMQ: queues tell how much they have, and not what
+
+
+def _in_amqp(app: Any, connection: Any, names: set[str], patience: float) -> set[str]:
+    """Return nothing, where the queues are empty and all that consume them can be asked.
+
+    To read messages would be to take them, and to give them back as delivered once more.
+
+    Raises:
+        Unseen: Some queue is not empty, or somebody who consumes it does not answer.
+    """
+    consumed = app.control.inspect(timeout=patience).active_queues() or {}
+    asked = [each["name"] for queues in consumed.values() for each in queues]
+    for name in sorted(names | set(asked)):
+        queue = _declared(connection, name)
+        if queue is None:
+            continue
+        if queue.message_count:
+            raise Unseen(
+                f"The queue {name!r} has {queue.message_count} messages, and RabbitMQ does not show"
+                " which: let workers empty it, or purge it."
+            )
+        if queue.consumer_count > asked.count(name):
+            raise Unseen(
+                f"Of {queue.consumer_count} that consume the queue {name!r},"
+                f" {asked.count(name)} answered in {patience:g} s which tasks they have."
+            )
+    return set()
+
+
+def _declared(connection: Any, name: str) -> Any:
+    """Return what a queue says of itself; None: there is no such queue."""
+    channel = connection.channel()
+    try:
+        return channel.queue_declare(queue=name, passive=True)
+    except connection.channel_errors as error:
+        if getattr(error, "code", None) != 404:
+            raise
+        return None
+    finally:
+        # The server has closed one that asked for what there is not.
+        if channel.is_open:
+            channel.close()
+
+
+# Workers
+
+
+def _in_workers(app: Any, ids: set[str], patience: float) -> set[str]:
+    """Return those that workers have fetched, and run, or keep for later."""
+    ask = app.control.inspect(timeout=patience)
+    found: set[str] = set()
+    for entries in (ask.scheduled() or {}).values():
+        found |= {each["request"]["id"] for each in entries}
+    left = sorted(ids - found)
+    for start in range(0, len(left), _PAGE):
+        told = ask.query_task(left[start : start + _PAGE]) or {}
+        found |= {task_id for known in told.values() for task_id in known}
+    return found

@@ -1,0 +1,153 @@
+"""Find the unique keys of Celery tasks that the broker has lost, and drop them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import CommandError, CommandParser
+
+from ...backends.base import BaseLockBackend
+from ...core.errors import LockError, LockUsageError
+from ...core.records import Record
+from ...handler import lock_backends
+from ...inspection import Failure, HeldKey, Operation
+from ...inspection.journal import Order
+from ..operating import OperatorCommand, duration, in_memory, raise_unavailable
+from ..statuses import USAGE
+from ..tables import printable
+
+Found = list[tuple[BaseLockBackend, Record]]
+
+
+class Command(OperatorCommand):
+    """`distlock_orphans [--backend ALIAS …] [--queue NAME …] [--drop --reason WHY] …`."""
+
+    help = (
+        "Finds the unique keys of Celery tasks that neither the broker nor a worker has: behind"
+        " `celery purge`, or a broker that has lost its messages. With --drop they are given back,"
+        " so that their tasks can be sent again."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Take where to look, and what to do."""
+        super().add_arguments(parser)
+        parser.add_argument(
+            "--backend",
+            action="append",
+            metavar="ALIAS",
+            help="an alias of DISTLOCK; may be given several times (default: all of them)",
+        )
+        parser.add_argument(
+            "--queue",
+            action="append",
+            default=[],
+            metavar="NAME",
+            help="another queue of the broker; may be given several times",
+        )
+        parser.add_argument(
+            "--older-than",
+            type=duration,
+            default=60.0,
+            metavar="SECONDS",
+            help="only keys that were taken so long ago (default: %(default)g)",
+        )
+        parser.add_argument(
+            "--patience",
+            type=duration,
+            default=2.0,
+            metavar="SECONDS",
+            help="how long workers have to answer (default: %(default)g)",
+        )
+        parser.add_argument("--drop", action="store_true", help="give them back; needs --reason")
+        parser.add_argument(
+            "--reason",
+            default="",
+            metavar="WHY",
+            help="at most 200 characters, kept with the event",
+        )
+
+    def handle(self, *, drop: bool, reason: str, json: bool, **options: Any) -> None:
+        """Find them, show them, and drop them if that is asked for."""
+        if drop != bool(reason.strip()):
+            raise CommandError("--drop and --reason need each other.", returncode=USAGE)
+        failures: list[Failure] = []
+        found = self._found(failures, **options)
+        dropped = self._dropped(found, reason) if drop else []
+        shown = [HeldKey.of(store, record, store.clock()) for store, record in found]
+        if json:
+            self.print_json(
+                {
+                    "orphans": [each.as_json() for each in shown],
+                    "dropped": dropped,
+                    "failures": [each.as_json() for each in failures],
+                }
+            )
+        else:
+            self._print(shown, dropped)
+            self.print_failures(failures)
+        raise_unavailable(failures)
+
+    def _found(
+        self,
+        failures: list[Failure],
+        *,
+        backend: list[str] | None,
+        queue: list[str],
+        older_than: float,
+        patience: float,
+        **_: Any,
+    ) -> Found:
+        orphans, app = _celery()
+        kept: Found = []
+        for alias in lock_backends if backend is None else dict.fromkeys(backend):
+            try:
+                store = lock_backends[alias]
+                if not store.distributed:
+                    failures.append(in_memory(alias))
+                    continue
+                kept += [(store, each) for each in orphans.candidates(store, older_than)]
+            except (LockError, ImproperlyConfigured) as error:
+                failures.append(Failure.of(alias, error))
+        ids = {record.holder.task_id for _, record in kept}
+        lost = orphans.missing(app, ids, queue, patience)
+        return [(store, record) for store, record in kept if record.holder.task_id in lost]
+
+    def _dropped(self, found: Found, reason: str) -> list[str]:
+        orphans, _ = _celery()
+        order = Order(Operation.FORCE_RELEASE, self.actor(), reason)
+        keys = []
+        for store, record in found:
+            # By its token: whoever has taken the key meanwhile keeps it.
+            if orphans.drop(store, record):
+                order.record(store, record.key, fence=record.fence, holder=record.holder)
+                keys.append(record.key)
+        return keys
+
+    def _print(self, shown: list[HeldKey], dropped: list[str]) -> None:
+        if shown:
+            self.print_locks(shown)
+        else:
+            self.stdout.write("No unique key without its task was found.")
+        for key in dropped:
+            self.stdout.write(self.style.SUCCESS(f"Dropped {printable(key)}."))
+
+
+def _celery() -> tuple[Any, Any]:
+    """Return what finds orphans, and the app of the project.
+
+    Raises:
+        LockUsageError: There is no Celery here, or no app.
+    """
+    try:
+        from ...contrib.celery import orphans
+        from ...contrib.celery.importing import app_of_project
+    except ImportError as error:
+        raise LockUsageError(f"Celery cannot be imported: {error}") from error
+    app = app_of_project()
+    if app is None:
+        raise LockUsageError(
+            "There is no Celery app: import it in the package of the settings, as Celery's pages"
+            " about Django say."
+        )
+    return orphans, app

@@ -1,0 +1,198 @@
+"""Unique keys whose messages the broker has lost: found, and dropped, and no others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery, _state
+from django.core.management import CommandError, call_command
+
+from django_distlock.core.keys import own_key
+from django_distlock.models import LockEvent
+from tests.contract.locking import eventually
+
+from .brokers import Broker, redis_broker
+from .conftest import client_of
+from .crews import Crew
+from .workers import working
+
+
+class Queue:
+    """A queue of the broker that no worker listens to, and the unique tasks in it."""
+
+    def __init__(self, app: Celery, store: str, key: str):
+        self.app, self.store, self.key = app, store, key
+
+    def send(self, suffix: str = "", **options: Any) -> Any:
+        """Send a unique task of a key; return its result."""
+        options = {"queue": self.key, **options}
+        task = self.app.tasks[f"{self.store}.unique"]
+        return task.apply_async((self.key + suffix,), **options)
+
+    def purge(self) -> None:
+        """Empty the queue, as `celery purge` does."""
+        with self.app.connection_for_write() as connection:
+            connection.default_channel.queue_purge(self.key)
+
+    def orphans(self, **options: Any) -> set[str]:
+        """Run the command; return what it has found of the test's keys."""
+        found = [each["key"] for each in self.run(**options)["orphans"]]
+        return {each for each in found if self.key in each}
+
+    def run(self, **options: Any) -> Any:
+        """Run the command; return its document."""
+        told = StringIO()
+        options = {
+            "backend": [self.store],
+            "older_than": 0.0,
+            "patience": 1.0,
+            "json": True,
+            **options,
+        }
+        call_command("distlock_orphans", stdout=told, stderr=StringIO(), **options)
+        return json.loads(told.getvalue())
+
+
+def unique_key(key: str) -> str:
+    """Return the key of what is queued or running."""
+    return own_key(f"unique:{key}")
+
+
+@pytest.fixture
+def project(monkeypatch: pytest.MonkeyPatch) -> Callable[[Celery], None]:
+    """Give a way to make an app that of the project."""
+    return lambda app: monkeypatch.setattr(_state._tls, "current_app", app)
+
+
+@pytest.fixture
+def queue(app: Celery, store: str, key: str, project: Callable[[Celery], None]) -> Queue:
+    """Give a queue on Redis."""
+    project(app)
+    return Queue(app, store, key)
+
+
+@pytest.fixture
+def on_rabbitmq(rabbitmq: Broker, key: str, project: Callable[[Celery], None]) -> Iterator[Queue]:
+    """Give a queue on RabbitMQ; its keys are in the database."""
+    with client_of(rabbitmq) as app:
+        project(app)
+        yield Queue(app, "default", key)
+
+
+def test_purged_tasks_leave_keys_that_are_found(queue: Queue) -> None:
+    """A key whose message is in a queue, of any priority, is none of them."""
+    queue.send()
+    queue.send(":urgent", priority=9)
+    queue.send(":elsewhere", queue=f"{queue.key}:other")
+    assert queue.orphans() == set()
+    queue.purge()
+    assert queue.orphans() == {unique_key(queue.key), unique_key(f"{queue.key}:urgent")}
+    # Whoever has just taken its key may not have sent its message yet.
+    assert queue.orphans(older_than=60.0) == set()
+
+
+@pytest.mark.parametrize("store", ["default"])
+def test_keys_are_dropped_and_told(queue: Queue) -> None:
+    """Their tasks can be sent again, and the event says who did it, and why."""
+    lost = queue.send()
+    kept = queue.send(":elsewhere", queue=f"{queue.key}:other")
+    queue.purge()
+    assert queue.send().id == lost.id
+    assert queue.run(drop=True, reason="celery purge")["dropped"] == [unique_key(queue.key)]
+    told = LockEvent.objects.filter(key=unique_key(queue.key), kind=LockEvent.Kind.FORCED)
+    # Written behind the command, by a thread.
+    assert eventually(lambda: [each.reason for each in told.all()] == ["celery purge"], 10)
+    assert queue.send().id != lost.id
+    assert queue.send(":elsewhere", queue=f"{queue.key}:other").id == kept.id
+
+
+@pytest.mark.parametrize("store", ["default"])
+def test_broker_that_was_flushed(project: Callable[[Celery], None], store: str, key: str) -> None:
+    """A server that has lost all of its messages, and all that it knew of queues."""
+    with redis_broker() as broker, client_of(broker) as app:
+        project(app)
+        queue = Queue(app, store, key)
+        queue.send()
+        assert queue.orphans() == set()
+        app.backend.client.flushall()
+        assert queue.orphans() == {unique_key(key)}
+
+
+def test_tasks_of_workers_are_no_orphans(prefork: Crew, project: Callable[[Celery], None]) -> None:
+    """Neither what runs, nor what a worker keeps for later."""
+    project(prefork.app)
+    queue = Queue(prefork.app, prefork.store, prefork.key)
+    prefork.send("unique", "wait go")
+    later = queue.send(":later", queue=prefork.worker.queue, countdown=60)
+    prefork.begun()
+    assert queue.orphans() == set()
+    prefork.stage.open("go")
+    later.revoke()
+
+
+def test_rabbitmq_tells_by_empty_queues(on_rabbitmq: Queue) -> None:
+    """Which messages a queue has cannot be seen: with one in it, nothing is said to be lost."""
+    on_rabbitmq.send()
+    with pytest.raises(CommandError, match=f"{on_rabbitmq.key}.* has 1 message") as caught:
+        on_rabbitmq.run(queue=[on_rabbitmq.key])
+    assert caught.value.returncode == 1
+    on_rabbitmq.purge()
+    assert on_rabbitmq.orphans(queue=[on_rabbitmq.key]) == {unique_key(on_rabbitmq.key)}
+
+
+def test_rabbitmq_asks_workers_for_what_they_keep(
+    home: Path, rabbitmq: Broker, on_rabbitmq: Queue, crew_of: Callable[..., Crew]
+) -> None:
+    """What they have fetched is in no queue; a worker that does not answer may have anything."""
+    with working(home, rabbitmq) as worker:
+        later = on_rabbitmq.send(queue=worker.queue, countdown=60)
+        crew = crew_of(worker, on_rabbitmq.app)
+        scheduled = on_rabbitmq.app.control.inspect(timeout=2).scheduled
+        crew.until(lambda: later.id in str(scheduled()), "the worker keeps it")
+        assert on_rabbitmq.orphans() == set()
+        worker.signal("STOP")
+        with pytest.raises(CommandError, match="0 answered in 0.5 s"):
+            on_rabbitmq.run(queue=[worker.queue], patience=0.5)
+
+
+def test_broker_that_is_away(queue: Queue, project: Callable[[Celery], None]) -> None:
+    """It is no broker without the task."""
+    queue.send()
+    with Celery("away", set_as_current=False, broker="redis://127.0.0.1:1/0") as app:
+        project(app)
+        with pytest.raises(CommandError, match="The broker did not answer") as caught:
+            queue.run()
+    assert caught.value.returncode == 69
+
+
+@pytest.mark.parametrize("store", ["default"])
+def test_broker_that_shows_nothing(queue: Queue, project: Callable[[Celery], None]) -> None:
+    """It is named, and nothing is said to be lost."""
+    queue.send()
+    with Celery("unseen", set_as_current=False, broker="memory://") as app:
+        project(app)
+        with pytest.raises(CommandError, match="kind 'memory' does not show") as caught:
+            queue.run()
+    assert caught.value.returncode == 1
+
+
+def test_project_without_an_app(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told what to import."""
+    monkeypatch.setattr(_state._tls, "current_app", None)
+    monkeypatch.setattr(_state, "default_app", None)
+    with pytest.raises(CommandError, match="There is no Celery app") as caught:
+        call_command("distlock_orphans")
+    assert caught.value.returncode == 1
+
+
+@pytest.mark.parametrize("options", [{"drop": True}, {"reason": "why"}])
+def test_dropping_needs_a_reason(options: dict[str, Any]) -> None:
+    """And a reason alone drops nothing."""
+    with pytest.raises(CommandError, match="need each other") as caught:
+        call_command("distlock_orphans", **options)
+    assert caught.value.returncode == 2
