@@ -180,11 +180,11 @@ class HeldLockManager(models.Manager["HeldLock"]):
             return [_recorded(*row) for row in rows.values_list(*_COLUMNS)]
 
     def shorten(
-        self, name: str, seconds: float, token: str | None, *, bound: float
+        self, name: str, seconds: float, token: str | None, fence: int | None, *, bound: float
     ) -> Record | None:
         """Let a lease be renewed for `seconds` at the most."""
         with self._store.short_transaction(bound):
-            row, now = self._owned(name, token)
+            row, now = self._owned(name, token, fence)
             if row is None:
                 return None
             record = row.as_record().shortened(now, seconds)
@@ -196,14 +196,16 @@ class HeldLockManager(models.Manager["HeldLock"]):
             self._call_out_if_sooner(row, record.free_at)
             return record
 
-    def force_release(self, name: str, key: str, *, bound: float) -> Record | None:
+    def force_release(
+        self, name: str, key: str, fence: int | None, *, bound: float
+    ) -> Record | None:
         """Move the fence on, then remove the record."""
         with self._store.short_transaction(bound, writes=False):
             if not self.filter(pk=name).exists():
                 return None  # And no counter is made for a key that nobody ever held.
         with self._counters.turn(name, key, bound):
             counter = self._counters.lock(name)
-            row, now = self._owned(name, None)
+            row, now = self._owned(name, None, fence)
             if row is None:
                 return None
             self._store.make_durable()
@@ -212,10 +214,10 @@ class HeldLockManager(models.Manager["HeldLock"]):
             self._call_out(row)
             return row.as_record()
 
-    def request_stop(self, name: str, *, bound: float) -> Record | None:
+    def request_stop(self, name: str, fence: int | None, *, bound: float) -> Record | None:
         """Mark the record for its holder to see."""
         with self._store.short_transaction(bound):
-            row, now = self._owned(name, None)
+            row, now = self._owned(name, None, fence)
             if row is None:
                 return None
             row.stop_requested_at = row.stop_requested_at or now
@@ -364,15 +366,19 @@ class HeldLockManager(models.Manager["HeldLock"]):
         if free_at is not None and (row.free_at is None or free_at < row.free_at):
             self._call_out(row)
 
-    def _owned(self, name: str, token: str | None) -> tuple[HeldLock | None, datetime]:
+    def _owned(
+        self, name: str, token: str | None, fence: int | None = None
+    ) -> tuple[HeldLock | None, datetime]:
         """Lock a row, then judge it by the clock: in this order, a wait cannot blur the answer.
 
         Args:
             token: The token it must have; None: any.
+            fence: The fence it must have; None: any.
         """
         row = only(self.select_for_update().filter(pk=name))
         now = self._store.now()
-        if row is None or not row.as_record().is_owned(token, now):
+        record = None if row is None else row.as_record()
+        if record is None or not (record.is_owned(token, now) and record.is_seen(fence)):
             return None, now
         return row, now
 

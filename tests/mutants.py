@@ -752,6 +752,42 @@ MUTANTS = (
         new="",
         test=f"{OPERATORS}::test_shortened_lease_is_renewed_until_its_end",
     ),
+    *(
+        Mutant(
+            fault="an operator's word is for any holder",
+            backend=backend,
+            file=file,
+            old=old,
+            new=new,
+            test=f"{OPERATORS}::test_operation_is_for_the_fence_that_was_seen",
+            case="{backend}-force_release",
+        )
+        for backend, file, old, new in (
+            (
+                "redis",
+                COMMON,
+                r"return fence == '' or redis.call\('HGET', lock, 'fence'\) == fence",
+                "return true",
+            ),
+            ("postgres", MANAGERS, r" and record.is_seen\(fence\)", ""),
+            ("mariadb", MANAGERS, r" and record.is_seen\(fence\)", ""),
+            (
+                "advisory",
+                f"{ADVISORY}/views.py",
+                r"found is None or not found\[0\].is_seen\(fence\)",
+                "found is None",
+            ),
+        )
+    ),
+    Mutant(
+        fault="a forced release that ends the next grant's session",
+        backend="advisory",
+        file=f"{ADVISORY}/views.py",
+        old=r"!= \[\(moved,\)\]",
+        new="== []",
+        test=f"{SESSIONS}::test_force_release_spares_the_next_grant_of_the_same_session",
+        case="",
+    ),
     Mutant(
         fault="a lease that is renewed behind its interrupted block",
         backend="memory",

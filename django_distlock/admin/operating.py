@@ -17,7 +17,6 @@ from django.utils.translation import gettext_lazy, ngettext
 from .. import inspection
 from ..core.errors import LockError
 from ..core.wording import printable
-from ..handler import lock_backends
 from ..inspection import Operation, Outcome, Result
 from .targets import Target
 
@@ -160,10 +159,10 @@ def act_on(
     done = 0
     for target in targets:
         try:
-            if act.is_about_holder and _has_changed(target):
-                messages.warning(request, _another(target))
-                continue
-            outcome = act.run(target.key, backend=target.backend, actor=request.user, **arguments)
+            seen = {"fence": target.fence} if act.is_about_holder else {}
+            outcome = act.run(
+                target.key, backend=target.backend, actor=request.user, **seen, **arguments
+            )
         except (LockError, ImproperlyConfigured) as error:
             text = _("Not done to %(key)s: %(error)s") % {
                 "key": printable(target.key),
@@ -174,6 +173,8 @@ def act_on(
         done += outcome.is_done
         if outcome.result is Result.BUSY:
             messages.warning(request, _busy(outcome))
+        elif outcome.result is Result.NOTHING and outcome.held is not None:
+            messages.warning(request, _another(target))
         elif outcome.result is Result.NOTHING:
             messages.info(
                 request,
@@ -183,12 +184,6 @@ def act_on(
     if done:
         text = ngettext("%(label)s: %(number)d key.", "%(label)s: %(number)d keys.", done)
         messages.success(request, text % {"label": act.label, "number": done})
-
-
-def _has_changed(target: Target) -> bool:
-    """Whether somebody else holds the key than when it was looked at."""
-    now = None if target.fence is None else lock_backends[target.backend].read(target.key)
-    return now is not None and now.fence != target.fence
 
 
 # The admin begins messages with a capital letter: no key may come first.

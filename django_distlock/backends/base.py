@@ -287,7 +287,13 @@ class BaseLockBackend:
         return self._list(prefix, cursor, host=host, task_id=task_id, limit=limit)
 
     def shorten(
-        self, key: str, seconds: Duration, token: str | None = None, *, bound: Duration = MAX_BOUND
+        self,
+        key: str,
+        seconds: Duration,
+        token: str | None = None,
+        *,
+        fence: int | None = None,
+        bound: Duration = MAX_BOUND,
     ) -> Record | Contended | None:
         """Let a lease be renewed for `seconds` at the most. `supports_ttl`.
 
@@ -298,35 +304,49 @@ class BaseLockBackend:
 
         Args:
             token: Only if this is the holder's token.
+            fence: Only if this is the holder's fence; none that is held has 0.
 
         Returns:
-            The record as it is now; None: nobody (or another token) holds it; busy.
+            The record as it is now; None: nobody holds it (or not by that token, or fence); busy.
         """
         key = stored_key(key)
         if token is not None:
             token = validate_token(token)
+        _seen(fence)
         left = durations.seconds(seconds, "seconds", maximum=self.config.max_ttl)
         bound = _bound(bound)
         self._require("supports_ttl", "end a lease at a time: no lease ends by itself")
-        return self._shorten(self._name(key), left, token, bound=bound)
+        return self._shorten(self._name(key), left, token, fence, bound=bound)
 
-    def force_release(self, key: str, *, bound: Duration = MAX_BOUND) -> Record | Contended | None:
+    def force_release(
+        self, key: str, *, fence: int | None = None, bound: Duration = MAX_BOUND
+    ) -> Record | Contended | None:
         """Take a key from its holder: the fence moves on first, then the record goes.
 
+        Args:
+            fence: Only if this is the holder's fence, compared in the same step; see `shorten`.
+
         Returns:
-            The record that was removed; None: nobody held it; busy: a guarded transaction of the
-            holder is open, nothing was changed.
+            The record that was removed; None: nobody held it (or not by that fence); busy: a
+            guarded transaction of the holder is open, nothing was changed.
         """
         key = stored_key(key)
-        return self._force_release(self._name(key), key, bound=_bound(bound))
+        _seen(fence)
+        return self._force_release(self._name(key), key, fence, bound=_bound(bound))
 
-    def request_stop(self, key: str, *, bound: Duration = MAX_BOUND) -> Record | Contended | None:
+    def request_stop(
+        self, key: str, *, fence: int | None = None, bound: Duration = MAX_BOUND
+    ) -> Record | Contended | None:
         """Ask the holder to finish: its next extend says `stop_requested`.
 
+        Args:
+            fence: See `force_release`.
+
         Returns:
-            The record as it is now; None: nobody holds the key; busy.
+            The record as it is now; None: nobody holds the key (or not by that fence); busy.
         """
-        return self._request_stop(self._name(stored_key(key)), bound=_bound(bound))
+        _seen(fence)
+        return self._request_stop(self._name(stored_key(key)), fence, bound=_bound(bound))
 
     def pause(
         self, key: str, until: datetime, by: str | None = None, *, bound: Duration = MAX_BOUND
@@ -564,14 +584,18 @@ class BaseLockBackend:
         raise NotImplementedError
 
     def _shorten(
-        self, name: str, seconds: float, token: str | None, *, bound: float
+        self, name: str, seconds: float, token: str | None, fence: int | None, *, bound: float
     ) -> Record | Contended | None:
         raise NotImplementedError
 
-    def _force_release(self, name: str, key: str, *, bound: float) -> Record | Contended | None:
+    def _force_release(
+        self, name: str, key: str, fence: int | None, *, bound: float
+    ) -> Record | Contended | None:
         raise NotImplementedError
 
-    def _request_stop(self, name: str, *, bound: float) -> Record | Contended | None:
+    def _request_stop(
+        self, name: str, fence: int | None, *, bound: float
+    ) -> Record | Contended | None:
         raise NotImplementedError
 
     def _pause(
@@ -635,6 +659,11 @@ def _bound(bound: Duration) -> float:
     if bound is MAX_BOUND:
         return MAX_BOUND
     return min(MAX_BOUND, durations.seconds(bound, "bound"))
+
+
+def _seen(fence: int | None) -> None:
+    if fence is not None:
+        validate_fence(fence, least=0)
 
 
 def _positive(value: int, name: str, maximum: int) -> None:

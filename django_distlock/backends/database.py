@@ -181,22 +181,26 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         return Page(shown, self._name(shown[-1].key) if len(found) > limit else None)
 
     def _shorten(
-        self, name: str, seconds: float, token: str | None, *, bound: float
+        self, name: str, seconds: float, token: str | None, fence: int | None, *, bound: float
     ) -> Record | Contended | None:
         def shorten(on: str) -> Record | Contended | None:
-            return self._locks_on(on).shorten(name, seconds, token, bound=bound)
+            return self._locks_on(on).shorten(name, seconds, token, fence, bound=bound)
 
         return self._ask(shorten, bound=bound, busy=partial(self._busy, name))
 
-    def _force_release(self, name: str, key: str, *, bound: float) -> Record | Contended | None:
+    def _force_release(
+        self, name: str, key: str, fence: int | None, *, bound: float
+    ) -> Record | Contended | None:
         def force(on: str) -> Record | Contended | None:
-            return self._locks_on(on).force_release(name, key, bound=bound)
+            return self._locks_on(on).force_release(name, key, fence, bound=bound)
 
         return self._ask(force, bound=bound, busy=partial(self._busy, name), key=key)
 
-    def _request_stop(self, name: str, *, bound: float) -> Record | Contended | None:
+    def _request_stop(
+        self, name: str, fence: int | None, *, bound: float
+    ) -> Record | Contended | None:
         def request(on: str) -> Record | Contended | None:
-            return self._locks_on(on).request_stop(name, bound=bound)
+            return self._locks_on(on).request_stop(name, fence, bound=bound)
 
         return self._ask(request, bound=bound, busy=partial(self._busy, name))
 

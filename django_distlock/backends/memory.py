@@ -181,23 +181,25 @@ class MemoryBackend(BaseLockBackend):
             return Page(records, shown[-1] if len(names) > limit else None)
 
     def _shorten(
-        self, name: str, seconds: float, token: str | None, *, bound: float
+        self, name: str, seconds: float, token: str | None, fence: int | None, *, bound: float
     ) -> Record | None:
         with self._mutex:
             now = self._now()
             record = self._owned(name, token, now)
-            if record is None:
+            if record is None or not record.is_seen(fence):
                 return None
             shortened = record.shortened(now, seconds)
             self._put(name, shortened)
             self._wake_if_sooner(record, name)
             return shortened
 
-    def _force_release(self, name: str, key: str, *, bound: float) -> Record | Contended | None:
+    def _force_release(
+        self, name: str, key: str, fence: int | None, *, bound: float
+    ) -> Record | Contended | None:
         with self._mutex:
             now = self._now()
             record = self._live(name, now)
-            if record is None:
+            if record is None or not record.is_seen(fence):
                 return None
             if self._is_guarded(name):
                 return record.contended(now, busy=True)
@@ -206,13 +208,14 @@ class MemoryBackend(BaseLockBackend):
             self._drop(name)
             return record
 
-    def _request_stop(self, name: str, *, bound: float) -> Record | None:
+    def _request_stop(self, name: str, fence: int | None, *, bound: float) -> Record | None:
         with self._mutex:
             now = self._now()
             record = self._live(name, now)
-            if record is not None:
-                record = changed(record, stop_requested_at=record.stop_requested_at or now)
-                self._put(name, record)
+            if record is None or not record.is_seen(fence):
+                return None
+            record = changed(record, stop_requested_at=record.stop_requested_at or now)
+            self._put(name, record)
             return record
 
     def _pause(self, name: str, key: str, until: datetime, by: str | None, *, bound: float) -> None:

@@ -54,12 +54,15 @@ def check_fence(key: str, fence: int) -> None:
         logger.warning("The fence of %r is %d; %d is the last.", key, fence, FENCE_MAX, extra=extra)
 
 
-def validate_fence(value: object) -> int:
-    """Return a fence that a counter may be raised to.
+def validate_fence(value: object, *, least: int = 1) -> int:
+    """Return a fence that a counter may be raised to, or have.
+
+    Args:
+        least: 0 where that of a key that was never granted will do.
 
     Raises:
-        InvalidArgument: It is no int from 1 to the maximum.
+        InvalidArgument: It is no int from the least to the maximum.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= FENCE_MAX:
-        raise InvalidArgument(f"A fence is an int from 1 to {FENCE_MAX}, not {shown(value)}.")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= FENCE_MAX:
+        raise InvalidArgument(f"A fence is an int from {least} to {FENCE_MAX}, not {shown(value)}.")
     return value

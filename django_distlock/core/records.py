@@ -137,6 +137,10 @@ class Record:
         """Whether its holder is done with it: the key stays taken, the token is spent."""
         return self.free_at is not None and self.free_at == self.expires_at
 
+    def is_seen(self, fence: int | None) -> bool:
+        """Whether it is the grant of this fence (None: of any), which somebody has looked at."""
+        return fence is None or self.fence == fence
+
     def is_owned(self, token: str | None, now: datetime) -> bool:
         """Whether this token (None: any) holds the key and may extend or release it."""
         if token is None:

@@ -23,13 +23,18 @@ from .permissions import Operation
 MAX_SPAN = 10 * 366 * 24 * 3600.0
 
 
-def force_release(key: str, *, backend: str = "default", actor: Any, reason: str) -> Outcome:
+def force_release(
+    key: str, *, backend: str = "default", fence: int | None = None, actor: Any, reason: str
+) -> Outcome:
     """Take a key from its holder: the fence moves on first, then the record goes.
 
     While a guarded transaction of the holder is open, the outcome is busy at once, names the
     sessions that hold the guard, and nothing is changed.
 
     Args:
+        fence: That of the holder whom it is about (`HeldKey.fence`), which the store compares in
+            the same step: where somebody else holds the key by then, nothing is done, and `held` of
+            the outcome says who. None: whoever holds it.
         actor: Who does it: a user of the project, or a text of 1 to 200 characters.
         reason: Why, in 1 to 200 characters.
 
@@ -39,11 +44,19 @@ def force_release(key: str, *, backend: str = "default", actor: Any, reason: str
         BackendUnavailable: The store did not answer. The key may have been taken.
     """
     order = Order(Operation.FORCE_RELEASE, actor, reason)
-    return _on_holder(order, backend, key, lambda store: store.force_release(key))
+    return _on_holder(
+        order, backend, key, fence, lambda store: store.force_release(key, fence=fence)
+    )
 
 
 def expire_soon(
-    key: str, within: Duration, *, backend: str = "default", actor: Any, reason: str = ""
+    key: str,
+    within: Duration,
+    *,
+    backend: str = "default",
+    fence: int | None = None,
+    actor: Any,
+    reason: str = "",
 ) -> Outcome:
     """Let a lease be renewed for so many seconds at the most; it never gets longer.
 
@@ -54,6 +67,7 @@ def expire_soon(
 
     Args:
         within: Seconds, or a `timedelta`.
+        fence: See `force_release`.
         actor: See `force_release`.
         reason: Why, in at most 200 characters.
 
@@ -63,7 +77,7 @@ def expire_soon(
     order, left = Order(Operation.EXPIRE_SOON, actor, reason), seconds(within, "within")
 
     def shorten(store: BaseLockBackend) -> Record | Contended | None:
-        record = store.shorten(key, left)
+        record = store.shorten(key, left, fence=fence)
         if isinstance(record, Record) and record.expires_at is None:
             raise LockUsageError(
                 f"The lease on {key!r} has no expiry, and its holder would not notice one. Ask it"
@@ -73,18 +87,23 @@ def expire_soon(
             )
         return record
 
-    return _on_holder(order, backend, key, shorten, {"within": left})
+    return _on_holder(order, backend, key, fence, shorten, {"within": left})
 
 
-def request_stop(key: str, *, backend: str = "default", actor: Any, reason: str = "") -> Outcome:
+def request_stop(
+    key: str, *, backend: str = "default", fence: int | None = None, actor: Any, reason: str = ""
+) -> Outcome:
     """Ask the holder to finish: it sees `stop_requested` at its next beat or extend.
 
     Args:
+        fence: See `force_release`.
         actor: See `force_release`.
         reason: Why, in at most 200 characters.
     """
     order = Order(Operation.REQUEST_STOP, actor, reason)
-    return _on_holder(order, backend, key, lambda store: store.request_stop(key))
+    return _on_holder(
+        order, backend, key, fence, lambda store: store.request_stop(key, fence=fence)
+    )
 
 
 def pause(
@@ -169,6 +188,7 @@ def _on_holder(
     order: Order,
     backend: str,
     key: str,
+    seen: int | None,
     act: Callable[[BaseLockBackend], Record | Contended | None],
     details: dict[str, Any] | None = None,
 ) -> Outcome:
@@ -183,7 +203,8 @@ def _on_holder(
         held = HeldKey.of(store, answer, now)
         return _outcome(order, store, key, Result.DONE, held=held, fences=(answer.fence, fence))
     if answer is None:
-        return _outcome(order, store, key, Result.NOTHING, fences=(fence, fence))
+        other = None if seen is None else _held(store, key, now)
+        return _outcome(order, store, key, Result.NOTHING, held=other, fences=(fence, fence))
     return _outcome(
         order, store, key, Result.BUSY,
         held=_held(store, key, now), fences=(fence, fence), sessions=_sessions(store, key),

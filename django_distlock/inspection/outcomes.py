@@ -15,8 +15,9 @@ from .showing import session_json
 class Result(enum.StrEnum):
     """What became of it, in a word.
 
-    `NOTHING`: there was nothing to do it to: nobody held the key, it was not paused, no record
-    was over. `BUSY`: somebody's transaction is in the way, and nothing was changed.
+    `NOTHING`: there was nothing to do it to: nobody held the key, or not by the fence that was
+    expected, it was not paused, no record was over. `BUSY`: somebody's transaction is in the way,
+    and nothing was changed.
     """
 
     DONE = "done"
@@ -33,8 +34,8 @@ class Outcome:
         backend: The alias of the backend.
         key: The key, normalised; "" for a cleanup.
         result: What became of it.
-        held: The lock: as it was when it was taken away, else as it is now; None: nobody held it,
-            or it was not looked at.
+        held: The lock: as it was when it was taken away, else as it is now, which may be another
+            holder's than was expected; None: nobody held it, or it was not looked at.
         fence_before: The key's fence before; None: not known, or the key was never granted.
         fence_after: The same behind it. A force-release makes it higher, nothing else changes it,
             but for a grant that came right behind.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.errors import InvalidArgument
+from django_distlock.core.fences import FENCE_MAX
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Counter, Grant, Record
@@ -189,6 +192,39 @@ def test_force_release_of_nothing_is_none(backend: BaseLockBackend, store: Store
     store.elapse(6.1)
     assert backend.force_release(key) is None
     assert store.fence(key) == grant.fence
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        "force_release",
+        "request_stop",
+        pytest.param("shorten", marks=pytest.mark.requires("supports_ttl")),
+    ],
+)
+def test_operation_is_for_the_fence_that_was_seen(
+    backend: BaseLockBackend, store: Store, key: str, operation: str
+) -> None:
+    """Of a holder before, or of nobody, nothing is changed, and no fence is used up."""
+    before = take(backend, key)
+    backend.release(before)
+    grant = take(backend, key)
+    now, fence = held(backend, key), store.fence(key)
+
+    def act(seen: int) -> Any:
+        arguments = (key, 5) if operation == "shorten" else (key,)
+        return getattr(backend, operation)(*arguments, fence=seen)
+
+    for seen in (before.fence, grant.fence + 1, 0):
+        assert act(seen) is None
+        assert held(backend, key) == now
+        assert store.fence(key) == fence
+    contend(backend, key)
+    assert isinstance(act(grant.fence), Record)
+    assert backend.read(key) != now
+    for wrong in (True, -1, "1", FENCE_MAX + 1):
+        with pytest.raises(InvalidArgument, match=r"A fence is an int from 0 to"):
+            act(wrong)  # type: ignore[arg-type]
 
 
 def test_force_release_ends_a_lock_without_expiry(backend: BaseLockBackend, key: str) -> None:

@@ -341,6 +341,25 @@ def test_block_that_lost_its_session_fails(backend: AdvisoryBackend, key: str) -
         assert Later(backend.force_release, key).result() is not None
 
 
+def test_force_release_spares_the_next_grant_of_the_same_session(
+    backend: AdvisoryBackend, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A holder that gives back by itself, and is granted the key again, is another one."""
+    first, later = take(backend, key), []
+    pid, move = session_of(backend, first).pid, backend._move_fence
+
+    def hand_on(*args: Any) -> Any:
+        found = move(*args)
+        backend.release(first)
+        later.append(take(backend, key))
+        return found
+
+    monkeypatch.setattr(backend, "_move_fence", hand_on)
+    backend.force_release(key)
+    assert session_of(backend, later[0]).pid == pid
+    assert isinstance(backend.extend(later[0]), Grant)
+
+
 @pytest.mark.parametrize("operation", ["extend", "extend_many", "release", "takeover"])
 def test_operation_on_an_ended_session_finds_the_lease_gone(
     backend: AdvisoryBackend, key: str, operation: str

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from io import StringIO
+from typing import Any
 
 import pytest
 from django.conf import settings
@@ -131,6 +132,28 @@ def test_question_is_asked_first(grants: list[Grant], key: str) -> None:
     ran = run("distlock_release", grants[1].key, OF, "--reason=known", answers="yes\n")
     assert ran.status == 0
     assert event_of(grants[1].key).reason == "known"
+
+
+@pytest.mark.parametrize("alias", STORE)
+def test_next_holder_of_the_last_moment_is_spared(
+    key: str, alias: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has the key by the time that the store is asked was shown to nobody."""
+    store, first = lock_backends[alias], hold(alias, key)
+    take, later = store._force_release, []
+
+    def hand_on(*args: Any, **more: Any) -> Any:
+        store.release(first)
+        later.append(hold(alias, key))
+        return take(*args, **more)
+
+    monkeypatch.setattr(store, "_force_release", hand_on)
+    ran = run("distlock_release", key, f"--backend={alias}", *FORCED, "--json")
+    assert ran.status == 1
+    [outcome] = ran.json["outcomes"]
+    assert (outcome["result"], outcome["held"]["fence"]) == ("nothing", later[0].fence)
+    assert store.extend(later[0]) is not None
+    assert no_event_of(key)
 
 
 @pytest.mark.parametrize("what", [["{key}"], ["--prefix", "{key}"], ["--host", "{key}"]])

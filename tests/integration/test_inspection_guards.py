@@ -24,7 +24,7 @@ GUARDING = [
     if each in settings.DISTLOCK
 ]
 POSTGRES = ["postgres", "postgres_orm", "advisory"]
-WHO = {"actor": "Ada", "reason": "it hangs"}
+WHO: dict[str, Any] = {"actor": "Ada", "reason": "it hangs"}
 
 
 def using_of(alias: str) -> str:

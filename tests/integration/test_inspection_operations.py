@@ -54,7 +54,7 @@ ALIASES: list[str] = [
 ]
 KEPT = [alias for alias in ALIASES if alias != "memory"]
 EXPIRING = [alias for alias in ALIASES if alias != "advisory"]
-WHO = {"actor": "Ada", "reason": "it hangs"}
+WHO: dict[str, Any] = {"actor": "Ada", "reason": "it hangs"}
 
 #: Backends that keep what is over, and their databases.
 TABLES: dict[str, str] = {

@@ -139,7 +139,7 @@ def test_lease_that_was_taken_away_is_lost_and_forced(
 ) -> None:
     """An operator takes a key: that is counted, and so is the loss, with its cause."""
     lock = distlock(f"{key}:1", backend=alias)
-    by = {"actor": "Ada", "reason": "it hangs"}
+    by: dict[str, Any] = {"actor": "Ada", "reason": "it hangs"}
     with pytest.raises(LockLost), lock:
         assert Later(force_release, lock.key, backend=alias, **by).result().is_done
     labels = of(key, alias)

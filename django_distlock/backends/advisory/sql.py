@@ -130,6 +130,9 @@ EVERYBODY = (
 #: The numbers of all locks that last for a session.
 NUMBERS = f"SELECT (l.classid::bigint << 32) | l.objid::bigint {_LOCKS}"
 
+#: Keeps a key from being granted until the end of the transaction, and tells its fence.
+LOCK_FENCE = "SELECT fence FROM {fences} WHERE storage_key = %s FOR NO KEY UPDATE"
+
 #: Ends the session that holds a lock, if it still is the one that was seen.
 TERMINATE = f"""
     SELECT pg_terminate_backend(l.pid, %s) {_LOCKS}

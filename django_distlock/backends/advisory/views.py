@@ -21,6 +21,7 @@ from ..tables import FenceTable
 from .holdings import Holdings, stop_word
 from .sql import (
     EVERYBODY,
+    LOCK_FENCE,
     NUMBERS,
     SHOWN,
     TERMINATE,
@@ -64,14 +65,18 @@ class SessionViews(FenceTable):
             tuple(record for _name, record in page), page[-1][0] if len(records) > limit else None
         )
 
-    def _force_release(self, name: str, key: str, *, bound: float) -> Record | Contended | None:
-        force = partial(self._force, name, key, bound)
+    def _force_release(
+        self, name: str, key: str, fence: int | None, *, bound: float
+    ) -> Record | Contended | None:
+        force = partial(self._force, name, key, fence, bound)
         busy = partial(self._busy, name)
         done, record = self._ask(force, bound=bound, busy=lambda: (False, None), key=key)
         return record if done else busy()
 
-    def _request_stop(self, name: str, *, bound: float) -> Record | Contended | None:
-        request = partial(self._send_stop, name, bound)
+    def _request_stop(
+        self, name: str, fence: int | None, *, bound: float
+    ) -> Record | Contended | None:
+        request = partial(self._send_stop, name, fence, bound)
         return self._ask(request, bound=bound, busy=partial(self._busy, name))
 
     # In the server
@@ -124,41 +129,50 @@ class SessionViews(FenceTable):
         numbers = {number for (number,) in _rows(on, NUMBERS)}
         return [name for name in names if self._number(name) in numbers]
 
-    def _force(self, name: str, key: str, bound: float, on: str) -> tuple[bool, Record | None]:
+    def _force(
+        self, name: str, key: str, fence: int | None, bound: float, on: str
+    ) -> tuple[bool, Record | None]:
         """Move the fence on, then end the session; False: somebody else is about to."""
         # One at a time, also behind the commit that moved the fence.
         turn = advisory_id(f"{session_salt(self._fences)}:force", name)
         if not _rows(on, "SELECT pg_try_advisory_lock(%s)", turn)[0][0]:
             return False, None
         try:
-            found = self._move_fence(name, key, bound, on)
+            found = self._move_fence(name, key, fence, bound, on)
             if found is None:
                 return True, None
             # Its guarded writes fail by now.
-            record, pid = found
-            self._terminate(name, key, pid, on)
+            record, pid, moved = found
+            self._terminate(name, key, pid, moved, on)
             return True, record
         finally:
             with suppress(Error):
                 _rows(on, "SELECT pg_advisory_unlock(%s)", turn)
 
-    def _move_fence(self, name: str, key: str, bound: float, on: str) -> tuple[Record, int] | None:
+    def _move_fence(
+        self, name: str, key: str, fence: int | None, bound: float, on: str
+    ) -> tuple[Record, int, int] | None:
         if self._find(name, bound, on) is None:
             return None  # And no counter is made for a key that nobody ever held.
         counters = self._counters_on(on)
         with counters.turn(name, key, bound):
             counter = counters.lock(name)
             found = self._see(name, on)
-            if found is not None:
-                store = vendors.of(on)
-                store.make_durable()
-                counters.advance(name, key, counter, store.now())
-            return found
+            if found is None or not found[0].is_seen(fence):
+                return None
+            store = vendors.of(on)
+            store.make_durable()
+            return *found, counters.advance(name, key, counter, store.now())
 
-    def _terminate(self, name: str, key: str, pid: int, on: str) -> None:
+    def _terminate(self, name: str, key: str, pid: int, moved: int, on: str) -> None:
         patience = int(MAX_BOUND * 1000)
-        number = halves(self._number(name))
-        rows = _rows(on, TERMINATE, patience, *number, pid, self._shown(name))
+        with vendors.of(on).short_transaction(MAX_BOUND):
+            # Nobody is granted the key while its counter is locked. If somebody was since it moved,
+            # maybe with the same session, then the holder has given it back by itself.
+            if _rows(on, LOCK_FENCE.format(fences=self._fences), name) != [(moved,)]:
+                return
+            number = halves(self._number(name))
+            rows = _rows(on, TERMINATE, patience, *number, pid, self._shown(name))
         if rows and not rows[0][0]:
             raise BackendUnavailable(
                 f"The session {pid} that holds {key!r} was told to end and has not yet.",
@@ -166,14 +180,14 @@ class SessionViews(FenceTable):
                 code="network_timeout",
             )
 
-    def _send_stop(self, name: str, bound: float, on: str) -> Record | None:
+    def _send_stop(self, name: str, fence: int | None, bound: float, on: str) -> Record | None:
         found = self._find(name, bound, on)
-        if found is None:
+        if found is None or not found[0].is_seen(fence):
             return None
         record, pid = found
         now = vendors.of(on).now()
         mine = self._holdings.of_session(name, pid)
-        if mine is not None:
+        if mine is not None and mine.record.is_seen(record.fence):
             return self._holdings.change(mine, stop_requested_at=now)
         word = stop_word(self._number(name), record.fence)
         _rows(on, "SELECT pg_notify(%s, %s)", f"distlock_{pid}", word)

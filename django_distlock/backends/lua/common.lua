@@ -65,6 +65,11 @@ local function refused(lock, token)
     return nil, held[2], held[4]
 end
 
+-- Whether a record is the grant of this fence ("": of any), which somebody has looked at.
+local function is_seen(lock, fence)
+    return fence == '' or redis.call('HGET', lock, 'fence') == fence
+end
+
 local function is_sooner(free_at, before)
     return free_at ~= '' and (before == '' or tonumber(free_at) < tonumber(before))
 end

@@ -2,10 +2,10 @@
 --
 -- KEYS: record, fence. Answers: held now record | overflow | free
 local lock, fence = unpack(KEYS)
-local maximum, channel = unpack(ARGV)
+local maximum, channel, seen = unpack(ARGV)
 
 local free_at, wanted = unpack(redis.call('HMGET', lock, 'free_at', 'wanted'))
-if not free_at or not is_live(free_at) then
+if not free_at or not is_live(free_at) or not is_seen(lock, seen) then
     return 'free'
 end
 local moved = next_fence(fence)

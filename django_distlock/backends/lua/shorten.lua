@@ -6,11 +6,12 @@
 -- KEYS: record; where tokens are indexed, that of the token, which stays as it is.
 -- Answers: held now record | free
 local lock = KEYS[1]
-local seconds, token, channel = unpack(ARGV)
+local seconds, token, channel, seen = unpack(ARGV)
 
 local held = redis.call('HMGET', lock, 'free_at', 'expires_at', 'wanted')
 local free_at, expires_at, settled = held[1], held[2], held[1] == held[2] and held[1] ~= ''
-if not free_at or not is_live(free_at) or token ~= '' and refused(lock, token) then
+if not free_at or not is_live(free_at) or token ~= '' and refused(lock, token)
+    or not is_seen(lock, seen) then
     return 'free'
 end
 local sooner = lease_ends(seconds, 0)

@@ -212,18 +212,20 @@ class RedisBackend(RedisWaiters):
         return self.store.live_records(line, [self._at("lock", name) for name in names], again)
 
     def _shorten(
-        self, name: str, seconds: float, token: str | None, *, bound: float
+        self, name: str, seconds: float, token: str | None, fence: int | None, *, bound: float
     ) -> Record | None:
         tokens = [] if token is None else [self._token(token)]
-        arguments = (repr(seconds), token or "", self._channel)
+        arguments = (repr(seconds), token or "", self._channel, _fence(fence))
         return self._run(Call(script("shorten"), [self._at("lock", name)], arguments, tokens), held)
 
-    def _force_release(self, name: str, key: str, *, bound: float) -> Record | None:
+    def _force_release(
+        self, name: str, key: str, fence: int | None, *, bound: float
+    ) -> Record | None:
         def read(answer: str) -> Record | None:
             return overflow(key) if answer == "overflow" else held(answer)
 
         keys = [self._at("lock", name), self._at("fence", name)]
-        arguments = (_FENCE_MAX, self._channel)
+        arguments = (_FENCE_MAX, self._channel, _fence(fence))
         record = self._run(Call(script("force_release"), keys, arguments), read, key)
         if record is not None:
             self._forget_token(record)
@@ -235,8 +237,9 @@ class RedisBackend(RedisWaiters):
         with suppress(LockError):
             self.store.command("DEL", self._token(record.token))
 
-    def _request_stop(self, name: str, *, bound: float) -> Record | None:
-        return self._run(Call(script("request_stop"), [self._at("lock", name)], ()), held)
+    def _request_stop(self, name: str, fence: int | None, *, bound: float) -> Record | None:
+        arguments = (_fence(fence),)
+        return self._run(Call(script("request_stop"), [self._at("lock", name)], arguments), held)
 
     def _pause(self, name: str, key: str, until: datetime, by: str | None, *, bound: float) -> None:
         arguments = (str(to_microseconds(until)), by or "")
@@ -370,6 +373,10 @@ def _or_raise(answer: str | LockError) -> str:
     if isinstance(answer, LockError):
         raise answer
     return answer
+
+
+def _fence(fence: int | None) -> str:
+    return "" if fence is None else str(fence)
 
 
 def _seconds(ttl: float | None) -> str:

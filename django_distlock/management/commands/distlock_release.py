@@ -11,11 +11,8 @@ from ...core.errors import BackendUnavailable
 from ...core.keys import stored_key
 from ...inspection import (
     HeldKey,
-    Operation,
     Outcome,
-    Result,
     force_release,
-    get_by_key,
     list_locks,
     show,
 )
@@ -121,18 +118,14 @@ class Command(OperatorCommand):
         return None
 
     def _take_one(self, held: HeldKey, reason: str) -> Outcome:
-        now = get_by_key(held.key, backend=held.backend)
-        if now is not None and now.fence != held.fence:
-            # Whoever has it now was not shown to anybody.
-            return Outcome(
-                operation=Operation.FORCE_RELEASE,
-                backend=held.backend,
-                key=held.key,
-                result=Result.NOTHING,
-                fence_before=now.fence,
-                fence_after=now.fence,
-            )
-        return force_release(held.key, backend=held.backend, actor=self.actor(), reason=reason)
+        return force_release(
+            held.key,
+            backend=held.backend,
+            # Whoever has it by now was not shown to anybody.
+            fence=held.fence,
+            actor=self.actor(),
+            reason=reason,
+        )
 
     def _print_outcomes(self, outcomes: list[Outcome]) -> None:
         for each in outcomes:
