@@ -21,11 +21,13 @@ from . import vendors
 from .core.durations import MAX_BOUND
 from .core.holders import Holder
 from .core.records import (
+    SPOILED,
     UNKNOWN,
     Contended,
     Grant,
     Record,
     Unknown,
+    Unreadable,
     lease_ends,
 )
 from .core.secrets import Token
@@ -165,7 +167,7 @@ class HeldLockManager(models.Manager["HeldLock"]):
 
     def live_records(
         self, prefix: str, after: str | None, *, host: str | None, task_id: str | None, limit: int
-    ) -> list[Record]:
+    ) -> list[Record | Unreadable]:
         """Return up to `limit` live records whose storage keys start with `prefix`, in order."""
         rows = between(self.all(), prefix, after)
         if host is not None:
@@ -399,8 +401,12 @@ class HeldLockManager(models.Manager["HeldLock"]):
         )
 
 
-def _recorded(holder: Any, *values: Any) -> Record:
-    return Record(holder=Holder.from_json(holder), **dict(zip(_COLUMNS[1:], values, strict=True)))
+def _recorded(holder: Any, *values: Any) -> Record | Unreadable:
+    fields = dict(zip(_COLUMNS[1:], values, strict=True))
+    try:
+        return Record(holder=Holder.from_json(holder), **fields)
+    except SPOILED as error:
+        return Unreadable.of(fields["key"], error)
 
 
 def _live(row: HeldLock, now: datetime) -> Record | None:

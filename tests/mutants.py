@@ -779,6 +779,33 @@ MUTANTS = (
             ),
         )
     ),
+    *(
+        Mutant(
+            fault="a spoiled record that hides the others",
+            backend=backend,
+            file=file,
+            old=old,
+            new="except ZeroDivisionError as error:",
+            test=f"tests/integration/test_spoiled_records.py::{test}",
+            case=case,
+        )
+        for backend, file, old, test, case in (
+            (
+                "redis",
+                f"{REDIS}/bulk.py",
+                r"except \(LockError, \*SPOILED\) as error:",
+                "test_dashboard_shows_it",
+                "no fence",
+            ),
+            (
+                "postgres",
+                MANAGERS,
+                r"except SPOILED as error:",
+                "test_row_of_a_table_that_was_changed_by_hand",
+                "{backend}",
+            ),
+        )
+    ),
     Mutant(
         fault="a forced release that ends the next grant's session",
         backend="advisory",

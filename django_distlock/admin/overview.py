@@ -72,6 +72,14 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A key whose record somebody has written to."""
+
+    failure: Failure
+    href: str
+
+
+@dataclass(frozen=True, slots=True)
 class Overview:
     """What is held, how much of everything there is, and what happened."""
 
@@ -81,6 +89,7 @@ class Overview:
     chart: MinuteChart | None
     contended: tuple[Wanted, ...]
     failures: tuple[Failure, ...]
+    unreadable: tuple[Unreadable, ...]
     alone: tuple[str, ...]
 
     @classmethod
@@ -91,7 +100,7 @@ class Overview:
             page = list_locks(cursor=cursor or None, limit=LIMIT, **arguments)
         except InvalidArgument:
             page = list_locks(limit=LIMIT, **arguments)
-        failures = {each.backend: each for each in page.failures}
+        failures = {each.backend: each for each in page.failures if not each.is_of_key}
         summaries = list(_asked(summary, failures))
         past = history()
         return cls(
@@ -104,6 +113,11 @@ class Overview:
             chart=None if past is None else MinuteChart.of(past),
             contended=tuple(_contended(summaries, pages)),
             failures=tuple(failures.values()),
+            unreadable=tuple(
+                Unreadable(each, pages.key(Target(each.backend, each.key)))
+                for each in page.failures
+                if each.is_of_key
+            ),
             alone=tuple(_alone()),
         )
 
@@ -116,6 +130,7 @@ class Overview:
             self.chart and [each.minute for each in self.chart.bars],
             self.contended,
             self.failures,
+            self.unreadable,
         )
 
 

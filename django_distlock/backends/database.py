@@ -17,7 +17,7 @@ from ..conf import BackendConfig
 from ..connections import close_before_drop, in_test_case
 from ..core.errors import LockError
 from ..core.holders import Holder
-from ..core.records import UNKNOWN, Contended, Grant, Page, Record, Unknown, Waiting
+from ..core.records import UNKNOWN, Contended, Grant, Page, Record, Unknown, Unreadable, Waiting
 from ..exceptions import InvalidLockBackend
 from ..functions import ServerFunctions
 from ..managers import Freed, HeldLockManager
@@ -171,14 +171,18 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
     ) -> Page:
         start = self._namespace(prefix)
 
-        def page(on: str) -> list[Record]:
+        def page(on: str) -> list[Record | Unreadable]:
             return self._locks_on(on).live_records(
                 start, cursor, host=host, task_id=task_id, limit=limit + 1
             )
 
         found = self._ask(page, writes=False, long=True)
-        shown = tuple(found[:limit])
-        return Page(shown, self._name(shown[-1].key) if len(found) > limit else None)
+        shown = found[:limit]
+        return Page(
+            tuple(each for each in shown if isinstance(each, Record)),
+            self._name(shown[-1].key) if len(found) > limit else None,
+            tuple(each for each in shown if isinstance(each, Unreadable)),
+        )
 
     def _shorten(
         self, name: str, seconds: float, token: str | None, fence: int | None, *, bound: float

@@ -75,8 +75,14 @@ class Holder:
         """Return the holder that `data` describes.
 
         Names it does not know are left out: a newer version may have written them.
+
+        Raises:
+            InvalidArgument: Something in it is not what `as_json` would have written.
         """
-        return cls(**{name: value for name, value in data.items() if name in _NAMES})
+        found = cls(**{name: value for name, value in data.items() if name in _NAMES})
+        if not isinstance(found.metadata, Mapping) or not isinstance(found.pid, int):
+            raise InvalidArgument(f"A holder has a pid and metadata, not {shown(data)}.")
+        return found
 
 
 _NAMES = {each.name: None for each in fields(Holder)}

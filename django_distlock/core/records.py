@@ -8,10 +8,14 @@ from datetime import datetime, timedelta
 from typing import Final
 
 from .durations import GRACE
+from .errors import LockError
 from .holders import Holder
 from .secrets import Token
 
 _GRACE: Final = timedelta(seconds=GRACE)
+
+#: What is raised where a record is made of what somebody else has written in its place.
+SPOILED: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 class Unknown(enum.Enum):
@@ -222,16 +226,37 @@ class Counter:
 
 
 @dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A record that somebody else has written to: its key may be taken, nobody knows by whom.
+
+    Attributes:
+        key: The key.
+        error: What came of reading it.
+    """
+
+    key: str
+    error: LockError
+
+    @classmethod
+    def of(cls, key: str, error: Exception) -> Unreadable:
+        """Say of which key it is, and what is wrong."""
+        text = f"The record of {key!r} cannot be read, somebody has written to it: {error!r}."
+        return cls(key, LockError(text, key=key))
+
+
+@dataclass(frozen=True, slots=True)
 class Page:
     """A part of a listing.
 
     Attributes:
         records: Live records, in the order of their storage keys.
         cursor: Where the next page starts; None: this was the last one.
+        unreadable: Records among these that cannot be read.
     """
 
     records: tuple[Record, ...]
     cursor: str | None
+    unreadable: tuple[Unreadable, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

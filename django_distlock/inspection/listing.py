@@ -14,7 +14,7 @@ from django.core.exceptions import ImproperlyConfigured
 from ..backends.counts import overdue, tally
 from ..core.durations import Duration, number, seconds
 from ..core.errors import InvalidArgument, LockError, shown
-from ..core.records import Record
+from ..core.records import Record, Unreadable
 from ..handler import lock_backends
 from .held import HeldKey, State
 
@@ -26,18 +26,21 @@ _LOOKED_AT = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A backend that could not be asked.
+    """A backend that could not be asked, or a record of it that cannot be read.
 
     Attributes:
         backend: Its alias.
         code: That of the error, such as `"service_unavailable"`; `"unsupported"`: it cannot list;
-            `"misconfigured"`: its settings break a rule.
+            `"misconfigured"`: its settings break a rule; `"unreadable"`: somebody has written to
+            the record of a key, and the rest of the backend is listed.
         message: What the error says.
+        key: Whose record cannot be read; "": it is about the backend.
     """
 
     backend: str
     code: str
     message: str
+    key: str = ""
 
     @classmethod
     def of(cls, alias: str, error: LockError | ImproperlyConfigured) -> Failure:
@@ -47,7 +50,13 @@ class Failure:
 
     def as_json(self) -> dict[str, Any]:
         """Return what JSON can carry."""
-        return {"backend": self.backend, "code": self.code, "message": self.message}
+        of_key = {"key": self.key} if self.is_of_key else {}
+        return {"backend": self.backend, "code": self.code, "message": self.message, **of_key}
+
+    @property
+    def is_of_key(self) -> bool:
+        """Whether one record is meant, and the rest of its backend was listed."""
+        return self.code == "unreadable"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +66,8 @@ class LockPage:
     Attributes:
         locks: Held keys, by backend in the order of the settings.
         cursor: Where the next page starts; None: this was the last one.
-        failures: Backends that this page should have shown and could not.
+        failures: Backends that this page should have shown and could not, and records of it that
+            cannot be read.
     """
 
     locks: tuple[HeldKey, ...]
@@ -150,8 +160,11 @@ def list_locks(  # noqa: PLR0913 - filters, each by its name
     failures: list[Failure] = []
     for alias, start in _from(_chosen(backends), cursor):
         try:
-            for found, following in _pages(alias, start, wanted, filters, limit - len(locks)):
+            for found, spoiled, following in _pages(
+                alias, start, wanted, filters, limit - len(locks)
+            ):
                 locks += found
+                failures += spoiled
                 if following is not None and locks:
                     return LockPage(tuple(locks), _packed(alias, following), tuple(failures))
         except InvalidArgument:
@@ -165,8 +178,8 @@ def list_locks(  # noqa: PLR0913 - filters, each by its name
 
 def _pages(
     alias: str, start: str | None, wanted: _Wanted, filters: dict[str, Any], limit: int
-) -> Iterator[tuple[list[HeldKey], str | None]]:
-    """Yield what is held on a backend, and where the rest starts, until there is none."""
+) -> Iterator[tuple[list[HeldKey], list[Failure], str | None]]:
+    """Yield what is held on a backend, what is unreadable, and where the rest starts."""
     store = lock_backends[alias]
     size = limit if wanted.everything else max(limit, _LOOKED_AT)
     while True:
@@ -181,10 +194,14 @@ def _pages(
                     size = at
                     break
         else:
-            yield found, page.cursor
+            yield found, [_spoiled(alias, each) for each in page.unreadable], page.cursor
             if (start := page.cursor) is None:
                 return
             size = limit if wanted.everything else max(limit, _LOOKED_AT)
+
+
+def _spoiled(alias: str, record: Unreadable) -> Failure:
+    return Failure(backend=alias, code="unreadable", message=str(record.error), key=record.key)
 
 
 def _chosen(backends: Collection[str] | None) -> tuple[str, ...]:

@@ -134,7 +134,9 @@ def raise_unavailable(failures: Iterable[Failure]) -> None:
     Raises:
         CommandError: There is.
     """
-    silent = [each.backend for each in failures if each.code != "unsupported"]
+    silent = [
+        each.backend for each in failures if each.code != "unsupported" and not each.is_of_key
+    ]
     if silent:
         raise CommandError(
             f"Not all backends could be asked: {', '.join(silent)}.", returncode=UNAVAILABLE

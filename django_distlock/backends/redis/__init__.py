@@ -21,13 +21,25 @@ from ...core.fences import FENCE_MAX
 from ...core.holders import Holder
 from ...core.keys import key_hash
 from ...core.logs import log_fields
-from ...core.records import UNKNOWN, Contended, Counter, Grant, Page, Raised, Record, Unknown
+from ...core.records import (
+    SPOILED,
+    UNKNOWN,
+    Contended,
+    Counter,
+    Grant,
+    Page,
+    Raised,
+    Record,
+    Unknown,
+    Unreadable,
+)
 from ...core.secrets import Token
 from ...exceptions import InvalidLockBackend
 from ...fields import from_microseconds, to_microseconds
 from ..listening import Listener
 from ..lua import script
 from .answers import counted, extended, granted, held, overflow
+from .bulk import key_of
 from .clients import client_source
 from .lines import Call, ThreadLines
 from .store import RedisStore, escaped, text
@@ -181,6 +193,7 @@ class RedisBackend(RedisWaiters):
         self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
     ) -> Page:
         found: list[Record] = []
+        spoiled: list[Unreadable] = []
         last = None
         pattern = _ANY_TAG + escaped(prefix) + "*"
         for line, chunk in self.store.walk_lines(self._at("lock", ""), pattern, cursor, limit):
@@ -190,6 +203,9 @@ class RedisBackend(RedisWaiters):
                 chunk = list(compress(chunk, fits))  # noqa: PLW2901
             records = self.records(line, [name for name, _place in chunk])
             for record, (_name, place) in zip(records, chunk, strict=True):
+                if isinstance(record, Unreadable):
+                    spoiled.append(record)
+                    continue
                 if (
                     record is None
                     or host not in (None, record.holder.host)
@@ -197,12 +213,12 @@ class RedisBackend(RedisWaiters):
                 ):
                     continue
                 if len(found) == limit:
-                    return Page(tuple(found), last)
+                    return Page(tuple(found), last, tuple(spoiled))
                 found.append(record)
                 last = place
-        return Page(tuple(found), None)
+        return Page(tuple(found), None, tuple(spoiled))
 
-    def records(self, line: ThreadLines, names: Sequence[str]) -> list[Record | None]:
+    def records(self, line: ThreadLines, names: Sequence[str]) -> list[Record | Unreadable | None]:
         """Return what one server has of these locks, in their order; None: not held.
 
         Args:
@@ -340,12 +356,12 @@ class RedisBackend(RedisWaiters):
         return twin
 
     def _run(self, question: Call, read: Callable[[str], T], key: str | None = None) -> T:
-        return read(self.store.ask(question, key))
+        return _read(read, self.store.ask(question, key), question)
 
     async def _run_awaited(
         self, question: Call, read: Callable[[str], T], key: str | None = None
     ) -> T:
-        return read(await self.store.aask(question, key))
+        return _read(read, await self.store.aask(question, key), question)
 
     async def _freed_awaited(self, name: str, answer: Awaitable[bool]) -> bool | Unknown:
         return self._freed(name, await answer)
@@ -367,6 +383,20 @@ class RedisBackend(RedisWaiters):
 @lru_cache(maxsize=1024)  # A key is named again when it is released.
 def _tagged(prefix: str, key: str) -> str:
     return f"{{{key_hash(prefix + key)}}}:{key}"
+
+
+def _read(read: Callable[[str], T], answer: str, question: Call) -> T:
+    """Read an answer.
+
+    Raises:
+        LockError: It is about a record that somebody has spoiled.
+    """
+    try:
+        return read(answer)
+    except LockError:
+        raise
+    except SPOILED as error:
+        raise Unreadable.of(key_of(question.keys[0]), error).error from error
 
 
 def _or_raise(answer: str | LockError) -> str:

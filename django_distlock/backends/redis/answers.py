@@ -12,7 +12,7 @@ from ...core.errors import InvalidArgument, LockError
 from ...core.fences import FENCE_MAX, check_fence
 from ...core.holders import Holder
 from ...core.logs import log_fields
-from ...core.records import Contended, Counter, Grant, Record
+from ...core.records import SPOILED, Contended, Counter, Grant, Record
 from ...fields import from_microseconds
 
 logger = logging.getLogger("django_distlock")
@@ -52,7 +52,11 @@ def _contended(key: str, outcome: str, rest: str) -> Contended:
     observed_at, paused = from_microseconds(int(now)), outcome == "paused"
     if not described:
         return Contended(observed_at=observed_at, paused=paused)
-    return _record(described).contended(observed_at, paused=paused)
+    try:
+        return _record(described).contended(observed_at, paused=paused)
+    except SPOILED:
+        # It is held, whoever it was: that is no error of the one who waits.
+        return Contended(observed_at=observed_at, paused=paused)
 
 
 def overflow(key: str) -> NoReturn:

@@ -6,7 +6,9 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from ...core.records import Record
+from ...core.errors import BackendUnavailable, LockError
+from ...core.holders import Holder
+from ...core.records import SPOILED, Record, Unreadable
 from .answers import recorded
 from .lines import ThreadLines
 
@@ -19,7 +21,7 @@ _FIELDS: Final = (
 
 def live_records(
     line: ThreadLines, names: Sequence[str], again: Callable[[str], Record | None]
-) -> Iterator[Record | None]:
+) -> Iterator[Record | Unreadable | None]:
     """Yield the records with these names, in their order; None: nobody holds the key.
 
     Args:
@@ -31,21 +33,34 @@ def live_records(
         raise time
     now = int(time[0]) * 1_000_000 + int(time[1])
     for name, answer in zip(names, answers, strict=True):
-        if isinstance(answer, Exception):
-            yield again(name)
-            continue
-        free_at, *_others = answer
-        # "" is without expiry. A client of the project's own making may decode.
-        if free_at is None or (free_at and int(free_at) <= now):
-            yield None
-        else:
-            yield recorded(
-                {
-                    field: value if isinstance(value, str) else str(value, "utf-8")
-                    for field, value in zip(_FIELDS, answer, strict=True)
-                    if value is not None
-                }
-            )
+        try:
+            if isinstance(answer, Exception):
+                yield again(name)
+                continue
+            yield _live(answer, now)
+        except BackendUnavailable:
+            raise
+        except (LockError, *SPOILED) as error:
+            yield Unreadable.of(key_of(name), error)
+
+
+def key_of(name: str) -> str:
+    """Return the key that a record's name in the store is about."""
+    return name.partition("}:")[2]
+
+
+def _live(answer: Sequence[str | bytes | None], now: int) -> Record | None:
+    free_at, *_others = answer
+    # "" is without expiry. A client of the project's own making may decode.
+    if free_at is None or (free_at and int(free_at) <= now):
+        return None
+    return recorded(
+        {
+            field: value if isinstance(value, str) else str(value, "utf-8")
+            for field, value in zip(_FIELDS, answer, strict=True)
+            if value is not None
+        }
+    )
 
 
 def waiting(line: ThreadLines, names: Sequence[str]) -> list[int]:
@@ -71,5 +86,8 @@ def _is_of(answer: object, host: str | None, task_id: str | None) -> bool:
         return False
     if not isinstance(answer, str | bytes):
         return True  # An error: let it be read by itself.
-    holder = json.loads(answer)
-    return host in (None, holder.get("host")) and task_id in (None, holder.get("task_id"))
+    try:
+        holder = Holder.from_json(json.loads(answer))
+    except SPOILED:
+        return True  # The same.
+    return host in (None, holder.host) and task_id in (None, holder.task_id)

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from typing import Final
 
+from ...core.records import Record, Unreadable
 from ..counts import Count, States, Strain, overdue, tally
 from . import RedisBackend
 
@@ -32,8 +33,10 @@ def sampled_states(store: RedisBackend, soon: float) -> tuple[States, Strain]:
         for name in names:
             if name.startswith(prefix) and (match := _OURS.fullmatch(name, len(prefix))):
                 ours[match[1]].append(match[2])
-        records = [each for each in store.records(line, ours["lock"]) if each]
+        found_here = store.records(line, ours["lock"])
+        records = [each for each in found_here if isinstance(each, Record)]
         part = Counter(state for each in records for state in tally(each, now, soon))
+        part["held"] += sum(isinstance(each, Unreadable) for each in found_here)
         late += [overdue(each, now) for each in records]
         numbers = store.store.waiting(line, [f"{prefix}waiters:{name}" for name in ours["waiters"]])
         part["waiting"] = sum(numbers)

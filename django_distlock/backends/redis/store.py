@@ -15,7 +15,7 @@ import redis
 
 from ...core.durations import MAX_BOUND
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError
-from ...core.records import Record
+from ...core.records import Record, Unreadable
 from .bulk import held_by, live_records, waiting
 from .clients import ERRORS, own_client, translated
 from .cluster import ClusterLines
@@ -149,7 +149,7 @@ class RedisStore:
 
     def live_records(
         self, line: ThreadLines, names: Sequence[str], again: Callable[[str], Record | None]
-    ) -> list[Record | None]:
+    ) -> list[Record | Unreadable | None]:
         """See `bulk.live_records`."""
         with self._asking():
             return list(live_records(line, names, again))
@@ -323,9 +323,9 @@ def escaped(text: str) -> str:
 
 
 def text(answer: Any) -> str:
-    """Return an answer as text."""
+    """Return an answer as text; bytes that are none are escaped, for others may have keys here."""
     # A client of the project's own making may decode.
-    return answer if isinstance(answer, str) else str(answer, "utf-8")
+    return answer if isinstance(answer, str) else str(answer, "utf-8", "backslashreplace")
 
 
 def _begin_in_child() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import ClassVar
 
 from ...core.errors import LockError
 from ...core.holders import Holder
-from ...core.records import Waiting
+from ...core.records import SPOILED, Waiting
 from ...fields import from_microseconds
 from ..base import BaseLockBackend
 from ..listening import Listener
@@ -58,7 +59,11 @@ class RedisWaiters(BaseLockBackend):
         found = json.loads(
             self.store.ask(Call(script("waiters"), [self._waiting(name)], (str(MANY),)))
         )
-        shown = [_shown(note, until) for note, until in zip(found[::2], found[1::2], strict=True)]
+        shown = []
+        for note, until in zip(found[::2], found[1::2], strict=True):
+            # For people to see: what somebody has spoiled hides nobody else.
+            with suppress(*SPOILED):
+                shown.append(_shown(note, until))
         return sorted(shown, key=lambda each: each.since)
 
     def _count_waiters(self, names: Sequence[str]) -> Sequence[int]:

@@ -72,6 +72,14 @@ _HIGHER: Final = Trouble(
     "Once they are released, raise the counters (distlock_fence raise --all --clock), and set"
     " FENCE_FLOOR to 'clock'.",
 )
+_SPOILED: Final = Trouble(
+    "D021",
+    "records",
+    Level.ERROR,
+    "with records that cannot be read: somebody else writes to this store",
+    "Find out who shares it. Once no holder works under them any more, remove these records by hand"
+    " (on Redis: DEL <prefix>:lock:{…}:<key>); leave the fences.",
+)
 _AHEAD: Final = Trouble(
     "D012",
     "clock",
@@ -180,6 +188,9 @@ def _scanned(store: BaseLockBackend, limit: int, is_dead: Callable[[Holder], boo
         page = store.list(cursor=cursor, limit=min(PAGE, limit - seen.locks))
         now = store.clock()
         fences = _fences(store, page.records)
+        for spoiled in page.unreadable:
+            seen.locks += 1
+            seen.add(_SPOILED, spoiled.key, "")
         for record, fence in zip(page.records, fences, strict=True):
             seen.locks += 1
             _look(seen, record, fence, now, is_dead)

@@ -184,6 +184,8 @@ def _found(backend: str, options: dict[str, Any]) -> list[HeldKey]:
             limit=1000,
         )
         for failure in page.failures:
+            if failure.is_of_key:
+                continue
             status = 1 if failure.code in ("unsupported", "misconfigured") else UNAVAILABLE
             raise CommandError(failure.message, returncode=status)
         found += page.locks
