@@ -38,6 +38,7 @@ class Card:
         href: "": whoever looks may not open the list.
         is_exact: Whether it is just that, or about that.
         is_grave: Whether somebody should look.
+        is_least: Whether it lacks what a backend has that could not be asked.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Card:
     is_exact: bool = True
     is_grave: bool = False
     unit: str = ""
+    is_least: bool = False
 
     def facts(self) -> tuple[object, ...]:
         """Return what a refresh has to show again when it has changed.
@@ -54,7 +56,7 @@ class Card:
         The worst heartbeat moves all the time: it is news when it is too late.
         """
         number = None if self.name == "overdue" else self.number
-        return self.name, number, self.is_exact, self.is_grave
+        return self.name, number, self.is_exact, self.is_grave, self.is_least
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +83,20 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What is held, how much of everything there is, and what happened."""
+    """What is held, how much of everything there is, and what happened.
+
+    Attributes:
+        outages: Backends that could not be asked.
+        unlisted: Backends that cannot list what they hold.
+    """
 
     rows: tuple[Row, ...]
     following: str | None
     cards: tuple[Card, ...]
     chart: MinuteChart | None
     contended: tuple[Wanted, ...]
-    failures: tuple[Failure, ...]
+    outages: tuple[Failure, ...]
+    unlisted: tuple[Failure, ...]
     unreadable: tuple[Unreadable, ...]
     alone: tuple[str, ...]
 
@@ -103,16 +111,18 @@ class Overview:
         failures = {each.backend: each for each in page.failures if not each.is_of_key}
         summaries = list(_asked(summary, failures))
         past = history()
+        outages = tuple(each for each in failures.values() if each.code != "unsupported")
         return cls(
             rows=tuple(
                 row_of(lock, number, pages)
                 for lock, number in zip(page.locks, _waiters(page), strict=True)
             ),
             following=page.cursor,
-            cards=tuple(_cards(summaries, past, pages)),
+            cards=tuple(_cards(summaries, past, pages, is_least=bool(outages))),
             chart=None if past is None else MinuteChart.of(past),
             contended=tuple(_contended(summaries, pages)),
-            failures=tuple(failures.values()),
+            outages=outages,
+            unlisted=tuple(each for each in failures.values() if each not in outages),
             unreadable=tuple(
                 Unreadable(each, pages.key(Target(each.backend, each.key)))
                 for each in page.failures
@@ -129,7 +139,8 @@ class Overview:
             [each.facts() for each in self.cards],
             self.chart and [each.minute for each in self.chart.bars],
             self.contended,
-            self.failures,
+            self.outages,
+            self.unlisted,
             self.unreadable,
         )
 
@@ -183,7 +194,9 @@ def _waiters(page: LockPage) -> list[int | None]:
     return [numbers.get((each.backend, each.key)) for each in page.locks]
 
 
-def _cards(summaries: list[Summary], past: History | None, pages: Pages) -> Iterator[Card]:
+def _cards(
+    summaries: list[Summary], past: History | None, pages: Pages, *, is_least: bool
+) -> Iterator[Card]:
     locks = pages.locks
     for name, label, href, is_grave in (
         ("held", _("Held"), locks, False),
@@ -195,7 +208,8 @@ def _cards(summaries: list[Summary], past: History | None, pages: Pages) -> Iter
         known = [each for each in counts if each is not None]
         number = sum(each.number for each in known) if known else None
         exact = all(each.is_exact for each in known)
-        yield Card(name, label, number, href, exact, is_grave and bool(number))
+        grave = is_grave and bool(number)
+        yield Card(name, label, number, href, exact, grave, is_least=is_least)
     parts = [each.overdue for each in summaries if each.overdue is not None]
     worst = round(max(parts) * 100) if parts else None
     late = _("Worst heartbeat, of its ttl")

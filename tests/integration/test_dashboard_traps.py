@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -114,6 +115,40 @@ def test_next_holder_of_the_last_moment_is_spared(
     assert [store.read(key)] == after != [None]
     assert f"somebody else holds {key} by now" in text
     assert no_event_of(key)
+
+
+@pytest.mark.parametrize("live", [{}, {"live": "1"}])
+def test_outage_is_the_first_thing(client: Client, live: dict[str, str]) -> None:
+    """In front of all else, in red; with none that answers, each number of locks is a dash."""
+    down = {
+        "BACKEND": settings.DISTLOCK["redis"]["BACKEND"],
+        "OPTIONS": {"url": "redis://127.0.0.1:1"},
+    }
+    with override_settings(DISTLOCK={"broken": down}):
+        text = page(client, **live)
+    begin = text.index('role="alert"')
+    assert begin < text.index('data-part="cards"')
+    assert '<li class="error"><strong>broken</strong>' in text
+    assert text.count("<strong>–</strong>") == 5
+    assert "nobody knows what they hold" in text
+    assert "No lock is held" not in text
+    if not live:
+        assert begin < text.index("distlock-live")
+
+
+def test_outage_of_one_makes_sums_the_least(client: Client, key: str) -> None:
+    """Of the others, as far as is known."""
+    take("postgres", key)
+    down = {
+        "BACKEND": settings.DISTLOCK["redis"]["BACKEND"],
+        "OPTIONS": {"url": "redis://127.0.0.1:1"},
+    }
+    both = {"broken": down, "postgres": settings.DISTLOCK["postgres"]}
+    with override_settings(DISTLOCK=both):
+        text = page(client)
+    assert re.search(r"<strong>≥ \d+</strong> <span>Held</span>", text)
+    assert key in text
+    assert 'role="alert"' not in page(client)
 
 
 def test_prefix_that_no_key_has_is_told(client: Client) -> None:
