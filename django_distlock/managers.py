@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from django.apps import apps
 from django.db import connections, models
-from django.db.models import Q
+from django.db.models import F, Q
 
 from . import vendors
 from .core.durations import MAX_BOUND
@@ -180,6 +180,15 @@ class HeldLockManager(models.Manager["HeldLock"]):
             rows = rows.exclude(holder_host=NOTE).order_by("pk")[:limit]
             # Without instances, which take longer to make than all the rest.
             return [_recorded(*row) for row in rows.values_list(*_COLUMNS)]
+
+    def expired(self, prefix: str, name: str | None, limit: int) -> list[Record]:
+        """Return leases that nobody gave back, whose storage keys start with `prefix`."""
+        with self._store.short_transaction(MAX_BOUND, writes=False):
+            rows = between(self.all(), prefix, None).exclude(holder_host=NOTE)
+            rows = rows.filter(expires_at__lte=self._store.now(), free_at__gt=F("expires_at"))
+            if name is not None:
+                rows = rows.filter(pk=name)
+            return [row.as_record() for row in rows.order_by("-expires_at")[:limit]]
 
     def shorten(
         self, name: str, seconds: float, token: str | None, fence: int | None, *, bound: float

@@ -27,6 +27,7 @@ VERDICTS = (0, 1)
 RACES = "tests/contract/test_races.py"
 EXPIRY = "tests/contract/test_expiry.py"
 OPERATORS = "tests/contract/test_operators.py"
+TRAPS = "tests/integration/test_dashboard_traps.py"
 FENCES = "tests/contract/test_fences.py"
 BLOCKS = "tests/contract/test_interrupted_blocks.py"
 RELEASE = "tests/contract/test_transaction_release.py"
@@ -805,6 +806,23 @@ MUTANTS = (
                 "{backend}",
             ),
         )
+    ),
+    Mutant(
+        fault="a dead holder that is counted for a second only",
+        backend="postgres",
+        file="django_distlock/backends/counting.py",
+        old=r'"past_expiry": Q\(expires_at__lte=now, free_at__gt=F\("expires_at"\)\)',
+        new='"past_expiry": Q(expires_at__lte=now, free_at__gt=now)',
+        test=f"{TRAPS}::test_lease_that_nobody_gave_back_is_counted_and_named",
+    ),
+    Mutant(
+        fault="a sum that leaves a silent store out and does not say so",
+        backend="postgres",
+        file="django_distlock/admin/overview.py",
+        old=r"is_least=bool\(outages\)",
+        new="is_least=False",
+        test=f"{TRAPS}::test_outage_of_one_makes_sums_the_least",
+        case="",
     ),
     Mutant(
         fault="a forced release that ends the next grant's session",

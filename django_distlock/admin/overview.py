@@ -15,8 +15,9 @@ from django.utils.translation import gettext_lazy as _
 
 from ..core.errors import InvalidArgument, LockError
 from ..handler import lock_backends
-from ..inspection import Failure, LockPage, State, Summary, list_locks, summary
+from ..inspection import Failure, LockPage, Summary, list_locks, summary
 from ..inspection.history import History, history
+from ..inspection.showing import expired_locks
 from .charts import MinuteChart
 from .filters import LATE, FilterForm
 from .rows import Row, row_of
@@ -86,6 +87,7 @@ class Overview:
     """What is held, how much of everything there is, and what happened.
 
     Attributes:
+        expired: Leases that nobody gave back, the last ones of each backend.
         outages: Backends that could not be asked.
         unlisted: Backends that cannot list what they hold.
     """
@@ -95,6 +97,7 @@ class Overview:
     cards: tuple[Card, ...]
     chart: MinuteChart | None
     contended: tuple[Wanted, ...]
+    expired: tuple[Row, ...]
     outages: tuple[Failure, ...]
     unlisted: tuple[Failure, ...]
     unreadable: tuple[Unreadable, ...]
@@ -121,6 +124,7 @@ class Overview:
             cards=tuple(_cards(summaries, past, pages, is_least=bool(outages))),
             chart=None if past is None else MinuteChart.of(past),
             contended=tuple(_contended(summaries, pages)),
+            expired=tuple(_expired(summaries, pages)),
             outages=outages,
             unlisted=tuple(each for each in failures.values() if each not in outages),
             unreadable=tuple(
@@ -139,6 +143,7 @@ class Overview:
             [each.facts() for each in self.cards],
             self.chart and [each.minute for each in self.chart.bars],
             self.contended,
+            [each.facts() for each in self.expired],
             self.outages,
             self.unlisted,
             self.unreadable,
@@ -202,7 +207,7 @@ def _cards(
         ("held", _("Held"), locks, False),
         ("waiting", _("Waiting"), f"{locks}#distlock-wanted", False),
         ("ending_soon", _("Ending within 10 s"), f"{locks}?state=ending_soon", False),
-        ("past_expiry", _("Held past expiry"), f"{locks}?state={State.PAST_EXPIRY}", True),
+        ("past_expiry", _("Held past expiry"), f"{locks}#distlock-expired", True),
     ):
         counts = [getattr(each, name) for each in summaries]
         known = [each for each in counts if each is not None]
@@ -219,6 +224,17 @@ def _cards(
         number = None if past is None else past.kinds.get(kind, 0)
         href = pages.events and f"{pages.events}?kind={kind}"
         yield Card(kind, label, number, href, True, bool(number))
+
+
+def _expired(summaries: list[Summary], pages: Pages) -> Iterator[Row]:
+    """Yield leases that nobody gave back, where they can be found without a long look."""
+    for each in summaries:
+        if each.past_expiry.number and each.past_expiry.is_exact:
+            try:
+                found = expired_locks(each.backend, limit=MOST)
+            except LockError:
+                continue
+            yield from (row_of(lock, None, pages) for lock in found)
 
 
 def _contended(summaries: list[Summary], pages: Pages) -> Iterator[Wanted]:

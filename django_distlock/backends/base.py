@@ -286,6 +286,21 @@ class BaseLockBackend:
         prefix = stored_key(prefix) if prefix else ""
         return self._list(prefix, cursor, host=host, task_id=task_id, limit=limit)
 
+    def expired(self, key: str | None = None, *, limit: int = 100) -> Sequence[Record]:
+        """Return leases that ended by their time, whose keys nobody has given back or taken since.
+
+        The last one to end comes first. A lease that is kept behind its run is none of them.
+
+        Args:
+            key: Only that of this key; None: of all.
+            limit: How many at most, from 1 to 10 000.
+
+        Returns:
+            Their records; () where the store removes them by itself.
+        """
+        _positive(limit, "limit", 10_000)
+        return self._expired(None if key is None else self._name(stored_key(key)), limit)
+
     def shorten(
         self,
         key: str,
@@ -582,6 +597,9 @@ class BaseLockBackend:
         self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
     ) -> Page:
         raise NotImplementedError
+
+    def _expired(self, name: str | None, limit: int) -> Sequence[Record]:
+        return ()
 
     def _shorten(
         self, name: str, seconds: float, token: str | None, fence: int | None, *, bound: float

@@ -120,7 +120,8 @@ def _conditions(now: datetime, soon: float) -> dict[str, Q]:
     return {
         "held": endless | Q(free_at__gt=now),
         "ending_soon": running & Q(expires_at__lte=now + timedelta(seconds=soon)),
-        "past_expiry": Q(expires_at__lte=now, free_at__gt=now),
+        # Also behind the grace, for as long as nobody takes the key or removes the record.
+        "past_expiry": Q(expires_at__lte=now, free_at__gt=F("expires_at")),
         "settled": Q(expires_at__gt=now, free_at=F("expires_at")),
         "no_expiry": endless & ~asked,
         "stop_requested": asked & (endless | running),

@@ -184,6 +184,12 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
             tuple(each for each in shown if isinstance(each, Unreadable)),
         )
 
+    def _expired(self, name: str | None, limit: int) -> Sequence[Record]:
+        def look(on: str) -> list[Record]:
+            return self._locks_on(on).expired(self._namespace(), name, limit)
+
+        return self._ask(look, writes=False, long=True)
+
     def _shorten(
         self, name: str, seconds: float, token: str | None, fence: int | None, *, bound: float
     ) -> Record | Contended | None:

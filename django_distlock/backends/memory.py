@@ -180,6 +180,16 @@ class MemoryBackend(BaseLockBackend):
             records = tuple(self._records[name] for name in shown)
             return Page(records, shown[-1] if len(names) > limit else None)
 
+    def _expired(self, name: str | None, limit: int) -> Sequence[Record]:
+        with self._mutex:
+            now = self._now()
+            found = [
+                record
+                for each, record in self._records.items()
+                if name in (None, each) and record.is_expired(now)
+            ]
+        return sorted(found, key=lambda each: each.expires_at or now, reverse=True)[:limit]
+
     def _shorten(
         self, name: str, seconds: float, token: str | None, fence: int | None, *, bound: float
     ) -> Record | None:

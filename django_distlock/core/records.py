@@ -145,6 +145,10 @@ class Record:
         """Whether it is the grant of this fence (None: of any), which somebody has looked at."""
         return fence is None or self.fence == fence
 
+    def is_expired(self, now: datetime) -> bool:
+        """Whether it ended by its time, and its holder has not given it back."""
+        return self.expires_at is not None and self.expires_at <= now and not self.is_settled
+
     def is_owned(self, token: str | None, now: datetime) -> bool:
         """Whether this token (None: any) holds the key and may extend or release it."""
         if token is None:

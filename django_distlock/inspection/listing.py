@@ -18,6 +18,8 @@ from ..core.records import Record, Unreadable
 from ..handler import lock_backends
 from .held import HeldKey, State
 
+#: The code of a failure that is about one record.
+_UNREADABLE = "unreadable"
 #: Locks of a page at most.
 MAX_LIMIT = 10_000
 #: Locks that a store is asked for at once where only some of them may be wanted.
@@ -56,7 +58,7 @@ class Failure:
     @property
     def is_of_key(self) -> bool:
         """Whether one record is meant, and the rest of its backend was listed."""
-        return self.code == "unreadable"
+        return self.code == _UNREADABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ def _pages(
 
 
 def _spoiled(alias: str, record: Unreadable) -> Failure:
-    return Failure(backend=alias, code="unreadable", message=str(record.error), key=record.key)
+    return Failure(backend=alias, code=_UNREADABLE, message=str(record.error), key=record.key)
 
 
 def _chosen(backends: Collection[str] | None) -> tuple[str, ...]:

@@ -37,6 +37,8 @@ class KeyView:
         key: The key, normalised.
         key_hash: What stands for it in logs.
         held: The lock; None: nobody holds it.
+        expired: The lease that ended by its time, and that nobody has given back; None: there is
+            none, or the store has removed its record.
         counter: Its fence, and its pause; None: never granted, and not paused.
         waiters: Who has been waiting for it for more than a second, the first to come first.
         guards: The sessions that keep it from being granted anew; None: the store cannot tell.
@@ -49,6 +51,7 @@ class KeyView:
     key: str
     key_hash: str
     held: HeldKey | None
+    expired: HeldKey | None
     counter: Counter | None
     waiters: tuple[Waiting, ...]
     guards: tuple[Session, ...] | None
@@ -73,6 +76,7 @@ class KeyView:
             "key": self.key,
             "key_hash": self.key_hash,
             "held": None if self.held is None else self.held.as_json(),
+            "expired": None if self.expired is None else self.expired.as_json(),
             "fence": self.fence,
             "paused_until": iso(self.paused_until),
             "paused_by": None if counter is None else counter.paused_by,
@@ -94,17 +98,37 @@ def show(key: str, backend: str = "default") -> KeyView:
     key, store = stored_key(key), lock_backends[backend]
     record = store.read(key)
     now = store.clock()
+    over = [HeldKey.of(store, each, now) for each in store.expired(key, limit=1)]
     return KeyView(
         backend=store.alias,
         key=key,
         key_hash=hashed(key),
         held=None if record is None else HeldKey.of(store, record, now),
+        expired=over[0] if over else None,
         counter=store.counter(key),
         waiters=tuple(store.waiters(key)),
         guards=store.guards(key),
         events=_latest(store.alias, key),
         observed_at=now,
     )
+
+
+def expired_locks(backend: str = "default", *, limit: int = 100) -> tuple[HeldKey, ...]:
+    """Return leases that ended by their time, and that nobody gave back: see `KeyView.expired`.
+
+    The last one to end comes first. Where its holder lives, it may still work without its lock.
+
+    Args:
+        limit: How many at most, from 1 to 10 000.
+
+    Raises:
+        InvalidLockBackend: There is no such backend.
+        BackendUnavailable: The store did not answer.
+    """
+    store = lock_backends[backend]
+    found = store.expired(limit=limit)
+    now = store.clock()
+    return tuple(HeldKey.of(store, each, now) for each in found)
 
 
 def _latest(alias: str, key: str) -> tuple[LockEvent, ...] | None:

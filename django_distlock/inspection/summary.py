@@ -27,7 +27,9 @@ class Summary:
         held: Keys that nobody else can have now, in whatever state.
         waiting: Who waits, and is noted; None: the store does not note it.
         ending_soon: Leases that end within `soon` seconds, unless they are renewed.
-        past_expiry: Leases that are over, and whose key nobody has yet: `State.PAST_EXPIRY`.
+        past_expiry: Leases that ended by their time, and that nobody has given back: those in
+            `State.PAST_EXPIRY`, and those whose key is free again and was not taken since. Redis
+            removes their records by itself.
         settled: Keys that are kept behind their run: `State.SETTLED`.
         no_expiry: Keys that are held without expiry: `State.NO_EXPIRY`.
         stop_requested: Holders that were asked to finish, and have not.
@@ -122,6 +124,8 @@ def _listed(store: BaseLockBackend, soon: float) -> tuple[States, Strain]:
             late.append(overdue(record, now))
         if (cursor := page.cursor) is None:
             break
+    # Those that are free again are in no listing.
+    found["past_expiry"] = max(found["past_expiry"], len(store.expired(limit=10_000)))
     if not store.supports_ttl:
         found["no_expiry"] = 0  # They end with their sessions.
     counts = {name: Count(found[name]) for name in States.__dataclass_fields__ if name != "waiting"}

@@ -19,12 +19,13 @@ from django_distlock import lock_backends
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant, Record
-from django_distlock.inspection import Operation, pause
+from django_distlock.inspection import Operation, pause, summary
 from django_distlock.models import FenceCounter, HeldLock, LockEvent
+from tests.contract.locking import eventually
 
 from .admin_settings import LOCKS
 from .admin_site import admin_project, browser_of, user_who_may
-from .operating import no_event_of
+from .operating import PATIENCE, no_event_of
 from .test_dashboard import key_page, page, take
 from .test_dashboard_operations import OPERATE, confirmed, form
 
@@ -117,6 +118,33 @@ def test_next_holder_of_the_last_moment_is_spared(
     assert no_event_of(key)
 
 
+@pytest.mark.parametrize("alias", ["postgres", "postgres_orm", "sqlite", "mariadb", "memory"])
+def test_lease_that_nobody_gave_back_is_counted_and_named(
+    client: Client, key: str, alias: str
+) -> None:
+    """On its tile, in a list with its dead holder, and on the page of its key."""
+    store = lock_backends[alias]
+    before = summary(alias).past_expiry.number
+    grant = store.acquire(key, new_token(), 0.1, Holder(host="grave", process="worker", pid=4711))
+    assert isinstance(grant, Grant)
+    assert eventually(lambda: store.read(key) is None, PATIENCE)
+    assert summary(alias).past_expiry.number == before + 1
+    [over] = store.expired(key)
+    assert (over.key, over.fence, over.holder.pid) == (key, grant.fence, 4711)
+    text = page(client, backend=alias)
+    assert "Held past expiry" in text
+    listed = text[text.index('id="distlock-expired"') :]
+    assert key in listed
+    assert "grave worker[4711]" in listed
+    shown = key_page(client, alias, key)
+    assert "past expiry, not released" in shown
+    assert "grave worker[4711]" in shown
+    assert "nobody holds it" not in shown
+    take(alias, key)
+    assert list(store.expired(key)) == []
+    assert summary(alias).past_expiry.number == before
+
+
 @pytest.mark.parametrize("live", [{}, {"live": "1"}])
 def test_outage_is_the_first_thing(client: Client, live: dict[str, str]) -> None:
     """In front of all else, in red; with none that answers, each number of locks is a dash."""
@@ -129,7 +157,7 @@ def test_outage_is_the_first_thing(client: Client, live: dict[str, str]) -> None
     begin = text.index('role="alert"')
     assert begin < text.index('data-part="cards"')
     assert '<li class="error"><strong>broken</strong>' in text
-    assert text.count("<strong>–</strong>") == 5
+    assert text.count("<strong>\N{EN DASH}</strong>") == 5
     assert "nobody knows what they hold" in text
     assert "No lock is held" not in text
     if not live:

@@ -128,7 +128,8 @@ def _count_listed(store: BaseLockBackend) -> Counted | None:
         held += len(page.records)
         over += sum(_is_over(each, now) for each in page.records)
         if (cursor := page.cursor) is None:
-            return Counted(held, over)
+            # Those whose keys are free again are in no listing.
+            return Counted(held, max(over, len(store.expired(limit=10_000))))
         if time.monotonic() > until:
             return None
     return Counted(held, over)
