@@ -135,7 +135,7 @@ class Use:
         leave_to_parent(template)
         if in_test_case(template) and not pool.apart:
             return pool.alias
-        if is_free(template, single=self._single):
+        if self._may_lend(template):
             self._lent = template
             self._watch(template)
             return pool.alias
@@ -193,6 +193,27 @@ class Use:
         """Whether it was left without a word."""
         reference = self.reference
         return reference is None or reference() is None
+
+    def _may_lend(self, template: BaseDatabaseWrapper) -> bool:
+        """Whether the thread's connection may be used, with a new session where its own is over.
+
+        Whatever the caller has set on that has gone with it, and nothing was sent on it.
+        """
+        until = time.monotonic() + MAX_BOUND
+        while is_free(template, single=self._single):
+            if not _has_ended(template):
+                return True
+            # A word of the server may be a notification, on a session that lives.
+            self._lent = template
+            self._watch(template)
+            lives = template.is_usable()
+            self._end_watch()
+            self._lent, self.was_cut = None, False
+            if lives or time.monotonic() >= until:
+                return True
+            # A pool of the project's may give another one that is over.
+            template.close()
+        return False
 
     def _watch(self, template: BaseDatabaseWrapper) -> None:
         # A file does not fall silent.
@@ -592,7 +613,7 @@ def _has_ended(connection: BaseDatabaseWrapper) -> bool:
     database: Any = connection.Database  # type: ignore[attr-defined]
     try:
         # Asked for, and not read: a read waits for an answer under gevent.
-        return bool(_readable(_wire(connection).fileno()))
+        return is_readable(_wire(connection).fileno())
     except (OSError, ValueError, AttributeError, database.Error):
         return False  # It has no socket: its next statement tells.
 
@@ -602,13 +623,20 @@ def _wire(connection: BaseDatabaseWrapper) -> Any:
     return getattr(connection.connection, "_sock", connection.connection)
 
 
-def _readable(number: int) -> list[Any]:
-    """Return something where a socket has an answer, or its other end is closed."""
+def is_readable(number: int) -> bool:
+    """Whether a socket has something to read, or its other end is closed.
+
+    Args:
+        number: Its descriptor.
+
+    Raises:
+        OSError, ValueError: It is none, or closed.
+    """
     if not hasattr(select, "poll"):
-        return select.select([number], [], [], 0)[0]  # Windows.
+        return bool(select.select([number], [], [], 0)[0])  # Windows.
     poll = select.poll()
     poll.register(number, select.POLLIN)
-    return poll.poll(0)
+    return bool(poll.poll(0))
 
 
 def _close(connection: BaseDatabaseWrapper) -> None:

@@ -61,6 +61,7 @@ HOSTILE = "tests/integration/test_hostile_schema.py"
 
 CALLED = "tests/integration/test_wakeups_postgresql.py"
 INTERRUPTED = "tests/integration/test_interrupted_connections.py"
+SILENCE = "tests/redis/test_silence.py"
 
 FREE_SOON = r"expires_at=expires_at, stop", "expires_at=expires_at, free_at=expires_at, stop"
 
@@ -90,6 +91,24 @@ class Mutant:
 
 
 MUTANTS = (
+    Mutant(
+        fault="a thread's session that is over",
+        backend="postgres",
+        file=BORROWING,
+        old=r"if not _has_ended\(template\):",
+        new="if True:",
+        test="tests/integration/test_connections.py::test_session_cut_while_idle_is_replaced_unseen",
+        case="functions-acquire-thread",
+    ),
+    Mutant(
+        fault="a connection that is over",
+        backend="redis",
+        file=f"{REDIS}/lines.py",
+        old=r"return wire is not None and is_readable\(wire.fileno\(\)\)",
+        new="return False",
+        test=f"{SILENCE}::test_closed_idle_connection_is_no_error",
+        case="",
+    ),
     Mutant(
         fault="no row lock",
         backend="postgres",

@@ -117,5 +117,5 @@ def redis_led(url: str, reader: Callable[[], Reader]) -> Iterator[tuple[RedisBac
         finally:
             backend._listener.close_all()
             lines: Any = backend.store._lines
-            for connection, _used_at in lines._idle:
+            for connection in lines._idle:
                 connection.disconnect()

@@ -21,7 +21,7 @@ from django.db import connections, transaction
 from django_distlock import Lock, Retry, distlock
 from django_distlock import connections as distlock_connections
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.core.errors import BackendUnavailable
+from django_distlock.borrowing import is_readable
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
 from django_distlock.handler import lock_backends
@@ -250,8 +250,10 @@ def test_connections_are_closed_from_an_event_loop_too(
 
 @pytest.mark.parametrize("where", ["thread", "own", "async"])
 @pytest.mark.parametrize("operation", ["acquire", "extend", "release", "read"])
-def test_cut_session_is_told_once(key: str, path: str, where: str, operation: str) -> None:
-    """Between two operations the server ends the session: one error at most, then it works."""
+def test_session_cut_while_idle_is_replaced_unseen(
+    key: str, path: str, where: str, operation: str
+) -> None:
+    """Between two operations the server ends the session: nothing was sent, so nobody is told."""
     with counted(path) as (using, alias):
         backend = lock_backends[alias]
         ask_store = _asker(where, backend, using)
@@ -265,10 +267,7 @@ def test_cut_session_is_told_once(key: str, path: str, where: str, operation: st
             "release": partial(ask_store, backend.release, grant),
             "read": partial(ask_store, backend.read, key),
         }[operation]
-        try:
-            answer = call()
-        except BackendUnavailable:
-            answer = call()
+        answer = call()
         if operation == "acquire":
             assert isinstance(answer, Grant)
             assert answer.fence == 1
@@ -277,6 +276,35 @@ def test_cut_session_is_told_once(key: str, path: str, where: str, operation: st
         else:
             assert answer is not None
             assert answer.token == grant.token
+
+
+def test_session_with_a_notification_is_kept(key: str) -> None:
+    """What the server says on the thread's idle session does not end it: the caller listens."""
+    with counted() as (using, alias):
+        with connections[using].cursor() as cursor:
+            cursor.execute(f"LISTEN {key}")
+        session = session_of(using)
+        ask("default", f"NOTIFY {key}, 'hello'")
+        raw = connections[using].connection
+        assert eventually(lambda: is_readable(raw.fileno()))
+        with distlock(key, backend=alias, wait=0):
+            assert session_of(using) == session
+        assert [each.payload for each in raw.notifies(timeout=5, stop_after=1)] == ["hello"]
+
+
+def test_pool_of_ended_sessions_is_passed_over(key: str) -> None:
+    """Each session of the project's pool is over, and none of them is told to who tries once."""
+    with counted_alias() as using:
+        connections.settings[using]["OPTIONS"]["pool"] = {"min_size": 3, "max_size": 3}
+        try:
+            with locks_on(using) as backend:
+                distlock(key, backend=backend, wait=0).acquire().release()
+                assert eventually(lambda: len(sessions(using)) >= 3)
+                connections[using].close()
+                cut(using, sessions(using))
+                distlock(key, backend=backend, wait=0).acquire().release()
+        finally:
+            connections[using].close_pool()
 
 
 def _asker(where: str, backend: BaseLockBackend, using: str) -> Callable[..., Any]:

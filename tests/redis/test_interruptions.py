@@ -23,7 +23,7 @@ def interrupt_next_answer(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None
     """Interrupt whoever reads the next answer, before any of it is read."""
     asked = backend.store._lines
     every = getattr(asked, "_lines", {"": asked}).values()
-    for connection, _used_at in (each for lines in every for each in lines._idle):
+    for connection in (each for lines in every for each in lines._idle):
 
         def interrupt(*_: object, **__: object) -> None:
             monkeypatch.undo()

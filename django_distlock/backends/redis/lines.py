@@ -6,19 +6,15 @@ to it together (docs/explanation/performance.md), and sends commands again when 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from redis import exceptions
 
+from ...borrowing import is_readable
 from ..lua import Script
 from .clients import address_of, awaited_pool
-
-#: Seconds of idleness after which a connection is looked at before it is used: the server may have
-#: closed it.
-FRESH_SECONDS = 1.0
 
 
 class Call(NamedTuple):
@@ -69,7 +65,7 @@ class ThreadLines:
     def __init__(self, pool: Any, limit: int):
         self._pool = pool
         self._limit = limit
-        self._idle: deque[tuple[Any, float]] = deque()
+        self._idle: deque[Any] = deque()
 
     def ask(self, call: Call, *, asking: bool = False) -> Any:
         """Call a script, whether the server knows it or not. Raise its error.
@@ -136,15 +132,13 @@ class ThreadLines:
         return given.get("path") or f"{given.get('host', 'localhost')}:{given.get('port', 6379)}"
 
     def _exchange(self, commands: Sequence[Sequence[str]]) -> list[Any]:
-        connection, used_at = _taken(self._pool, self._idle)
+        connection = _taken(self._pool, self._idle)
         # Where this is cut short, nobody knows what the next answer would be.
         clean = False
         try:
-            if used_at and _is_elsewhere(self._pool, connection):
+            if _is_elsewhere(self._pool, connection) or _has_ended(connection._sock):
                 connection.disconnect()
-                used_at = 0.0
-            if time.monotonic() - used_at > FRESH_SECONDS:
-                _look_at(connection)
+            connection.connect()
             # As one text: each item of a list is a call of the system.
             connection.send_packed_command([b"".join(map(packed, commands))])
             answers = [_answer(connection) for _ in commands]
@@ -152,7 +146,7 @@ class ThreadLines:
             return answers
         finally:
             if clean and len(self._idle) < self._limit:
-                self._idle.append((connection, time.monotonic()))
+                self._idle.append(connection)
             else:
                 connection.disconnect()
 
@@ -166,7 +160,7 @@ class LoopLines:
 
     def __init__(self, pool: Any):
         self._pool = pool
-        self._idle: deque[tuple[Any, float]] = deque()
+        self._idle: deque[Any] = deque()
 
     async def ask(self, call: Call) -> Any:
         """Call a script, whether the server knows it or not. Raise its error."""
@@ -178,21 +172,21 @@ class LoopLines:
     async def close(self) -> None:
         """Close the connections that nobody uses right now."""
         while self._idle:
-            connection, _used_at = self._idle.pop()
+            connection = self._idle.pop()
             await connection.disconnect()
         # Those who tell where the primary is.
         for each in getattr(getattr(self._pool, "sentinel_manager", None), "sentinels", ()):
             await each.aclose()
 
     async def _command(self, words: Sequence[str]) -> Any:
-        connection, used_at = _taken(self._pool, self._idle)
+        connection = _taken(self._pool, self._idle)
         clean = False
         try:
-            if used_at and _is_elsewhere(self._pool, connection):
-                await connection.disconnect()
-                used_at = 0.0
-            if time.monotonic() - used_at > FRESH_SECONDS:
-                await _alook_at(connection)
+            writer = connection._writer
+            wire = None if writer is None else writer.get_extra_info("socket")
+            if _is_elsewhere(self._pool, connection) or _has_ended(wire):
+                await connection.disconnect(nowait=True)
+            await connection.connect()
             await connection.send_packed_command([packed(words)])
             try:
                 answer = await connection.read_response()
@@ -203,17 +197,17 @@ class LoopLines:
             return answer
         finally:
             if clean:
-                self._idle.append((connection, time.monotonic()))
+                self._idle.append(connection)
             else:
                 await connection.disconnect(nowait=True)
 
 
-def _taken(pool: Any, idle: deque[tuple[Any, float]]) -> tuple[Any, float]:
-    """Return a connection, and when it was used last; 0: it has to be looked at."""
+def _taken(pool: Any, idle: deque[Any]) -> Any:
+    """Return a connection that nobody uses, or a new one, which is not open."""
     try:
         return idle.pop()
     except IndexError:
-        return pool.make_connection(), 0.0
+        return pool.make_connection()
 
 
 def _is_elsewhere(pool: Any, connection: Any) -> bool:
@@ -222,29 +216,19 @@ def _is_elsewhere(pool: Any, connection: Any) -> bool:
     return primary is not None and (connection.host, connection.port) != tuple(primary)
 
 
-def _look_at(connection: Any) -> None:
-    connection.connect()
-    try:
-        # It has nothing to say, unless that it was closed.
-        stale = connection.can_read()
-    except exceptions.ConnectionError:
-        stale = True
-    if stale:
-        connection.disconnect()
-        connection.connect()
+def _has_ended(wire: Any) -> bool:
+    """Whether the server has closed a connection, which has nothing to say otherwise.
 
+    Looked at each time, because it costs little: a question that was sent in vain may have been
+    heard, so it is not asked again, and whoever tries once would be told of trouble.
 
-async def _alook_at(connection: Any) -> None:
-    await connection.connect()
-    # Its name before redis-py 8.
-    look = getattr(connection, "can_read", None) or connection.can_read_destructive
+    Args:
+        wire: Its socket; None: it is not open.
+    """
     try:
-        stale = await look()
-    except exceptions.ConnectionError:
-        stale = True
-    if stale:
-        await connection.disconnect()
-        await connection.connect()
+        return wire is not None and is_readable(wire.fileno())
+    except (OSError, ValueError):
+        return True
 
 
 def _answer(connection: Any) -> Any:
