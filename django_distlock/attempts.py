@@ -36,6 +36,10 @@ MOST_REST = 1.0
 #: Seconds without a question of the waiter in front, after which those behind it ask as well.
 PATIENCE = SAFETY_SECONDS + 1.0
 
+#: Seconds in which a key is asked for again where others are in the way in the store and nobody is
+#: known to hold it: behind that it is trouble.
+BUSY_SECONDS = 1.0
+
 #: Seconds of waiting before people can see who waits: shorter waits are not worth a row.
 NOTE_AFTER = 1.0
 #: Seconds that a note lives unless it is renewed, and when that is done.
@@ -119,6 +123,7 @@ class Attempts:
             rest=self._rest(name),
             others_wait=lambda: name in queues,
             is_gone=is_gone if request.steal_if_dead else None,
+            margin=BUSY_SECONDS,
         )
 
     def attempt(self, step: Attempt) -> Outcome:
@@ -286,7 +291,12 @@ class Attempts:
             self._release_later()
         if isinstance(outcome, KeptHere):
             raise outcome
-        error = outcome if isinstance(outcome, LockError) else _contended(request, outcome)
+        if isinstance(outcome, LockError):
+            error = outcome
+        elif outcome.is_unclear:
+            error = self._in_the_way_of_all()
+        else:
+            error = _contended(request, outcome)
         holder = getattr(error, "holder", None)
         self._tell_refusal(error, holder)
         raise error
@@ -329,6 +339,15 @@ class Attempts:
             " or outside of atomic().",
             key=key,
             holder=self._in_the_way,
+        )
+
+    def _in_the_way_of_all(self) -> BackendUnavailable:
+        key, took = self.request.key, monotonic() - self._started
+        return BackendUnavailable(
+            f"The lock store {self.backend.alias!r} could not say within {took:.1f} s whether"
+            f" {key!r} is free: a transaction is in the way, such as one that has a table locked.",
+            key=key,
+            code="network_timeout",
         )
 
     def _rest(self, name: str) -> float:
@@ -428,7 +447,7 @@ def _contended(request: Request, outcome: Contended) -> LockNotAcquired:
         who = f"{holder.process or 'a process'} (pid {holder.pid}) on {holder.host}"
         why = f"{who} has held it for {held_for:.1f} s"
     else:
-        why = "a transaction is in the way" if outcome.busy else "it is held"
+        why = "a guarded transaction is in the way" if outcome.guarded else "it is held"
     return LockNotAcquired(
         f"The key {request.key!r} was not granted {waited}: {why}.",
         key=request.key,

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from django.apps import apps
-from django.db import IntegrityError, connections, models
+from django.db import DatabaseError, IntegrityError, connections, models
 from django.db.models import Q
 
 from . import vendors
@@ -18,6 +18,7 @@ from .core.errors import LockUsageError
 from .core.fences import clock_fence, next_fence
 from .core.records import Counter, Raised
 from .rows import between, by_key, only
+from .vendors.base import LOOK_SECONDS
 
 if TYPE_CHECKING:
     from .models import FenceCounter
@@ -83,6 +84,30 @@ class FenceCounterManager(models.Manager.from_queryset(FenceCounterQuerySet)):  
         # Its key never changes, so the weaker lock does: foreign keys to it could go on.
         rows = self.select_for_update(nowait=True, no_key=self._has_no_key_locks)
         return only(rows.filter(pk=name))
+
+    def is_guarded(self, name: str, fences: str) -> bool:
+        """Whether the counter of a key is shared by guarded transactions, and not by us alone.
+
+        Only others who look are waited for. Whoever else locks the row, for as long as a statement
+        waits, say, does not share it.
+
+        Args:
+            fences: The table of the fence counters, quoted and with its schema.
+        """
+        store, is_shared = self._store, False
+        try:
+            with store.short_transaction(LOOK_SECONDS), store.looking(name) as is_alone:
+                fence = self.filter(pk=name).values_list("fence", flat=True).first()
+                if fence is None or not is_alone:
+                    return False
+                is_shared = store.guard(fences, name, fence, 0, None)
+                if is_shared:
+                    self.lock(name)
+        except DatabaseError as error:
+            if is_shared and store.is_busy(error):
+                return True
+            raise
+        return False
 
     def advance(
         self, name: str, key: str, counter: FenceCounter | None, floor: datetime | None

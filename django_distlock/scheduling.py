@@ -9,7 +9,7 @@ import inspect
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, ParamSpec, Protocol, TypeVar, cast, overload
 
@@ -20,6 +20,7 @@ from .core.errors import BackendUnavailable, InvalidArgument, LockError, LockNot
 from .core.keys import OWN_MARKER, KeyTemplate, own_key
 from .core.logs import log_fields
 from .core.markers import skipped
+from .core.retry import Retry
 from .declarations import Declaration, Kind, declared
 from .handler import FALLBACK, lock_backends
 from .host import monotonic
@@ -31,6 +32,8 @@ logger = logging.getLogger("django_distlock")
 _OWN = frozenset({"ttl", "wait", "on_conflict"})
 #: What stands before the name of a schedule in its key.
 PREFIX: Final = f"{OWN_MARKER}schedule:"
+#: Between two attempts at a tick of a store that does not answer.
+RETRY: Final = Retry(delay=0.5, cap=15.0)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,6 +94,7 @@ class Schedule:
     lock: Lock
     scope: RunScope
     expected: float
+    margin: float
     jitter: float
 
     def lock_of(self, key: str) -> Lock:
@@ -107,6 +111,28 @@ class Schedule:
     def pause(self) -> float:
         """Return the seconds to wait before the tick."""
         return random.uniform(0, self.jitter)  # noqa: S311 - to spread load
+
+    def retries(self, since: float) -> Iterator[float]:
+        """Give the pauses between attempts, for half of the margin.
+
+        The other half is for clocks that differ: a late grant must not come behind the time for
+        which another node's keeps the key taken.
+        """
+        for pause in RETRY.pauses():
+            if (left := since + self.margin / 2 - monotonic()) <= 0:
+                return
+            yield min(pause, left)
+
+    def again(self, key: str, error: LockError, pauses: Iterator[float]) -> float | None:
+        """Return the seconds until the next attempt; None: there is none."""
+        # Who has the key does the work. Of a store that does not answer, nobody knows.
+        pause = next(pauses, None) if isinstance(error, BackendUnavailable) else None
+        if pause is not None:
+            extra = self._fields("retried", key, error)
+            logger.warning(
+                "The tick %r is tried again in %.1f s: %s", key, pause, error, extra=extra
+            )
+        return pause
 
     def skip(self, key: str, error: LockError) -> Skipped:
         """Say that others do it, or nobody."""
@@ -160,7 +186,8 @@ def scheduled(
         name: Of the schedule; a template of the function's parameters, if it has any.
         scope: Where it is run.
         expected: Seconds (or a `timedelta`) that a run takes.
-        margin: Seconds above that; None: half of `expected`.
+        margin: Seconds above that; None: half of `expected`. In the first half of it a tick is
+            tried again whose store does not answer, or has a transaction in the way.
         hold: Whether the key stays taken behind a run that was quicker.
         jitter: Seconds at most to wait before a tick, different ones each time, to spread load.
         backend: The alias of the lock backend.
@@ -190,6 +217,7 @@ def scheduled(
         lock=distlock("?", ttl=expects + spare, wait=0, hold=hold, backend=backend, **options),
         scope=scope,
         expected=expects,
+        margin=spare,
         jitter=seconds(jitter, "jitter"),
     )
 
@@ -219,17 +247,22 @@ def _called(
         if schedule.scope is RunScope.NODE_LOCAL:
             return function(*args, **kwargs)
         key, began = own_key(template.render(args, kwargs)), None
-        try:
-            with schedule.lock_of(key):
-                began = monotonic()
-                return function(*args, **kwargs)
-        except (LockNotAcquired, BackendUnavailable) as error:
-            if began is not None:
-                raise
-            return schedule.skip(key, error)
-        finally:
-            if began is not None:
-                schedule.report(key, monotonic() - began)
+        pauses = schedule.retries(monotonic())
+        while True:
+            try:
+                with schedule.lock_of(key):
+                    began = monotonic()
+                    return function(*args, **kwargs)
+            except (LockNotAcquired, BackendUnavailable) as error:
+                if began is not None:
+                    raise
+                pause = schedule.again(key, error, pauses)
+                if pause is None:
+                    return schedule.skip(key, error)
+            finally:
+                if began is not None:
+                    schedule.report(key, monotonic() - began)
+            time.sleep(pause)
 
     return run
 
@@ -242,17 +275,22 @@ def _awaited(
         if schedule.scope is RunScope.NODE_LOCAL:
             return await function(*args, **kwargs)
         key, began = own_key(template.render(args, kwargs)), None
-        try:
-            async with schedule.lock_of(key):
-                began = monotonic()
-                return await function(*args, **kwargs)
-        except (LockNotAcquired, BackendUnavailable) as error:
-            if began is not None:
-                raise
-            store = lock_backends[schedule.lock_of(key).backend]
-            return await store.run_async(schedule.skip, key, error)
-        finally:
-            if began is not None:
-                schedule.report(key, monotonic() - began)
+        pauses = schedule.retries(monotonic())
+        while True:
+            try:
+                async with schedule.lock_of(key):
+                    began = monotonic()
+                    return await function(*args, **kwargs)
+            except (LockNotAcquired, BackendUnavailable) as error:
+                if began is not None:
+                    raise
+                pause = schedule.again(key, error, pauses)
+                if pause is None:
+                    store = lock_backends[schedule.lock_of(key).backend]
+                    return await store.run_async(schedule.skip, key, error)
+            finally:
+                if began is not None:
+                    schedule.report(key, monotonic() - began)
+            await asyncio.sleep(pause)
 
     return run

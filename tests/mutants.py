@@ -92,6 +92,23 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        fault="a transaction in the way that counts as a holder",
+        backend="postgres",
+        file="django_distlock/attempts.py",
+        old=r"elif outcome.is_unclear:",
+        new="elif False:",
+        test="tests/contract/test_busy.py::test_locked_table_is_trouble",
+        case="{backend}-called",
+    ),
+    Mutant(
+        fault="lookers who take each other for guards",
+        backend="postgres",
+        file="django_distlock/counters.py",
+        old=r"if is_shared:\n +self.lock\(name\)",
+        new="return is_shared",
+        test="tests/contract/test_busy.py::test_uncommitted_delete_is_nobody",
+    ),
+    Mutant(
         fault="a thread's session that is over",
         backend="postgres",
         file=BORROWING,

@@ -6,6 +6,7 @@ import asyncio
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace as changed
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
@@ -122,8 +123,9 @@ class BaseLockBackend:
         token = validate_token(token)
         if replace is not None:
             replace = validate_token(replace)
-        return self._acquire(
-            self._name(key),
+        name = self._name(key)
+        answer = self._acquire(
+            name,
             key,
             token,
             self._ttl(ttl),
@@ -132,6 +134,10 @@ class BaseLockBackend:
             replace=replace,
             bound=_bound(bound),
         )
+        # Redis awaits its answers, and has no guards.
+        if self.supports_guard and isinstance(answer, Contended) and answer.is_unclear:
+            return changed(answer, guarded=self._is_guarded(name))
+        return answer
 
     def extend(
         self, grant: Grant, ttl: Duration | None = None, *, bound: Duration = MAX_BOUND
@@ -589,6 +595,10 @@ class BaseLockBackend:
 
     def _counter_beside(self, name: str, using: str) -> Counter | None:
         return self._counter(name)
+
+    def _is_guarded(self, name: str) -> bool:
+        """Whether a guarded transaction keeps the key. False where the store cannot tell now."""
+        raise NotImplementedError
 
     def _guards_of(self, name: str) -> tuple[Session, ...] | None:
         raise NotImplementedError

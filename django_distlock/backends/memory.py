@@ -91,7 +91,7 @@ class MemoryBackend(BaseLockBackend):
             if paused:
                 return Contended(observed_at=now, paused=True)
             if self._is_guarded(name):
-                return Contended(observed_at=now, busy=True)
+                return Contended(observed_at=now, busy=True, guarded=True)
             if self._by_token.get(token, name) != name:
                 raise InvalidArgument("This token already holds another key.", key=key)
             fence = self._next_fence(name, key, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from typing import ClassVar, TypeVar
@@ -147,6 +148,14 @@ class FenceTable(NoteTable):
             return None
         fences = self._connections.name("fences")
         return self._ask(lambda on: postgresql_guards(on, fences, name), writes=False)
+
+    def _is_guarded(self, name: str) -> bool:
+        # It only tells more about an answer that there is already.
+        with suppress(LockError):
+            fences = self._connections.name("fences")
+            look = lambda on: self._counters_on(on).is_guarded(name, fences)  # noqa: E731
+            return self._ask(look, busy=lambda: False)
+        return False
 
     def _raise_fences(
         self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int

@@ -103,12 +103,13 @@ def acquiring(
     rest: float = 0.0,
     others_wait: Callable[[], bool] = lambda: False,
     is_gone: Callable[[Holder], bool] | None = None,
+    margin: float = 0.0,
 ) -> Steps:
     """Try until granted or until `wait` is over; return the last attempt's outcome.
 
     The first attempt is made at once and the last one at the deadline, unless the store left one
-    without an answer until behind it. Between them a caller
-    sleeps until the earliest of: a wake-up, the moment the key becomes free, the next step of
+    without an answer until behind it, or said nothing about the key. Between them a caller sleeps
+    until the earliest of: a wake-up, the moment the key becomes free, the next step of
     `pauses`, the deadline. While wake-ups come, `safety` takes the place of a step, except behind
     a busy or paused answer, which leaves no mark for a wake-up.
 
@@ -123,8 +124,12 @@ def acquiring(
         rest: Seconds to leave to others before the first attempt, unless that is the only one.
         others_wait: Whether waiters of this process are in front.
         is_gone: Whether a holder is provably gone, so that its key may be taken over at once.
+        margin: Seconds from now in which a last answer that says nothing about the key is asked
+            for again, where `wait` is shorter.
     """
     deadline = math.inf if wait is None else now + wait
+    until = now + margin
+    before: Outcome | None = None
     if rest > 0 and now < deadline:
         now = (yield Pause(min(rest, deadline - now))).now
     lined_up, listening = False, False
@@ -137,10 +142,13 @@ def acquiring(
         is_last = now >= deadline
         bound = max(0.0, min(MAX_BOUND, deadline - now))
         outcome, now = yield from _trying(now, bound, wanted=listening, is_gone=is_gone)
-        if is_last or _is_final(outcome):
+        if is_last and _is_unclear(outcome):
+            # It had no time to wait in the store, and the one before may have told more.
+            known = before if _leaves_mark(before) else outcome
+            return (yield from _clear(known, now, until, pauses, is_gone=is_gone))
+        if is_last or _is_final(outcome) or _has_used_up(outcome, now, deadline):
             return outcome
-        if isinstance(outcome, BackendUnavailable) and now >= deadline:
-            return outcome  # It has used up the time of the last attempt, too.
+        before = outcome
         if pause is None and (pause := next(pauses, None)) is None:
             return outcome
         if not lined_up:
@@ -154,6 +162,27 @@ def acquiring(
         seconds = _sleep(outcome, pause, safety if listening else None)
         reply = yield Pause(max(0.0, min(seconds, deadline - now)))
         now, listening, pause = reply.now, reply.listening, None
+
+
+def _has_used_up(outcome: Outcome, now: float, deadline: float) -> bool:
+    """Whether a store without an answer took the time of the last attempt, too."""
+    return isinstance(outcome, BackendUnavailable) and now >= deadline
+
+
+def _clear(
+    outcome: Outcome,
+    now: float,
+    until: float,
+    pauses: Iterator[float],
+    *,
+    is_gone: Callable[[Holder], bool] | None,
+) -> Generator[Step, Reply, Outcome]:
+    """Try until the store says something about the key; return the last outcome."""
+    while _is_unclear(outcome) and now < until and (pause := next(pauses, None)) is not None:
+        now = (yield Pause(min(pause, until - now))).now
+        bound = max(0.0, min(MAX_BOUND, until - now))
+        outcome, now = yield from _trying(now, bound, wanted=False, is_gone=is_gone)
+    return outcome
 
 
 def _trying(
@@ -176,8 +205,14 @@ def _trying(
         and reply.now >= sent_at + outcome.ttl
     ):
         # The reply took longer than the lease lives: somebody else may hold the key by now.
+        late = BackendUnavailable(
+            f"The store took {reply.now - sent_at:.1f} s to grant {outcome.key!r}, for"
+            f" {outcome.ttl:g} s: the lease was over, and is given back.",
+            key=outcome.key,
+            code="network_timeout",
+        )
         reply = yield GiveBack(outcome)
-        return Contended(busy=True), reply.now
+        return late, reply.now
     return outcome, reply.now
 
 
@@ -208,7 +243,11 @@ def _is_final(outcome: Outcome) -> bool:
     return isinstance(outcome, Grant)
 
 
-def _leaves_mark(outcome: Outcome) -> TypeGuard[Contended]:
+def _is_unclear(outcome: Outcome) -> bool:
+    return isinstance(outcome, Contended) and outcome.is_unclear
+
+
+def _leaves_mark(outcome: Outcome | None) -> TypeGuard[Contended]:
     """Whether an attempt has met with a grant, which it can ask to be woken by."""
     return isinstance(outcome, Contended) and not outcome.busy and not outcome.paused
 

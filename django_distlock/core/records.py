@@ -73,6 +73,7 @@ class Contended:
         busy: No answer within the bound: a transaction holds a row that decides. The waiters'
             flag could not be set, and a holder may not be known.
         paused: An operator paused the key.
+        guarded: A guarded transaction of a lease that is over keeps the key.
     """
 
     holder: Holder | None = None
@@ -83,6 +84,12 @@ class Contended:
     observed_at: datetime | None = None
     busy: bool = False
     paused: bool = False
+    guarded: bool = False
+
+    @property
+    def is_unclear(self) -> bool:
+        """Whether it says nothing about the key: somebody is in the way, and may be a stranger."""
+        return self.busy and self.fence is None and not self.guarded
 
     @property
     def settled(self) -> bool:

@@ -12,6 +12,9 @@ from django.db import models, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import InterfaceError, OperationalError
 
+#: Seconds at most in which others are waited for who look for guards of the same key.
+LOOK_SECONDS = 0.25
+
 
 class Vendor(ABC):
     """What differs between databases, for one connection.
@@ -93,6 +96,21 @@ class Vendor(ABC):
 
         Returns:
             Whether it is that fence.
+        """
+        raise NotImplementedError
+
+    @contextmanager
+    def looking(self, name: str) -> Iterator[bool]:
+        """Be the only one who looks for guards of a key: two would take each other for one.
+
+        Inside of a transaction.
+
+        Args:
+            name: The storage key.
+
+        Yields:
+            Whether nobody else does. Others are waited for as long as the transaction waits for
+            locks, or `LOOK_SECONDS`.
         """
         raise NotImplementedError
 

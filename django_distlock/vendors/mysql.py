@@ -16,8 +16,10 @@ from typing import Any, ClassVar
 from django.db import models
 from django.db.utils import Error
 
+from ..conf import table
+from ..core.keys import advisory_id
 from ..fields import from_microseconds
-from .base import Vendor
+from .base import LOOK_SECONDS, Vendor
 
 _BUSY = {
     1205,  # lock wait timeout, and NOWAIT on MariaDB
@@ -117,6 +119,19 @@ class MySQL(Vendor):
                 found = self._ask(guard, [name])
         # With a snapshot from before the grant, what is read behind this would be older than it.
         return bool(found == (fence, fence))
+
+    @contextmanager
+    def looking(self, name: str) -> Iterator[bool]:
+        look = str(advisory_id(f"{table('locks')}:look", name))
+        # MySQL rounds it down.
+        is_alone = self._ask("SELECT GET_LOCK(%s, %s)", [look, LOOK_SECONDS])[0] == 1
+        try:
+            yield is_alone
+        finally:
+            if is_alone:
+                # A session that broke has lost it, and the first error tells more.
+                with suppress(Error):
+                    self._ask("SELECT RELEASE_LOCK(%s)", [look])
 
     def is_overtaken(self, error: BaseException) -> bool:
         return _number(error) == 1020  # with innodb_snapshot_isolation

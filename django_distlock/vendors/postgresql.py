@@ -107,6 +107,12 @@ class PostgreSQL(Vendor):
         )
         return found[0] is not None
 
+    @contextmanager
+    def looking(self, name: str) -> Iterator[bool]:
+        number = advisory_id(f"{advisory_salt()}:look", name)
+        self._ask("SELECT pg_advisory_xact_lock(%s)", [number])
+        yield True
+
     def is_overtaken(self, error: BaseException) -> bool:
         return sqlstate(error) == "40001"
 

@@ -132,6 +132,40 @@ def test_wait_zero_tries_exactly_once(outcome: Outcome) -> None:
     assert (len(world.tries), world.pauses) == (1, [])
 
 
+@pytest.mark.parametrize(("wait", "tries"), [(0, 5), (0.6, 5), (1.0, 4)])
+def test_unclear_answer_is_asked_for_again_in_the_margin(wait: float, tries: int) -> None:
+    """Somebody is in the way of the store: nobody knows more until the margin is over."""
+    world = World()
+    outcome = world.run(lambda _: BUSY, wait=wait, pauses=itertools.repeat(0.3), margin=1.0)
+    assert outcome is BUSY
+    assert world.tries[-1] == pytest.approx(1.0)
+    assert len(world.tries) >= tries
+    # Also whoever has no time to wait gives the store some.
+    assert max(world.bounds) > 0
+
+
+@pytest.mark.parametrize("clear", [HELD, DOWN, granted(), replace(BUSY, guarded=True)])
+def test_clear_answer_ends_the_margin(clear: Outcome) -> None:
+    """The first answer that says something is the last."""
+    world = World()
+    assert world.run(after(1, BUSY, clear), wait=0, pauses=[0.3, 0.3], margin=1.0) is clear
+    assert world.tries == pytest.approx([0.0, 0.3])
+
+
+def test_busy_holder_is_known_without_a_margin() -> None:
+    """Who holds the key is told, also where its record was locked."""
+    world, known = World(), Contended(busy=True, fence=3)
+    assert world.run(lambda _: known, wait=0, pauses=[0.3], margin=1.0) is known
+    assert world.tries == [0.0]
+
+
+def test_last_attempt_without_time_counts_less_than_the_one_before() -> None:
+    """At the deadline a store may have no time to say who holds the key: it just did."""
+    world = World()
+    assert world.run(after(2, HELD, BUSY), wait=2.0, pauses=[0.9, 60], margin=1.0) is HELD
+    assert world.tries == pytest.approx([0.0, 0.9, 2.0])
+
+
 def test_error_that_is_no_outage_ends_the_wait() -> None:
     """Somebody has found out that there is nothing to wait for."""
     world, error = World(), LockError("in vain")
@@ -269,12 +303,12 @@ def test_grant_that_came_just_in_time_is_used() -> None:
 
 
 def test_late_grant_at_the_deadline_is_no_grant() -> None:
-    """Where no time is left after giving back, the result is contention without a holder."""
+    """Where no time is left after giving back, the store was too slow: it is no contention."""
     late = granted(ttl=0.1)
     world = World(slow={0: 0.2})
     outcome = world.run(lambda _: late, wait=0)
-    assert isinstance(outcome, Contended)
-    assert outcome.busy
+    assert isinstance(outcome, BackendUnavailable)
+    assert (outcome.code, outcome.key) == ("network_timeout", "key")
     assert world.given_back == [late]
 
 
@@ -282,7 +316,8 @@ def test_every_late_grant_is_given_back() -> None:
     """None of several late grants stays behind."""
     world = World(latency=0.2)
     assert isinstance(
-        world.run(lambda _: granted(ttl=0.1), wait=1.0, pauses=itertools.repeat(0.1)), Contended
+        world.run(lambda _: granted(ttl=0.1), wait=1.0, pauses=itertools.repeat(0.1)),
+        BackendUnavailable,
     )
     assert len(world.given_back) == len(world.tries) > 2
 

@@ -10,15 +10,19 @@ import os
 import pickle
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import psycopg
 import pytest
 from celery import Celery
 from django.core import checks
+from django.db import connections
 from django.test import override_settings
 
 from django_distlock import (
+    BackendUnavailable,
     InvalidArgument,
     InvalidLockBackend,
     LockNotAcquired,
@@ -28,12 +32,16 @@ from django_distlock import (
     distlock,
     lock_backends,
 )
+from django_distlock.conf import table
 from django_distlock.core.keys import own_key
 from django_distlock.declarations import declared
 from django_distlock.scheduling import Skipped, scheduled
 from django_distlock.testing import advance, lose_connection, memory_locks
-from tests.contract.helpers import Later, at_once
+from tests.contract.helpers import Later, at_once, prompt
+from tests.contract.locking import eventually
 from tests.processes import spawn
+
+from .databases import server
 
 RUNS: list[str] = []
 
@@ -208,10 +216,67 @@ def test_store_that_is_away_skips_the_tick(
 ) -> None:
     """It is logged as an error, and nothing runs: nobody knows whether another node does."""
     with lose_connection():
-        skipped = tick(key, scope=scope)()
+        skipped = tick(key, scope=scope, margin=0)()
     assert isinstance(skipped, Skipped)
     assert RUNS == []
     assert any(each.levelno == logging.ERROR and key in each.message for each in caplog.records)
+
+
+def tick_in_async(name: str, **options: Any) -> Any:
+    """Return the work of a schedule, which is a coroutine function, to be called."""
+
+    @scheduled(name, **{"expected": 20, **options})
+    async def work() -> str:
+        """Note that it runs."""
+        RUNS.append(name)
+        return "done"
+
+    return lambda: asyncio.run(work())
+
+
+@contextmanager
+def locked_table() -> Iterator[psycopg.Connection[Any]]:
+    """Lock the table of locks as `VACUUM FULL` and migrations do."""
+    with server(connections["default"].settings_dict["NAME"]) as raw:
+        raw.execute("BEGIN")
+        raw.execute(f'LOCK TABLE "{table("locks")}" IN ACCESS EXCLUSIVE MODE')
+        yield raw
+
+
+@pytest.mark.parametrize("made", [tick, tick_in_async], ids=["called", "awaited"])
+def test_locked_table_is_no_other_node(
+    key: str, made: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody does the work, so it is not left to others: the tick is an error."""
+    with locked_table():
+        skipped = Later(made(key, margin=0)).result()
+    assert isinstance(skipped, Skipped)
+    assert isinstance(skipped.why, BackendUnavailable)
+    assert RUNS == []
+    assert any(each.levelno == logging.ERROR and key in each.message for each in caplog.records)
+    assert not any("left to others" in each.message for each in caplog.records)
+
+
+@pytest.mark.parametrize("made", [tick, tick_in_async], ids=["called", "awaited"])
+def test_tick_is_tried_again_in_its_margin(
+    key: str, made: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A table that is locked for a while, or a short outage, costs no tick."""
+    with locked_table() as raw:
+        work = Later(made(key, margin=120))
+        assert eventually(lambda: any("tried again" in each.message for each in caplog.records), 60)
+        raw.rollback()
+        assert work.result()
+    assert RUNS.count(key) == len(RUNS) == 1
+    assert not any(each.levelno == logging.ERROR for each in caplog.records)
+
+
+def test_tick_of_somebody_else_is_not_tried_again(key: str) -> None:
+    """Where another node has the key, nobody waits."""
+    assert tick(key, margin=60)()
+    with prompt():
+        assert isinstance(tick(key, margin=60)(), Skipped)
+    assert RUNS.count(key) == len(RUNS) == 1
 
 
 @memory_locks()

@@ -34,8 +34,6 @@ logger = logging.getLogger("django_distlock")
 
 #: Options of tasks that others wait for. A chord's body is known by the id that it was given.
 _AWAITED = ("chord", "group_id", "chain", "link")
-#: Seconds to wait for a holder who is not known, because a transaction is in the way.
-_UNKNOWN_HOLDER = 1.0
 
 
 def call_of(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -189,12 +187,7 @@ def _reserve(lock: JobLock, terms: Terms, delay: float) -> Grant:
         max_lifetime=None,
         is_queued=True,
     )
-    try:
-        lease = lock.acquire()
-    except LockNotAcquired as error:
-        if error.holder is not None:
-            raise
-        lease = replace(lock, wait=_UNKNOWN_HOLDER).acquire()
+    lease = lock.acquire()
     try:
         return _detached(lease)
     except LockError:
