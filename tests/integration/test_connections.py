@@ -304,7 +304,8 @@ def test_pool_of_ended_sessions_is_passed_over(key: str) -> None:
                 cut(using, sessions(using))
                 distlock(key, backend=backend, wait=0).acquire().release()
         finally:
-            connections[using].close_pool()
+            pooled: Any = connections[using]
+            pooled.close_pool()
 
 
 def _asker(where: str, backend: BaseLockBackend, using: str) -> Callable[..., Any]:
