@@ -271,16 +271,22 @@ def test_own_function_names_nothing_of_clients(key: str) -> None:
 
 @each_backend
 def test_own_keys_are_told_apart(key: str, alias: str) -> None:
-    """What this package locks for a schedule is text of its own."""
+    """A schedule is told by its name, and by its kind alone where that comes from a caller."""
     scraped = Scraped()
 
     @scheduled(key, expected=1, hold=False, backend=alias)
     def tick() -> None:
         """Run."""
 
+    @scheduled(key + "-{of}", expected=1, hold=False, backend=alias)
+    def tick_of(of: str) -> None:
+        """Run for somebody."""
+
     tick()
-    value = scraped.value("acquire_total", outcome="acquired", **of("\u2329schedule", alias))
-    assert value == 1
+    tick_of("jane@example.org")
+    for prefix in (f"\u2329schedule:{key}", "\u2329schedule"):
+        value = scraped.value("acquire_total", outcome="acquired", **of(prefix, alias))
+        assert value == 1
     prometheus.uninstall(scraped.registry)
 
 

@@ -15,6 +15,7 @@ from ...connections import use_own_connections
 from ...core.errors import BackendUnavailable, LockError
 from ...core.logs import log_fields
 from ...core.retry import Retry
+from ...core.threads import start_thread
 
 logger = logging.getLogger("django_distlock")
 
@@ -84,8 +85,13 @@ class _Leftovers:
             self._left.append(leftover)
             if self._is_running:
                 return
+            try:
+                start_thread(
+                    threading.Thread(target=self._run, name="distlock-leftovers", daemon=True)
+                )
+            except RuntimeError:
+                return  # No thread now, or ever: the next one may get it.
             self._is_running = True
-        threading.Thread(target=self._run, name="distlock-leftovers", daemon=True).start()
 
     def _run(self) -> None:
         use_own_connections(keeps_leases=True)

@@ -12,10 +12,10 @@ from kombu.exceptions import OperationalError
 
 from ...backends.base import BaseLockBackend
 from ...core.errors import BackendUnavailable, LockError
+from ...core.keys import UNIQUE_PREFIX
 from ...core.records import Record
 from ...host import is_gone
 from .queueing import grant_of
-from .terms import UNIQUE_PREFIX
 
 #: Messages, records or ids that are asked for at once.
 _PAGE: Final = 1000

@@ -87,14 +87,10 @@ class Prefixes:
             return True
         if not key.startswith(prefix):
             return False
-        text = key
-        if key.startswith(OWN_MARKER):
-            kind, _, text = key.partition(":")
-            if prefix == kind:
-                return True
-            prefix = prefix[len(kind) + 1 :]
+        if key.startswith(OWN_MARKER) and prefix == key.partition(":")[0]:
+            return True
         # With what ends it: a client's `inv:` is not the `invoice:` of a template.
-        start = text[: len(prefix) + 1]
+        start = key[: len(prefix) + 1]
         ends = start == prefix
         return any(head == start if ends else head.startswith(start) for head in self._declared())
 
@@ -105,6 +101,8 @@ class Prefixes:
             # Before the look: what is added meanwhile makes the next one look again.
             version = declared.version
             found = (each for _made, each in declarations() if each.is_template)
-            heads = frozenset(nfc(head_of(each.key)[0]) for each in found)
+            # The marker is in no NFC text.
+            parts = (head_of(each.key)[0].rpartition(OWN_MARKER) for each in found)
+            heads = frozenset(marker + nfc(head) for _none, marker, head in parts)
             self._heads = version, heads
         return heads
