@@ -16,7 +16,7 @@ from django.core.management import call_command
 from django.db import DatabaseError, OperationalError, connections, transaction
 from django.test import override_settings
 
-from django_distlock import BackendUnavailable, LockError, LockNotAcquired, Retry, distlock
+from django_distlock import BackendUnavailable, LockError, Retry, distlock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.fences import FENCE_MAX
 from django_distlock.core.holders import Holder
@@ -382,7 +382,8 @@ def test_deadlock_is_busy(store: DatabaseStore, stranger: MariaDB, key: str) -> 
     name = store.name(key)
     stranger.execute(f"SELECT 1 FROM {FENCES} WHERE storage_key = %s FOR UPDATE", name)
     assert is_busy(waiter.result())
-    assert seen == [{DEADLOCK}]
+    # Behind it the look for a guard may find the row taken, too.
+    assert DEADLOCK in seen[0]
     stranger.rollback()
     assert store.fence(key) == old.fence
     assert take(backend, key).fence == old.fence + 1
@@ -447,13 +448,13 @@ def test_row_that_mysql_refuses_at_once_is_busy(
 
 
 def test_lock_waits_behind_a_row_that_mysql_refuses(store: DatabaseStore, key: str) -> None:
-    """The lock API tries again; who does not wait is told that the key was not to be had."""
+    """The lock API tries again, also for who does not wait: nobody is known to have the key."""
     alias, using = store.registered.alias, store.registered.using
     with answered_as_by_mysql(using) as refused, distlock(key, backend=alias, **PATIENT) as lease:
         assert lease.held
     assert len(refused) == 1
-    with answered_as_by_mysql(using) as refused, pytest.raises(LockNotAcquired):
-        distlock(key, backend=alias, wait=0).acquire()
+    with answered_as_by_mysql(using) as refused:
+        assert distlock(key, backend=alias, wait=0).acquire().release()
     assert len(refused) == 1
 
 
