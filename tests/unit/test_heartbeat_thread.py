@@ -15,6 +15,8 @@ import pytest
 from django_distlock import heartbeat as module
 from django_distlock.backends.memory import MemoryBackend
 from django_distlock.conf import BackendConfig
+from django_distlock.core import threads as threads_module
+from django_distlock.core.bells import Bell
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant, Unknown
@@ -158,14 +160,14 @@ class Interrupted(BaseException):
 @contextmanager
 def interrupted_starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let whoever starts a thread be interrupted once it has started."""
-    start = threading.Thread.start
 
-    def interrupt(thread: threading.Thread) -> None:
-        start(thread)
-        raise Interrupted
+    class Interrupting(Bell):
+        def wait(self, seconds: float) -> None:
+            super().wait(seconds)
+            raise Interrupted
 
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", interrupt)
+        patched.setattr(threads_module, "Bell", Interrupting)
         yield
 
 

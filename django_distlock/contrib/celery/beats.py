@@ -253,7 +253,7 @@ class Marks:
                 name,
                 sent_at.isoformat(" ", "seconds"),
                 made_at.isoformat(" ", "seconds"),
-                extra=log_fields("beat_clock", backend=self._store.alias, key=record.key),
+                extra=log_fields("clock_differs", backend=self._store.alias, key=record.key),
             )
         return Mark(grant, sent_at, int(told.get("runs", runs)), made_at)
 
@@ -272,7 +272,7 @@ class Marks:
                     "The clock of this host is off against the store's by %+.1f s, and so is what"
                     " this beat sends",
                     self._ahead.total_seconds(),
-                    extra=log_fields("beat_clock", backend=self._store.alias),
+                    extra=log_fields("clock_differs", backend=self._store.alias),
                 )
         return self._ahead
 
