@@ -32,6 +32,8 @@ class EndingLease(KeptLease):
     _left = False
     #: Whether it was left without its end.
     _is_left = False
+    #: Whether a release behind a transaction is going on, or was interrupted.
+    _is_ending = False
 
     def release(self) -> bool:
         """Give the key back: at once, or when the transactions of this thread have ended.
@@ -184,6 +186,7 @@ class EndingLease(KeptLease):
                 )
             try:
                 if self not in held_here:
+                    self._end_keeping()  # Given up by a release that was interrupted.
                     return False
                 until = min(self.deadline, monotonic() + patience)
                 answer = self._give_up(until, was_over=was_over)
@@ -232,7 +235,12 @@ class EndingLease(KeptLease):
 
     def _release_deferred(self) -> bool:
         """Release behind a transaction; False: the record is held, try again later."""
-        return self._release_quietly(0.0) is not UNKNOWN
+        # Interrupted, it has not come to its last line: the mutex may be locked for ever.
+        self._is_left = self._is_left or self._is_ending
+        self._is_ending = True
+        is_done = self._release_quietly(0.0) is not UNKNOWN
+        self._is_ending = False
+        return is_done
 
     def release_at_exit(self, patience: float) -> None:
         """Release although a transaction may be open: with the process it rolls back.

@@ -179,6 +179,16 @@ def test_interrupted_release_behind_a_transaction_is_not_remembered(key: str, li
     assert was_reached or line > 15
 
 
+@pytest.mark.parametrize("line", range(1, 27))
+def test_interrupted_release_behind_a_commit_is_carried_out(key: str, line: int) -> None:
+    """Whatever it has done of it, and whatever it had in its hands."""
+    lock = lock_of(BACKENDS["memory"], key, ttl=60)
+    release: Any = Lease._release_now
+    was_reached = interrupt_at(line, lambda: transaction(lock), release)
+    assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
+    assert was_reached or line > 10
+
+
 @pytest.mark.parametrize("line", range(1, 12))
 def test_interrupted_look_at_the_context_holds_up_no_other_thread(line: int) -> None:
     """Also where it is interrupted in code of others, which every lock comes to."""
