@@ -39,7 +39,7 @@ def dashboard(alias: str) -> Iterator[Callable[[str], None]]:
             answer = view(request, *words, **named)
             assert isinstance(answer, TemplateResponse)
             answer.render()
-            if failures := (answer.context_data or {})["overview"].failures:
+            if failures := (answer.context_data or {})["overview"].outages:
                 raise RuntimeError(failures[0].message)
 
         yield opened

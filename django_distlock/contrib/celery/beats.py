@@ -164,6 +164,7 @@ class Marks:
             BackendUnavailable: The store did not answer.
         """
         key = mark_key(self._key, name)
+        self._own_lead()  # Who leads with a clock that is off says so before it sends anything.
         while name not in self._known:
             record = self._store.read(key)
             if record is not None:
