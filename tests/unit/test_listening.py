@@ -282,6 +282,7 @@ def test_closing_while_a_line_is_opened_leaves_none_open(
     goes_on = threading.Event()
     server.before = goes_on.wait
     assert not listener.ensure(0)
+    assert eventually(lambda: server.asked == 1)
     threading.Timer(0.2, goes_on.set).start()
     listener.close_all()
     assert eventually(lambda: threads() == 0, timeout=5)
