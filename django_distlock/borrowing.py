@@ -206,7 +206,12 @@ class Use:
             # A word of the server may be a notification, on a session that lives.
             self._lent = template
             self._watch(template)
-            lives = template.is_usable()
+            try:
+                lives = template.is_usable()
+            except BaseException:
+                # Interrupted by a signal: nobody knows what its next answer would be.
+                template.close()
+                raise
             self._end_watch()
             self._lent, self.was_cut = None, False
             if lives or time.monotonic() >= until:

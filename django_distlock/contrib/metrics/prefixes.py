@@ -101,8 +101,13 @@ class Prefixes:
             # Before the look: what is added meanwhile makes the next one look again.
             version = declared.version
             found = (each for _made, each in declarations() if each.is_template)
-            # The marker is in no NFC text.
-            parts = (head_of(each.key)[0].rpartition(OWN_MARKER) for each in found)
-            heads = frozenset(marker + nfc(head) for _none, marker, head in parts)
+            heads = frozenset(_stored(head_of(each.key)[0]) for each in found)
             self._heads = version, heads
         return heads
+
+
+def _stored(head: str) -> str:
+    """Return the beginning of a template as keys have it. The marker is in no NFC text."""
+    if head.startswith(OWN_MARKER):
+        return OWN_MARKER + nfc(head.removeprefix(OWN_MARKER))
+    return nfc(head)
