@@ -15,66 +15,10 @@ from pytest_django import DjangoDbBlocker
 
 from django_distlock.connections import _every, before_drop
 
-from .safety import Unsafe
+from .services_plugin import answering
 
 #: The reason of a skip that a marker declares starts with this, and the summary counts it.
 DECLARED = "declared: "
-
-#: Files whose tests let processes and threads act at certain times: a machine that stands still at
-#: one of them can fail any of them, and none of them twice more. What no machine may fail, however
-#: long it stands still, they say by `safety.never`, and that is not asked again.
-TIMED = (
-    "celery/test_beat.py",
-    "celery/test_beat_database.py",
-    "celery/test_endings.py",
-    "celery/test_redelivery.py",
-    "celery/test_traps_deaths.py",
-    "celery/test_traps_pools.py",
-    "contract/test_async_behind_sync.py",
-    "contract/test_cleanup.py",
-    "contract/test_fencing_drill.py",
-    "contract/test_heartbeat.py",
-    "contract/test_heartbeat_processes.py",
-    "contract/test_leader_loop.py",
-    "contract/test_lost_async.py",
-    "contract/test_lost_leases.py",
-    "contract/test_races.py",
-    "contract/test_waiting_in_turn.py",
-    "e2e/test_dashboard_browser.py",
-    "e2e/test_dashboard_forgery.py",
-    "e2e/test_dashboard_keyboard.py",
-    "e2e/test_dashboard_live.py",
-    "integration/test_distlock_bench.py",
-    "integration/test_distlock_run.py",
-    "integration/test_distlock_run_bootstrap.py",
-    "integration/test_events.py",
-    "integration/test_listening_postgresql.py",
-    "redis/test_listening.py",
-    "redis/test_listening_cluster.py",
-    "redis/test_listening_faults.py",
-    "redis/test_silence.py",
-    "runbooks/test_clock_jump.py",
-    "runbooks/test_failover.py",
-    "runbooks/test_lost_lease.py",
-    "runbooks/test_rejected_fence.py",
-    "setups/test_gevent.py",
-    "unit/test_alarms.py",
-    "unit/test_heartbeat_thread.py",
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ask again where only a machine that stood still may have failed a test."""
-    again = pytest.mark.flaky(
-        reruns=2,
-        only_rerun=["AssertionError", "TimeoutError", "BackendUnavailable"],
-        # Its message, and what it was raised behind, may name any of those.
-        rerun_except=[Unsafe],
-    )
-    for item in items:
-        if item.path.as_posix().endswith(TIMED):
-            item.add_marker(again)
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers."""
@@ -103,7 +47,12 @@ def django_db_setup(
     keep = request.config.getvalue("reuse_db")
     with django_db_blocker.unblock():
         made = setup_databases(
-            verbosity=0, interactive=False, keepdb=keep and not request.config.getvalue("create_db")
+            verbosity=0,
+            interactive=False,
+            keepdb=keep and not request.config.getvalue("create_db"),
+            aliases=[
+                alias for alias in connections if alias != "mariadb" or "MariaDB" in answering
+            ],
         )
     yield
     if not keep:

@@ -10,33 +10,32 @@ The function talks by `print` and `input`, and returns something that JSON can c
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import queue
-import signal
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import django
+from django.core.management import execute_from_command_line
 from django.db import connections
 
+from .nursery import fork
+
 RESULT = "result: "
-# No worker outlives its test by more, should the test itself be killed.
-LIFETIME_SECONDS = 120
 
 
 def spawn(target: str, *arguments: Any, **environment: str) -> Process:
     """Start `module:function` with arguments that JSON can carry."""
     names = {alias: str(connections[alias].settings_dict["NAME"]) for alias in connections}
     return Process(
-        [sys.executable, "-u", "-m", "tests.processes", target, json.dumps(arguments)],
+        target,
+        arguments,
         {
             **os.environ,
             "DJANGO_SETTINGS_MODULE": "tests.settings",
@@ -49,17 +48,17 @@ def spawn(target: str, *arguments: Any, **environment: str) -> Process:
 class Process:
     """A running function. Leaving its block ends it, whatever it is doing."""
 
-    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
-        self.popen = subprocess.Popen(
-            command,
-            cwd=Path(__file__).parent.parent,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            bufsize=1,
-        )
+    def __init__(self, target: str, arguments: Sequence[Any], environment: dict[str, str]) -> None:
+        theirs, ours = os.pipe()
+        said, says = os.pipe()
+        self._input = os.fdopen(ours, "w", buffering=1)
+        self._said_by = os.fdopen(said)
+        try:
+            here = f"{__name__}:main"
+            self.popen = fork(here, [target, json.dumps(arguments)], environment, theirs, says)
+        finally:
+            os.close(theirs)
+            os.close(says)
         self._output: list[str] = []
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -85,8 +84,7 @@ class Process:
 
     def send(self, line: str) -> None:
         """Answer the function's `input()`."""
-        assert self.popen.stdin
-        self.popen.stdin.write(line + "\n")
+        self._input.write(line + "\n")
 
     def result(self, timeout: float = 30) -> Any:
         """Wait for the end, and give what the function returned."""
@@ -104,13 +102,11 @@ class Process:
         self.popen.kill()
         self.popen.wait()
         self._reader.join()
-        for pipe in (self.popen.stdin, self.popen.stdout):
-            assert pipe
+        for pipe in (self._input, self._said_by):
             pipe.close()
 
     def _read(self) -> None:
-        assert self.popen.stdout
-        for line in self.popen.stdout:
+        for line in self._said_by:
             self._output.append(line.rstrip("\n"))
             self._lines.put(self._output[-1])
         self._lines.put(None)
@@ -128,13 +124,13 @@ class Process:
 
 def main(target: str, arguments: str) -> None:
     """Be the process: call the function and print what it returns."""
-    faulthandler.register(signal.SIGALRM, chain=True)
-    signal.alarm(LIFETIME_SECONDS)
     django.setup()
     module, _, function = target.partition(":")
     result = getattr(import_module(module), function)(*json.loads(arguments))
     print(RESULT + json.dumps(result))
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def manage(*arguments: str) -> None:
+    """Be `python -m django`."""
+    program = Path(django.__file__).with_name("__main__.py")
+    execute_from_command_line([str(program), *arguments])

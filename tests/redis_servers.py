@@ -107,16 +107,17 @@ def private_redis(
 
 
 @contextmanager
-def private_redis_cluster(**settings: Any) -> Iterator[Server]:
+def private_redis_cluster(*, port: int | None = None, **settings: Any) -> Iterator[Server]:
     """Run a cluster of our own: three masters without replicas, on the loopback interface.
 
     Args:
+        port: Where the first of them listens; None: anywhere.
         settings: Directives of each node that shall be other than those of ordinary tests.
     """
     with ExitStack() as stack:
         nodes = [
-            stack.enter_context(private_redis(port=_node_port(), cluster_enabled="yes", **settings))
-            for _ in range(3)
+            stack.enter_context(private_redis(port=each, cluster_enabled="yes", **settings))
+            for each in (port or node_port(), node_port(), node_port())
         ]
         with ExitStack() as clients:
             _join([clients.enter_context(Redis.from_url(node.url)) for node in nodes])
@@ -155,7 +156,7 @@ def _port(node: Any) -> int:
     return int(node.connection_pool.connection_kwargs["port"])
 
 
-def _node_port() -> int:
+def node_port() -> int:
     """Return a port that nobody listens on, and whose port for the fellows is free too."""
     while True:
         port = free_port()

@@ -86,15 +86,16 @@ def postgres() -> Iterator[Server]:
 
 
 @contextmanager
-def private_postgres(*, durable: bool = False) -> Iterator[Server]:
+def private_postgres(*, durable: bool = False, port: int | None = None) -> Iterator[Server]:
     """Run a PostgreSQL server of our own.
 
     Args:
         durable: Whether a commit waits for the disk, which tests that kill the server need.
+        port: Where it listens; None: anywhere.
     """
     with folder(owner=server_user()) as home:
         binaries = _postgres_binaries(home)
-        port = free_port()
+        port = port or free_port()
         _run([binaries / "initdb", "-D", home / "data", "-U", "postgres", "-A", "trust",
               "-E", "UTF8", "--no-locale", "--no-sync"], home)  # fmt: skip
         # The socket in our folder is proof that the server that answers is ours.

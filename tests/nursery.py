@@ -1,0 +1,233 @@
+"""Processes that are forked from one that has imported Django, instead of started from nothing.
+
+A Python that imports Django and its drivers computes for most of a second; one that is forked
+behind these imports, for a tenth of one. It is a process as any other: it has settings, an
+environment, a standard input and output and an end of its own, and signals reach it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+#: What most processes of tests import, and what reads no settings while it is imported.
+AHEAD = (
+    "django.contrib.admin.options",
+    "django.contrib.auth.hashers",
+    "django.contrib.auth.management",
+    "django.contrib.contenttypes.apps",
+    "django.core.management",
+    "django.core.serializers.json",
+    "django.db.backends.postgresql.base",
+    "django.db.backends.sqlite3.base",
+    "django.forms",
+    "django.template.defaulttags",
+    "django.test",
+    "django.views.debug",
+    "django_distlock.apps",
+    "django_distlock.core.records",
+    "psycopg",
+    "redis",
+)
+#: A variable that begins so works when an interpreter starts, or a program.
+EARLY = ("PYTHON", "LD_", "MALLOC_")
+# No process outlives its test by more, should the test itself be killed.
+LIFETIME_SECONDS = 120
+#: Bytes of a number on the way between a nursery and the tests.
+SIZE = 8
+
+
+def fork(
+    function: str, arguments: Sequence[Any], environment: dict[str, str], stdin: int, stdout: int
+) -> Forked:
+    """Let a process call `module:function`: see `Nursery.fork`."""
+    early = frozenset(each for each in environment.items() if each[0].startswith(EARLY))
+    if early not in _nurseries:
+        _nurseries[early] = Nursery(environment)
+        atexit.register(_nurseries[early].close)
+    return _nurseries[early].fork(function, arguments, environment, stdin, stdout)
+
+
+#: The nurseries of this process, by what makes an interpreter another one.
+_nurseries: dict[frozenset[tuple[str, str]], Nursery] = {}
+
+
+class Forked:
+    """A process of a nursery, with the methods of `subprocess.Popen` that tests use."""
+
+    def __init__(self, pid: int, ended: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        # A status comes through this pipe when the process has ended.
+        self._ended = ended
+
+    def poll(self) -> int | None:
+        """Return the status, or None while the process runs."""
+        return self._wait(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, and return the status; that of a signal is negative."""
+        status = self._wait(timeout)
+        if status is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(f"the process {self.pid}", timeout)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+    def _wait(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._ended], [], [], timeout)[0]:
+            said = os.read(self._ended, 16)
+            os.close(self._ended)
+            # A nursery that was killed says nothing any more.
+            self.returncode = int(said) if said else -signal.SIGKILL
+        return self.returncode
+
+
+class Nursery:
+    """A process that forks others."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._orders, theirs = socket.socketpair()
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-u", "-m", "tests.nursery", str(theirs.fileno())],
+                env=environment,
+                cwd=Path(__file__).parent.parent,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def fork(
+        self,
+        function: str,
+        arguments: Sequence[Any],
+        environment: dict[str, str],
+        stdin: int,
+        stdout: int,
+    ) -> Forked:
+        """Let a process call `module:function`.
+
+        Args:
+            arguments: What JSON can carry.
+            environment: All its variables.
+            stdin: The descriptor of its standard input.
+            stdout: That of its standard output, and of its errors.
+        """
+        ended, says_end = os.pipe()
+        order = json.dumps([function, arguments, environment]).encode()
+        try:
+            size = len(order).to_bytes(SIZE)
+            socket.send_fds(self._orders, [size], [stdin, stdout, says_end])
+        finally:
+            os.close(says_end)
+        self._orders.sendall(order)
+        return Forked(int.from_bytes(_read(self._orders, SIZE)), ended)
+
+    def close(self) -> None:
+        """End the nursery; its processes go on."""
+        self._orders.close()
+        self._popen.wait()
+
+
+class _Parent:
+    """What a nursery does."""
+
+    def __init__(self, orders: socket.socket) -> None:
+        self._orders = orders
+        self._ends: dict[int, int] = {}
+        self._bell, self._rings = os.pipe()
+        os.set_blocking(self._rings, False)
+        signal.set_wakeup_fd(self._rings)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+
+    def serve(self) -> tuple[str, list[Any]]:
+        """Fork until there are no more orders; return in a child, with what that shall do."""
+        while True:
+            ready, _, _ = select.select([self._orders, self._bell], [], [])
+            if self._bell in ready:
+                os.read(self._bell, 4096)
+                self._tell_ends()
+            if self._orders in ready and (todo := self._obey()):
+                return todo
+
+    def _tell_ends(self) -> None:
+        while self._ends:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            says_end = self._ends.pop(pid)
+            # Nobody listens where the test was killed.
+            with suppress(BrokenPipeError):
+                os.write(says_end, str(os.waitstatus_to_exitcode(status)).encode())
+            os.close(says_end)
+
+    def _obey(self) -> tuple[str, list[Any]] | None:
+        head, descriptors, _, _ = socket.recv_fds(self._orders, SIZE, 3)
+        if not head:
+            sys.exit()
+        function, arguments, environment = json.loads(_read(self._orders, int.from_bytes(head)))
+        stdin, stdout, says_end = descriptors
+        if pid := os.fork():
+            os.close(stdin)
+            os.close(stdout)
+            self._ends[pid] = says_end
+            self._orders.sendall(pid.to_bytes(SIZE))
+            return None
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._orders.close()
+        for number, descriptor in enumerate((stdin, stdout, stdout)):
+            os.dup2(descriptor, number)
+        for descriptor in (*descriptors, *self._ends.values(), self._bell, self._rings):
+            os.close(descriptor)
+        os.environ.clear()
+        os.environ.update(environment)
+        return function, arguments
+
+
+def _read(source: socket.socket, size: int) -> bytes:
+    said = b""
+    while len(said) < size:
+        if not (more := source.recv(size - len(said))):
+            raise EOFError("the other end has ended")
+        said += more
+    return said
+
+
+def main(descriptor: str) -> None:
+    """Be the nursery, and each process that it forks."""
+    for name in AHEAD:
+        import_module(name)
+    # What is here already need not be looked at by the collectors of the children.
+    gc.freeze()
+    function, arguments = _Parent(socket.socket(fileno=int(descriptor))).serve()
+    faulthandler.register(signal.SIGALRM, chain=True)
+    signal.alarm(LIFETIME_SECONDS)
+    module, _, name = function.partition(":")
+    getattr(import_module(module), name)(*arguments)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
