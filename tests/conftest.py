@@ -20,6 +20,7 @@ from .services_plugin import answering
 #: The reason of a skip that a marker declares starts with this, and the summary counts it.
 DECLARED = "declared: "
 
+
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers."""
     for line in (

@@ -10,12 +10,16 @@ The function talks by `print` and `input`, and returns something that JSON can c
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import queue
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -25,37 +29,53 @@ import django
 from django.core.management import execute_from_command_line
 from django.db import connections
 
-from .nursery import fork
+from .nursery import LIFETIME_SECONDS, Forked, fork
 
 RESULT = "result: "
 
 
 def spawn(target: str, *arguments: Any, **environment: str) -> Process:
     """Start `module:function` with arguments that JSON can carry."""
-    names = {alias: str(connections[alias].settings_dict["NAME"]) for alias in connections}
+    variables = _environment(environment)
+    what = [target, json.dumps(arguments)]
+    return Process(lambda stdin, stdout: fork(f"{__name__}:main", what, variables, stdin, stdout))
+
+
+def spawn_by(program: Sequence[str], target: str, *arguments: Any, **environment: str) -> Process:
+    """Do the same in an interpreter of its own, whose parent the test is, or this program."""
+    command = [*program, sys.executable, "-u", "-m", __name__, target, json.dumps(arguments)]
+    variables = _environment(environment)
     return Process(
-        target,
-        arguments,
-        {
-            **os.environ,
-            "DJANGO_SETTINGS_MODULE": "tests.settings",
-            "DISTLOCK_TEST_DATABASES": json.dumps(names),
-            **environment,
-        },
+        lambda stdin, stdout: subprocess.Popen(
+            command, env=variables, stdin=stdin, stdout=stdout, stderr=stdout
+        )
     )
 
 
-class Process:
-    """A running function. Leaving its block ends it, whatever it is doing."""
+def _environment(more: dict[str, str]) -> dict[str, str]:
+    names = {alias: str(connections[alias].settings_dict["NAME"]) for alias in connections}
+    return {
+        **os.environ,
+        "DJANGO_SETTINGS_MODULE": "tests.settings",
+        "DISTLOCK_TEST_DATABASES": json.dumps(names),
+        **more,
+    }
 
-    def __init__(self, target: str, arguments: Sequence[Any], environment: dict[str, str]) -> None:
+
+class Process:
+    """A running function. Leaving its block ends it, whatever it is doing.
+
+    Args:
+        start: Starts it on two descriptors: of its standard input, and of its output and errors.
+    """
+
+    def __init__(self, start: Callable[[int, int], Forked | subprocess.Popen[bytes]]) -> None:
         theirs, ours = os.pipe()
         said, says = os.pipe()
         self._input = os.fdopen(ours, "w", buffering=1)
         self._said_by = os.fdopen(said)
         try:
-            here = f"{__name__}:main"
-            self.popen = fork(here, [target, json.dumps(arguments)], environment, theirs, says)
+            self.popen = start(theirs, says)
         finally:
             os.close(theirs)
             os.close(says)
@@ -130,7 +150,32 @@ def main(target: str, arguments: str) -> None:
     print(RESULT + json.dumps(result))
 
 
-def manage(*arguments: str) -> None:
+def manage(
+    arguments: Sequence[str], environment: dict[str, str], timeout: float
+) -> tuple[str, int]:
+    """Run `python -m django` with arguments; return what it said, and its status."""
+    said, says = os.pipe()
+    with Path(os.devnull).open() as nothing, os.fdopen(said) as output:
+        try:
+            run = fork(f"{__name__}:django_admin", arguments, environment, nothing.fileno(), says)
+        finally:
+            os.close(says)
+        # Or a command that never ends would be waited for.
+        late = threading.Timer(timeout, run.kill)
+        late.start()
+        text = output.read()
+        late.cancel()
+        return text, run.wait()
+
+
+def django_admin(*arguments: str) -> None:
     """Be `python -m django`."""
     program = Path(django.__file__).with_name("__main__.py")
-    execute_from_command_line([str(program), *arguments])
+    sys.argv = [str(program), *arguments]
+    execute_from_command_line(sys.argv)
+
+
+if __name__ == "__main__":
+    faulthandler.register(signal.SIGALRM, chain=True)
+    signal.alarm(LIFETIME_SECONDS)
+    main(*sys.argv[1:])

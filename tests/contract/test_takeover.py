@@ -23,7 +23,7 @@ from django_distlock.core.records import Grant
 from django_distlock.handler import lock_backends
 from django_distlock.host import current_holder
 from tests.backends import Registered
-from tests.processes import spawn
+from tests.processes import spawn, spawn_by
 
 from .helpers import PROMPT, Later, at_once
 from .locking import Heard, eventually, grantable, lock_of, taken
@@ -75,7 +75,8 @@ def test_key_of_a_killed_process_is_granted_at_once(
 ) -> None:
     """Long before its ttl and grace, with a higher fence, and it is told once."""
     with (
-        spawn(HOLD, registered.alias, key, 60, "") as worker,
+        # A child of the test is a zombie until it is waited for.
+        spawn_by([], HOLD, registered.alias, key, 60, "") as worker,
         Heard(signals.lock_taken_over, key) as heard,
     ):
         worker.wait_for("held")

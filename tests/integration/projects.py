@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from django.db import connections
 
-from tests.processes import Process, spawn
+from tests.processes import Process, manage, spawn
 
 ROOT = Path(__file__).parent.parent.parent
 # For a machine with much else to do.
@@ -33,18 +31,9 @@ class Project:
 
     def manage(self, *arguments: str, status: int = 0) -> str:
         """Run a command of `manage.py`; return what it printed."""
-        done = subprocess.run(
-            [sys.executable, "-m", "django", *arguments],
-            cwd=ROOT,
-            env={**os.environ, **self._environment()},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-        assert done.returncode == status, f"exit status {done.returncode}:\n{done.stdout}"
-        return done.stdout
+        said, ended = manage(arguments, {**os.environ, **self._environment()}, PATIENCE)
+        assert ended == status, f"exit status {ended}:\n{said}"
+        return said
 
     def start(self, target: str, *arguments: Any) -> Process:
         """Start `module:function` in the project."""

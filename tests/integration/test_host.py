@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from django_distlock.core.holders import Holder
 from django_distlock.host import current_holder, is_gone
 from tests.conftest import DECLARED
 from tests.contract.locking import eventually
-from tests.processes import Process, spawn
+from tests.processes import Process, spawn, spawn_by
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/ns/pid").exists(), reason=f"{DECLARED}only Linux tells who is gone"
@@ -48,7 +47,8 @@ def said_by(process: Process, path: Path) -> Holder:
 @contextmanager
 def other_process(path: Path, function: str = "stay") -> Iterator[tuple[Process, Holder]]:
     """Run another process; give it and the identity under which it would take locks."""
-    with spawn(f"{THERE}{function}", str(path)) as process:
+    # Its parent shall see it end, and wait for it later.
+    with spawn_by([], f"{THERE}{function}", str(path)) as process:
         yield process, said_by(process, path)
 
 
@@ -70,9 +70,7 @@ def apart(*options: str, ask: str, **environment: str) -> Any:
         pytest.skip(f"{DECLARED}no unshare here: apt-get install util-linux")
     if tried.returncode != 0:
         pytest.skip(f"{DECLARED}the kernel gives this user no namespaces")
-    command = [sys.executable, "-u", "-m", "tests.processes", f"{THERE}{ask}", "[]"]
-    settings = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", **environment}
-    with Process([*unshare, *command], settings) as process:
+    with spawn_by(unshare, f"{THERE}{ask}", **environment) as process:
         return process.result(PATIENCE)
 
 

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from django.test import override_settings
 
 from tests.integration.databases import migrate, server
 from tests.integration.projects import PATIENCE, ROOT, Project
+from tests.processes import manage
 from tests.services import mysql_connect
 from tests.settings import DATABASE_BACKEND, REDIS_BACKEND
 from tests.shop.models import Account
@@ -64,14 +64,15 @@ class Site(Project):
     def command(self, line: str, *more: str) -> Ran:
         """Run a line of a console, with `python manage.py` and `redis-cli` of this site."""
         words = [*shlex.split(line), *more]
+        environment = {**os.environ, **self._environment()}
         if words[:2] == ["python", "manage.py"]:
-            words[:2] = [sys.executable, "-m", "django"]
-        elif words[0] == "redis-cli":
+            return Ran(*manage(words[2:], environment, PATIENCE))
+        if words[0] == "redis-cli":
             words[:1] = self._redis_cli(words)
         done = subprocess.run(
             words,
             cwd=ROOT,
-            env={**os.environ, **self._environment()},
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
