@@ -24,8 +24,9 @@ DECLARED = "declared: "
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers."""
     for line in (
-        "requires(*capabilities, **values): skip backends that lack one or have another value",
-        "stores(*names, why): skip backends whose records another store keeps, and say why",
+        "requires(*capabilities, **values): only on backends that have these",
+        "stores(*names, why): only on backends whose records these stores keep, and why",
+        "aliases(*names): only on these backends",
         "faults: starts a server of its own, to stop it or to spoil it",
     ):
         config.addinivalue_line("markers", line)

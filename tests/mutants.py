@@ -14,9 +14,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
+from queue import Queue
+from urllib.parse import urlsplit
+
+import psycopg
+
+from .services_plugin import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("django_distlock", "tests", "pyproject.toml")
@@ -971,14 +980,46 @@ MUTANTS = (
 )
 
 
-def catches(mutant: Mutant) -> bool:
+def serve(stack: ExitStack) -> dict[str, str]:
+    """Start the servers that all runs share; return the variables with their addresses."""
+    with ThreadPoolExecutor() as pool:
+        found = pool.map(lambda kind: stack.enter_context(kind.find()), KINDS.values())
+        return {
+            kind.variable: server.url
+            for kind, server in zip(KINDS.values(), found, strict=True)
+            if server
+        }
+
+
+def environments(addresses: dict[str, str], runs: int) -> Queue[dict[str, str]]:
+    """Return the environments of runs that go on at once: each has databases of its own."""
+    free: Queue[dict[str, str]] = Queue()
+    postgres = KINDS["PostgreSQL"].variable
+    for number in range(runs):
+        name = f"mutant{number}"
+        with psycopg.connect(addresses[postgres], autocommit=True) as raw:
+            raw.execute(f"DROP DATABASE IF EXISTS {name}")
+            raw.execute(f"CREATE DATABASE {name}")
+        mine = {
+            variable: urlsplit(url)._replace(path=f"/{name}").geturl()
+            for variable, url in addresses.items()
+            if variable in (postgres, KINDS["MariaDB"].variable)
+        }
+        free.put({**os.environ, **addresses, **mine})
+    return free
+
+
+def catches(mutant: Mutant, free: Queue[dict[str, str]]) -> bool:
     """Return whether the mutant's test fails on a copy that has the fault.
 
     A run that ends without a verdict, as one whose interpreter breaks down on its way out, is asked
     for one once more.
     """
     # What a process of the test still writes may come between the removal of its folder.
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    with (
+        taken(free) as environment,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+    ):
         copy = Path(folder)
         for name in COPIED:
             source = ROOT / name
@@ -991,7 +1032,7 @@ def catches(mutant: Mutant) -> bool:
             run = subprocess.run(
                 [*PYTEST, mutant.test_id],
                 cwd=copy,
-                env={**os.environ, "PYTHONPATH": str(copy)},
+                env={**environment, "PYTHONPATH": str(copy)},
                 capture_output=True,
                 text=True,
                 errors="replace",
@@ -1002,6 +1043,16 @@ def catches(mutant: Mutant) -> bool:
     raise RuntimeError(
         f"pytest ended with {run.returncode} on {mutant.test_id}:\n{run.stdout}\n{run.stderr}"
     )
+
+
+@contextmanager
+def taken(free: Queue[dict[str, str]]) -> Iterator[dict[str, str]]:
+    """Use an environment that nobody else uses meanwhile."""
+    environment = free.get()
+    try:
+        yield environment
+    finally:
+        free.put(environment)
 
 
 def mutate(path: Path, mutant: Mutant) -> None:
@@ -1019,10 +1070,10 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def report(mutant: Mutant) -> bool:
+def report(mutant: Mutant, free: Queue[dict[str, str]]) -> bool:
     """Say what became of the mutant, and return whether it was caught."""
     try:
-        caught = catches(mutant)
+        caught = catches(mutant, free)
         outcome, why = ("caught" if caught else "SURVIVED"), ""
     except RuntimeError as error:
         caught, outcome, why = False, "UNKNOWN", f"\n{error}"
@@ -1040,8 +1091,10 @@ def main() -> None:
         print(table())
         return
     chosen = [each for each in MUTANTS if arguments.fault in each.fault]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        caught = all([*pool.map(report, chosen)])
+    runs = (os.cpu_count() or 1) + 1
+    with ExitStack() as stack, ThreadPoolExecutor(runs) as pool:
+        free = environments(serve(stack), runs)
+        caught = all([*pool.map(report, chosen, repeat(free))])
     sys.exit(0 if caught else 1)
 
 

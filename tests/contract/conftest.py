@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 from django.db import connections
 from pytest_django import DjangoDbBlocker
 
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.errors import BackendUnavailable
 from django_distlock.handler import lock_backends
 from tests.backends import BACKENDS, Registered
 from tests.conftest import DECLARED
@@ -49,17 +51,49 @@ def key() -> str:
     return f"t{secrets.token_hex(6)}"
 
 
-@pytest.fixture(params=BACKENDS.values(), ids=lambda each: each.alias)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run what asks for a backend on each that has what the test is about."""
+    test = metafunc.definition
+    named = (mark.args[0] for mark in test.iter_markers("parametrize"))
+    if "registered" not in metafunc.fixturenames or any("registered" in each for each in named):
+        return
+    lines = [each for each in BACKENDS.values() if _has_what_is_tested(each, test)]
+    metafunc.parametrize("registered", [*map(_possible, lines)], indirect=True)
+
+
+def _has_what_is_tested(registered: Registered, test: pytest.Item) -> bool:
+    stores, aliases = test.get_closest_marker("stores"), test.get_closest_marker("aliases")
+    if stores and registered.store not in stores.args:
+        return False
+    if aliases and registered.alias not in aliases.args:
+        return False
+    try:
+        return not _lacks(registered, test.get_closest_marker("requires"))
+    except BackendUnavailable:
+        return True  # Redis only knows once it answers.
+
+
+def _lacks(registered: Registered, requires: pytest.Mark | None) -> str:
+    """Say what a backend has not or is not, of what a test requires; "": nothing."""
+    wanted = {**dict.fromkeys(requires.args, True), **requires.kwargs} if requires else {}
+    backend = lock_backends[registered.alias]
+    told = ((name, getattr(backend, name), value) for name, value in wanted.items())
+    return next((f"{name} is {is_so!r}" for name, is_so, value in told if is_so != value), "")
+
+
+def _possible(registered: Registered) -> Any:
+    """Give a line of the registry, to be skipped where its store cannot be started."""
+    is_here = not registered.using or registered.using in connections.settings
+    marks = () if is_here else [pytest.mark.skip(reason=f"{DECLARED}{NO_MARIADB}")]
+    return pytest.param(registered, id=registered.alias, marks=marks)
+
+
+@pytest.fixture
 def registered(request: pytest.FixtureRequest) -> Registered:
-    """Give each line of the registry."""
+    """Give the line of the registry that the test runs on."""
     registered: Registered = request.param
-    if registered.using and registered.using not in connections.settings:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
-    marker = request.node.get_closest_marker("stores")
-    if marker and registered.store not in marker.args:
-        pytest.skip(f"{DECLARED}{registered.alias}: {marker.kwargs['why']}")
-    if marker := request.node.get_closest_marker("requires"):
-        _skip_without(lock_backends[registered.alias], registered.alias, marker)
+    if lack := _lacks(registered, request.node.get_closest_marker("requires")):
+        pytest.skip(f"{DECLARED}{registered.alias}: {lack}")
     return registered
 
 
@@ -87,12 +121,3 @@ def elapse(store: Store) -> Elapse:
 def stranger(store: Store) -> Stranger:
     """Give another client of the store, with a transaction of its own."""
     return store.stranger()
-
-
-def _skip_without(backend: BaseLockBackend, alias: str, marker: pytest.Mark) -> None:
-    for capability in marker.args:
-        if not getattr(backend, capability):
-            pytest.skip(f"{DECLARED}{alias}: {capability} is False")
-    for name, value in marker.kwargs.items():
-        if getattr(backend, name) != value:
-            pytest.skip(f"{DECLARED}{alias}: {name} is {getattr(backend, name)!r}")

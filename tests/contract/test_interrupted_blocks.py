@@ -21,28 +21,22 @@ from django_distlock.alarms import alarms
 from django_distlock.exits import held_here
 from django_distlock.handler import lock_backends
 from django_distlock.heartbeat import heartbeat_of
-from tests.backends import BACKENDS, Registered
+from tests.backends import Registered
 
 from . import interrupting
 from .helpers import Later
 from .interrupting import TimeIsUp, interrupt_at, lines_of, strike_again_and_again
 from .locking import PAST, SHORT, eventually, grantable, lock_of, take_away
 
-#: One of each way to ask a store: the others share their code with one of these.
-STORES = [BACKENDS[alias] for alias in ("memory", "redis", "postgres", "advisory")]
+# One of each way to ask a store: the others share their code with one of these.
+pytestmark = pytest.mark.aliases("memory", "redis", "postgres", "advisory")
+
 #: Interruptions of each operation at different lines.
 SAMPLES = 60
 #: Seconds in which a busy machine has certainly done what is at once elsewhere.
 PATIENT = 15.0
 
 Operation = Callable[[Lock], None]
-
-
-@pytest.fixture(params=STORES, ids=lambda each: each.alias)
-def registered(request: pytest.FixtureRequest) -> Registered:
-    """Give the backends that these tests run on."""
-    registered: Registered = request.param
-    return registered
 
 
 def left_of(lock: Lock) -> list[str]:
