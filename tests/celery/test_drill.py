@@ -21,7 +21,6 @@ from celery import Celery
 
 from django_distlock import distlock
 from tests.contract.locking import eventually, taken
-from tests.safety import never
 
 from .acting import Stage
 from .brokers import Broker, redis_broker
@@ -111,7 +110,7 @@ class Drill:
             done = count
             # Who is slow goes on. In looks, because a machine that stands still does not look.
             if looks > QUIET and time.monotonic() > give_up:
-                never(self.sent - set(self.ended()), "tasks were lost")
+                assert not self.sent - set(self.ended()), "tasks were lost"
             if self.kills["children"] < CHILDREN:
                 self._kill_child()
             # Among the others, and not before some have run.
@@ -195,9 +194,9 @@ def test_killed_processes_lose_no_task_and_overlap_in_none(
             )
             assert made.kills["children"] > 0
             assert made.kills["workers"] > 0
-            never(made.told("overlapped"), "two held a key at once")
+            assert not made.told("overlapped"), "two held a key at once"
             # A kill between the end of a body and the note of it.
-            never(again > made.kills.total() and again, "tasks ran twice")
+            assert not (again > made.kills.total() and again), "tasks ran twice"
             assert free, made.taken_keys()
 
 

@@ -18,7 +18,6 @@ from django_distlock.handler import lock_backends
 from django_distlock.models import LockEvent
 from tests.backends import BACKENDS, Registered
 from tests.processes import Process, spawn
-from tests.safety import never
 from tests.shop.models import Account, Row
 
 from .fencing_workers import SHORT_TTL
@@ -94,12 +93,14 @@ def test_who_stood_still_writes_no_fenced_row(registered: Registered, key: str) 
         go_on(first)
         said = first.result()
     ways, fences = said["ways"], (said["fence"], successor["fence"])
-    never(fences[0] >= fences[1], "a fence came again")
+    assert fences[0] < fences[1], "a fence came again"
     late = {way: answer for way, answer in ways.items() if answer != f"rejected by {fences[1]}"}
-    never(late, "a late write was not refused")
+    assert not late, "a late write was not refused"
     row = Account.objects.using(using).get(pk=rows["fenced"])
-    never((row.value, row.fence) != (10, fences[1]), "an update was lost")
-    never(Row.objects.using(using).filter(name=f"{key} beside").exists(), "a late write is there")
+    assert (row.value, row.fence) == (10, fences[1]), "an update was lost"
+    assert not Row.objects.using(using).filter(name=f"{key} beside").exists(), (
+        "a late write is there"
+    )
     assert said["lost"] is True
     # Each of them by the signal, and in the table; no rollback took that back.
     assert said["facts"] == [[alias, key, *fences]] * len(ways)
@@ -121,11 +122,11 @@ def test_stopped_transaction_holds_the_takeover_off(registered: Registered, key:
         first.wait_for("read")
         stop(first)
         assert eventually(lambda: is_over(registered, key), timeout=20)
-        never(grantable(lock_of(registered, key)), "a guarded key was granted")
+        assert not grantable(lock_of(registered, key)), "a guarded key was granted"
         with spawn(worker, registered.alias, using, key, row.pk, 30, 0) as second:
             # It does not get as far while it is tried, over and over.
             came = eventually(lambda: "read" in second._output, timeout=2)
-            never(came, "two wrote under a guard at once")
+            assert not came, "two wrote under a guard at once"
             first.send("write")
             go_on(first)
             assert first.result() == {"transaction": "committed", "lease": "lost"}
@@ -133,7 +134,7 @@ def test_stopped_transaction_holds_the_takeover_off(registered: Registered, key:
             second.send("write")
             assert second.result() == {"transaction": "committed", "lease": "held"}
     row.refresh_from_db()
-    never(row.value != 2, "an update was lost")
+    assert row.value == 2, "an update was lost"
 
 
 @on("postgres")
@@ -157,9 +158,9 @@ def test_server_ends_a_transaction_that_is_stopped(registered: Registered, key: 
             said = first.result()
     assert began is not None
     soonest = began + timedelta(seconds=at_work + SHORT_TTL)
-    never(granted < soonest, "a guarded key was granted")
+    assert granted >= soonest, "a guarded key was granted"
     row.refresh_from_db()
-    never(row.value != 10, "an update was lost")
+    assert row.value == 10, "an update was lost"
     assert said["transaction"] in SESSION_ENDED
     assert said["lease"] == "lost"
 
@@ -179,7 +180,7 @@ def test_who_stood_still_before_its_transaction_is_told(registered: Registered, 
             go_on(first)
             said = first.result()
             row.refresh_from_db()
-            never(row.value != 0, "a late write was not refused")
+            assert row.value == 0, "a late write was not refused"
             assert said == {"guarded": "False", "amid": "lost", "before": "lost"}
             # What the first one did at the end of its blocks took nothing from its successor.
             second.send("enough")
@@ -199,7 +200,7 @@ def test_heartbeat_goes_on_beside_a_guard(registered: Registered, key: str) -> N
                 assert Row.objects.using(using).filter(pk=row.pk).exists()
                 lease.check()
                 time.sleep(0.02)
-            never(grantable(lock_of(registered, key)), "a guarded key was granted")
+            assert not grantable(lock_of(registered, key)), "a guarded key was granted"
             row.value = 1
             row.save()
         lease.check()
@@ -340,8 +341,8 @@ def drill(registered: Registered, key: str, how: str, rounds: int = ROUNDS) -> D
     print(f"{registered.alias} {how}: {len(told) + did['kills']} rounds, {dict(did)},")
     print(f"{len(committed)} committed, {dict(answers)}, {lost} lost")
     # A row is never ahead of its log: both are of one transaction.
-    never([row for row in rows if values[row] > len(log[row])], "a row was written twice")
-    never(acknowledged - committed, "what was committed is gone")
+    assert not [row for row in rows if values[row] > len(log[row])], "a row was written twice"
+    assert not acknowledged - committed, "what was committed is gone"
     return Drilled(
         committed=committed, acknowledged=acknowledged, lost=lost, answers=answers, did=did
     )
@@ -359,7 +360,7 @@ def drill(registered: Registered, key: str, how: str, rounds: int = ROUNDS) -> D
 def test_no_update_is_lost(registered: Registered, key: str, how: str) -> None:
     """Rows that paused and killed workers read and write count what was committed, exactly."""
     drilled = drill(registered, key, how)
-    never(drilled.lost, "updates were lost")
+    assert not drilled.lost, "updates were lost"
     assert drilled.answers.keys() <= EXPECTED
     assert drilled.did["kills"] > 0
     assert drilled.did["pauses"] > 0

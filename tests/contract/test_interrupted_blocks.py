@@ -21,7 +21,7 @@ from django_distlock.alarms import alarms
 from django_distlock.exits import held_here
 from django_distlock.handler import lock_backends
 from django_distlock.heartbeat import heartbeat_of
-from tests.backends import Registered
+from tests.backends import BACKENDS, Registered
 
 from . import interrupting
 from .helpers import Later

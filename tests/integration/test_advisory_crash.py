@@ -85,8 +85,6 @@ def counter(backend: AdvisoryBackend, key: str) -> int:
     return rows.values_list("fence", flat=True).first() or 0
 
 
-# A server that has been given the time has written the counter by itself.
-@pytest.mark.flaky(reruns=3, only_rerun=["AssertionError"])
 def test_fences_rise_over_a_lost_counter(
     mortal: tuple[Restartable, AdvisoryBackend], key: str
 ) -> None:
