@@ -1,18 +1,19 @@
 """Which tests a run takes, and which servers they need.
 
-`./dev test` takes the quick ones, `./dev test --all` all of them. Whoever names files, or chooses by
-`-k`, `-m` or `--last-failed`, gets what was named, with every case on every backend.
+`./dev test` takes the quick ones, `./dev test --all` all of them. Whoever names files, or chooses
+by `-k`, `-m` or `--last-failed`, gets what was named, with every case on every backend.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from .backends import BACKENDS
 from .services_plugin import KINDS, ask_for
 
 Tier = Literal["quick", "all", "chosen"]
@@ -21,27 +22,40 @@ ROOT = Path(__file__).parent
 
 #: The files of the contract that are about backends. The others are about locks, whose code is
 #: the same above all backends.
-OF_BACKENDS = frozenset(
-    f"test_{name}"
-    for name in (
-        "advisory arguments async bounds busy cleanup contention durability expiry extend_many"
-        " failures fence_floor fences grants keys listing notes operators races raise_fences"
-        " redis_records registry release wakeups"
-    ).split()
-)
+OF_BACKENDS = """
+    advisory arguments async bounds busy cleanup contention durability expiry extend_many failures
+    fence_floor fences grants keys listing notes operators races raise_fences redis_records registry
+    release wakeups
+""".split()  # noqa: SIM905 - as a list it would be a page
 #: Files in which the shape of an argument is tested, which is checked above the backends.
-OF_SHAPES = frozenset({"test_arguments", "test_keys", "test_raise_fences"})
+OF_SHAPES = ["arguments", "keys", "raise_fences"]
 #: Backends with all cases of a test about locks. The others have one case of each test, in turn.
 FULL = ("memory", "postgres")
 
 #: The backends of a quick run.
 QUICK_BACKENDS = ("memory", "sqlite", "postgres", "redis")
-#: The folders and files of a quick run; of the latter only some tests, if they are named.
+#: The folders and files of a quick run; of a file only some tests, if they are named.
 QUICK: dict[str, tuple[str, ...]] = {
     "core": (),
     "unit": (),
     "contract": (),
+    # One test of each thing that stands on the locks.
+    "celery/test_endings.py": ("test_success",),
+    "e2e/test_dashboard_browser.py": ("test_key_is_taken_with_a_reason_and_audited",),
+    "e2e/test_example.py": ("test_site_captures_a_payment_once",),
+    "integration/test_dashboard.py": ("test_lock_is_in_the_list",),
+    "integration/test_distlock_list.py": ("test_table_shows_who_holds_what",),
+    "integration/test_distlock_release.py": ("test_dry_run_changes_nothing",),
+    "integration/test_fencing_rows.py": ("test_lower_fence_is_refused_and_changes_nothing",),
+    "integration/test_locked_views.py": (
+        "test_view_runs_under_its_lock",
+        "test_conflict_is_answered",
+    ),
+    "integration/test_metrics_prometheus.py": ("test_rejected_write_is_counted",),
+    "integration/test_scheduling.py": ("test_one_of_many_runs",),
 }
+#: Words in the names of cases that need what a quick run does not start.
+SLOW_WORDS = {"mariadb", "mysql", "redis_cluster"}
 #: Files in these that are about the tests themselves, or run long.
 NOT_QUICK = frozenset({"unit/test_services.py"})
 
@@ -93,11 +107,14 @@ def _is_quick(item: pytest.Item) -> bool:
     names = QUICK.get(item.path.relative_to(ROOT).as_posix())
     if names and item.name.partition("[")[0] not in names:
         return False
+    callspec = getattr(item, "callspec", None)
+    if callspec and not SLOW_WORDS.isdisjoint(callspec.id.split("-")):
+        return False
     alias = _alias(item)
-    return not alias or alias in (QUICK_BACKENDS if _is_of_backends(item) else FULL)
+    return not alias or alias in (QUICK_BACKENDS if _subject(item) in OF_BACKENDS else FULL)
 
 
-def _paired(items: Iterable[pytest.Item]) -> Iterable[pytest.Item]:
+def _paired(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """Leave out, of the products of cases and backends, what others of them prove."""
     cases: defaultdict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -105,14 +122,21 @@ def _paired(items: Iterable[pytest.Item]) -> Iterable[pytest.Item]:
             cases[item.nodeid.partition("[")[0], alias].append(item)
         else:
             yield item
-    turns: defaultdict[str, int] = defaultdict(int)
+    turns: Counter[str] = Counter()
     for (_, alias), several in cases.items():
-        full = {"memory"} if several[0].path.stem in OF_SHAPES else set(FULL)
-        if alias in full or _is_of_backends(several[0]) and several[0].path.stem not in OF_SHAPES:
+        if alias in _full(several[0]):
             yield from several
         else:
             yield several[turns[alias] % len(several)]
             turns[alias] += 1
+
+
+def _full(item: pytest.Item) -> Collection[str]:
+    """Return the backends with all cases of a test."""
+    name = _subject(item)
+    if name in OF_SHAPES:
+        return ("memory",)
+    return BACKENDS if name in OF_BACKENDS else FULL
 
 
 def _alias(item: pytest.Item) -> str:
@@ -122,8 +146,8 @@ def _alias(item: pytest.Item) -> str:
     return line.alias if line and item.path.parent.name == "contract" else ""
 
 
-def _is_of_backends(item: pytest.Item) -> bool:
-    return item.path.stem in OF_BACKENDS
+def _subject(item: pytest.Item) -> str:
+    return item.path.stem.removeprefix("test_")
 
 
 def servers(item: pytest.Item) -> set[str]:
@@ -131,10 +155,10 @@ def servers(item: pytest.Item) -> set[str]:
     if item.path.is_relative_to(ROOT / "core"):
         return set()
     alias = _alias(item)
-    if alias or item.path.parent.name == "unit" and item.path.stem != "test_services":
+    if alias or (item.path.parent.name == "unit" and item.path.stem != "test_services"):
         by_alias = {"mariadb": "MariaDB", "redis": "Redis", "redis_cluster": "Redis Cluster"}
         return {"PostgreSQL", by_alias.get(alias, "PostgreSQL")}
-    return set(KINDS)
+    return {"PostgreSQL", "Redis"} if item.config.stash[TIER] == "quick" else set(KINDS)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import queue
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -30,7 +28,7 @@ from django_distlock.handler import lock_backends
 from django_distlock.host import monotonic
 from tests.backends import Registered
 from tests.conftest import DECLARED
-from tests.processes import Process
+from tests.processes import spawn_by
 
 from .helpers import PATIENCE, Later, held
 from .locking import Heard, eventually, grantable, lock_of, rolled_back, take_away, taken
@@ -127,9 +125,7 @@ def test_clock_of_the_holder_counts_while_the_machine_sleeps() -> None:
         or subprocess.run([*sleeper, "true"], check=False).returncode
     ):
         pytest.skip(f"{DECLARED}no namespaces for this user here")
-    command = [sys.executable, "-u", "-m", "tests.processes", f"{HERE}look_at_clocks", "[]"]
-    settings = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"}
-    with Process([*sleeper, *command], settings) as process:
+    with spawn_by(sleeper, f"{HERE}look_at_clocks") as process:
         ahead = process.result(PATIENCE)
     assert ahead - look_at_clocks() == pytest.approx(1000, abs=NOISE)
 

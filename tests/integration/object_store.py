@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from subprocess import Popen
 from typing import Any
 
 from tests.keeper import free_port
@@ -25,7 +26,10 @@ from tests.processes import Process
 def object_store() -> Iterator[str]:
     """Run a server of our own; give its address."""
     port = free_port()
-    with Process([sys.executable, "-u", "-m", __name__, str(port)], dict(os.environ)) as server:
+    command = [sys.executable, "-u", "-m", __name__, str(port)]
+    with Process(
+        lambda stdin, stdout: Popen(command, stdin=stdin, stdout=stdout, stderr=stdout)
+    ) as server:
         server.wait_for("ready", timeout=60)
         yield f"http://127.0.0.1:{port}"
 
