@@ -184,8 +184,8 @@ def ask_for(names: Iterable[str]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None]:
-    """Choose the addresses, once a run: the workers of xdist inherit them."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    """Choose the addresses, once a run: the workers of xdist, and runs of tests, inherit them."""
+    if DESK not in os.environ:
         stack = ExitStack()
         early_config.add_cleanup(stack.close)
         scratch = stack.enter_context(services.folder())

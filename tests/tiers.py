@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent
 OF_BACKENDS = """
     advisory arguments async bounds busy cleanup contention durability expiry extend_many failures
     fence_floor fences grants keys listing notes operators races raise_fences redis_records registry
-    release wakeups
+    release transaction_sqlite wakeups
 """.split()  # noqa: SIM905 - as a list it would be a page
 #: Files in which the shape of an argument is tested, which is checked above the backends.
 OF_SHAPES = ["arguments", "keys", "raise_fences"]
@@ -57,7 +57,7 @@ QUICK: dict[str, tuple[str, ...]] = {
 #: Words in the names of cases that need what a quick run does not start.
 SLOW_WORDS = {"mariadb", "mysql", "redis_cluster"}
 #: Files in these that are about the tests themselves, or run long.
-NOT_QUICK = frozenset({"unit/test_services.py"})
+NOT_QUICK = frozenset({"unit/test_promises.py", "unit/test_services.py"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -150,18 +150,20 @@ def _subject(item: pytest.Item) -> str:
     return item.path.stem.removeprefix("test_")
 
 
-def servers(item: pytest.Item) -> set[str]:
+def servers(item: pytest.Item) -> Collection[str]:
     """Return the servers that a test needs."""
-    if item.path.is_relative_to(ROOT / "core"):
-        return set()
-    alias = _alias(item)
-    if alias or (item.path.parent.name == "unit" and item.path.stem != "test_services"):
-        by_alias = {"mariadb": "MariaDB", "redis": "Redis", "redis_cluster": "Redis Cluster"}
-        return {"PostgreSQL", by_alias.get(alias, "PostgreSQL")}
-    return {"PostgreSQL", "Redis"} if item.config.stash[TIER] == "quick" else set(KINDS)
+    if marker := item.get_closest_marker("servers"):
+        return marker.args
+    folder = item.path.relative_to(ROOT).parts[0]
+    if folder == "core":
+        return ()
+    if folder in ("contract", "unit"):
+        more = {"mariadb": "MariaDB", "redis": "Redis", "redis_cluster": "Redis Cluster"}
+        return ("PostgreSQL", more.get(_alias(item), "PostgreSQL"))
+    return KINDS if item.config.stash[TIER] != "quick" else ("PostgreSQL", "Redis")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the servers."""
     if not (session.config.option.collectonly or session.testsfailed):
-        ask_for(set().union(*map(servers, session.items)))
+        ask_for({each for item in session.items for each in servers(item)})

@@ -20,6 +20,8 @@ from .workers import start_worker, wait_until_ready, working
 SOON = 2.0
 
 
+# A worker begins with a look at all databases.
+@pytest.mark.servers("PostgreSQL", "MariaDB", "Redis")
 def test_success(prefork: Crew) -> None:
     """The key is taken from before the body until behind it."""
     result = prefork.send("early", "wait go")

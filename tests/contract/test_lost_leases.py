@@ -658,8 +658,7 @@ def test_leases_that_are_extended_and_released_at_once_leave_nothing(key: str) -
 # Nothing grows
 
 #: Cycles of each backend. By hand: `DISTLOCK_TEST_CYCLES=10000`.
-CYCLES = {"memory": 10_000, "postgres": 10_000, "redis": 3000}
-LEAST_CYCLES = int(os.environ.get("DISTLOCK_TEST_CYCLES", "500"))
+CYCLES = int(os.environ.get("DISTLOCK_TEST_CYCLES", "500"))
 
 
 def test_many_cycles_leave_nothing_behind(registered: Registered, key: str) -> None:
@@ -669,7 +668,7 @@ def test_many_cycles_leave_nothing_behind(registered: Registered, key: str) -> N
     with lock:
         pass
     threads = {each.name for each in threading.enumerate()}
-    for _ in range(max(LEAST_CYCLES, CYCLES.get(registered.alias, 0))):
+    for _ in range(CYCLES):
         with lock as lease:
             lease.on_lost(print)
     more = {each.name for each in threading.enumerate()} - threads

@@ -159,6 +159,8 @@ def run_test_cases() -> dict[str, Any]:
     return {"ran": result.testsRun, "fine": result.wasSuccessful() or report.getvalue()}
 
 
+# Django's runner makes a test database in each of them.
+@pytest.mark.servers("PostgreSQL", "MariaDB", "Redis")
 def test_locks_work_in_django_test_cases() -> None:
     """`TestCase` and `TransactionTestCase` run as in a project, and drop their databases."""
     with spawn("tests.contract.test_transaction_test_cases:run_test_cases") as run:

@@ -23,6 +23,9 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from tests import redis_servers, services
 from tests.conftest import DECLARED
 from tests.contract.redis_clients import close
+from tests.services_plugin import DESK, KINDS
+
+pytestmark = pytest.mark.servers(*KINDS)
 
 #: One of the functions that give a server.
 Serve = Callable[[], AbstractContextManager[services.Server]]
@@ -395,7 +398,7 @@ def run_without_mariadb(required: str) -> subprocess.CompletedProcess[str]:
     kept = {
         key: value
         for key, value in os.environ.items()
-        if key != "DISTLOCK_TEST_MYSQL_URL" and not key.startswith("PYTEST_")
+        if key not in ("DISTLOCK_TEST_MYSQL_URL", DESK) and not key.startswith("PYTEST_")
     }
     environment = {
         "DISTLOCK_TEST_POSTGRES_URL": urlsplit(url)._replace(path=f"/{name}").geturl(),
