@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,8 +20,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-pages = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 
 
 def versions(of: str) -> set[str]:
@@ -53,43 +52,37 @@ def test_readme_tells_how_long_the_reading_path_is() -> None:
     assert abs(int(told[1].replace(",", "")) - lines) <= 150, lines
 
 
-@pages
-def test_pages_name_no_other_versions(page: Path) -> None:
-    """A Python or Django that a page names is one that the package runs on."""
-    for of in ("Python", "Django"):
-        assert set(re.findall(rf"\b{of} (\d+\.\d+)", prose(page))) <= versions(of)
-
-
 def test_python_of_the_tutorial_is_the_oldest_that_is_required() -> None:
     """`requires-python` and the first page that a newcomer reads agree."""
     tutorial = (ROOT / "docs/tutorial/first-lock.md").read_text()
     assert f"Python {PROJECT['requires-python'].removeprefix('>=')} or later" in tutorial
 
 
-@pages
-def test_relative_links_lead_somewhere(page: Path) -> None:
-    """Each target exists, seen from the page."""
-    targets = re.findall(r"\]\(([^)\s]+)\)", prose(page))
-    here = [target.split("#")[0] for target in targets if "://" not in target]
-    assert [target for target in here if not (page.parent / target).exists()] == []
-
-
-@pages
-def test_files_that_pages_name_exist(page: Path) -> None:
-    """A path in backquotes that starts with a folder of the repository is a path in it."""
-    named = re.findall(
+def wrong_on(page: Path) -> Iterator[str]:
+    """Tell what a page says that is not so."""
+    text = page.read_text()
+    for of in ("Python", "Django"):
+        # One that a page names is one that the package runs on.
+        yield from set(re.findall(rf"\b{of} (\d+\.\d+)", prose(page))) - versions(of)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" not in target and not (page.parent / target.split("#")[0]).exists():
+            yield target
+    for path in re.findall(
         r"`((?:\.ci|tests|docs|django_distlock|example_project)/[\w./-]+)`", prose(page)
-    )
-    assert [path for path in named if not (ROOT / path).exists()] == []
-
-
-@pages
-def test_python_blocks_compile(page: Path) -> None:
-    """Whoever copies a block gets no syntax error."""
-    for number, block in enumerate(
-        re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     ):
-        compile(block, f"{page.name}, block {number}", "exec", flags=0x2000)  # top-level await
+        if not (ROOT / path).exists():
+            yield path
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        try:
+            compile(block, page.name, "exec", flags=0x2000)  # top-level await
+        except SyntaxError as error:
+            yield f"{error}: {block}"
+
+
+def test_pages_say_what_is_so() -> None:
+    """Versions are ours, links and paths lead somewhere, whoever copies a block can run it."""
+    found = {str(page.relative_to(ROOT)): [*wrong_on(page)] for page in PAGES}
+    assert {page: wrong for page, wrong in found.items() if wrong} == {}
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from tests.mutants import MUTANTS, ROOT, Mutant, table
 
 
@@ -14,9 +12,13 @@ def test_contributing_shows_the_faults() -> None:
     assert table() in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: f"{each.fault}-{each.backend}")
-def test_fault_has_its_place(mutant: Mutant) -> None:
-    """The line that a fault changes, and the test that catches it, exist."""
-    assert re.search(mutant.old, (ROOT / mutant.file).read_text(encoding="utf-8"))
+def has_its_place(mutant: Mutant) -> bool:
+    """Say whether the line that a fault changes, and the test that catches it, exist."""
     path, _, name = mutant.test.partition("::")
-    assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8")
+    line = re.search(mutant.old, (ROOT / mutant.file).read_text(encoding="utf-8"))
+    return bool(line) and f"def {name}(" in (ROOT / path).read_text(encoding="utf-8")
+
+
+def test_faults_have_their_places() -> None:
+    """What a fault changes, and what catches it, is there."""
+    assert [each for each in MUTANTS if not has_its_place(each)] == []
