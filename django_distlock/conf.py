@@ -30,6 +30,7 @@ DEFAULT_TABLES: Mapping[str, str] = {
     "events": "django_distlock_lockevent",
     "waiters": "django_distlock_waiter",
     "seen": "django_distlock_seenfence",
+    "notes": "django_distlock_runnote",
 }
 
 #: PostgreSQL's names have at most 63 bytes, and functions and constraints add up to 15 to theirs.
@@ -107,7 +108,7 @@ def backend_config(alias: str) -> BackendConfig:
 
 
 def table(name: str) -> str:
-    """Return the table of `"locks"`, `"fences"`, `"events"`, `"waiters"` or `"seen"`.
+    """Return the table of `"locks"`, `"fences"`, `"events"`, `"waiters"`, `"seen"`, `"notes"`.
 
     Raises:
         InvalidLockBackend: `DISTLOCK_TABLES` names something else, or a name twice, or what is not

@@ -1,4 +1,4 @@
-"""The tables: held locks, fence counters that are never deleted, waiters, events, seen fences."""
+"""The tables: held locks, fence counters that are never deleted, waiters, events, fences, notes."""
 
 from __future__ import annotations
 
@@ -156,6 +156,26 @@ class Waiter(models.Model):
         # Some databases have no "" that is not null.
         woken = bool(self.channel)
         return Waiting(Holder.from_json(self.holder), self.since, self.until, woken)
+
+
+class RunNote(models.Model):
+    """That something is done: a run of a task, which is not to run again.
+
+    Written by the backends alone, which remove it when its time is over.
+    """
+
+    storage_key = KeyField(_("storage key"), primary_key=True, max_length=MAX_STORAGE_KEY)
+    fence = models.PositiveBigIntegerField(_("fence"))
+    until = InstantField(_("until"), db_index=True)
+
+    class Meta:
+        db_table = conf.table("notes")
+        default_permissions = ()
+        verbose_name = _("run note")
+        verbose_name_plural = _("run notes")
+
+    def __str__(self) -> str:
+        return printable(self.storage_key)
 
 
 class LockEvent(models.Model):

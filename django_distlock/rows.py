@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from django.db import models
 
@@ -11,9 +11,6 @@ from . import vendors
 from .core.keys import prefix_end
 
 M = TypeVar("M", bound=models.Model)
-
-#: The host of records that are notes, and no locks. It is not in NFC, as names of hosts are.
-NOTE: Final = "\u2126note"
 
 
 def only(rows: models.QuerySet[M]) -> M | None:
@@ -38,3 +35,15 @@ def by_key(manager: models.Manager[M], names: Sequence[object]) -> Iterator[mode
         yield from (manager.filter(pk=name) for name in names)
     else:
         yield manager.filter(pk__in=names)
+
+
+def remove(over: models.QuerySet[M], limit: int) -> int:
+    """Delete up to `limit` of these rows, the first ones, skipping locked ones; return how many.
+
+    Inside of a transaction.
+    """
+    # In statements of their own: not every database can lock what LIMIT leaves.
+    found = list(over.values_list("pk", flat=True)[:limit])
+    unlocked = over.select_for_update(skip_locked=True).filter(pk__in=found).order_by("pk")
+    names = list(unlocked.values_list("pk", flat=True))
+    return vendors.of(over.db).delete(over.model._default_manager.using(over.db), names)

@@ -12,6 +12,7 @@ from . import vendors
 from .core.durations import MAX_BOUND
 from .core.holders import Holder
 from .core.records import Waiting
+from .rows import remove
 
 if TYPE_CHECKING:
     from .models import Waiter
@@ -60,10 +61,7 @@ class WaiterManager(models.Manager["Waiter"]):
     def cleanup(self, limit: int) -> None:
         """Remove up to `limit` notes that are over, skipping locked ones: their waiters died."""
         with self._store.short_transaction(MAX_BOUND):
-            over = self.filter(until__lte=self._store.now())
-            found = list(over.order_by("pk").values_list("pk", flat=True)[:limit])
-            unlocked = over.select_for_update(skip_locked=True).filter(pk__in=found)
-            self._store.delete(self.all(), [row.pk for row in unlocked.order_by("pk")])
+            remove(self.filter(until__lte=self._store.now()).order_by("pk"), limit)
 
     @property
     def _store(self) -> vendors.Vendor:

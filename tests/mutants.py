@@ -67,6 +67,7 @@ SEEN = "tests/integration/test_seen_fences.py"
 GUARD = "tests/contract/test_guard.py"
 SCHEMAS = "tests/integration/test_schemas.py"
 HOSTILE = "tests/integration/test_hostile_schema.py"
+RUN_NOTES = "tests/integration/test_run_notes.py"
 
 CALLED = "tests/integration/test_wakeups_postgresql.py"
 INTERRUPTED = "tests/integration/test_interrupted_connections.py"
@@ -134,6 +135,22 @@ MUTANTS = (
         new="return False",
         test=f"{SILENCE}::test_closed_idle_connection_is_no_error",
         case="",
+    ),
+    Mutant(
+        fault="notes that the release before cannot find",
+        backend="postgresql",
+        file="django_distlock/backends/notes.py",
+        old=r"if found.get\(MOVING, now\) > now:",
+        new="if False:",
+        test=f"{RUN_NOTES}::test_workers_of_both_releases_see_each_others_notes",
+    ),
+    Mutant(
+        fault="notes of the release before that nobody finds",
+        backend="sqlite",
+        file="django_distlock/backends/notes.py",
+        old=r"None if old is None else old.fence",
+        new="None",
+        test=f"{RUN_NOTES}::test_workers_of_both_releases_see_each_others_notes",
     ),
     Mutant(
         fault="no row lock",

@@ -391,7 +391,7 @@ class BaseLockBackend:
         return self._resume(self._name(stored_key(key)), bound=_bound(bound))
 
     def cleanup(self, before: datetime, limit: int = 1000) -> int:
-        """Remove the records of leases that were over before `before`; return how many went.
+        """Remove leases, and notes, that were over before `before`; return how many records went.
 
         What a transaction holds is skipped. Fence counters are never touched.
 

@@ -11,12 +11,11 @@ from django.db import connections, models
 from django.db.models import F, Max, Q
 
 from .. import vendors
-from ..conf import table
+from ..conf import DEFAULT_TABLES, table
 from ..core.durations import MAX_BOUND
 from ..core.keys import prefix_end
 from ..fields import to_microseconds
 from ..models import FenceCounter, HeldLock, Waiter
-from ..rows import NOTE
 from .counts import MOST, Count, Counts, Sizes, States, Strain, TableSize
 from .tables import FenceTable
 
@@ -83,7 +82,7 @@ def _asked(store: FenceTable, question: Callable[[str], T]) -> T:
 def _states(store: FenceTable, using: str, soon: float) -> tuple[States, Strain]:
     prefix = store._namespace()
     now = vendors.of(using).now()
-    rows = _of(HeldLock, using, prefix).exclude(holder_host=NOTE)
+    rows = _of(HeldLock, using, prefix)
     waiters = _of(Waiter, using, prefix).filter(until__gt=now)
     conditions = _conditions(now, soon)
     late: float | None = None
@@ -135,7 +134,7 @@ def _count(store: FenceTable, using: str, *, locks: bool) -> Counts:
     held = expired = waiters = None
     if locks:
         now = vendors.of(using).now()
-        rows = _of(HeldLock, using, prefix).exclude(holder_host=NOTE)
+        rows = _of(HeldLock, using, prefix)
         held = _number(rows.filter(Q(free_at__isnull=True) | Q(free_at__gt=now)), rows)
         expired = _number(rows.filter(free_at__lte=now), rows)
         waiters = _number(_of(Waiter, using, prefix).filter(until__gt=now))
@@ -185,7 +184,7 @@ def _highest(
 
 def _sizes(using: str, store: FenceTable) -> Sizes:
     ours, database = store._connections, store.using
-    names = {what: table(what) for what in ("locks", "fences", "waiters", "events", "seen")}
+    names = {what: table(what) for what in DEFAULT_TABLES}
     vendor = connections[using].vendor
     if vendor == "postgresql":
         since = next(_rows(using, _SINCE), (None,))[0]

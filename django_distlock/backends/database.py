@@ -71,7 +71,7 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         self.time_authority = VENDORS[vendor].time_authority
         self.cleanup_on_read = cleanup_on_read
         self._listener = self._listener_for(vendor, listen_using)
-        self._notes: WaiterManager = Waiter.objects.db_manager(self.using)
+        self._waiting: WaiterManager = Waiter.objects.db_manager(self.using)
         self._locks: HeldLockManager = HeldLock.objects.db_manager(self.using)
         self._locks.follows_clock = config.fence_floor == "clock"
         self._hot: HeldLockManager | ServerFunctions = (
@@ -222,10 +222,10 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         if cleaned is None:
             return 0
         gone, self._cleaned_to = cleaned
-        # Notes are for people to see: whatever becomes of them, the answer is known.
+        # Waiters are for people to see: whatever becomes of them, the answer is known.
         with suppress(LockError):
-            self._ask(lambda on: self._notes_on(on).cleanup(limit), busy=lambda: None, long=True)
-        return gone
+            self._ask(lambda on: self._waiters_on(on).cleanup(limit), busy=lambda: None, long=True)
+        return gone + (self._remove_notes(before, limit - gone) if gone < limit else 0)
 
     def _note_waiter(
         self, name: str, holder: Holder, seconds: float, note: str | None
@@ -234,22 +234,22 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         channel = wake_up_channel() if self.is_listening else ""
 
         def note_it(on: str) -> int | None:
-            return self._notes_on(on).note(name, holder, seconds, earlier, channel=channel)
+            return self._waiters_on(on).note(name, holder, seconds, earlier, channel=channel)
 
         noted = self._ask(note_it, busy=lambda: earlier)
         return None if noted is None else str(noted)
 
     def _drop_waiter(self, name: str, note: str) -> None:
         # Left in somebody's way, it ends by itself.
-        self._ask(lambda on: self._notes_on(on).drop(name, int(note)), busy=lambda: None)
+        self._ask(lambda on: self._waiters_on(on).drop(name, int(note)), busy=lambda: None)
 
     def _waiters(self, name: str) -> Sequence[Waiting]:
-        return self._ask(lambda on: self._notes_on(on).waiting(name), writes=False)
+        return self._ask(lambda on: self._waiters_on(on).waiting(name), writes=False)
 
     def _count_waiters(self, names: Sequence[str]) -> Sequence[int]:
         if not names:
             return []
-        found = self._ask(lambda on: self._notes_on(on).numbers(names), writes=False, long=True)
+        found = self._ask(lambda on: self._waiters_on(on).numbers(names), writes=False, long=True)
         return [found.get(name, 0) for name in names]
 
     def _begin_in_child(self) -> None:
@@ -287,8 +287,8 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
     def _locks_on(self, on: str) -> HeldLockManager:
         return self._locks.db_manager(on)
 
-    def _notes_on(self, on: str) -> WaiterManager:
-        return self._notes.db_manager(on)
+    def _waiters_on(self, on: str) -> WaiterManager:
+        return self._waiting.db_manager(on)
 
     def _busy(self, name: str) -> Contended:
         """Return a busy answer, with the holder if a plain read can tell."""

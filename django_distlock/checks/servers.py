@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from django.core import checks
 from django.db import connections
 
-from ..models import FenceCounter, HeldLock, SeenFence
+from ..models import FenceCounter, HeldLock, RunNote, SeenFence
 from .configured import DOCS, ask
 from .fencing import fenced_models_in
 
@@ -54,7 +54,7 @@ def forgetful(using: str) -> Iterator[checks.CheckMessage]:
             hint=f"Set fsync to on. {_DURABLE}",
             id="distlock.W108",
         )
-    tables = [model._meta.db_table for model in (HeldLock, FenceCounter, SeenFence)]
+    tables = [model._meta.db_table for model in (HeldLock, FenceCounter, SeenFence, RunNote)]
     unlogged = ask(
         using,
         "SELECT relname FROM pg_class WHERE relname = ANY(%s) AND relpersistence = 'u'"
@@ -64,7 +64,7 @@ def forgetful(using: str) -> Iterator[checks.CheckMessage]:
     for (name,) in unlogged:
         yield checks.Warning(
             f"The table {name} of {using!r} is unlogged: it is empty after a crash, and held keys"
-            " or used fences are handed out again.",
+            " or used fences are handed out again, or finished tasks run again.",
             hint=f'ALTER TABLE "{name}" SET LOGGED. {_DURABLE}',
             id="distlock.W108",
         )

@@ -35,6 +35,7 @@ TABLES = {
     "django_distlock_lockevent",
     "django_distlock_waiter",
     "django_distlock_seenfence",
+    "django_distlock_runnote",
 }
 
 

@@ -49,6 +49,7 @@ NAMES = pytest.mark.parametrize(
                 "events": "table",
                 "waiters": "group",
                 "seen": "select",
+                "notes": "where",
             },
             id="reserved",
         ),
@@ -199,7 +200,7 @@ def test_sqlmigrate_touches_nothing(empty: str) -> None:
 
 def _sqlmigrate(using: str, **options: Any) -> str:
     printed = io.StringIO()
-    migrations = ["0001", "0002", "0003", "0004", "0005", "0006"]
+    migrations = ["0001", "0002", "0003", "0004", "0005", "0006", "0008"]
     for name in reversed(migrations) if options.get("backwards") else migrations:
         call_command("sqlmigrate", APP, name, database=using, stdout=printed, **options)
     return printed.getvalue()
@@ -311,6 +312,7 @@ def test_locks_work_under_other_names(empty: str, names: dict[str, str]) -> None
         "django_distlock_lockevent",
         "django_distlock_waiter",
         "django_distlock_seenfence",
+        "django_distlock_runnote",
     }
     assert objects(empty) == before
 
@@ -383,6 +385,7 @@ def _not_refused() -> list[str]:
             "events": "acme_events",
             "waiters": "acme_waiters",
             "seen": "acme_seen",
+            "notes": "acme_notes",
         },
         {
             "locks": "Django_Distlock_HeldLock",
@@ -390,6 +393,7 @@ def _not_refused() -> list[str]:
             "events": "Django_Distlock_LockEvent",
             "waiters": "Django_Distlock_Waiter",
             "seen": "Django_Distlock_SeenFence",
+            "notes": "Django_Distlock_RunNote",
         },
     ],
     ids=["other names", "other case"],

@@ -23,17 +23,20 @@ from django_distlock.fencing import Fence
 from django_distlock.fencing.seen import see
 from django_distlock.inspection import prune_events, show
 from django_distlock.inspection.history import history
-from django_distlock.models import FenceCounter, HeldLock, LockEvent, SeenFence, Waiter
+from django_distlock.models import FenceCounter, HeldLock, LockEvent, RunNote, SeenFence, Waiter
 from tests.contract.aliases import locks_on
 
 from .databases import APP, ask, lock_and_release, migrate
 from .projects import Project
 
-MODELS: tuple[type[models.Model], ...] = (HeldLock, FenceCounter, Waiter, LockEvent, SeenFence)
+MODELS: tuple[type[models.Model], ...] = (
+    HeldLock, FenceCounter, Waiter, LockEvent, SeenFence, RunNote,
+)  # fmt: skip
 TABLE = "django_distlock_heldlock"
 FENCES = "django_distlock_fencecounter"
 WAITERS = "django_distlock_waiter"
 SEEN = "django_distlock_seenfence"
+NOTES = "django_distlock_runnote"
 
 
 @pytest.fixture
@@ -62,6 +65,7 @@ def server(postgresql: str) -> str:
         (FENCES, "storage_key"),
         (WAITERS, "storage_key"),
         (SEEN, "key"),
+        (NOTES, "storage_key"),
     ],
 )
 def test_key_columns_compare_bytes(table: str, column: str) -> None:
@@ -83,6 +87,7 @@ def test_key_columns_compare_bytes(table: str, column: str) -> None:
         (FENCES, ["storage_key"]),
         (WAITERS, ["id", "storage_key"]),
         (SEEN, ["key"]),
+        (NOTES, ["storage_key", "until"]),
     ],
 )
 def test_each_key_column_has_one_index(server: str, table: str, indexed: list[str]) -> None:

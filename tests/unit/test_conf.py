@@ -207,6 +207,7 @@ TABLES = {
     "events": "django_distlock_lockevent",
     "waiters": "django_distlock_waiter",
     "seen": "django_distlock_seenfence",
+    "notes": "django_distlock_runnote",
 }
 
 

@@ -189,7 +189,7 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
 
     def _cleanup(self, before: datetime, limit: int) -> int:
         # No record outlives its lock.
-        return 0
+        return self._remove_notes(before, limit)
 
     def _begin_in_child(self) -> None:
         super()._begin_in_child()

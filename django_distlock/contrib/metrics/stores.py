@@ -19,7 +19,7 @@ from ...core.errors import LockError
 from ...core.records import Record
 from ...handler import lock_backends
 from ...models import HeldLock
-from ...rows import NOTE, between
+from ...rows import between
 from .asking import ask_each, begin_each
 from .instruments import HELD_PAST_EXPIRY, LOCKS_HELD, STORE_UP, Instrument
 
@@ -112,8 +112,7 @@ def _count(alias: str) -> Counted | None:
 
 def _count_rows(store: DatabaseBackend, using: str) -> Counted:
     now = vendors.of(using).now()
-    locks = HeldLock._default_manager.using(using).exclude(holder_host=NOTE)
-    rows = between(locks, store._namespace(), None)
+    rows = between(HeldLock._default_manager.using(using), store._namespace(), None)
     held = rows.filter(Q(free_at__isnull=True) | Q(free_at__gt=now))
     # What is kept behind its run on purpose has no grace.
     over = rows.filter(expires_at__lte=now).exclude(free_at=F("expires_at"))

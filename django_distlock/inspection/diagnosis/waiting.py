@@ -20,7 +20,6 @@ from ...core.holders import Holder
 from ...core.keys import prefix_end
 from ...core.records import Record
 from ...models import FenceCounter, HeldLock, Waiter
-from ...rows import NOTE
 from .kinds import is_redis
 
 #: Waiters of a page.
@@ -77,7 +76,7 @@ def over_of(store: BaseLockBackend, named: int) -> tuple[int, list[Record], date
     def look(on: str) -> tuple[int, list[Record], datetime]:
         now = vendors.of(on).now()
         # What is kept behind its run has ended as it was to.
-        rows = _of(HeldLock, store, on).filter(free_at__lte=now).exclude(holder_host=NOTE)
+        rows = _of(HeldLock, store, on).filter(free_at__lte=now)
         rows = rows.exclude(free_at=F("expires_at"))
         last = [row.as_record() for row in rows.order_by("-free_at")[:named]]
         return rows.count(), last, now
