@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import NoReturn
 
+from django.dispatch import Signal
+
 from .blocks import Block
 from .core.durations import Duration
 from .core.errors import LockError, LockUsageError
@@ -15,7 +17,7 @@ from .core.holders import Holder
 from .handler import lock_backends
 from .leases import Lease
 from .losses import Callback
-from .signals import lock_bypassed, tell, work_skipped
+from .signals import lock_bypassed, tell, work_requeued, work_skipped
 
 
 def tell_bypassed(backend: str, key: str | None, waited: float, cause: LockError) -> None:
@@ -45,8 +47,17 @@ def tell_skipped(backend: str, key: str, cause: LockError) -> None:
         backend: The alias of the lock backend.
         cause: Why it was not granted.
     """
+    _tell(work_skipped, backend, key, cause)
+
+
+def tell_requeued(backend: str, key: str, cause: LockError) -> None:
+    """Say that something went back to its queue because of its lock; see `tell_skipped`."""
+    _tell(work_requeued, backend, key, cause)
+
+
+def _tell(signal: Signal, backend: str, key: str, cause: LockError) -> None:
     tell(
-        work_skipped,
+        signal,
         type(lock_backends[backend]),
         alias=backend,
         key=key,

@@ -13,6 +13,7 @@ signal                 also carries
                        (`LockNotAcquired`, or what was raised); `holder` is the one that has the key
 `lock_bypassed`        `waited`, `cause` (the error that says why it was not granted)
 `work_skipped`         `cause` (the error that says why it did not run: a conflict, or the store)
+`work_requeued`        `cause` (the same; it went back to its queue, to be tried again later)
 `lock_extended`        `ttl` (seconds), `slack` (seconds that were left when the answer came; None:
                        no expiry), `cause` (None, or the error that left the outcome unknown)
 `lock_released`        `held_for` (seconds), `released` (whether the store freed the key), `cause`
@@ -44,6 +45,7 @@ __all__ = [
     "lock_operated",
     "lock_released",
     "lock_taken_over",
+    "work_requeued",
     "work_skipped",
 ]
 
@@ -53,6 +55,7 @@ lock_acquired = Signal()
 lock_not_acquired = Signal()
 lock_bypassed = Signal()
 work_skipped = Signal()
+work_requeued = Signal()
 lock_extended = Signal()
 lock_released = Signal()
 lock_lost = Signal()

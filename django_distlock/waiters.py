@@ -11,11 +11,15 @@ from django.db import models
 from . import vendors
 from .core.durations import MAX_BOUND
 from .core.holders import Holder
-from .core.records import Waiting
+from .core.records import Waiting, Waits
 from .rows import remove
 
 if TYPE_CHECKING:
     from .models import Waiter
+
+
+#: A task in its queue: see `Holder.is_queued`.
+_QUEUED = models.Q(holder__pid=0) & ~models.Q(holder__task_id=None)
 
 
 class WaiterManager(models.Manager["Waiter"]):
@@ -51,12 +55,16 @@ class WaiterManager(models.Manager["Waiter"]):
             rows = self.filter(storage_key=name, until__gt=self._store.now())
             return [row.as_waiting() for row in rows.order_by("since", "pk")]
 
-    def numbers(self, names: Sequence[str]) -> dict[str, int]:
+    def numbers(self, names: Sequence[str]) -> dict[str, Waits]:
         """Return how many wait for which of these keys, where somebody does."""
         with self._store.short_transaction(MAX_BOUND, writes=False):
             rows = self.filter(storage_key__in=names, until__gt=self._store.now())
-            counted = rows.values_list("storage_key").annotate(number=models.Count("pk"))
-            return dict(counted.order_by())
+            queued = models.Count("pk", filter=_QUEUED)
+            counted = rows.values_list("storage_key").annotate(models.Count("pk"), queued=queued)
+            return {
+                name: Waits(number - retrying, retrying)
+                for name, number, retrying in counted.order_by()
+            }
 
     def cleanup(self, limit: int) -> None:
         """Remove up to `limit` notes that are over, skipping locked ones: their waiters died."""

@@ -137,6 +137,14 @@ MUTANTS = (
         case="",
     ),
     Mutant(
+        fault="a task in its queue that nobody sees",
+        backend="default",
+        file="django_distlock/contrib/celery/runs.py",
+        old=r"if state != states.RETRY:\n",
+        new="if True:\n",
+        test="tests/celery/test_traps_policies.py::test_c2_waiting_in_the_queue_is_seen",
+    ),
+    Mutant(
         fault="notes that the release before cannot find",
         backend="postgresql",
         file="django_distlock/backends/notes.py",

@@ -45,7 +45,7 @@ class KeyPage:
     def row(self) -> Row | None:
         """The lock, as the dashboard shows it; None: nobody holds it."""
         held = self.view.held
-        return None if held is None else row_of(held, len(self.view.waiters), self.pages)
+        return None if held is None else row_of(held, self.pages)
 
     @property
     def last_holder(self) -> str:

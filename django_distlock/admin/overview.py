@@ -15,7 +15,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..core.errors import InvalidArgument, LockError
 from ..handler import lock_backends
-from ..inspection import Failure, LockPage, Summary, list_locks, summary
+from ..inspection import Failure, Summary, list_locks, summary
 from ..inspection.history import History, history
 from ..inspection.showing import expired_locks
 from .charts import MinuteChart
@@ -108,18 +108,15 @@ class Overview:
         """Ask all backends for a page, from a cursor on; the first one where that is none."""
         arguments = form.arguments()
         try:
-            page = list_locks(cursor=cursor or None, limit=LIMIT, **arguments)
+            page = list_locks(cursor=cursor or None, limit=LIMIT, waits=True, **arguments)
         except InvalidArgument:
-            page = list_locks(limit=LIMIT, **arguments)
+            page = list_locks(limit=LIMIT, waits=True, **arguments)
         failures = {each.backend: each for each in page.failures if not each.is_of_key}
         summaries = list(_asked(summary, failures))
         past = history()
         outages = tuple(each for each in failures.values() if each.code != "unsupported")
         return cls(
-            rows=tuple(
-                row_of(lock, number, pages)
-                for lock, number in zip(page.locks, _waiters(page), strict=True)
-            ),
+            rows=tuple(row_of(lock, pages) for lock in page.locks),
             following=page.cursor,
             cards=tuple(_cards(summaries, past, pages, is_least=bool(outages))),
             chart=None if past is None else MinuteChart.of(past),
@@ -186,19 +183,6 @@ def _alone() -> Iterator[str]:
             continue
 
 
-def _waiters(page: LockPage) -> list[int | None]:
-    """Return how many wait for each lock of a page, with one question to each backend."""
-    numbers: dict[tuple[str, str], int] = {}
-    for alias in dict.fromkeys(each.backend for each in page.locks):
-        keys = [each.key for each in page.locks if each.backend == alias]
-        try:
-            counted = lock_backends[alias].count_waiters(keys)
-        except LockError:
-            continue
-        numbers |= {(alias, key): number for key, number in zip(keys, counted, strict=True)}
-    return [numbers.get((each.backend, each.key)) for each in page.locks]
-
-
 def _cards(
     summaries: list[Summary], past: History | None, pages: Pages, *, is_least: bool
 ) -> Iterator[Card]:
@@ -234,7 +218,7 @@ def _expired(summaries: list[Summary], pages: Pages) -> Iterator[Row]:
                 found = expired_locks(each.backend, limit=MOST)
             except LockError:
                 continue
-            yield from (row_of(lock, None, pages) for lock in found)
+            yield from (row_of(lock, pages) for lock in found)
 
 
 def _contended(summaries: list[Summary], pages: Pages) -> Iterator[Wanted]:

@@ -29,12 +29,10 @@ class Row:
     """A held key, and how many wait for it.
 
     Attributes:
-        waiters: None: the backend could not be asked.
         href: The page of the key.
     """
 
     lock: HeldKey
-    waiters: int | None
     href: str
 
     @property
@@ -110,13 +108,13 @@ class Row:
         lock = self.lock
         return (
             lock.backend, lock.key, lock.token_hash, lock.fence, lock.state.value, self.end,
-            self.waiters,
+            lock.waits,
         )  # fmt: skip
 
 
-def row_of(lock: HeldKey, waiters: int | None, pages: Pages) -> Row:
-    """Return the row of a lock that so many wait for."""
-    return Row(lock, waiters, pages.key(Target(lock.backend, lock.key)))
+def row_of(lock: HeldKey, pages: Pages) -> Row:
+    """Return the row of a lock."""
+    return Row(lock, pages.key(Target(lock.backend, lock.key)))
 
 
 def where(holder: Holder) -> str:

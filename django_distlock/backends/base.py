@@ -17,7 +17,7 @@ from ..core.errors import InvalidArgument, LockUsageError, shown
 from ..core.fences import validate_fence
 from ..core.holders import Holder, is_plain_text
 from ..core.keys import normalize_prefix, storage_key, stored_key, validate_token
-from ..core.records import Contended, Counter, Grant, Page, Raised, Record, Unknown, Waiting
+from ..core.records import Contended, Counter, Grant, Page, Raised, Record, Unknown, Waiting, Waits
 from ..core.sessions import Session
 from ..exceptions import InvalidLockBackend
 from .queues import Queues
@@ -490,7 +490,7 @@ class BaseLockBackend:
         """Return who waits for a key, the first to come first."""
         return self._waiters(self.storage_name(key))
 
-    def count_waiters(self, keys: Sequence[str]) -> Sequence[int]:
+    def count_waiters(self, keys: Sequence[str]) -> Sequence[Waits]:
         """Return how many wait for each of these keys, in their order, in one round trip."""
         return self._count_waiters([self.storage_name(key) for key in keys])
 
@@ -656,8 +656,8 @@ class BaseLockBackend:
     def _drop_waiter(self, name: str, note: str) -> None:
         pass
 
-    def _count_waiters(self, names: Sequence[str]) -> Sequence[int]:
-        return [len(self._waiters(name)) for name in names]
+    def _count_waiters(self, names: Sequence[str]) -> Sequence[Waits]:
+        return [Waits.of(self._waiters(name)) for name in names]
 
     def _waiters(self, name: str) -> Sequence[Waiting]:
         return ()

@@ -17,7 +17,17 @@ from ..conf import BackendConfig
 from ..connections import close_before_drop, in_test_case
 from ..core.errors import LockError
 from ..core.holders import Holder
-from ..core.records import UNKNOWN, Contended, Grant, Page, Record, Unknown, Unreadable, Waiting
+from ..core.records import (
+    UNKNOWN,
+    Contended,
+    Grant,
+    Page,
+    Record,
+    Unknown,
+    Unreadable,
+    Waiting,
+    Waits,
+)
 from ..exceptions import InvalidLockBackend
 from ..functions import ServerFunctions
 from ..managers import Freed, HeldLockManager
@@ -246,11 +256,11 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
     def _waiters(self, name: str) -> Sequence[Waiting]:
         return self._ask(lambda on: self._waiters_on(on).waiting(name), writes=False)
 
-    def _count_waiters(self, names: Sequence[str]) -> Sequence[int]:
+    def _count_waiters(self, names: Sequence[str]) -> Sequence[Waits]:
         if not names:
             return []
         found = self._ask(lambda on: self._waiters_on(on).numbers(names), writes=False, long=True)
-        return [found.get(name, 0) for name in names]
+        return [found.get(name, Waits()) for name in names]
 
     def _begin_in_child(self) -> None:
         super()._begin_in_child()

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
-from ..bypassing import tell_bypassed, tell_skipped
+from ..bypassing import tell_bypassed, tell_requeued, tell_skipped
 from ..core.choices import choice
 from ..core.durations import Duration, seconds
 from ..core.errors import BackendUnavailable, InvalidArgument, LockNotAcquired, shown
@@ -60,7 +60,7 @@ class JobLock(Lock):
         terms = Lock._terms(self)
         holder = replace(terms.holder, task_id=self.task_id)
         if self.is_queued:
-            holder = replace(holder, pid=0, started_at=None, thread="")
+            holder = holder.as_queued()
         return replace(terms, holder=holder)
 
 
@@ -198,7 +198,9 @@ class Rules:
             tell_bypassed(lock.backend, lock.key, monotonic() - started_at, refusal)
             return body()
         if isinstance(refusal, LockNotAcquired) and self.on_conflict == "retry":
-            return again(refusal)
+            marker = again(refusal)
+            tell_requeued(lock.backend, lock.key, refusal)
+            return marker
         return self._skip(refusal, lock)
 
     async def arun(
@@ -223,7 +225,10 @@ class Rules:
             await store.run_async(tell_bypassed, lock.backend, lock.key, waited, refusal)
             return await body()
         if isinstance(refusal, LockNotAcquired) and self.on_conflict == "retry":
-            return await again(refusal)
+            marker = await again(refusal)
+            store = lock_backends[lock.backend]
+            await store.run_async(tell_requeued, lock.backend, lock.key, refusal)
+            return marker
         return await lock_backends[lock.backend].run_async(self._skip, refusal, lock)
 
     def _runs_without(self, refusal: Refusal) -> bool:

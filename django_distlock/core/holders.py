@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from .errors import InvalidArgument, shown
@@ -58,8 +58,12 @@ class Holder:
 
     @property
     def is_queued(self) -> bool:
-        """Whether a task holds the key from its queue: no process does, and none has to live."""
+        """Whether a task holds the key, or waits for it, from its queue: no process has to live."""
         return self.pid == 0 and self.host != "" and self.task_id is not None
+
+    def as_queued(self) -> Holder:
+        """Return a task in its queue: see `is_queued`."""
+        return replace(self, pid=0, started_at=None, thread="")
 
     @property
     def leads(self) -> bool:

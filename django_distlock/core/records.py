@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Final
@@ -219,6 +220,35 @@ class Waiting:
     since: datetime
     until: datetime
     is_woken: bool
+
+    @property
+    def is_retrying(self) -> bool:
+        """Whether it is a task that was queued again, and is tried again later."""
+        return self.holder.is_queued
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """How many wait for a key.
+
+    Attributes:
+        waiting: Callers that wait right now, each in its process.
+        retrying: Tasks that were queued again, and are tried again later.
+    """
+
+    waiting: int = 0
+    retrying: int = 0
+
+    @classmethod
+    def of(cls, waiters: Sequence[Waiting]) -> Waits:
+        """Count them."""
+        retrying = sum(each.is_retrying for each in waiters)
+        return cls(len(waiters) - retrying, retrying)
+
+    @property
+    def total(self) -> int:
+        """How many in all."""
+        return self.waiting + self.retrying
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..backends.base import BaseLockBackend
 from ..core.holders import Holder
-from ..core.records import Record
+from ..core.records import Record, Waits
 from .hashes import hashed, token_hash
 
 
@@ -61,6 +61,7 @@ class HeldKey:
         stop_requested_at: When an operator asked the holder to finish.
         observed_at: The store's clock when it was looked at.
         by_session: Whether it ends with a session of the server, instead of at a time.
+        waits: How many wait for it; None: it was not asked, or the store did not tell.
     """
 
     backend: str
@@ -77,6 +78,7 @@ class HeldKey:
     stop_requested_at: datetime | None
     observed_at: datetime
     by_session: bool = False
+    waits: Waits | None = None
 
     @classmethod
     def of(cls, store: BaseLockBackend, record: Record, now: datetime) -> HeldKey:
@@ -144,6 +146,8 @@ class HeldKey:
             "holder": self.holder.as_json(),
             "stop_requested_at": iso(self.stop_requested_at),
             "observed_at": iso(self.observed_at),
+            "waiting": None if self.waits is None else self.waits.waiting,
+            "retrying": None if self.waits is None else self.waits.retrying,
         }
 
 

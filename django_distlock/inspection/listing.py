@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -14,7 +15,7 @@ from django.core.exceptions import ImproperlyConfigured
 from ..backends.counts import overdue, tally
 from ..core.durations import Duration, number, seconds
 from ..core.errors import InvalidArgument, LockError, shown
-from ..core.records import Record, Unreadable
+from ..core.records import Record, Unreadable, Waits
 from ..handler import lock_backends
 from .held import HeldKey, State
 
@@ -125,6 +126,7 @@ def list_locks(  # noqa: PLR0913 - filters, each by its name
     states: Collection[State] | None = None,
     cursor: str | None = None,
     limit: int = 100,
+    waits: bool = False,
 ) -> LockPage:
     """Return a page of what is held, on all backends that can tell.
 
@@ -144,6 +146,7 @@ def list_locks(  # noqa: PLR0913 - filters, each by its name
         states: Only what is in one of these states.
         cursor: The `cursor` of the page before, for the same `backends` and filters.
         limit: The size of the page, from 1 to 10 000.
+        waits: Also how many wait for each, with one more question to each backend.
 
     Raises:
         InvalidArgument: An argument breaks a rule, or the cursor is none.
@@ -158,9 +161,20 @@ def list_locks(  # noqa: PLR0913 - filters, each by its name
         None if overdue is None else number(overdue, "overdue", minimum=0, maximum=1),
         None if states is None else frozenset(map(State, states)),
     )
+    page = _page(_chosen(backends), cursor, wanted, filters, limit)
+    return replace(page, locks=tuple(_with_waits(page.locks))) if waits else page
+
+
+def _page(
+    aliases: tuple[str, ...],
+    cursor: str | None,
+    wanted: _Wanted,
+    filters: dict[str, Any],
+    limit: int,
+) -> LockPage:
     locks: list[HeldKey] = []
     failures: list[Failure] = []
-    for alias, start in _from(_chosen(backends), cursor):
+    for alias, start in _from(aliases, cursor):
         try:
             for found, spoiled, following in _pages(
                 alias, start, wanted, filters, limit - len(locks)
@@ -174,8 +188,19 @@ def list_locks(  # noqa: PLR0913 - filters, each by its name
         except (LockError, ImproperlyConfigured) as error:
             failures.append(Failure.of(alias, error))
         if len(locks) == limit:
-            return LockPage(tuple(locks), _behind(alias, _chosen(backends)), tuple(failures))
+            return LockPage(tuple(locks), _behind(alias, aliases), tuple(failures))
     return LockPage(tuple(locks), None, tuple(failures))
+
+
+def _with_waits(locks: tuple[HeldKey, ...]) -> list[HeldKey]:
+    """Ask each backend how many wait for its locks; one that does not tell is left out."""
+    found: dict[tuple[str, str], Waits] = {}
+    for alias in dict.fromkeys(each.backend for each in locks):
+        keys = [each.key for each in locks if each.backend == alias]
+        with suppress(LockError):
+            counted = lock_backends[alias].count_waiters(keys)
+            found |= {(alias, key): waits for key, waits in zip(keys, counted, strict=True)}
+    return [replace(each, waits=found.get((each.backend, each.key))) for each in locks]
 
 
 def _pages(

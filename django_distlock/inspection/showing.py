@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from django.db import Error, router, transaction
 
 from ..core.keys import stored_key
 from ..core.logs import log_fields
-from ..core.records import Counter, Waiting
+from ..core.records import Counter, Waiting, Waits
 from ..core.sessions import Session
 from ..handler import lock_backends
 from .hashes import hashed
@@ -98,15 +98,17 @@ def show(key: str, backend: str = "default") -> KeyView:
     key, store = stored_key(key), lock_backends[backend]
     record = store.read(key)
     now = store.clock()
+    waiters = tuple(store.waiters(key))
+    held = None if record is None else HeldKey.of(store, record, now)
     over = [HeldKey.of(store, each, now) for each in store.expired(key, limit=1)]
     return KeyView(
         backend=store.alias,
         key=key,
         key_hash=hashed(key),
-        held=None if record is None else HeldKey.of(store, record, now),
+        held=held and replace(held, waits=Waits.of(waiters)),
         expired=over[0] if over else None,
         counter=store.counter(key),
-        waiters=tuple(store.waiters(key)),
+        waiters=waiters,
         guards=store.guards(key),
         events=_latest(store.alias, key),
         observed_at=now,
@@ -162,6 +164,7 @@ def _waiting(waiting: Waiting) -> dict[str, Any]:
         "since": iso(waiting.since),
         "until": iso(waiting.until),
         "is_woken": waiting.is_woken,
+        "is_retrying": waiting.is_retrying,
     }
 
 

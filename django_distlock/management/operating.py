@@ -26,7 +26,10 @@ from .tables import Cell, aligned, instant, span
 MAX_BATCH = 100_000
 
 #: Of a table of held keys.
-HEADINGS = ("BACKEND", "KEY", "STATE", "HOLDER", "TASK", "HELD FOR", "EXPIRES IN", "FENCE")
+HEADINGS = (
+    "BACKEND", "KEY", "STATE", "HOLDER", "TASK", "HELD FOR", "EXPIRES IN", "WAITING", "RETRYING",
+    "FENCE",
+)  # fmt: skip
 
 
 class OperatorCommand(BaseCommand):
@@ -78,6 +81,8 @@ class OperatorCommand(BaseCommand):
             held.holder.task_id or "-",
             span(held.held_for),
             span(held.expires_in),
+            "-" if held.waits is None else str(held.waits.waiting),
+            "-" if held.waits is None else str(held.waits.retrying),
             str(held.fence),
         ]
 

@@ -13,7 +13,11 @@ from celery import Celery, chain, chord, shared_task
 
 from django_distlock import InvalidArgument, LockNotAcquired, distlock
 from django_distlock.contrib.celery import locked_task
+from django_distlock.core.holders import Holder
 from django_distlock.core.keys import own_key
+from django_distlock.core.records import Waits
+from django_distlock.handler import lock_backends
+from django_distlock.inspection import list_locks
 from tests.contract.locking import held_elsewhere
 
 from .brokers import Broker
@@ -91,6 +95,36 @@ def test_c2_waiting_in_the_queue_burns_no_retries(prefork: Crew) -> None:
     assert result.result["task_id"] == result.id
     assert result.result["retries"] == 0
     assert len(prefork.stage.told("began")) == 1
+
+
+def test_c2_waiting_in_the_queue_is_seen(prefork: Crew) -> None:
+    """However often a task goes round, it is one who retries, until it runs or has ended."""
+    store = lock_backends[prefork.store]
+
+    def waits() -> Waits:
+        return store.count_waiters([prefork.key])[0]
+
+    with held_elsewhere(lock_of(prefork)):
+        results = [prefork.send("retry", "wait go") for _ in range(2)]
+        ending = prefork.send("retry_for_a_second")
+        prefork.until(lambda: waits() == Waits(0, 3), "three are seen")
+        note = store.note_waiter(prefork.key, Holder(host="web-7", pid=7), 60)
+        assert note is not None
+        (held,) = list_locks(backends=[prefork.store], prefix=prefork.key, waits=True).locks
+        assert held.waits == waits()
+        assert waits().waiting == 1
+        store.drop_waiter(prefork.key, note)
+        assert prefork.outcome(ending) == "FAILURE"
+        prefork.until(lambda: waits() == Waits(0, 2), "who gave up is gone")
+        prefork.until(lambda: len(prefork.stage.told("refused")) >= 9, "several attempts")
+        seen = {each.holder.task_id: each for each in store.waiters(prefork.key)}
+        assert set(seen) == {each.id for each in results}
+        assert all(each.is_retrying for each in seen.values())
+    prefork.begun()
+    assert waits().retrying <= 1
+    prefork.stage.open("go")
+    assert [prefork.outcome(each) for each in results] == ["SUCCESS"] * 2
+    assert waits() == Waits()
 
 
 def test_c2_waiting_in_the_queue_ends(prefork: Crew) -> None:

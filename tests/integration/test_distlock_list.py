@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -222,9 +223,19 @@ def test_waiters_are_shown(key: str) -> None:
     store = lock_backends["postgres"]
     with held_elsewhere(distlock(key, backend="postgres", ttl=60)):
         store.note_waiter(key, Holder(host="web-7", process="mailer", pid=77), 60)
-        assert "web-7 mailer[77]" in run("distlock_show", key, OF).out
-        (waiting,) = run("distlock_show", key, OF, "--json").json["waiters"]
-        assert waiting["holder"]["pid"] == 77
+        queued = Holder(host="web-8", process="worker", pid=8, task_id="5f6d").as_queued()
+        store.note_waiter(key, queued, 60)
+        out = run("distlock_show", key, OF).out
+        assert "web-7 mailer[77]" in out
+        assert re.search(r"web-8 worker +5f6d .* queued again", out)
+        waiting, retrying = run("distlock_show", key, OF, "--json").json["waiters"]
+        assert (waiting["holder"]["pid"], waiting["is_retrying"]) == (77, False)
+        assert retrying["is_retrying"] is True
+        (listed,) = run("distlock_list", OF, f"--prefix={key}", "--json").json["locks"]
+        assert (listed["waiting"], listed["retrying"]) == (1, 1)
+        heading, row = run("distlock_list", OF, f"--prefix={key}").out.splitlines()[:2]
+        assert heading.split()[-3:] == ["WAITING", "RETRYING", "FENCE"]
+        assert row.split()[-3:-1] == ["1", "1"]
 
 
 def test_commands_run_in_a_project(postgresql: str, key: str) -> None:

@@ -28,6 +28,7 @@ from django_distlock import (
     events,
     lock_backends,
 )
+from django_distlock.bypassing import tell_requeued
 from django_distlock.contrib import prometheus
 from django_distlock.contrib.metrics.instruments import INSTRUMENTS
 from django_distlock.contrib.metrics.recording import CAUSES, OUTCOMES, REASONS
@@ -361,6 +362,18 @@ def test_refusal_says_for_how_long_the_key_was_held(key: str, scraped: Scraped) 
     assert scraped.value("blocked_by_seconds_count", **of(key)) == 1
     assert scraped.value("acquire_total", outcome="standby", **of(key)) == 1
     assert scraped.value("acquire_total", outcome="timeout", **of(key)) == 0
+
+
+def test_work_that_goes_back_to_its_queue_is_counted(key: str, scraped: Scraped) -> None:
+    """By the template of its key, from before the first time, and by why."""
+    with distlock(f"{key}:1", backend="memory"):
+        pass
+    assert scraped.value("requeued_total", reason="conflict", **of(key)) == 0
+    tell_requeued("memory", f"{key}:1", LockNotAcquired("taken", key=f"{key}:1"))
+    tell_requeued("memory", f"{key}:1", BackendUnavailable("away"))
+    tell_requeued("memory", f"{key}:1", BackendUnavailable("away"))
+    assert scraped.value("requeued_total", reason="conflict", **of(key)) == 1
+    assert scraped.value("requeued_total", reason="unavailable", **of(key)) == 2
 
 
 def test_work_that_does_not_run_is_counted(key: str, scraped: Scraped) -> None:

@@ -35,6 +35,7 @@ from django_distlock import (
 from django_distlock.contrib import jobs
 from django_distlock.contrib.tasks import locked_task
 from django_distlock.handler import lock_backends
+from django_distlock.signals import work_requeued
 from django_distlock.testing import lose_connection
 from tests.contract.helpers import PATIENCE, Later
 from tests.contract.locking import Heard, eventually
@@ -264,7 +265,9 @@ def test_conflict_queues_the_task_again(tasks: Tasks, task: Any, taken: str) -> 
     slow = tasks.of(task, backend="later").using(queue_name="slow", priority=9)
     first = slow.enqueue(taken, more=8)
     before = timezone.now()
-    marker = tasks.work(first)
+    with Heard(work_requeued, f"task:{taken}") as heard:
+        marker = tasks.work(first)
+    assert isinstance(heard.once["cause"], LockNotAcquired)
     second = tasks.queue()[-1]
     assert marker == {"distlock": "queued again", "key": f"task:{taken}", "as": second.id}
     assert json.loads(json.dumps(marker)) == marker

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -13,7 +14,7 @@ from django_distlock import LockUsageError
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.core.durations import MAX_BOUND
 from django_distlock.core.holders import Holder
-from django_distlock.core.records import Waiting
+from django_distlock.core.records import Waiting, Waits
 from django_distlock.handler import lock_backends
 from django_distlock.models import Waiter
 from tests.backends import BACKENDS, Registered
@@ -300,3 +301,16 @@ def test_notes_leave_no_session_behind(key: str) -> None:
             assert len(sessions(using)) == 2
         backend._connections.close_all()
         assert eventually(lambda: len(sessions(using)) == 1, timeout=10)
+
+
+@pytest.mark.parametrize("alias", ["postgres", "mariadb", "sqlite", "redis", "redis_cluster"])
+def test_tasks_in_their_queue_are_told_apart(alias: str, key: str) -> None:
+    """On every store, in one question about many keys, as one by one."""
+    store = lock_backends[alias]
+    here = Holder(host="a", pid=7, task_id="5f6d")
+    for holder in (here, here.as_queued(), replace(here, task_id="6f6d").as_queued()):
+        assert store.note_waiter(key, holder, 60) is not None
+    assert store.note_waiter(f"{key}-b", Holder(host="a"), 60) is not None
+    counted = store.count_waiters([key, f"{key}-b", f"{key}-c"])
+    assert list(counted) == [Waits(1, 2), Waits(1, 0), Waits()]
+    assert [each.is_retrying for each in store.waiters(key)].count(True) == 2

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from ...core.errors import LockError
 from ...core.holders import Holder
-from ...core.records import SPOILED, Waiting
+from ...core.records import SPOILED, Waiting, Waits
 from ...fields import from_microseconds
 from ..base import BaseLockBackend
 from ..listening import Listener
@@ -56,29 +56,35 @@ class RedisWaiters(BaseLockBackend):
         self.store.command("ZREM", self._waiting(name), note)
 
     def _waiters(self, name: str) -> Sequence[Waiting]:
-        found = json.loads(
-            self.store.ask(Call(script("waiters"), [self._waiting(name)], (str(MANY),)))
-        )
-        shown = []
-        for note, until in zip(found[::2], found[1::2], strict=True):
-            # For people to see: what somebody has spoiled hides nobody else.
-            with suppress(*SPOILED):
-                shown.append(_shown(note, until))
-        return sorted(shown, key=lambda each: each.since)
+        return _read(self.store.ask(self._question(name)))
 
-    def _count_waiters(self, names: Sequence[str]) -> Sequence[int]:
-        calls = [Call(script("waiters"), [self._waiting(name)], (str(MANY),)) for name in names]
-        return [_number(answer) for answer in (self.store.ask_all(calls) if calls else [])]
+    def _count_waiters(self, names: Sequence[str]) -> Sequence[Waits]:
+        calls = [self._question(name) for name in names]
+        return [_counted(answer) for answer in (self.store.ask_all(calls) if calls else [])]
+
+    def _question(self, name: str) -> Call:
+        return Call(script("waiters"), [self._waiting(name)], (str(MANY),))
 
     def _waiting(self, name: str) -> str:
         return f"{self._prefix}waiters:{name}"
 
 
-def _number(answer: str | LockError) -> int:
+def _counted(answer: str | LockError) -> Waits:
     if isinstance(answer, LockError):
         raise answer
+    return Waits.of(_read(answer))
+
+
+def _read(answer: str) -> list[Waiting]:
+    """Return who waits, the first to come first."""
+    found = json.loads(answer)
+    shown = []
     # Each note has its end behind it.
-    return len(json.loads(answer)) // 2
+    for note, until in zip(found[::2], found[1::2], strict=True):
+        # For people to see: what somebody has spoiled hides nobody else.
+        with suppress(*SPOILED):
+            shown.append(_shown(note, until))
+    return sorted(shown, key=lambda each: each.since)
 
 
 def _shown(note: str, until: str) -> Waiting:

@@ -21,12 +21,14 @@ LEASE: Final = "distlock_lease"
 UNTIL: Final = "distlock_until"
 #: How often that was done.
 TIMES: Final = "distlock_times"
-#: Of which attempt both tell: the number of retries.
+#: The key that it waits for in its queue, and the note by which people see that.
+WAITS: Final = "distlock_waits"
+#: Of which attempt they tell: the number of retries.
 ATTEMPT: Final = "distlock_attempt"
 #: Whether the same delivery was seen running.
 AGAIN: Final = "distlock_again"
 
-_OURS: Final = frozenset((UNTIL, TIMES, ATTEMPT, AGAIN, "redelivered"))
+_OURS: Final = frozenset((UNTIL, TIMES, ATTEMPT, AGAIN, WAITS, "redelivered"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,12 @@ class Delivery:
         """Until when it is queued again, in seconds since 1970; None: not said yet."""
         until = self._of_this_attempt(UNTIL)
         return None if until is None else float(until)
+
+    @property
+    def waits(self) -> tuple[str, str] | None:
+        """The key that it waited for in its queue, and the note about that; None: none."""
+        waits = self._of_this_attempt(WAITS)
+        return None if waits is None else (str(waits[0]), str(waits[1]))
 
     def header(self, name: str) -> Any:
         """Return a header; None: it has none."""

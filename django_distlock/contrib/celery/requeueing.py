@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from celery.exceptions import Ignore, Reject, Retry
 
-from ...core.errors import BackendUnavailable, LockNotAcquired
+from ...attempts import NOTE_LIVES
+from ...core.errors import BackendUnavailable, LockError, LockNotAcquired
 from ...core.interruptions import pass_on
 from ...core.logs import log_fields
+from ...handler import lock_backends
+from ...host import current_holder
 from ..jobs import Queued, Refusal, Rules
-from .deliveries import AGAIN, ATTEMPT, TIMES, UNTIL, Delivery, kept_headers, now
+from .deliveries import AGAIN, ATTEMPT, TIMES, UNTIL, WAITS, Delivery, kept_headers, now
 
 logger = logging.getLogger("django_distlock")
 
@@ -37,7 +41,8 @@ def queue_again(delivery: Delivery, rules: Rules, error: Refusal) -> Retry:
     if pause is None:
         raise error
     pause = _visible(delivery, pause)
-    _send(delivery, pause, {UNTIL: until, TIMES: times + 1})
+    waits = _note(delivery, rules, error, pause)
+    _send(delivery, pause, {UNTIL: until, TIMES: times + 1, WAITS: waits})
     why = f"{error.key!r} is taken"
     if isinstance(error, BackendUnavailable):
         why = "The store of its locks does not answer"
@@ -69,6 +74,31 @@ def queue_behind_itself(delivery: Delivery, rules: Rules, error: LockNotAcquired
     )
     _send(delivery, pause, {UNTIL: delivery.until, TIMES: times + 1, AGAIN: True})
     return Ignore(f"{error.key!r} is taken by the same task: queued again, in {pause:.1f} s")
+
+
+def forget_wait(alias: str, waits: tuple[str, str] | None) -> None:
+    """Let nobody see any more that a task waits in its queue: it runs, or has ended."""
+    if waits is not None:
+        # Left there, the note ends by itself. That of another kind of store is no number.
+        with suppress(LockError, ValueError):
+            lock_backends[alias].drop_waiter(*waits)
+
+
+def _note(delivery: Delivery, rules: Rules, error: Refusal, pause: float) -> tuple[str, str] | None:
+    """Let people see that the task waits in its queue; return what it is forgotten by."""
+    waits, alias = delivery.waits, rules.lock.backend
+    if error.key is None or isinstance(error, BackendUnavailable):
+        return waits
+    if waits is not None and waits[0] != error.key:
+        forget_wait(alias, waits)
+        waits = None
+    holder = replace(current_holder().as_queued(), task_id=delivery.id)
+    earlier = None if waits is None else waits[1]
+    # No decision rests on it.
+    with suppress(LockError, ValueError):
+        note = lock_backends[alias].note_waiter(error.key, holder, pause + NOTE_LIVES, earlier)
+        return None if note is None else (error.key, note)
+    return waits
 
 
 def _visible(delivery: Delivery, pause: float) -> float:

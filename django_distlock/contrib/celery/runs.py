@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any, Final
 
 from celery import signals, states
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, Retry
 
 from ... import holding
-from ...bypassing import tell_bypassed, tell_skipped
+from ...bypassing import tell_bypassed, tell_requeued, tell_skipped
 from ...core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError
 from ...core.logs import log_fields
 from ...core.markers import skipped
@@ -25,7 +25,7 @@ from ...locks import Lock
 from ..jobs import WAIT, JobLock, Refusal
 from . import inheriting, leftovers, queueing
 from .deliveries import LEASE, UNIQUE, Delivery
-from .requeueing import queue_again, queue_behind_itself
+from .requeueing import forget_wait, queue_again, queue_behind_itself
 from .terms import Terms
 
 logger = logging.getLogger("django_distlock")
@@ -76,6 +76,8 @@ class Run:
         self._has_begun = False
         # Whether it waited for others, of which one may have been another delivery of this task.
         self._has_met = False
+        # By which people see that it waited in its queue.
+        self._waits = delivery.waits
         # What the run is about, for messages.
         self._key: str | None = None
         self._started_at = monotonic()
@@ -99,6 +101,7 @@ class Run:
             except (LockNotAcquired, BackendUnavailable) as error:
                 refusal = error
             else:
+                self._wait_no_more()
                 return self._run()
         if isinstance(refusal, LockNotAcquired):
             is_duplicate = unique is not None and refusal.key == unique.key
@@ -114,6 +117,8 @@ class Run:
         """
         if self._has_begun and state in (states.SUCCESS, states.FAILURE, states.RETRY):
             self._note()
+        if state != states.RETRY:
+            self._wait_no_more()
         unique, self.unique = self.unique, None
         if unique is None:
             # A task that is over, and was refused before it took its key over from the queue.
@@ -223,6 +228,10 @@ class Run:
         )
         raise Ignore(f"It has run already, with fence {fence}.")
 
+    def _wait_no_more(self) -> None:
+        waits, self._waits = self._waits, None
+        forget_wait(self._terms.backend, waits)
+
     def _note(self) -> None:
         self._has_begun = False
         delivery = self._delivery
@@ -268,7 +277,7 @@ class Run:
             tell_skipped(self._terms.backend, error.key or self._key or "", error)
             return skipped(error)
         if policy == "retry" and delivery.is_queued:
-            raise queue_again(delivery, rules, error)
+            raise self._queue_again(error)
         if policy == "run":
             return self._run_without(error)
         raise error
@@ -279,7 +288,7 @@ class Run:
             is_late = delivery.task is not None and delivery.task.acks_late
             policy = "retry" if is_late else "raise"
         if policy == "retry" and delivery.is_queued:
-            raise queue_again(delivery, self._terms.rules, error)
+            raise self._queue_again(error)
         if policy in ("retry", "raise"):
             raise error
         if policy == "run":
@@ -288,6 +297,11 @@ class Run:
         logger.error("The task %s is skipped: %s", delivery.label, error, extra=extra)
         tell_skipped(self._terms.backend, error.key or self._key or "", error)
         return skipped(error, self._key)
+
+    def _queue_again(self, error: Refusal) -> Retry:
+        retry = queue_again(self._delivery, self._terms.rules, error)
+        tell_requeued(self._terms.backend, error.key or self._key or "", error)
+        return retry
 
     def _fields(
         self, event: str, error: LockError | None = None, key: str | None = None

@@ -104,6 +104,12 @@ SKIPPED = Instrument(
     help="Ticks, jobs and tasks that did not run, or were not queued, by why.",
     labels=(*_KEY, "reason"),
 )
+REQUEUED = Instrument(
+    name="distlock.requeued",
+    kind="counter",
+    help="Times that jobs and tasks went back to their queue because of their lock, by why.",
+    labels=(*_KEY, "reason"),
+)
 SLACK = Instrument(
     name="distlock.renewal_slack",
     kind="histogram",
@@ -149,8 +155,8 @@ HELD_PAST_EXPIRY = Instrument(
 )
 
 INSTRUMENTS: Final = (
-    ACQUIRE, WAIT, BLOCKED, HOLD, LOST, REJECTED, TAKEN_OVER, FORCED, BYPASSED, SKIPPED, SLACK,
-    LAG, ACTIVE, OVERDUE, WAITING, STORE_UP, LOCKS_HELD, HELD_PAST_EXPIRY,
+    ACQUIRE, WAIT, BLOCKED, HOLD, LOST, REJECTED, TAKEN_OVER, FORCED, BYPASSED, SKIPPED, REQUEUED,
+    SLACK, LAG, ACTIVE, OVERDUE, WAITING, STORE_UP, LOCKS_HELD, HELD_PAST_EXPIRY,
 )  # fmt: skip
 PROCESS_GAUGES: Final = (ACTIVE, OVERDUE, WAITING, LAG)
 STORE_GAUGES: Final = (STORE_UP, LOCKS_HELD, HELD_PAST_EXPIRY)

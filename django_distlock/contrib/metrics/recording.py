@@ -21,6 +21,7 @@ from ...signals import (
     lock_not_acquired,
     lock_released,
     lock_taken_over,
+    work_requeued,
     work_skipped,
 )
 from .instruments import (
@@ -31,6 +32,7 @@ from .instruments import (
     HOLD,
     LOST,
     REJECTED,
+    REQUEUED,
     SKIPPED,
     SLACK,
     TAKEN_OVER,
@@ -49,12 +51,15 @@ CAUSES: Final = ("deadline", "max_lifetime", "gone", "no_answer")
 REASONS: Final = ("conflict", "unavailable", "error")
 #: Values of the label `reason` of what did not run.
 SKIPS: Final = ("conflict", "unavailable", "queued")
+#: The same of what went back to its queue.
+REQUEUES: Final = ("conflict", "unavailable")
 
 _RARE: Final = (
     (ACQUIRE, [(each,) for each in OUTCOMES]),
     (LOST, [(each,) for each in CAUSES]),
     (BYPASSED, [(each,) for each in REASONS]),
     (SKIPPED, [(each,) for each in SKIPS]),
+    (REQUEUED, [(each,) for each in REQUEUES]),
     (REJECTED, [()]),
     (TAKEN_OVER, [()]),
     (FORCED, [()]),
@@ -104,6 +109,7 @@ class Recorder:
             (lock_not_acquired, self._not_acquired),
             (lock_bypassed, self._bypassed),
             (work_skipped, self._skipped),
+            (work_requeued, self._requeued),
             (lock_extended, self._extended),
             (lock_released, self._released),
             (lock_lost, self._lost),
@@ -134,6 +140,9 @@ class Recorder:
         if reason == "conflict" and key.startswith(UNIQUE_PREFIX):
             reason = "queued"
         self._to.add(SKIPPED, alias, self._prefixes.of(key), reason)
+
+    def _requeued(self, *, alias: str, key: str, cause: object, **_: Any) -> None:
+        self._to.add(REQUEUED, alias, self._prefixes.of(key), reason_of(cause))
 
     def _extended(
         self, *, alias: str, key: str, slack: float | None, cause: object, **_: Any

@@ -83,6 +83,7 @@ class Command(OperatorCommand):
             "host": options["host"],
             "task_id": options["task"],
             "held_longer_than": options["held_longer_than"],
+            "waits": True,
         }
         before = tuple(map(in_memory, apart)) if cursor is None else ()
         if options["all"]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
+from ...core.records import Waiting
 from ...inspection import HeldKey, KeyView, show
 from ..operating import OperatorCommand, describe, named, refuse_memory
 from ..tables import instant, printable, span
@@ -65,7 +66,7 @@ class Command(OperatorCommand):
                         describe(each.holder),
                         each.holder.task_id or "-",
                         instant(each.since),
-                        "yes" if each.is_woken else "asks again and again",
+                        _woken(each),
                     ]
                     for each in view.waiters
                 ],
@@ -89,6 +90,12 @@ class Command(OperatorCommand):
                     for each in view.events
                 ],
             )
+
+
+def _woken(waiting: Waiting) -> str:
+    if waiting.is_retrying:
+        return "queued again"
+    return "yes" if waiting.is_woken else "asks again and again"
 
 
 def _held(held: HeldKey) -> Iterator[tuple[str, str]]:
