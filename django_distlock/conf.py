@@ -31,6 +31,7 @@ DEFAULT_TABLES: Mapping[str, str] = {
     "waiters": "django_distlock_waiter",
     "seen": "django_distlock_seenfence",
     "notes": "django_distlock_runnote",
+    "failed": "django_distlock_failedtask",
 }
 
 #: PostgreSQL's names have at most 63 bytes, and functions and constraints add up to 15 to theirs.
@@ -108,7 +109,7 @@ def backend_config(alias: str) -> BackendConfig:
 
 
 def table(name: str) -> str:
-    """Return the table of `"locks"`, `"fences"`, `"events"`, `"waiters"`, `"seen"`, `"notes"`.
+    """Return one of the tables of `DISTLOCK_TABLES`, such as `"locks"`.
 
     Raises:
         InvalidLockBackend: `DISTLOCK_TABLES` names something else, or a name twice, or what is not

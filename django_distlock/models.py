@@ -178,6 +178,33 @@ class RunNote(models.Model):
         return printable(self.storage_key)
 
 
+class FailedTask(models.Model):
+    """A task that failed because the store of its locks was away, to be sent again.
+
+    Written by `contrib.celery.failed` alone.
+    """
+
+    task_id = KeyField(_("task id"), primary_key=True, max_length=255)
+    task = KeyField(_("task"), max_length=255)
+    backend = KeyField(_("backend"), max_length=100)
+    key = KeyField(_("key"), max_length=512, blank=True)
+    failed_at = InstantField(_("failed at"), db_index=True)
+    #: The arguments, in the format of the task's messages; {}: they could not be kept.
+    message = models.JSONField(_("message"), default=dict)
+    route = models.JSONField(_("route"), default=dict)
+    sent_at = InstantField(_("sent at"), null=True)
+    sent_as = KeyField(_("sent as"), max_length=255, null=True)
+
+    class Meta:
+        db_table = conf.table("failed")
+        default_permissions = ()
+        verbose_name = _("failed task")
+        verbose_name_plural = _("failed tasks")
+
+    def __str__(self) -> str:
+        return f"{printable(self.task)} {printable(self.task_id)}"
+
+
 class LockEvent(models.Model):
     """What an operator needs to know afterwards. Not a row per acquire."""
 

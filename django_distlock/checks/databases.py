@@ -18,7 +18,7 @@ from django.db.migrations.loader import MigrationLoader
 
 from ..backends.tables import FenceTable
 from ..connections import database_file
-from ..models import FenceCounter, HeldLock, LockEvent, RunNote, SeenFence, Waiter
+from ..models import FailedTask, FenceCounter, HeldLock, LockEvent, RunNote, SeenFence, Waiter
 from ..vendors import VENDORS
 from .configured import DOCS, configured, where
 from .schema import APP, creators, functions, indexes, several, unapplied
@@ -26,7 +26,7 @@ from .servers import forgetful, forgetful_rows, read_only
 from .triggers import fence_triggers
 
 _MODELS: tuple[type[models.Model], ...] = (
-    HeldLock, FenceCounter, LockEvent, Waiter, SeenFence, RunNote,
+    FailedTask, HeldLock, FenceCounter, LockEvent, Waiter, SeenFence, RunNote,
 )  # fmt: skip
 
 

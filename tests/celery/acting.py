@@ -20,7 +20,7 @@ from typing import Any
 
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
-from django_distlock import Lease, LockLost, current_lease
+from django_distlock import BackendUnavailable, Lease, LockLost, current_lease
 from django_distlock.host import monotonic
 
 #: Seconds that a body waits for a test that has forgotten it.
@@ -203,6 +203,11 @@ def _raise(run: Run, text: str) -> None:
     raise ValueError(text)
 
 
+def _unavailable(run: Run, rest: str) -> None:
+    """Meet a store that is away, amid the work."""
+    raise BackendUnavailable("away")
+
+
 def _retry(run: Run, countdown: str) -> None:
     """Let Celery run the task again, unless this is already such a run."""
     if run.task.request.retries == 0:
@@ -278,6 +283,7 @@ STEPS = {
     "handlers": _handlers,
     "ignore": _ignore,
     "raise": _raise,
+    "unavailable": _unavailable,
     "reject": _reject,
     "retry": _retry,
     "send": _send,

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from io import StringIO
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from celery import chain
+from celery import Celery, _state, chain
+from django.core.management import CommandError, call_command
 from pytest_django import DjangoDbBlocker
 
 from django_distlock import BackendUnavailable
+from django_distlock.contrib.celery import failed
 from django_distlock.core.keys import own_key
+from django_distlock.models import FailedTask
 from tests.integration.wires import Wire
 
 from .brokers import Broker
@@ -142,6 +148,92 @@ def test_failed_unique_task_frees_its_key(crew: Crew, away: StoreWire, name: str
     assert again.id != result.id
     assert crew.outcome(again) == "SUCCESS"
     assert len(crew.stage.told("began")) == 1
+
+
+def replay(*arguments: str) -> Any:
+    """Run the command; return its document."""
+    told = StringIO()
+    call_command("distlock_replay", *arguments, "--json", stdout=told)
+    return json.loads(told.getvalue())
+
+
+@pytest.fixture
+def project(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> Celery:
+    """Give the test's end of the broker, as the app that commands find."""
+    monkeypatch.setattr(_state._tls, "current_app", crew.app)
+    return crew.app
+
+
+def listed(crew: Crew, *arguments: str) -> dict[str, Any]:
+    """Return the failed tasks of the test's key, by their ids."""
+    return {each["id"]: each for each in replay(*arguments)["failed"] if crew.key in each["key"]}
+
+
+def test_failed_tasks_are_listed_and_sent_again_once(
+    crew: Crew, project: Celery, away: StoreWire
+) -> None:
+    """At once where the database is up, else when it is back, with their arguments."""
+    results = [crew.send("early", "wait go") for _ in range(2)]
+    assert [crew.outcome(each) for each in results] == ["FAILURE"] * 2
+    if crew.store == "redis":
+        # The list is in the database, which answers.
+        crew.until(lambda: len(listed(crew)) == 2, "they are listed")
+    away.come_back()
+    crew.until(lambda: len(listed(crew)) == 2, "they are listed", 20)
+    first, second = (each.id for each in results)
+    row = listed(crew)[first]
+    assert (row["task"], row["backend"]) == (f"{crew.store}.early", crew.store)
+    assert (row["key"], row["sent_at"]) == (crew.key, None)
+    assert "wait go" not in json.dumps(row)
+    with pytest.raises(CommandError, match="sent already"):
+        replay("--send", first, "another")
+    (done,) = replay("--send", first)["done"]
+    assert crew.begun()["task_id"] == done["sent_as"] != first
+    crew.stage.open("go")
+    assert crew.outcome(crew.app.AsyncResult(done["sent_as"])) == "SUCCESS"
+    with pytest.raises(CommandError, match="sent already"):
+        replay("--send", first)
+    assert set(listed(crew)) == {second}
+    assert listed(crew, "--sent")[first]["sent_as"] == done["sent_as"]
+    replay("--drop", second)
+    assert listed(crew) == {}
+    FailedTask.objects.filter(pk=first).delete()
+
+
+def test_two_operators_send_a_task_once(
+    crew: Crew, project: Celery, away: StoreWire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one who marks it first does; what the broker refuses is not marked."""
+    result = crew.send("early")
+    assert crew.outcome(result) == "FAILURE"
+    away.come_back()
+    crew.until(lambda: result.id in listed(crew), "it is listed", 20)
+    (row,) = (each for each in failed.failed(sent=False) if each.pk == result.id)
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise ConnectionError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(crew.task("early"), "apply_async", refuse)
+        with pytest.raises(ConnectionError):
+            failed.send(crew.app, row)
+    assert listed(crew)[result.id]["sent_at"] is None
+    sent = failed.send(crew.app, row)
+    assert sent is not None
+    assert failed.send(crew.app, row) is None
+    assert crew.outcome(crew.app.AsyncResult(sent)) == "SUCCESS"
+    assert len(crew.stage.told("began")) == 1
+    failed.drop(row)
+
+
+def test_body_that_met_an_outage_is_not_listed(crew: Crew, project: Celery) -> None:
+    """It has run in part: to send it again is not for us to offer."""
+    result = crew.send("early", "unavailable")
+    assert crew.outcome(result) == "FAILURE"
+    assert isinstance(result.result, BackendUnavailable)
+    again = crew.send("early")
+    assert crew.outcome(again) == "SUCCESS"
+    assert listed(crew) == {}
 
 
 def test_what_follows_is_sent_though_the_store_is_away(crew: Crew, away: StoreWire) -> None:

@@ -36,6 +36,7 @@ TABLES = {
     "django_distlock_waiter",
     "django_distlock_seenfence",
     "django_distlock_runnote",
+    "django_distlock_failedtask",
 }
 
 

@@ -74,7 +74,7 @@ def test_each_database_counts_what_is_its_own(empty: str, key: str) -> None:
         if connections[empty].vendor == "sqlite":
             assert told["sizes"]["bytes"] > 0
         else:
-            assert len(tables) == 6
+            assert len(tables) == 7
             assert tables["django_distlock_fencecounter"]["bytes"] > 0
 
 

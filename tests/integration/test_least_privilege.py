@@ -21,7 +21,7 @@ from django_distlock.fencing.rejecting import Fence
 from django_distlock.fencing.seen import see
 from django_distlock.handler import lock_backends
 from django_distlock.inspection import prune_events, statistics, summary
-from django_distlock.models import LockEvent
+from django_distlock.models import FailedTask, LockEvent
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.helpers import take
 from tests.contract.test_failures import OPERATIONS
@@ -93,6 +93,10 @@ def do_all(limited: str, **options: Any) -> None:
         if backend.supports_guard:
             with distlock("guarded", backend=alias) as lease, lease.atomic(using=limited):
                 ask(limited, "SELECT 1")
+        backend.note("done", 7, 60)
+        backend.note("over", 7, 0)
+        assert backend.noted("done") == 7
+        assert backend.cleanup(backend.clock()) >= 1
         grant = take(backend, "waited for")
         note = backend.note_waiter("waited for", Holder(host="host"), 30)
         assert note is not None
@@ -101,6 +105,9 @@ def do_all(limited: str, **options: Any) -> None:
         assert backend.release(grant) is True
         for question in (summary, statistics):
             question(backend=alias)
+    for _ in range(2):
+        row = FailedTask(task_id="5f6d", failed_at=timezone.now())
+        FailedTask.objects.using(limited).bulk_create([row], ignore_conflicts=True)
     see(Fence("key", 7), limited)
     assert see(Fence("key", 9), limited) == 9
     LockEvent.objects.using(limited).create(

@@ -50,6 +50,7 @@ NAMES = pytest.mark.parametrize(
                 "waiters": "group",
                 "seen": "select",
                 "notes": "where",
+                "failed": "from",
             },
             id="reserved",
         ),
@@ -313,6 +314,7 @@ def test_locks_work_under_other_names(empty: str, names: dict[str, str]) -> None
         "django_distlock_waiter",
         "django_distlock_seenfence",
         "django_distlock_runnote",
+        "django_distlock_failedtask",
     }
     assert objects(empty) == before
 
@@ -386,6 +388,7 @@ def _not_refused() -> list[str]:
             "waiters": "acme_waiters",
             "seen": "acme_seen",
             "notes": "acme_notes",
+            "failed": "acme_failed",
         },
         {
             "locks": "Django_Distlock_HeldLock",
@@ -394,6 +397,7 @@ def _not_refused() -> list[str]:
             "waiters": "Django_Distlock_Waiter",
             "seen": "Django_Distlock_SeenFence",
             "notes": "Django_Distlock_RunNote",
+            "failed": "Django_Distlock_FailedTask",
         },
     ],
     ids=["other names", "other case"],

@@ -23,14 +23,22 @@ from django_distlock.fencing import Fence
 from django_distlock.fencing.seen import see
 from django_distlock.inspection import prune_events, show
 from django_distlock.inspection.history import history
-from django_distlock.models import FenceCounter, HeldLock, LockEvent, RunNote, SeenFence, Waiter
+from django_distlock.models import (
+    FailedTask,
+    FenceCounter,
+    HeldLock,
+    LockEvent,
+    RunNote,
+    SeenFence,
+    Waiter,
+)
 from tests.contract.aliases import locks_on
 
 from .databases import APP, ask, lock_and_release, migrate
 from .projects import Project
 
 MODELS: tuple[type[models.Model], ...] = (
-    HeldLock, FenceCounter, Waiter, LockEvent, SeenFence, RunNote,
+    HeldLock, FenceCounter, Waiter, LockEvent, SeenFence, RunNote, FailedTask,
 )  # fmt: skip
 TABLE = "django_distlock_heldlock"
 FENCES = "django_distlock_fencecounter"

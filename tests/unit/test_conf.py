@@ -208,6 +208,7 @@ TABLES = {
     "waiters": "django_distlock_waiter",
     "seen": "django_distlock_seenfence",
     "notes": "django_distlock_runnote",
+    "failed": "django_distlock_failedtask",
 }
 
 

@@ -366,5 +366,5 @@ def test_only_one_command_prints_no_json() -> None:
 
 def test_all_of_this_is_looked_for() -> None:
     """What the tests above go through is not empty."""
-    assert len(COMMANDS) == 11
+    assert len(COMMANDS) == 12
     assert len(ALL_SIGNATURES) > 30

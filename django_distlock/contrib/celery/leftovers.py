@@ -1,4 +1,7 @@
-"""Unique keys of tasks that are over, and whose store does not answer: given back when it does."""
+"""What tasks that are over leave to do while a store is away: done when it is back.
+
+Unique keys are given back, and tasks that failed are listed.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from django.db import connections
 
@@ -23,6 +26,31 @@ logger = logging.getLogger("django_distlock")
 PAUSES: Final = Retry(delay=0.5, factor=2.0, cap=15.0)
 
 
+#: What may be left at once: what comes behind it is told, and given up.
+MOST: Final = 10_000
+
+
+class Words(NamedTuple):
+    """What the log says of something that is left to do.
+
+    Attributes:
+        event: The event of the records.
+        later: Of what is tried again.
+        never: Of what is given up.
+    """
+
+    event: str
+    later: str
+    never: str
+
+
+_KEY: Final = Words(
+    "release_failed",
+    "%r stays taken until its store answers: %s",
+    "%r stays taken for its ttl: %s",
+)
+
+
 class Named(Protocol):
     """What tells whose key it is: a lock, or a lease."""
 
@@ -35,32 +63,32 @@ class Named(Protocol):
         """The key."""
 
 
-def free(release: Callable[[], object], named: Named) -> None:
+def free(release: Callable[[], object], named: Named, words: Words = _KEY) -> None:
     """Give a key back: now, or as soon as the store answers and this process still lives.
 
     Args:
         release: Gives it back, or finds that this is over. It may be called again, elsewhere.
     """
-    leftover = (named.backend, named.key, release)
+    leftover = (named.backend, named.key, release, words)
     if not _is_done(leftover):
         _leftovers.put(leftover)
 
 
-_Leftover = tuple[str, str, Callable[[], object]]
+_Leftover = tuple[str, str, Callable[[], object], Words]
 
 
 def _is_done(leftover: _Leftover) -> bool:
     """Try once. What fails for another reason than a store that is away is told, and is over."""
-    alias, key, release = leftover
+    alias, key, release, words = leftover
     try:
         release()
     except BackendUnavailable as error:
-        extra = log_fields("release_failed", backend=alias, key=key, error=error)
-        logger.warning("%r stays taken until its store answers: %s", key, error, extra=extra)
+        extra = log_fields(words.event, backend=alias, key=key, error=error)
+        logger.warning(words.later, key, error, extra=extra)
         return False
     except LockError as error:
-        extra = log_fields("release_failed", backend=alias, key=key, error=error)
-        logger.warning("%r stays taken for its ttl: %s", key, error, extra=extra)
+        extra = log_fields(words.event, backend=alias, key=key, error=error)
+        logger.warning(words.never, key, error, extra=extra)
     return True
 
 
@@ -82,7 +110,17 @@ class _Leftovers:
         if self._pid != os.getpid():
             self.forget()  # Not everybody who forks tells Python of it.
         with self._mutex:
-            self._left.append(leftover)
+            is_full = len(self._left) >= MOST
+            if not is_full:
+                self._left.append(leftover)
+        if is_full:
+            alias, key, _release, words = leftover
+            why = f"{MOST} others wait for it"
+            logger.error(
+                words.never, key, why, extra=log_fields(words.event, backend=alias, key=key)
+            )
+            return
+        with self._mutex:
             if self._is_running:
                 return
             try:

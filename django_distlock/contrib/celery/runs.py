@@ -23,7 +23,7 @@ from ...host import is_gone, monotonic
 from ...leases import Lease
 from ...locks import Lock
 from ..jobs import WAIT, JobLock, Refusal
-from . import inheriting, leftovers, queueing
+from . import failed, inheriting, leftovers, queueing
 from .deliveries import LEASE, UNIQUE, Delivery
 from .requeueing import forget_wait, queue_again, queue_behind_itself
 from .terms import Terms
@@ -115,6 +115,9 @@ class Run:
             state: The one that the run came to.
             retval: What it returned, or raised.
         """
+        is_left = state == states.FAILURE and not self._has_begun and self._delivery.is_queued
+        if is_left and isinstance(retval, BackendUnavailable):
+            failed.keep(self._delivery, self._terms.backend, retval.key or self._key or "")
         if self._has_begun and state in (states.SUCCESS, states.FAILURE, states.RETRY):
             self._note()
         if state != states.RETRY:
@@ -317,7 +320,7 @@ class Run:
 
     def _run_without(self, error: LockError) -> Any:
         tell_bypassed(self._terms.backend, self._key, monotonic() - self._started_at, error)
-        return self._body()
+        return self._run()
 
 
 def require_base(task: Any) -> None:

@@ -8,11 +8,12 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
 
 from ...backends.base import BaseLockBackend
-from ...core.errors import LockError, LockUsageError
+from ...core.errors import LockError
 from ...core.records import Record
 from ...handler import lock_backends
 from ...inspection import Failure, HeldKey, Operation
 from ...inspection.journal import Order
+from ..celery import app_and
 from ..operating import OperatorCommand, duration, in_memory, raise_unavailable
 from ..statuses import USAGE
 from ..tables import printable
@@ -98,7 +99,7 @@ class Command(OperatorCommand):
         patience: float,
         **_: Any,
     ) -> Found:
-        orphans, app = _celery()
+        orphans, app = app_and("orphans")
         kept: Found = []
         for alias in lock_backends if backend is None else dict.fromkeys(backend):
             try:
@@ -114,7 +115,7 @@ class Command(OperatorCommand):
         return [(store, record) for store, record in kept if record.holder.task_id in lost]
 
     def _dropped(self, found: Found, reason: str) -> list[str]:
-        orphans, _ = _celery()
+        orphans, _ = app_and("orphans")
         order = Order(Operation.FORCE_RELEASE, self.actor(), reason)
         keys = []
         for store, record in found:
@@ -131,23 +132,3 @@ class Command(OperatorCommand):
             self.stdout.write("No unique key without its task was found.")
         for key in dropped:
             self.stdout.write(self.style.SUCCESS(f"Dropped {printable(key)}."))
-
-
-def _celery() -> tuple[Any, Any]:
-    """Return what finds orphans, and the app of the project.
-
-    Raises:
-        LockUsageError: There is no Celery here, or no app.
-    """
-    try:
-        from ...contrib.celery import orphans
-        from ...contrib.celery.importing import app_of_project
-    except ImportError as error:
-        raise LockUsageError(f"Celery cannot be imported: {error}") from error
-    app = app_of_project()
-    if app is None:
-        raise LockUsageError(
-            "There is no Celery app: import it in the package of the settings, as Celery's pages"
-            " about Django say."
-        )
-    return orphans, app

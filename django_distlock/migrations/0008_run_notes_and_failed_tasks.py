@@ -1,4 +1,4 @@
-"""A table of notes about runs that are over. They were records of the table of locks before."""
+"""Tables of failed tasks, and of finished runs, which were records of the table of locks."""
 
 from datetime import datetime, timedelta
 from typing import Any
@@ -110,6 +110,31 @@ class Migration(migrations.Migration):
                 "verbose_name": "run note",
                 "verbose_name_plural": "run notes",
                 "db_table": table("notes"),
+                "default_permissions": (),
+            },
+        ),
+        migrations.CreateModel(
+            name="FailedTask",
+            fields=[
+                (
+                    "task_id",
+                    KeyField(
+                        max_length=255, primary_key=True, serialize=False, verbose_name="task id"
+                    ),
+                ),
+                ("task", KeyField(max_length=255, verbose_name="task")),
+                ("backend", KeyField(max_length=100, verbose_name="backend")),
+                ("key", KeyField(blank=True, max_length=512, verbose_name="key")),
+                ("failed_at", InstantField(db_index=True, verbose_name="failed at")),
+                ("message", models.JSONField(default=dict, verbose_name="message")),
+                ("route", models.JSONField(default=dict, verbose_name="route")),
+                ("sent_at", InstantField(null=True, verbose_name="sent at")),
+                ("sent_as", KeyField(max_length=255, null=True, verbose_name="sent as")),
+            ],
+            options={
+                "verbose_name": "failed task",
+                "verbose_name_plural": "failed tasks",
+                "db_table": table("failed"),
                 "default_permissions": (),
             },
         ),

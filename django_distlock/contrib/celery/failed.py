@@ -1,0 +1,186 @@
+"""Tasks that failed because the store of their locks was away: kept in a table, to be sent again.
+
+A task is kept where it came to its end without its body having begun: nothing of it was done.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Final
+
+from django.db import DatabaseError, InterfaceError, connections, router, transaction
+from kombu.exceptions import EncodeError
+from kombu.serialization import dumps, loads, prepare_accept_content
+
+from ... import vendors
+from ...core.errors import BackendUnavailable, LockError, LockUsageError
+from ...models import FailedTask
+from . import leftovers
+from .deliveries import Delivery
+
+#: They have no types.
+_dumps: Any = dumps
+_loads: Any = loads
+_accepted: Any = prepare_accept_content
+
+#: Bytes of the longest arguments that are kept: others may wait in the memory of the worker.
+MAX_BODY: Final = 100_000
+
+_WORDS: Final = leftovers.Words(
+    "failed_task_unlisted",
+    "The failed task %r is listed when the database answers: %s",
+    "The failed task %r is not listed, and cannot be sent again: %s",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What is about a task, as leftovers name it."""
+
+    backend: str
+    key: str
+
+
+def keep(delivery: Delivery, backend: str, key: str) -> None:
+    """Keep a task that has failed: now, or as soon as the database answers.
+
+    Args:
+        backend: The alias of the lock backend.
+        key: The key that it did not get; "": not known.
+    """
+    task, request = delivery.task, delivery.request
+    using = router.db_for_write(FailedTask)
+    if connections[using].vendor not in vendors.VENDORS:
+        return  # A project without a database has nowhere to keep it.
+    row = FailedTask(
+        task_id=str(request.id),
+        task=task.name,
+        backend=backend,
+        key=key,
+        failed_at=datetime.now(UTC),
+        message=_packed(task, request),
+        route=_route(request.delivery_info or {}),
+    )
+    leftovers.free(partial(_write, using, row), _Entry(using, str(request.id)), _WORDS)
+
+
+def failed(*, sent: bool) -> list[FailedTask]:
+    """Return the tasks that were kept, the first to fail first.
+
+    Args:
+        sent: Also those that were sent again.
+
+    Raises:
+        BackendUnavailable: The database did not answer.
+    """
+    using = router.db_for_write(FailedTask)
+    rows = FailedTask.objects.using(using).order_by("failed_at", "pk")
+    with _translated(using):
+        return list(rows if sent else rows.filter(sent_at=None))
+
+
+def send(app: Any, row: FailedTask) -> str | None:
+    """Send a task again, with a new id, once: whoever marks it first.
+
+    Marked before it is sent: a process that dies between the two sends nothing.
+
+    Returns:
+        The id; None: it was sent already.
+
+    Raises:
+        LockUsageError: Its arguments were not kept, or this app does not accept their format.
+        BackendUnavailable: The database did not answer, or the store of a unique task.
+        kombu.exceptions.OperationalError: The broker did not. It is not marked then.
+    """
+    args, kwargs = _unpacked(app, row)
+    using = row._state.db or router.db_for_write(FailedTask)
+    unsent = FailedTask.objects.using(using).filter(pk=row.pk, sent_at=None)
+    with _translated(using):
+        if not unsent.update(sent_at=datetime.now(UTC)):
+            return None
+    marked = FailedTask.objects.using(using).filter(pk=row.pk)
+    try:
+        task = app.tasks.get(row.task)
+        publish = partial(app.send_task, row.task) if task is None else task.apply_async
+        result = publish(args, kwargs, **row.route)
+    except Exception:
+        with _translated(using):
+            marked.update(sent_at=None)
+        raise
+    with _translated(using):
+        marked.update(sent_as=str(result.id))
+    return str(result.id)
+
+
+def drop(row: FailedTask) -> None:
+    """Forget a task.
+
+    Raises:
+        BackendUnavailable: The database did not answer.
+    """
+    using = row._state.db or router.db_for_write(FailedTask)
+    with _translated(using):
+        FailedTask.objects.using(using).filter(pk=row.pk).delete()
+
+
+def _route(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that send a message where one was delivered."""
+    names = ["priority", "exchange", "routing_key"]
+    if info.get("exchange") == "" and info.get("routing_key"):
+        # The exchange without a name: what it routes by is the queue.
+        info, names = {**info, "queue": info["routing_key"]}, ["priority", "queue"]
+    return {name: info[name] for name in names if info.get(name) is not None}
+
+
+def _packed(task: Any, request: Any) -> dict[str, str]:
+    """Return the arguments in the format of the task's messages; {}: they cannot be kept."""
+    serializer = task.serializer or task.app.conf.task_serializer
+    try:
+        kind, encoding, body = _dumps((request.args, request.kwargs), serializer)
+    except EncodeError:
+        return {}
+    raw = body.encode() if isinstance(body, str) else bytes(body)
+    if len(raw) > MAX_BODY:
+        return {}
+    return {"type": kind, "encoding": encoding, "body": base64.b64encode(raw).decode()}
+
+
+def _unpacked(app: Any, row: FailedTask) -> tuple[list[Any], dict[str, Any]]:
+    message = row.message
+    if not message:
+        raise LockUsageError(
+            f"The arguments of the task {row.pk} were not kept: they have more than {MAX_BODY}"
+            " bytes, or cannot be serialised. Send it where it came from."
+        )
+    accepted = _accepted(app.conf.accept_content)
+    if message["type"] not in accepted:
+        raise LockUsageError(
+            f"The arguments of the task {row.pk} are {message['type']}, which accept_content of"
+            f" this Celery app does not name."
+        )
+    raw = base64.b64decode(message["body"])
+    args, kwargs = _loads(raw, message["type"], message["encoding"], accept=accepted)
+    return list(args), dict(kwargs)
+
+
+def _write(using: str, row: FailedTask) -> None:
+    with _translated(using), transaction.atomic(using=using):
+        # Tried again, or delivered again, it is one.
+        FailedTask.objects.using(using).bulk_create([row], ignore_conflicts=True)
+
+
+@contextmanager
+def _translated(using: str) -> Iterator[None]:
+    try:
+        yield
+    except (DatabaseError, InterfaceError) as error:
+        about = f"The database of failed tasks, {using!r},"
+        code = vendors.of(using).unavailable_code(error)
+        if code is None:
+            raise LockError(f"{about} refused: {error}") from error
+        raise BackendUnavailable(f"{about} did not answer: {error}", code=code) from error

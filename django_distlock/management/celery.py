@@ -1,0 +1,28 @@
+"""The Celery app of the project, for commands that need it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from ..core.errors import LockUsageError
+
+
+def app_and(name: str) -> tuple[Any, Any]:
+    """Return a module of `contrib.celery`, and the app of the project.
+
+    Raises:
+        LockUsageError: There is no Celery here, or no app.
+    """
+    try:
+        module = import_module(f"django_distlock.contrib.celery.{name}")
+        importing = import_module("django_distlock.contrib.celery.importing")
+    except ImportError as error:
+        raise LockUsageError(f"Celery cannot be imported: {error}") from error
+    app = importing.app_of_project()
+    if app is None:
+        raise LockUsageError(
+            "There is no Celery app: import it in the package of the settings, as Celery's pages"
+            " about Django say."
+        )
+    return module, app

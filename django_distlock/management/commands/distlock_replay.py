@@ -1,0 +1,139 @@
+"""List the tasks that failed because the store of their locks was away, and send them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from django.core.management.base import CommandError, CommandParser
+
+from ...core.errors import BackendUnavailable, LockError
+from ...inspection.held import iso
+from ...models import FailedTask
+from ..celery import app_and
+from ..operating import OperatorCommand
+from ..statuses import UNAVAILABLE, USAGE
+from ..tables import instant
+
+#: Stands for all that are listed.
+ALL = "all"
+
+
+class Command(OperatorCommand):
+    """`distlock_replay [--send ID … | --drop ID …] [--sent] [--json]`."""
+
+    help = (
+        "Lists the Celery tasks that failed because the store of their locks was away, and whose"
+        " bodies never began. With --send they are sent again, each once."
+    )
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Take what to do with which."""
+        super().add_arguments(parser)
+        what = parser.add_mutually_exclusive_group()
+        for name, text in (("send", "send these tasks again"), ("drop", "forget these tasks")):
+            what.add_argument(
+                f"--{name}",
+                nargs="+",
+                default=[],
+                metavar="ID",
+                help=f'{text}, by their ids; "{ALL}": all that were not sent yet',
+            )
+        parser.add_argument("--sent", action="store_true", help="also list what was sent again")
+
+    def handle(
+        self, *, send: list[str], drop: list[str], sent: bool, json: bool, **options: Any
+    ) -> None:
+        """List them, or do what was asked with some."""
+        failed, app = app_and("failed")
+        if not (send or drop):
+            self._show(failed.failed(sent=sent), [], [], json=json)
+            return
+        done: list[FailedTask] = []
+        errors: list[str] = []
+
+        def do(row: FailedTask) -> None:
+            if drop:
+                failed.drop(row)
+            elif (sent_as := failed.send(app, row)) is None:
+                errors.append(f"{row.pk}: somebody else has sent it.")
+                return
+            else:
+                row.sent_as = sent_as
+            done.append(row)
+
+        is_silent = self._each(failed, send or drop, do, errors, app)
+        self._show(failed.failed(sent=sent), done, errors, json=json)
+        if errors:
+            raise CommandError(
+                "Not all of them could be done.", returncode=UNAVAILABLE if is_silent else 1
+            )
+
+    def _each(
+        self,
+        failed: Any,
+        ids: list[str],
+        do: Callable[[FailedTask], None],
+        errors: list[str],
+        app: Any,
+    ) -> bool:
+        """Do it with each; return whether a store or the broker did not answer."""
+        known = {row.pk: row for row in failed.failed(sent=False)}
+        wanted = list(known) if ids == [ALL] else list(dict.fromkeys(ids))
+        if unknown := [each for each in wanted if each not in known]:
+            raise CommandError(
+                f"No such task is listed, or it was sent already: {', '.join(unknown)}.",
+                returncode=USAGE,
+            )
+        for each in wanted:
+            try:
+                do(known[each])
+            except (BackendUnavailable, *app.connection_for_write().connection_errors) as error:
+                errors.append(f"{each}: {error}")
+                return True  # And so it would be with the others.
+            except LockError as error:
+                errors.append(f"{each}: {error}")
+        return False
+
+    def _show(
+        self, rows: list[FailedTask], done: list[FailedTask], errors: list[str], *, json: bool
+    ) -> None:
+        if json:
+            document = {
+                "failed": [_as_json(each) for each in rows],
+                "done": [_as_json(each) for each in done],
+                "errors": errors,
+            }
+            self.print_json(document)
+            return
+        for each in done:
+            text = f"Sent {each.pk} as {each.sent_as}." if each.sent_as else f"Dropped {each.pk}."
+            self.stdout.write(self.style.SUCCESS(text))
+        for text in errors:
+            self.stderr.write(text, self.style.WARNING)
+        if rows:
+            self.print_table(
+                ("FAILED AT", "TASK", "ID", "BACKEND", "KEY", "SENT AS"),
+                [
+                    [
+                        instant(each.failed_at), each.task, each.pk, each.backend, each.key,
+                        each.sent_as or ("-" if each.sent_at is None else "not known"),
+                    ]
+                    for each in rows
+                ],
+            )  # fmt: skip
+        elif not done:
+            self.stdout.write("No task has failed for a store that was away.")
+
+
+def _as_json(row: FailedTask) -> dict[str, Any]:
+    # Without its arguments, which may be secret.
+    return {
+        "id": row.pk,
+        "task": row.task,
+        "backend": row.backend,
+        "key": row.key,
+        "failed_at": iso(row.failed_at),
+        "sent_at": iso(row.sent_at),
+        "sent_as": row.sent_as,
+    }
