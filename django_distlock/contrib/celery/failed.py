@@ -10,16 +10,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
-from django.db import DatabaseError, InterfaceError, connections, router, transaction
+from django.db import DatabaseError, InterfaceError, connections, router
 from kombu.exceptions import EncodeError
 from kombu.serialization import dumps, loads, prepare_accept_content
 
 from ... import vendors
+from ...borrowing import NoConnectionFree
+from ...core.durations import MAX_BOUND
 from ...core.errors import BackendUnavailable, LockError, LockUsageError
 from ...models import FailedTask
+from ...schemas import TableConnections
 from . import leftovers
 from .deliveries import Delivery
 
@@ -169,15 +172,25 @@ def _unpacked(app: Any, row: FailedTask) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _write(using: str, row: FailedTask) -> None:
-    with _translated(using), transaction.atomic(using=using):
-        # Tried again, or delivered again, it is one.
-        FailedTask.objects.using(using).bulk_create([row], ignore_conflicts=True)
+    # As locks do: a server that falls silent must not keep the worker for longer than seconds.
+    with _translated(using), _connections(using).use() as on:
+        store = vendors.of(on)
+        with store.short_transaction(MAX_BOUND):
+            # Tried again, or delivered again, it is one.
+            FailedTask.objects.using(on).bulk_create([row], ignore_conflicts=True)
+
+
+@cache
+def _connections(using: str) -> TableConnections:
+    return TableConnections(using, 2, looked_for="failed")
 
 
 @contextmanager
 def _translated(using: str) -> Iterator[None]:
     try:
         yield
+    except NoConnectionFree as error:
+        raise BackendUnavailable(str(error), code="network_timeout") from error
     except (DatabaseError, InterfaceError) as error:
         about = f"The database of failed tasks, {using!r},"
         code = vendors.of(using).unavailable_code(error)
