@@ -194,6 +194,17 @@ def test_alarm_speaks_of_labels_that_it_has(rule: dict[str, Any]) -> None:
     assert rule["labels"]["severity"] in ("warning", "critical")
 
 
+def test_runbooks_ask_for_what_is_scraped() -> None:
+    """The questions that stand in their text: with a label's value, or a time."""
+    asked = [
+        " ".join(each.split())
+        for page in (ROOT / "docs" / "runbooks").glob("*.md")
+        for each in re.findall(r"`([^`]*distlock_[^`]*(?:=\"|\[5m\])[^`]*)`", page.read_text())
+    ]
+    assert len(asked) > 5
+    assert {each: found for each in asked if (found := wrong(each))} == {}
+
+
 def test_variables_of_the_dashboard_are_scraped() -> None:
     """What one can choose from."""
     for each in DASHBOARD["templating"]["list"][1:]:

@@ -103,6 +103,12 @@ def blocks(page: str) -> list[Block]:
     return found
 
 
+def code_in_text(page: str) -> list[str]:
+    """Return the code that stands in the text, between the blocks."""
+    text = re.sub(r"^```.*?^```$", "", _text(page), flags=re.MULTILINE | re.DOTALL)
+    return [" ".join(each.split()) for each in re.findall(r"`([^`]+)`", text)]
+
+
 def commands(block: Block) -> list[Command]:
     """Take a console apart. A line that ends with a backslash goes on in the next one."""
     found: list[tuple[str, list[str]]] = []

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from .pages import FOLDER, NAMES, SECTIONS, Block, blocks, commands, sections
+from .incidents import holder
+from .pages import FOLDER, NAMES, SECTIONS, Block, blocks, code_in_text, commands, sections
+from .sites import Site
 from .walks import PLANNED, Plan, planned_blocks
 
 LANGUAGES = {"console", "sql", "python"}
@@ -63,6 +66,34 @@ def test_each_case_is_confirmed_and_acted_on(page: str, planned: set[Plan]) -> N
         if plan.page == page:
             kinds = Counter(each.section for each in planned_blocks(plan))
             assert kinds["Act"], plan
+
+
+@pytest.mark.parametrize("page", ["index", *NAMES])
+def test_no_command_is_named_without_what_it_needs(page: str) -> None:
+    """What the text says to run can be typed as it stands: the options alone cannot."""
+    named = [each for each in code_in_text(page) if each.startswith("distlock_")]
+    assert [each for each in named if " " in each] == []
+
+
+def test_commands_in_the_text_run(postgresql: str) -> None:
+    """Each of them, on a store that is well, and with a lock of the host that they name."""
+    site = Site("postgresql", postgresql)
+    # The server of the tests does not wait for its disk.
+    site.settings["SILENCED_SYSTEM_CHECKS"] += ["distlock.W108"]
+    site.make_tables()
+    with holder(site, "invoice:42", ttl=3600) as process:
+        process.kill()
+    lines = {
+        line
+        for page in ("index", *NAMES)
+        for line in code_in_text(page)
+        if line.startswith("python manage.py")
+    }
+    assert len(lines) > 5
+    release = {line for line in lines if "--force" in line}
+    for line in [*release, *sorted(lines - release)]:
+        ran = site.command(line.replace("web-3", socket.gethostname()))
+        assert ran.status == 0, f"{line}: {ran.status}\n{ran.text}"
 
 
 def test_pages_are_those_that_there_are() -> None:

@@ -6,7 +6,9 @@ import socket
 
 import pytest
 
+from django_distlock.core.keys import own_key
 from tests.processes import Process
+from tests.services import private_redis
 
 from .incidents import (
     PATIENCE,
@@ -16,6 +18,7 @@ from .incidents import (
     holder,
     pause,
     record_fence,
+    redis_of,
     shown,
     waiter,
 )
@@ -87,6 +90,38 @@ def test_a_pause_is_ended(walk: Walk) -> None:
     assert not grantable(walk.site, KEY)
     walk.confirm()
     walk.act()
+    assert grantable(walk.site, KEY)
+
+
+@incident("stuck-lock", "Its task is lost", "postgresql", "redis")
+def test_the_key_of_a_lost_task_is_given_back(walk: Walk) -> None:
+    """The page finds the key whose message was purged; then its task can be sent again."""
+    broker = walk.servers.enter_context(private_redis())
+    apps = [*walk.site.settings["INSTALLED_APPS"], "tests.runbooks.queueing"]
+    walk.site.settings |= {"CELERY_BROKER_URL": broker.url, "INSTALLED_APPS": apps}
+    sent = walk.site.run("tests.runbooks.queueing:send")
+    assert walk.site.run("tests.runbooks.queueing:purge") == 1
+    age(walk.site, own_key(f"unique:{KEY}"), HOUR)
+    assert walk.site.run("tests.runbooks.queueing:send") == sent, "nothing new is queued"
+    walk.confirm()
+    walk.act()
+    assert walk.site.run("tests.runbooks.queueing:send") != sent
+
+
+@incident("stuck-lock", "Its record cannot be read", "redis")
+def test_a_spoiled_record_is_removed(walk: Walk) -> None:
+    """The page names the key, and removes the record behind its fence."""
+    with holder(walk.site, KEY, ttl=HOUR) as process:
+        process.kill()
+    before = counter(walk.site, KEY)
+    with redis_of(walk.site) as client:
+        (name,) = client.scan_iter(f"distlock:lock:*:{KEY}")
+        client.hset(name, "holder", "{")
+    walk.step()
+    walk.step(status=1)
+    walk.confirm()
+    walk.act()
+    assert counter(walk.site, KEY) > before
     assert grantable(walk.site, KEY)
 
 

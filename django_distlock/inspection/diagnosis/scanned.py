@@ -77,8 +77,8 @@ _SPOILED: Final = Trouble(
     "records",
     Level.ERROR,
     "with records that cannot be read: somebody else writes to this store",
-    "Find out who shares it. Once no holder works under them any more, remove these records by hand"
-    " (on Redis: DEL <prefix>:lock:{…}:<key>); leave the fences.",
+    "Find out who shares it. Once no holder works under them any more, remove these records by"
+    " hand, each behind its fence, which stays: the runbook has the statements.",
 )
 _AHEAD: Final = Trouble(
     "D012",
