@@ -41,6 +41,7 @@ class Declaration:
         on_conflict: What is done if somebody else has the key, in the words of the decorator.
         is_template: Whether `key` is one.
         scope: The value of a schedule's `RunScope`; None: it is no schedule.
+        every: Seconds between two ticks of a schedule; None: it does not say.
     """
 
     kind: Kind
@@ -49,6 +50,7 @@ class Declaration:
     on_conflict: str
     is_template: bool = True
     scope: str | None = None
+    every: float | None = None
 
     @classmethod
     def of(

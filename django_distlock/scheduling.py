@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, ParamSpec, Protocol, TypeVar, cast, overload
 
+from .backends.base import BaseLockBackend
 from .bypassing import tell_skipped
 from .core.bodies import require_function, whole
 from .core.durations import MIN_TTL, Duration, seconds
@@ -34,6 +35,9 @@ _OWN = frozenset({"ttl", "wait", "on_conflict"})
 PREFIX: Final = f"{OWN_MARKER}schedule:"
 #: Between two attempts at a tick of a store that does not answer.
 RETRY: Final = Retry(delay=0.5, cap=15.0)
+#: Seconds between two ticks at most, and for which it is known when the last one ran.
+LONGEST: Final = 366 * 86_400.0
+KNOWN: Final = 10 * LONGEST
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -96,6 +100,7 @@ class Schedule:
     expected: float
     margin: float
     jitter: float
+    every: float | None = None
 
     def lock_of(self, key: str) -> Lock:
         """Return the lock of one tick.
@@ -144,6 +149,17 @@ class Schedule:
         tell_skipped(self.lock_of(key).backend, key, error)
         return Skipped(key, error)
 
+    def note_run(self, key: str) -> None:
+        """Note in the store that a tick runs now, where somebody may ask whether any does."""
+        if self.every is None:
+            return
+        try:
+            note_run(lock_backends[self.lock_of(key).backend], PREFIX + self.name)
+        except LockError as error:
+            # The tick is run all the same. The next one makes up for it.
+            extra = self._fields("note_failed", key, error)
+            logger.warning("It is not known that %r has run: %s", key, error, extra=extra)
+
     def report(self, key: str, took: float) -> None:
         """Say so where a run took longer than the schedule allows for."""
         allowed = cast("float", self.lock.ttl)
@@ -170,6 +186,7 @@ def scheduled(
     margin: Duration | None = None,
     hold: bool = True,
     jitter: Duration = 0,
+    every: Duration | None = None,
     backend: str = "default",
     **options: Any,
 ) -> Decorator:
@@ -190,6 +207,8 @@ def scheduled(
             tried again whose store does not answer, or has a transaction in the way.
         hold: Whether the key stays taken behind a run that was quicker.
         jitter: Seconds at most to wait before a tick, different ones each time, to spread load.
+        every: Seconds between two ticks, from 0.1 to 366 days; the longest, where they differ. The
+            store then knows when the last one ran, and metrics say by how much the next is overdue.
         backend: The alias of the lock backend.
         options: Others of `distlock()`, such as `steal_if_dead` and `metadata`; none of `ttl`,
             `wait` and `on_conflict`, which a schedule has of its own.
@@ -212,6 +231,8 @@ def scheduled(
         raise InvalidArgument(
             f"expected + margin is at least {MIN_TTL:g} s, not {expects + spare:g}."
         )
+    if every is not None and scope is RunScope.NODE_LOCAL:
+        raise InvalidArgument("every is for schedules with a lock: each node runs this one itself.")
     schedule = Schedule(
         name=name,
         lock=distlock("?", ttl=expects + spare, wait=0, hold=hold, backend=backend, **options),
@@ -219,6 +240,7 @@ def scheduled(
         expected=expects,
         margin=spare,
         jitter=seconds(jitter, "jitter"),
+        every=None if every is None else seconds(every, "every", minimum=MIN_TTL, maximum=LONGEST),
     )
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -231,12 +253,42 @@ def scheduled(
             wrapper = _called(schedule, template, function)
         made = functools.wraps(function)(wrapper)
         declaration = Declaration(
-            Kind.SCHEDULE, PREFIX + name, schedule.lock, "skip", scope=scope.value
+            Kind.SCHEDULE,
+            PREFIX + name,
+            schedule.lock,
+            "skip",
+            scope=scope.value,
+            every=schedule.every,
         )
         declared[made] = (declaration,)
         return made
 
     return cast("Decorator", decorate)
+
+
+def note_run(store: BaseLockBackend, name: str) -> None:
+    """Note that a schedule of this name, such as `〈schedule:nightly`, runs now.
+
+    Raises:
+        LockError: The store did not do it.
+    """
+    store.note(name, int(store.clock().timestamp() * 1000), KNOWN)
+
+
+def overdue(store: BaseLockBackend, schedule: Declaration) -> float:
+    """Return by how many seconds no tick has run that should have; 0: none is overdue.
+
+    A schedule that the store does not know counts from now on.
+
+    Raises:
+        LockError: The store did not answer.
+    """
+    noted = store.noted(schedule.key)
+    if noted is None:
+        note_run(store, schedule.key)
+        return 0.0
+    allowed: float = cast("float", schedule.every) + schedule.lock.ttl
+    return max(0.0, store.clock().timestamp() - noted / 1000 - allowed)
 
 
 def _called(
@@ -252,6 +304,7 @@ def _called(
             try:
                 with schedule.lock_of(key):
                     began = monotonic()
+                    schedule.note_run(key)
                     return function(*args, **kwargs)
             except (LockNotAcquired, BackendUnavailable) as error:
                 if began is not None:
@@ -280,6 +333,9 @@ def _awaited(
             try:
                 async with schedule.lock_of(key):
                     began = monotonic()
+                    if schedule.every is not None:
+                        store = lock_backends[schedule.lock_of(key).backend]
+                        await store.run_async(schedule.note_run, key)
                     return await function(*args, **kwargs)
             except (LockNotAcquired, BackendUnavailable) as error:
                 if began is not None:

@@ -993,6 +993,25 @@ MUTANTS = (
         case="",
     ),
     Mutant(
+        fault="a schedule that nothing starts is not overdue",
+        backend="postgres",
+        file="django_distlock/scheduling.py",
+        old=r"if noted is None:",
+        new="if noted:",
+        test="tests/integration/test_metrics_prometheus.py"
+        "::test_schedule_that_nothing_starts_is_overdue",
+        case="False-{backend}",
+    ),
+    Mutant(
+        fault="a leader counts as the oldest holding",
+        backend="redis",
+        file="django_distlock/contrib/metrics/stores.py",
+        old=r" or holder.leads",
+        new="",
+        test="tests/integration/test_metrics_prometheus.py"
+        "::test_oldest_holding_has_its_age_by_prefix",
+    ),
+    Mutant(
         fault="a token in a report of an error",
         backend="postgres",
         file="django_distlock/core/records.py",

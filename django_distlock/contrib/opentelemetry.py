@@ -6,6 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from django.dispatch import Signal
@@ -24,7 +25,7 @@ from .metrics.stores import store_numbers
 
 __all__ = ["install", "uninstall"]
 
-Numbers = Callable[[], Mapping[str, Mapping[Instrument, float]]]
+Numbers = Callable[[], Mapping[Instrument, Mapping[tuple[str, ...], float]]]
 Place = tuple[str, str, int | None]
 
 #: Leases whose place in a trace is kept: those that nobody ever releases are forgotten.
@@ -69,7 +70,7 @@ def install(
     tracers = trace.get_tracer_provider() if tracer_provider is None else tracer_provider
     with _mutex:
         if (id(meters), id(tracers)) not in _installed:
-            exporter = _Exporter(meters, stores=stores)
+            exporter = _Exporter(meters, heard, stores=stores)
             spans = _Spans(tracers, heard, keys=keys, least=least)
             made = _Installed(meters, tracers, Recorder(exporter, heard), spans)
             _installed[id(meters), id(tracers)] = made
@@ -103,7 +104,7 @@ class _Installed:
 class _Exporter:
     """Puts what is measured into the instruments of one meter."""
 
-    def __init__(self, provider: MeterProvider, *, stores: bool):
+    def __init__(self, provider: MeterProvider, prefixes: Prefixes, *, stores: bool):
         meter = provider.get_meter("django_distlock")
         self._counters = {
             each: meter.create_counter(each.name, description=each.help)
@@ -118,7 +119,10 @@ class _Exporter:
             for each in INSTRUMENTS
             if each.kind == "histogram"
         }  # fmt: skip
-        gauges = [(process_numbers, PROCESS_GAUGES), *[(store_numbers, STORE_GAUGES)] * stores]
+        of_stores: Numbers = partial(store_numbers, prefixes.of)
+        gauges: list[tuple[Numbers, Sequence[Instrument]]] = [
+            (process_numbers, PROCESS_GAUGES), *[(of_stores, STORE_GAUGES)] * stores
+        ]  # fmt: skip
         for numbers, instruments in gauges:
             for each in instruments:
                 meter.create_observable_gauge(
@@ -139,9 +143,8 @@ def _observing(
     instrument: Instrument, numbers: Numbers
 ) -> Callable[[CallbackOptions], Iterator[Observation]]:
     def observe(_options: CallbackOptions) -> Iterator[Observation]:
-        for alias, found in numbers().items():
-            if instrument in found:
-                yield Observation(found[instrument], {"backend": alias})
+        for labels, value in numbers()[instrument].items():
+            yield Observation(value, dict(zip(instrument.labels, labels, strict=True)))
 
     return observe
 

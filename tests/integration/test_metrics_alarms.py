@@ -62,6 +62,10 @@ HEALTHY = {
     f"distlock_active_past_expiry{{{HERE}}}": "0x240",
     f"distlock_waiting{{{HERE}}}": "3x240",
     f"distlock_held_past_expiry{{{HERE}}}": "2x240",
+    # Some work for an hour, and one schedule is late by less than a scrape of its first tick.
+    f'distlock_oldest_holding_seconds{{{KEY},instance="web-1"}}': "0+15x240",
+    f'distlock_schedule_overdue_seconds{{{TICK},instance="web-1"}}': "0x40 20 35 0x198",
+    f'distlock_schedule_overdue_seconds{{{TICK},instance="web-2"}}': "0x40 20 35 0x198",
     acquires("acquired"): "0+20x240",
     acquires("conflict"): "0+5x240",
     acquires("timeout"): "0+1x240",
@@ -97,6 +101,14 @@ FAULTS: dict[str, dict[str, str]] = {
         skips("unavailable", TICK): brief("0 1x200"),
         acquires("acquired", TICK): "0x240",
     },
+    # On the nodes that are left: nothing starts it any more, so nothing else is counted.
+    "DistlockScheduleOverdue": {
+        f'distlock_schedule_overdue_seconds{{{TICK},instance="web-1"}}': brief("0+15x200"),
+        f'distlock_schedule_overdue_seconds{{{TICK},instance="web-2"}}': "_x240",
+    },
+    "DistlockHeldForHours": {
+        f'distlock_oldest_holding_seconds{{{KEY},instance="web-1"}}': "21000+15x240"
+    },
     "DistlockWorkSkipped": {skips("unavailable"): brief("0 1x200")},
     "DistlockTasksSwallowed": {acquires("acquired", TASK): "9x240"},
     "DistlockLeaseLost": {f"distlock_lost_total{{{KEY},cause=\"deadline\"}}": brief("0 1x200")},
@@ -128,6 +140,7 @@ FAULTS: dict[str, dict[str, str]] = {
 MINUTES = {
     "DistlockHeartbeatLate": 12,
     "DistlockManyLeasesOver": 14,
+    "DistlockHeldForHours": 30,
     "DistlockManyLeasesGone": 14,
     "DistlockStuck": 50,
     "DistlockTasksSwallowed": 50,

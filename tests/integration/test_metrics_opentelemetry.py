@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from django.conf import settings
+from django.test import override_settings
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -16,9 +18,12 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from django_distlock import LockLost, LockNotAcquired, distlock
+from django_distlock import LockLost, LockNotAcquired, distlock, lock_backends
 from django_distlock.contrib import opentelemetry
 from django_distlock.contrib.metrics.instruments import INSTRUMENTS
+from django_distlock.core.keys import own_key
+from django_distlock.declarations import declared
+from django_distlock.scheduling import scheduled
 from tests.contract.helpers import Later
 from tests.contract.locking import eventually, held_elsewhere
 
@@ -101,11 +106,18 @@ def test_acquire_and_release_are_measured(key: str, alias: str, told: Told) -> N
 
 def test_gauges_are_asked_for(key: str, told: Told) -> None:
     """Of the process, and of the stores."""
-    with distlock(f"{key}:1", backend="memory"):
+    name = own_key(f"schedule:{key}")
+    with override_settings(DISTLOCK=settings.DISTLOCK), distlock(f"{key}:1", backend="memory"):
+        work = scheduled(key, expected=1, every=60, backend="sqlite")(lambda: None)
+        long_ago = lock_backends["sqlite"].clock() - timedelta(seconds=100)
+        lock_backends["sqlite"].note(name, int(long_ago.timestamp() * 1000), 60)
+        assert work in declared
         assert told.point("active", backend="memory").value >= 1
         assert told.point("store_up", backend="memory").value == 1
-    names = {each.name for each in INSTRUMENTS if each.kind == "gauge"}
-    assert names <= set(told.points())
+        assert told.point("oldest_holding", backend="memory", prefix=key).value > 0
+        assert told.point("schedule_overdue", backend="sqlite", prefix=name).value > 38
+        names = {each.name for each in INSTRUMENTS if each.kind == "gauge"}
+        assert names <= set(told.points())
 
 
 @each_backend

@@ -7,8 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ from django_distlock.bypassing import tell_requeued
 from django_distlock.contrib import prometheus
 from django_distlock.contrib.metrics.instruments import INSTRUMENTS
 from django_distlock.contrib.metrics.recording import CAUSES, OUTCOMES, REASONS
-from django_distlock.core.keys import own_key
+from django_distlock.core.holders import LEADER, Holder
+from django_distlock.core.keys import new_token, own_key
 from django_distlock.inspection import force_release
 from django_distlock.scheduling import scheduled
 from django_distlock.testing import lose_connection
@@ -46,6 +48,8 @@ ALIASES: list[str] = [
     if each in settings.DISTLOCK
 ]
 each_backend = pytest.mark.parametrize("alias", ALIASES)
+#: Those that are shared.
+STORES = ALIASES[1:]
 
 
 class Scraped:
@@ -498,6 +502,67 @@ def test_record_of_a_dead_holder_is_past_its_expiry(key: str, alias: str) -> Non
         assert eventually(
             lambda: store.cleanup(store.clock()) >= 0 and store.read("a:kept") is None
         )
+
+
+@pytest.mark.parametrize("alias", STORES)
+def test_oldest_holding_has_its_age_by_prefix(key: str, alias: str) -> None:
+    """Of those that somebody works under: no leader, no queued task, and none behind its run."""
+    only = {alias: {**settings.DISTLOCK[alias], "KEY_PREFIX": key}}
+    with override_settings(DISTLOCK=only), ExitStack() as held:
+        store = lock_backends[alias]
+        held.enter_context(distlock("led:1", backend=alias, ttl=60, metadata=dict(LEADER)))
+        if store.supports_ttl:
+            with distlock("kept:1", backend=alias, ttl=60, hold=True):
+                pass
+            queued = Holder(host="here", task_id="1")
+            store.acquire(own_key("unique:queued"), new_token(), 60, queued)
+        first = held.enter_context(distlock("a:1", backend=alias, ttl=60))
+        held.enter_context(distlock("a:2", backend=alias, ttl=60))
+        since = store.read("a:1").acquired_at  # type: ignore[union-attr]
+        assert first.held
+        scraped = Scraped(named=["led", "kept", "a", "\u2329unique:queued"])
+        least = (store.clock() - since).total_seconds()
+        found = scraped.value("oldest_holding_seconds", backend=alias, prefix="a")
+        most = (store.clock() - since).total_seconds()
+        assert found is not None
+        assert least <= found <= most
+        ages = scraped.text().count("distlock_oldest_holding_seconds{")
+        prometheus.uninstall(scraped.registry)
+    assert ages == 1
+
+
+@pytest.mark.parametrize("alias", STORES)
+@pytest.mark.parametrize("awaited", [False, True])
+def test_schedule_that_nothing_starts_is_overdue(key: str, alias: str, awaited: bool) -> None:
+    """Every process that knows it says so, from the store, until any node has run it."""
+    name = own_key(f"schedule:{key}")
+
+    def work() -> str:
+        return "done"
+
+    async def work_async() -> str:
+        return "done"
+
+    decorate = scheduled(key, expected=20, margin=10, every=60, backend=alias, hold=False)
+    tick: Any = decorate(work_async) if awaited else decorate(work)
+
+    def late() -> float | None:
+        # What a scrape was told is good for some seconds.
+        with override_settings(DISTLOCK={alias: settings.DISTLOCK[alias]}):
+            scraped = Scraped()
+            found = scraped.value("schedule_overdue_seconds", backend=alias, prefix=name)
+            prometheus.uninstall(scraped.registry)
+            return found
+
+    store = lock_backends[alias]
+    assert late() == 0, "a new one counts from now on"
+    long_ago = store.clock() - timedelta(seconds=60 + 30 + 500)
+    store.note(name, int(long_ago.timestamp() * 1000), 3600)
+    found = late()
+    assert found is not None
+    assert 500 <= found < 560
+    assert (asyncio.run(tick()) if awaited else tick()) == "done"
+    assert late() == 0
 
 
 def test_store_that_fails_is_a_number_and_no_failed_scrape(key: str) -> None:

@@ -15,12 +15,15 @@ from typing import Any
 import promql_parser
 import pytest
 import yaml
+from django.conf import settings
+from django.test import override_settings
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from django_distlock import LockNotAcquired, distlock
 from django_distlock.contrib import prometheus
 from django_distlock.contrib.metrics.instruments import INSTRUMENTS
+from django_distlock.declarations import declared
 from django_distlock.scheduling import scheduled
 from tests.contract.helpers import Later
 
@@ -54,12 +57,15 @@ def scraped() -> dict[str, list[dict[str, str]]]:
     registry = CollectorRegistry()
     prometheus.install(registry)
     lock = distlock("scraped:1", backend="memory", ttl=60)
-    with lock as lease:
+    every = scheduled("every", expected=1, every=60, backend="sqlite")(lambda: None)
+    assert every in declared
+    # Stores are asked anew.
+    with override_settings(DISTLOCK=settings.DISTLOCK), lock as lease:
         lease.extend()
         scheduled("scraped", expected=1, backend="memory")(lambda: None)()
         with suppress(LockNotAcquired):
             Later(replace(lock, wait=0).acquire).result()
-    text = generate_latest(registry).decode()
+        text = generate_latest(registry).decode()
     prometheus.uninstall(registry)
     found: dict[str, list[dict[str, str]]] = {}
     for family in text_string_to_metric_families(text):

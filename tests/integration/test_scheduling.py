@@ -96,6 +96,29 @@ def test_one_of_many_runs(key: str) -> None:
     assert all(isinstance(each.why, LockNotAcquired) for each in skipped)
 
 
+def test_interval_is_for_schedules_with_a_lock(key: str) -> None:
+    """And of a length that a schedule may have."""
+    with pytest.raises(InvalidArgument, match="each node runs this one itself"):
+        tick(key, every=60, scope=RunScope.NODE_LOCAL)
+    for wrong in (0, 400 * 86_400, "60", True):
+        with pytest.raises(InvalidArgument, match="every"):
+            tick(key, every=wrong)
+
+
+def test_run_that_cannot_be_noted_is_run(
+    key: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What people are told by is no reason to skip a tick."""
+
+    def lost(*_: object) -> None:
+        raise BackendUnavailable("The store is away.")
+
+    monkeypatch.setattr(lock_backends["default"], "note", lost)
+    assert tick(key, every=60)()
+    assert [each.distlock_event for each in caplog.records] == ["note_failed"]  # type: ignore[attr-defined]
+    assert lock_backends["default"].noted(own_key(f"schedule:{key}")) is None
+
+
 def test_one_of_several_processes_runs(key: str) -> None:
     """Also where they are other processes, and one comes behind the end of the work."""
     target = "tests.integration.test_scheduling:run_tick"

@@ -153,10 +153,27 @@ HELD_PAST_EXPIRY = Instrument(
     help="Records of leases that ended without a release, and that nobody has taken or removed.",
     whole_store=True,
 )
+OLDEST = Instrument(
+    name="distlock.oldest_holding",
+    kind="gauge",
+    help="Seconds since the grant that is the oldest one of those somebody works under.",
+    labels=_KEY,
+    unit="s",
+    whole_store=True,
+)
+OVERDUE_TICK = Instrument(
+    name="distlock.schedule_overdue",
+    kind="gauge",
+    help="Seconds by which no tick of a schedule has run that should have, on any node.",
+    labels=_KEY,
+    unit="s",
+    whole_store=True,
+)
 
 INSTRUMENTS: Final = (
     ACQUIRE, WAIT, BLOCKED, HOLD, LOST, REJECTED, TAKEN_OVER, FORCED, BYPASSED, SKIPPED, REQUEUED,
     SLACK, LAG, ACTIVE, OVERDUE, WAITING, STORE_UP, LOCKS_HELD, HELD_PAST_EXPIRY,
+    OLDEST, OVERDUE_TICK,
 )  # fmt: skip
 PROCESS_GAUGES: Final = (ACTIVE, OVERDUE, WAITING, LAG)
-STORE_GAUGES: Final = (STORE_UP, LOCKS_HELD, HELD_PAST_EXPIRY)
+STORE_GAUGES: Final = (STORE_UP, LOCKS_HELD, HELD_PAST_EXPIRY, OLDEST, OVERDUE_TICK)

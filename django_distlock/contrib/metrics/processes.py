@@ -12,28 +12,26 @@ from ...exits import held_here
 from ...handler import lock_backends
 from ...heartbeat import heartbeat_of
 from ...leases import Lease
-from .instruments import ACTIVE, LAG, OVERDUE, WAITING, Instrument
+from .instruments import ACTIVE, LAG, OVERDUE, PROCESS_GAUGES, WAITING, Instrument
 
 
-def process_numbers() -> Mapping[str, Mapping[Instrument, float]]:
-    """Return the value of each gauge of this process, by alias. It asks no store."""
+def process_numbers() -> Mapping[Instrument, Mapping[tuple[str, ...], float]]:
+    """Return the values of each gauge of this process, by labels. It asks no store."""
     # Copied in one step each: other threads go on taking leases.
     leases = [each for each in list(held_here._by_token.values()) if isinstance(each, Lease)]
     active = Counter(each.backend for each in leases if each.held)
     overdue = Counter(each.backend for each in _blocks() if each.is_lost)
-    found: dict[str, Mapping[Instrument, float]] = {}
+    found: dict[Instrument, dict[tuple[str, ...], float]] = {each: {} for each in PROCESS_GAUGES}
     for alias in lock_backends:
         try:
             store = lock_backends[alias]
         except ImproperlyConfigured:
             continue  # `check` says why.
         queues = list(store.queues._queues.values())
-        found[alias] = {
-            ACTIVE: active[alias],
-            OVERDUE: overdue[alias],
-            WAITING: sum(map(len, queues)),
-            LAG: heartbeat_of(store).lag,
-        }
+        found[ACTIVE][alias,] = active[alias]
+        found[OVERDUE][alias,] = overdue[alias]
+        found[WAITING][alias,] = sum(map(len, queues))
+        found[LAG][alias,] = heartbeat_of(store).lag
     return found
 
 

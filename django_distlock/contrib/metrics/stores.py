@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db.models import F, Q
@@ -16,12 +17,16 @@ from ... import vendors
 from ...backends.base import BaseLockBackend
 from ...backends.database import DatabaseBackend
 from ...core.errors import LockError
-from ...core.records import Record
+from ...core.holders import Holder
+from ...core.keys import OWN_MARKER
+from ...core.records import SPOILED, Record
+from ...declarations import declarations
 from ...handler import lock_backends
 from ...models import HeldLock
 from ...rows import between
+from ...scheduling import overdue
 from .asking import ask_each, begin_each
-from .instruments import HELD_PAST_EXPIRY, LOCKS_HELD, STORE_UP, Instrument
+from .instruments import HELD_PAST_EXPIRY, LOCKS_HELD, OLDEST, OVERDUE_TICK, STORE_UP, Instrument
 
 #: Seconds that a question may take before it counts as without an answer.
 PATIENCE: Final = 2.0
@@ -31,6 +36,15 @@ MAX_AGE: Final = 5.0
 MOST: Final = 100_000
 #: Seconds that a store is listed for, where it cannot count.
 LONGEST_WALK: Final = 0.5
+#: Grants that are told apart by prefix at most, the oldest ones.
+OLD: Final = 1000
+
+#: Values by the labels of their instrument.
+Values = dict[tuple[str, ...], float]
+#: Keys, with seconds of each.
+Ages = tuple[tuple[str, float], ...]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +72,13 @@ class Counted:
     Attributes:
         held: Keys that nobody else can have now.
         past_expiry: Records of leases that ended without a release.
+        oldest: The keys that somebody works under, and the seconds since their grants: the 1000
+            oldest.
     """
 
     held: int
     past_expiry: int
+    oldest: Ages
 
 
 def health(*, max_age: float = MAX_AGE, patience: float = PATIENCE) -> dict[str, Health]:
@@ -75,21 +92,45 @@ def health(*, max_age: float = MAX_AGE, patience: float = PATIENCE) -> dict[str,
     return {alias: each or Health("timeout") for alias, each in answers.items()}
 
 
-def store_numbers() -> Mapping[str, Mapping[Instrument, float]]:
-    """Return the values of the gauges of each store, by alias; what is not known is left out."""
+def store_numbers(prefix_of: Callable[[str], str]) -> Mapping[Instrument, Values]:
+    """Return the values of the gauges of all stores; what is not known is left out.
+
+    Args:
+        prefix_of: Returns what stands for a key.
+    """
     # Begun before anybody waits for the first answer.
     begin_each(_count, max_age=MAX_AGE)
-    found: dict[str, dict[Instrument, float]] = {
-        alias: {STORE_UP: float(each.is_up)} for alias, each in health().items()
-    }
+    begin_each(_late, max_age=MAX_AGE)
+    up = {alias: float(each.is_up) for alias, each in health().items()}
+    held, over, oldest, late = Values(), Values(), Values(), Values()
     # Who has not said whether it is up has had its time.
-    is_slow = any(each[STORE_UP] == 0 for each in found.values())
-    patience = 0.0 if is_slow else PATIENCE
-    for alias, counted in ask_each(_count, max_age=MAX_AGE, patience=patience).items():
-        if counted is not None and alias in found:
-            found[alias][LOCKS_HELD] = counted.held
-            found[alias][HELD_PAST_EXPIRY] = counted.past_expiry
-    return found
+    until = time.monotonic() + (PATIENCE if all(up.values()) else 0.0)
+    for alias, counted in _answers(_count, until):
+        held[alias,] = counted.held
+        over[alias,] = counted.past_expiry
+        _put_highest(oldest, alias, counted.oldest, prefix_of)
+    for alias, ages in _answers(_late, until):
+        _put_highest(late, alias, ages, prefix_of)
+    return {
+        STORE_UP: {(alias,): each for alias, each in up.items()},
+        LOCKS_HELD: held,
+        HELD_PAST_EXPIRY: over,
+        OLDEST: oldest,
+        OVERDUE_TICK: late,
+    }
+
+
+def _answers(question: Callable[[str], T | None], until: float) -> Iterator[tuple[str, T]]:
+    patience = max(0.0, until - time.monotonic())
+    for alias, answer in ask_each(question, max_age=MAX_AGE, patience=patience).items():
+        if answer is not None:
+            yield alias, answer
+
+
+def _put_highest(values: Values, alias: str, ages: Ages, prefix_of: Callable[[str], str]) -> None:
+    for key, seconds in ages:
+        labels = alias, prefix_of(key)
+        values[labels] = max(seconds, values.get(labels, 0.0))
 
 
 def _look(alias: str) -> Health:
@@ -116,22 +157,60 @@ def _count_rows(store: DatabaseBackend, using: str) -> Counted:
     held = rows.filter(Q(free_at__isnull=True) | Q(free_at__gt=now))
     # What is kept behind its run on purpose has no grace.
     over = rows.filter(expires_at__lte=now).exclude(free_at=F("expires_at"))
-    return Counted(held[:MOST].count(), over[:MOST].count())
+    old = held.order_by("acquired_at")
+    fields = old.values_list("key", "acquired_at", "expires_at", "free_at", "holder")
+    grants = (
+        (key, since)
+        for key, since, ends, free, holder in fields[: 2 * OLD]
+        if (ends is None or ends != free) and _works(key, holder)
+    )
+    return Counted(held[:MOST].count(), over[:MOST].count(), _oldest(grants, now))
 
 
 def _count_listed(store: BaseLockBackend) -> Counted | None:
     until = time.monotonic() + LONGEST_WALK
     now, cursor, held, over = store.clock(), None, 0, 0
+    grants: list[tuple[str, datetime]] = []
     while held < MOST:
         page = store.list(cursor=cursor, limit=1000)
+        grants += [
+            (each.key, each.acquired_at)
+            for each in page.records
+            if not each.is_settled and _works(each.key, each.holder)
+        ]
         held += len(page.records)
         over += sum(_is_over(each, now) for each in page.records)
         if (cursor := page.cursor) is None:
             # Those whose keys are free again are in no listing.
-            return Counted(held, max(over, len(store.expired(limit=10_000))))
+            over = max(over, len(store.expired(limit=10_000)))
+            return Counted(held, over, _oldest(grants, now))
         if time.monotonic() > until:
             return None
-    return Counted(held, over)
+    return Counted(held, over, _oldest(grants, now))
+
+
+def _late(alias: str) -> Ages:
+    """Return the schedules that say how often they run, and by how much each is overdue."""
+    told = {each.key: each for _made, each in declarations() if each.every is not None}
+    store = lock_backends[alias]
+    # What one process keeps in its memory tells nothing of the others.
+    ours = (each for each in told.values() if each.lock.backend == alias and store.distributed)
+    return tuple((each.key, overdue(store, each)) for each in ours)
+
+
+def _oldest(grants: Iterable[tuple[str, datetime]], now: datetime) -> Ages:
+    oldest = heapq.nsmallest(OLD, grants, key=lambda each: each[1])
+    return tuple((key, max(0.0, (now - since).total_seconds())) for key, since in oldest)
+
+
+def _works(key: str, holder: Holder | Mapping[str, object]) -> bool:
+    """Whether somebody works under a key: not from a queue, as a leader, or as a beat's mark."""
+    try:
+        holder = holder if isinstance(holder, Holder) else Holder.from_json(holder)
+    except SPOILED:
+        return False
+    is_mark = not holder.pid and key.startswith(OWN_MARKER)
+    return not (holder.is_queued or holder.leads or is_mark)
 
 
 def _is_over(record: Record, now: datetime) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +23,7 @@ from .sampling import Sampler
 
 __all__ = ["install", "scrape_registry", "uninstall"]
 
-Numbers = Mapping[str, Mapping[Instrument, float]]
+Numbers = Mapping[Instrument, Mapping[tuple[str, ...], float]]
 
 #: What is registered where, for whoever installs twice.
 _installed: Final[dict[CollectorRegistry, tuple[Recorder, _Exporter]]] = {}
@@ -58,7 +59,7 @@ def install(
     heard = Prefixes(prefixes, prefix_of, named)
     with _mutex:
         if registry not in _installed:
-            exporter = _Exporter(registry, stores=stores)
+            exporter = _Exporter(registry, heard, stores=stores)
             recorder = Recorder(exporter, heard)
             recorder.connect(f"{__name__} {id(registry)}")
             _installed[registry] = recorder, exporter
@@ -85,8 +86,9 @@ def scrape_registry() -> CollectorRegistry:
     registry = CollectorRegistry()
     _bury_the_dead(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
     MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-    if any(exporter.asks_stores for _recorder, exporter in _installed.values()):
-        registry.register(_Gauges(STORE_GAUGES, store_numbers))
+    asking = [each for _recorder, each in _installed.values() if each.asks_stores]
+    if asking:
+        registry.register(_Gauges(STORE_GAUGES, asking[0].store_numbers))
     return registry
 
 
@@ -107,8 +109,9 @@ def _bury_the_dead(folder: Path) -> None:
 class _Exporter:
     """Puts what is measured into the metrics of one registry."""
 
-    def __init__(self, registry: CollectorRegistry, *, stores: bool):
+    def __init__(self, registry: CollectorRegistry, prefixes: Prefixes, *, stores: bool):
         self.asks_stores = stores
+        self.store_numbers = partial(store_numbers, prefixes.of)
         self._registry = registry
         self._counters = {
             each: Counter(each.prometheus_name, each.help, each.labels, registry=registry)
@@ -129,7 +132,7 @@ class _Exporter:
         if self._sampler is None:
             self._gauges.append(_Gauges(PROCESS_GAUGES, process_numbers))
             if stores:
-                self._gauges.append(_Gauges(STORE_GAUGES, store_numbers))
+                self._gauges.append(_Gauges(STORE_GAUGES, self.store_numbers))
         for each in self._gauges:
             registry.register(each)
 
@@ -168,9 +171,8 @@ class _Gauges(Collector):
         """Yield the metrics."""
         numbers = self._numbers()
         for each, family in zip(self._instruments, self.describe(), strict=True):
-            for alias, found in numbers.items():
-                if each in found:
-                    family.add_metric([alias], found[each])
+            for labels, value in numbers[each].items():
+                family.add_metric(labels, value)
             yield family
 
 

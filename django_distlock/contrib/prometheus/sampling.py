@@ -81,9 +81,9 @@ class Sampler:
         # Not while somebody forks: the child would find the library's mutex taken, for ever.
         with self._mutex:
             is_idle = True
-            for alias, numbers in process_numbers().items():
-                for instrument, value in numbers.items():
-                    self._gauges[instrument].labels(alias).set(value)
+            for instrument, numbers in process_numbers().items():
+                for labels, value in numbers.items():
+                    self._gauges[instrument].labels(*labels).set(value)
                     is_idle = is_idle and not value
             if is_idle and time.monotonic() - self._woken_at > LINGER_SECONDS:
                 self._runs = False
