@@ -1003,6 +1003,16 @@ MUTANTS = (
         case="False-{backend}",
     ),
     Mutant(
+        fault="a Redis with other data than before is taken for the same",
+        backend="redis",
+        file="django_distlock/inspection/diagnosis/births.py",
+        old=r" and born\[0\] == remembered.mark",
+        new="",
+        test="tests/integration/test_distlock_doctor_stores.py"
+        "::test_redis_that_was_emptied_and_marked_anew_is_found",
+        case="",
+    ),
+    Mutant(
         fault="a leader counts as the oldest holding",
         backend="redis",
         file="django_distlock/contrib/metrics/stores.py",

@@ -91,6 +91,28 @@ def mark_of(key: str, using: str | None = None) -> int | None:
         return _mark(ours, on, key)
 
 
+def seen_at(key: str, using: str | None = None) -> tuple[int, datetime] | None:
+    """Return the mark of a key, and when it was set or confirmed last; None: there is none.
+
+    Raises:
+        LockUsageError, BackendUnavailable: See `see`.
+    """
+    key = stored_key(key)
+    with _marks(key, using) as ours, ours.use() as on:
+        return SeenFence.objects.using(on).filter(pk=key).values_list("fence", "raised_at").first()
+
+
+def confirm_mark(key: str, fence: int, using: str | None = None) -> None:
+    """Write down that the mark of a key is this one now, unless it is another one.
+
+    Raises:
+        LockUsageError, BackendUnavailable: See `see`.
+    """
+    key = stored_key(key)
+    with _marks(key, using) as ours, ours.use() as on:
+        _write(on, key, fence, fence=fence)
+
+
 def set_mark(key: str, fence: int, using: str | None = None) -> int | None:
     """Set the mark of a key, also to a lower fence, and return where it was; None: nowhere.
 

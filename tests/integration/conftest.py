@@ -10,6 +10,7 @@ import pytest
 from django.db import connections
 from pytest_django import DjangoDbBlocker
 
+from django_distlock.models import SeenFence
 from tests.conftest import DECLARED
 from tests.contract.aliases import alias_like
 from tests.services import NO_MARIADB
@@ -25,6 +26,12 @@ def _databases(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Ite
         for connection in connections.all(initialized_only=True):
             assert not connection.in_atomic_block
             connection.close()
+
+
+@pytest.fixture
+def unknown_redis() -> None:
+    """Let nobody remember what data the servers of other tests had."""
+    SeenFence.objects.filter(key__startswith="\u2329birth:").delete()
 
 
 @pytest.fixture

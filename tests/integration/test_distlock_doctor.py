@@ -28,6 +28,8 @@ from .databases import migrate
 from .operating import run
 from .projects import Project
 
+pytestmark = pytest.mark.usefixtures("unknown_redis")
+
 ROOT = Path(__file__).parents[2]
 MEMORY = "django_distlock.backends.memory.MemoryBackend"
 

@@ -19,11 +19,13 @@ from django.db import connections
 from django.test import override_settings
 from redis import Redis
 
-from django_distlock import lock_backends
+from django_distlock import LockError, lock_backends
+from django_distlock.conf import table
 from django_distlock.host import current_holder
 from django_distlock.inspection import diagnosis
 from django_distlock.inspection.diagnosis import Finding, Mark, answers, diagnose
 from tests.contract.aliases import DATABASE, alias_like
+from tests.contract.helpers import at_once
 from tests.redis_servers import private_redis
 from tests.settings import REDIS_BACKEND
 from tests.setups.servers import pgbouncer
@@ -31,6 +33,8 @@ from tests.setups.servers import pgbouncer
 from .databases import ask, migrate, server
 from .operating import run
 from .wires import READ_BYTES, wire
+
+pytestmark = pytest.mark.usefixtures("unknown_redis")
 
 ADVISORY = "django_distlock.backends.advisory.AdvisoryBackend"
 NOWHERE = "redis://:secret@127.0.0.1:1/0"
@@ -419,3 +423,81 @@ def test_backend_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> N
             told = diagnose()
     assert [(each.id, each.backend) for each in told.findings] == [("distlock.D013", "broken")]
     assert any(each.backend == "locks" and each.what == "locking" for each in told.looked_at)
+
+
+# Data that is lost
+
+
+@pytest.fixture
+def flushable() -> Iterator[Any]:
+    """Give a client of a Redis of this test, on which the backend is."""
+    with private_redis() as server, redis(server.url), Redis.from_url(server.url) as client:
+        yield client
+
+
+def test_redis_that_was_emptied_is_found_until_it_is_accepted(flushable: Any) -> None:
+    """D022: it says since when, as often as it is asked, also where nothing is written."""
+    before = lock_backends["locks"].clock()
+    mark, text = look("data")
+    assert (mark, text[:6]) == (Mark.OK, "marked")
+    mark, text = look("data")
+    assert (mark, text[:14]) == (Mark.OK, "all that there")
+    flushable.flushall()
+    for more in ([], ["--no-write"], []):
+        ran = run("distlock_doctor", *more)
+        assert ran.status == 1
+        assert "ERROR distlock.D022 [locks] Redis has lost its data, between" in ran.out
+        assert "distlock_doctor --accept-loss locks" in ran.out
+        assert "docs/runbooks/failover.md" in ran.out
+    assert f"{before:%Y-%m-%d %H}" in ran.out
+    assert "D022" not in run("distlock_doctor", "--accept-loss", "locks").out
+    assert "D022" not in findings()
+
+
+def test_redis_that_was_emptied_and_marked_anew_is_found(flushable: Any) -> None:
+    """By another project, say, which keeps its locks there too."""
+    findings()
+    flushable.flushall()
+    assert lock_backends["locks"].bear()  # type: ignore[attr-defined]
+    assert "D022" in findings()
+
+
+@pytest.mark.parametrize("alias", ["redis", "redis_cluster"])
+def test_mark_is_made_once(alias: str) -> None:
+    """By whoever comes first, also on a cluster; a text of somebody else's is an error."""
+    store: Any = lock_backends[alias]
+    assert len(set(at_once([store.bear] * 6))) == 1
+    assert store.birth() == store.bear()
+    store.store.command("SET", store._birth, "spoiled")
+    with pytest.raises(LockError, match="cannot be read"):
+        store.bear()
+    store.store.command("DEL", store._birth)
+
+
+def test_first_look_that_may_not_write_leaves_no_mark(flushable: Any) -> None:
+    """And says that it can compare nothing yet."""
+    assert "not marked yet" in run("distlock_doctor", "--no-write").out
+    assert lock_backends["locks"].birth() is None  # type: ignore[attr-defined]
+
+
+def test_loss_cannot_be_told_without_a_database(flushable: Any) -> None:
+    """It says so, and the locks are looked at all the same."""
+    with connections["default"].cursor() as cursor:
+        cursor.execute(f"ALTER TABLE {table('seen')} RENAME TO elsewhere")
+        try:
+            ran = run("distlock_doctor")
+            accepted = run("distlock_doctor", "--accept-loss", "locks")
+        finally:
+            cursor.execute(f"ALTER TABLE elsewhere RENAME TO {table('seen')}")
+    assert "whether it was lost cannot be told" in ran.out
+    assert "0 locks looked at" in ran.out
+    assert "D022" not in ran.out
+    assert accepted.status == 69
+
+
+def test_only_redis_loses_data_that_way(postgresql: str) -> None:
+    """And to accept a loss is to write."""
+    migrate(postgresql)
+    with database(postgresql):
+        assert "is no backend of Redis" in run("distlock_doctor", "--accept-loss", "locks").err
+        assert run("distlock_doctor", "--accept-loss", "locks", "--no-write").status == 2

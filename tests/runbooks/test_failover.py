@@ -96,6 +96,19 @@ def test_fences_are_raised_without_the_application(walk: Walk) -> None:
     assert counter(walk.site, KEY) == handed_out
 
 
+@incident("failover", "Redis came back empty", "redis")
+def test_redis_that_came_back_empty_is_noticed(walk: Walk) -> None:
+    """The page says that its data is gone; once that is accepted, all is well."""
+    site, port = walk.site, port_of(walk.site.redis)
+    assert site.command("python manage.py distlock_doctor").status == 0
+    walk.servers.close()
+    walk.servers.enter_context(private_redis(port=port))
+    walk.step(status=1)
+    walk.confirm()
+    walk.act()
+    assert "D022" not in site.command("python manage.py distlock_doctor --no-write").text
+
+
 @incident("failover", "Redis promoted a replica", "redis")
 def test_the_old_primary_of_redis_grants_no_more(walk: Walk) -> None:
     """The page sees two servers that grant the same key, and leaves one of them."""

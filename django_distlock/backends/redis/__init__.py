@@ -7,6 +7,7 @@ import copy
 import json
 import logging
 import math
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -282,6 +283,36 @@ class RedisBackend(RedisWaiters):
     def _noted(self, name: str) -> int | None:
         fence = self.store.command("GET", self._at("note", self._name(name)))
         return None if fence is None else int(fence)
+
+    def birth(self) -> tuple[int, datetime] | None:
+        """Return the mark of this data, and when it was made; None: it has none, or lost it.
+
+        Of a cluster, one server has it.
+
+        Raises:
+            LockError: The store did not answer, or somebody else has written there.
+        """
+        born = self.store.command("GET", self._birth)
+        try:
+            mark, _, at = ("" if born is None else text(born)).partition(" ")
+            return None if born is None else (int(mark), from_microseconds(int(at)))
+        except SPOILED as error:
+            raise LockError(f"The mark {self._birth!r} cannot be read: {error!r}.") from error
+
+    def bear(self) -> tuple[int, datetime]:
+        """Mark this data, unless it is marked; return the mark, and when it was made.
+
+        Raises:
+            LockError: See `birth`.
+        """
+        while (born := self.birth()) is None:
+            mark = f"{1 + secrets.randbelow(FENCE_MAX)} {to_microseconds(self._time())}"
+            self.store.command("SET", self._birth, mark, "NX")
+        return born
+
+    @property
+    def _birth(self) -> str:
+        return self._at("birth", self._name("birth"))
 
     def _cleanup(self, before: datetime, limit: int) -> int:
         # Redis removes records by itself when their time has come.

@@ -14,12 +14,15 @@ from ...backends.base import BaseLockBackend
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError, shown
 from ...handler import lock_backends
 from .answers import ask, remedy
+from .births import accept_loss, look_for_loss
 from .checked import run
 from .findings import ADDRESSES, Finding, Level, Look, Mark, Notes
 from .kept import scan
 from .patience import within
 
-__all__ = ["ADDRESSES", "Diagnosis", "Finding", "Level", "Look", "Mark", "diagnose"]
+__all__ = [
+    "ADDRESSES", "Diagnosis", "Finding", "Level", "Look", "Mark", "accept_loss", "diagnose",
+]  # fmt: skip
 
 #: Locks, or waiters, of a backend that are looked at, at most.
 SCANNED: Final = 100_000
@@ -66,7 +69,8 @@ def diagnose(
     """Look for what is wrong, or soon will be. A store that is down is a finding.
 
     Nothing is changed, but for a lock that is taken and given back at once where `writes` says so:
-    always of the same key, whose fence counter stays. It opens connections, and takes a while.
+    always of the same key, whose fence counter stays; and but for a mark that a Redis gets then, to
+    be known again. It opens connections, and takes a while.
 
     Args:
         backends: Aliases in `DISTLOCK`; None: all of them.
@@ -137,6 +141,7 @@ def _examine(store: BaseLockBackend, notes: Notes, *, writes: bool, limit: int) 
 
 def _ask_and_scan(store: BaseLockBackend, notes: Notes, *, writes: bool, limit: int) -> None:
     if ask(store, notes, writes=writes):
+        look_for_loss(store, notes, writes=writes)
         scan(store, notes, limit)
         return
     # What is there may be read all the same, such as from a replica.

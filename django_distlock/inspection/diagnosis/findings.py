@@ -40,6 +40,7 @@ ADDRESSES: Final = {
     "distlock.D012": CLOCK_JUMP,
     "distlock.D013": _CHECKS,
     "distlock.D021": STUCK_LOCK,
+    "distlock.D022": FAILOVER,
     "distlock.E001": "docs/reference/settings.md",
     "distlock.E102": FAILOVER,
     "distlock.E105": FAILOVER,

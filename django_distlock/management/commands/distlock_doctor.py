@@ -7,17 +7,27 @@ from itertools import groupby
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
+from django.db import DatabaseError, InterfaceError
 
-from ...inspection.diagnosis import SCANNED, Diagnosis, Finding, Level, Look, Mark, diagnose
+from ...inspection.diagnosis import (
+    SCANNED,
+    Diagnosis,
+    Finding,
+    Level,
+    Look,
+    Mark,
+    accept_loss,
+    diagnose,
+)
 from ..operating import OperatorCommand
-from ..statuses import UNAVAILABLE
+from ..statuses import UNAVAILABLE, USAGE
 from ..tables import printable
 
 _MARKS = {Mark.OK: "ok", Mark.WARNING: "warning", Mark.ERROR: "ERROR", Mark.SKIPPED: "-"}
 
 
 class Command(OperatorCommand):
-    """`distlock_doctor [--backend ALIAS …] [--fail-level LEVEL] [--no-write] [--json]`."""
+    """`distlock_doctor [--backend ALIAS …] [--fail-level LEVEL] [--no-write] [--json] …`."""
 
     help = (
         "Looks at settings, stores, migrations, clocks, and at what the stores keep. Says what it"
@@ -46,6 +56,11 @@ class Command(OperatorCommand):
             help="only read: do not take a lock of its own",
         )
         parser.add_argument(
+            "--accept-loss",
+            metavar="ALIAS",
+            help="first take the data that this Redis has now for its own: D022 is dealt with",
+        )
+        parser.add_argument(
             "--scan",
             type=_number,
             default=SCANNED,
@@ -59,11 +74,16 @@ class Command(OperatorCommand):
         backend: list[str] | None,
         fail_level: str,
         no_write: bool,
+        accept_loss: str | None,
         scan: int,
         json: bool,
         **options: Any,
     ) -> None:
         """Examine, and say what was found."""
+        if accept_loss is not None:
+            if no_write:
+                raise CommandError("--accept-loss writes: leave out --no-write.", returncode=USAGE)
+            self._accept_loss(accept_loss)
         diagnosis = diagnose(backend, writes=not no_write, limit=scan)
         if json:
             self.print_json(diagnosis.as_json())
@@ -74,6 +94,14 @@ class Command(OperatorCommand):
             raise CommandError(f"Did not answer: {silent}.", returncode=UNAVAILABLE)
         if diagnosis.has(Level(fail_level.lower())):
             raise CommandError(f"Findings at or above {fail_level}.")
+
+    def _accept_loss(self, alias: str) -> None:
+        try:
+            accept_loss(alias, self.actor())
+        except (DatabaseError, InterfaceError) as error:
+            raise CommandError(
+                f"The database that remembers failed: {error}", returncode=UNAVAILABLE
+            ) from error
 
     def _print(self, diagnosis: Diagnosis) -> None:
         for alias, looks in groupby(diagnosis.looked_at, key=lambda each: each.backend):

@@ -1,0 +1,114 @@
+"""Whether Redis still has its data: a mark in it, and what a database remembers of that mark."""
+
+from __future__ import annotations
+
+import logging
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import DatabaseError, InterfaceError
+
+from ...backends.base import BaseLockBackend
+from ...core.errors import LockUsageError
+from ...core.keys import own_key
+from ...core.logs import log_fields
+from ...core.wording import instant
+from ...fencing.seen import confirm_mark, seen_at, set_mark
+from ...handler import lock_backends
+from .findings import Level, Notes
+from .kinds import is_redis
+
+logger = logging.getLogger("django_distlock")
+
+_WHAT: Final = "data"
+_LOST: Final = (
+    "What was held then may be granted again, unique tasks that were queued may be queued and run a"
+    " second time, and pauses are gone. Fences follow the clock, so they rise all the same, but for"
+    " those that were raised above it. When that is dealt with, as the runbook says:"
+    " distlock_doctor --accept-loss {alias}"
+)
+
+
+class Remembered(NamedTuple):
+    """The mark that a Redis had, and when it was seen there last."""
+
+    mark: int
+    at: datetime
+
+
+def look_for_loss(store: BaseLockBackend, notes: Notes, *, writes: bool) -> None:
+    """Note whether a Redis has lost its data since it was looked at last.
+
+    The first look gives it a mark, where it may write.
+
+    Raises:
+        LockError: It did not answer.
+    """
+    if not is_redis(store):
+        return
+    born = _redis(store).birth()
+    try:
+        text = _compared(store, born, notes, writes=writes)
+    except (DatabaseError, InterfaceError, ImproperlyConfigured, LockUsageError) as error:
+        text = f"whether it was lost cannot be told without a database that remembers: {error}"
+        notes.look(_WHAT, text, skipped=True)
+    else:
+        if text:
+            notes.look(_WHAT, text, skipped=born is None and not writes)
+
+
+def accept_loss(alias: str, actor: str) -> None:
+    """Remember the data that a Redis has now as its own, whatever it has lost before.
+
+    Raises:
+        LockUsageError: The backend is none of Redis.
+        LockError: The store did not answer.
+        django.db.Error: The database that remembers did not.
+    """
+    store = lock_backends[alias]
+    if not is_redis(store):
+        raise LockUsageError(f"{alias!r} is no backend of Redis: only those are marked.")
+    mark, at = _redis(store).bear()
+    before = set_mark(_name(store), mark)
+    extra = log_fields("loss_accepted", backend=alias)
+    logger.warning(
+        "The data of %r since %s counts from now on, by %s; the mark was %s.",
+        alias, instant(at), actor, before, extra=extra,
+    )  # fmt: skip
+
+
+def _compared(
+    store: BaseLockBackend, born: tuple[int, datetime] | None, notes: Notes, *, writes: bool
+) -> str:
+    """Return what was seen where nothing is wrong; "": there is a finding."""
+    known = seen_at(_name(store))
+    if known is None:
+        if not writes:
+            return "not marked yet: that needs a run without --no-write"
+        mark, at = born or _redis(store).bear()
+        set_mark(_name(store), mark)
+        return f"marked: what is lost from now on is noticed (since {instant(at)})"
+    remembered = Remembered(*known)
+    if born is not None and born[0] == remembered.mark:
+        if writes:
+            confirm_mark(_name(store), remembered.mark)
+        return f"all that there was since {instant(born[1])}"
+    until = store.clock() if born is None else born[1]
+    notes.find(
+        "D022",
+        _WHAT,
+        f"Redis has lost its data, between {instant(remembered.at)} and {instant(until)}: it was"
+        " emptied, came back without it, or is another server",
+        _LOST.format(alias=store.alias),
+        level=Level.ERROR,
+    )
+    return ""
+
+
+def _name(store: BaseLockBackend) -> str:
+    return own_key(f"birth:{store.alias}:{store.key_prefix}")
+
+
+def _redis(store: BaseLockBackend) -> Any:
+    return store
