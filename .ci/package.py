@@ -1,12 +1,15 @@
-"""Install the built wheel into an empty Django project, migrate, and take a lock.
+"""Verify a release, install its wheel into an empty Django project, migrate, and take a lock.
 
-Usage: package.py FOLDER, where the folder holds the wheel and the sdist and gets the rest.
+Usage: package.py FOLDER AGAIN: two releases of one commit. The first folder gets the rest.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -38,14 +41,36 @@ def check_contents(wheel: Path) -> None:
     assert "django_distlock/py.typed" in names, "no py.typed"
 
 
+def check_release(folder: Path, again: Path) -> None:
+    """Do what SECURITY.md says to do with a download, and compare it with another build."""
+    run("sha256sum", "--check", "--strict", "SHA256SUMS", cwd=folder)
+    sums = (folder / "SHA256SUMS").read_text()
+    published = {path.name for path in folder.iterdir()} - {"SHA256SUMS", ".gitignore"}
+    assert set(re.findall(r"^[0-9a-f]{64}  (.+)$", sums, re.MULTILINE)) == published
+    assert {Path(name).suffix for name in published} == {".gz", ".whl", ".json"}
+    assert sums == (again / "SHA256SUMS").read_text(), "two builds of one commit differ"
+    bill = json.loads((folder / "sbom.cdx.json").read_text())
+    assert bill["bomFormat"] == "CycloneDX"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours = bill["metadata"]["component"]
+    assert (ours["name"], ours["version"]) == (project["name"], project["version"])
+    (needed,) = [
+        each["dependsOn"] for each in bill["dependencies"] if each["ref"] == ours["bom-ref"]
+    ]
+    direct = {re.match(r"[\w.-]+", each)[0].lower() for each in project["dependencies"]}
+    named = {each["bom-ref"]: each["name"].lower() for each in bill["components"]}
+    assert {named[each] for each in needed} == direct, f"the bill names {needed}"
+
+
 def run(*command: str | Path, cwd: Path) -> None:
     """Run a command that has to succeed."""
     print("package:", *command, flush=True)
     subprocess.run(command, cwd=cwd, check=True)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, again: Path) -> None:
     """Do what a new user does."""
+    check_release(folder, again)
     (wheel,) = folder.glob("*.whl")
     check_contents(wheel)
     project, environment = folder / "project", folder / "venv"
@@ -63,4 +88,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
