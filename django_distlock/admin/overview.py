@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,6 +17,7 @@ from django.utils.translation import gettext_lazy as _
 from ..core.errors import InvalidArgument, LockError
 from ..handler import lock_backends
 from ..inspection import Failure, Summary, list_locks, summary
+from ..inspection.diagnosis import has_lost
 from ..inspection.history import History, history
 from ..inspection.showing import expired_locks
 from .charts import MinuteChart
@@ -89,6 +91,7 @@ class Overview:
     Attributes:
         expired: Leases that nobody gave back, the last ones of each backend.
         outages: Backends that could not be asked.
+        lost: Backends of Redis that have lost their data.
         unlisted: Backends that cannot list what they hold.
     """
 
@@ -99,6 +102,7 @@ class Overview:
     contended: tuple[Wanted, ...]
     expired: tuple[Row, ...]
     outages: tuple[Failure, ...]
+    lost: tuple[str, ...]
     unlisted: tuple[Failure, ...]
     unreadable: tuple[Unreadable, ...]
     alone: tuple[str, ...]
@@ -123,6 +127,7 @@ class Overview:
             contended=tuple(_contended(summaries, pages)),
             expired=tuple(_expired(summaries, pages)),
             outages=outages,
+            lost=tuple(_lost(failures)),
             unlisted=tuple(each for each in failures.values() if each not in outages),
             unreadable=tuple(
                 Unreadable(each, pages.key(Target(each.backend, each.key)))
@@ -142,6 +147,7 @@ class Overview:
             self.contended,
             [each.facts() for each in self.expired],
             self.outages,
+            self.lost,
             self.unlisted,
             self.unreadable,
         )
@@ -172,6 +178,13 @@ def _asked(ask: Callable[[str], Summary], failures: dict[str, Failure]) -> Itera
                 yield ask(alias)
             except (LockError, ImproperlyConfigured) as error:
                 failures[alias] = Failure.of(alias, error)
+
+
+def _lost(failures: dict[str, Failure]) -> Iterator[str]:
+    for alias in lock_backends:
+        with suppress(LockError, ImproperlyConfigured):
+            if alias not in failures and has_lost(lock_backends[alias]):
+                yield alias
 
 
 def _alone() -> Iterator[str]:

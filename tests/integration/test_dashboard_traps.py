@@ -20,8 +20,10 @@ from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant, Record
 from django_distlock.inspection import Operation, pause, summary
+from django_distlock.inspection.diagnosis import accept_loss, diagnose
 from django_distlock.models import FenceCounter, HeldLock, LockEvent
 from tests.contract.locking import eventually
+from tests.redis_servers import private_redis
 
 from .admin_settings import LOCKS
 from .admin_site import admin_project, browser_of, user_who_may
@@ -162,6 +164,24 @@ def test_outage_is_the_first_thing(client: Client, live: dict[str, str]) -> None
     assert "No lock is held" not in text
     if not live:
         assert begin < text.index("distlock-live")
+
+
+@pytest.mark.parametrize("live", [{}, {"live": "1"}])
+@pytest.mark.usefixtures("unknown_redis")
+def test_lost_data_is_said_above_all_else(client: Client, live: dict[str, str]) -> None:
+    """Until an operator accepts it; where nothing was lost, or is remembered, it is silent."""
+    with private_redis() as server:
+        own = {**settings.DISTLOCK["redis"], "OPTIONS": {"url": server.url}}
+        with override_settings(DISTLOCK={"own": own}):
+            store: Any = lock_backends["own"]
+            assert "has lost its data" not in page(client, **live)
+            diagnose(["own"])
+            assert "has lost its data" not in page(client, **live)
+            store.store.command("FLUSHALL")
+            text = page(client, **live)
+            accept_loss("own", "ada")
+            assert "has lost its data" not in page(client, **live)
+    assert text.index("This Redis has lost its data") < text.index('data-part="cards"')
 
 
 def test_outage_of_one_makes_sums_the_least(client: Client, key: str) -> None:

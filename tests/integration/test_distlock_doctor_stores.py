@@ -463,15 +463,16 @@ def test_redis_that_was_emptied_and_marked_anew_is_found(flushable: Any) -> None
 
 
 @pytest.mark.parametrize("alias", ["redis", "redis_cluster"])
-def test_mark_is_made_once(alias: str) -> None:
+def test_mark_is_made_once(key: str, alias: str) -> None:
     """By whoever comes first, also on a cluster; a text of somebody else's is an error."""
-    store: Any = lock_backends[alias]
-    assert len(set(at_once([store.bear] * 6))) == 1
-    assert store.birth() == store.bear()
-    store.store.command("SET", store._birth, "spoiled")
-    with pytest.raises(LockError, match="cannot be read"):
-        store.bear()
-    store.store.command("DEL", store._birth)
+    with override_settings(DISTLOCK={alias: {**settings.DISTLOCK[alias], "KEY_PREFIX": key}}):
+        store: Any = lock_backends[alias]
+        assert len(set(at_once([store.bear] * 6))) == 1
+        assert store.birth() == store.bear()
+        store.store.command("SET", store._birth, "spoiled")
+        with pytest.raises(LockError, match="cannot be read"):
+            store.bear()
+        store.store.command("DEL", store._birth)
 
 
 def test_first_look_that_may_not_write_leaves_no_mark(flushable: Any) -> None:

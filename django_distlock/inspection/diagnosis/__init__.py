@@ -14,15 +14,23 @@ from ...backends.base import BaseLockBackend
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError, shown
 from ...handler import lock_backends
 from .answers import ask, remedy
-from .births import accept_loss, look_for_loss
+from .births import accept_loss, has_lost, look_for_loss
 from .checked import run
 from .findings import ADDRESSES, Finding, Level, Look, Mark, Notes
 from .kept import scan
 from .patience import within
 
 __all__ = [
-    "ADDRESSES", "Diagnosis", "Finding", "Level", "Look", "Mark", "accept_loss", "diagnose",
-]  # fmt: skip
+    "ADDRESSES",
+    "Diagnosis",
+    "Finding",
+    "Level",
+    "Look",
+    "Mark",
+    "accept_loss",
+    "diagnose",
+    "has_lost",
+]
 
 #: Locks, or waiters, of a backend that are looked at, at most.
 SCANNED: Final = 100_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from datetime import datetime
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError
@@ -22,19 +22,14 @@ from .kinds import is_redis
 logger = logging.getLogger("django_distlock")
 
 _WHAT: Final = "data"
+#: What comes of a database that remembers nothing.
+_UNTOLD: Final = (DatabaseError, InterfaceError, ImproperlyConfigured, LockUsageError)
 _LOST: Final = (
     "What was held then may be granted again, unique tasks that were queued may be queued and run a"
     " second time, and pauses are gone. Fences follow the clock, so they rise all the same, but for"
     " those that were raised above it. When that is dealt with, as the runbook says:"
     " distlock_doctor --accept-loss {alias}"
 )
-
-
-class Remembered(NamedTuple):
-    """The mark that a Redis had, and when it was seen there last."""
-
-    mark: int
-    at: datetime
 
 
 def look_for_loss(store: BaseLockBackend, notes: Notes, *, writes: bool) -> None:
@@ -50,12 +45,28 @@ def look_for_loss(store: BaseLockBackend, notes: Notes, *, writes: bool) -> None
     born = _redis(store).birth()
     try:
         text = _compared(store, born, notes, writes=writes)
-    except (DatabaseError, InterfaceError, ImproperlyConfigured, LockUsageError) as error:
+    except _UNTOLD as error:
         text = f"whether it was lost cannot be told without a database that remembers: {error}"
         notes.look(_WHAT, text, skipped=True)
     else:
         if text:
             notes.look(_WHAT, text, skipped=born is None and not writes)
+
+
+def has_lost(store: BaseLockBackend) -> bool:
+    """Say whether a Redis has lost its data, as far as that can be told. It writes nothing.
+
+    Raises:
+        LockError: It did not answer.
+    """
+    if not is_redis(store):
+        return False
+    born = _redis(store).birth()
+    try:
+        known = seen_at(_name(store))
+    except _UNTOLD:
+        return False
+    return known is not None and (born is None or born[0] != known[0])
 
 
 def accept_loss(alias: str, actor: str) -> None:
@@ -89,16 +100,16 @@ def _compared(
         mark, at = born or _redis(store).bear()
         set_mark(_name(store), mark)
         return f"marked: what is lost from now on is noticed (since {instant(at)})"
-    remembered = Remembered(*known)
-    if born is not None and born[0] == remembered.mark:
+    mark, seen = known
+    if born is not None and born[0] == mark:
         if writes:
-            confirm_mark(_name(store), remembered.mark)
+            confirm_mark(_name(store), mark)
         return f"all that there was since {instant(born[1])}"
     until = store.clock() if born is None else born[1]
     notes.find(
         "D022",
         _WHAT,
-        f"Redis has lost its data, between {instant(remembered.at)} and {instant(until)}: it was"
+        f"Redis has lost its data, between {instant(seen)} and {instant(until)}: it was"
         " emptied, came back without it, or is another server",
         _LOST.format(alias=store.alias),
         level=Level.ERROR,
