@@ -53,9 +53,9 @@ def django_db_setup(
             verbosity=0,
             interactive=False,
             keepdb=keep and not request.config.getvalue("create_db"),
-            aliases=[
+            aliases=dict.fromkeys(
                 alias for alias in connections if alias != "mariadb" or "MariaDB" in answering
-            ],
+            ),
         )
     yield
     if not keep:

@@ -165,11 +165,12 @@ class _Parent:
     def serve(self) -> tuple[str, list[Any]]:
         """Fork until there are no more orders; return in a child, with what that shall do."""
         while True:
-            ready, _, _ = select.select([self._orders, self._bell], [], [])
+            orders = self._orders.fileno()
+            ready, _, _ = select.select([orders, self._bell], [], [])
             if self._bell in ready:
                 os.read(self._bell, 4096)
                 self._tell_ends()
-            if self._orders in ready and (todo := self._obey()):
+            if orders in ready and (todo := self._obey()):
                 return todo
 
     def _tell_ends(self) -> None:

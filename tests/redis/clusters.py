@@ -88,8 +88,7 @@ def at(port: int) -> Any:
 @contextmanager
 def spoilable() -> Iterator[Cluster]:
     """Run a cluster that goes on without a part of its slots."""
-    settings = {"cluster_require_full_coverage": "no", "stop": "KILL"}
-    with private_redis_cluster(**settings) as server:
+    with private_redis_cluster(cluster_require_full_coverage="no", stop="KILL") as server:
         made = Cluster(server.url)
         yield made
         made.client.close()

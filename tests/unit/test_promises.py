@@ -42,7 +42,7 @@ def collected(*options: str) -> dict[str, set[str]]:
         text=True,
         check=True,
     )
-    found = defaultdict(set)
+    found: defaultdict[str, set[str]] = defaultdict(set)
     for line in done.stdout.splitlines():
         if line.startswith("tests/"):
             test, _, case = line.rstrip("]").partition("[")
@@ -58,7 +58,7 @@ def all_tests() -> dict[str, set[str]]:
 
 def by_file(tests: dict[str, set[str]]) -> dict[str, set[str]]:
     """Join the tests of a file."""
-    files = defaultdict(set)
+    files: defaultdict[str, set[str]] = defaultdict(set)
     for test, backends in tests.items():
         files[test.partition("::")[0]] |= backends - {""}
     return files
