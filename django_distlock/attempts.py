@@ -17,6 +17,7 @@ from django.dispatch import Signal
 from . import transactions
 from .backends.base import BaseLockBackend
 from .backends.queues import Turn
+from .core import budgets
 from .core.acquiring import SAFETY_SECONDS, Attempt, Outcome, Steps, acquiring
 from .core.durations import MAX_BOUND
 from .core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError
@@ -40,10 +41,15 @@ PATIENCE = SAFETY_SECONDS + 1.0
 #: known to hold it: behind that it is trouble.
 BUSY_SECONDS = 1.0
 
+#: Seconds from which on an answer is a slow one, which whoever waited in vain is told.
+SLOW = 1.0
+
 #: Seconds of waiting before people can see who waits: shorter waits are not worth a row.
 NOTE_AFTER = 1.0
 #: Seconds that a note lives unless it is renewed, and when that is done.
 NOTE_LIVES, NOTE_RENEWED_AT = 60.0, 30.0
+#: How many attempts may take as long as a note does: it opens a connection, and a transaction.
+NOTE_COSTS = 10
 
 #: Called when a caller begins to wait, also in the thread of an event loop: nothing here may block.
 when_waiting: list[Callable[[], None]] = []
@@ -58,6 +64,8 @@ class Request:
     """What a caller asks for: a key, for how long, and how long to keep trying.
 
     Attributes:
+        since: When the call began, by `host.monotonic`; what came before the first attempt is a
+            part of `wait`.
         home: Whose transactions the caller works in.
         inside: What is held by the blocks that it cannot leave before.
         passed: A release behind those transactions that nobody can go on with.
@@ -69,6 +77,7 @@ class Request:
     holder: Holder
     retry: Retry
     steal_if_dead: bool = False
+    since: float | None = None
     home: int = 0
     inside: tuple[Name, ...] = ()
     passed: transactions.Deferred | None = None
@@ -94,7 +103,12 @@ class Attempts:
         self.backend = backend
         self.request = request
         self.concluded = False
-        self._started = monotonic()
+        now = monotonic()
+        self._started = now if request.since is None else request.since
+        wait = math.inf if request.wait is None else request.wait
+        # Of all that is asked of the store, by `time.monotonic`.
+        self._end = time.monotonic() + self._started - now + wait + budgets.PATIENCE
+        self._took = 0.0
         self._token = new_token()
         self._sent_at = self._started
         # Whether an attempt got no answer: it may have been granted.
@@ -140,7 +154,9 @@ class Attempts:
             # Until an answer has come: a signal's handler may raise before it is kept.
             unanswered, self._unanswered = self._unanswered, True
             try:
-                outcome: Outcome = self.backend.acquire(
+                outcome: Outcome = budgets.spend(
+                    self._end,
+                    self.backend.acquire,
                     request.key,
                     self._token,
                     request.ttl,
@@ -155,6 +171,8 @@ class Attempts:
             except LockError:
                 self._unanswered = unanswered
                 raise
+            finally:
+                self._took = monotonic() - self._sent_at
             if isinstance(outcome, Grant):
                 self._granted = outcome
                 self._taken_from = self._in_the_way if step.replace else None
@@ -166,7 +184,7 @@ class Attempts:
     def read(self) -> Record | None:
         """Return the record of the key; None: nobody holds it, or the store does not answer."""
         try:
-            return self.backend.read(self.request.key)
+            return budgets.spend(self._end, self.backend.read, self.request.key)
         except BackendUnavailable:
             return None
 
@@ -228,15 +246,25 @@ class Attempts:
     def may_be_noted(self) -> bool:
         """Whether to let people see by now, or still, that this caller waits."""
         now = monotonic()
-        return now - self._started >= NOTE_AFTER and now - self._noted_at >= NOTE_RENEWED_AT
+        due = now - self._started >= NOTE_AFTER and now - self._noted_at >= NOTE_RENEWED_AT
+        return due and self._has_time_for_notes
+
+    @property
+    def _has_time_for_notes(self) -> bool:
+        """Whether a note takes little of the time in which nobody else would be heard."""
+        left = self._end - budgets.PATIENCE - time.monotonic()
+        return self._took * NOTE_COSTS <= min(left, SAFETY_SECONDS)
 
     def note(self) -> None:
         """Let people see that this caller waits."""
         self._noted_at = monotonic()
-        # No decision rests on it.
+        request = self.request
+        # No decision rests on it, and it takes nothing of the time of the last attempt.
         with suppress(LockError):
-            self._note = self.backend.note_waiter(
-                self.request.key, self.request.holder, self._note_lives(), self._note
+            self._note = budgets.spend(
+                self._end - budgets.PATIENCE,
+                self.backend.note_waiter,
+                *(request.key, request.holder, self._note_lives(), self._note),
             )
 
     def leave(self) -> Callable[[], None] | None:
@@ -249,9 +277,12 @@ class Attempts:
         return None if self._note is None else partial(self._drop, self._note)
 
     def _drop(self, note: str) -> None:
-        with suppress(LockError):
-            self.backend.drop_waiter(self.request.key, note)
+        drop = partial(self.backend.drop_waiter, self.request.key, note)
         self._note = None
+        # In somebody's way, or on a slow store, it ends by itself.
+        if self._took * NOTE_COSTS <= SAFETY_SECONDS:
+            with suppress(LockError):
+                budgets.spend(self._end, drop)
 
     # The end
 
@@ -259,7 +290,8 @@ class Attempts:
         """Release a grant that nobody will use."""
         answered = not self._unanswered
         try:
-            answered = self.backend.release(grant) is not UNKNOWN and answered
+            released = budgets.spend(self._end, self.backend.release, grant)
+            answered = released is not UNKNOWN and answered
         except BackendUnavailable:
             answered = False
             logger.warning(
@@ -291,12 +323,14 @@ class Attempts:
             self._release_later()
         if isinstance(outcome, KeptHere):
             raise outcome
-        if isinstance(outcome, LockError):
+        if isinstance(outcome, BackendUnavailable) and time.monotonic() >= self._end:
+            error: LockError = self._too_slow(outcome)
+        elif isinstance(outcome, LockError):
             error = outcome
         elif outcome.is_unclear:
             error = self._in_the_way_of_all()
         else:
-            error = _contended(request, outcome)
+            error = _contended(request, outcome, self._took)
         holder = getattr(error, "holder", None)
         self._tell_refusal(error, holder)
         raise error
@@ -349,6 +383,17 @@ class Attempts:
             key=key,
             code="network_timeout",
         )
+
+    def _too_slow(self, cause: BackendUnavailable) -> BackendUnavailable:
+        key, took = self.request.key, monotonic() - self._started
+        error = BackendUnavailable(
+            f"The lock store {self.backend.alias!r} answers too slowly: it did not say within"
+            f" {took:.1f} s whether {key!r} is free.",
+            key=key,
+            code="network_timeout",
+        )
+        error.__cause__ = cause
+        return error
 
     def _rest(self, name: str) -> float:
         """Return the seconds to leave a key to others whose wake-up this process has just sent.
@@ -434,7 +479,7 @@ def _endless(key: str, kept: str) -> LockUsageError:
     )
 
 
-def _contended(request: Request, outcome: Contended) -> LockNotAcquired:
+def _contended(request: Request, outcome: Contended, took: float) -> LockNotAcquired:
     if request.wait is None:
         waited = "by the last retry"
     else:
@@ -448,8 +493,9 @@ def _contended(request: Request, outcome: Contended) -> LockNotAcquired:
         why = f"{who} has held it for {held_for:.1f} s"
     else:
         why = "a guarded transaction is in the way" if outcome.guarded else "it is held"
+    slowly = f" The store answers slowly: this took it {took:.1f} s." if took >= SLOW else ""
     return LockNotAcquired(
-        f"The key {request.key!r} was not granted {waited}: {why}.",
+        f"The key {request.key!r} was not granted {waited}: {why}.{slowly}",
         key=request.key,
         holder=holder,
         held_for=outcome.held_for,

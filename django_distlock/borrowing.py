@@ -27,12 +27,14 @@ from typing import Any
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import Error as DjangoDatabaseError
+from django.db.utils import OperationalError
 
 from . import connections as settings
 from .connections import (
     CONNECT_SECONDS,
     KEEPALIVES,
     WRITER_SECONDS,
+    bound_opening,
     close_before_drop,
     has_open_transaction,
     in_test_case,
@@ -43,8 +45,9 @@ from .connections import (
     own_connection,
     refuse_self_block,
 )
+from .core import budgets
 from .core.durations import MAX_BOUND
-from .core.errors import LockError
+from .core.errors import BackendUnavailable, LockError
 from .core.threads import start_thread
 
 #: Seconds that a server may be silent beyond what a statement may wait for the locks of others.
@@ -101,8 +104,10 @@ class Use:
 
     Attributes:
         was_cut: Whether it was.
+        silent_for: Seconds without an answer after which it was.
 
     Raises:
+        BackendUnavailable: The time of the call is over.
         LockUsageError: SQLite, and this thread's own transaction is in the way of writing.
         NoConnectionFree: All of ours were in use for a second.
     """
@@ -116,9 +121,12 @@ class Use:
         single: bool,
         patience: float,
     ):
-        self.patience = patience
+        self.silent_for = 0.0
         self.was_cut = False
-        self.until = math.inf
+        self.until = self._since = math.inf
+        self._patience = patience
+        # Asked here: another thread looks whether it has come.
+        self._end = budgets.end()
         self._is_watched = False
         self.reference: weakref.ref[Any] | None = None
         self._pool = pool
@@ -130,6 +138,10 @@ class Use:
 
     def __enter__(self) -> str:
         pool = self._pool
+        if time.monotonic() >= self._end:
+            raise BackendUnavailable(
+                f"No time is left to ask the lock store {pool.alias!r}.", code="network_timeout"
+            )
         pool.prepare()
         template = connections[pool.alias]
         leave_to_parent(template)
@@ -145,9 +157,9 @@ class Use:
         # The ORM finds its connection by alias. This one is in no settings, and in no other thread.
         connections[own.name] = own.connection
         own.use = self
-        self._watch(template)
-        if template.vendor == "sqlite":
-            self._bound_sqlite(own.connection)
+        bound_opening(own.connection, template.settings_dict["OPTIONS"])
+        self._watch(own.connection)
+        self._open(own.connection)
         return own.name
 
     __exit__ = _Leaving()
@@ -174,9 +186,10 @@ class Use:
                 self._lent.close()
         self.reference = None
 
-    def begin_statement(self) -> None:
-        """Wait for its answer from now on."""
-        self.until = time.monotonic() + self.patience
+    def begin_statement(self, more: float = 0.0) -> None:
+        """Wait for its answer from now on, and for so many seconds more than for others."""
+        self._since = time.monotonic()
+        self.until = min(self._since + self._patience + more, self._end)
 
     def cut(self) -> None:
         """Let the statement fail that gets no answer. In another thread, while it waits."""
@@ -186,7 +199,11 @@ class Use:
             # It connects, for which the driver has a bound.
             self.begin_statement()
         elif _sweeping().watched.pop(self, None) is not None:
-            _cut(connection)
+            self.silent_for = time.monotonic() - self._since
+            if own is not None:
+                # Else the end of its transaction would open it anew, and wait once more.
+                connection.connect = _stay_closed  # type: ignore[method-assign]
+            cut(connection)
 
     @property
     def is_abandoned(self) -> bool:
@@ -199,8 +216,8 @@ class Use:
 
         Whatever the caller has set on that has gone with it, and nothing was sent on it.
         """
-        until = time.monotonic() + MAX_BOUND
-        while is_free(template, single=self._single):
+        until = budgets.end(MAX_BOUND)
+        while self._is_free(template):
             if not _has_ended(template):
                 return True
             # A word of the server may be a notification, on a session that lives.
@@ -220,10 +237,22 @@ class Use:
             template.close()
         return False
 
-    def _watch(self, template: BaseDatabaseWrapper) -> None:
+    def _is_free(self, template: BaseDatabaseWrapper) -> bool:
+        if not self._single or template.connection is not None or template.in_atomic_block:
+            return is_free(template, single=self._single)
+        # It is opened, which takes several answers.
+        self._lent = template
+        self._watch(template)
+        try:
+            return is_free(template, single=True)
+        finally:
+            self._end_watch()
+            self._lent = None
+
+    def _watch(self, connection: BaseDatabaseWrapper) -> None:
         # A file does not fall silent.
-        if template.vendor != "sqlite":
-            self.begin_statement()
+        if connection.vendor != "sqlite":
+            self.begin_statement(CONNECT_SECONDS if connection.connection is None else 0.0)
             self._is_watched = True
             _sweeping().watch(self)
 
@@ -231,10 +260,14 @@ class Use:
         if self._is_watched:
             self.was_cut = _sweeping().watched.pop(self, None) is None
 
-    def _bound_sqlite(self, connection: BaseDatabaseWrapper) -> None:
+    def _open(self, connection: BaseDatabaseWrapper) -> None:
         try:
+            connection.ensure_connection()
+            self.begin_statement()
+            if connection.vendor != "sqlite":
+                return
             with connection.cursor() as cursor:
-                wait = max(self._bound, WRITER_SECONDS)
+                wait = max(budgets.left(self._bound), WRITER_SECONDS)
                 cursor.execute(f"PRAGMA busy_timeout = {int(wait * 1000)}")
         except DjangoDatabaseError as error:
             self.leave(type(error), error)
@@ -274,6 +307,10 @@ class Own:
     def takes_place(self) -> bool:
         """Whether another borrower may have to wait for its end."""
         return self.is_counted and self.user is not None and not self.is_abandoned
+
+
+def _stay_closed() -> None:
+    raise OperationalError("This session was cut, because it gave no answer.")
 
 
 def _nobody() -> None:
@@ -347,7 +384,7 @@ class LockConnections:
         return own
 
     def _waited_for(self, template: BaseDatabaseWrapper, user: Any) -> Own:
-        until = time.monotonic() + MAX_BOUND
+        until = budgets.end(MAX_BOUND)
         bell: SimpleQueue[None] = SimpleQueue()
         turn = user, bell
         self._waiting.append(turn)
@@ -485,14 +522,14 @@ class _Sweeper:
     Attributes:
         gone: Takes references whose objects have died, from wherever that is, or None.
         pools: Those with connections.
-        watched: The uses whose statements may not take for ever.
+        watched: What may not take for ever: the uses of connections, and `Opening`.
     """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.gone: SimpleQueue[object] = SimpleQueue()
         self.pools: dict[LockConnections, None] = {}
-        self.watched: dict[Use, bool] = {}
+        self.watched: dict[Use | Opening, bool] = {}
         self._sleeps = False
         self._ticks_until = 0.0
         self._starting = threading.Lock()
@@ -509,7 +546,7 @@ class _Sweeper:
                 )
                 start_thread(self._thread)
 
-    def watch(self, use: Use) -> None:
+    def watch(self, use: Use | Opening) -> None:
         """Cut what gets no answer in time."""
         self.watched[use] = True
         if self._sleeps:
@@ -543,6 +580,31 @@ class _Sweeper:
         # It stays awake for a while: to be woken by each statement would cost more than it does.
         self._sleeps = False
         return TICK_SECONDS if pause is None else min(pause, TICK_SECONDS)
+
+
+class Opening:
+    """A block in which a connection is opened, which takes several answers, until the call ends.
+
+    Args:
+        cut: Cuts it, from another thread; for what has no socket yet, the driver has a bound.
+    """
+
+    is_abandoned = False
+
+    def __init__(self, cut: Callable[[], None]):
+        self._cut = cut
+        self.until = budgets.end()
+
+    def __enter__(self) -> None:
+        _sweeping().watch(self)
+
+    def __exit__(self, *_: object) -> None:
+        _sweeping().watched.pop(self, None)
+
+    def cut(self) -> None:
+        """Let it fail, in another thread."""
+        if _sweeping().watched.pop(self, None):
+            self._cut()
 
 
 _sweeper = _Sweeper()
@@ -596,7 +658,7 @@ def _mend(connection: BaseDatabaseWrapper, error: BaseException) -> None:
             connection.close()
 
 
-def _cut(connection: BaseDatabaseWrapper) -> None:
+def cut(connection: BaseDatabaseWrapper) -> None:
     """End what a connection waits for. Its owner gets an error, and closes it."""
     database: Any = connection.Database  # type: ignore[attr-defined]
     try:

@@ -6,13 +6,14 @@ fence out twice. So a lock statement runs where it commits by itself: see `borro
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -21,6 +22,7 @@ from django.db import connections
 from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
 from django.db.backends.signals import connection_created
 
+from .core import budgets
 from .core.errors import LockUsageError
 from .core.threads import start_thread
 
@@ -322,9 +324,9 @@ def _open_in_time(connection: BaseDatabaseWrapper) -> None:
     options = settings["OPTIONS"]
     if connection.connection is not None or connection.vendor != "postgresql":
         return
-    if not {"pool", "connect_timeout"}.isdisjoint(options):
+    if "pool" in options:
         return
-    more = {**options, "connect_timeout": CONNECT_SECONDS}
+    more = {**options, "connect_timeout": _opening_seconds(options)}
     connection.settings_dict = {**settings, "OPTIONS": more}
     try:
         connection.ensure_connection()
@@ -336,6 +338,25 @@ def _open_in_time(connection: BaseDatabaseWrapper) -> None:
         connection.settings_dict = settings
 
 
+def _opening_seconds(options: Mapping[str, Any]) -> Any:
+    """Return `connect_timeout`: the project's, or as much of it as the call has left."""
+    given = options.get("connect_timeout", CONNECT_SECONDS)
+    if (left := budgets.left()) == math.inf:
+        return given
+    # Drivers take whole seconds, and two at least.
+    return max(2, int(min(left, float(given) or left)))
+
+
+def bound_opening(own: BaseDatabaseWrapper, options: Mapping[str, Any]) -> None:
+    """Let a connection of our own be opened in the time that the call has.
+
+    Args:
+        options: What the project says.
+    """
+    if own.vendor in ("postgresql", "mysql"):
+        own.settings_dict["OPTIONS"]["connect_timeout"] = _opening_seconds(options)
+
+
 def own_connection(template: BaseDatabaseWrapper, **defaults: Any) -> BaseDatabaseWrapper:
     """Return a connection of our own to the database of another one; it is not open yet.
 
@@ -343,18 +364,6 @@ def own_connection(template: BaseDatabaseWrapper, **defaults: Any) -> BaseDataba
         defaults: `OPTIONS` where the project's settings say nothing else.
     """
     return type(template)(_own_settings(template, defaults), template.alias)
-
-
-@contextmanager
-def opened_apart(template: BaseDatabaseWrapper) -> Iterator[BaseDatabaseWrapper]:
-    """Open a connection beside those of threads and pools, and close it at the end."""
-    more = {**KEEPALIVES, "connect_timeout": CONNECT_SECONDS}
-    made = own_connection(template, **(more if template.vendor == "postgresql" else {}))
-    try:
-        made.ensure_connection()
-        yield made
-    finally:
-        made.close()
 
 
 class _OwnSettings(dict[str, Any]):

@@ -199,7 +199,8 @@ class KeptLease:
             cause = answer if isinstance(answer, Exception) else None
             if cause is None and not isinstance(answer, Grant):
                 cause = BackendUnavailable(
-                    f"{self.key!r} could not be renewed in time: a transaction is in the way.",
+                    f"{self.key!r} could not be renewed in time: a transaction is in the way in the"
+                    " store, or a part of it did not answer.",
                     key=self.key,
                     code="network_timeout",
                 )

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,6 +19,7 @@ from django.db import transaction
 from . import handover, transactions
 from .attempts import Granted
 from .blocks import Block
+from .core import budgets
 from .core.durations import MAX_BOUND, Duration, seconds, ttl_seconds
 from .core.errors import InvalidArgument, LockError, LockUsageError
 from .core.holders import Holder
@@ -385,7 +387,8 @@ class Lease(EndingLease):
             def question(bound: float) -> Grant | Unknown | None:
                 return self._ask_to_extend(terms.ttl, bound)
 
-            answer = insist(question, until, terms.retry)
+            end = time.monotonic() + (math.inf if wait is None else wait) + budgets.PATIENCE
+            answer = budgets.spend(end, insist, question, until, terms.retry)
             if not isinstance(answer, Grant):
                 return None
             self._end_keeping()

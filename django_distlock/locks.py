@@ -164,9 +164,11 @@ class Lock:
     def acquire(self) -> Lease:
         """Wait for the key and return a lease that no block is bound to: release it yourself.
 
+        It takes `wait` and 5 s at most, and what a driver needs to open a connection.
+
         Raises:
             LockNotAcquired: Somebody else held it for all of `wait`.
-            BackendUnavailable: The store did not answer until then.
+            BackendUnavailable: The store did not answer until then, or too slowly.
             LockUsageError: The lock cannot be taken from here; the message says what to do.
         """
         return self._acquired(self._wait())
@@ -335,38 +337,38 @@ class Lock:
         return lease
 
     def _acquire(self, wait: float | None, block: Block) -> Lease:
+        since = monotonic()
         name = block.name = self.backend, self.key
         terms = self._terms()
         _prepare()
         # What a rollback or an interruption has left must not be in the way of who comes next.
         blocks.flush(name)
         transactions.flush(name)
-        request = self._request(terms, wait)
+        request = self._request(terms, wait, since)
         adopted = holding.adopt(*name, terms, wait, block)
         if adopted is not None:
             return adopted
-        started_at = monotonic()
         try:
             return Lease(self._store, acquire(self._store, request, block), terms, block)
         except KeptHere:
             # Meanwhile another block has left it to the transaction.
-            return self._acquire(_left(wait, started_at), block)
+            return self._acquire(_left(wait, since), block)
 
     async def _aacquire(self, wait: float | None, block: Block) -> Lease:
+        since = monotonic()
         name = block.name = self.backend, self.key
         terms = self._terms()
         _prepare()
         await blocks.aflush(self._store, name)
         await transactions.aflush(self._store, name)
-        request = self._request(terms, wait)
+        request = self._request(terms, wait, since)
         adopted = await holding.aadopt(*name, terms, wait, block)
         if adopted is not None:
             return adopted
-        started_at = monotonic()
         try:
             return Lease(self._store, await aacquire(self._store, request, block), terms, block)
         except KeptHere:
-            return await self._aacquire(_left(wait, started_at), block)
+            return await self._aacquire(_left(wait, since), block)
 
     def _wait(self) -> float | None:
         return self._store.config.wait if isinstance(self.wait, _Unset) else self.wait
@@ -403,13 +405,14 @@ class Lock:
             basic=self.basic,
         )
 
-    def _request(self, terms: Terms, wait: float | None) -> Request:
+    def _request(self, terms: Terms, wait: float | None, since: float) -> Request:
         return Request(
             key=self.key,
             ttl=terms.ttl,
             wait=wait,
             holder=terms.holder,
             retry=terms.retry,
+            since=since,
             steal_if_dead=self.steal_if_dead,
             home=transactions.home(),
             inside=holding.entered_here(),
@@ -450,7 +453,7 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
             the `MAX_TTL` of the backend; None: its `TTL`, or no expiry if `basic`.
         wait: Seconds (or a `timedelta`) to keep trying; 0: one attempt; None: for ever, unless the
             transaction around it keeps another key until its end; left out: the `WAIT` of the
-            backend.
+            backend. A slow store gets 5 s more for all that it is asked, connecting included.
         backend: An alias in `DISTLOCK`.
         heartbeat: Whether the lease of a block is renewed while the block runs.
         hold: Keep the key taken for all of the ttl, also when the work ends sooner: at most one

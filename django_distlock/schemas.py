@@ -19,7 +19,8 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .borrowing import LockConnections, Own
 from .conf import DEFAULT_TABLES, table
-from .connections import opened_apart
+from .connections import CONNECT_SECONDS
+from .core import budgets
 from .core.durations import MAX_BOUND
 from .sql import FUNCTIONS, function_name
 from .vendors import VENDORS
@@ -71,7 +72,7 @@ class TableConnections(LockConnections):
         if (decided := self._known()) is not None:
             return decided[1]
         # One thread asks for all. Nobody relies on it: a signal may leave it locked.
-        mine = self._asking.acquire(timeout=MAX_BOUND)
+        mine = self._asking.acquire(timeout=budgets.left(MAX_BOUND))
         try:
             decided = self._known()
             return self._ask() if decided is None else decided[1]
@@ -100,14 +101,16 @@ def _asked(template: BaseDatabaseWrapper, looked_for: str) -> tuple[str | None, 
     question = VENDORS[template.vendor].schema_of
     if question is None:
         return None, True
-    # By the driver's cursor: those of django-tenants set a path before each statement.
-    with (
-        opened_apart(template) as connection,
-        connection.wrap_database_errors,
-        connection.connection.cursor() as cursor,
-    ):
-        cursor.execute(question.format(table=looked_for))
-        schema, is_there = cursor.fetchone()
+    apart = LockConnections(template.alias, 1, apart=True)
+    try:
+        with apart.use(writes=False, patience=CONNECT_SECONDS) as on:
+            connection = connections[on]
+            # By the driver's cursor: those of django-tenants set a path before each statement.
+            with connection.wrap_database_errors, connection.connection.cursor() as cursor:
+                cursor.execute(question.format(table=looked_for))
+                schema, is_there = cursor.fetchone()
+    finally:
+        apart.close_all()
     return schema, bool(is_there)
 
 

@@ -119,6 +119,23 @@ MUTANTS = (
         test="tests/contract/test_busy.py::test_uncommitted_delete_is_nobody",
     ),
     Mutant(
+        fault="a call whose statements have a patience each",
+        backend="postgres_orm",
+        file="django_distlock/core/budgets.py",
+        old=r"_end\.set\(min\(until, _end\.get\(\)\)\)",
+        new="_end.set(math.inf)",
+        test="tests/integration/test_slow_stores.py::test_call_on_a_slow_store_ends_in_its_time",
+    ),
+    Mutant(
+        fault="a note that costs who waits the rest of its time",
+        backend="memory",
+        file="django_distlock/attempts.py",
+        old=r"return due and self\._has_time_for_notes",
+        new="return due",
+        test="tests/integration/test_slow_stores.py::test_who_waits_is_not_noted_on_a_slow_store",
+        case="",
+    ),
+    Mutant(
         fault="a thread's session that is over",
         backend="postgres",
         file=BORROWING,

@@ -249,7 +249,7 @@ class FenceTable(NoteTable):
         except (DatabaseError, InterfaceError) as error:
             if use.was_cut:
                 raise BackendUnavailable(
-                    f"The lock store {self.using!r} has not answered for {use.patience:g} s.",
+                    f"The lock store {self.using!r} has not answered for {use.silent_for:.1f} s.",
                     key=key,
                     code="network_timeout",
                 ) from error

@@ -108,7 +108,8 @@ def acquiring(
     """Try until granted or until `wait` is over; return the last attempt's outcome.
 
     The first attempt is made at once and the last one at the deadline, unless the store left one
-    without an answer until behind it, or said nothing about the key. Between them a caller sleeps
+    without an answer until behind it, answered it more than a second behind it, or said nothing
+    about the key. Between them a caller sleeps
     until the earliest of: a wake-up, the moment the key becomes free, the next step of
     `pauses`, the deadline. While wake-ups come, `safety` takes the place of a step, except behind
     a busy or paused answer, which leaves no mark for a wake-up.
@@ -142,6 +143,8 @@ def acquiring(
         is_last = now >= deadline
         bound = max(0.0, min(MAX_BOUND, deadline - now))
         outcome, now = yield from _trying(now, bound, wanted=listening, is_gone=is_gone)
+        # Behind it by more than any wait in the store: it was on its way for that long.
+        is_last = is_last or (now > deadline + MAX_BOUND and not _is_unclear(outcome))
         if is_last and _is_unclear(outcome):
             # It had no time to wait in the store, and the one before may have told more.
             known = before if _leaves_mark(before) else outcome

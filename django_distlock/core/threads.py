@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import threading
 from _thread import start_new_thread
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 from .bells import Bell
 from .durations import MAX_BOUND
+
+T = TypeVar("T")
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -37,3 +42,23 @@ def start_thread(thread: threading.Thread) -> None:
     started.wait(MAX_BOUND)
     if errors:
         raise errors[0]
+
+
+def begun(work: Callable[[], T], name: str) -> Future[T]:
+    """Begin some work that may hang, in a thread that ends with the process at the latest.
+
+    Args:
+        name: What the thread is called.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+            done.set_exception(error)
+        else:
+            done.set_result(result)
+
+    start_thread(threading.Thread(target=run, name=name, daemon=True))
+    return done

@@ -202,6 +202,14 @@ def test_slow_attempt_is_followed_by_a_last_one() -> None:
     assert world.pauses == [0.0]
 
 
+@pytest.mark.parametrize(("outcome", "tries"), [(HELD, 1), (BUSY, 2)])
+def test_answer_far_behind_the_deadline_is_the_last(outcome: Outcome, tries: int) -> None:
+    """A store that slow would take as long once more; unless it said nothing about the key."""
+    world = World(slow={0: 2.1})
+    assert world.run(lambda _: outcome, wait=1.0, pauses=itertools.repeat(0.3)) is outcome
+    assert len(world.tries) == tries
+
+
 def test_pause_ends_when_the_key_becomes_free() -> None:
     """Knowing when the key is free beats the backoff, in both directions of time."""
     world = World()

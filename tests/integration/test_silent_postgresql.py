@@ -154,6 +154,29 @@ def test_acquire_ends_where_a_session_falls_silent(
                 lock_backends[alias]._connections.close_all()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("like", ["default", "mariadb"])
+def test_session_that_is_cut_before_its_commit_has_done_nothing(like: str) -> None:
+    """It is an error, and no other session is opened to end the transaction."""
+    if like not in connections.settings:
+        pytest.skip(NO_MARIADB)
+    ours = borrowing.LockConnections(like, 1)
+    use, cut = ours.use(), []
+
+    def work(on: str) -> None:
+        cut.append(connections[on])
+        with transaction.atomic(using=on):
+            ask(on, "SELECT 1")
+            use.cut()
+
+    with pytest.raises(OperationalError), use as on:
+        work(on)
+    assert use.was_cut
+    assert cut[0].connection is None
+    with ours.use() as on:
+        assert connections[on] is not cut[0]
+    ours.close_all()
+
+
 def test_statement_that_works_is_not_cut(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many statements may take longer together than one may be silent."""
     monkeypatch.setattr(borrowing, "ANSWER_SECONDS", 0.3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,13 +18,22 @@ READ_BYTES = 65_536
 class Wire:
     """A proxy on loopback, before the server of a database.
 
+    Args:
+        using: The alias of the database.
+        server: Another server: its host and port.
+
     Attributes:
         address: What Django's settings of a database have to say to go through it.
+        delay: Seconds by which each answer of the server comes later.
+        answers: How many have come.
     """
 
-    def __init__(self, using: str):
+    delay = 0.0
+    answers = 0
+
+    def __init__(self, using: str = "default", server: tuple[str, int] | None = None):
         given = connections[using].settings_dict
-        self._server = (given["HOST"] or "127.0.0.1", int(given["PORT"] or 5432))
+        self._server = server or (given["HOST"] or "127.0.0.1", int(given["PORT"] or 5432))
         self._begin()
 
     def _begin(self) -> None:
@@ -77,6 +87,9 @@ class Wire:
                 for key, _events in ready.select():
                     sender: Any = key.fileobj
                     data = sender.recv(READ_BYTES)
+                    if sender is server and data:
+                        self.answers += 1
+                        time.sleep(self.delay)
                     self._flows.wait()
                     if not data:
                         other[sender].shutdown(socket.SHUT_RDWR)
@@ -85,9 +98,9 @@ class Wire:
 
 
 @contextmanager
-def wire(using: str = "default") -> Iterator[Wire]:
-    """Give a wire to the server of a database."""
-    made = Wire(using)
+def wire(using: str = "default", server: tuple[str, int] | None = None) -> Iterator[Wire]:
+    """Give a wire to the server of a database, or to another one: see `Wire`."""
+    made = Wire(using, server)
     try:
         yield made
     finally:

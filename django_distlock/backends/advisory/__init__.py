@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from datetime import datetime
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any, ClassVar
 from django.db import Error, connections
 
 from ...conf import BackendConfig
+from ...core import budgets
 from ...core.durations import MAX_BOUND
 from ...core.holders import Holder
 from ...core.records import UNKNOWN, Contended, Grant, Unknown
@@ -100,7 +100,7 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
         holding = self._holdings.of_token(grant.token, name)
         if holding is None:
             return None
-        (pong,) = ping([holding], time.monotonic() + MAX_BOUND).values()
+        (pong,) = ping([holding], budgets.end(MAX_BOUND)).values()
         if isinstance(pong, Error):
             raise self._refused(pong, grant.key) from pong
         return self._extended(holding, grant, ttl, pong)
@@ -109,7 +109,7 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
         # Each session is a connection of its own, so there is no one round trip to all of them.
         found = [self._holdings.of_token(grant.token, name) for name, grant in named]
         known = {holding for holding in found if holding is not None}
-        pongs = ping(known, time.monotonic() + MAX_BOUND)
+        pongs = ping(known, budgets.end(MAX_BOUND))
         return [
             None if holding is None else self._extended(holding, grant, grant.ttl, pongs[holding])
             for holding, (_name, grant) in zip(found, named, strict=True)
@@ -151,7 +151,7 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
     def _unlock(self, holding: Holding) -> bool:
         session = holding.session
         try:
-            session.catch_up(time.monotonic() + MAX_BOUND)
+            session.catch_up(budgets.end(MAX_BOUND))
             return session.ask("distlock_release", holding.number)[0] == "t"
         except Error:
             # Cut off, it held nothing any more; alive, it frees the key by its end.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from django.db import Error
 
+from ...core import budgets
 from ...core.durations import MAX_BOUND
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
 from ...core.fences import FENCE_MAX, check_fence
@@ -67,7 +67,7 @@ class SessionAttempts(SessionViews):
             if session.closed or self._holdings.of_token(held.record.token) is not held:
                 return None
             try:
-                session.catch_up(time.monotonic() + MAX_BOUND)
+                session.catch_up(budgets.end(MAX_BOUND))
                 turn, paused, fence, now, *_ = self._ask_for(session, "distlock_hand_over", wish)
             except NoAnswer as error:
                 raise self._no_answer(wish.key) from error

@@ -12,13 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import psycopg
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg.pq import ConnStatus, ExecStatus
 
-from ...connections import CONNECT_SECONDS, KEEPALIVES, keep_inherited, own_connection
+from ...borrowing import Opening, cut
+from ...connections import (
+    CONNECT_SECONDS,
+    KEEPALIVES,
+    bound_opening,
+    keep_inherited,
+    own_connection,
+)
+from ...core import budgets
 
 #: Seconds to wait for an answer that the server does not put off: then it is not there.
 ANSWER_SECONDS = 5.0
@@ -74,7 +83,9 @@ class Session:
         self.place: object = None
         self._process = os.getpid()
         self._wrapper = own_connection(template, **KEEPALIVES, connect_timeout=CONNECT_SECONDS)
-        self._wrapper.ensure_connection()
+        bound_opening(self._wrapper, template.settings_dict["OPTIONS"])
+        with Opening(partial(cut, self._wrapper)):
+            self._wrapper.ensure_connection()
         self._raw: psycopg.Connection[Any] = self._wrapper.connection
         self._pgconn = self._raw.pgconn
         self.pid = self._pgconn.backend_pid
@@ -82,7 +93,7 @@ class Session:
             with self._errors():
                 self._pgconn.send_query(self._preparation(prepared).encode())
                 self.awaits = True
-                until = time.monotonic() + ANSWER_SECONDS
+                until = budgets.end(ANSWER_SECONDS)
                 self._flush(until)
                 first = self._receive(until)[0]
         except BaseException as error:
@@ -101,7 +112,7 @@ class Session:
         """
         try:
             self.send(statement, *arguments)
-            return self.receive(time.monotonic() + ANSWER_SECONDS)
+            return self.receive(budgets.end(ANSWER_SECONDS))
         except NoAnswer:
             self.close()
             raise
@@ -112,7 +123,7 @@ class Session:
             values = [None if each is None else str(each).encode() for each in arguments]
             self._pgconn.send_query_prepared(statement.encode(), values)
             self.awaits = True
-            self._flush(time.monotonic() + ANSWER_SECONDS)
+            self._flush(budgets.end(ANSWER_SECONDS))
 
     def receive(self, until: float) -> Row:
         """Return the one row of what was sent.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from django.db import connections
 
 from ...connections import IdleConnections, close_before_drop
+from ...core import budgets
 from ...core.bells import Bell
 from ...core.durations import MAX_BOUND
 from ...workers import Gone, when_gone
@@ -67,7 +68,7 @@ class Sessions:
             PoolerInBetween: It does not go to the server.
             django.db.Error: It cannot be opened.
         """
-        until = time.monotonic() + MAX_BOUND
+        until = budgets.end(MAX_BOUND)
         while (place := self._place()) is None:
             if sum(each.holds for each in _living(self._open)) >= self.limit:
                 raise AllInUse(all_hold=True)

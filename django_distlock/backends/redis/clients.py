@@ -23,6 +23,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from redis.sentinel import SentinelConnectionPool
 
+from ...core import budgets
 from ...core.errors import BackendUnavailable, LockError, shown
 from ...exceptions import InvalidLockBackend
 
@@ -41,7 +42,7 @@ _ADDRESS = re.compile(
 
 #: By class; the first that fits counts.
 _CODES: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
-    ((exceptions.TimeoutError,), "network_timeout"),
+    ((exceptions.TimeoutError, budgets.Over), "network_timeout"),
     (
         (
             exceptions.AuthenticationError,

@@ -11,10 +11,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from redis import exceptions
 
+from ...core import budgets
 from .clients import ERRORS, own_pool
 from .lines import Call, LoopLines, ThreadLines
 
@@ -49,7 +51,7 @@ class ClusterLines:
             try:
                 return self.server(node).ask(call, asking=asking)
             except exceptions.MovedError:
-                self._client.nodes_manager.initialize()
+                self._look()
                 node, asking = self.node_of(call.keys[0]), False
             except exceptions.AskError as error:
                 place = self._client.nodes_manager.remap_host_port(error.host, error.port)
@@ -127,10 +129,11 @@ class ClusterLines:
         if now - self._looked_at < LOOK_SECONDS:
             return
         self._looked_at = now
-        try:
-            self._client.nodes_manager.initialize()
-        except ERRORS:
-            return  # None does. Whoever asks next meets with that.
+        with suppress(*ERRORS, budgets.Over):
+            self._look()  # Where none does, whoever asks next meets with that.
+
+    def _look(self) -> None:
+        budgets.apart(self._client.nodes_manager.initialize, "distlock-cluster")
 
     def _asked(self, call: Call) -> Any:
         try:

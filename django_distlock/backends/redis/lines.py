@@ -6,13 +6,17 @@ to it together (docs/explanation/performance.md), and sends commands again when 
 
 from __future__ import annotations
 
+import math
+import socket
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from redis import exceptions
 
-from ...borrowing import is_readable
+from ...borrowing import Opening, is_readable
+from ...core import budgets
 from ..lua import Script
 from .clients import address_of, awaited_pool
 
@@ -138,10 +142,13 @@ class ThreadLines:
         try:
             if _is_elsewhere(self._pool, connection) or _has_ended(connection._sock):
                 connection.disconnect()
-            connection.connect()
+            _open(connection)
+            bound = _bound(connection)
             # As one text: each item of a list is a call of the system.
             connection.send_packed_command([b"".join(map(packed, commands))])
             answers = [_answer(connection) for _ in commands]
+            if bound:
+                connection._sock.settimeout(connection.socket_timeout)
             clean = True
             return answers
         finally:
@@ -208,6 +215,38 @@ def _taken(pool: Any, idle: deque[Any]) -> Any:
         return idle.pop()
     except IndexError:
         return pool.make_connection()
+
+
+def _open(connection: Any) -> None:
+    """Open a connection, unless it is, in the time that the call has."""
+    if connection._sock is not None or (left := budgets.left()) == math.inf:
+        connection.connect()
+        return
+    if not left:
+        raise budgets.Over
+    usual = connection.socket_connect_timeout
+    connection.socket_connect_timeout = min(left, usual)
+    with Opening(lambda: shut(connection._sock)):
+        connection.connect()
+    connection.socket_connect_timeout = usual
+
+
+def shut(wire: Any) -> None:
+    """End what another thread does with a socket; None: there is none."""
+    if wire is not None:
+        # An SSL socket's own method would change what that thread uses.
+        with suppress(OSError):
+            socket.socket.shutdown(wire, socket.SHUT_RDWR)
+
+
+def _bound(connection: Any) -> bool:
+    """Let an answer come in the time that the call has; return whether that is a shorter one."""
+    left = budgets.left(usual := connection.socket_timeout)
+    if not left:
+        raise budgets.Over
+    if left < usual:
+        connection._sock.settimeout(left)
+    return bool(left < usual)
 
 
 def _is_elsewhere(pool: Any, connection: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import redis
 
+from ...core import budgets
 from ...core.durations import MAX_BOUND
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError
 from ...core.records import Record, Unreadable
@@ -83,8 +84,8 @@ class RedisStore:
     def client(self) -> Any:
         """A client with the store's address: a `redis.Redis`, or a `redis.RedisCluster`."""
         if self._client is None:
-            with self._making:
-                self._client = self._client or own_client(self._make())
+            # A cluster's connects when it is made, in the time that the project gives it.
+            budgets.apart(self._make_client, f"distlock-{self._alias}-client")
         return self._client
 
     @property
@@ -253,7 +254,7 @@ class RedisStore:
     def _asking(self, key: str | None = None) -> Iterator[ThreadLines | ClusterLines]:
         try:
             yield self._made()
-        except ERRORS as error:
+        except (*ERRORS, budgets.Over) as error:
             raise translated(error, self._alias, key) from error
 
     def _made(self) -> ThreadLines | ClusterLines:
@@ -268,6 +269,10 @@ class RedisStore:
                     else ThreadLines(client.connection_pool, self._limit)
                 )
             return self._lines
+
+    def _make_client(self) -> None:
+        with self._making:
+            self._client = self._client or own_client(self._make())
 
     def _none_free(self, key: str | None) -> LockError:
         return BackendUnavailable(

@@ -7,17 +7,15 @@ grant. A channel is no key: on a cluster, every server passes on what one of the
 from __future__ import annotations
 
 import random
-import socket
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Protocol
 
 from redis import exceptions
 
 from ..listening import NoWakeUps
 from .clients import ERRORS
-from .lines import ThreadLines, packed
+from .lines import ThreadLines, packed, shut
 
 #: Seconds that a server gets to answer whether it is still there.
 PONG_SECONDS = 5.0
@@ -60,12 +58,8 @@ class Subscription:
     def close(self) -> None:
         """See `listening.Line`."""
         self._is_over = True
-        sock = self._connection._sock
-        if sock is not None:
-            # It ends what another thread hears. An SSL socket's own method would change what that
-            # thread uses.
-            with suppress(OSError):
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        # It ends what another thread hears.
+        shut(self._connection._sock)
         # Whoever hears closes it behind that: a number that is free may be another connection's.
         if self._using.acquire(blocking=False):
             try:
