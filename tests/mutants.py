@@ -136,6 +136,16 @@ MUTANTS = (
         case="",
     ),
     Mutant(
+        fault="a doctor that gives each store a time of its own",
+        backend="postgres",
+        file="django_distlock/inspection/diagnosis/__init__.py",
+        old=r"began \+ PATIENCE \* FOR_STORES",
+        new="time.monotonic() + PATIENCE * FOR_STORES",
+        test="tests/integration/test_distlock_doctor_stores.py::"
+        "test_slow_stores_have_one_time_together",
+        case="",
+    ),
+    Mutant(
         fault="a thread's session that is over",
         backend="postgres",
         file=BORROWING,

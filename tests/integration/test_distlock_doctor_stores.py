@@ -25,7 +25,7 @@ from django_distlock.host import current_holder
 from django_distlock.inspection import diagnosis
 from django_distlock.inspection.diagnosis import Finding, Mark, answers, diagnose
 from tests.contract.aliases import DATABASE, alias_like
-from tests.contract.helpers import at_once
+from tests.contract.helpers import PROMPT, at_once
 from tests.redis_servers import private_redis
 from tests.settings import REDIS_BACKEND
 from tests.setups.servers import pgbouncer
@@ -282,7 +282,38 @@ def test_store_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
         began = time.monotonic()
         ran = run("distlock_doctor", "--backend=locks")
         assert (ran.status, time.monotonic() - began < 30) == (69, True)
-        assert "3 s have passed" in ran.out
+        assert "did not answer: 2 s have passed" in ran.out
+        assert look("not asked")[1].startswith("store, clock, locking")
+
+
+def test_slow_stores_have_one_time_together(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D011 of each: what it was asked until then stays, and what it was not asked is said."""
+    monkeypatch.setattr(diagnosis, "PATIENCE", 6.0)
+    with ExitStack() as stack:
+        given, ways = {}, []
+        for number in range(3):
+            ways.append(way := stack.enter_context(wire()))
+            using = stack.enter_context(alias_like("default", **way.address))
+            way.delay = 0.2
+            options = {"BACKEND": DATABASE, "KEY_PREFIX": f"{key}{number}"}
+            given[f"slow{number}"] = {**options, "OPTIONS": {"using": using}}
+        with override_settings(DISTLOCK=given):
+            began = time.monotonic()
+            found = diagnose()
+            took = time.monotonic() - began
+            for way in ways:
+                way.delay = 0.0
+            for thread in threading.enumerate():
+                if thread.name.startswith("distlock-doctor-"):
+                    thread.join(20)
+    assert took < 6.0 + PROMPT
+    assert found.silent == tuple(given)
+    for alias in given:
+        looks = {each.what: each for each in found.looked_at if each.backend == alias}
+        assert "did not answer all: 4 s have passed" in looks["store"].text
+        assert looks["clock"].mark is Mark.OK
+        assert "clock" not in looks["not asked"].text
+        assert looks["not asked"].text.endswith("pauses")
 
 
 def test_wrong_password() -> None:
@@ -391,7 +422,7 @@ def test_check_that_hangs_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> Non
         over.set()
         registry.registered_checks.remove(hanging)  # type: ignore[arg-type]
     assert set(found) == {"D013"}
-    assert "not ended within 3 s" in found["D013"].message
+    assert "not ended within 3 s; without an answer: hanging" in found["D013"].message
 
 
 def test_check_that_fails_stops_no_other() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +20,7 @@ from .births import accept_loss, has_lost, look_for_loss
 from .checked import run
 from .findings import ADDRESSES, Finding, Level, Look, Mark, Notes
 from .kept import scan
-from .patience import within
+from .patience import begun
 
 __all__ = [
     "ADDRESSES",
@@ -34,8 +36,15 @@ __all__ = [
 
 #: Locks, or waiters, of a backend that are looked at, at most.
 SCANNED: Final = 100_000
-#: Seconds that a backend gets at most: a server that hangs keeps nobody from the others.
-PATIENCE: Final = 60.0
+#: Seconds that all of it takes at most: a server that hangs keeps nobody from the others.
+PATIENCE: Final = 45.0
+#: The part of it that stores get, which are asked side by side. The system checks have the rest.
+FOR_STORES: Final = 2 / 3
+
+#: What every store is asked, in this order.
+_QUESTIONS: Final = (
+    "store", "clock", "locking", "wake-ups", "connections", "locks", "orphan waiters", "pauses",
+)  # fmt: skip
 
 _MISTAKE: Final = "This is a mistake of the backend, or of the diagnosis: report it."
 
@@ -92,7 +101,9 @@ def diagnose(
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise InvalidArgument(f"limit must be an int of at least 1, not {shown(limit)}.")
     notes = {alias: Notes(alias) for alias in _chosen(backends)}
+    began = time.monotonic()
     stores: list[BaseLockBackend] = []
+    asked: list[tuple[Notes, Future[None]]] = []
     for alias, each in notes.items():
         try:
             store = lock_backends[alias]
@@ -103,11 +114,16 @@ def diagnose(
             continue
         stores.append(store)
         if store.distributed:
-            _examine(store, each, writes=writes, limit=limit)
+            # What is noted too late is noted for nobody.
+            own = Notes(alias)
+            work = partial(_ask_and_scan, store, own, writes=writes, limit=limit)
+            asked.append((own, begun(work, f"distlock-doctor-{alias}")))
         else:
             each.look("store", "in the memory of each process", skipped=True)
-    project = Notes()
-    run(project, notes, stores, everything=backends is None, patience=PATIENCE)
+    for own, done in asked:
+        _hear(notes[str(own.backend)], own, done, began + PATIENCE * FOR_STORES)
+    project, left = Notes(), began + PATIENCE - time.monotonic()
+    run(project, notes, stores, everything=backends is None, patience=left)
     return _concluded([project, *notes.values()])
 
 
@@ -128,23 +144,27 @@ def _chosen(backends: Collection[str] | None) -> list[str]:
     return [alias for alias in known if alias in backends]
 
 
-def _examine(store: BaseLockBackend, notes: Notes, *, writes: bool, limit: int) -> None:
-    # What is noted too late is noted for nobody.
-    own = Notes(store.alias)
-    work = partial(_ask_and_scan, store, own, writes=writes, limit=limit)
+def _hear(notes: Notes, own: Notes, done: Future[None], until: float) -> None:
+    """Take what was noted about a store, once it is all, or until then (`time.monotonic`)."""
+    trouble: Exception | None = None
     try:
-        within(PATIENCE, work, f"distlock-doctor-{store.alias}")
+        done.result(max(0.0, until - time.monotonic()))
     except TimeoutError:
-        late = f"{PATIENCE:g} s have passed."
-        _tell(notes, BackendUnavailable(late, code="network_timeout"))
-        return
-    except LockError as error:
-        _tell(own, error)
+        late = f"{PATIENCE * FOR_STORES:g} s have passed."
+        trouble = BackendUnavailable(late, code="network_timeout")
     except Exception as error:  # noqa: BLE001 - one backend's trouble stops no other's
-        text = f"cannot be examined: {type(error).__name__}: {error}"
-        own.find("D013", "store", text, _MISTAKE)
-    notes.looks, notes.findings = own.looks, own.findings
-    notes.is_silent = own.is_silent
+        trouble = error
+    notes.looks, notes.findings = list(own.looks), list(own.findings)
+    if trouble is None:
+        return
+    known = {each.what for each in notes.looks}
+    if isinstance(trouble, LockError):
+        _tell(notes, trouble)
+    else:
+        text = f"cannot be examined: {type(trouble).__name__}: {trouble}"
+        notes.find("D013", "store", text, _MISTAKE)
+    left = ", ".join(what for what in _QUESTIONS if what not in known)
+    notes.look("not asked", left, skipped=True)
 
 
 def _ask_and_scan(store: BaseLockBackend, notes: Notes, *, writes: bool, limit: int) -> None:
@@ -159,7 +179,7 @@ def _ask_and_scan(store: BaseLockBackend, notes: Notes, *, writes: bool, limit: 
 
 def _tell(notes: Notes, error: LockError) -> None:
     notes.is_silent = isinstance(error, BackendUnavailable)
-    what = "did not answer" if notes.is_silent else "cannot be used"
+    what = f"did not answer{' all' if notes.looks else ''}" if notes.is_silent else "cannot be used"
     text, hint = f"{what}: {error}", remedy(error)
     notes.find("D011", "store", text, hint, level=Level.ERROR)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -18,7 +18,7 @@ from ...backends.database import DatabaseBackend
 from ...backends.tables import FenceTable
 from .findings import Finding, Level, Look, Mark, Notes, address
 from .kinds import is_redis
-from .patience import within
+from .patience import begun
 
 #: What a store that does not answer is told of twice.
 _SILENCE: Final = ("distlock.W102", "distlock.W205", "distlock.W302")
@@ -66,15 +66,17 @@ def run(
         patience: Seconds that the checks get together.
     """
     databases = _databases(notes, stores, everything=everything)
+    names = _ours()
+    found: list[list[checks.CheckMessage]] = []
     try:
-        messages = within(
-            patience, partial(_messages, project, databases), "distlock-doctor-checks"
-        )
+        work = partial(_ask, names, found, project, databases)
+        begun(work, "distlock-doctor-checks").result(max(0.0, patience))
     except TimeoutError:
-        messages = []
-        text = f"the system checks have not ended within {patience:g} s"
+        rest = ", ".join(list(names)[len(found) :])
+        text = f"the system checks have not ended within {patience:.0f} s; without an answer:"
         hint = f"Look which of these databases hangs: {', '.join(databases)}."
-        project.find("D013", "system checks", text, hint)
+        project.find("D013", "system checks", f"{text} {rest}", hint)
+    messages = [message for each in list(found) for message in each]
     of_aliases: dict[str, list[checks.CheckMessage]] = {alias: [] for alias in notes}
     of_project: list[checks.CheckMessage] = []
     for message in messages:
@@ -101,23 +103,32 @@ def _about(text: str, stores: Sequence[BaseLockBackend]) -> list[str]:
     return [store.alias for store in tables if repr(store.using) in text]
 
 
-def _messages(project: Notes, databases: list[str]) -> list[checks.CheckMessage]:
-    """Return what our checks say.
+def _ours() -> dict[str, Callable[..., Iterable[checks.CheckMessage]]]:
+    """Return our checks by name, and no others: they may raise where a server is down."""
+    every = registry.get_checks(include_deployment_checks=True)
+    return {
+        getattr(check, "__name__", "check"): check
+        for check in every
+        if check.__module__.startswith("django_distlock.")
+    }
 
-    One by one, and no others: those of somebody else may raise where a server is down.
-    """
-    found: list[checks.CheckMessage] = []
-    for check in registry.get_checks(include_deployment_checks=True):
-        if not check.__module__.startswith("django_distlock."):
-            continue
-        name = getattr(check, "__name__", "check")
+
+def _ask(
+    ours: Mapping[str, Callable[..., Iterable[checks.CheckMessage]]],
+    found: list[list[checks.CheckMessage]],
+    project: Notes,
+    databases: list[str],
+) -> None:
+    """Add to `found` what each check says, one by one."""
+    for name, check in ours.items():
+        said: list[checks.CheckMessage] = []
         try:
-            found += check(app_configs=None, databases=databases)
+            said += check(app_configs=None, databases=databases)
         except Exception as error:  # noqa: BLE001 - one check's trouble stops no other
             text = f"the check {name} failed: {type(error).__name__}: {error}"
             hint = "Run manage.py check, which shows where."
             project.find("D013", name.replace("_", " "), text, hint)
-    return found
+        found.append(said)
 
 
 def _add(notes: Notes, message: checks.CheckMessage) -> None:
