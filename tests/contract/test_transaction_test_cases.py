@@ -21,6 +21,7 @@ from django_distlock import Lock, LockUsageError, Retry, current_lease, distlock
 from django_distlock.handler import lock_backends
 from tests.backends import BACKENDS
 from tests.processes import spawn
+from tests.services_plugin import KINDS
 from tests.shop.models import Row
 
 from .helpers import PATIENCE
@@ -159,8 +160,8 @@ def run_test_cases() -> dict[str, Any]:
     return {"ran": result.testsRun, "fine": result.wasSuccessful() or report.getvalue()}
 
 
-# Django's runner makes a test database in each of them.
-@pytest.mark.servers("PostgreSQL", "MariaDB", "Redis")
+# Django's runner makes test databases in all of them.
+@pytest.mark.servers(*KINDS)
 def test_locks_work_in_django_test_cases() -> None:
     """`TestCase` and `TransactionTestCase` run as in a project, and drop their databases."""
     with spawn("tests.contract.test_transaction_test_cases:run_test_cases") as run:
