@@ -21,12 +21,11 @@ from .core.durations import GRACE, MAX_BOUND
 from .core.errors import LockError
 from .core.fences import FENCE_MAX, check_fence
 from .core.holders import Holder
-from .core.keys import advisory_id
 from .core.records import UNKNOWN, Contended, Grant, Unknown
 from .fields import from_microseconds
 from .managers import Freed
 from .sql import function_name
-from .vendors.postgresql import advisory_salt, milliseconds, sqlstate
+from .vendors.postgresql import milliseconds, sqlstate
 
 
 class NeedsTransaction(Exception):
@@ -35,7 +34,7 @@ class NeedsTransaction(Exception):
 
 #: What stands for the arguments of each function.
 _PLACEHOLDERS = {
-    "acquire": f"%s, %s, %s, %s, %s, {GRACE}, %s::jsonb, %s, %s, %s, %s",
+    "acquire": f"%s, %s, %s, %s, {GRACE}, %s::jsonb, %s, %s, %s, %s",
     "extend": f"%s, %s, %s, {GRACE}, %s",
     "extend_many": f"%s::text[], %s::text[], %s::double precision[], {GRACE}, %s",
     "release": "%s, %s, %s, %s",
@@ -55,8 +54,6 @@ class ServerFunctions:
         self._using = using
         self._named = named
         self._follows_clock = follows_clock
-        # Read from the settings once, as the models do.
-        self._salt = advisory_salt()
 
     def db_manager(self, using: str) -> ServerFunctions:
         """Return the same functions on another alias."""
@@ -78,8 +75,8 @@ class ServerFunctions:
     ) -> Grant | Contended:
         """Grant the key if it is free."""
         arguments = [
-            name, key, advisory_id(self._salt, name), token, ttl, json.dumps(holder.as_json()),
-            wanted, replace, self._follows_clock, _bound(bound),
+            name, key, token, ttl, json.dumps(holder.as_json()), wanted, replace,
+            self._follows_clock, _bound(bound),
         ]  # fmt: skip
         outcome, now, *record = _parts(self._call("acquire", arguments), 7)
         fence, acquired_at, expires_at, free_at, known_holder = record

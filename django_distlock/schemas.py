@@ -22,7 +22,7 @@ from .conf import DEFAULT_TABLES, table
 from .connections import CONNECT_SECONDS
 from .core import budgets
 from .core.durations import MAX_BOUND
-from .sql import FUNCTIONS, function_name
+from .sql import FUNCTIONS, SIDE_TABLES, function_name, side_table
 from .vendors import VENDORS
 
 
@@ -126,7 +126,9 @@ def _quote(connection: BaseDatabaseWrapper) -> str:
 @cache
 def _names(quote: str) -> re.Pattern[str]:
     """Return what finds our names where they have no schema."""
-    names = [*map(table, DEFAULT_TABLES), *map(function_name, FUNCTIONS)]
+    names = [
+        *map(table, DEFAULT_TABLES), *map(side_table, SIDE_TABLES), *map(function_name, FUNCTIONS)
+    ]  # fmt: skip
     return re.compile(f"(?<!\\.){quote}(?:{'|'.join(names)}){quote}")
 
 

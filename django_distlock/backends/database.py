@@ -32,8 +32,8 @@ from ..exceptions import InvalidLockBackend
 from ..functions import ServerFunctions
 from ..managers import Freed, HeldLockManager
 from ..models import HeldLock, Waiter
+from ..sql import side_table
 from ..vendors import VENDORS
-from ..vendors.postgresql import wake_up_channel
 from ..waiters import WaiterManager
 from .base import BaseLockBackend
 from .listening import Listener
@@ -241,7 +241,8 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         self, name: str, holder: Holder, seconds: float, note: str | None
     ) -> str | None:
         earlier = None if note is None else int(note)
-        channel = wake_up_channel() if self.is_listening else ""
+        # Not its name, which is a secret.
+        channel = "LISTEN" if self.is_listening else ""
 
         def note_it(on: str) -> int | None:
             return self._waiters_on(on).note(name, holder, seconds, earlier, channel=channel)
@@ -289,7 +290,8 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
             return None
         from .postgresql import NotifyLine
 
-        subscribe = partial(NotifyLine, listen_using or self.using, wake_up_channel(), self.alias)
+        salt = partial(self._connections.named, side_table("salt"))
+        subscribe = partial(NotifyLine, listen_using or self.using, salt, self.alias, self.queues)
         listener = Listener(f"distlock-wake-ups-{self.alias}", subscribe, self.queues)
         close_before_drop(listener)
         return listener

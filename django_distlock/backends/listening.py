@@ -32,7 +32,7 @@ class Line(Protocol):
     """A connection that has subscribed to the wake-ups of a backend."""
 
     def hear(self, seconds: float) -> Iterable[str]:
-        """Return the storage keys that were called out, as soon as there are some.
+        """Return what was called out, as soon as there is something: see `Queues.call_by`.
 
         Where nothing comes for so many seconds, ask the server whether it is still there.
 
@@ -194,8 +194,8 @@ class Listener:
             # Whatever was called out before the subscription went unheard.
             self._queues.ring_all()
             while not watch.closing.is_set():
-                for name in line.hear(LOOK_SECONDS):
-                    self._queues.ring(name)
+                for call in line.hear(LOOK_SECONDS):
+                    self._queues.answer(call)
                 if self._queues:
                     idle_since = time.monotonic()
                 elif time.monotonic() - idle_since > IDLE_SECONDS and self._ends(watch):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +16,10 @@ from django.db import connections
 from psycopg import sql
 
 from ..connections import CONNECT_SECONDS, KEEPALIVES, own_connection
+from ..sql import channel, word
+from ..vendors.postgresql import no_secret
 from .listening import NoWakeUps
+from .queues import Queues
 
 #: Seconds to wait for an answer that the server does not put off: then it is not there.
 ANSWER_SECONDS = 5.0
@@ -33,22 +38,24 @@ class NotifyLine:
 
     Args:
         using: The alias of the database. It has to lead to a server that is written to.
-        channel: Where keys are called out.
+        salt: Gives the table of the secret, quoted and with its schema.
         backend: The alias of the lock backend, for messages.
+        queues: Whoever waits. They are told what their keys are called out as.
 
     Raises:
         NoWakeUps: A pooler stands in between, or the server is a standby.
         django.db.Error, psycopg.Error: It cannot be opened.
     """
 
-    def __init__(self, using: str, channel: str, backend: str):
+    def __init__(self, using: str, salt: Callable[[], str], backend: str, queues: Queues):
         self._owner = threading.get_ident()
         self._raw = _opened(using)
         self._pgconn = self._raw.pgconn
         # A descriptor of its own: the connection may be closed while another thread looks for it.
         self._wire = socket.fromfd(self._pgconn.socket, socket.AF_INET, socket.SOCK_STREAM)
         try:
-            self._subscribe(channel, f"DISTLOCK[{backend!r}]: {using!r}")
+            heard_as = self._subscribe(salt(), f"DISTLOCK[{backend!r}]: {using!r}")
+            queues.call_by(lambda name: _called(heard_as, name))
         except BaseException:
             self.close()
             raise
@@ -73,20 +80,25 @@ class NotifyLine:
             with suppress(OSError):
                 self._wire.shutdown(socket.SHUT_RDWR)
 
-    def _subscribe(self, channel: str, where: str) -> None:
+    def _subscribe(self, salt: str, where: str) -> str:
+        """Listen; return what names are hashed with."""
         remedy = (
             "Name an alias in OPTIONS['listen_using'] that goes to the primary server directly."
         )
         # Before anything else reaches a session that others use.
-        row = self._raw.execute("SELECT pg_backend_pid()").fetchone()
+        row = self._raw.execute("SELECT pg_backend_pid(), pg_is_in_recovery()").fetchone()
         if row is None or row[0] != self._raw.info.backend_pid:
             raise NoWakeUps(
                 f"{where} goes through a connection pooler, which passes no wake-ups on. {remedy}"
             )
-        try:
-            self._raw.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
-        except psycopg.errors.ReadOnlySqlTransaction as error:
-            raise NoWakeUps(f"{where} is a standby, which has none. {remedy}") from error
+        if row[1]:
+            raise NoWakeUps(f"{where} is a standby, which has none. {remedy}")
+        asked = f"SELECT {channel()}, {word()} FROM {salt} s".encode()  # noqa: S608
+        found = self._raw.execute(asked).fetchone()
+        if found is None:
+            raise no_secret(salt)
+        self._raw.execute(sql.SQL("LISTEN {}").format(sql.Identifier(found[0])))
+        return str(found[1])
 
     def _ping(self) -> None:
         until = time.monotonic() + ANSWER_SECONDS
@@ -104,6 +116,11 @@ class NotifyLine:
         with _Selector() as selector:
             selector.register(self._pgconn.socket, selectors.EVENT_READ)
             return bool(selector.select(max(0.0, seconds)))
+
+
+def _called(word: str, name: str) -> str:
+    """Return what is called out for a storage key, as `sql.called` does in the server."""
+    return hashlib.sha256(f"{word}{name}".encode()).hexdigest()[:32]
 
 
 def _opened(using: str) -> psycopg.Connection[Any]:

@@ -42,6 +42,8 @@ class Queues:
         """Forget everybody. In a forked child too: the waiters are its parent's."""
         self._mutex = threading.Lock()
         self._queues: dict[str, deque[Turn]] = {}
+        self._called: Callable[[str], str] = str
+        self._by_call: dict[str, str] = {}
         self._released_wanted: dict[str, float] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -54,6 +56,13 @@ class Queues:
         """Queue up at the end."""
         with self._mutex:
             self._queues.setdefault(turn.name, deque()).append(turn)
+            self._by_call[self._called(turn.name)] = turn.name
+
+    def call_by(self, called: Callable[[str], str]) -> None:
+        """Say what the store calls out for a storage key: itself, unless this says otherwise."""
+        with self._mutex:
+            self._called = called
+            self._by_call = {called(name): name for name in self._queues}
 
     def is_first(self, turn: Turn) -> bool:
         """Whether it is this waiter's turn to ask the store."""
@@ -77,6 +86,11 @@ class Queues:
         while (first := self.front(name)) is not None and not first.ring():
             # Such as a task of an event loop that was closed: it must not strand the others.
             self._remove(first)
+
+    def answer(self, call: str) -> None:
+        """Wake whoever waits for what was called out. A call that means nobody costs one look."""
+        if (name := self._by_call.get(call)) is not None:
+            self.ring(name)
 
     def ring_all(self) -> None:
         """Wake the first of every queue: wake-ups may have been missed."""
@@ -110,4 +124,5 @@ class Queues:
             queue.remove(turn)
             if not queue:
                 del self._queues[turn.name]
+                self._by_call.pop(self._called(turn.name), None)
             return was_first

@@ -21,7 +21,7 @@ from ..connections import database_file
 from ..models import FailedTask, FenceCounter, HeldLock, LockEvent, RunNote, SeenFence, Waiter
 from ..vendors import VENDORS
 from .configured import DOCS, configured, where
-from .schema import APP, creators, functions, indexes, several, unapplied
+from .schema import APP, creators, functions, indexes, readers, several, unapplied
 from .servers import forgetful, forgetful_rows, read_only
 from .triggers import fence_triggers
 
@@ -90,7 +90,7 @@ def check_tenants(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
 def check_databases(
     app_configs: Any, databases: Sequence[str] | None, **_: Any
 ) -> list[checks.CheckMessage]:
-    """E103, E105 and W102 to W112, but for W110: look into the databases that are named.
+    """E103, E105 and W102 to W114, but for W110: look into the databases that are named.
 
     One check, so that a database that is down is waited for once. What `migrate` repairs is a
     warning, because it runs these checks too and stops at errors.
@@ -130,6 +130,7 @@ def _of_locks(using: str) -> Iterator[checks.CheckMessage]:
             yield from several(using)
             yield from creators(using)
             yield from functions(using)
+            yield from readers(using)
             yield from indexes(using, [each for each in _MODELS if each not in missing])
     yield from _of_rows(using, loader)
 

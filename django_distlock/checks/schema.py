@@ -1,4 +1,4 @@
-"""`distlock.W106`, `W107`, `W111` to `W113`: what a database has besides tables, and for whom."""
+"""`distlock.W106`, `W107`, `W111` to `W114`: what a database has besides tables, and for whom."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from django.db.models import CheckConstraint
 
 from ..backends.database import DatabaseBackend
 from ..models import FenceCounter
-from ..sql import FIXED_PATH, FUNCTIONS, SCHEMA_OF, fence_guard_name, function_name, script
+from ..sql import (
+    FIXED_PATH,
+    FUNCTIONS,
+    SCHEMA_OF,
+    SIDE_TABLES,
+    fence_guard_name,
+    function_name,
+    quoted,
+    script,
+    side_table,
+)
 from .configured import DOCS, ask, configured
 
 APP: Final = "django_distlock"
@@ -36,7 +46,7 @@ def unapplied(using: str, loader: MigrationLoader) -> Iterator[checks.CheckMessa
 
 
 def functions(using: str) -> Iterator[checks.CheckMessage]:
-    """W107: PostgreSQL finds this release's functions, and the trigger that keeps fence counters.
+    """W107: PostgreSQL has this release's functions, a secret, and the trigger that keeps fences.
 
     A warning, because `migrate` makes what is missing, and stops at errors.
     """
@@ -50,7 +60,7 @@ def functions(using: str) -> Iterator[checks.CheckMessage]:
     guarded = bool(ask(using, _PLPGSQL))
     if guarded:
         wanted[fence_guard_name()] = script("fence_guard", schema)
-    wrong = list(_wrong_functions(using, schema, wanted))
+    wrong = [*_wrong_functions(using, schema, wanted), *_lacking_secret(using, schema)]
     if guarded and not ask(using, _TRIGGER, _GUARD, FenceCounter._meta.db_table):
         wrong.append(
             f"the trigger {_GUARD} is missing or disabled, which refuses to delete or lower a fence"
@@ -105,6 +115,21 @@ def creators(using: str) -> Iterator[checks.CheckMessage]:
             hint="REVOKE CREATE ON SCHEMA … FROM them, or from PUBLIC: see"
             " docs/howto/grant-least-privilege.md.",
             id="distlock.W113",
+        )
+
+
+def readers(using: str) -> Iterator[checks.CheckMessage]:
+    """W114: on PostgreSQL, not everybody may read the secret of numbers and channels."""
+    if connections[using].vendor != "postgresql":
+        return
+    salt = side_table("salt")
+    if ask(using, _READERS, salt):
+        yield checks.Warning(
+            f"In the database {using!r}, everybody may read the table {salt}. Whoever may connect"
+            " can then keep any key from being granted, and listen to who waits.",
+            hint=f"REVOKE ALL ON {salt} FROM PUBLIC, and DELETE its row while no process takes"
+            " locks: migrate makes another one. See docs/howto/grant-least-privilege.md.",
+            id="distlock.W114",
         )
 
 
@@ -180,6 +205,29 @@ def _wrong_functions(using: str, schema: str, wanted: dict[str, str]) -> Iterato
             yield f"the function {name} is not the one of this release"
 
 
+def _lacking_secret(using: str, schema: str) -> Iterator[str]:
+    """Say which of the tables without models is not there; of the secret, what keeps it from us."""
+    names = [side_table(each) for each in SIDE_TABLES]
+    there = dict(ask(using, _READABLE, schema, names))
+    for name in names:
+        if name not in there:
+            yield f"the table {name} is missing in the schema {schema}"
+    salt = side_table("salt")
+    if there.get(salt) is False:
+        yield f"this role may not read the table {salt}"
+    elif salt in there and not ask(using, f"SELECT true FROM {quoted(schema)}.{quoted(salt)}"):  # noqa: S608
+        yield f"the table {salt} is empty"
+
+
+_READABLE = """
+SELECT c.relname, has_table_privilege(c.oid, 'SELECT')
+FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = %s AND c.relname = ANY(%s)
+"""
+_READERS = """
+SELECT true FROM pg_class c CROSS JOIN LATERAL aclexplode(c.relacl) acl
+WHERE c.oid = to_regclass(quote_ident(%s)) AND acl.grantee = 0
+"""
 _FUNCTIONS = """
 SELECT p.proname, p.prosrc, p.proconfig FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
 WHERE n.nspname = %s AND p.proname = ANY(%s)

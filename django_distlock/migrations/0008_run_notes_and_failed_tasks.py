@@ -87,7 +87,7 @@ def _as_lock(lock: Any, note: Any, now: datetime) -> Any:
 
 
 class Migration(migrations.Migration):
-    dependencies = [("django_distlock", "0006_fixed_search_path")]
+    dependencies = [("django_distlock", "0007_secret")]
 
     operations = [
         CreateInnoDBTables(begin=True),

@@ -11,21 +11,32 @@ from django.db.migrations.operations.base import Operation
 from django.db.migrations.state import ProjectState
 
 from ..conf import table
-from . import FIXED_PATH, FUNCTIONS, SCHEMA_OF, SCRIPTS, removal, script
+from . import (
+    FIXED_PATH,
+    SCHEMA_OF,
+    SCRIPTS,
+    SIDE_TABLES,
+    quoted,
+    removal,
+    script,
+    side_table,
+)
 
+#: What does not come a second time: an administrator may have changed it.
+_ONCE = ("storage", "fence_guard")
 _BODY = re.compile(r"FUNCTION\s[^(]*\"(\w+)\"\s*\(.*?\$body\$(.*?)\$body\$", re.DOTALL)
 
 
 class InstallScripts(Operation):
-    """Install functions, trigger and storage parameters on PostgreSQL; nothing elsewhere.
+    """Install the secret, functions, trigger and storage parameters on PostgreSQL, nowhere else.
 
     Where the role may not use PL/pgSQL, functions and trigger stay away: such a project sets
     `server_functions` to False.
 
     Args:
-        functions_only: Add functions to those that are there. Storage parameters and trigger stay
-            as they are, and the way back leaves the functions: workers of either release may run,
-            and the first migration's way back takes them all.
+        functions_only: Add functions to those that are there, and the secret where there is none.
+            Storage parameters and trigger stay as they are, and the way back leaves all of it:
+            workers of either release may run, and the first migration's way back takes it.
     """
 
     reduces_to_sql = True
@@ -50,7 +61,7 @@ class InstallScripts(Operation):
             return
         schema, _ = _schema(connection)
         for name in _allowed_scripts(connection, schema, ask=not schema_editor.collect_sql):
-            if name in FUNCTIONS or not self.functions_only:
+            if not (self.functions_only and name in _ONCE):
                 schema_editor.execute(script(name, schema), params=None)
 
     def database_backwards(
@@ -60,7 +71,7 @@ class InstallScripts(Operation):
         from_state: ProjectState,
         to_state: ProjectState,
     ) -> None:
-        """Drop the functions of every version. The trigger goes with its function."""
+        """Drop the functions of every version, and the secret. Triggers go with their functions."""
         if not self.functions_only and _concerned(schema_editor.connection, app_label):
             for statement in removal(_schema(schema_editor.connection)[0]):
                 schema_editor.execute(statement, params=None)
@@ -133,18 +144,22 @@ def install_missing(using: str) -> None:
     connection = connections[using]
     if not _concerned(connection, "django_distlock"):
         return
+    schema, is_there = _schema(connection)
+    if not is_there or not _missing(connection, schema):
+        return
     with transaction.atomic(using=using), connection.cursor() as cursor:
-        # Two processes that replace one function at once disturb each other.
-        cursor.execute(
-            "SELECT pg_catalog.pg_advisory_xact_lock("
-            "pg_catalog.hashtextextended('django_distlock', 0))"
-        )
-        schema, is_there = _schema(connection)
-        if not is_there:
-            return
-        for name in _allowed_scripts(connection, schema, ask=True):
-            if not _is_installed(connection, schema, name):
-                cursor.execute(script(name, schema))
+        # Two processes that replace one function at once disturb each other. No advisory lock: its
+        # number would be known to everybody.
+        locked = f"{quoted(schema)}.{quoted(table('locks'))}"
+        cursor.execute(f"LOCK TABLE {locked} IN SHARE UPDATE EXCLUSIVE MODE")
+        for name in _missing(connection, schema):
+            cursor.execute(script(name, schema))
+
+
+def _missing(connection: BaseDatabaseWrapper, schema: str) -> list[str]:
+    """Return the scripts that this role may run, and that are not run yet or another release's."""
+    allowed = _allowed_scripts(connection, schema, ask=True)
+    return [name for name in allowed if not _is_installed(connection, schema, name)]
 
 
 def _concerned(connection: BaseDatabaseWrapper, app_label: str) -> bool:
@@ -165,19 +180,31 @@ def _allowed_scripts(connection: BaseDatabaseWrapper, schema: str, *, ask: bool)
     if not _found(connection, "SELECT has_schema_privilege(%s, 'CREATE')", [schema]):
         return ()  # The tables are somebody else's, who installed what they need.
     if not _found(connection, "SELECT has_language_privilege('plpgsql', 'USAGE')", []):
-        return ("storage",)
+        return tuple(name for name in SCRIPTS if name in ("secret", "storage"))
     return SCRIPTS
 
 
 def _is_installed(connection: BaseDatabaseWrapper, schema: str, name: str) -> bool:
     if name == "fence_guard" and not _found(connection, _TRIGGER, [schema, table("fences")]):
         return False
+    if name == "secret":
+        salt, session = (side_table(each) for each in SIDE_TABLES)
+        if not _found(connection, _TABLES, [schema, salt, schema, session]):
+            return False
+        # Only who may read it can fill it.
+        filled = f"SELECT EXISTS (SELECT FROM {quoted(schema)}.{quoted(salt)})"  # noqa: S608
+        return not _found(connection, _READABLE, [schema, salt]) or _found(connection, filled, [])
     function = _BODY.search(script(name, schema))
     if function is None:
         return _found(connection, _STORAGE, [schema, table("locks")])
     return _found(connection, _FUNCTION, [function[1], function[2], FIXED_PATH, schema])
 
 
+_TABLES = (
+    "SELECT to_regclass(format('%%I.%%I', %s, %s)) IS NOT NULL"
+    " AND to_regclass(format('%%I.%%I', %s, %s)) IS NOT NULL"
+)
+_READABLE = "SELECT has_table_privilege(format('%%I.%%I', %s, %s), 'SELECT')"
 _FUNCTION = (
     "SELECT EXISTS (SELECT FROM pg_proc WHERE proname = %s AND prosrc = %s"
     " AND proconfig = ARRAY[%s] AND pronamespace = quote_ident(%s)::regnamespace)"

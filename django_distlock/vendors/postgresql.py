@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import ClassVar
 
-from ..conf import table
-from ..core.keys import advisory_id
+from django.db.utils import OperationalError
+
 from ..fields import from_microseconds
-from ..sql import SCHEMA_OF
+from ..sql import SCHEMA_OF, called, channel, number, quoted, side_table
 from .base import Vendor
 
 _BUSY = {"55P03", "40P01"}  # lock_not_available, deadlock_detected
@@ -88,7 +88,7 @@ class PostgreSQL(Vendor):
                 self._ask("SELECT set_config('lock_timeout', %s, true)", [before])
 
     def take_turn(self, name: str) -> bool:
-        self._ask("SELECT pg_advisory_xact_lock(%s)", [advisory_key(name)])
+        self._salted(f"pg_catalog.pg_advisory_xact_lock({number('turn', '%s')})", name)
         return True
 
     def make_durable(self) -> None:
@@ -98,7 +98,7 @@ class PostgreSQL(Vendor):
         )
 
     def call_out(self, name: str) -> None:
-        self._ask("SELECT pg_notify(%s, %s)", [wake_up_channel(), name])
+        self._salted(f"pg_catalog.pg_notify({channel()}, {called('%s')})", name)
 
     def guard(self, fences: str, name: str, fence: int, bound: float, idle: float | None) -> bool:
         most = 0 if idle is None else min(milliseconds(idle), _LONGEST)
@@ -109,9 +109,14 @@ class PostgreSQL(Vendor):
 
     @contextmanager
     def looking(self, name: str) -> Iterator[bool]:
-        number = advisory_id(f"{advisory_salt()}:look", name)
-        self._ask("SELECT pg_advisory_xact_lock(%s)", [number])
+        self._salted(f"pg_catalog.pg_advisory_xact_lock({number('look', '%s')})", name)
         yield True
+
+    def _salted(self, call: str, name: str) -> None:
+        """Call a function with what the secret makes of a storage key."""
+        salt = side_table("salt")
+        if self._ask(f"SELECT {call} FROM {quoted(salt)} s", [name]) is None:  # noqa: S608
+            raise no_secret(salt)
 
     def is_overtaken(self, error: BaseException) -> bool:
         return sqlstate(error) == "40001"
@@ -156,25 +161,10 @@ def milliseconds(bound: float) -> int:
     return max(1, int(bound * 1000))
 
 
-def wake_up_channel() -> str:
-    """Return the channel on which keys are called out. The functions have it as a constant."""
-    return table("locks")
-
-
-def advisory_salt() -> str:
-    """Return what keeps the turns of these tables apart from other uses of advisory locks."""
-    return f"django_distlock:{table('locks')}"
-
-
-def advisory_key(name: str) -> int:
-    """Return the number of the advisory lock under which the acquirers of a key take turns."""
-    return advisory_id(advisory_salt(), name)
-
-
-def session_salt(fences: str) -> str:
-    """Return what keeps locks that last for a session apart from other advisory locks.
+def no_secret(salt: str) -> OperationalError:
+    """Return why nothing can be locked where the secret of the numbers is gone.
 
     Args:
-        fences: The table of their fences, with its schema: advisory locks are the database's.
+        salt: The table that it was in.
     """
-    return f"django_distlock:session:{fences}"
+    return OperationalError(f"The table {salt} is empty: run manage.py migrate.")

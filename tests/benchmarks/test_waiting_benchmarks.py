@@ -63,7 +63,7 @@ def test_transaction_is_of_the_kind_of_what_is_done_in_it() -> None:
     """Its beginning, its settings and its end belong to the note that it writes."""
     note = f'INSERT INTO "{table("waiters")}" VALUES (1)'
     statements = {
-        'SELECT "django_distlock_heldlock_acquire_v2"(1)': "attempt",
+        'SELECT "django_distlock_heldlock_acquire_v3"(1)': "attempt",
         "SELECT pg_backend_pid()": "listen",
         'LISTEN "django_distlock_heldlock"': "listen",
         "SELECT set_config('TimeZone', 'UTC', false)": "other",

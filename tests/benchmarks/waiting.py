@@ -22,8 +22,8 @@ from django_distlock.conf import table
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended
 from django_distlock.host import current_holder
-from django_distlock.vendors.postgresql import wake_up_channel
 from django_distlock.waiting import acquire
+from tests.salted import channel_of
 
 from .candidates import HOT, KEYS, TTL
 from .databases import take
@@ -166,7 +166,7 @@ def command_kind(words: Sequence[bytes]) -> str:
 def _notifications(pairs: int) -> dict[str, int]:
     ear = connections["default"].copy()
     ear.ensure_connection()
-    raw, channel = ear.connection, wake_up_channel()
+    raw, channel = ear.connection, channel_of("default")
     raw.execute(f'LISTEN "{channel}"')
 
     def heard() -> int:

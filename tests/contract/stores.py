@@ -25,8 +25,9 @@ from django_distlock.borrowing import LockConnections
 from django_distlock.connections import _every
 from django_distlock.core.keys import normalize_key
 from django_distlock.handler import lock_backends
-from django_distlock.vendors.postgresql import advisory_key
+from django_distlock.sql import number
 from tests.backends import Registered
+from tests.salted import SALT
 
 #: Lets seconds pass for the keys of a test, without waiting.
 Elapse = Callable[[float], None]
@@ -344,7 +345,8 @@ class Postgres(Session):
         self.execute(f"LOCK TABLE {self.store.locks} IN EXCLUSIVE MODE")
 
     def queue(self, key: str) -> None:
-        self.execute("SELECT pg_advisory_xact_lock(%s)", advisory_key(self.store.name(key)))
+        turn = f"SELECT pg_advisory_xact_lock({number('turn', '%s')}) FROM {SALT} s"
+        self.execute(turn, self.store.name(key))
 
     def guard(self, key: str) -> None:
         name = self.store.name(key)

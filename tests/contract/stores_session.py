@@ -9,7 +9,6 @@ from typing import Any
 
 from django_distlock import conf
 from django_distlock.backends.advisory import AdvisoryBackend
-from django_distlock.backends.advisory.sql import NUMBERS
 from django_distlock.handler import lock_backends
 from tests.backends import Registered
 
@@ -46,7 +45,8 @@ class SessionStore(DatabaseStore):
         )
 
     def has_record(self, key: str) -> bool:
-        return (self.advisory._number(self.name(key)),) in self.ask(NUMBERS)
+        name = self.name(key)
+        return self.ask(self.advisory._statements.taken(), [[name]]) == [(name,)]
 
     def with_prefix(self, prefix: str) -> AdvisoryBackend:
         return another(self.advisory, key_prefix=prefix)

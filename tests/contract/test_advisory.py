@@ -9,8 +9,6 @@ from functools import partial
 import pytest
 
 from django_distlock.backends.advisory import AdvisoryBackend
-from django_distlock.backends.advisory.holdings import stop_word
-from django_distlock.backends.advisory.sql import SHOWN
 from django_distlock.conf import BackendConfig
 from django_distlock.core.errors import BackendUnavailable, LockUsageError
 from django_distlock.core.fences import clock_fence
@@ -187,7 +185,6 @@ def test_others_see_fence_time_and_session(
     assert listed(other, key, task_id="any") == []
 
 
-LONGEST = 63 - len(SHOWN)
 KEYS = {
     "printable": "-invoice 42 %~",
     "not ASCII": "-café 🔒",
@@ -201,27 +198,11 @@ KEYS = {
 def test_every_key_is_listed(
     backend: AdvisoryBackend, other: AdvisoryBackend, key: str, end: str
 ) -> None:
-    """A key whose session can only show a hash is found by its counter, and listed as it is."""
+    """Whatever it is made of, and however long."""
     whole = key + end if end else key_hash(key)
     grant = take(backend, whole)
     (record,) = other.list(whole).records
     assert (record.key, record.fence) == (whole, grant.fence)
-
-
-@pytest.mark.parametrize("length", [LONGEST, LONGEST + 1])
-def test_session_shows_its_key(
-    backend: AdvisoryBackend, store: SessionStore, key: str, length: int
-) -> None:
-    """In `pg_stat_activity` a session is called by its key up to 63 bytes, else by a hash."""
-    whole = key.ljust(length, "k")
-    grant = take(backend, whole)
-    shown = whole if length == LONGEST else key_hash(backend._name(whole))
-    find = "SELECT application_name FROM pg_stat_activity WHERE pid = %s"
-    holding = backend._holdings.of_token(grant.token)
-    assert holding is not None
-    assert store.ask(find, [holding.session.pid]) == [(f"distlock:{shown}",)]
-    backend.release(grant)
-    assert store.ask(find, [holding.session.pid]) == [("distlock",)]
 
 
 def test_locks_of_others_with_the_same_number_space_are_not_ours(
@@ -236,13 +217,13 @@ def test_locks_of_others_with_the_same_number_space_are_not_ours(
 def test_request_to_stop_reaches_another_process(
     backend: AdvisoryBackend, other: AdvisoryBackend, key: str
 ) -> None:
-    """The holder is told by its session; the next grant of that session was not asked."""
+    """The holder is told when it extends; the next grant of its session was not asked."""
     grant = take(backend, key)
     record = other.request_stop(key)
     assert isinstance(record, Record)
     assert record.stop_requested_at is not None
-    # Who reads elsewhere cannot see it: only the holder was told.
-    assert held(other, key).stop_requested_at is None
+    assert held(other, key).stop_requested_at == record.stop_requested_at
+    assert other.request_stop(key) == held(other, key)
     extended = backend.extend(grant)
     assert isinstance(extended, Grant)
     assert extended.stop_requested
@@ -254,16 +235,22 @@ def test_request_to_stop_reaches_another_process(
 
 
 def test_request_to_stop_that_comes_late_is_for_nobody(
-    backend: AdvisoryBackend, store: SessionStore, key: str
+    backend: AdvisoryBackend, other: AdvisoryBackend, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A session that got another lock meanwhile is not stopped by what was meant for the last."""
     late = take(backend, key)
-    pid = backend._holdings.of_token(late.token).session.pid  # type: ignore[union-attr]
-    backend.release(late)
-    grant = take(backend, key)
-    assert backend._holdings.of_token(grant.token).session.pid == pid  # type: ignore[union-attr]
-    word = stop_word(backend._number(store.name(key)), late.fence)
-    store.ask("SELECT pg_notify(%s, %s)", [f"distlock_{pid}", word])
+    find, granted = AdvisoryBackend._find, []
+
+    def found_late(self: AdvisoryBackend, name: str, bound: float, on: str) -> object:
+        found = find(self, name, bound, on)
+        backend.release(late)
+        granted.append(take(backend, key))
+        return found
+
+    monkeypatch.setattr(AdvisoryBackend, "_find", found_late)
+    assert other.request_stop(key) is None
+    monkeypatch.undo()
+    (grant,) = granted
     extended = backend.extend(grant)
     assert isinstance(extended, Grant)
     assert not extended.stop_requested

@@ -22,10 +22,10 @@ from tests.contract.aliases import locks_on
 
 APP = "django_distlock"
 FUNCTIONS = {
-    "django_distlock_heldlock_acquire_v2",
-    "django_distlock_heldlock_extend_v2",
-    "django_distlock_heldlock_extend_many_v2",
-    "django_distlock_heldlock_release_v2",
+    "django_distlock_heldlock_acquire_v3",
+    "django_distlock_heldlock_extend_v3",
+    "django_distlock_heldlock_extend_many_v3",
+    "django_distlock_heldlock_release_v3",
     "django_distlock_fencecounter_guard_v1",
 }
 TRIGGER = "distlock_fence_guard"
@@ -38,6 +38,8 @@ TABLES = {
     "django_distlock_runnote",
     "django_distlock_failedtask",
 }
+#: On PostgreSQL, without models.
+SIDE_TABLES = {"django_distlock_heldlock_salt", "django_distlock_heldlock_session"}
 
 
 def server(database: str = "postgres", **more: Any) -> psycopg.Connection:

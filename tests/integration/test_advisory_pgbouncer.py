@@ -8,6 +8,7 @@ from django.db import connections
 
 from django_distlock import LockUsageError, distlock
 from tests.contract.aliases import alias_like
+from tests.salted import SESSIONS
 from tests.setups.servers import pgbouncer
 
 from .databases import ask
@@ -41,5 +42,5 @@ def test_pooler_in_between_is_refused(key: str, mode: str) -> None:
             assert client.execute("SELECT * FROM pg_listening_channels()").fetchall() == []
             assert client.execute("SELECT * FROM pg_prepared_statements").fetchall() == []
         # Around the pooler nobody holds anything.
-        named = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'distlock:%%'"
-        assert ask("default", f"{named} AND application_name = %s", f"distlock:{key}") == [(0,)]
+        held = f"SELECT count(*) FROM {SESSIONS} WHERE strpos(storage_key, %s) > 0"
+        assert ask("default", held, key) == [(0,)]

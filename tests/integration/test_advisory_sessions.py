@@ -32,6 +32,7 @@ from tests.contract.helpers import Later, at_once, contend, held, prompt, take
 from tests.contract.interrupting import strike_again_and_again
 from tests.contract.locking import Heard, eventually, rolled_back
 from tests.processes import spawn
+from tests.salted import SESSIONS, number_of
 from tests.shop.models import Row
 
 from .databases import ask, migrate, new_database, server
@@ -85,7 +86,7 @@ def terminate(pid: int) -> None:
 @pytest.mark.parametrize("named", ["distlock:another key", "psql"])
 def test_stranger_with_the_number_of_a_key(backend: AdvisoryBackend, key: str, named: str) -> None:
     """It is in the way, but no holder: it is not shown as one, asked to stop or ended."""
-    number = backend._number(backend._name(key))
+    number = number_of("default", backend._name(key))
     grant = take(backend, key)
     assert backend.release(grant) is True
     with server(connections["default"].settings_dict["NAME"], application_name=named) as raw:
@@ -103,7 +104,7 @@ def test_stranger_with_the_number_of_a_key(backend: AdvisoryBackend, key: str, n
 def test_session_that_goes_on_to_another_key_is_not_ended(
     backend: AdvisoryBackend, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look and the end, its name counts once more."""
+    """Between the look and the end, what it was granted counts once more."""
     grant = take(backend, key)
     session = session_of(backend, grant)
     move = AdvisoryBackend._move_fence
@@ -111,7 +112,7 @@ def test_session_that_goes_on_to_another_key_is_not_ended(
     def renamed(self: AdvisoryBackend, *arguments: Any) -> Any:
         found = move(self, *arguments)
         with session.mutex:
-            session._raw.pgconn.exec_(b"SET application_name = 'distlock:another key'")
+            ask("default", f"UPDATE {SESSIONS} SET storage_key = 'x' WHERE pid = %s", session.pid)
         return found
 
     monkeypatch.setattr(AdvisoryBackend, "_move_fence", renamed)

@@ -15,6 +15,7 @@ from django.test import override_settings
 from django_distlock import migrations
 from django_distlock.sql import FUNCTIONS, fence_guard_name, function_name
 from tests.contract.aliases import alias_like, locks_on
+from tests.salted import SALT
 
 from .databases import APP, TRIGGER, ask, migrate
 from .projects import Project
@@ -97,8 +98,11 @@ def test_account_that_may_not_read_what_was_applied(postgresql: str) -> None:
     ask(postgresql, f"CREATE ROLE {role} LOGIN")
     try:
         with alias_like(postgresql, USER=role, PASSWORD="") as limited:
+            assert "may not read the table" in found(limited)["distlock.W107"]
+            ask(postgresql, f"GRANT SELECT ON {SALT} TO {role}")
             assert found(limited) == {}
     finally:
+        ask(postgresql, f"DROP OWNED BY {role}")
         ask(postgresql, f"DROP ROLE {role}")
 
 
@@ -223,11 +227,13 @@ def test_role_without_the_language(postgresql: str) -> None:
     ask(postgresql, f"DROP TRIGGER {TRIGGER} ON {FENCES}")
     role = f"locks_{secrets.token_hex(4)}"
     ask(postgresql, f"CREATE ROLE {role} LOGIN")
+    ask(postgresql, f"GRANT SELECT ON {SALT} TO {role}")
     ask(postgresql, "REVOKE USAGE ON LANGUAGE plpgsql FROM PUBLIC")
     try:
         with alias_like(postgresql, USER=role, PASSWORD="") as limited:
             assert found(limited, server_functions=False) == {}
     finally:
+        ask(postgresql, f"DROP OWNED BY {role}")
         ask(postgresql, f"DROP ROLE {role}")
 
 

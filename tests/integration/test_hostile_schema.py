@@ -142,12 +142,12 @@ def test_sessions_call_postgresql_alone(postgresql: str, stranger: Stranger, pat
         stranger.plant()
         with server(database) as raw:
             raw.execute(f"ALTER DATABASE {database} SET search_path = {path}")
-        name = backend._name("invoice:42")
-        with server(database, application_name=backend._shown(name)) as other:
-            other.execute("SELECT pg_catalog.pg_advisory_lock(%s::bigint)", [backend._number(name)])
+        with advisory(using) as other:
+            again = take(other, "invoice:42")
             answer = backend.acquire("invoice:42", new_token(), 30)
             assert isinstance(answer, Contended)
-            assert answer.fence == grant.fence
+            assert answer.fence == again.fence > grant.fence
+            assert other.release(again) is True
         grant = take(backend, "invoice:43")
         assert isinstance(backend.extend(grant, 30), Grant)
         assert backend.release(grant) is True

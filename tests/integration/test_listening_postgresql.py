@@ -23,6 +23,7 @@ from django_distlock.backends import listening, postgresql
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.listening import NoWakeUps
 from django_distlock.backends.postgresql import NotifyLine
+from django_distlock.backends.queues import Queues
 from django_distlock.conf import backend_config
 from django_distlock.handler import lock_backends
 from tests.contract.aliases import (
@@ -35,11 +36,12 @@ from tests.contract.aliases import (
 from tests.contract.helpers import Later, contend, held, prompt, take
 from tests.contract.locking import eventually
 from tests.processes import spawn
+from tests.salted import SALT
 from tests.services import folder, server_user
 from tests.setups.servers import Restartable, pgbouncer
 
 from .databases import ask, migrate, new_database
-from .wakeups import LOCKS, Rung, database_locks, listener_of
+from .wakeups import Rung, database_locks, listener_of
 from .wires import wire
 
 
@@ -407,7 +409,7 @@ def test_session_that_cannot_be_set_up_is_closed() -> None:
         connection_created.connect(fail)
         try:
             with pytest.raises(LookupError):
-                NotifyLine(using, LOCKS, "default")
+                NotifyLine(using, lambda: SALT, "default", Queues())
         finally:
             connection_created.disconnect(fail)
         assert eventually(lambda: not sessions(using), timeout=10)
@@ -425,7 +427,7 @@ def test_standby_means_asking_again() -> None:
                 alias_like("default", USER="postgres", PASSWORD="", **place) as using,
                 pytest.raises(NoWakeUps, match="standby.*listen_using"),
             ):
-                NotifyLine(using, LOCKS, "default")
+                NotifyLine(using, lambda: SALT, "default", Queues())
         finally:
             standby._running.close()
 
@@ -595,7 +597,7 @@ def test_driver_that_cannot_hear_does_not_wake(monkeypatch: pytest.MonkeyPatch) 
 
 def test_closed_line_ends_a_hearing_at_once() -> None:
     """Another thread's `close` is heard, whatever the hearing would have waited for."""
-    line = NotifyLine("default", LOCKS, "default")
+    line = NotifyLine("default", lambda: SALT, "default", Queues())
     pid = line._raw.info.backend_pid
     hearing = Later(line.hear, 60)
     with prompt():

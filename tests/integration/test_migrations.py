@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import secrets
 from collections.abc import Iterator
@@ -18,16 +19,19 @@ from django.test import override_settings
 from django_distlock import LockError, LockUsageError, distlock
 from django_distlock.conf import table
 from django_distlock.core.holders import Holder
-from django_distlock.core.keys import new_token
+from django_distlock.core.keys import advisory_id, new_token
 from django_distlock.core.records import Contended, Grant
 from django_distlock.functions import ServerFunctions
 from django_distlock.handler import lock_backends
 from django_distlock.models import FenceCounter
 from tests.contract.aliases import alias_like, locks_on
+from tests.contract.helpers import Later
+from tests.contract.locking import eventually
 
 from .databases import (
     APP,
     FUNCTIONS,
+    SIDE_TABLES,
     TABLES,
     TRIGGER,
     ask,
@@ -105,14 +109,14 @@ def test_migration_installs_functions_and_trigger(postgresql: str) -> None:
     """On PostgreSQL the functions, with a version in their names, and the trigger are there."""
     migrate(postgresql)
     assert set(bodies(postgresql)) == FUNCTIONS
-    assert {name[-3:] for name in FUNCTIONS} == {"_v1", "_v2"}
+    assert {name[-3:] for name in FUNCTIONS} == {"_v1", "_v3"}
     assert objects(postgresql)["triggers"] == {TRIGGER}
 
 
 def test_functions_are_the_ones_that_are_called(postgresql: str) -> None:
     """Without its functions PostgreSQL's fast path fails, so it is they that the tests run."""
     migrate(postgresql)
-    ask(postgresql, "DROP FUNCTION django_distlock_heldlock_acquire_v2")
+    ask(postgresql, "DROP FUNCTION django_distlock_heldlock_acquire_v3")
     with pytest.raises(LockError, match="migrate"):
         lock_and_release(postgresql)
     assert lock_and_release(postgresql, server_functions=False) == 1
@@ -146,7 +150,7 @@ def test_migration_that_fails_leaves_nothing(
 
 def test_functions_that_fail_leave_nothing(postgresql: str) -> None:
     """Tables without their functions are not left behind either."""
-    signature = "django_distlock_heldlock_release_v2(text, text, double precision, text)"
+    signature = "django_distlock_heldlock_release_v3(text, text, double precision, text)"
     ask(postgresql, f"CREATE FUNCTION {signature} RETURNS integer LANGUAGE sql AS 'SELECT 1'")
     before = objects(postgresql)
     with pytest.raises(DatabaseError):
@@ -201,7 +205,7 @@ def test_sqlmigrate_touches_nothing(empty: str) -> None:
 
 def _sqlmigrate(using: str, **options: Any) -> str:
     printed = io.StringIO()
-    migrations = ["0001", "0002", "0003", "0004", "0005", "0006", "0008"]
+    migrations = ["0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008"]
     for name in reversed(migrations) if options.get("backwards") else migrations:
         call_command("sqlmigrate", APP, name, database=using, stdout=printed, **options)
     return printed.getvalue()
@@ -221,15 +225,23 @@ class WorkerOfBefore(ServerFunctions):
     def __init__(self, using: str):
         super().__init__(using, '"{}"'.format)
 
+    def _call(self, operation: str, arguments: list[Any]) -> str:
+        if operation == "acquire":
+            # The number of a turn, which everybody could tell.
+            turn = advisory_id("django_distlock", arguments[0])
+            arguments = [*arguments[:2], turn, *arguments[2:]]
+        return super()._call(operation, arguments)
+
     def _statement(self, operation: str) -> str:
-        return super()._statement(operation).replace("_v2", "_v1")
+        one_more = "%s, " if operation == "acquire" else ""
+        return super()._statement(operation).replace('_v3"(', f'_v1"({one_more}')
 
 
 def be_of_the_release_before(using: str) -> dict[str, str]:
     """Make the database that the release before made; return its functions."""
     migrate(using, "0001")
     for name in FUNCTIONS:
-        if name.endswith("_v2"):
+        if name.endswith("_v3"):
             ask(using, f"DROP FUNCTION {name}")
     ask(using, Path(__file__).with_name("functions_v1.sql").read_text().replace("%", "%%"))
     return bodies(using)
@@ -287,6 +299,40 @@ def test_workers_of_both_releases_exclude_each_other(postgresql: str) -> None:
         last = acquire()
         assert isinstance(last, Grant)
         assert [old.fence, new.fence, last.fence] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("functions", [True, False], ids=["functions", "orm"])
+@pytest.mark.parametrize("ends", ["COMMIT", "ROLLBACK"])
+def test_turns_of_both_releases_do_not_grant_twice(
+    postgresql: str, functions: bool, ends: str
+) -> None:
+    """Their numbers differ, and a key that never was has no row to lock: its own row decides."""
+    be_of_the_release_before(postgresql)
+    migrate(postgresql)
+    database = connections[postgresql].settings_dict["NAME"]
+    with (
+        locks_on(postgresql, OPTIONS={"using": postgresql, "server_functions": functions}) as alias,
+        server(database) as old,
+        server(database) as watch,
+    ):
+        backend = lock_backends[alias]
+        name = backend.storage_name("invoice:42")
+        old.execute("BEGIN")
+        call = (
+            "SELECT django_distlock_heldlock_acquire_v1(%s, 'invoice:42', 1, %s, 30, 1,"
+            """ '{"host": ""}', false, NULL, false, '1000')"""
+        )
+        acquired = old.execute(call, [name, new_token()]).fetchone()
+        assert acquired is not None
+        assert json.loads(acquired[0])[0] == "granted"
+        new = Later(backend.acquire, "invoice:42", new_token(), 30)
+        blocked = "SELECT 1 FROM pg_stat_activity WHERE %s = ANY(pg_blocking_pids(pid))"
+        pid = old.info.backend_pid
+        assert eventually(lambda: watch.execute(blocked, [pid]).fetchone() is not None)
+        old.execute(ends)
+        answer = new.result()
+        assert isinstance(answer, Contended if ends == "COMMIT" else Grant)
+        assert answer.fence == 1
 
 
 # Names of one's own
@@ -532,7 +578,7 @@ def test_storage_that_was_chosen_is_left_alone(postgresql: str) -> None:
 def test_functions_of_other_versions_are_left_alone(postgresql: str) -> None:
     """A worker of another release keeps the functions that it knows."""
     migrate(postgresql)
-    for version in (0, 3):
+    for version in (0, 4):
         ask(
             postgresql,
             f"CREATE FUNCTION django_distlock_heldlock_acquire_v{version}(text) RETURNS integer"
@@ -541,7 +587,7 @@ def test_functions_of_other_versions_are_left_alone(postgresql: str) -> None:
     migrate(postgresql)
     assert set(bodies(postgresql)) - FUNCTIONS == {
         "django_distlock_heldlock_acquire_v0",
-        "django_distlock_heldlock_acquire_v3",
+        "django_distlock_heldlock_acquire_v4",
     }
     assert lock_and_release(postgresql) == 1
 
@@ -627,7 +673,7 @@ def test_role_without_plpgsql_can_migrate_and_lock(postgresql: str) -> None:
         alias_like("default", NAME=name, USER=user, PASSWORD="only for tests") as limited,
     ):
         migrate(limited)
-        assert tables(limited) == TABLES
+        assert tables(limited) == TABLES | SIDE_TABLES
         assert bodies(limited) == {}
         assert objects(limited)["triggers"] == set()
         assert lock_and_release(limited, server_functions=False) == 1

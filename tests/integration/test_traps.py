@@ -24,14 +24,14 @@ from django_distlock import BackendUnavailable, Lease, distlock
 from django_distlock.attempts import BUSY_SECONDS
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.database import DatabaseBackend
-from django_distlock.core.keys import advisory_id, new_token
+from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
 from django_distlock.handler import lock_backends
 from django_distlock.models import HeldLock
-from django_distlock.vendors.postgresql import advisory_key
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.helpers import at_once, prompt, take
 from tests.processes import spawn
+from tests.salted import SALT, number_of, turn_of
 from tests.shop.models import Row
 
 from .databases import (
@@ -401,7 +401,7 @@ def test_d18_using_wins_over_the_router(empty: str, sqlite: str) -> None:
 
 def test_d20_advisory_numbers_are_wide(key: str) -> None:
     """The number of a key is one of 2^64, so that no two of many keys meet."""
-    numbers = [advisory_key(f"{key}:{number}") for number in range(2000)]
+    numbers = [turn_of("default", f"{key}:{number}") for number in range(2000)]
     assert len(set(numbers)) == len(numbers)
     assert all(-(2**63) <= number < 2**63 for number in numbers)
     # Each bit is used: no number was cut to 32 bits and widened again.
@@ -412,12 +412,15 @@ def test_d20_advisory_numbers_are_wide(key: str) -> None:
 
 
 def test_d20_advisory_numbers_are_salted(key: str) -> None:
-    """Another table and another use of the same key have another number."""
-    ours = advisory_key(key)
-    assert ours == advisory_key(key)
-    with override_settings(DISTLOCK_TABLES={"locks": "acme_locks"}):
-        assert advisory_key(key) != ours
-    assert advisory_id("another use", key) != ours
+    """Another use of the same key has another number, and so has a copy of the secret."""
+    ours = turn_of("default", key)
+    assert ours == turn_of("default", key) != number_of("default", key)
+    ask("default", f'CREATE TEMPORARY TABLE "{SALT}" AS SELECT * FROM "{SALT}"')
+    try:
+        assert turn_of("default", key) != ours
+    finally:
+        ask("default", f'DROP TABLE pg_temp."{SALT}"')
+    assert turn_of("default", key) == ours
 
 
 def test_d20_both_paths_take_the_same_number(key: str) -> None:
@@ -425,11 +428,11 @@ def test_d20_both_paths_take_the_same_number(key: str) -> None:
     with _both_paths() as backends, server(_name()) as stranger:
         for backend in backends:
             name = backend._name(key)
-            stranger.execute("SELECT pg_advisory_lock(%s)", [advisory_key(name)])
+            stranger.execute("SELECT pg_advisory_lock(%s)", [turn_of("default", name)])
             answer = backend.acquire(key, new_token(), 30, bound=0.05)
             assert isinstance(answer, Contended)
             assert answer.busy
-            stranger.execute("SELECT pg_advisory_unlock(%s)", [advisory_key(name)])
+            stranger.execute("SELECT pg_advisory_unlock(%s)", [turn_of("default", name)])
             assert backend.release(take(backend, key)) is True
 
 
@@ -438,7 +441,7 @@ def test_d20_foreign_lock_on_the_number_is_no_deadlock(key: str, alias: str) -> 
     """Somebody else's advisory lock delays an acquire by its wait, and a holder not at all."""
     lock = distlock(key, backend=alias, wait=0.3)
     lease = lock.acquire()
-    number = advisory_key(lock_backends[alias]._name(key))
+    number = turn_of("default", lock_backends[alias]._name(key))
     with server(_name()) as stranger:
         stranger.execute("SELECT pg_advisory_lock(%s)", [number])
         lease.extend()

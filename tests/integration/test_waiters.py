@@ -260,7 +260,7 @@ def test_whoever_is_woken_is_shown_so(key: str) -> None:
         assert backend.note_waiter(key, Holder(host="a"), 60, note) == note
         assert [each.is_woken for each in backend.waiters(key)] == [True]
         found = f"SELECT channel FROM {WAITERS} WHERE id = %s"
-        assert ask("default", found, int(note)) == [("django_distlock_heldlock",)]
+        assert ask("default", found, int(note)) == [("LISTEN",)]
     finally:
         end_listening(backend)
     assert backend.note_waiter(key, Holder(host="a"), 60, note) == note

@@ -16,8 +16,9 @@ from django_distlock.backends.listening import Listener
 from django_distlock.backends.queues import Turn
 from django_distlock.handler import lock_backends
 from tests.contract.aliases import locks_on
+from tests.salted import call_of, channel_of
 
-from .databases import server
+from .databases import ask, server
 
 LOCKS = "django_distlock_heldlock"
 
@@ -42,11 +43,12 @@ def listener_of(backend: DatabaseBackend) -> Listener:
 
 
 class Ear:
-    """A session that hears what is called out about the keys of one test."""
+    """A session that hears what is called out, and tells which keys of one test are meant."""
 
-    def __init__(self, key: str, channel: str = LOCKS, using: str = "default"):
+    def __init__(self, key: str):
+        using = "default"
         self._key = key
-        self._channel = channel
+        self._channel = channel = channel_of(using)
         self._raw = server(str(connections[using].settings_dict["NAME"]))
         self._raw.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
 
@@ -57,17 +59,22 @@ class Ear:
         self._raw.close()
 
     def heard(self) -> list[str]:
-        """Return the names that were called out since the last time."""
+        """Return the storage keys that were called out since the last time."""
         # Notifications come in the order of their commits.
         last = secrets.token_hex(8)
         self._raw.execute("SELECT pg_notify(%s, %s)", [self._channel, last])
+        known = {call_of("default", name): name for name in self._names()}
         names: list[str] = []
         for notice in self._raw.notifies(timeout=20):
             if notice.payload == last:
                 return names
-            if self._key in notice.payload:
-                names.append(notice.payload)
+            if notice.payload in known:
+                names.append(known[notice.payload])
         raise AssertionError("the last notification did not come")
+
+    def _names(self) -> list[str]:
+        counted = "SELECT storage_key FROM django_distlock_fencecounter WHERE strpos(key, %s) > 0"
+        return [f"distlock:{self._key}", *(name for (name,) in ask("default", counted, self._key))]
 
 
 class Rung:

@@ -21,7 +21,8 @@ from .attempts import SessionAttempts, Wish, second_key
 from .holdings import Holding, Holdings, Pong, ping
 from .session import NoAnswer
 from .sessions import Sessions
-from .sql import preparation
+from .sql import Statements
+from .views import rows_of, table_names
 
 
 class AdvisoryBackend(SessionAttempts, BaseLockBackend):
@@ -71,8 +72,7 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
         self._counters.who_is_held = self._held_among
         self._holdings = Holdings()
         self.max_connections = limit
-        prepared = partial(_prepared, self._connections)
-        self._sessions = Sessions(self.using, limit, prepared)
+        self._sessions = Sessions(self.using, limit, partial(_prepared, self._connections))
 
     def _acquire(
         self,
@@ -86,7 +86,7 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
         replace: str | None,
         bound: float,
     ) -> Grant | Contended:
-        wish = Wish(name, key, self._number(name), token, ttl, holder)
+        wish = Wish(name, key, token, ttl, holder)
         other = self._holdings.of_token(token)
         if other is not None and other.name != name and not other.session.closed:
             raise second_key(key)
@@ -118,11 +118,12 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
     def _extended(
         self, holding: Holding, grant: Grant, ttl: float | None, pong: Pong
     ) -> Grant | Unknown | None:
-        if not isinstance(pong, datetime):
+        if not isinstance(pong, tuple):
             return None if pong is None else UNKNOWN
-        facts: dict[str, Any] = {"ttl": ttl, "renewed_at": pong}
-        if holding.stop_word in holding.session.heard:
-            facts["stop_requested_at"] = pong
+        now, stop_requested_at = pong
+        facts: dict[str, Any] = {"ttl": ttl, "renewed_at": now}
+        if stop_requested_at is not None:
+            facts["stop_requested_at"] = stop_requested_at
         record = self._holdings.change(holding, **facts)
         stop = record.stop_requested_at is not None
         return Grant(grant.key, grant.token, record.fence, ttl, record.acquired_at, None, stop)
@@ -188,7 +189,8 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
             return int(cursor.fetchone()[0])
 
     def _cleanup(self, before: datetime, limit: int) -> int:
-        # No record outlives its lock.
+        # No record outlives its lock: beside notes, what goes is what ended sessions have left.
+        self._ask(lambda on: rows_of(on, self._statements.forget_ended()), busy=list)
         return self._remove_notes(before, limit)
 
     def _begin_in_child(self) -> None:
@@ -198,4 +200,4 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
 
 
 def _prepared(tables: TableConnections) -> str:
-    return preparation(tables.name("fences"))
+    return Statements(*table_names(tables)).preparation()

@@ -13,11 +13,12 @@ from ...core.errors import BackendUnavailable, InvalidArgument, LockError, LockU
 from ...core.fences import FENCE_MAX, check_fence
 from ...core.holders import Holder
 from ...core.records import Contended, Grant, Record
-from ...vendors.postgresql import is_busy, is_overflow
+from ...sql import side_table
+from ...vendors.postgresql import is_busy, is_overflow, no_secret
 from .holdings import Holding
 from .session import NoAnswer, PoolerInBetween, Row, Session
 from .sessions import AllInUse, Sessions
-from .sql import Seen, granted_at, halves, instant, shown
+from .sql import Seen, granted_at, instant
 from .views import SessionViews
 
 
@@ -27,7 +28,6 @@ class Wish:
 
     name: str
     key: str
-    number: int
     token: str
     ttl: float | None
     holder: Holder
@@ -68,7 +68,9 @@ class SessionAttempts(SessionViews):
                 return None
             try:
                 session.catch_up(budgets.end(MAX_BOUND))
-                turn, paused, fence, now, *_ = self._ask_for(session, "distlock_hand_over", wish)
+                turn, paused, fence, now, number, _ = self._ask_for(
+                    session, "distlock_hand_over", wish
+                )
             except NoAnswer as error:
                 raise self._no_answer(wish.key) from error
             except Error as error:
@@ -82,7 +84,7 @@ class SessionAttempts(SessionViews):
                 raise
             if fence is not None:
                 self._holdings.drop(held)
-                return self._granted(session, wish, int(fence), instant(now))
+                return self._granted(session, wish, number, int(fence), instant(now))
             if "t" in (turn, paused):
                 return held.record.contended(instant(now), paused=True)
             session.close()
@@ -90,12 +92,12 @@ class SessionAttempts(SessionViews):
 
     def _try(self, session: Session, wish: Wish) -> Grant | Contended:
         try:
-            turn, paused, fence, now, *_ = self._ask_for(session, "distlock_acquire", wish)
+            turn, paused, fence, now, number, _ = self._ask_for(session, "distlock_acquire", wish)
             if fence is not None:
-                return self._granted(session, wish, int(fence), instant(now))
+                return self._granted(session, wish, number, int(fence), instant(now))
             if turn == "t":
                 # Paused since the statement began.
-                session.ask("distlock_release", wish.number)
+                session.ask("distlock_release", number)
                 return Contended(observed_at=instant(now), paused=True)
             mine = self._holdings.of_name(wish.name)
             if mine is not None and not mine.is_cut_off():
@@ -115,17 +117,19 @@ class SessionAttempts(SessionViews):
 
     def _ask_for(self, session: Session, statement: str, wish: Wish) -> Row:
         try:
-            return session.ask(
-                statement, wish.name, wish.key, wish.number, *halves(wish.number),
-                session.durable, shown(wish.key, wish.name),
-            )  # fmt: skip
+            row = session.ask(statement, wish.name, wish.key, session.durable)
         except NoAnswer as error:
             raise self._no_answer(wish.key) from error
+        if row[4] is None:
+            raise self._translated(no_secret(side_table("salt")), wish.key)
+        return row
 
-    def _granted(self, session: Session, wish: Wish, fence: int, now: datetime) -> Grant:
+    def _granted(
+        self, session: Session, wish: Wish, number: object, fence: int, now: datetime
+    ) -> Grant:
         at = granted_at(fence, now)
         record = Record(wish.key, wish.token, fence, wish.ttl, at, at, None, None, wish.holder)
-        if not self._holdings.add(Holding(wish.name, wish.number, session, record)):
+        if not self._holdings.add(Holding(wish.name, int(str(number)), session, record)):
             # Another thread was granted another key for this token meanwhile.
             session.close()
             raise second_key(wish.key)
@@ -136,7 +140,7 @@ class SessionAttempts(SessionViews):
     def _undo(self, session: Session, wish: Wish) -> Contended:
         """Give back what a failed attempt may have locked, and say who was in its way."""
         try:
-            if session.ask("distlock_release", wish.number)[0] == "t":
+            if session.ask("distlock_undo", wish.name)[0] == "t":
                 return Contended(busy=True)
             # The whole table was locked: this attempt never had its turn.
             lost = self._lost(session, wish)
@@ -146,9 +150,7 @@ class SessionAttempts(SessionViews):
         return replace(lost, busy=lost.fence is None)
 
     def _lost(self, session: Session, wish: Wish, *, paused: bool = False) -> Contended:
-        now, *who = session.ask(
-            "distlock_lost", wish.name, *halves(wish.number), shown(wish.key, wish.name)
-        )
+        now, *who = session.ask("distlock_lost", wish.name)
         if who[0] is None:
             return Contended(observed_at=instant(now), paused=paused)
         record = self._record(wish.name, Seen.read(who), instant(now))

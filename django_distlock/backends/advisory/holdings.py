@@ -13,11 +13,12 @@ from typing import Any, TypeAlias
 from django.db import Error
 
 from ...core.records import UNKNOWN, Record, Unknown
-from .session import NoAnswer, Session
-from .sql import halves, instant
+from ...vendors.postgresql import is_busy
+from .session import NoAnswer, Row, Session
+from .sql import instant
 
-#: What a session answers about its lease.
-Pong: TypeAlias = datetime | Unknown | Error | None
+#: What a session answers about its lease: the time, and since when the holder is asked to stop.
+Pong: TypeAlias = tuple[datetime, datetime | None] | Unknown | Error | None
 
 
 @dataclass(slots=True, eq=False)
@@ -35,16 +36,6 @@ class Holding:
     session: Session
     record: Record
 
-    @property
-    def halves(self) -> tuple[int, int]:
-        """The two numbers as which PostgreSQL shows `number`."""
-        return halves(self.number)
-
-    @property
-    def stop_word(self) -> str:
-        """What is sent to the session to ask the holder of this grant to stop."""
-        return stop_word(self.number, self.record.fence)
-
     def is_cut_off(self) -> bool:
         """Whether the server has ended the session, as far as it has said so."""
         session = self.session
@@ -54,11 +45,6 @@ class Holding:
             return session.closed
         with session.mutex:
             return session.look()
-
-
-def stop_word(number: int, fence: int) -> str:
-    """Return what asks the holder of one grant to stop, and none that its session has later."""
-    return f"stop {number} {fence}"
 
 
 class Holdings:
@@ -127,7 +113,7 @@ def ping(holdings: Collection[Holding], until: float) -> dict[Holding, Pong]:
         until: When to stop waiting, by `time.monotonic`.
 
     Returns:
-        For each the server's clock; None: it is gone; `UNKNOWN`: no answer yet; or an error.
+        For each, see `Pong`; None: it is gone; `UNKNOWN`: no answer yet; or an error.
     """
     pongs: dict[Holding, Pong] = dict.fromkeys(holdings, UNKNOWN)
     sent: dict[Holding, bool] = {}
@@ -144,7 +130,7 @@ def ping(holdings: Collection[Holding], until: float) -> dict[Holding, Pong]:
 
 def _send(holding: Holding) -> bool:
     with suppress(Error, NoAnswer):
-        holding.session.send("distlock_ping", *holding.halves)
+        holding.session.send("distlock_look", holding.number, holding.record.fence)
         return True
     return False
 
@@ -155,8 +141,8 @@ def _hear(holding: Holding, until: float, *, sent: bool) -> Pong:
         if not sent:
             # An earlier answer was late: it says nothing about now.
             session.catch_up(until)
-            session.send("distlock_ping", *holding.halves)
-        now, holds = session.receive(until)
+            session.send("distlock_look", holding.number, holding.record.fence)
+        now, holds, stop = _answer(holding, until)
     except NoAnswer:
         return UNKNOWN
     except Error as error:
@@ -164,4 +150,16 @@ def _hear(holding: Holding, until: float, *, sent: bool) -> Pong:
     if holds != "t":
         session.close()
         return None
-    return instant(now)
+    return instant(now), None if stop is None else instant(stop)
+
+
+def _answer(holding: Holding, until: float) -> Row:
+    session = holding.session
+    try:
+        return session.receive(until)
+    except Error as error:
+        if session.closed or not is_busy(error):
+            raise
+        # Somebody has the table locked, which is no reason to lose a lock that needs none.
+        session.send("distlock_ping", holding.number)
+        return session.receive(until)

@@ -63,7 +63,6 @@ class Session:
         pid: The server's number for it.
         database: The name of the database.
         holds: Whether it holds a lock.
-        heard: What others have sent to it since it was given a lock.
         closed: Whether it has ended, as far as we know.
         awaits: Whether an answer is still to come. There is one query at a time.
         place: What it takes among the sessions of the process while it is out.
@@ -77,7 +76,6 @@ class Session:
         self.mutex = threading.Lock()
         self.database = template.settings_dict["NAME"]
         self.holds = False
-        self.heard: set[str] = set()
         self.closed = False
         self.awaits = False
         self.place: object = None
@@ -148,7 +146,6 @@ class Session:
         with suppress(psycopg.Error):
             while not self.closed and _ready(self._pgconn.socket, _READ, 0):
                 self._pgconn.consume_input()
-            self._listen()
             return self.closed
         self.close()
         return True
@@ -198,7 +195,7 @@ class Session:
             # Fails where a pooler answers, before anything else reaches a session that others use.
             f"SELECT 1 / (pg_catalog.pg_backend_pid() = {self.pid})::int,"
             f" pg_catalog.current_setting('synchronous_commit');"
-            f' SELECT {sets}; LISTEN "distlock_{self.pid}"; {prepared}'
+            f" SELECT {sets}; {prepared}"
         )
 
     @contextmanager
@@ -220,7 +217,6 @@ class Session:
             elif result.status == ExecStatus.FATAL_ERROR:
                 failed = psycopg.errors.error_from_result(result)
         self.awaits = False
-        self._listen()
         if failed is not None:
             raise failed
         return rows
@@ -239,10 +235,6 @@ class Session:
                 raise NoAnswer
             if ready & _READ:
                 self._pgconn.consume_input()
-
-    def _listen(self) -> None:
-        while (notice := self._pgconn.notifies()) is not None:
-            self.heard.add(notice.extra.decode())
 
 
 def _first_row(result: Any) -> Row:

@@ -82,7 +82,6 @@ class Sessions:
     def put_back(self, session: Session) -> None:
         """Take a session back, which holds nothing any more or is closed."""
         session.holds = False
-        session.heard.clear()
         if not session.closed:
             self._idle.keep(session)
         session.place = None
@@ -130,7 +129,6 @@ class Sessions:
         while (session := self._idle.take()) is not None:
             # A test run renames its databases under the same alias.
             if session.database == name and not session.look():
-                session.heard.clear()
                 return session
             session.close()
         return None

@@ -8,33 +8,24 @@ from datetime import datetime
 from typing import Any
 
 from ...core.holders import Holder
-from ...core.keys import key_hash
 from ...core.records import Record
 from ...fields import from_microseconds, to_microseconds
-
-#: What the names of sessions that hold a lock begin with.
-SHOWN = "distlock:"
-#: Bytes that PostgreSQL keeps of a session's name.
-_NAME_BYTES = 63
+from ...sql import number
 
 _NOW = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint"
+#: The locks of this database: `l`.
 _LOCKS = """
-    FROM pg_locks l LEFT JOIN pg_stat_activity a ON a.pid = l.pid
-    WHERE l.locktype = 'advisory' AND l.objsubid = 1 AND l.granted
+    pg_locks l WHERE l.locktype = 'advisory' AND l.objsubid = 1 AND l.granted
         AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
 """
-_FACTS = """
-    l.pid, host(a.client_addr) AS host,
-    (date_part('epoch', a.backend_start) * 1000000)::bigint AS began,
-    (date_part('epoch', a.state_change) * 1000000)::bigint AS changed
-"""
+_NUMBER = "((l.classid::bigint << 32) | l.objid::bigint)"
 
 # The steps depend on each other, and so have an order: whoever loses has written nothing, and the
 # fence is counted by who has the lock. An error behind the lock does not undo it.
 _ACQUIRE = """
-PREPARE {statement} (text, text, bigint, oid, oid, text, text) AS
+PREPARE {prepared} (text, text, text) AS
 WITH paused AS MATERIALIZED (
-    SELECT EXISTS (
+    SELECT {number} AS number, EXISTS (
         SELECT FROM {fences} WHERE storage_key = $1 AND paused_until > {now}
     ) AS yes
 ), turn AS MATERIALIZED (
@@ -45,123 +36,142 @@ WITH paused AS MATERIALIZED (
     ON CONFLICT (storage_key) DO UPDATE SET fence = greatest(c.fence + 1, {now} / 10)
         WHERE c.paused_until IS NULL OR c.paused_until <= {now}
     RETURNING fence
+), noted AS (
+    INSERT INTO {sessions} (pid, storage_key, fence)
+        SELECT pg_backend_pid(), $1, granted.fence FROM granted
+    ON CONFLICT (pid) DO UPDATE SET
+        storage_key = excluded.storage_key, fence = excluded.fence, stop_requested_at = NULL
 )
 SELECT
-    done.turn, done.paused, done.fence, done.now,
-    CASE WHEN done.fence IS NOT NULL THEN set_config('application_name', $7, false) END,
+    done.turn, done.paused, done.fence, done.now, done.number,
     -- Ahead of the clock, a fence would come again behind a crash that undid it.
-    CASE WHEN done.fence > done.now / 10 THEN set_config('synchronous_commit', $6, true) END
+    CASE WHEN done.fence > done.now / 10 THEN set_config('synchronous_commit', $3, true) END
 FROM (
-    SELECT turn.yes AS turn, paused.yes AS paused, granted.fence, {now} AS now
+    SELECT turn.yes AS turn, paused.yes AS paused, granted.fence, {now} AS now, paused.number
     FROM paused CROSS JOIN turn LEFT JOIN granted ON true OFFSET 0
 ) done
 """
 
-# Asked by who has lost. In the statement above, it would double the price of winning.
-_LOST = """
-PREPARE distlock_lost (text, oid, oid, text) AS
-SELECT {now}, who.* FROM (SELECT 1) one LEFT JOIN ({who}) who ON true
-"""
+_OWN = f"EXISTS (SELECT FROM {_LOCKS} AND l.pid = pg_backend_pid() AND {_NUMBER} = {{number}})"
 
-_OWN = """EXISTS (
-    SELECT FROM pg_locks l WHERE l.pid = pg_backend_pid() AND l.locktype = 'advisory'
-        AND l.objsubid = 1 AND l.granted AND l.classid = {high} AND l.objid = {low}
-)"""
-
-# Of 64 bits two keys can be found that have the same ones, so the session has to have our name.
-_WHO = """
-SELECT {facts}, (SELECT c.fence FROM {fences} c WHERE c.storage_key = {name}) AS fence
-{locks} AND l.classid = {high} AND l.objid = {low} AND a.application_name = {shown} LIMIT 1
-"""
-
-_HOLDER = "SELECT {now}, who.* FROM ({who}) who"
-
-# Only keys that cannot be shown themselves are hashed.
-_HASHED = """
-SELECT storage_key FROM {fences} WHERE (octet_length(key) > {longest} OR key ~ '[^ -~]')
-    AND rtrim(translate(encode(
-        substring(sha256(convert_to(storage_key, 'UTF8')) FOR 16), 'base64'
-    ), '+/', '-_'), '=') = ANY(%s)
+# What was granted to a session, and is still held by it. A stranger that has taken the number of
+# a key has no row, and a session that went on to another key has one of that key.
+_HELD = f"""
+SELECT l.pid, host(a.client_addr) AS host,
+    (date_part('epoch', a.backend_start) * 1000000)::bigint AS began,
+    (date_part('epoch', a.state_change) * 1000000)::bigint AS changed,
+    x.fence, x.stop_requested_at, x.storage_key
+FROM {{sessions}} x
+    JOIN (SELECT l.pid, {_NUMBER} AS number FROM {_LOCKS}) l
+        ON l.pid = x.pid AND l.number = {{number}}
+    LEFT JOIN pg_stat_activity a ON a.pid = l.pid
 """
 
 
-def preparation(fences: str) -> str:
-    """Return the statements that prepare what a session is asked.
+@dataclass(frozen=True, slots=True)
+class Statements:
+    """What is asked about session locks.
 
     Args:
-        fences: The table of the fence counters, quoted.
+        fences: The table of the fence counters, quoted and with its schema, as the next two.
+        sessions: That of what each session was granted last.
+        salt: That of the secret.
     """
-    ways = {
-        "distlock_acquire": "pg_try_advisory_lock($3)",
-        # Not taken a second time: it would have to be given back as often.
-        "distlock_hand_over": _OWN.format(high="$4", low="$5"),
-    }
-    acquires = [
-        _ACQUIRE.format(statement=statement, take=take, fences=fences, now=_NOW)
-        for statement, take in ways.items()
-    ]
-    lost = _LOST.format(now=_NOW, who=_who(fences, name="$1", high="$2", low="$3", shown="$4"))
-    release = (
-        "PREPARE distlock_release (bigint) AS SELECT pg_advisory_unlock($1),"
-        " set_config('application_name', 'distlock', false)"
-    )
-    ping = f"PREPARE distlock_ping (oid, oid) AS SELECT {_NOW}, {_OWN.format(high='$1', low='$2')}"
-    return "; ".join([*acquires, lost, release, ping])
 
+    fences: str
+    sessions: str
+    salt: str
 
-def who_holds(fences: str) -> str:
-    """Return the query for the holder of one key, by storage key, number halved, and name."""
-    who = _who(fences, name="%s", high="%s::oid", low="%s::oid", shown="%s")
-    return _HOLDER.format(now=_NOW, who=who)
+    def preparation(self) -> str:
+        """Return the statements that prepare what a session is asked."""
+        ways = {
+            "distlock_acquire": "pg_try_advisory_lock(paused.number)",
+            # Not taken a second time: it would have to be given back as often.
+            "distlock_hand_over": _OWN.format(number="paused.number"),
+        }
+        acquires = [
+            self._named(_ACQUIRE, prepared=prepared, take=take, number=self._number("$1"))
+            for prepared, take in ways.items()
+        ]
+        own = _OWN.format(number="$1")
+        # Asked by who has lost. In the statement above, it would double the price of winning.
+        lost = (
+            f"SELECT {_NOW}, who.* FROM (SELECT 1) one LEFT JOIN ({self._held('$1')}) who ON true"
+        )
+        asked = (
+            f"SELECT x.stop_requested_at FROM {self.sessions} x"
+            " WHERE x.pid = pg_backend_pid() AND x.fence = $2"
+        )
+        others = {
+            "distlock_lost (text)": f"{lost} LIMIT 1",
+            "distlock_release (bigint)": "SELECT pg_advisory_unlock($1)",
+            "distlock_undo (text)": f"SELECT pg_advisory_unlock({self._number('$1')})",
+            "distlock_ping (bigint)": f"SELECT {_NOW}, {own}, NULL",
+            "distlock_look (bigint, bigint)": f"SELECT {_NOW}, {own}, ({asked})",
+        }
+        return "; ".join(
+            [*acquires, *(f"PREPARE {name} AS {each}" for name, each in others.items())]
+        )
 
+    def who_holds(self) -> str:
+        """Return the query for the clock and the holder of a key, by its storage key."""
+        return f"SELECT {_NOW}, who.* FROM ({self._held('%(name)s')}) who"
 
-def _who(fences: str, *, name: str, high: str, low: str, shown: str) -> str:
-    return _WHO.format(
-        facts=_FACTS, locks=_LOCKS, fences=fences, name=name, high=high, low=low, shown=shown
-    )
+    def everybody(self) -> str:
+        """Return the same query for all keys whose storage keys begin with a text."""
+        held = self._named(_HELD, number=self._number("x.storage_key"))
+        return f"SELECT {_NOW}, who.* FROM ({held}) who WHERE starts_with(who.storage_key, %s)"
 
+    def taken(self) -> str:
+        """Return the query for which of these storage keys have a number that somebody locks."""
+        return (
+            "SELECT n.name FROM unnest(%s::text[]) n(name)"
+            f" WHERE {self._number('n.name')} IN (SELECT {_NUMBER} FROM {_LOCKS})"
+        )
 
-#: All locks of the database: the clock, the lock's number, the session's name, and who holds it.
-EVERYBODY = (
-    f"SELECT {_NOW}, (l.classid::bigint << 32) | l.objid::bigint, a.application_name, {_FACTS}"
-    f" {_LOCKS} AND a.application_name LIKE '{SHOWN}%%'"
-)
+    def call(self, function: str, use: str) -> str:
+        """Return the query that calls a function on a number that a storage key has for a use."""
+        return f"SELECT {function}({number(use, '%s')}) FROM {self.salt} s"
 
-#: The numbers of all locks that last for a session.
-NUMBERS = f"SELECT (l.classid::bigint << 32) | l.objid::bigint {_LOCKS}"
+    def lock_fence(self) -> str:
+        """Return what keeps a key from being granted until the transaction ends; its fence."""
+        return f"SELECT fence FROM {self.fences} WHERE storage_key = %s FOR NO KEY UPDATE"
 
-#: Keeps a key from being granted until the end of the transaction, and tells its fence.
-LOCK_FENCE = "SELECT fence FROM {fences} WHERE storage_key = %s FOR NO KEY UPDATE"
+    def terminate(self) -> str:
+        """Return what ends the session `pid` if it still holds a key, within `patience` ms."""
+        held = self._held("%(name)s")
+        return (
+            f"SELECT pg_terminate_backend(held.pid, %(patience)s) FROM ({held}) held"
+            " WHERE held.pid = %(pid)s"
+        )
 
-#: Ends the session that holds a lock, if it still is the one that was seen.
-TERMINATE = f"""
-    SELECT pg_terminate_backend(l.pid, %s) {_LOCKS}
-        AND l.classid = %s::oid AND l.objid = %s::oid AND l.pid = %s
-        AND a.application_name = %s
-"""
+    def request_stop(self) -> str:
+        """Return what asks a holder to stop: when, the session, the storage key and the fence."""
+        return (
+            f"UPDATE {self.sessions} SET stop_requested_at = coalesce(stop_requested_at, %s)"
+            " WHERE pid = %s AND storage_key = %s AND fence = %s RETURNING stop_requested_at"
+        )
 
+    def forget_ended(self) -> str:
+        """Return what removes the rows of sessions that have ended, but for those in use."""
+        return (
+            f"DELETE FROM {self.sessions} WHERE pid IN (SELECT x.pid FROM {self.sessions} x WHERE"
+            " NOT EXISTS (SELECT FROM pg_stat_activity a WHERE a.pid = x.pid)"
+            " FOR UPDATE SKIP LOCKED)"
+        )
 
-def hashed_names(fences: str) -> str:
-    """Return the query for the storage keys of which sessions show the hash.
+    def _held(self, name: str) -> str:
+        held = self._named(_HELD, number=self._number(name))
+        return f"{held} WHERE x.storage_key = {name}"
 
-    It looks through all of them.
-    """
-    return _HASHED.format(fences=fences, longest=_NAME_BYTES - len(SHOWN))
+    def _number(self, name: str) -> str:
+        # Not joined: that there is one row of it, the planner does not know.
+        return f"(SELECT {number('session', name)} FROM {self.salt} s)"
 
-
-def shown(key: str, name: str) -> str:
-    """Return what a session that holds a key is called.
-
-    Args:
-        name: The storage key, whose hash stands for what PostgreSQL would spoil or cut off.
-    """
-    readable = key.isascii() and key.isprintable() and len(SHOWN + key) <= _NAME_BYTES
-    return SHOWN + (key if readable else key_hash(name))
-
-
-def halves(number: int) -> tuple[int, int]:
-    """Return the two numbers as which PostgreSQL shows the number of a lock."""
-    return divmod(number % 2**64, 2**32)
+    def _named(self, statement: str, **more: str) -> str:
+        return statement.format(
+            fences=self.fences, sessions=self.sessions, salt=self.salt, now=_NOW, **more
+        )
 
 
 def instant(microseconds: object) -> datetime:
@@ -181,33 +191,40 @@ class Seen:
     Attributes:
         began: When the session was opened; None: we may not know, as of `changed`.
         changed: When it was last asked something.
-        fence: What the counter says; None: there is none.
+        fence: That of its grant.
+        stop_requested_at: When the holder was asked to stop; None: it was not.
     """
 
     pid: int
     host: str | None
     began: datetime | None
     changed: datetime | None
-    fence: int | None
+    fence: int
+    stop_requested_at: datetime | None
 
     @classmethod
     def read(cls, row: Sequence[Any]) -> Seen:
         """Return what a row says, in this order."""
-        pid, host, began, changed, fence = row
+        pid, host, began, changed, fence, stop_requested_at, *_ = row
         return cls(
             int(pid),
             host,
             None if began is None else instant(began),
             None if changed is None else instant(changed),
-            None if fence is None else int(fence),
+            int(fence),
+            None if stop_requested_at is None else instant(stop_requested_at),
         )
 
     def record(self, key: str, now: datetime) -> Record:
         """Return what can be known about a lock of another process."""
-        fence, began = self.fence or 0, self.began or now
-        at = granted_at(fence, now)
+        began = self.began or now
+        at = granted_at(self.fence, now)
         if not began <= at < now:
-            # The counter was ahead of the clock, or is not the one of this grant any more.
+            # The counter was ahead of the clock.
             at = began
+        changed = max(at, self.changed or at)
         holder = Holder(host=self.host or "local", metadata={"session": self.pid})
-        return Record(key, "", fence, None, at, max(at, self.changed or at), None, None, holder)
+        stop = self.stop_requested_at
+        return Record(
+            key, "", self.fence, None, at, changed, None, None, holder, stop_requested_at=stop
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,32 +14,22 @@ from ... import vendors
 from ...borrowing import NoConnectionFree
 from ...core.durations import MAX_BOUND
 from ...core.errors import BackendUnavailable
-from ...core.keys import advisory_id
 from ...core.records import Contended, Page, Record
-from ...vendors.postgresql import session_salt
+from ...fields import to_microseconds
+from ...schemas import TableConnections
+from ...sql import side_table
+from ...vendors.postgresql import no_secret
 from ..tables import FenceTable
-from .holdings import Holdings, stop_word
-from .sql import (
-    EVERYBODY,
-    LOCK_FENCE,
-    NUMBERS,
-    SHOWN,
-    TERMINATE,
-    Seen,
-    halves,
-    hashed_names,
-    instant,
-    shown,
-    who_holds,
-)
+from .holdings import Holdings
+from .sql import Seen, Statements, instant
 
 
 class SessionViews(FenceTable):
     """Reads and operators of the advisory backend: they ask on ordinary connections.
 
     A lease of this process is shown whole. Of another process's lock the server knows the address
-    of its host, the session, and by its fence since when; not its holder, its token or its ttl. A
-    request to stop is seen by the holder alone.
+    of its host, the session, and by its fence since when, and whether it was asked to stop; not its
+    holder, its token or its ttl.
     """
 
     _holdings: Holdings
@@ -87,55 +77,31 @@ class SessionViews(FenceTable):
             return self._see(name, on)
 
     def _see(self, name: str, on: str) -> tuple[Record, int] | None:
-        rows = _rows(
-            on, who_holds(self._fences), name, *halves(self._number(name)), self._shown(name)
-        )
+        rows = rows_of(on, self._statements.who_holds(), name=name)
         if not rows:
             return None
         now, *who = rows[0]
         return self._record(name, Seen.read(who), instant(now)), who[0]
 
     def _find_all(self, on: str) -> dict[str, Record]:
-        """Return the records of all held keys of this key prefix, by storage key.
-
-        A session that shows a hash is found by the fence counter of its key. Without that nobody
-        can tell the key, and the lock is not shown.
-        """
+        """Return the records of all held keys of this key prefix, by storage key."""
         with vendors.of(on).short_transaction(MAX_BOUND, writes=False):
-            rows = _rows(on, EVERYBODY)
-            hashes = [app.removeprefix(SHOWN) for _now, _number, app, *_who in rows]
-            hashed = [name for (name,) in _rows(on, hashed_names(self._fences), hashes)]
-            names = dict(self._names(rows, hashed))
-            fences = dict(self._counters_on(on).filter(pk__in=names).values_list("pk", "fence"))
-        return {
-            name: self._record(name, Seen.read([*who, fences.get(name)]), now)
-            for name, (now, who) in names.items()
-        }
-
-    def _names(
-        self, rows: Sequence[Any], hashed: Sequence[str]
-    ) -> Iterator[tuple[str, tuple[Any, Any]]]:
-        ours = [name for name in hashed if name.startswith(self._namespace())]
-        by_number = {self._number(name): name for name in ours}
-        for now, number, app, *who in rows:
-            name = self._namespace(app.removeprefix(SHOWN))
-            if self._number(name) != number:
-                # Another prefix's, or a hash.
-                name = by_number.get(number, "")
-            if name:
-                yield name, (instant(now), who)
+            rows = rows_of(on, self._statements.everybody(), self._namespace())
+        return {name: self._record(name, Seen.read(who), instant(now)) for now, *who, name in rows}
 
     def _held_among(self, on: str, names: Sequence[str]) -> Collection[str]:
-        numbers = {number for (number,) in _rows(on, NUMBERS)}
-        return [name for name in names if self._number(name) in numbers]
+        return [name for (name,) in rows_of(on, self._statements.taken(), [*names])]
 
     def _force(
         self, name: str, key: str, fence: int | None, bound: float, on: str
     ) -> tuple[bool, Record | None]:
         """Move the fence on, then end the session; False: somebody else is about to."""
         # One at a time, also behind the commit that moved the fence.
-        turn = advisory_id(f"{session_salt(self._fences)}:force", name)
-        if not _rows(on, "SELECT pg_try_advisory_lock(%s)", turn)[0][0]:
+        said = self._statements
+        alone = rows_of(on, said.call("pg_try_advisory_lock", "force"), name)
+        if not alone:
+            raise no_secret(said.salt)
+        if not alone[0][0]:
             return False, None
         try:
             found = self._move_fence(name, key, fence, bound, on)
@@ -147,7 +113,7 @@ class SessionViews(FenceTable):
             return True, record
         finally:
             with suppress(Error):
-                _rows(on, "SELECT pg_advisory_unlock(%s)", turn)
+                rows_of(on, said.call("pg_advisory_unlock", "force"), name)
 
     def _move_fence(
         self, name: str, key: str, fence: int | None, bound: float, on: str
@@ -169,10 +135,10 @@ class SessionViews(FenceTable):
         with vendors.of(on).short_transaction(MAX_BOUND):
             # Nobody is granted the key while its counter is locked. If somebody was since it moved,
             # maybe with the same session, then the holder has given it back by itself.
-            if _rows(on, LOCK_FENCE.format(fences=self._fences), name) != [(moved,)]:
+            said = self._statements
+            if rows_of(on, said.lock_fence(), name) != [(moved,)]:
                 return
-            number = halves(self._number(name))
-            rows = _rows(on, TERMINATE, patience, *number, pid, self._shown(name))
+            rows = rows_of(on, said.terminate(), patience=patience, name=name, pid=pid)
         if rows and not rows[0][0]:
             raise BackendUnavailable(
                 f"The session {pid} that holds {key!r} was told to end and has not yet.",
@@ -186,11 +152,14 @@ class SessionViews(FenceTable):
             return None
         record, pid = found
         now = vendors.of(on).now()
+        asked = to_microseconds(now), pid, name, record.fence
+        rows = rows_of(on, self._statements.request_stop(), *asked)
+        if not rows:
+            return None  # Its session went on to another key.
+        now = instant(rows[0][0])
         mine = self._holdings.of_session(name, pid)
         if mine is not None and mine.record.is_seen(record.fence):
             return self._holdings.change(mine, stop_requested_at=now)
-        word = stop_word(self._number(name), record.fence)
-        _rows(on, "SELECT pg_notify(%s, %s)", f"distlock_{pid}", word)
         return replace(record, stop_requested_at=now)
 
     def _busy(self, name: str) -> Contended:
@@ -205,19 +174,13 @@ class SessionViews(FenceTable):
     # What these share
 
     @property
-    def _fences(self) -> str:
-        """The table of the fence counters, quoted and with its schema."""
+    def _statements(self) -> Statements:
         try:
-            return self._connections.name("fences")
+            found = table_names(self._connections)
         except (DatabaseError, InterfaceError) as error:
             raise self._translated(error, None) from error
-
-    def _number(self, name: str) -> int:
-        return advisory_id(session_salt(self._fences), name)
-
-    def _shown(self, name: str) -> str:
-        """Return what the session that holds a key is called."""
-        return shown(name.removeprefix(self._namespace()), name)
+        # Statements have placeholders.
+        return Statements(*(each.replace("%", "%%") for each in found))
 
     def _record(self, name: str, seen: Seen, now: Any) -> Record:
         """Return what is known about a lock: all of it, if it is this process's."""
@@ -227,7 +190,18 @@ class SessionViews(FenceTable):
         return seen.record(name.removeprefix(self._namespace()), now)
 
 
-def _rows(on: str, statement: str, *arguments: Any) -> list[Any]:
+def table_names(tables: TableConnections) -> tuple[str, str, str]:
+    """Return the names of the tables that `Statements` are about, quoted and with their schema.
+
+    Raises:
+        django.db.Error: The schema cannot be asked for.
+    """
+    session, salt = (tables.named(side_table(each)) for each in ("session", "salt"))
+    return tables.name("fences"), session, salt
+
+
+def rows_of(on: str, statement: str, *arguments: Any, **named: Any) -> list[Any]:
+    """Run a statement; return its rows."""
     with connections[on].cursor() as cursor:
-        cursor.execute(statement, arguments)
-        return list(cursor.fetchall())
+        cursor.execute(statement, named or arguments)
+        return list(cursor.fetchall()) if cursor.description else []

@@ -11,16 +11,16 @@
 -- Locks are taken in the order advisory(key), fence row, lock row, here and everywhere.
 --
 -- With p_wanted, the record that is in the way is marked. Whoever ends, replaces or shortens a
--- marked grant calls its storage key out, on the channel that is named like the table of locks:
--- nothing is sent where nobody waits, because NOTIFY takes a lock of the whole server at commit.
+-- marked grant calls a hash of its storage key out, on a channel with a secret name: nothing is sent
+-- where nobody waits, because NOTIFY takes a lock of the whole server at commit.
 --
 -- Answers are one text each, as all these functions give, because a row of columns costs the server
 -- a third more than the call itself: see docs/explanation/performance.md.
 --
 -- Names are looked up in pg_catalog alone, here and everywhere: in a schema where others may create,
 -- a function or an operator that fits a call better would be called instead, as whoever asks.
-CREATE OR REPLACE FUNCTION "django_distlock_heldlock_acquire_v2"(
-    p_storage_key text, p_key text, p_advisory bigint, p_token text,
+CREATE OR REPLACE FUNCTION "django_distlock_heldlock_acquire_v3"(
+    p_storage_key text, p_key text, p_token text,
     p_ttl double precision, p_grace double precision, p_holder jsonb,
     p_wanted boolean, p_replace text, p_floor boolean, p_bound text
 ) RETURNS text LANGUAGE plpgsql VOLATILE
@@ -38,6 +38,7 @@ DECLARE
     h_now bigint;
     h_live boolean;
     t bigint;
+    v_turn bigint;
     v_outcome text;
     v_last bigint;
     v_paused boolean;
@@ -64,12 +65,20 @@ BEGIN
             h_live := h_token IS NOT NULL AND (h_free_at IS NULL OR h_now < h_free_at);
             IF h_live AND h_token IS DISTINCT FROM p_replace THEN
                 v_outcome := 'contended';
-            ELSIF NOT pg_catalog.pg_try_advisory_xact_lock(p_advisory) THEN
-                -- One acquirer per key. Those who queued behind the winner look again and lose
-                -- above, without a row lock.
-                PERFORM pg_catalog.pg_advisory_xact_lock(p_advisory);
-                CONTINUE;
             ELSE
+                IF v_turn IS NULL THEN
+                    SELECT {turn} INTO v_turn FROM "django_distlock_heldlock_salt" s;
+                    IF NOT FOUND THEN
+                        RAISE EXCEPTION 'the table django_distlock_heldlock_salt is empty'
+                            USING ERRCODE = '58000', HINT = 'Run manage.py migrate.';
+                    END IF;
+                END IF;
+                IF NOT pg_catalog.pg_try_advisory_xact_lock(v_turn) THEN
+                    -- One acquirer per key. Those who queued behind the winner look again and lose
+                    -- above, without a row lock.
+                    PERFORM pg_catalog.pg_advisory_xact_lock(v_turn);
+                    CONTINUE;
+                END IF;
                 -- A guard's FOR SHARE may stand for as long as a transaction: answer now.
                 SELECT c.fence INTO v_last FROM "django_distlock_fencecounter" c
                     WHERE c.storage_key = p_storage_key AND (
@@ -132,7 +141,8 @@ BEGIN
                 END IF;
                 IF h_wanted THEN
                     -- Their mark went with the grant before, and they have to mark this one.
-                    v_ignored := pg_catalog.pg_notify('django_distlock_heldlock', p_storage_key);
+                    PERFORM pg_catalog.pg_notify({channel}, {called})
+                        FROM "django_distlock_heldlock_salt" s;
                 END IF;
             ELSE
                 INSERT INTO "django_distlock_heldlock" (
@@ -142,11 +152,19 @@ BEGIN
                     p_storage_key, p_key, p_token, v_fence, p_ttl, t, t, v_expires,
                     v_expires + pg_catalog.round(p_grace * 1000000)::bigint, false,
                     p_holder, p_holder->>'host', p_holder->>'task_id', NULL
-                );
+                ) ON CONFLICT (storage_key) DO NOTHING;
+                IF NOT FOUND THEN
+                    -- Granted by a worker of the release before, whose turns have other numbers.
+                    v_last := NULL;
+                    CONTINUE;
+                END IF;
             END IF;
             IF v_last IS NULL THEN
                 INSERT INTO "django_distlock_fencecounter" (storage_key, key, fence)
-                    VALUES (p_storage_key, p_key, v_fence);
+                    VALUES (p_storage_key, p_key, v_fence) ON CONFLICT DO NOTHING;
+                IF NOT FOUND THEN
+                    RAISE lock_not_available; -- As above, by a pause. Undoes the grant.
+                END IF;
             ELSE
                 UPDATE "django_distlock_fencecounter" c SET fence = v_fence
                     WHERE c.storage_key = p_storage_key;

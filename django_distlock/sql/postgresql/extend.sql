@@ -6,7 +6,7 @@
 -- outcome   extended   all of them
 --           gone       no such record, another token, past free_at, settled, or shortened and over
 --           busy       no answer within p_bound; the record stands
-CREATE OR REPLACE FUNCTION "django_distlock_heldlock_extend_v2"(
+CREATE OR REPLACE FUNCTION "django_distlock_heldlock_extend_v3"(
     p_storage_key text, p_token text,
     p_ttl double precision, p_grace double precision, p_bound text
 ) RETURNS text LANGUAGE plpgsql VOLATILE
@@ -45,7 +45,8 @@ BEGIN
                 expires_at = least(v_expires, v_until), free_at = v_free
                 WHERE l.storage_key = p_storage_key;
             IF r.wanted AND (v_free < r.free_at OR r.free_at IS NULL AND v_free IS NOT NULL) THEN
-                v_ignored := pg_catalog.pg_notify('django_distlock_heldlock', p_storage_key);
+                PERFORM pg_catalog.pg_notify({channel}, {called})
+                    FROM "django_distlock_heldlock_salt" s;
             END IF;
             IF pg_catalog.current_setting('synchronous_commit') <> 'remote_apply' THEN
                 v_ignored := pg_catalog.set_config('synchronous_commit', 'on', true);

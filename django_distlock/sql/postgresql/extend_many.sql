@@ -3,7 +3,7 @@
 -- a lease that is renewed by the ttl that it has ends later than before.
 --
 -- Answers a JSON array of what the function for one lease answers, in the order of the question.
-CREATE OR REPLACE FUNCTION "django_distlock_heldlock_extend_many_v2"(
+CREATE OR REPLACE FUNCTION "django_distlock_heldlock_extend_many_v3"(
     p_storage_keys text[], p_tokens text[], p_ttls double precision[],
     p_grace double precision, p_bound text
 ) RETURNS text LANGUAGE plpgsql VOLATILE

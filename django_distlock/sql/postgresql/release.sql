@@ -6,7 +6,7 @@
 --           wanted     the same, and somebody waits for the key
 --           gone       no such record, another token, past free_at, or settled
 --           busy       no answer within p_bound; the record stands
-CREATE OR REPLACE FUNCTION "django_distlock_heldlock_release_v2"(
+CREATE OR REPLACE FUNCTION "django_distlock_heldlock_release_v3"(
     p_storage_key text, p_token text, p_held double precision, p_bound text
 ) RETURNS text LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp AS $body$
@@ -55,7 +55,8 @@ BEGIN
             END IF;
         END IF;
         IF r.wanted AND (p_held IS NULL OR v_outcome = 'released') THEN
-            v_ignored := pg_catalog.pg_notify('django_distlock_heldlock', p_storage_key);
+            PERFORM pg_catalog.pg_notify({channel}, {called})
+                FROM "django_distlock_heldlock_salt" s;
             IF v_outcome = 'released' THEN
                 v_outcome := 'wanted';
             END IF;
