@@ -5,7 +5,7 @@ The workers of a run go side by side: it takes about a sum divided by their numb
 one thing, the first that holds:
 
 * server: it starts a server of its own;
-* process: it starts other processes;
+* process: it starts other processes, or has them forked;
 * waiting: it does nothing for more than half of its time, except for the answers of servers;
 * computing: all others.
 
@@ -21,6 +21,8 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+
+from .nursery import FORKED
 
 CAUSES = ("databases", "server", "process", "waiting", "computing")
 #: What `tests.keeper` starts a server by.
@@ -38,7 +40,7 @@ class Measuring:
         sys.addaudithook(self._audit)
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+        if event in ("subprocess.Popen", "os.fork", "os.posix_spawn", FORKED):
             is_server = event == "subprocess.Popen" and KEEPER in list(arguments[1])
             self._started["server" if is_server else "process"] += 1
 

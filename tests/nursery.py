@@ -46,6 +46,8 @@ AHEAD = (
 EARLY = ("PYTHON", "LD_", "MALLOC_")
 # No process outlives its test by more, should the test itself be killed.
 LIFETIME_SECONDS = 120
+#: What auditing hooks hear when a process is forked.
+FORKED = "tests.forked"
 #: Bytes of a number on the way between a nursery and the tests.
 SIZE = 8
 
@@ -143,6 +145,7 @@ class Nursery:
         finally:
             os.close(says_end)
         self._orders.sendall(order)
+        sys.audit(FORKED)
         return Forked(int.from_bytes(_read(self._orders, SIZE)), ended)
 
     def close(self) -> None:
