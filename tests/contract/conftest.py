@@ -67,10 +67,16 @@ def _has_what_is_tested(registered: Registered, test: pytest.Item) -> bool:
         return False
     if aliases and registered.alias not in aliases.args:
         return False
+    if not _is_here(registered):
+        return True  # To be skipped, and counted.
     try:
         return not _lacks(registered, test.get_closest_marker("requires"))
     except BackendUnavailable:
         return True  # Redis only knows once it answers.
+
+
+def _is_here(registered: Registered) -> bool:
+    return not registered.using or registered.using in connections.settings
 
 
 def _lacks(registered: Registered, requires: pytest.Mark | None) -> str:
@@ -83,8 +89,7 @@ def _lacks(registered: Registered, requires: pytest.Mark | None) -> str:
 
 def _possible(registered: Registered) -> Any:
     """Give a line of the registry, to be skipped where its store cannot be started."""
-    is_here = not registered.using or registered.using in connections.settings
-    marks = () if is_here else [pytest.mark.skip(reason=f"{DECLARED}{NO_MARIADB}")]
+    marks = () if _is_here(registered) else [pytest.mark.skip(reason=f"{DECLARED}{NO_MARIADB}")]
     return pytest.param(registered, id=registered.alias, marks=marks)
 
 

@@ -42,6 +42,11 @@ TABLES = {
 SIDE_TABLES = {"django_distlock_heldlock_salt", "django_distlock_heldlock_session"}
 
 
+def all_tables(using: str) -> set[str]:
+    """Return the names of the tables that our migrations make."""
+    return TABLES | (SIDE_TABLES if connections[using].vendor == "postgresql" else set())
+
+
 def server(database: str = "postgres", **more: Any) -> psycopg.Connection:
     """Connect to a database of the tests' PostgreSQL server, in autocommit."""
     url = os.environ["DISTLOCK_TEST_POSTGRES_URL"]

@@ -86,7 +86,7 @@ def test_migrations_of_others_that_cannot_be_loaded(
     (broken / "__init__.py").write_text("")
     (broken / "0001_initial.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    migrate(sqlite, "0003")
+    migrate(sqlite)
     with override_settings(MIGRATION_MODULES={"shop": broken.name}):
         assert found(sqlite) == {}
 

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from django.apps import apps
 from django.db import DatabaseError, InterfaceError, connections, router
 from kombu.exceptions import EncodeError
 from kombu.serialization import dumps, loads, prepare_accept_content
@@ -21,10 +22,12 @@ from ... import vendors
 from ...borrowing import NoConnectionFree
 from ...core.durations import MAX_BOUND
 from ...core.errors import BackendUnavailable, LockError, LockUsageError
-from ...models import FailedTask
 from ...schemas import TableConnections
 from . import leftovers
 from .deliveries import Delivery
+
+if TYPE_CHECKING:
+    from ...models import FailedTask
 
 #: They have no types.
 _dumps: Any = dumps
@@ -57,10 +60,10 @@ def keep(delivery: Delivery, backend: str, key: str) -> None:
         key: The key that it did not get; "": not known.
     """
     task, request = delivery.task, delivery.request
-    using = router.db_for_write(FailedTask)
+    using = router.db_for_write(_model())
     if connections[using].vendor not in vendors.VENDORS:
         return  # A project without a database has nowhere to keep it.
-    row = FailedTask(
+    row = _model()(
         task_id=str(request.id),
         task=task.name,
         backend=backend,
@@ -81,8 +84,8 @@ def failed(*, sent: bool) -> list[FailedTask]:
     Raises:
         BackendUnavailable: The database did not answer.
     """
-    using = router.db_for_write(FailedTask)
-    rows = FailedTask.objects.using(using).order_by("failed_at", "pk")
+    using = router.db_for_write(_model())
+    rows = _model().objects.using(using).order_by("failed_at", "pk")
     with _translated(using):
         return list(rows if sent else rows.filter(sent_at=None))
 
@@ -101,12 +104,12 @@ def send(app: Any, row: FailedTask) -> str | None:
         kombu.exceptions.OperationalError: The broker did not. It is not marked then.
     """
     args, kwargs = _unpacked(app, row)
-    using = row._state.db or router.db_for_write(FailedTask)
-    unsent = FailedTask.objects.using(using).filter(pk=row.pk, sent_at=None)
+    using = row._state.db or router.db_for_write(_model())
+    unsent = _model().objects.using(using).filter(pk=row.pk, sent_at=None)
     with _translated(using):
         if not unsent.update(sent_at=datetime.now(UTC)):
             return None
-    marked = FailedTask.objects.using(using).filter(pk=row.pk)
+    marked = _model().objects.using(using).filter(pk=row.pk)
     try:
         task = app.tasks.get(row.task)
         publish = partial(app.send_task, row.task) if task is None else task.apply_async
@@ -126,9 +129,14 @@ def drop(row: FailedTask) -> None:
     Raises:
         BackendUnavailable: The database did not answer.
     """
-    using = row._state.db or router.db_for_write(FailedTask)
+    using = row._state.db or router.db_for_write(_model())
     with _translated(using):
-        FailedTask.objects.using(using).filter(pk=row.pk).delete()
+        _model().objects.using(using).filter(pk=row.pk).delete()
+
+
+def _model() -> type[FailedTask]:
+    # Tasks are imported before the apps are loaded.
+    return apps.get_model("django_distlock", "FailedTask")
 
 
 def _route(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,7 +185,7 @@ def _write(using: str, row: FailedTask) -> None:
         store = vendors.of(on)
         with store.short_transaction(MAX_BOUND):
             # Tried again, or delivered again, it is one.
-            FailedTask.objects.using(on).bulk_create([row], ignore_conflicts=True)
+            _model().objects.using(on).bulk_create([row], ignore_conflicts=True)
 
 
 @cache
