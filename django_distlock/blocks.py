@@ -110,7 +110,11 @@ class Block:
         elif attempts is not None:
             # It may have to wait for an attempt in flight, and others here must not.
             _giving_up[self] = attempts
-            attempts.backend.run_apart(self._give_up)
+            try:
+                attempts.backend.run_apart(self._give_up)
+            except RuntimeError:
+                # The interpreter ends, and starts no threads any more: nobody is kept waiting.
+                self._give_up()
             return
         elif lease is not None:
             lease.end_left_block(self._home())

@@ -23,7 +23,6 @@ from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended
 from django_distlock.host import current_holder
 from django_distlock.waiting import acquire
-from tests.salted import channel_of
 
 from .candidates import HOT, KEYS, TTL
 from .databases import take
@@ -164,6 +163,9 @@ def command_kind(words: Sequence[bytes]) -> str:
 
 
 def _notifications(pairs: int) -> dict[str, int]:
+    # It reads the settings while it is imported, which are made later than this module is.
+    from tests.salted import channel_of
+
     ear = connections["default"].copy()
     ear.ensure_connection()
     raw, channel = ear.connection, channel_of("default")

@@ -80,6 +80,8 @@ def test_commands_in_the_text_run(postgresql: str) -> None:
     site = Site("postgresql", postgresql)
     # The server of the tests does not wait for its disk.
     site.settings["SILENCED_SYSTEM_CHECKS"] += ["distlock.W108"]
+    # One command is about tasks.
+    site.settings["INSTALLED_APPS"] += ["tests.runbooks.queueing"]
     site.make_tables()
     with holder(site, "invoice:42", ttl=3600) as process:
         process.kill()
