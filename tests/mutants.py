@@ -267,7 +267,7 @@ MUTANTS = (
         backend="advisory",
         file=f"{ADVISORY}/session.py",
         old=r'"search_path": "pg_catalog, pg_temp",',
-        new="",
+        new='"search_path": "public, pg_catalog",',
         test=f"{HOSTILE}::test_sessions_call_postgresql_alone",
         case="public",
     ),
@@ -452,7 +452,7 @@ MUTANTS = (
             old=r"return bool\(transactions\)",
             new="return False",
             test=FREE_AT_COMMIT,
-            case="{backend}-by_block",
+            case="by_block-{backend}",
         )
         for backend in ("memory", "sqlite", "postgres", "postgres_orm")
     ),
@@ -580,7 +580,7 @@ MUTANTS = (
         old=r"first, self._told = not self._told, True",
         new="first, self._told = True, True",
         test="tests/contract/test_lost_leases.py::test_loss_is_told_once",
-        case="{backend}-timer",
+        case="timer-{backend}",
     ),
     Mutant(
         fault="a loss that eats the cancellation of somebody else",
@@ -598,7 +598,7 @@ MUTANTS = (
         old=r"if self._terms.hold:",
         new="if False:",
         test="tests/contract/test_modes.py::test_held_key_stays_taken_for_the_ttl",
-        case="{backend}-in_a_block",
+        case="in_a_block-{backend}",
     ),
     Mutant(
         fault="a window that is taken over from the dead",

@@ -31,6 +31,7 @@ PLANTED = {
     "to_jsonb(a bank_payment)": "jsonb",
     "json_agg(a json)": "json",
     "pg_advisory_xact_lock(a integer)": "void",
+    "pg_backend_pid()": "integer",
     "pg_notify(a text, b varchar)": "void",
     "set_config(a text, b integer, c boolean)": "text",
 }
