@@ -41,6 +41,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "contract": (),
     # One test of each thing that stands on the locks.
     "celery/test_endings.py": ("test_success",),
+    "celery/test_locked_task.py": ("test_import_before_the_apps_are_loaded",),
     "e2e/test_dashboard_browser.py": ("test_key_is_taken_with_a_reason_and_audited",),
     "e2e/test_example.py": ("test_site_captures_a_payment_once",),
     "integration/test_dashboard.py": ("test_lock_is_in_the_list",),
