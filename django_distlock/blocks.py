@@ -109,11 +109,11 @@ class Block:
             adopting.give_back()
         elif attempts is not None:
             # It may have to wait for an attempt in flight, and others here must not.
-            _giving_up[self] = attempts
+            _giving_up[self] = [attempts]
             try:
                 attempts.backend.run_apart(self._give_up)
             except RuntimeError:
-                # The interpreter ends, and starts no threads any more: nobody is kept waiting.
+                # No thread starts: the interpreter ends, or there are too many.
                 self._give_up()
             return
         elif lease is not None:
@@ -126,10 +126,14 @@ class Block:
 
     def _give_up(self) -> None:
         try:
-            _giving_up[self].fail(LockError("The acquire was interrupted.", code="aborted"))
+            attempts = _giving_up[self].pop()
+        except (KeyError, IndexError):
+            return  # It was done in place of a thread that did not start.
+        try:
+            attempts.fail(LockError("The acquire was interrupted.", code="aborted"))
         finally:
             self.close()
-            del _giving_up[self]
+            _giving_up.pop(self, None)
 
 
 def _lives() -> bool:
@@ -141,7 +145,7 @@ FEW = 32
 #: What is open, or gone and not ended yet.
 every: dict[Block, Callable[[], object]] = {}
 #: What asks for keys that nobody waits for any more.
-_giving_up: dict[Block, Trying] = {}
+_giving_up: dict[Block, list[Trying]] = {}
 _opening = threading.local()
 
 

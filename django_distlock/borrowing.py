@@ -522,15 +522,16 @@ class _Sweeper:
     Attributes:
         gone: Takes references whose objects have died, from wherever that is, or None.
         pools: Those with connections.
-        watched: What may not take for ever: the uses of connections, and `Opening`.
+        watched: What may not take for ever: the uses of connections, and what is opened.
     """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.gone: SimpleQueue[object] = SimpleQueue()
         self.pools: dict[LockConnections, None] = {}
-        self.watched: dict[Use | Opening, bool] = {}
-        self._sleeps = False
+        self.watched: dict[Use | _Opening, bool] = {}
+        # Until its first look it hears of what is watched by being woken.
+        self._sleeps = True
         self._ticks_until = 0.0
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -546,7 +547,7 @@ class _Sweeper:
                 )
                 start_thread(self._thread)
 
-    def watch(self, use: Use | Opening) -> None:
+    def watch(self, use: Use | _Opening) -> None:
         """Cut what gets no answer in time."""
         self.watched[use] = True
         if self._sleeps:
@@ -589,17 +590,29 @@ class Opening:
         cut: Cuts it, from another thread; for what has no socket yet, the driver has a bound.
     """
 
-    is_abandoned = False
-
     def __init__(self, cut: Callable[[], None]):
-        self._cut = cut
-        self.until = budgets.end()
+        self._watched = _Opening(self, cut)
 
     def __enter__(self) -> None:
-        _sweeping().watch(self)
+        if self._watched.until < math.inf:
+            _sweeping().watch(self._watched)
 
     def __exit__(self, *_: object) -> None:
-        _sweeping().watched.pop(self, None)
+        _sweeping().watched.pop(self._watched, None)
+
+
+class _Opening:
+    """What the sweeper knows of an `Opening`, which it does not keep alive: a signal may end it."""
+
+    def __init__(self, block: Opening, cut: Callable[[], None]):
+        self.until = budgets.end()
+        self._block = weakref.ref(block)
+        self._cut = cut
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the block was left without its end."""
+        return self._block() is None
 
     def cut(self) -> None:
         """Let it fail, in another thread."""

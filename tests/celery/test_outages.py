@@ -20,11 +20,14 @@ from pytest_django import DjangoDbBlocker
 from django_distlock import BackendUnavailable
 from django_distlock.contrib.celery import failed
 from django_distlock.core.keys import own_key
+from django_distlock.management.statuses import UNAVAILABLE
 from django_distlock.models import FailedTask
 from tests.integration.wires import Wire
+from tests.keeper import free_port
 
 from .brokers import Broker
 from .crews import Crew
+from .project import create
 from .tasks import STORES
 from .workers import Worker, working
 
@@ -203,20 +206,21 @@ def test_failed_tasks_are_listed_and_sent_again_once(
 def test_two_operators_send_a_task_once(
     crew: Crew, project: Celery, away: StoreWire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one who marks it first does; what the broker refuses is not marked."""
+    """The one who marks it first does; what a broker did not take is not marked."""
     result = crew.send("early")
     assert crew.outcome(result) == "FAILURE"
     away.come_back()
     crew.until(lambda: result.id in listed(crew), "it is listed", 20)
     (row,) = (each for each in failed.failed(sent=False) if each.pk == result.id)
 
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise ConnectionError
-
-    with monkeypatch.context() as broken:
-        broken.setattr(crew.task("early"), "apply_async", refuse)
-        with pytest.raises(ConnectionError):
-            failed.send(crew.app, row)
+    address = f"redis://127.0.0.1:{free_port()}/0"
+    nobody = create(Broker(url=address, results=crew.app.conf.result_backend).settings)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(_state._tls, "current_app", nobody)
+        with pytest.raises(CommandError, match="could be done") as told:
+            replay("--send", result.id)
+    nobody.close()
+    assert told.value.returncode == UNAVAILABLE
     assert listed(crew)[result.id]["sent_at"] is None
     sent = failed.send(crew.app, row)
     assert sent is not None

@@ -10,9 +10,20 @@ import threading
 import time
 from typing import Any
 
-from django_distlock import BackendUnavailable, LockError, LockUsageError, current_lease, distlock
+from django.db import connections
 
-from .aliases import abandon_connections
+from django_distlock import (
+    BackendUnavailable,
+    LockError,
+    LockUsageError,
+    blocks,
+    current_lease,
+    distlock,
+    lock_backends,
+)
+
+from .aliases import abandon_connections, alias_like, locks_on
+from .locking import eventually
 
 
 def hold_to_the_end(alias: str, key: str, how: str) -> dict[str, Any]:
@@ -135,3 +146,57 @@ def _be_the_child(lock: Any, lease: Any, unbound: Any, writes: int) -> None:
     os.close(writes)
     # Through the block's end and the exit handlers, which must not release what is the parent's.
     sys.exit(0)
+
+
+class _Attempts:
+    """What asks for a key, and counts how often it is given up."""
+
+    backend = lock_backends["memory"]
+    given_up = 0
+
+    def fail(self, error: BaseException) -> None:
+        self.given_up += 1
+
+
+def _leave(**what: Any) -> _Attempts:
+    """Leave a block without its end."""
+    block, attempts = blocks.Block(None), _Attempts()
+    block.enter(("memory", "key"))
+    vars(block).update(attempts=attempts, **what)
+    block.watched()
+    return attempts
+
+
+def leave_while_no_thread_starts() -> dict[str, Any]:
+    """Let an acquire be interrupted where no thread can be started."""
+    _leave(inner=True)  # So that what ends blocks runs.
+    assert eventually(lambda: not blocks.every)
+    usual = threading.stack_size(1 << 46)
+    attempts = _leave()
+    is_ended = eventually(lambda: not blocks.every)
+    threading.stack_size(usual)
+    # Behind whatever was left to this thread, too.
+    _Attempts.backend.run_apart(lambda: print("a thread runs"))
+    return {"is_ended": is_ended, "given_up": attempts.given_up}
+
+
+def ask_first_behind_a_fork(address: dict[str, str], key: str) -> str:
+    """Acquire in a forked child, on a connection that it has already."""
+    reads, writes = os.pipe()
+    with alias_like("default", **address) as using, locks_on(using) as alias:
+        lock = distlock(key, backend=alias, wait=0, heartbeat=False)
+        lock.acquire().release()
+        if (pid := os.fork()) == 0:
+            abandon_connections()
+            connections[using].ensure_connection()
+            print("connected")
+            input()
+            signal.alarm(15)
+            try:
+                lock.acquire()
+                os.write(writes, b"granted")
+            except BackendUnavailable as error:
+                os.write(writes, error.code.encode())
+            os._exit(0)
+        os.waitpid(pid, 0)
+        return os.read(reads, 100).decode()

@@ -22,6 +22,7 @@ from django_distlock.exits import held_here
 from django_distlock.handler import lock_backends
 from django_distlock.heartbeat import heartbeat_of
 from tests.backends import BACKENDS, Registered
+from tests.processes import spawn
 
 from . import interrupting
 from .helpers import Later
@@ -299,3 +300,10 @@ def raise_in_the_end_of(lease: Lease) -> None:
         raise TimeIsUp
 
     lease.end_block = end_block  # type: ignore[method-assign]
+
+
+def test_interrupted_acquire_is_given_up_where_no_thread_starts() -> None:
+    """At the end of the interpreter, or with too many threads: here, and once."""
+    with spawn("tests.contract.lock_workers:leave_while_no_thread_starts") as worker:
+        worker.wait_for("a thread runs")
+        assert worker.result() == {"is_ended": True, "given_up": 1}

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 from django.db import connections, transaction
 
+from django_distlock import borrowing
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core import budgets
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
 from django_distlock.handler import lock_backends
@@ -128,3 +132,17 @@ def test_signals_change_no_connection(
         assert seen_elsewhere(using, key) == written
         assert eventually(lambda: len(sessions(using)) <= 1 + 2), sessions(using)
     assert not [each for each in lost if "weakref" in each or "distlock" in each]
+
+
+def test_interrupted_opening_is_not_watched_for_ever() -> None:
+    """A signal behind the first step of the block, or at its end, calls no end of it."""
+
+    def leave() -> set[Any]:
+        opening = borrowing.Opening(lambda: None)
+        opening.__enter__()
+        return {*borrowing._sweeping().watched} - before
+
+    before: set[Any] = set(borrowing._sweeping().watched)
+    assert not leave()  # Without an end there is nothing to be cut.
+    (watched,) = budgets.spend(time.monotonic() + 60, leave)
+    assert eventually(lambda: watched not in borrowing._sweeping().watched)

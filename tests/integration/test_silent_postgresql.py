@@ -22,6 +22,7 @@ from django_distlock.handler import lock_backends
 from django_distlock.inspection import statistics, summary
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.helpers import Later, prompt
+from tests.processes import spawn
 from tests.services import NO_MARIADB
 
 from .databases import ask, migrate
@@ -152,6 +153,16 @@ def test_acquire_ends_where_a_session_falls_silent(
             assert took < 10
             with suppress(LockError):
                 lock_backends[alias]._connections.close_all()  # type: ignore[attr-defined]
+
+
+def test_first_question_of_a_forked_process_ends_where_its_session_falls_silent(key: str) -> None:
+    """Nothing has woken yet the thread that looks at statements."""
+    target = "tests.contract.lock_workers:ask_first_behind_a_fork"
+    with wire() as through, spawn(target, through.address, key) as worker:
+        worker.wait_for("connected")
+        through.hang()
+        worker.send("ask")
+        assert worker.result(20) == "network_timeout"
 
 
 @pytest.mark.parametrize("like", ["default", "mariadb"])

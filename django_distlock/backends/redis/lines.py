@@ -225,6 +225,7 @@ def _open(connection: Any) -> None:
     if not left:
         raise budgets.Over
     usual = connection.socket_connect_timeout
+    # Not put back where this fails: nobody uses such a connection again.
     connection.socket_connect_timeout = min(left, usual)
     with Opening(lambda: shut(connection._sock)):
         connection.connect()

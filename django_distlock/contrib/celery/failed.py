@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from django.apps import apps
 from django.db import DatabaseError, InterfaceError, connections, router
-from kombu.exceptions import EncodeError
+from kombu.exceptions import EncodeError, OperationalError
 from kombu.serialization import dumps, loads, prepare_accept_content
 
 from ... import vendors
@@ -100,8 +100,8 @@ def send(app: Any, row: FailedTask) -> str | None:
 
     Raises:
         LockUsageError: Its arguments were not kept, or this app does not accept their format.
-        BackendUnavailable: The database did not answer, or the store of a unique task.
-        kombu.exceptions.OperationalError: The broker did not. It is not marked then.
+        BackendUnavailable: The database did not answer, the broker, or the store of a unique
+            task. It is not marked then.
     """
     args, kwargs = _unpacked(app, row)
     using = row._state.db or router.db_for_write(_model())
@@ -114,9 +114,11 @@ def send(app: Any, row: FailedTask) -> str | None:
         task = app.tasks.get(row.task)
         publish = partial(app.send_task, row.task) if task is None else task.apply_async
         result = publish(args, kwargs, **row.route)
-    except Exception:
+    except Exception as error:
         with _translated(using):
             marked.update(sent_at=None)
+        if isinstance(error, OperationalError | OSError):
+            raise BackendUnavailable(f"The broker did not answer: {error}") from error
         raise
     with _translated(using):
         marked.update(sent_as=str(result.id))

@@ -113,23 +113,22 @@ class _Leftovers:
             is_full = len(self._left) >= MOST
             if not is_full:
                 self._left.append(leftover)
+                self._start()
         if is_full:
             alias, key, _release, words = leftover
             why = f"{MOST} others wait for it"
             logger.error(
                 words.never, key, why, extra=log_fields(words.event, backend=alias, key=key)
             )
+
+    def _start(self) -> None:
+        if self._is_running:
             return
-        with self._mutex:
-            if self._is_running:
-                return
-            try:
-                start_thread(
-                    threading.Thread(target=self._run, name="distlock-leftovers", daemon=True)
-                )
-            except RuntimeError:
-                return  # No thread now, or ever: the next one may get it.
-            self._is_running = True
+        try:
+            start_thread(threading.Thread(target=self._run, name="distlock-leftovers", daemon=True))
+        except RuntimeError:
+            return  # No thread now, or ever: the next one may get it.
+        self._is_running = True
 
     def _run(self) -> None:
         use_own_connections(keeps_leases=True)

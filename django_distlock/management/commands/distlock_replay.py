@@ -62,7 +62,7 @@ class Command(OperatorCommand):
                 row.sent_as = sent_as
             done.append(row)
 
-        is_silent = self._each(failed, send or drop, do, errors, app)
+        is_silent = self._each(failed, send or drop, do, errors)
         self._show(failed.failed(sent=sent), done, errors, json=json)
         if errors:
             raise CommandError(
@@ -75,7 +75,6 @@ class Command(OperatorCommand):
         ids: list[str],
         do: Callable[[FailedTask], None],
         errors: list[str],
-        app: Any,
     ) -> bool:
         """Do it with each; return whether a store or the broker did not answer."""
         known = {row.pk: row for row in failed.failed(sent=False)}
@@ -88,7 +87,7 @@ class Command(OperatorCommand):
         for each in wanted:
             try:
                 do(known[each])
-            except (BackendUnavailable, *app.connection_for_write().connection_errors) as error:
+            except BackendUnavailable as error:
                 errors.append(f"{each}: {error}")
                 return True  # And so it would be with the others.
             except LockError as error:
