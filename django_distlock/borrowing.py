@@ -46,7 +46,7 @@ from .connections import (
     refuse_self_block,
 )
 from .core import budgets
-from .core.durations import MAX_BOUND
+from .core.durations import MAX_BOUND, MAX_STANDSTILL
 from .core.errors import BackendUnavailable, LockError
 from .core.threads import start_thread
 
@@ -262,13 +262,18 @@ class Use:
 
     def _open(self, connection: BaseDatabaseWrapper) -> None:
         try:
+            is_new = connection.connection is None
             connection.ensure_connection()
             self.begin_statement()
-            if connection.vendor != "sqlite":
+            if connection.vendor == "sqlite":
+                wait = max(budgets.left(self._bound), WRITER_SECONDS)
+                limit = f"PRAGMA busy_timeout = {int(wait * 1000)}"
+            elif connection.vendor == "mysql" and is_new:
+                limit = _standstill_of(connection)
+            else:
                 return
             with connection.cursor() as cursor:
-                wait = max(budgets.left(self._bound), WRITER_SECONDS)
-                cursor.execute(f"PRAGMA busy_timeout = {int(wait * 1000)}")
+                cursor.execute(limit)
         except DjangoDatabaseError as error:
             self.leave(type(error), error)
             raise
@@ -307,6 +312,14 @@ class Own:
     def takes_place(self) -> bool:
         """Whether another borrower may have to wait for its end."""
         return self.is_counted and self.user is not None and not self.is_abandoned
+
+
+def _standstill_of(connection: Any) -> str:
+    # PostgreSQL is told with each transaction. MySQL ends what idles, in a transaction or not: ours
+    # idle for shorter, or are seen to have ended.
+    if connection.mysql_is_mariadb:
+        return f"SET SESSION idle_transaction_timeout = {math.ceil(MAX_STANDSTILL)}"
+    return f"SET SESSION wait_timeout = {math.ceil(settings.IDLE_SECONDS + 2 * MAX_STANDSTILL)}"
 
 
 def _stay_closed() -> None:

@@ -117,6 +117,14 @@ class Process:
             raise AssertionError(f"exit status {self.popen.returncode}:\n{self._said()}")
         return json.loads(results[-1].removeprefix(RESULT))
 
+    def stop(self) -> None:
+        """Let it stand still, wherever it is."""
+        self.popen.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let it go on behind `stop`."""
+        self.popen.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """Kill the process, unless it has ended, and clear up after it."""
         self.popen.kill()

@@ -21,6 +21,10 @@ GRACE = 1.0
 #: The longest time, in seconds, that one attempt waits inside the store.
 MAX_BOUND = 1.0
 
+#: Seconds that a transaction of ours may stand still, where the server can end it: a process that
+#: is stopped there would keep what it has locked until it goes on, or its session ends.
+MAX_STANDSTILL = 5.0
+
 #: Seconds above which a float cannot tell one from the next.
 _MOST = 1e15
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from django.db.utils import OperationalError
 
+from ..core.durations import MAX_STANDSTILL
 from ..fields import from_microseconds
 from ..sql import SCHEMA_OF, called, channel, number, quoted, side_table
 from .base import Vendor
@@ -79,9 +80,13 @@ class PostgreSQL(Vendor):
         with super().short_transaction(bound):
             if not nested:
                 self._ask("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
-            before, _ = self._ask(
-                "SELECT current_setting('lock_timeout'), set_config('lock_timeout', %s, true)",
-                [str(milliseconds(bound))],
+            limits = {"lock_timeout": bound}
+            if not nested:
+                limits["idle_in_transaction_session_timeout"] = MAX_STANDSTILL
+            sets = ", ".join(f"set_config('{name}', %s, true)" for name in limits)
+            before, *_ = self._ask(
+                f"SELECT current_setting('lock_timeout'), {sets}",
+                [str(milliseconds(each)) for each in limits.values()],
             )
             yield
             if nested:

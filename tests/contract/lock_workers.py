@@ -20,6 +20,7 @@ from django_distlock import (
     current_lease,
     distlock,
     lock_backends,
+    vendors,
 )
 
 from .aliases import abandon_connections, alias_like, locks_on
@@ -200,3 +201,24 @@ def ask_first_behind_a_fork(address: dict[str, str], key: str) -> str:
             os._exit(0)
         os.waitpid(pid, 0)
         return os.read(reads, 100).decode()
+
+
+def stand_still_amid_a_transaction(alias: str, key: str) -> str:
+    """Acquire, and wait for a line with the rows of the key locked."""
+    lock = distlock(key, backend=alias, wait=0, heartbeat=False)
+    lock.acquire().release()
+    store: Any = lock_backends[alias]
+    vendor: Any = vendors.VENDORS[connections[store.using].vendor]
+    make_durable = vendor.make_durable
+
+    def late(self: Any) -> None:
+        print("amid")
+        input()
+        make_durable(self)
+
+    vendor.make_durable = late
+    try:
+        lock.acquire()
+    except BackendUnavailable as error:
+        return error.code
+    return "granted"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -45,16 +44,6 @@ def on(*aliases: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("registered", lines, indirect=True, ids=aliases)
 
 
-def stop(worker: Process) -> None:
-    """Let a process stand still."""
-    os.kill(worker.popen.pid, signal.SIGSTOP)
-
-
-def go_on(worker: Process) -> None:
-    """Let it go on."""
-    os.kill(worker.popen.pid, signal.SIGCONT)
-
-
 def database_of(registered: Registered) -> str:
     """Return where the rows are: beside the locks, or on PostgreSQL."""
     return registered.using or "default"
@@ -85,12 +74,12 @@ def test_who_stood_still_writes_no_fenced_row(registered: Registered, key: str) 
     arguments = alias, using, key, rows
     with spawn(f"{WORKERS}:write_too_late", *arguments, SHORT_TTL) as first:
         first.wait_for("read")
-        stop(first)
+        first.stop()
         with spawn(f"{WORKERS}:take_over", *arguments) as second:
             second.send("take over")
             successor = second.result(60)
         first.send("write")
-        go_on(first)
+        first.go_on()
         said = first.result()
     ways, fences = said["ways"], (said["fence"], successor["fence"])
     assert fences[0] < fences[1], "a fence came again"
@@ -120,7 +109,7 @@ def test_stopped_transaction_holds_the_takeover_off(registered: Registered, key:
     worker = f"{WORKERS}:stop_in_a_transaction"
     with spawn(worker, registered.alias, using, key, row.pk, SHORT_TTL, 0) as first:
         first.wait_for("read")
-        stop(first)
+        first.stop()
         assert eventually(lambda: is_over(registered, key), timeout=20)
         assert not grantable(lock_of(registered, key)), "a guarded key was granted"
         with spawn(worker, registered.alias, using, key, row.pk, 30, 0) as second:
@@ -128,7 +117,7 @@ def test_stopped_transaction_holds_the_takeover_off(registered: Registered, key:
             came = eventually(lambda: "read" in second._output, timeout=2)
             assert not came, "two wrote under a guard at once"
             first.send("write")
-            go_on(first)
+            first.go_on()
             assert first.result() == {"transaction": "committed", "lease": "lost"}
             second.wait_for("read")
             second.send("write")
@@ -150,11 +139,11 @@ def test_server_ends_a_transaction_that_is_stopped(registered: Registered, key: 
         with spawn(f"{WORKERS}:stop_in_a_transaction", *arguments) as first:
             assert eventually(lambda: working_since(key) is not None, timeout=20)
             began = working_since(key)
-            stop(first)
+            first.stop()
             second.send("take over")
             granted = datetime.fromisoformat(second.result(60)["granted"])
             first.send("write")
-            go_on(first)
+            first.go_on()
             said = first.result()
     assert began is not None
     soonest = began + timedelta(seconds=at_work + SHORT_TTL)
@@ -172,12 +161,12 @@ def test_who_stood_still_before_its_transaction_is_told(registered: Registered, 
     arguments = registered.alias, registered.using, key, row.pk, SHORT_TTL
     with spawn(f"{WORKERS}:stop_before_a_transaction", *arguments) as first:
         first.wait_for("read")
-        stop(first)
+        first.stop()
         keys = [f"{key}:before", f"{key}:amid"]
         with spawn(f"{WORKERS}:hold", registered.alias, keys) as second:
             second.wait_for("held", timeout=60)
             first.send("write")
-            go_on(first)
+            first.go_on()
             said = first.result()
             row.refresh_from_db()
             assert row.value == 0, "a late write was not refused"
@@ -251,7 +240,7 @@ class Worker:
         elif self._asleep_until is not None:
             if time.monotonic() >= self._asleep_until:
                 self._asleep_until = None
-                go_on(self._process)
+                self._process.go_on()
         elif self._process.popen.poll() is not None:
             self._process.result()
             self.kill(rounds=0)
@@ -259,7 +248,7 @@ class Worker:
     def pause(self) -> None:
         """Let it stand still for longer than a lease and the grace behind it."""
         assert self._process is not None
-        stop(self._process)
+        self._process.stop()
         self._asleep_until = time.monotonic() + self._chance.uniform(*PAUSES)
 
     def kill(self, rounds: int = 1) -> None:

@@ -19,7 +19,7 @@ from django_distlock.core.records import Grant, Unknown
 from django_distlock.handler import lock_backends
 from django_distlock.host import monotonic
 from tests.backends import Registered
-from tests.processes import Process, spawn
+from tests.processes import spawn
 from tests.services import private_redis
 
 from .aliases import counted_alias, cut, locks_on, sessions
@@ -48,16 +48,6 @@ shared = pytest.mark.stores(
 )
 
 
-def stop(worker: Process) -> None:
-    """Let a process stand still."""
-    os.kill(worker.popen.pid, signal.SIGSTOP)
-
-
-def go_on(worker: Process) -> None:
-    """Let it go on."""
-    os.kill(worker.popen.pid, signal.SIGCONT)
-
-
 @shared
 def test_process_that_stood_still_notices_at_once(registered: Registered, key: str) -> None:
     """Behind the pause its lease is lost, its callback is called, and another one has the key.
@@ -73,12 +63,12 @@ def test_process_that_stood_still_notices_at_once(registered: Registered, key: s
         ]
         for worker in workers:
             worker.wait_for("held")
-            stop(worker)
+            worker.stop()
         successors = followed(registered, locks)
         delays: dict[str, list[float]] = {"seen": [], "told": []}
         for number, worker in enumerate(workers):
             continued_at = monotonic()
-            go_on(worker)
+            worker.go_on()
             said = worker.result()
             check_loss(locks[number], said, successors[number])
             delays["seen"].append(said["seen_at"] - continued_at)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from django_distlock import Lease
+from django_distlock import BackendUnavailable, Lease
 from django_distlock.handler import lock_backends
 from tests.backends import Registered
 from tests.processes import Process, spawn
@@ -100,7 +100,7 @@ def test_holder_that_was_paused_finds_its_lease_lost(registered: Registered, key
     successor: Lease | None = None
     with spawn(f"{WORKERS}:hold_through_a_pause", registered.alias, key, 0.5) as worker:
         worker.wait_for("held")
-        os.kill(worker.popen.pid, signal.SIGSTOP)
+        worker.stop()
         stopped = time.monotonic()
         if ends_in_the_store:
             assert eventually(lambda: grantable(lock), timeout=10)
@@ -108,7 +108,7 @@ def test_holder_that_was_paused_finds_its_lease_lost(registered: Registered, key
         else:
             time.sleep(max(0.0, stopped + 2 - time.monotonic()))
             assert taken(lock)
-        os.kill(worker.popen.pid, signal.SIGCONT)
+        worker.go_on()
         worker.send("go on")
         said = worker.result()
     assert (said["is_lost"], said["check"], said["extend"]) == (True, "lost", "lost")
@@ -148,3 +148,19 @@ def test_fork_neither_extends_nor_releases(registered: Registered, key: str) -> 
     }
     assert result["released"] == [True, True]
     assert grantable(lock_of(registered, key))
+
+
+@pytest.mark.aliases("postgres_orm", "mariadb")
+def test_process_that_stands_still_amid_its_transaction_keeps_no_key(
+    registered: Registered, key: str
+) -> None:
+    """The server ends what a stopped process has begun, and the process learns it."""
+    with spawn(f"{WORKERS}:stand_still_amid_a_transaction", registered.alias, key) as worker:
+        worker.wait_for("amid")
+        worker.stop()
+        with pytest.raises(BackendUnavailable):
+            lock_of(registered, key, wait=0).acquire()  # Or this would prove nothing.
+        lock_of(registered, key, wait=20).acquire().release()
+        worker.go_on()
+        worker.send("go on")
+        assert worker.result() in ("network_timeout", "service_unavailable")

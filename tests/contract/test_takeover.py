@@ -109,13 +109,13 @@ def test_key_of_a_stopped_process_is_not_taken(registered: Registered, key: str)
     """Who stands still may go on."""
     with spawn(HOLD, registered.alias, key, 60, "") as worker:
         worker.wait_for("held")
-        os.kill(worker.popen.pid, signal.SIGSTOP)
+        worker.stop()
         try:
             with pytest.raises(LockNotAcquired):
                 thief(registered, key, wait=0.5).acquire()
             assert taken(lock_of(registered, key))
         finally:
-            os.kill(worker.popen.pid, signal.SIGCONT)
+            worker.go_on()
         worker.send("go on")
         assert worker.result() is True
 

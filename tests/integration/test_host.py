@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import signal
 import subprocess
 import threading
 import time
@@ -208,10 +207,10 @@ def test_killed_process_is_gone_before_and_after_it_was_waited_for(tmp_path: Pat
 def test_stopped_process_is_not_gone(tmp_path: Path) -> None:
     """It may go on at any moment, and believe that it holds its locks."""
     with other_process(tmp_path / "holder") as (process, holder):
-        process.popen.send_signal(signal.SIGSTOP)
+        process.stop()
         assert eventually(lambda: state_of(holder.pid) == "T", timeout=10)
         assert not is_gone(holder)
-        process.popen.send_signal(signal.SIGCONT)
+        process.go_on()
         process.send("end")
         process.result(PATIENCE)
 

@@ -46,7 +46,7 @@ def test_traces_of_the_dead_are_removed(walk: Walk) -> None:
 def test_a_process_that_stands_still_is_ended(walk: Walk) -> None:
     """The page finds the stopped process, and ends it before it goes on."""
     with holder(walk.site, KEY, ttl=1) as process:
-        process.popen.send_signal(signal.SIGSTOP)
+        process.stop()
         assert eventually(lambda: is_over(walk), PATIENCE)
         check_rows(walk, process.popen.pid)
         walk.confirm()

@@ -32,9 +32,9 @@ def test_a_process_that_stood_still_is_ended(walk: Walk) -> None:
     """The page shows whose lease was lost, and ends the one that goes on."""
     with walk.site.start("tests.runbooks.workers:hold_and_go_on", KEY, 2) as process:
         process.wait_for("held", PATIENCE)
-        process.popen.send_signal(signal.SIGSTOP)
+        process.stop()
         assert eventually(lambda: grantable(walk.site, KEY), PATIENCE)
-        process.popen.send_signal(signal.SIGCONT)
+        process.go_on()
         process.send("go on")
         process.wait_for("lost", PATIENCE)
         assert eventually(lambda: event_kinds(walk.site) == ["lost"], PATIENCE)

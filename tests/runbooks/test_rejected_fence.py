@@ -29,10 +29,10 @@ def test_a_late_writer_is_ended(walk: Walk) -> None:
     site, pk = walk.site, account(walk)
     with site.start("tests.runbooks.workers:write_late", KEY, pk, 2) as late:
         late.wait_for("held", PATIENCE)
-        late.popen.send_signal(signal.SIGSTOP)
+        late.stop()
         assert eventually(lambda: grantable(site, KEY), PATIENCE)
         done = site.run_worker("write", KEY, pk, 5)
-        late.popen.send_signal(signal.SIGCONT)
+        late.go_on()
         late.send("go on")
         late.wait_for("fence_rejected", PATIENCE)
         assert eventually(lambda: "rejected" in event_kinds(site), PATIENCE)
