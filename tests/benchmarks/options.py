@@ -40,5 +40,5 @@ class Options:
 
 QUICK = Options(
     rounds=2, slice_ms=1, seconds=0.05, clients=(2,), keys=(50, 200), rows=500, handoffs=2,
-    held_seconds=1.2, pairs=20, contestants=3, contest_seconds=0.3, leases=(1, 20),
+    held_seconds=3.0, pairs=20, contestants=3, contest_seconds=0.3, leases=(1, 20),
 )  # fmt: skip

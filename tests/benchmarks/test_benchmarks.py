@@ -32,7 +32,7 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
         env={**os.environ, "PYTHONDEVMODE": ""},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     # A connection that was left open says so.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psycopg
@@ -27,8 +28,8 @@ from .test_advisory_sessions import advisory
 
 pytestmark = pytest.mark.faults
 
-#: A commit that does not wait for the disk is on it no sooner than this.
-SLOW_DISK = "ALTER SYSTEM SET wal_writer_delay = '10s'"
+#: What writes commits to the disk that nobody waits for.
+WAL_WRITER = "SELECT pid FROM pg_stat_activity WHERE backend_type = 'walwriter'"
 
 
 @pytest.fixture
@@ -43,13 +44,15 @@ def mortal() -> Iterator[tuple[Restartable, AdvisoryBackend]]:
             "PASSWORD": "",
         }
         with psycopg.connect(server.url, autocommit=True) as raw:
-            raw.execute(SLOW_DISK)
-            raw.execute("SELECT pg_reload_conf()")
+            ((wal_writer,),) = raw.execute(WAL_WRITER).fetchall()
+            os.kill(wal_writer, signal.SIGSTOP)
         with alias_like("default", **there) as using, advisory(using) as backend:
             migrate(using)
             try:
                 yield server, backend
             finally:
+                with suppress(ProcessLookupError):
+                    os.kill(wal_writer, signal.SIGCONT)
                 if not server.is_running:
                     server.start()
 

@@ -514,7 +514,10 @@ def test_many_locks_leave_nothing(
         connections[using].close()
         assert eventually(lambda: _open(using) == 0, timeout=10), _open(using)
         # The timer and the heartbeat stay for ten seconds behind the last lease.
-        assert eventually(lambda: set(threading.enumerate()) <= threads | _workers(), timeout=25)
+        expected = threads | _workers()
+        assert eventually(lambda: set(threading.enumerate()) <= threads | _workers(), timeout=60), [
+            each.name for each in threading.enumerate() if each not in expected
+        ]
         counters = FenceCounter.objects.using(using).filter(key__startswith=key)
         assert [counter.fence for counter in counters] == [times] * 20
         assert not HeldLock.objects.using(using).filter(key__startswith=key).exists()
