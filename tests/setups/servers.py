@@ -170,6 +170,7 @@ def served(
         # What a killed worker leaves open is not ours to close.
         "PYTHONDEVMODE": "",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
     }
     log = home / "log"
     with log.open("wb") as output:
@@ -205,6 +206,10 @@ def _wait_for_answer(site: Site) -> None:
             site.get("ready")
         except OSError:
             if site.process.poll() is not None or time.monotonic() > give_up:
+                # Each of its processes says where it stands.
+                with suppress(ProcessLookupError):
+                    os.killpg(site.process.pid, signal.SIGABRT)
+                time.sleep(1)
                 raise AssertionError(f"no answer:\n{site.said()}") from None
             time.sleep(0.02)
         else:
