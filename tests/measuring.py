@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from .nursery import FORKED
+from .fork_server import FORKED
 
 CAUSES = ("databases", "server", "process", "waiting", "computing")
 #: What `tests.keeper` starts a server by.

@@ -1068,8 +1068,8 @@ MUTANTS = (
     Mutant(
         fault="a Redis with other data than before is taken for the same",
         backend="redis",
-        file="django_distlock/inspection/diagnosis/births.py",
-        old=r" and born\[0\] == mark",
+        file="django_distlock/inspection/diagnosis/data_loss.py",
+        old=r" and found\[0\] == mark",
         new="",
         test="tests/integration/test_distlock_doctor_stores.py"
         "::test_redis_that_was_emptied_and_marked_anew_is_found",

@@ -29,7 +29,7 @@ import django
 from django.core.management import execute_from_command_line
 from django.db import connections
 
-from .nursery import LIFETIME_SECONDS, Forked, fork
+from .fork_server import LIFETIME_SECONDS, Forked, fork
 
 RESULT = "result: "
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from django_distlock import Lock, Retry, distlock
 from django_distlock.handler import lock_backends
-from tests.nursery import LIFETIME_SECONDS
+from tests.fork_server import LIFETIME_SECONDS
 
 from .workers import add_one
 

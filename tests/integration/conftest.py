@@ -31,7 +31,7 @@ def _databases(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Ite
 @pytest.fixture
 def unknown_redis() -> None:
     """Let nobody remember what data the servers of other tests had."""
-    SeenFence.objects.filter(key__startswith="\u2329birth:").delete()
+    SeenFence.objects.filter(key__startswith="\u2329data-mark:").delete()
 
 
 @pytest.fixture

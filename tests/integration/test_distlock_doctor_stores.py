@@ -491,7 +491,7 @@ def test_redis_that_was_emptied_and_marked_anew_is_found(flushable: Any) -> None
     """By another project, say, which keeps its locks there too."""
     findings()
     flushable.flushall()
-    assert lock_backends["locks"].bear()  # type: ignore[attr-defined]
+    assert lock_backends["locks"].mark_data()  # type: ignore[attr-defined]
     assert "D022" in findings()
 
 
@@ -500,18 +500,18 @@ def test_mark_is_made_once(key: str, alias: str) -> None:
     """By whoever comes first, also on a cluster; a text of somebody else's is an error."""
     with override_settings(DISTLOCK={alias: {**settings.DISTLOCK[alias], "KEY_PREFIX": key}}):
         store: Any = lock_backends[alias]
-        assert len(set(at_once([store.bear] * 6))) == 1
-        assert store.birth() == store.bear()
-        store.store.command("SET", store._birth, "spoiled")
+        assert len(set(at_once([store.mark_data] * 6))) == 1
+        assert store.data_mark() == store.mark_data()
+        store.store.command("SET", store._data_mark_at, "spoiled")
         with pytest.raises(LockError, match="cannot be read"):
-            store.bear()
-        store.store.command("DEL", store._birth)
+            store.mark_data()
+        store.store.command("DEL", store._data_mark_at)
 
 
 def test_first_look_that_may_not_write_leaves_no_mark(flushable: Any) -> None:
     """And says that it can compare nothing yet."""
     assert "not marked yet" in run("distlock_doctor", "--no-write").out
-    assert lock_backends["locks"].birth() is None  # type: ignore[attr-defined]
+    assert lock_backends["locks"].data_mark() is None  # type: ignore[attr-defined]
 
 
 def test_loss_cannot_be_told_without_a_database(flushable: Any) -> None:

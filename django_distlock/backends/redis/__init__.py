@@ -284,7 +284,7 @@ class RedisBackend(RedisWaiters):
         fence = self.store.command("GET", self._at("note", self._name(name)))
         return None if fence is None else int(fence)
 
-    def birth(self) -> tuple[int, datetime] | None:
+    def data_mark(self) -> tuple[int, datetime] | None:
         """Return the mark of this data, and when it was made; None: it has none, or lost it.
 
         Of a cluster, one server has it.
@@ -292,27 +292,29 @@ class RedisBackend(RedisWaiters):
         Raises:
             LockError: The store did not answer, or somebody else has written there.
         """
-        born = self.store.command("GET", self._birth)
+        found = self.store.command("GET", self._data_mark_at)
         try:
-            mark, _, at = ("" if born is None else text(born)).partition(" ")
-            return None if born is None else (int(mark), from_microseconds(int(at)))
+            mark, _, at = ("" if found is None else text(found)).partition(" ")
+            return None if found is None else (int(mark), from_microseconds(int(at)))
         except SPOILED as error:
-            raise LockError(f"The mark {self._birth!r} cannot be read: {error!r}.") from error
+            raise LockError(
+                f"The mark {self._data_mark_at!r} cannot be read: {error!r}."
+            ) from error
 
-    def bear(self) -> tuple[int, datetime]:
+    def mark_data(self) -> tuple[int, datetime]:
         """Mark this data, unless it is marked; return the mark, and when it was made.
 
         Raises:
-            LockError: See `birth`.
+            LockError: See `data_mark`.
         """
-        while (born := self.birth()) is None:
+        while (found := self.data_mark()) is None:
             mark = f"{1 + secrets.randbelow(FENCE_MAX)} {to_microseconds(self._time())}"
-            self.store.command("SET", self._birth, mark, "NX")
-        return born
+            self.store.command("SET", self._data_mark_at, mark, "NX")
+        return found
 
     @property
-    def _birth(self) -> str:
-        return self._at("birth", self._name("birth"))
+    def _data_mark_at(self) -> str:
+        return self._at("data-mark", self._name("data-mark"))
 
     def _cleanup(self, before: datetime, limit: int) -> int:
         # Redis removes records by itself when their time has come.

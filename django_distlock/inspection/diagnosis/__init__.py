@@ -16,8 +16,8 @@ from ...backends.base import BaseLockBackend
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError, shown
 from ...handler import lock_backends
 from .answers import ask, remedy
-from .births import accept_loss, has_lost, look_for_loss
 from .checked import run
+from .data_loss import accept_loss, has_lost, look_for_loss
 from .findings import ADDRESSES, Finding, Level, Look, Mark, Notes
 from .kept import scan
 from .patience import begun

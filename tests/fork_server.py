@@ -48,27 +48,27 @@ EARLY = ("PYTHON", "LD_", "MALLOC_")
 LIFETIME_SECONDS = 120
 #: What auditing hooks hear when a process is forked.
 FORKED = "tests.forked"
-#: Bytes of a number on the way between a nursery and the tests.
+#: Bytes of a number on the way between a fork server and the tests.
 SIZE = 8
 
 
 def fork(
     function: str, arguments: Sequence[Any], environment: dict[str, str], stdin: int, stdout: int
 ) -> Forked:
-    """Let a process call `module:function`: see `Nursery.fork`."""
+    """Let a process call `module:function`: see `ForkServer.fork`."""
     early = frozenset(each for each in environment.items() if each[0].startswith(EARLY))
-    if early not in _nurseries:
-        _nurseries[early] = Nursery(environment)
-        atexit.register(_nurseries[early].close)
-    return _nurseries[early].fork(function, arguments, environment, stdin, stdout)
+    if early not in _fork_servers:
+        _fork_servers[early] = ForkServer(environment)
+        atexit.register(_fork_servers[early].close)
+    return _fork_servers[early].fork(function, arguments, environment, stdin, stdout)
 
 
 #: The nurseries of this process, by what makes an interpreter another one.
-_nurseries: dict[frozenset[tuple[str, str]], Nursery] = {}
+_fork_servers: dict[frozenset[tuple[str, str]], ForkServer] = {}
 
 
 class Forked:
-    """A process of a nursery, with the methods of `subprocess.Popen` that tests use."""
+    """A process of a fork server, with the methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, pid: int, ended: int) -> None:
         self.pid = pid
@@ -102,19 +102,19 @@ class Forked:
         if self.returncode is None and select.select([self._ended], [], [], timeout)[0]:
             said = os.read(self._ended, 16)
             os.close(self._ended)
-            # A nursery that was killed says nothing any more.
+            # A fork server that was killed says nothing any more.
             self.returncode = int(said) if said else -signal.SIGKILL
         return self.returncode
 
 
-class Nursery:
+class ForkServer:
     """A process that forks others."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._orders, theirs = socket.socketpair()
         with theirs:
             self._popen = subprocess.Popen(
-                [sys.executable, "-u", "-m", "tests.nursery", str(theirs.fileno())],
+                [sys.executable, "-u", "-m", "tests.fork_server", str(theirs.fileno())],
                 env=environment,
                 cwd=Path(__file__).parent.parent,
                 stdin=subprocess.DEVNULL,
@@ -149,13 +149,13 @@ class Nursery:
         return Forked(int.from_bytes(_read(self._orders, SIZE)), ended)
 
     def close(self) -> None:
-        """End the nursery; its processes go on."""
+        """End the fork server; its processes go on."""
         self._orders.close()
         self._popen.wait()
 
 
 class _Parent:
-    """What a nursery does."""
+    """What a fork server does."""
 
     def __init__(self, orders: socket.socket) -> None:
         self._orders = orders
@@ -221,7 +221,7 @@ def _read(source: socket.socket, size: int) -> bytes:
 
 
 def main(descriptor: str) -> None:
-    """Be the nursery, and each process that it forks."""
+    """Be the fork server, and each process that it forks."""
     for name in AHEAD:
         import_module(name)
     # What is here already need not be looked at by the collectors of the children.

@@ -42,15 +42,15 @@ def look_for_loss(store: BaseLockBackend, notes: Notes, *, writes: bool) -> None
     """
     if not is_redis(store):
         return
-    born = _redis(store).birth()
+    found = _redis(store).data_mark()
     try:
-        text = _compared(store, born, notes, writes=writes)
+        text = _compared(store, found, notes, writes=writes)
     except _UNTOLD as error:
         text = f"whether it was lost cannot be told without a database that remembers: {error}"
         notes.look(_WHAT, text, skipped=True)
     else:
         if text:
-            notes.look(_WHAT, text, skipped=born is None and not writes)
+            notes.look(_WHAT, text, skipped=found is None and not writes)
 
 
 def has_lost(store: BaseLockBackend) -> bool:
@@ -61,12 +61,12 @@ def has_lost(store: BaseLockBackend) -> bool:
     """
     if not is_redis(store):
         return False
-    born = _redis(store).birth()
+    found = _redis(store).data_mark()
     try:
         known = seen_at(_name(store))
     except _UNTOLD:
         return False
-    return known is not None and (born is None or born[0] != known[0])
+    return known is not None and (found is None or found[0] != known[0])
 
 
 def accept_loss(alias: str, actor: str) -> None:
@@ -80,7 +80,7 @@ def accept_loss(alias: str, actor: str) -> None:
     store = lock_backends[alias]
     if not is_redis(store):
         raise LockUsageError(f"{alias!r} is no backend of Redis: only those are marked.")
-    mark, at = _redis(store).bear()
+    mark, at = _redis(store).mark_data()
     before = set_mark(_name(store), mark)
     extra = log_fields("loss_accepted", backend=alias)
     logger.warning(
@@ -90,22 +90,22 @@ def accept_loss(alias: str, actor: str) -> None:
 
 
 def _compared(
-    store: BaseLockBackend, born: tuple[int, datetime] | None, notes: Notes, *, writes: bool
+    store: BaseLockBackend, found: tuple[int, datetime] | None, notes: Notes, *, writes: bool
 ) -> str:
     """Return what was seen where nothing is wrong; "": there is a finding."""
     known = seen_at(_name(store))
     if known is None:
         if not writes:
             return "not marked yet: that needs a run without --no-write"
-        mark, at = born or _redis(store).bear()
+        mark, at = found or _redis(store).mark_data()
         set_mark(_name(store), mark)
         return f"marked: what is lost from now on is noticed (since {instant(at)})"
     mark, seen = known
-    if born is not None and born[0] == mark:
+    if found is not None and found[0] == mark:
         if writes:
             confirm_mark(_name(store), mark)
-        return f"all that there was since {instant(born[1])}"
-    until = store.clock() if born is None else born[1]
+        return f"all that there was since {instant(found[1])}"
+    until = store.clock() if found is None else found[1]
     notes.find(
         "D022",
         _WHAT,
@@ -118,7 +118,7 @@ def _compared(
 
 
 def _name(store: BaseLockBackend) -> str:
-    return own_key(f"birth:{store.alias}:{store.key_prefix}")
+    return own_key(f"data-mark:{store.alias}:{store.key_prefix}")
 
 
 def _redis(store: BaseLockBackend) -> Any:
