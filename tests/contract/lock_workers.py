@@ -177,8 +177,9 @@ def leave_while_no_thread_starts() -> dict[str, Any]:
     is_ended = eventually(lambda: not blocks.every)
     threading.stack_size(usual)
     # Behind whatever was left to this thread, too.
-    _Attempts.backend.run_apart(lambda: print("a thread runs"))
-    return {"is_ended": is_ended, "given_up": attempts.given_up}
+    runs = threading.Event()
+    _Attempts.backend.run_apart(runs.set)
+    return {"is_ended": is_ended, "runs": runs.wait(10), "given_up": attempts.given_up}
 
 
 def ask_first_behind_a_fork(address: dict[str, str], key: str) -> str:

@@ -24,9 +24,9 @@ from .sessions import named, sessions
 
 #: One request at a time in each worker, and several. `--enable-threads` is the default by now.
 KINDS = {
-    "processes": ["--enable-threads"],
-    # A thread of Python's that ran before the fork, such as ours, made workers with several
-    # threads crash now and then, until Python was told of the fork.
+    # A worker that is forked while a thread of the master's runs Python, such as ours, waits for
+    # ever for that thread, or crashes, unless Python is told of the fork.
+    "processes": ["--enable-threads", "--py-call-uwsgi-fork-hooks"],
     "threads": ["--threads", "3", "--py-call-uwsgi-fork-hooks"],
     "lazy": ["--threads", "3", "--lazy-apps"],
 }
@@ -66,7 +66,7 @@ def test_lock_of_a_transaction_that_is_rolled_back_is_free(
 
 
 def test_lease_of_the_master_is_nobody_elses(key: str, tmp_path: Path) -> None:
-    """A worker knows that it is none of its own, though nobody has told Python of the fork."""
+    """A worker knows that it is none of its own."""
     master = distlock(f"{key}:master")
     database = {"CONN_MAX_AGE": None, **named(key)}
     with uwsgi(tmp_path, preload=f"{key} close", database=database) as site:
