@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
-from django.db import models
+from django.db import DataError, models
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils import timezone
 from django.utils.dateparse import parse_datetime
@@ -33,8 +33,19 @@ def to_microseconds(instant: datetime) -> int:
 
 
 def from_microseconds(value: int) -> datetime:
-    """Return microseconds since 1970 as an aware datetime in UTC."""
+    """Return microseconds since 1970 as an aware datetime in UTC.
+
+    Raises:
+        OverflowError: It is in the first or the last year of the calendar, or beyond: in some time
+            zones that is no date.
+    """
+    if not _FIRST <= value <= _LAST:
+        raise OverflowError(f"{value} microseconds since 1970 is no time that locks have.")
     return _EPOCH + timedelta(microseconds=value)
+
+
+_FIRST = to_microseconds(datetime(2, 1, 1, tzinfo=UTC))
+_LAST = to_microseconds(datetime(9999, 1, 1, tzinfo=UTC))
 
 
 class KeyField(_CharField):
@@ -87,7 +98,10 @@ class InstantField(_BigIntegerField):
     def from_db_value(
         self, value: int | None, expression: Any, connection: BaseDatabaseWrapper
     ) -> datetime | None:
-        return None if value is None else from_microseconds(value)
+        try:
+            return None if value is None else from_microseconds(value)
+        except (OverflowError, TypeError) as error:
+            raise DataError(f"{value!r} is no time: somebody else has written it.") from error
 
     def to_python(self, value: Any) -> datetime | None:
         if isinstance(value, str):

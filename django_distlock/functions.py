@@ -21,7 +21,7 @@ from .core.durations import GRACE, MAX_BOUND
 from .core.errors import LockError
 from .core.fences import FENCE_MAX, check_fence
 from .core.holders import Holder
-from .core.records import UNKNOWN, Contended, Grant, Unknown
+from .core.records import UNKNOWN, Contended, Grant, Unknown, known_holder
 from .fields import from_microseconds
 from .managers import Freed
 from .sql import function_name
@@ -79,7 +79,7 @@ class ServerFunctions:
             self._follows_clock, _bound(bound),
         ]  # fmt: skip
         outcome, now, *record = _parts(self._call("acquire", arguments), 7)
-        fence, acquired_at, expires_at, free_at, known_holder = record
+        fence, acquired_at, expires_at, free_at, told = record
         if outcome == "granted":
             check_fence(key, fence)
             ends = _instant(expires_at)
@@ -87,7 +87,7 @@ class ServerFunctions:
         if outcome == "overflow":
             raise LockError(f"The key {key!r} has used up its fences ({FENCE_MAX}).", key=key)
         return Contended(
-            holder=None if known_holder is None else Holder.from_json(known_holder),
+            holder=None if told is None else known_holder(told),
             fence=fence,
             acquired_at=_instant(acquired_at),
             expires_at=_instant(expires_at),

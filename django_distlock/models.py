@@ -10,8 +10,7 @@ from django.utils.translation import gettext_lazy as _
 
 from . import conf
 from .core.fences import FENCE_MAX
-from .core.holders import Holder
-from .core.records import Record, Waiting
+from .core.records import Record, Waiting, known_holder
 from .core.wording import printable
 from .counters import FenceCounterManager, refuse_change
 from .fields import EventTimeField, InstantField, KeyField, NoteField
@@ -75,7 +74,7 @@ class HeldLock(models.Model):
             renewed_at=self.renewed_at,
             expires_at=self.expires_at,
             free_at=self.free_at,
-            holder=Holder.from_json(self.holder),
+            holder=known_holder(self.holder, self.holder_host or ""),
             wanted=self.wanted,
             stop_requested_at=self.stop_requested_at,
         )
@@ -155,7 +154,7 @@ class Waiter(models.Model):
         """Return the row as the value that backends answer with."""
         # Some databases have no "" that is not null.
         woken = bool(self.channel)
-        return Waiting(Holder.from_json(self.holder), self.since, self.until, woken)
+        return Waiting(known_holder(self.holder), self.since, self.until, woken)
 
 
 class RunNote(models.Model):

@@ -229,7 +229,7 @@ def _expired(summaries: list[Summary], pages: Pages) -> Iterator[Row]:
         if each.past_expiry.number and each.past_expiry.is_exact:
             try:
                 found = expired_locks(each.backend, limit=MOST)
-            except LockError:
+            except (LockError, ImproperlyConfigured):
                 continue
             yield from (row_of(lock, pages) for lock in found)
 

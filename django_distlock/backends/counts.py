@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -63,7 +64,7 @@ class Strain:
     @classmethod
     def of(cls, overdue: Iterable[float | None], waited: Iterable[tuple[str, int]]) -> Strain:
         """Return what of all this is the worst."""
-        known = [each for each in overdue if each is not None]
+        known = [each for each in overdue if each is not None and math.isfinite(each)]
         waited = sorted((each for each in waited if each[1]), key=lambda each: (-each[1], each[0]))
         return cls(max(known, default=None), tuple(waited[:MOST]))
 
@@ -106,7 +107,8 @@ class Sizes:
 
 def overdue(record: Record, now: datetime) -> float | None:
     """Return which part of its ttl has gone since a lease was renewed, of one that has been."""
-    if record.ttl is None or record.renewed_at == record.acquired_at or record.is_settled:
+    # Of a ttl of 0, or one that is no number, somebody else is the author.
+    if not record.ttl or record.renewed_at == record.acquired_at or record.is_settled:
         return None
     return max(0.0, (now - record.renewed_at).total_seconds()) / record.ttl
 

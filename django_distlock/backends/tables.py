@@ -146,15 +146,17 @@ class FenceTable(NoteTable):
         if connections[self.using].vendor != "postgresql":
             # MySQL and MariaDB tell whose lock it is only to who waits for it, and this does not.
             return None
-        fences = self._connections.name("fences")
-        return self._ask(lambda on: postgresql_guards(on, fences, name), writes=False)
+        names = self._connections
+        return self._ask(lambda on: postgresql_guards(on, names.name("fences"), name), writes=False)
 
     def _is_guarded(self, name: str) -> bool:
         # It only tells more about an answer that there is already.
         with suppress(LockError):
-            fences = self._connections.name("fences")
-            look = lambda on: self._counters_on(on).is_guarded(name, fences)  # noqa: E731
-            return self._ask(look, busy=lambda: False)
+            names = self._connections
+            return self._ask(
+                lambda on: self._counters_on(on).is_guarded(name, names.name("fences")),
+                busy=lambda: False,
+            )
         return False
 
     def _raise_fences(

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from typing import Final
+from typing import Any, Final
 
 from .durations import GRACE
 from .errors import LockError
@@ -17,6 +17,17 @@ _GRACE: Final = timedelta(seconds=GRACE)
 
 #: What is raised where a record is made of what somebody else has written in its place.
 SPOILED: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+def known_holder(data: Any, host: str = "") -> Holder:
+    """Return the holder that a row tells of, or no more than its host where that was spoiled.
+
+    Who it is decides nothing: a key stays one that can be released, taken over and operated.
+    """
+    try:
+        return Holder.from_json(data)
+    except SPOILED:
+        return Holder(host=host)
 
 
 class Unknown(enum.Enum):

@@ -13,6 +13,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, router, transaction
 from django.db.models import Count, F
 from django.db.models.functions import TruncMinute
+from django.utils.connection import ConnectionDoesNotExist
 
 from ..core.logs import log_fields
 from .held import iso
@@ -79,7 +80,7 @@ def history() -> History | None:
         # In a block of its own, so that an error leaves the caller's transaction as it was.
         with transaction.atomic(using=using):
             return _counted(model.objects.using(using), now)
-    except (Error, ImproperlyConfigured) as error:
+    except (Error, ConnectionDoesNotExist, ImproperlyConfigured) as error:
         logger.warning("Lock events cannot be read: %s", error, extra=log_fields("events_unread"))
         return None
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, router, transaction
+from django.utils.connection import ConnectionDoesNotExist
 
 from ..core.keys import stored_key
 from ..core.logs import log_fields
@@ -141,7 +142,7 @@ def _latest(alias: str, key: str) -> tuple[LockEvent, ...] | None:
         with transaction.atomic(using=using):
             rows = model.objects.using(using).filter(backend=alias, key=key)
             return tuple(rows.order_by("-at", "-pk")[:EVENTS])
-    except (Error, ImproperlyConfigured) as error:
+    except (Error, ConnectionDoesNotExist, ImproperlyConfigured) as error:
         extra = log_fields("events_unread", backend=alias, key=key)
         logger.warning("Lock events cannot be read: %s", error, extra=extra)
         return None

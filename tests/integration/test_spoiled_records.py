@@ -5,16 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
+from django.conf import settings
 from django.db import connections
+from django.test import Client, override_settings
 
 from django_distlock import LockError, lock_backends
 from django_distlock.backends.redis import RedisBackend
 from django_distlock.conf import table
+from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
 from django_distlock.inspection import Operation, list_locks, summary
+from django_distlock.inspection.diagnosis import diagnose
+from django_distlock.models import LockEvent, SeenFence
+from tests.contract.locking import eventually
+from tests.services import NO_MARIADB
 
 from .admin_settings import LOCKS
 from .admin_site import admin_project, browser_of, user_who_may
@@ -142,16 +151,171 @@ def test_names_of_others_are_no_trouble(key: str) -> None:
     assert isinstance(store.acquire(key, new_token(), 60), Grant)
 
 
+#: Where the tables of a backend are.
+TABLES = {
+    "postgres": "default",
+    "postgres_orm": "default",
+    "sqlite": "sqlite",
+    "mariadb": "mariadb",
+}
+#: A time that is none, in microseconds.
+NEVER = 9 * 10**18
+
+
+@contextmanager
+def changed_by_hand(alias: str, key: str, sets: str, ttl: float = 60) -> Iterator[Grant]:
+    """Hold a key whose row somebody has written to."""
+    if (using := TABLES[alias]) not in connections.settings:
+        pytest.skip(NO_MARIADB)
+    connection = connections[using]
+    locks, column = table("locks"), connection.ops.quote_name("key")
+    grant = lock_backends[alias].acquire(key, new_token(), ttl)
+    assert isinstance(grant, Grant)
+    with connection.cursor() as cursor:
+        cursor.execute(f"UPDATE {locks} SET {sets} WHERE {column} = %s", [key])
+        try:
+            yield grant
+        finally:
+            cursor.execute(f"DELETE FROM {locks} WHERE {column} = %s", [key])
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    """Give the browser of an operator."""
+    with admin_project(), user_who_may(*Operation) as user:
+        yield browser_of(user)
+
+
 @pytest.mark.parametrize("alias", ["postgres", "sqlite"])
 def test_row_of_a_table_that_was_changed_by_hand(key: str, alias: str) -> None:
     """It is listed as unreadable, too."""
-    store = lock_backends[alias]
-    for each in (key, f"{key}:sound"):
-        assert isinstance(store.acquire(each, new_token(), 60), Grant)
-    using = "default" if alias == "postgres" else alias
-    with connections[using].cursor() as cursor:
-        statement = f"UPDATE {table('locks')} SET holder = '[1]' WHERE \"key\" = %s"
-        cursor.execute(statement, [key])
-    page = list_locks(backends=[alias], prefix=key)
+    sound = lock_backends[alias].acquire(f"{key}:sound", new_token(), 60)
+    with changed_by_hand(alias, key, "holder = '[1]'"):
+        page = list_locks(backends=[alias], prefix=key)
     assert [each.key for each in page.locks] == [f"{key}:sound"]
     assert [(each.code, each.key) for each in page.failures] == [("unreadable", key)]
+    assert isinstance(sound, Grant)
+    lock_backends[alias].release(sound)
+
+
+@pytest.mark.parametrize("alias", TABLES)
+def test_spoiled_holder_of_a_row_is_in_nobodys_way(client: Client, key: str, alias: str) -> None:
+    """Who holds a key decides nothing: it is extended, released, operated and taken over."""
+    store = lock_backends[alias]
+    with changed_by_hand(alias, key, "holder = '[1]'") as grant:
+        answer = store.acquire(key, new_token(), 60)
+        assert isinstance(answer, Contended)
+        assert answer.fence == grant.fence
+        assert isinstance(store.extend(grant, 60), Grant)
+        assert client.get(LOCKS, {"begins": key}).status_code == 200
+        at = {"backend": alias, "key": key}
+        assert client.get(f"{LOCKS}key/", at).status_code == 200
+        assert store.request_stop(key) is not None
+        assert store.force_release(key) is not None
+        assert isinstance(store.acquire(key, new_token(), 60), Grant)
+
+
+@pytest.mark.parametrize("alias", TABLES)
+def test_spoiled_holder_whose_lease_has_expired(client: Client, key: str, alias: str) -> None:
+    """The dashboard names it, and the next one gets the key."""
+    store = lock_backends[alias]
+    with changed_by_hand(alias, key, "holder = '7'", ttl=0.2):
+        assert eventually(lambda: len(store.expired(key)) == 1)
+        assert client.get(LOCKS).status_code == 200
+        assert "D013" not in str(diagnose([alias], writes=False).findings)
+        assert eventually(lambda: isinstance(store.acquire(key, new_token(), 60), Grant))
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        f"expires_at = {NEVER}, free_at = {NEVER}",
+        f"acquired_at = -{NEVER}",
+        "acquired_at = -62135596800000000",
+        "ttl = 0, renewed_at = acquired_at + 1",
+        "ttl = 1e-300, renewed_at = acquired_at + 1",
+    ],
+)
+@pytest.mark.parametrize("alias", TABLES)
+def test_spoiled_numbers_of_a_row_are_no_error_of_the_page(
+    client: Client, key: str, alias: str, sets: str
+) -> None:
+    """At most the backend is one that could not be asked."""
+    with changed_by_hand(alias, key, sets):
+        assert client.get(LOCKS).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "spoiled", [("ttl", "nan"), ("ttl", "1e-320"), ("acquired_at", "-62135596800000000")]
+)
+def test_spoiled_numbers_in_redis_are_no_error_of_the_page(
+    client: Client, key: str, spoiled: tuple[str, str]
+) -> None:
+    """Nor where they can be read as numbers."""
+    store: Any = lock_backends[ALIAS]
+    grant = store.acquire(key, new_token(), 60)
+    name = store._at("lock", store.storage_name(key))
+    store.store.command("HSET", name, "renewed_at", "1", *spoiled)
+    try:
+        assert client.get(LOCKS).status_code == 200
+        assert client.get(f"{LOCKS}key/", {"backend": ALIAS, "key": key}).status_code in (200, 503)
+    finally:
+        store.store.command("DEL", name)
+    assert isinstance(grant, Grant)
+
+
+@pytest.mark.parametrize("alias", TABLES)
+def test_spoiled_waiter_is_no_error_of_its_key(client: Client, key: str, alias: str) -> None:
+    """Somebody waits, whoever that is."""
+    store: Any = lock_backends[alias]
+    with changed_by_hand(alias, key, "wanted = wanted"):
+        note = store.note_waiter(key, Holder(host="h"), 60)
+        with connections[TABLES[alias]].cursor() as cursor:
+            where = [store.storage_name(key)]
+            waiters = table("waiters")
+            cursor.execute(f"UPDATE {waiters} SET holder = '[1]' WHERE storage_key = %s", where)
+        answer = client.get(f"{LOCKS}key/", {"backend": alias, "key": key})
+        store.drop_waiter(key, note)
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("location", ["", [], "http://x"])
+def test_cache_without_an_address_is_no_error_of_the_page(client: Client, location: object) -> None:
+    """A cache of the project's, which no lock needs, may be set up wrongly."""
+    redis = "django.core.cache.backends.redis.RedisCache"
+    with override_settings(CACHES={"default": {"BACKEND": redis, "LOCATION": location}}):
+        assert client.get(LOCKS).status_code == 200
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError("x"), KeyError("REDIS_URL")])
+def test_client_factory_that_fails_is_an_outage_of_its_backend(
+    client: Client, error: Exception
+) -> None:
+    """One whose server is away, and one that is wrong."""
+
+    def factory() -> None:
+        raise error
+
+    own = {**settings.DISTLOCK[ALIAS], "OPTIONS": {"client_factory": factory}}
+    with override_settings(DISTLOCK={"own": own}):
+        answer = client.get(LOCKS)
+    assert answer.status_code == 200
+    assert '<li class="error"><strong>own</strong>' in answer.content.decode()
+
+
+class Nowhere:
+    """Sends what the dashboard reads to a database that there is not."""
+
+    def db_for_read(self, model: type, **_: object) -> str | None:
+        """Read events there."""
+        return "nowhere" if model is LockEvent else None
+
+    def db_for_write(self, model: type, **_: object) -> str | None:
+        """Write marks there."""
+        return "nowhere" if model is SeenFence else None
+
+
+def test_router_to_nowhere_costs_what_it_routes(client: Client) -> None:
+    """The locks are shown."""
+    with override_settings(DATABASE_ROUTERS=[Nowhere()]):
+        assert client.get(LOCKS).status_code == 200

@@ -255,7 +255,14 @@ def from_cache(alias: object) -> Callable[[], Any]:
     except (InvalidCacheBackendError, TypeError, AttributeError) as error:
         raise InvalidLockBackend(f"There is no cache {shown(alias)}: {error}") from error
     if isinstance(cache, RedisCache):
-        return _fixed(cache._cache.get_client(write=True))
+        try:
+            return _fixed(cache._cache.get_client(write=True))
+        except (LookupError, TypeError, ValueError) as error:
+            # Without its text, which may have the password.
+            raise InvalidLockBackend(
+                f"The LOCATION of the cache {shown(alias)} is no address of Redis:"
+                f" {type(error).__name__}."
+            ) from None
     # What django-redis calls its own; without importing it.
     get_client = getattr(getattr(cache, "client", None), "get_client", None)
     if get_client is None:

@@ -17,6 +17,7 @@ from ...core import budgets
 from ...core.durations import MAX_BOUND
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError
 from ...core.records import Record, Unreadable
+from ...exceptions import InvalidLockBackend
 from .bulk import held_by, live_records, waiting
 from .clients import ERRORS, own_client, translated
 from .cluster import ClusterLines
@@ -272,7 +273,19 @@ class RedisStore:
 
     def _make_client(self) -> None:
         with self._making:
-            self._client = self._client or own_client(self._make())
+            if self._client is None:
+                self._client = own_client(self._made_client())
+
+    def _made_client(self) -> Any:
+        try:
+            return self._make()
+        except OSError as error:
+            trouble = redis.exceptions.ConnectionError(str(error))
+            raise translated(trouble, self._alias, None) from error
+        except (LookupError, TypeError, ValueError) as error:
+            raise InvalidLockBackend(
+                f"DISTLOCK[{self._alias!r}]: its client cannot be made: {type(error).__name__}."
+            ) from error
 
     def _none_free(self, key: str | None) -> LockError:
         return BackendUnavailable(

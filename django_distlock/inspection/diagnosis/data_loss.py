@@ -7,7 +7,8 @@ from datetime import datetime
 from typing import Any, Final
 
 from django.core.exceptions import ImproperlyConfigured
-from django.db import DatabaseError, InterfaceError
+from django.db import Error
+from django.utils.connection import ConnectionDoesNotExist
 
 from ...backends.base import BaseLockBackend
 from ...core.errors import LockUsageError
@@ -23,7 +24,7 @@ logger = logging.getLogger("django_distlock")
 
 _WHAT: Final = "data"
 #: What comes of a database that remembers nothing.
-_UNTOLD: Final = (DatabaseError, InterfaceError, ImproperlyConfigured, LockUsageError)
+_UNTOLD: Final = (Error, ConnectionDoesNotExist, ImproperlyConfigured, LockUsageError)
 _LOST: Final = (
     "What was held then may be granted again, unique tasks that were queued may be queued and run a"
     " second time, and pauses are gone. Fences follow the clock, so they rise all the same, but for"

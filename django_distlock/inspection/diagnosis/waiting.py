@@ -18,7 +18,7 @@ from ...backends.database import DatabaseBackend
 from ...backends.tables import FenceTable
 from ...core.holders import Holder
 from ...core.keys import prefix_end
-from ...core.records import Record
+from ...core.records import Record, known_holder
 from ...models import FenceCounter, HeldLock, Waiter
 from .kinds import is_redis
 
@@ -114,7 +114,7 @@ def _crowd_of_rows(
     prefix = len(store._namespace())
     for name, holder in _by_page(there, limit):
         crowd.looked_at += 1
-        if is_dead(Holder.from_json(holder)):
+        if is_dead(known_holder(holder)):
             crowd.dead[name[prefix:]] += 1
     crowd.is_cut = there.count() > crowd.looked_at
     numbers = there.values_list("storage_key").annotate(number=Count("pk")).filter(number__gte=many)
