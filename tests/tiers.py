@@ -118,11 +118,18 @@ def _is_quick(item: pytest.Item) -> bool:
 def _paired(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """Leave out, of the products of cases and backends, what others of them prove."""
     cases: defaultdict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    in_turn: defaultdict[str, defaultdict[str, list[pytest.Item]]]
+    in_turn = defaultdict(lambda: defaultdict(list))
     for item in items:
+        test = item.nodeid.partition("[")[0]
         if alias := _alias(item):
-            cases[item.nodeid.partition("[")[0], alias].append(item)
+            cases[test, alias].append(item)
+        elif value := _value_in_turn(item):
+            in_turn[test][value].append(item)
         else:
             yield item
+    for turn, values in enumerate(in_turn.values()):
+        yield from [*values.values()][turn % len(values)]
     turns: Counter[str] = Counter()
     for (_, alias), several in cases.items():
         if alias in _full(several[0]):
@@ -145,6 +152,12 @@ def _alias(item: pytest.Item) -> str:
     callspec = getattr(item, "callspec", None)
     line = callspec.params.get("registered") if callspec else None
     return line.alias if line and item.path.parent.name == "contract" else ""
+
+
+def _value_in_turn(item: pytest.Item) -> str:
+    """Return the value of the parameter whose values take turns over the tests; "": there is none."""
+    marker, callspec = item.get_closest_marker("in_turn"), getattr(item, "callspec", None)
+    return str(callspec.params.get(*marker.args, "")) if marker and callspec else ""
 
 
 def _subject(item: pytest.Item) -> str:
