@@ -155,7 +155,7 @@ def _alias(item: pytest.Item) -> str:
 
 
 def _value_in_turn(item: pytest.Item) -> str:
-    """Return the value of the parameter whose values take turns over the tests; "": there is none."""
+    """Return the value of the parameter whose values take turns; "": there is none."""
     marker, callspec = item.get_closest_marker("in_turn"), getattr(item, "callspec", None)
     return str(callspec.params.get(*marker.args, "")) if marker and callspec else ""
 
