@@ -74,7 +74,7 @@ class HeldLock(models.Model):
             renewed_at=self.renewed_at,
             expires_at=self.expires_at,
             free_at=self.free_at,
-            holder=known_holder(self.holder, self.holder_host or ""),
+            holder=known_holder(self.holder),
             wanted=self.wanted,
             stop_requested_at=self.stop_requested_at,
         )

@@ -19,15 +19,15 @@ _GRACE: Final = timedelta(seconds=GRACE)
 SPOILED: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
-def known_holder(data: Any, host: str = "") -> Holder:
-    """Return the holder that a row tells of, or no more than its host where that was spoiled.
+def known_holder(data: Any) -> Holder:
+    """Return the holder that a row tells of, or nobody where that was spoiled.
 
-    Who it is decides nothing: a key stays one that can be released, taken over and operated.
+    Who holds a key decides nothing: it stays one that is released, granted again and operated.
     """
     try:
         return Holder.from_json(data)
     except SPOILED:
-        return Holder(host=host)
+        return Holder()
 
 
 class Unknown(enum.Enum):
