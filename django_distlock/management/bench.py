@@ -1,29 +1,41 @@
-"""The bench: what locks cost on the project's own store, beside the least that it can be asked."""
+"""The bench: what locks cost on the project's own store."""
 
 from __future__ import annotations
 
 import random
+import statistics
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from django.db import connections
 
 from ..backends.base import BaseLockBackend
-from ..locks import Lock
-from .bench_clients import ProcessClient, Team, ThreadClient
-from .bench_figures import Measured, Rate, Timed
-from .bench_floors import Floor
-from .bench_work import HAND_OFF, HOT, PAIR, PATIENCE, RUN, floor_below, keys, lock_on, own_key
+from ..locks import Lock, distlock
 
-PARTS = ("pair", "handoff", "throughput")
+PARTS = ("pair", "handoff")
 
-#: Operations before the first one that counts: they open connections and fill caches.
+#: Held for as long as the bench runs: there is one of a backend at a time.
+RUN = "distlock-bench"
+#: As few as these, and the same ones in each run: each keeps a fence counter.
+PAIR, HAND_OFF = f"{RUN}:pair", f"{RUN}:hand-off"
+#: Seconds that a key is held at most, were its holder killed.
+_TTL = 10.0
+#: Seconds to wait for a key: what a killed bench has left is free by then.
+_PATIENCE = 12.0
+
+#: Pairs before the first one that counts: they open connections and fill caches.
 _WARMING = 5
 #: Seconds between two looks whether somebody waits, and how long to look.
 _LOOK_SECONDS, _SEEN_SECONDS = 0.005, 0.5
 #: Seconds from when somebody waits to the release: as different as real work is. Who polls is met
 #: at any place of the pause between two questions, which grows; whoever is woken, at none.
 _SHORTEST, _LONGEST, _LONGEST_POLLED = 0.02, 0.06, 0.6
+#: Below so many operations, the slowest one in twenty or in a hundred says nothing.
+_FOR_P95, _FOR_P99 = 20, 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,18 +44,13 @@ class Plan:
 
     Attributes:
         parts: Some of `PARTS`.
-        seconds: How long each measurement takes. The hand-off takes twice as long, and the
-            throughput is four of them.
-        rounds: How many pairs and hand-offs at most; None: as many as there is time for.
-        clients: How many compete.
-        in_threads: Whether they are threads of this process.
+        seconds: How long pairs are measured; hand-offs take twice as long.
+        rounds: How many of each at most; None: as many as there is time for.
     """
 
     parts: tuple[str, ...]
     seconds: float
     rounds: int | None
-    clients: int
-    in_threads: bool
 
     def within(self, seconds: float) -> Iterator[int]:
         """Count rounds until that time is over, from the first one on, which always comes."""
@@ -55,91 +62,142 @@ class Plan:
             number += 1
 
 
-class Bench:
-    """One backend's bench.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """How long an operation took, in seconds.
 
-    Args:
-        on_part: Called with the name of what is measured next.
+    Attributes:
+        count: How often it was done.
+        p95: What 95 of 100 did not exceed; None: it was done too seldom to tell.
+        p99: The same of 99.
     """
 
-    def __init__(self, store: BaseLockBackend, plan: Plan, on_part: Callable[[str], object]):
+    count: int
+    median: float
+    p95: float | None
+    p99: float | None
+
+    @classmethod
+    def of(cls, taken: Sequence[int]) -> Self:
+        """Return the figures of single operations.
+
+        Args:
+            taken: Nanoseconds of each, at least one.
+        """
+        seconds = [each / 1e9 for each in taken]
+        cuts = statistics.quantiles(seconds, n=100, method="inclusive") if len(taken) > 1 else []
+        return cls(
+            count=len(seconds),
+            median=statistics.median(seconds),
+            p95=cuts[94] if len(seconds) >= _FOR_P95 else None,
+            p99=cuts[98] if len(seconds) >= _FOR_P99 else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A block that nobody else wants, and its two parts."""
+
+    both: Times
+    acquire: Times
+    release: Times
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was found about a backend.
+
+    Attributes:
+        backend: Its alias.
+        woken: Whether the store wakes who waits.
+        pair: None: that was not asked for.
+        hand_off: The same.
+    """
+
+    backend: str
+    woken: bool
+    pair: Pair | None = None
+    hand_off: Times | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what JSON can carry. Durations are seconds."""
+        pair = None
+        if self.pair is not None:
+            parts = asdict(self.pair)
+            pair = {**parts.pop("both"), **parts}
+        return {
+            "backend": self.backend,
+            "woken": self.woken,
+            "pair": pair,
+            "handoff": None if self.hand_off is None else asdict(self.hand_off),
+        }
+
+
+class Bench:
+    """One backend's bench."""
+
+    def __init__(self, store: BaseLockBackend, plan: Plan):
         self._store = store
-        self._alias = store.alias
         self._plan = plan
-        self._on_part = on_part
-        # No other process sees locks in memory.
-        self._apart = "threads" if plan.in_threads or not store.distributed else "processes"
 
     def run(self) -> Measured:
-        """Measure. What stays are the fence counters of its keys, the same ones in each run.
+        """Measure. What stays are the fence counters of its keys.
 
         Raises:
             LockNotAcquired: Another bench of this backend is running.
             LockError: The store did not answer, or refused.
         """
-        with lock_on(self._alias, RUN, wait=0):
-            try:
-                return self._measure()
-            except BaseException:
-                self._clear()
-                raise
+        with self._lock(RUN, wait=0):
+            return Measured(
+                backend=self._store.alias,
+                woken=self._store.supports_wakeups,
+                pair=self._pair() if "pair" in self._plan.parts else None,
+                hand_off=self._hand_off() if "handoff" in self._plan.parts else None,
+            )
 
-    def _measure(self) -> Measured:
-        parts = self._plan.parts
-        with ExitStack() as stack:
-            size = self._plan.clients if "throughput" in parts else int("handoff" in parts)
-            self._on_part("start")
-            kind = ThreadClient if self._apart == "threads" else ProcessClient
-            team = stack.enter_context(Team(self._alias, size, kind))
-            # Each key gets its counter, of which floors are made.
-            for key in keys(size):
-                with lock_on(self._alias, key):
-                    pass
-            floor = stack.enter_context(floor_below(self._alias, PAIR))
-            pair = self._pair(floor) if "pair" in parts else None
-            hand_off = self._hand_off(team, floor) if "handoff" in parts else None
-            own, hot = self._throughput(team, floor) if "throughput" in parts else (None, None)
-        return Measured(
-            backend=self._alias,
-            store=type(self._store).__name__ if floor is None else floor.store,
-            floor="" if floor is None else floor.what,
-            apart=self._apart,
-            clients=self._plan.clients,
-            woken=self._store.supports_wakeups,
-            pair=pair,
-            hand_off=hand_off,
-            own_keys=own,
-            hot_key=hot,
+    def _lock(self, key: str, wait: float = _PATIENCE) -> Lock:
+        ttl = min(_TTL, self._store.config.max_ttl)
+        return distlock(key, ttl=ttl, wait=wait, backend=self._store.alias)
+
+    def _pair(self) -> Pair:
+        lock = self._lock(PAIR)
+        for _ in range(_WARMING):
+            _timed(lock)
+        taken = [_timed(lock) for _ in self._plan.within(self._plan.seconds)]
+        return Pair(
+            both=Times.of([sum(each) for each in taken]),
+            acquire=Times.of([acquire for acquire, _ in taken]),
+            release=Times.of([release for _, release in taken]),
         )
 
-    def _pair(self, floor: Floor | None) -> Timed:
-        """Take and release a key, and ask the floor, turn by turn."""
-        self._on_part("pair")
-        lock, timed = lock_on(self._alias, PAIR), Timed(parts={"acquire": [], "release": []})
-        for _ in range(_WARMING):
-            _take_turns(lock, floor, Timed(parts={"acquire": [], "release": []}))
-        for _ in self._plan.within(self._plan.seconds):
-            _take_turns(lock, floor, timed)
-        return timed
+    def _hand_off(self) -> Times:
+        with ThreadPoolExecutor(1) as waiter:
+            try:
+                # The first one opens connections.
+                self._hand_over(waiter)
+                rounds = self._plan.within(2 * self._plan.seconds)
+                return Times.of([self._hand_over(waiter) for _ in rounds])
+            finally:
+                waiter.submit(connections.close_all).result()
 
-    def _hand_off(self, team: Team, floor: Floor | None) -> Timed:
-        """Release a key that somebody else waits for, again and again."""
-        self._on_part("hand-off")
-        timed = Timed()
-        self._hand_over(team)
-        for _ in self._plan.within(2 * self._plan.seconds):
-            timed.taken.append(self._hand_over(team))
-            _ask(floor, timed)
-        return timed
+    def _hand_over(self, waiter: ThreadPoolExecutor) -> int:
+        """Release a key that another thread waits for.
 
-    def _hand_over(self, team: Team) -> int:
-        """Return the nanoseconds from before the release to behind the grant."""
-        with lock_on(self._alias, HAND_OFF):
-            waiter = team.wait()
+        Returns:
+            The nanoseconds from before the release to behind the grant.
+        """
+        begun = threading.Event()
+        with self._lock(HAND_OFF):
+            granted_at = waiter.submit(self._wait, begun)
+            begun.wait()
             self._pause()
-            released_at = time.monotonic_ns()
-        granted_at: int = waiter.wait_for("granted", 2 * PATIENCE)["at"]
-        return granted_at - released_at
+            released_at = time.perf_counter_ns()
+        return granted_at.result() - released_at
+
+    def _wait(self, begun: threading.Event) -> int:
+        begun.set()
+        with self._lock(HAND_OFF):
+            return time.perf_counter_ns()
 
     def _pause(self) -> None:
         """Let it wait for a while."""
@@ -154,45 +212,10 @@ class Bench:
             time.sleep(_LOOK_SECONDS)
         time.sleep(random.uniform(_SHORTEST, _LONGEST))  # noqa: S311 - no secret
 
-    def _throughput(self, team: Team, floor: Floor | None) -> tuple[Rate, Rate]:
-        """Let all clients compete: each for a key of its own, and all for one."""
-        clients = self._plan.clients
-        rates = []
-        for name, each in (
-            ("own keys", [own_key(number) for number in range(clients)]),
-            ("hot key", [HOT] * clients),
-        ):
-            self._on_part(name)
-            rate = team.compete("pair", each, self._plan.seconds)
-            least = team.compete("floor", each, self._plan.seconds) if floor else None
-            rates.append(Rate(per_second=rate, floor=least))
-        return rates[0], rates[1]
 
-    def _clear(self) -> None:
-        """Take back what clients hold that had to be killed. Nobody else has these keys."""
-        # Whatever comes of it: something else was told, or is about to be.
-        with suppress(Exception):
-            for key in keys(self._plan.clients):
-                if self._store.read(key) is not None:
-                    self._store.force_release(key)
-
-
-def _take_turns(lock: Lock, floor: Floor | None, timed: Timed) -> None:
-    """Time a pair, and a floor."""
+def _timed(lock: Lock) -> tuple[int, int]:
+    """Return the nanoseconds of an acquire and of its release."""
     began = time.perf_counter_ns()
     with lock:
         held = time.perf_counter_ns()
-    ended = time.perf_counter_ns()
-    timed.parts["acquire"].append(held - began)
-    timed.parts["release"].append(ended - held)
-    timed.taken.append(ended - began)
-    _ask(floor, timed)
-
-
-def _ask(floor: Floor | None, timed: Timed) -> None:
-    """Time a floor."""
-    if floor is not None:
-        began = time.perf_counter_ns()
-        floor.write()
-        floor.trip()
-        timed.floor.append(time.perf_counter_ns() - began)
+    return held - began, time.perf_counter_ns() - held

@@ -83,24 +83,9 @@ def churn_parser() -> argparse.ArgumentParser:
     made.add_argument("--minutes", type=number(0.01, 600, float), help="of each variant: 10")
     made.add_argument("--keys", type=number(10, 10_000_000), help="that come and go: 10000")
     made.add_argument("--clients", type=number(1, 64), help="processes: 4")
-    made.add_argument(
-        "--rate",
-        type=number(0, 1_000_000, float),
-        help="operations per second: 0, as many as they can",
-    )
     made.add_argument("--extends", type=number(0, 1000, float), help="of a lease, on average: 2")
     made.add_argument(
         "--sample", dest="sample_seconds", type=number(0.1, 600, float), help="seconds: 10"
-    )
-    made.add_argument(
-        "--fillfactor", type=number(10, 100), help="of the lock table: the migration's"
-    )
-    made.add_argument(
-        "--with-expiry-index", nargs="?", const="free_at", choices=("free_at", "expires_at"),
-        help="add an index on when a lock ends",
-    )  # fmt: skip
-    made.add_argument(
-        "--autovacuum", choices=("ours", "default"), default="ours", help="whose settings: ours"
     )
     made.add_argument(
         "--compare", action="store_true", help="run variants one after another instead"
@@ -163,16 +148,9 @@ def churn_tables(arguments: Sequence[str], console: Console) -> None:
     made = churn_parser()
     asked = made.parse_args(arguments)
     load: churn.Load = with_given(asked, churn.QUICK if asked.quick else churn.Load())
-    own = churn.Variant(
-        fillfactor=asked.fillfactor,
-        index=asked.with_expiry_index,
-        autovacuum=asked.autovacuum,
-    )
-    if asked.compare and own != churn.Variant():
-        made.error("--compare chooses its variants itself")
     if load.clients > load.keys:
         made.error(f"--clients {load.clients}: more than there are keys ({load.keys})")
-    variants = churn.COMPARED if asked.compare else (own,)
+    variants = churn.COMPARED if asked.compare else churn.COMPARED[:1]
     extra = [churn.database(number) for number in range(len(variants))]
     with serve(extra, fsync=asked.fsync == "on") as server:
         found = begin(asked, server, console)

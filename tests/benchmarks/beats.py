@@ -18,7 +18,7 @@ from django_distlock.heartbeat import Heartbeat
 from django_distlock.host import current_holder, monotonic
 from django_distlock.keeping import Terms
 
-from .candidates import Waist
+from .candidates import waist
 from .databases import LONG_TTL, create, drop, fill, filled_grant, take
 from .options import Options
 from .proxy import PostgresReader, Proxy, RedisReader
@@ -73,9 +73,9 @@ def run(options: Options) -> Result:
 
 
 def _measure(place: Place, options: Options) -> Samples:
-    waist = Waist(place.backend, ["held"])
-    waist.acquire()
-    subjects = [Subject(place.name, {"extend": waist.extend})]
+    held = waist(place.backend, ["held"])
+    held.acquire()
+    subjects = [Subject(place.name, {"extend": held.extend})]
     with leases_of(place.backend, place.grants) as every:
         for leases in options.leases:
             beats = Beats(place.backend, every[:leases])

@@ -7,7 +7,7 @@ PostgreSQL are called past all of it too, in the ways in which the floor is aske
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from itertools import cycle
@@ -18,13 +18,12 @@ from django.db import connections
 from django_distlock import distlock, lock_backends
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Contended, Grant
+from django_distlock.core.records import Grant
 from django_distlock.functions import ServerFunctions
 from django_distlock.host import current_holder
-from django_distlock.leases import Lease
 
 from . import floor
-from .databases import hold
+from .databases import ask, hold
 from .race import Candidate, Unavailable
 from .timing import Subject
 
@@ -34,39 +33,104 @@ HOT = "invoice:hot"
 TTL = 30.0
 
 
-class Waist:
-    """The operations of one backend, with what they have to remember between two steps."""
+class NoLock(RuntimeError):
+    """What says that it locked did not."""
 
-    def __init__(self, backend: BaseLockBackend, keys: Sequence[str]):
-        self._backend = backend
-        self._keys = cycle(keys)
-        self._holder = current_holder()
-        self.grant: Grant | None = None
+
+class Operations:
+    """What is measured of something that locks, and what is held between two steps.
+
+    Args:
+        name: Whose operations they are.
+        attempt: Tries for a key once; gives what is held, or None.
+        release: Gives that back; False: it was not held.
+        extend: Renews it; False: it was not held.
+        keys: What is taken in turn.
+        hot: What somebody else holds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        attempt: Callable[[str], Any],
+        release: Callable[[Any], object],
+        extend: Callable[[Any], object] = lambda _held: False,
+        keys: Iterable[str],
+        hot: Iterable[str] = (HOT,),
+    ):
+        self._name = name
+        self._attempt, self._release, self._extend = attempt, release, extend
+        # An iterator has no end, and is not kept.
+        self._keys, self._hot = (
+            each if isinstance(each, Iterator) else cycle(each) for each in (keys, hot)
+        )
+        self.held: Any = None
+
+    def attempt(self) -> bool:
+        """Try for the next key."""
+        self.held = self._attempt(next(self._keys))
+        return self.held is not None
 
     def acquire(self) -> None:
         """Take the next key."""
-        answer = self._backend.acquire(next(self._keys), new_token(), TTL, self._holder)
-        if not isinstance(answer, Grant):
-            raise RuntimeError(f"{self._backend.alias}: not granted: {answer}")
-        self.grant = answer
+        if not self.attempt():
+            raise NoLock(f"{self._name}: not granted")
 
     def extend(self) -> None:
         """Renew what is held."""
-        assert self.grant
-        if not isinstance(self._backend.extend(self.grant, TTL), Grant):
-            raise RuntimeError(f"{self._backend.alias}: {self.grant.key!r} was not extended")
+        if self._extend(self.held) is False:
+            raise NoLock(f"{self._name}: not extended")
 
     def lose(self) -> None:
-        """Try for the key that somebody else holds."""
-        answer = self._backend.acquire(HOT, new_token(), TTL, self._holder)
-        if not isinstance(answer, Contended) or answer.busy:
-            raise RuntimeError(f"{self._backend.alias}: not contended: {answer}")
+        """Try for a key that somebody else holds."""
+        if self._attempt(next(self._hot)) is not None:
+            raise NoLock(f"{self._name}: not contended")
 
     def release(self) -> None:
         """Give back what is held."""
-        assert self.grant
-        if self._backend.release(self.grant) is not True:
-            raise RuntimeError(f"{self._backend.alias}: {self.grant.key!r} was not released")
+        if self._release(self.held) is False:
+            raise NoLock(f"{self._name}: not released")
+
+    def pairs(self, name: str) -> list[Subject]:
+        """Return what is measured beside an extend, which needs a key that is held."""
+        steps = {"acquire": self.acquire, "release": self.release}
+        return [Subject(name, steps, "pair"), Subject(name, {"lose": self.lose})]
+
+
+def _endless(keys: Iterable[str]) -> Iterator[str]:
+    # `cycle` keeps all that came; an iterator has no end by itself.
+    return keys if isinstance(keys, Iterator) else cycle(keys)
+
+
+def waist(backend: BaseLockBackend, keys: Iterable[str], hot: Iterable[str] = (HOT,)) -> Operations:
+    """Return those of a backend."""
+    holder = current_holder()
+
+    def attempt(key: str) -> Grant | None:
+        answer = backend.acquire(key, new_token(), TTL, holder)
+        return answer if isinstance(answer, Grant) else None
+
+    return Operations(
+        backend.alias,
+        attempt=attempt,
+        release=lambda grant: backend.release(grant) is True,
+        extend=lambda grant: isinstance(backend.extend(grant, TTL), Grant),
+        keys=keys,
+        hot=hot,
+    )
+
+
+def public_api(alias: str, keys: Sequence[str]) -> Operations:
+    """Return the same through `Lock` and `Lease`."""
+    locks = {key: distlock(key, wait=0, ttl=TTL, backend=alias) for key in (*keys, HOT)}
+    return Operations(
+        alias,
+        attempt=lambda key: locks[key].try_acquire(),
+        release=lambda lease: lease.release(),
+        extend=lambda lease: lease.extend(),
+        keys=keys,
+    )
 
 
 class BareFunctions(ServerFunctions):
@@ -81,108 +145,49 @@ class BareFunctions(ServerFunctions):
         return str(rows[0][0])
 
 
-class Calls:
-    """The server functions themselves: no checks of arguments, no choice of a connection.
+def calls(functions: ServerFunctions, prefix: str, keys: Sequence[str]) -> Operations:
+    """Return the server functions themselves: no checks of arguments, no choice of a connection.
 
     Args:
         prefix: What storage keys start with.
     """
+    holder = current_holder()
 
-    def __init__(self, functions: ServerFunctions, prefix: str, keys: Sequence[str]):
-        self._functions = functions
-        self._prefix = prefix
-        self._keys = cycle(keys)
-        self._holder = current_holder()
-        self.grant: Grant | None = None
-
-    def acquire(self) -> None:
-        """Take the next key."""
-        if not self.attempt():
-            raise RuntimeError("not granted")
-
-    def attempt(self) -> bool:
-        """Try for the next key."""
-        answer = self._ask(next(self._keys))
-        self.grant = answer if isinstance(answer, Grant) else None
-        return self.grant is not None
-
-    def lose(self) -> None:
-        """Try for the key that somebody else holds."""
-        answer = self._ask(HOT)
-        if not isinstance(answer, Contended) or answer.busy:
-            raise RuntimeError(f"not contended: {answer}")
-
-    def release(self) -> None:
-        """Give back what is held."""
-        assert self.grant
-        name = f"{self._prefix}:{self.grant.key}"
-        if self._functions.release(name, self.grant, bound=1.0) != "released":
-            raise RuntimeError(f"{self.grant.key!r} was not released")
-
-    def _ask(self, key: str) -> Grant | Contended:
-        return self._functions.acquire(
-            f"{self._prefix}:{key}", key, new_token(), TTL, self._holder,
+    def attempt(key: str) -> Grant | None:
+        answer = functions.acquire(
+            f"{prefix}:{key}", key, new_token(), TTL, holder,
             wanted=False, replace=None, bound=1.0,
         )  # fmt: skip
+        return answer if isinstance(answer, Grant) else None
 
+    def release(grant: Grant) -> bool:
+        return functions.release(f"{prefix}:{grant.key}", grant, bound=1.0) == "released"
 
-class PublicApi:
-    """The same through `Lock` and `Lease`."""
-
-    def __init__(self, alias: str, keys: Sequence[str]):
-        self._locks = cycle([distlock(key, wait=0, ttl=TTL, backend=alias) for key in keys])
-        self._hot = distlock(HOT, wait=0, ttl=TTL, backend=alias)
-        self.lease: Lease | None = None
-
-    def acquire(self) -> None:
-        """Take the next key."""
-        self.lease = next(self._locks).acquire()
-
-    def extend(self) -> None:
-        """Renew what is held."""
-        assert self.lease
-        self.lease.extend()
-
-    def lose(self) -> None:
-        """Try for the key that somebody else holds."""
-        if self._hot.try_acquire() is not None:
-            raise RuntimeError(f"{HOT!r} was not contended")
-
-    def release(self) -> None:
-        """Give back what is held."""
-        assert self.lease
-        if not self.lease.release():
-            raise RuntimeError(f"{self.lease.key!r} was not released")
-
-    def block(self) -> None:
-        """Hold the next key around nothing."""
-        with next(self._locks):
-            pass
+    return Operations("functions", attempt=attempt, release=release, keys=keys)
 
 
 def locks_on(name: str, alias: str) -> Iterator[list[Subject]]:
     """Give the subjects of a lock backend."""
     hot, backend = hold(alias, HOT), lock_backends[alias]
+    blocks = cycle([distlock(key, wait=0, ttl=TTL, backend=alias) for key in KEYS])
+
+    def block() -> None:
+        with next(blocks):
+            pass
+
     # Held throughout, to be extended; no pair's key.
-    waist, api = Waist(backend, ["invoice:held-1"]), PublicApi(alias, ["invoice:held-2"])
-    waist.acquire()
-    api.acquire()
-    pairs, public = Waist(backend, KEYS), PublicApi(alias, KEYS)
+    held, lease = waist(backend, ["invoice:held-1"]), public_api(alias, ["invoice:held-2"])
+    held.acquire()
+    lease.acquire()
     yield [
-        Subject(
-            f"{name}/backend", {"acquire": pairs.acquire, "release": pairs.release}, total="pair"
-        ),
-        Subject(f"{name}/backend", {"extend": waist.extend}),
-        Subject(f"{name}/backend", {"lose": waist.lose}),
-        Subject(
-            f"{name}/lock", {"acquire": public.acquire, "release": public.release}, total="pair"
-        ),
-        Subject(f"{name}/lock", {"extend": api.extend}),
-        Subject(f"{name}/lock", {"lose": api.lose}),
-        Subject(f"{name}/block", {"pair": public.block}),
+        *waist(backend, KEYS).pairs(f"{name}/backend"),
+        Subject(f"{name}/backend", {"extend": held.extend}),
+        *public_api(alias, KEYS).pairs(f"{name}/lock"),
+        Subject(f"{name}/lock", {"extend": lease.extend}),
+        Subject(f"{name}/block", {"pair": block}),
     ]
-    api.release()
-    waist.release()
+    lease.release()
+    held.release()
     backend.release(hot)
 
 
@@ -193,14 +198,8 @@ def functions() -> Iterator[list[Subject]]:
         subjects = stack.enter_context(contextmanager(locks_on)("functions", "functions"))
         for way in ("driver", "prepared"):
             execute = stack.enter_context(floor.WAYS["postgresql"][way]("default"))
-            calls = Calls(BareFunctions("default", execute), prefix, KEYS)
-            subjects += [
-                Subject(
-                    f"functions/{way}", {"acquire": calls.acquire, "release": calls.release},
-                    total="pair",
-                ),
-                Subject(f"functions/{way}", {"lose": calls.lose}),
-            ]  # fmt: skip
+            made = calls(BareFunctions("default", execute), prefix, KEYS)
+            subjects += made.pairs(f"functions/{way}")
         yield subjects
 
 
@@ -210,22 +209,39 @@ def pglock() -> Iterator[list[Subject]]:
         module: Any = import_module("pglock")
     except ImportError:
         raise Unavailable("pip install django-pglock") from None
-    turns = cycle(KEYS)
+
+    def of(key: str) -> Any:
+        return module.advisory(key, using="default", timeout=0)
+
+    turns, made = cycle(KEYS), {key: of(key) for key in KEYS}
+
+    def attempt(key: str) -> Any:
+        lock = made.get(key) or of(key)
+        return lock if lock.acquire() else None
 
     def block() -> None:
-        with module.advisory(next(turns), using="default"):
-            pass
+        with of(next(turns)) as granted:
+            if not granted:
+                raise NoLock("pglock: not granted")
 
-    def lose() -> None:
-        with module.advisory(HOT, using="default", timeout=0) as acquired:
-            if acquired:
-                raise RuntimeError(f"{HOT!r} was not contended")
-
+    pairs = Operations(
+        "pglock", attempt=attempt, release=lambda lock: lock.release() and None, keys=KEYS
+    )
+    _prove(pairs)
     with held_elsewhere(module.advisory(HOT).int_lock_id):
-        yield [
-            Subject("pglock/block", {"pair": block}),
-            Subject("pglock/block", {"lose": lose}),
-        ]
+        yield [*pairs.pairs("pglock/lock"), Subject("pglock/block", {"pair": block})]
+
+
+def _prove(pairs: Operations) -> None:
+    """See that a pair takes an advisory lock of the session, and gives it back."""
+    held = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND granted"
+    before = ask("default", held)[0][0]
+    pairs.acquire()
+    if ask("default", held)[0][0] != before + 1:
+        raise NoLock("the server knows of no lock")
+    pairs.release()
+    if ask("default", held)[0][0] != before:
+        raise NoLock("it was not given back")
 
 
 @contextmanager

@@ -76,7 +76,6 @@ class Load:
         minutes: For how long.
         keys: How many keys there are.
         clients: How many processes.
-        rate: Operations per second of all together; 0: as many as they can.
         extends: How often a lease is extended, on average, before it is given back.
         sample_seconds: Between two looks at the tables.
     """
@@ -84,7 +83,6 @@ class Load:
     minutes: float = 10
     keys: int = 10_000
     clients: int = 4
-    rate: float = 0
     extends: float = 2
     sample_seconds: float = 10
 
@@ -297,14 +295,8 @@ def churning(number: int, alias: str, load: Load) -> Iterator[Work]:
     mine = range(1 + number, load.keys + 1, load.clients)
     held: dict[int, Grant | None] = {each: filled_grant(common, each) for each in mine}
     extended = load.extends / (load.extends + 1)
-    pause = load.clients / load.rate if load.rate else 0
-    due = time.monotonic()
 
     def work() -> str:
-        nonlocal due
-        if pause:
-            due = max(due + pause, time.monotonic() - 1)
-            time.sleep(max(0, due - time.monotonic()))
         key = random.choice(mine)
         grant = held[key]
         answer: object

@@ -39,22 +39,57 @@ class Tally:
     seconds: float
 
 
-class Team:
-    """Clients that wait for work. They end with the block of `hire`, or with this process."""
+class Partner:
+    """Another process, which makes calls for this one, one after the other.
 
-    def __init__(self, size: int) -> None:
+    It ends with the block of `hired`, or with this process.
+    """
+
+    def __init__(self, name: str = "the other process") -> None:
         context = get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for number in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, number), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        for number in range(size):
-            self._answer(number, PATIENCE_SECONDS)
+        self._name = name
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def begin(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Let it call a function. Function and arguments are pickled."""
+        self.tell((function, arguments))
+
+    def tell(self, what: object) -> None:
+        """Send it what it waits for."""
+        self._pipe.send(what)
+
+    def result(self, patience: float = PATIENCE_SECONDS) -> Any:
+        """Wait for what it says next: what came of the call, unless that itself says more."""
+        try:
+            if not self._pipe.poll(patience):
+                raise RuntimeError(f"{self._name} says nothing for {patience:.0f} s")
+            answer = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"{self._name} has ended") from None
+        if isinstance(answer, Exception):
+            raise RuntimeError(f"{self._name}: {answer}") from answer
+        return answer
+
+    def leave(self) -> None:
+        """Send it home."""
+        self._pipe.close()
+
+    def end(self) -> None:
+        """Wait until it has gone home, or stop it."""
+        self._process.join(GOODBYE_SECONDS)
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+
+
+class Team:
+    """Clients that wait for work."""
+
+    def __init__(self, partners: list[Partner]) -> None:
+        self._partners = partners
 
     def turn(self, clients: int, seconds: float, prepare: Prepare, *arguments: Any) -> list[Tally]:
         """Let so many clients work for so long, all from the same moment on."""
@@ -63,69 +98,67 @@ class Team:
 
     def begin(self, clients: int, seconds: float, prepare: Prepare, *arguments: Any) -> None:
         """Prepare so many clients, and let them go."""
-        for pipe in self._pipes[:clients]:
-            pipe.send((prepare, arguments, seconds))
-        for number in range(clients):
-            self._answer(number, PATIENCE_SECONDS)
+        chosen = self._partners[:clients]
+        for number, each in enumerate(chosen):
+            each.begin(work_together, seconds, prepare, number, *arguments)
+        for each in chosen:
+            each.result()
         at = time.monotonic() + NOTICE_SECONDS
-        for pipe in self._pipes[:clients]:
-            pipe.send(at)
+        for each in chosen:
+            each.tell(at)
 
     def finish(self, clients: int, seconds: float) -> list[Tally]:
         """Wait for what `begin` has begun."""
-        return [self._answer(number, seconds + PATIENCE_SECONDS) for number in range(clients)]
+        return [each.result(seconds + PATIENCE_SECONDS) for each in self._partners[:clients]]
 
-    def close(self) -> None:
-        """Send everybody home."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(GOODBYE_SECONDS)
-            process.kill()
-            process.join()
-            process.close()
 
-    def _answer(self, number: int, patience: float) -> Any:
-        pipe = self._pipes[number]
-        try:
-            if not pipe.poll(patience):
-                raise RuntimeError(f"client {number} says nothing for {patience:.0f} s")
-            answer = pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"client {number} has ended") from None
-        if isinstance(answer, Exception):
-            raise RuntimeError(f"client {number}: {answer!r}") from answer
-        return answer
+@contextmanager
+def hired(size: int = 1) -> Iterator[list[Partner]]:
+    """Start so many processes for the block."""
+    partners = [Partner(f"process {number}") for number in range(size)]
+    try:
+        for each in partners:
+            each.result()
+        yield partners
+    finally:
+        for each in partners:
+            each.leave()
+        for each in partners:
+            each.end()
 
 
 @contextmanager
 def hire(size: int) -> Iterator[Team]:
     """Start a team for the block."""
-    team = Team(size)
-    try:
-        yield team
-    finally:
-        team.close()
+    with hired(size) as partners:
+        yield Team(partners)
 
 
-def serve(pipe: Connection, number: int) -> None:
-    """Be a client: work when told, until the other end of the pipe closes."""
-    django.setup()
-    pipe.send("here")
+#: The way to whoever started this process.
+_home: list[Connection] = []
+
+
+def serve(pipe: Connection) -> None:
+    """Be a partner: make calls until the other end of the pipe closes."""
+    _home.append(pipe)
     try:
+        django.setup()
+        pipe.send(None)
         while True:
-            prepare, arguments, seconds = pipe.recv()
+            function, arguments = pipe.recv()
             try:
-                pipe.send(_work(pipe, prepare(number, *arguments), seconds))
+                pipe.send(function(*arguments))
             except Exception as error:  # noqa: BLE001 - whoever waits is told
                 pipe.send(RuntimeError(repr(error)))
     except (EOFError, KeyboardInterrupt, ConnectionError):
         pass
 
 
-def _work(pipe: Connection, prepared: AbstractContextManager[Work], seconds: float) -> Tally:
+def work_together(seconds: float, prepare: Prepare, *arguments: Any) -> Tally:
+    """Be a client: say when the work is prepared, and begin when all do."""
     outcomes: Counter[str] = Counter()
-    with prepared as work:
+    pipe = _home[0]
+    with prepare(*arguments) as work:
         # The first one opens connections and fills caches.
         work()
         pipe.send("ready")

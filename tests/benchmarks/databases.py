@@ -7,7 +7,8 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import django
 import psycopg
@@ -29,6 +30,8 @@ from tests.services import (
     private_postgres,
     private_redis,
 )
+
+T = TypeVar("T")
 
 #: Seconds that nothing here outlives: what is held for a whole benchmark.
 LONG_TTL = 604_800.0
@@ -109,6 +112,13 @@ def take(backend: BaseLockBackend, key: str, ttl: float = LONG_TTL) -> Grant:
     if not isinstance(grant, Grant):
         raise RuntimeError(f"{key!r} is not free: {grant}")
     return grant
+
+
+def parts(whole: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Cut what is iterated over into lists of so many."""
+    left = iter(whole)
+    while part := list(islice(left, size)):
+        yield part
 
 
 # Many rows at once, as the package itself would have written them one by one.

@@ -2,129 +2,67 @@
 
 from __future__ import annotations
 
-BACKEND_STEPS = ("acquire", "release", "pair", "extend", "lose")
-LEVELS = {"backend": BACKEND_STEPS, "lock": BACKEND_STEPS, "block": ("pair",)}
+import re
+from itertools import product
+
+
+def every(*patterns: str) -> list[str]:
+    """Return all names that patterns such as `{a,b}/c` stand for, as a shell does."""
+    names = []
+    for pattern in patterns:
+        pieces = [piece.split(",") for piece in re.split(r"\{(.+?)\}", pattern)[1::2]]
+        text = re.sub(r"\{.+?\}", "{}", pattern)
+        names += [text.format(*each) for each in product(*pieces)]
+    return names
+
+
+STEPS = "{acquire,release,pair,extend,lose}"
+AMONG = "keys_{50,200}/{pair,acquire,new-pair,extend,lose,read}"
+OPERATIONS = "{acquire,extend,lose,release}"
 FIGURES = {
-    "latency": [
-        *(
-            f"{name}/{level}/{step}"
-            for name in ("functions", "orm", "sqlite", "memory")
-            for level, steps in LEVELS.items()
-            for step in steps
-        ),
-        *(
-            f"floor/{way}/{step}"
-            for way in ("driver", "prepared", "django")
-            for step in ("upsert", "trip", "pair", "read")
-        ),
-        *(f"sqlite-floor/driver/{step}" for step in ("upsert", "trip", "pair", "read")),
-    ],
-    "roundtrips": [
-        f"{name}/backend/{operation}"
-        for name in ("functions", "orm")
-        for operation in ("acquire", "extend", "lose", "release")
-    ],
-    "sizes": [
-        f"{what}/{part}" for what in ("lock", "counter") for part in ("heap", "pkey", "total")
-    ],
-    "scale": [
-        f"keys_{keys}/{operation}"
-        for keys in (50, 200)
-        for operation in ("pair", "acquire", "new-pair", "extend", "lose", "read")
-    ],
-    "throughput": [
-        f"{name}/{mode}/{clients}"
-        for name in ("floor", "floor, prepared", "functions", "orm")
-        for mode in ("own keys", "hot key")
-        for clients in (2,)
-    ],
-    "redis/latency": [
-        *(f"redis/{level}/{step}" for level, steps in LEVELS.items() for step in steps),
-        *(f"redis-async/backend/{step}" for step in BACKEND_STEPS),
-        *(f"redis-async/lock/{step}" for step in ("acquire", "release", "pair")),
-        "redis-async/block/pair",
-        *(
-            f"{peer}/{figure}"
-            for peer in ("redis-py", "django-redis", "redis.asyncio")
-            for figure in (*(f"lock/{step}" for step in BACKEND_STEPS), "block/pair")
-        ),
-        *(
-            f"redis-floor/{way}/{step}"
-            for way in ("client", "connection")
-            for step in ("trip", "second-trip", "pair")
-        ),
-    ],
-    "redis/roundtrips": [
-        f"{name}/{operation}"
-        for name in ("redis/backend", "redis-py/lock")
-        for operation in ("acquire", "extend", "lose", "release")
-    ],
-    "redis/sizes": ["lock/record", "lock/token", "lock/total", "counter/total", "redis-py/total"],
-    "redis/scale": [
-        f"keys_{keys}/{operation}"
-        for keys in (50, 200)
-        for operation in ("pair", "acquire", "new-pair", "extend", "lose", "read", "list")
-    ],
-    "redis/throughput": [
-        f"{name}/{mode}/2"
-        for name in ("redis-floor", "redis", "redis-py")
-        for mode in ("own keys", "hot key")
-    ],
-    "advisory": [
-        *(f"advisory/{level}/{step}" for level, steps in LEVELS.items() for step in steps),
-        *(f"advisory/fresh/{step}" for step in ("acquire", "release", "close")),
-        *(
-            f"floor/{way}/{step}"
-            for way in ("driver", "django")
-            for step in ("trip", "second-trip", "pair")
-        ),
+    "latency": every(
+        "{functions,orm,sqlite,memory}/{backend,lock}/" + STEPS,
+        "{functions,orm,sqlite,memory}/block/pair",
+        "floor/{driver,prepared,django}/{upsert,trip,pair,read}",
+        "sqlite-floor/driver/{upsert,trip,pair,read}",
+    ),
+    "roundtrips": every("{functions,orm}/backend/" + OPERATIONS),
+    "sizes": every("{lock,counter}/{heap,pkey,total}"),
+    "scale": every(AMONG),
+    "throughput": every(
+        "{floor,functions,orm}/{own keys,hot key}/2", "functions, driver/own keys/2"
+    ),
+    "redis/latency": every(
+        "redis/{backend,lock}/" + STEPS,
+        "{redis-async/backend,redis.asyncio/lock}/" + STEPS,
+        "{redis-py,django-redis}/lock/" + STEPS,
+        "{redis,redis-py,django-redis}/block/pair",
+        "redis-floor/{client,connection}/{trip,second-trip,pair}",
+    ),
+    "redis/roundtrips": every("{redis/backend,redis-py/lock}/" + OPERATIONS),
+    "redis/sizes": every("lock/{record,token,total}", "{counter,redis-py}/total"),
+    "redis/scale": every(AMONG, "keys_{50,200}/list"),
+    "redis/throughput": every("{redis-floor,redis,redis-py}/{own keys,hot key}/2"),
+    "advisory": every(
+        "advisory/{backend,lock}/" + STEPS,
+        "advisory/block/pair",
+        "advisory/fresh/{acquire,release,close}",
+        "floor/{driver,django}/{trip,second-trip,pair}",
         "floor/connect/open",
-    ],
-    "handoff": [
-        *(
-            f"{name}/processes"
-            for name in (
-                "functions",
-                "orm",
-                "redis",
-                "pg_advisory_lock",
-                "pg_advisory_lock, durable",
-                "pg-polling",
-                "redis-py",
-            )
-        ),
-        *(
-            f"{name}/{where}"
-            for name in ("functions", "orm", "redis")
-            for where in ("threads", "tasks")
-        ),
-    ],
-    "fairness": ["functions", "redis", "pg_advisory_lock", "redis-py"],
-    "beats": [
-        f"{place}/{part}"
-        for place in ("functions", "redis")
-        for part in ("extend", *(f"{leases}/beat" for leases in (1, 20)))
-    ],
-    "operators": [
-        f"{store}/{locks}/{question}"
-        for store in ("operators", "sqlite", "redis")
-        for locks in (50, 200)
-        for question in (
-            "first page of 50",
-            "every page",
-            "summary",
-            "statistics",
-            "process: distlock_list --all --json",
-            "dashboard",
-            "dashboard, a refresh",
-        )
-    ],
-    "fencing": [
-        f"{using}/{who}/{step}"
-        for using in ("default", "sqlite")
-        for who in ("plain", "fenced")
-        for step in ("update", "update_many", "save", "get")
-    ],
+    ),
+    "handoff": every(
+        "{functions,orm,redis,redis-py,pg_advisory_lock,pg-polling}/processes",
+        "pg_advisory_lock, durable/processes",
+    ),
+    "fairness": every("{functions,redis,pg_advisory_lock,redis-py}"),
+    "beats": every("{functions,redis}/{extend,1/beat,20/beat}"),
+    "operators": every(
+        "{operators,sqlite,redis}/{50,200}/{first page of 50,every page,summary,statistics}",
+        "{operators,sqlite,redis}/{50,200}/dashboard",
+        "{operators,sqlite,redis}/{50,200}/dashboard, a refresh",
+        "{operators,sqlite,redis}/{50,200}/process: distlock_list --all --json",
+    ),
+    "fencing": every("{default,sqlite}/{plain,fenced}/{update,update_many,save,get}"),
 }
 #: What is run at once. The tests share the work, and each sees that its part needs no other.
 TOGETHER = (

@@ -1,4 +1,4 @@
-"""From the release of a key to its grant to who waits for it: across processes, and inside of one.
+"""From the release of a key to its grant to who waits for it in another process.
 
 The clock is the machine's monotonic one, which all of its processes share: whoever releases notes
 the time just before, and whoever waited just behind its grant.
@@ -6,12 +6,10 @@ the time just before, and whoever waited just behind its grant.
 
 from __future__ import annotations
 
-import asyncio
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache, partial
 from itertools import cycle
@@ -19,13 +17,10 @@ from typing import Any
 
 from django.db import connections
 
-from django_distlock import distlock, lock_backends
-
 from . import waiting
-from .candidates import KEYS, TTL
-from .clients import PATIENCE_SECONDS
+from .candidates import KEYS
+from .clients import PATIENCE_SECONDS, Partner, hired
 from .options import Options
-from .partner import Partner, hired
 from .race import Unavailable
 from .report import Result, Sheet, ratios
 from .sides import POLLING_SECONDS, SIDES, Side
@@ -39,7 +34,6 @@ HandOff = Callable[[str], int]
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.03, 0.03 + POLLING_SECONDS
 #: Seconds between two looks whether somebody waits.
 LOOK_SECONDS = 0.002
-#: Our backends that hand over inside of one process as well.
 OURS = ("functions", "orm", "redis")
 
 #: What the median of ours shall not exceed.
@@ -50,7 +44,7 @@ COMPARISONS = (
             what=f"{name} / pg_advisory_lock", of=f"{name}/processes",
             to="pg_advisory_lock/processes", at_most=3.0 if name == "functions" else None,
         )
-        for name in ("functions", "orm", "pglock", "pg-polling")
+        for name in ("functions", "orm", "pg-polling")
     ),
     # No grant that outlives a crash can do without the write.
     Comparison(
@@ -58,27 +52,17 @@ COMPARISONS = (
         to="pg_advisory_lock, durable/processes",
     ),
     Comparison(
-        what="functions / django-pglock", of="functions/processes", to="pglock/processes",
-    ),
-    Comparison(
         what="redis / python-redis-lock", of="redis/processes", to="python-redis-lock/processes",
         at_most=1.5,
     ),
     Comparison(what="redis / redis-py's Lock", of="redis/processes", to="redis-py/processes"),
-    *(
-        Comparison(
-            what=f"{name}: between {where} / between processes", of=f"{name}/{where}",
-            to=f"{name}/processes",
-        )
-        for name in OURS for where in ("threads", "tasks")
-    ),
 )  # fmt: skip
 
 
 def run(options: Options) -> Result:
     """Let every candidate hand over, turn by turn; then count what those who wait send."""
     with ExitStack() as stack:
-        partner = stack.enter_context(hired())
+        (partner,) = stack.enter_context(hired())
         candidates, missing = _candidates(partner, stack)
         samples = _measure(candidates, options)
         partner.begin(leave)
@@ -106,9 +90,6 @@ def _candidates(partner: Partner, stack: ExitStack) -> tuple[dict[str, HandOff],
             missing[name] = str(error)
         else:
             candidates[f"{name}/processes"] = partial(_between_processes, side, partner, name)
-    for name in OURS:
-        for where, hand_over in (("threads", between_threads), ("tasks", between_tasks)):
-            candidates[f"{name}/{where}"] = partial(_in_partner, partner, hand_over, name)
     return candidates, missing
 
 
@@ -125,7 +106,7 @@ def _measure(candidates: Mapping[str, HandOff], options: Options) -> Samples:
     return samples
 
 
-# Across processes: this one holds, the other one waits
+# This process holds, the other one waits
 
 
 def _between_processes(holder: Side, partner: Partner, name: str, key: str) -> int:
@@ -158,77 +139,8 @@ def _side(name: str) -> Side:
     return _open.enter_context(opened)
 
 
-# Inside of one process: the other one, which has its listener in any case
-
-
-def _in_partner(partner: Partner, hand_over: Callable[[str, str], int], name: str, key: str) -> int:
-    partner.begin(hand_over, name, key)
-    taken: int = partner.result()
-    return taken
-
-
-@cache
-def _other_thread() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1)
-
-
-def between_threads(name: str, key: str) -> int:
-    """Hand over from this thread to another one."""
-    with SIDES[name]() as holder:
-        holder.take(key)
-        waiting = _other_thread().submit(wait_apart, name, key)
-        _until(holder.has_waiter)
-        time.sleep(_pause())
-        released_at = time.monotonic_ns()
-        holder.release()
-        return waiting.result(PATIENCE_SECONDS) - released_at
-
-
-def wait_apart(name: str, key: str) -> int:
-    """Wait for a key beside whoever else uses this process's own side."""
-    with SIDES[name]() as side:
-        side.wait(key)
-        granted_at = time.monotonic_ns()
-        side.release()
-        return granted_at
-
-
-@cache
-def _runner() -> asyncio.Runner:
-    return asyncio.Runner()
-
-
-def between_tasks(name: str, key: str) -> int:
-    """Hand over from one task to another one of the same event loop."""
-    return _runner().run(_between_tasks(name, key))
-
-
-async def _between_tasks(name: str, key: str) -> int:
-    lock = distlock(key, wait=PATIENCE_SECONDS, ttl=TTL, backend=name)
-    lease = await lock.aacquire()
-
-    async def wait() -> int:
-        waited = await lock.aacquire()
-        granted_at = time.monotonic_ns()
-        await waited.arelease()
-        return granted_at
-
-    waiter, backend = asyncio.create_task(wait()), lock_backends[name]
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        # Another task marks the record, in the store: there is no event of it here.
-        while (record := await backend.aread(key)) is None or not record.wanted:  # noqa: ASYNC110
-            await asyncio.sleep(LOOK_SECONDS)
-        await asyncio.sleep(_pause())
-        released_at = time.monotonic_ns()
-        await lease.arelease()
-        return await waiter - released_at
-
-
 def leave() -> None:
     """Close what this process has opened."""
-    with _other_thread() as thread:
-        thread.submit(connections.close_all).result(PATIENCE_SECONDS)
-    _runner().close()
     _open.close()
     connections.close_all()
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import datetime, timedelta
-from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 from django.apps import apps
 from django.db import connections, router
 from redis import Redis
 
 from django_distlock import lock_backends
-from django_distlock.backends.redis import RedisBackend
 from django_distlock.core.holders import Holder
 
-from .databases import LONG_TTL, ask, take
-
-T = TypeVar("T")
+from .databases import LIVE, LONG_TTL, ask, parts, take
+from .redis_data import copy
 
 HOSTS = 50
 #: One in so many has a task.
@@ -31,21 +28,6 @@ OLD_SECONDS = 86_400.0
 #: One in so many is waited for.
 WANTED = 30
 BATCH = 1000
-
-#: See `redis_data.COPY`. ARGV: of each, key, token and holder.
-_COPY = """
-local template, fence = KEYS[1], KEYS[2]
-for each = 1, #ARGV / 3 do
-    local lock, counter, index = KEYS[3 * each], KEYS[3 * each + 1], KEYS[3 * each + 2]
-    redis.call('COPY', template, lock)
-    redis.call(
-        'HSET', lock, 'key', ARGV[3 * each - 2], 'token', ARGV[3 * each - 1],
-        'holder', ARGV[3 * each]
-    )
-    redis.call('COPY', fence, counter)
-    redis.call('SET', index, lock, 'PX', redis.call('PTTL', template))
-end
-"""
 
 
 def _model(name: str) -> Any:
@@ -59,7 +41,7 @@ def _table(name: str) -> str:
 
 def key_of(number: int) -> str:
     """Return the key of the lock with this number."""
-    return f"order:{number}"
+    return f"{LIVE}:{number}"
 
 
 def holder_of(number: int) -> Holder:
@@ -68,10 +50,8 @@ def holder_of(number: int) -> Holder:
     return Holder(host=f"web-{number % HOSTS}", process="worker", pid=4711, task_id=task)
 
 
-def _parts(whole: Iterable[T], size: int) -> Iterator[list[T]]:
-    left = iter(whole)
-    while part := list(islice(left, size)):
-        yield part
+def _holder(number: int) -> str:
+    return json.dumps(holder_of(number).as_json())
 
 
 def _token(text: str) -> str:
@@ -156,7 +136,7 @@ class Tables:
     def _insert(self, name: str, rows: Iterator[dict[str, Any]], using: str = "") -> None:
         model = _model(name)
         into = model._default_manager.using(using or self._using)
-        for part in _parts(rows, BATCH):
+        for part in parts(rows, BATCH):
             into.bulk_create([model(**each) for each in part], ignore_conflicts=True)
 
     def _analyze(self) -> None:
@@ -202,17 +182,9 @@ class Keys:
 
     def fill(self, locks: int) -> None:
         """See `Tables`."""
-        template = f"template:{self._filled}"
-        grant = take(self._store, template)
-        run = self._client.register_script(_COPY)
+        grant = take(self._store, f"template:{self._filled}")
         new = range(self._filled + 1, locks + 1)
-        for part in _parts(new, 500):
-            names, told = self._keys(template, grant.token)[:2], []
-            for number in part:
-                key, holder = key_of(number), json.dumps(holder_of(number).as_json())
-                names += self._keys(key, _token(key))
-                told += [key, _token(key), holder]
-            run(names, told)
+        copy(self._store, self._client, grant, new, _holder)
         for number in (each for each in new if each % WANTED == 0):
             self._store.note_waiter(key_of(number), holder_of(number), 3600)
         self._store.release(grant)
@@ -224,11 +196,6 @@ class Keys:
     def empty(self) -> None:
         """See `Tables`."""
         self._client.flushall()
-
-    def _keys(self, key: str, token: str) -> list[str]:
-        store: RedisBackend = self._store
-        name = store._name(key)
-        return [store._at("lock", name), store._at("fence", name), store._token(token)]
 
     def scan(self) -> None:
         """Walk through all keys of the server, which is the least that counting needs."""

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-#: A simple query, and the execution of a prepared or parsed one: each is a statement.
-STATEMENTS = (b"Q", b"E")
 READ_BYTES = 65_536
 
 
@@ -35,7 +33,7 @@ class Counts:
 
 
 class Reader(Protocol):
-    """Reads what one client sends."""
+    """Reads what one client sends: simple queries, executions of parsed ones, commands."""
 
     def statements(self, data: bytes) -> int:
         """Take what came; return how many statements are whole now."""
@@ -43,18 +41,32 @@ class Reader(Protocol):
 
 
 class PostgresReader:
-    """Reads messages, each with its type and its length. The first one has no type."""
+    """Reads messages, each with its type and its length. The first one has no type.
 
-    def __init__(self) -> None:
+    Args:
+        into: Where to put the texts of statements.
+    """
+
+    def __init__(self, into: list[str] | None = None):
+        self._into: list[str] = [] if into is None else into
         self._pending = bytearray()
         self._started = False
+        self._parsed = ""
 
     def statements(self, data: bytes) -> int:
         """See `Reader`."""
         self._pending += data
-        return sum(kind in STATEMENTS for kind in self._messages())
+        before = len(self._into)
+        for kind, body in self._messages():
+            if kind == b"P":
+                self._parsed = body.split(b"\0")[1].decode()
+            elif kind == b"Q":
+                self._into.append(body.rstrip(b"\0").decode())
+            elif kind == b"E":
+                self._into.append(self._parsed)
+        return len(self._into) - before
 
-    def _messages(self) -> Iterator[bytes]:
+    def _messages(self) -> Iterator[tuple[bytes, bytes]]:
         while True:
             head = 1 if self._started else 0
             if len(self._pending) < head + 4:
@@ -62,32 +74,43 @@ class PostgresReader:
             length = head + int.from_bytes(self._pending[head : head + 4], "big")
             if len(self._pending) < length:
                 return
-            kind = bytes(self._pending[:head])
+            message = bytes(self._pending[:head]), bytes(self._pending[head + 4 : length])
             del self._pending[:length]
             self._started = True
-            yield kind
+            yield message
 
 
 class RedisReader:
-    """Reads commands: arrays of texts, each with its length before it."""
+    """Reads commands: arrays of texts, each with its length before it.
 
-    def __init__(self) -> None:
+    Args:
+        into: Where to put the words of commands.
+    """
+
+    def __init__(self, into: list[list[bytes]] | None = None):
+        self._into: list[list[bytes]] = [] if into is None else into
         self._pending = bytearray()
-        self._words = 0
+        self._words: list[bytes] = []
+        self._missing = 0
 
     def statements(self, data: bytes) -> int:
         """See `Reader`."""
         self._pending += data
-        whole = 0
+        before = len(self._into)
         while (end := self._pending.find(b"\r\n")) >= 0:
             is_array, number = self._pending[:1] == b"*", int(self._pending[1:end])
             taken = end + 2 if is_array else end + 2 + number + 2
             if len(self._pending) < taken:
                 break
+            if is_array:
+                self._words, self._missing = [], number
+            else:
+                self._words.append(bytes(self._pending[end + 2 : taken - 2]))
+                self._missing -= 1
             del self._pending[:taken]
-            self._words = number if is_array else self._words - 1
-            whole += self._words == 0
-        return whole
+            if self._missing == 0:
+                self._into.append(self._words)
+        return len(self._into) - before
 
 
 @dataclass

@@ -15,16 +15,16 @@ from urllib.parse import urlsplit
 from redis import Redis
 
 from . import redis_awaited, redis_data, redis_peers
-from .candidates import HOT, Waist, locks_on
+from .candidates import HOT, locks_on, waist
 from .clients import Prepare, Work
 from .databases import take
 from .options import Options
 from .proxy import Proxy, RedisReader
 from .race import Candidate, Unavailable, race
-from .redis_peers import KINDS, Peer
+from .redis_peers import KINDS, of_kind
 from .report import Result
 from .roundtrips import count, sheet
-from .throughput import DONE, LOST, OWN, clients_of, compete, keys_of, lock
+from .throughput import DONE, OWN, clients_of, compete, in_turn, keys_of, lock
 from .throughput import HOT as HOT_KEY
 from .timing import Comparison
 
@@ -71,13 +71,10 @@ LATENCIES = (
     ),
     *(
         Comparison(
-            what=f"{step}, awaited: {level} / redis.asyncio's Lock",
-            of=f"redis-async/{level}/{step}", to=f"redis.asyncio/{other}/{step}",
+            what=f"{step}, awaited: backend / redis.asyncio's Lock",
+            of=f"redis-async/backend/{step}", to=f"redis.asyncio/lock/{step}",
         )
-        for level, other, step in (
-            ("backend", "lock", "pair"), ("lock", "lock", "pair"), ("block", "block", "pair"),
-            ("backend", "lock", "lose"), ("backend", "lock", "extend"),
-        )
+        for step in ("pair", "lose", "extend")
     ),
     Comparison(
         what="pair: backend, awaited / backend", of="redis-async/backend/pair",
@@ -126,7 +123,7 @@ def roundtrips(options: Options) -> Result:
         url = where._replace(netloc=f"127.0.0.1:{proxy.port}").geturl()
         backend = redis_data.at(url)
         hot = take(backend, HOT)
-        counted |= count(proxy, "redis/backend", Waist(backend, ["invoice:1"]))
+        counted |= count(proxy, "redis/backend", waist(backend, ["invoice:1"]))
         backend.release(hot)
         for name in KINDS:
             # A cache has an address of its own; its locks are redis-py's.
@@ -147,7 +144,7 @@ def _peer_counted(proxy: Proxy, url: str, name: str) -> dict[str, dict[str, int]
         except Unavailable:
             return {}
         with redis_peers.hot_of(kind):
-            return count(proxy, f"{name}/lock", Peer(kind, ["invoice:1"]))
+            return count(proxy, f"{name}/lock", of_kind(kind, ["invoice:1"]))
 
 
 # Many clients
@@ -171,15 +168,7 @@ def _throughputs(clients: int) -> Iterator[Comparison]:
 def peer(number: int, name: str, mode: str) -> Iterator[Work]:
     """Take and give back through a peer."""
     with Redis.from_url(_url()) as client:
-        made = Peer(KINDS[name](client), keys_of(number, mode))
-
-        def work() -> str:
-            if not made.attempt():
-                return LOST
-            made.release()
-            return DONE
-
-        yield work
+        yield in_turn(of_kind(KINDS[name](client), keys_of(number, mode)))
 
 
 @contextmanager

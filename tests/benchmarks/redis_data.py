@@ -6,7 +6,7 @@ Each number of keys has a server of its own, and all servers are asked in turn.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -15,13 +15,14 @@ from redis import Redis
 
 from django_distlock.backends.redis import RedisBackend
 from django_distlock.conf import backend_config
+from django_distlock.core.records import Grant
 from tests.services import private_redis
 
-from .databases import FREE, LIVE, filled_grant, take
+from .databases import FREE, LIVE, filled_grant, parts, take
 from .options import Options
 from .redis_peers import EXPIRE, KINDS
 from .report import Result, Sheet
-from .scale import Among, compared, free_beside, name_of
+from .scale import among, compared, free_beside, name_of
 from .timing import Subject, measure
 
 #: Locks that one call of the script makes.
@@ -31,14 +32,19 @@ SAMPLE = 1000
 LISTED = 100
 
 #: Copies of what the package wrote, but for what tells keys apart. KEYS: the template's record and
-#: counter, and of each lock the record, the counter and the token's. ARGV: of each, key and token.
+#: counter, and of each lock the record, the counter and the token's. ARGV: of each, key, token and
+#: holder; "": the template's.
 COPY = """
 local template, fence = KEYS[1], KEYS[2]
 local left = redis.call('PTTL', template)
-for each = 1, #ARGV / 2 do
+for each = 1, #ARGV / 3 do
     local lock, counter, index = KEYS[3 * each], KEYS[3 * each + 1], KEYS[3 * each + 2]
+    local holder = ARGV[3 * each]
     redis.call('COPY', template, lock)
-    redis.call('HSET', lock, 'key', ARGV[2 * each - 1], 'token', ARGV[2 * each])
+    redis.call('HSET', lock, 'key', ARGV[3 * each - 2], 'token', ARGV[3 * each - 1])
+    if holder ~= '' then
+        redis.call('HSET', lock, 'holder', holder)
+    end
     redis.call('COPY', fence, counter)
     redis.call('SET', index, lock, 'PX', left)
 end
@@ -48,6 +54,30 @@ end
 def at(url: str) -> RedisBackend:
     """Return a backend on a server."""
     return RedisBackend(replace(backend_config("redis"), options={}), url=url)
+
+
+def copy(
+    backend: RedisBackend,
+    client: Redis,
+    grant: Grant,
+    numbers: Iterable[int],
+    holder: Callable[[int], str] = lambda _number: "",
+) -> None:
+    """Hold the live keys with these numbers, like the one that was granted."""
+    run = client.register_script(COPY)
+    template = _names(backend, grant.key, grant.token)[:2]
+    for batch in parts(numbers, BATCH):
+        names, told = [*template], []
+        for number in batch:
+            each = filled_grant(grant, number)
+            names += _names(backend, each.key, each.token)
+            told += [each.key, each.token, holder(number)]
+        run(names, told)
+
+
+def _names(backend: RedisBackend, key: str, token: str) -> list[str]:
+    name = backend._name(key)
+    return [backend._at("lock", name), backend._at("fence", name), backend._token(token)]
 
 
 @dataclass
@@ -61,30 +91,11 @@ class Store:
     def fill(self, *, locks: int, free: int = 0) -> None:
         """Hold `locks` keys, and have counters of `free` more that nobody holds."""
         grant = take(self.backend, f"{LIVE}:0")
-        run = self.client.register_script(COPY)
-        template = self._keys(grant.key, grant.token)[:2]
-        numbers = iter(range(1, locks + 1))
-        while batch := list(islice(numbers, BATCH)):
-            names, told = [*template], []
-            for each in (filled_grant(grant, number) for number in batch):
-                names += self._keys(each.key, each.token)
-                told += [each.key, each.token]
-            run(names, told)
-        self._count(free, grant.fence)
+        copy(self.backend, self.client, grant, range(1, locks + 1))
+        names = (_names(self.backend, f"{FREE}:{each}", "")[1] for each in range(1, free + 1))
+        for batch in parts(names, BATCH):
+            self.client.mset(dict.fromkeys(batch, grant.fence))
         self.backend.release(grant)
-
-    def _count(self, free: int, fence: int) -> None:
-        names = (self._keys(f"{FREE}:{number}", "")[1] for number in range(1, free + 1))
-        while batch := list(islice(names, BATCH)):
-            self.client.mset(dict.fromkeys(batch, fence))
-
-    def _keys(self, key: str, token: str) -> list[str]:
-        name = self.backend._name(key)
-        return [
-            self.backend._at("lock", name),
-            self.backend._at("fence", name),
-            self.backend._token(token),
-        ]
 
 
 @contextmanager
@@ -142,7 +153,7 @@ def scale(options: Options) -> Result:
             free = free_beside(keys)
             made.fill(locks=keys, free=free)
             filling[name_of(keys)] = round(time.monotonic() - began, 1)
-            subjects += Among(name_of(keys), made.backend, keys, free).subjects()
+            subjects += among(name_of(keys), made.backend, keys, free)
             subjects.append(Subject(name_of(keys), {"list": _listing(made.backend, keys)}))
         samples = measure(subjects, rounds=options.rounds, slice_ms=options.slice_ms)
     result = compared("Redis, scale", samples, options.keys)

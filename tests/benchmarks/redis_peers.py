@@ -16,17 +16,13 @@ from typing import Any
 
 from redis import Redis
 
-from .candidates import HOT, KEYS, TTL
+from .candidates import HOT, KEYS, TTL, NoLock, Operations
 from .databases import LONG_TTL
 from .race import Unavailable
 from .timing import Subject
 
 EXPIRE = int(TTL)
 PROOF = "proof"
-
-
-class NoLock(RuntimeError):
-    """What says that it locked did not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,48 +92,21 @@ KINDS: Mapping[str, Callable[[Redis], Kind]] = {
 }
 
 
-class Peer:
-    """The operations of a peer, with what they have to remember between two steps."""
+def of_kind(kind: Kind, keys: Sequence[str]) -> Operations:
+    """Return the operations of a peer."""
+    kept = {} if kind.once else {key: kind.make(key, EXPIRE) for key in (*keys, HOT)}
 
-    def __init__(self, kind: Kind, keys: Sequence[str]):
-        self._kind = kind
-        self._keys = cycle(keys)
-        self._kept = None if kind.once else cycle([kind.make(key, EXPIRE) for key in keys])
-        self._hot = kind.make(HOT, EXPIRE)
-        self._held: Any = None
+    def attempt(key: str) -> Any:
+        lock = kept.get(key) or kind.make(key, EXPIRE)
+        return lock if lock.acquire(blocking=False) else None
 
-    def acquire(self) -> None:
-        """Take the next key."""
-        if not self.attempt():
-            raise NoLock(f"{self._kind.name}: not granted")
-
-    def attempt(self) -> bool:
-        """Try for the next key."""
-        kept = self._kept
-        lock = next(kept) if kept else self._kind.make(next(self._keys), EXPIRE)
-        granted = lock.acquire(blocking=False)
-        self._held = lock if granted else None
-        return bool(granted)
-
-    def extend(self) -> None:
-        """Renew what is held."""
-        self._kind.extend(self._held)
-
-    def lose(self) -> None:
-        """Try for the key that somebody else holds."""
-        lock = self._kind.make(HOT, EXPIRE) if self._kind.once else self._hot
-        if lock.acquire(blocking=False):
-            raise NoLock(f"{self._kind.name}: {HOT!r} was not contended")
-
-    def release(self) -> None:
-        """Give back what is held."""
-        self._held.release()
-
-    def block(self) -> None:
-        """Hold the next key around nothing."""
-        assert self._kind.block
-        with self._kind.block(next(self._keys)):
-            pass
+    return Operations(
+        kind.name,
+        attempt=attempt,
+        release=lambda lock: lock.release(),
+        extend=kind.extend,
+        keys=keys,
+    )
 
 
 def prove(kind: Kind, server: Redis) -> None:
@@ -179,16 +148,19 @@ def peer(url: str, name: str) -> Iterator[list[Subject]]:
         kind = KINDS[name](client)
         prove(kind, client)
         with hot_of(kind):
-            pairs, blocks = Peer(kind, KEYS), Peer(kind, KEYS)
-            held = Peer(kind, ["invoice:held-1"])
+            turns, make_block = cycle(KEYS), kind.block
+
+            def block() -> None:
+                assert make_block
+                with make_block(next(turns)):
+                    pass
+
+            held = of_kind(kind, ["invoice:held-1"])
             held.acquire()
             yield [
-                Subject(
-                    f"{name}/lock", {"acquire": pairs.acquire, "release": pairs.release}, "pair"
-                ),
+                *of_kind(kind, KEYS).pairs(f"{name}/lock"),
                 Subject(f"{name}/lock", {"extend": held.extend}),
-                Subject(f"{name}/lock", {"lose": pairs.lose}),
-                Subject(f"{name}/block", {"pair": blocks.block}),
+                Subject(f"{name}/block", {"pair": block}),
             ]
             held.release()
 

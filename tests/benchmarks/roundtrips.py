@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Protocol
-
-from django.db import connections
+from collections.abc import Mapping
+from typing import Any
 
 from django_distlock import lock_backends
 
-from .candidates import HOT, Waist
+from .candidates import HOT, Operations, waist
 from .databases import hold
 from .options import Options
-from .proxy import Counts, Proxy
+from .proxy import Counts, PostgresReader, Proxy
 from .report import Result, Sheet
 from .timing import Step
+from .wire import led
 
 #: Before it counts, so that connections are open and statements prepared.
 WARM_UP = 10
@@ -25,46 +23,14 @@ TIMES = 20
 def run(options: Options) -> Result:
     """Count for the functions and for the ORM path."""
     counted: dict[str, dict[str, Any]] = {}
-    with proxied() as proxy:
+    with led("proxied", PostgresReader) as proxy:
         for name in ("functions", "orm"):
             alias = f"proxied_{name}"
             hot = hold(alias, HOT)
-            waist = Waist(lock_backends[alias], ["invoice:1"])
-            counted |= count(proxy, f"{name}/backend", waist)
+            operations = waist(lock_backends[alias], ["invoice:1"])
+            counted |= count(proxy, f"{name}/backend", operations)
             lock_backends[alias].release(hot)
     return Result({"figures": counted}, [sheet(counted)])
-
-
-class Operations(Protocol):
-    """Whose operations are counted. Somebody else holds the key that `lose` tries for."""
-
-    def acquire(self) -> object:
-        """Take a key."""
-        ...
-
-    def extend(self) -> object:
-        """Renew what is held."""
-        ...
-
-    def lose(self) -> object:
-        """Try for a key that somebody else holds."""
-        ...
-
-    def release(self) -> object:
-        """Give back what is held."""
-        ...
-
-
-@contextmanager
-def proxied() -> Iterator[Proxy]:
-    """Lead the alias `proxied` through a proxy."""
-    where = connections["proxied"].settings_dict
-    with Proxy(where["HOST"], int(where["PORT"])).running() as proxy:
-        where["PORT"] = str(proxy.port)
-        try:
-            yield proxy
-        finally:
-            connections["proxied"].close()
 
 
 def count(proxy: Proxy, name: str, of: Operations) -> dict[str, dict[str, Any]]:

@@ -7,15 +7,14 @@ keys are held, each with its counter, and a tenth as many have a counter alone.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 from django_distlock import lock_backends
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.core.keys import new_token
-from django_distlock.core.records import Contended, Grant
-from django_distlock.host import current_holder
+from django_distlock.core.records import Grant
 
+from .candidates import NoLock, waist
 from .databases import FREE, LIVE, ask, create, drop, fill, filled_grant, take
 from .options import Options
 from .report import Result, ratios, times
@@ -38,7 +37,7 @@ def run(options: Options) -> Result:
             create(name_of(keys))
             free = free_beside(keys)
             fill(name_of(keys), locks=keys, free=free)
-            subjects += Among(name_of(keys), lock_backends[name_of(keys)], keys, free).subjects()
+            subjects += among(name_of(keys), lock_backends[name_of(keys)], keys, free)
         # Or the largest would be measured while its own pages are still written.
         ask("default", "CHECKPOINT")
         samples = measure(subjects, rounds=options.rounds, slice_ms=options.slice_ms)
@@ -79,68 +78,38 @@ def free_beside(keys: int) -> int:
     return max(FEWEST_FREE, keys // 10)
 
 
-class Among:
-    """Operations on keys taken at random among many.
+def among(name: str, backend: BaseLockBackend, keys: int, free: int) -> list[Subject]:
+    """Return operations on keys taken at random among many.
 
     Args:
         name: What figures start with.
         keys: How many are held.
         free: How many have a counter alone.
     """
+    template, new = take(backend, "template"), count()
+    live = _by(lambda: f"{LIVE}:{random.randint(1, keys)}")
+    old = waist(backend, _by(lambda: f"{FREE}:{random.randint(1, free)}"), live)
+    fresh = waist(backend, _by(lambda: f"new:{next(new)}:{random.getrandbits(32)}"))
 
-    def __init__(self, name: str, backend: BaseLockBackend, keys: int, free: int):
-        self._name = name
-        self._backend = backend
-        self._keys, self._free = keys, free
-        self._new = count()
-        self._holder = current_holder()
-        self._grant = take(backend, "template")
+    def extend() -> None:
+        grant = filled_grant(template, random.randint(1, keys))
+        if not isinstance(backend.extend(grant), Grant):
+            raise NoLock(f"{grant.key!r} was not extended")
 
-    def subjects(self) -> list[Subject]:
-        """Return what is measured."""
-        return [
-            Subject(self._name, {"acquire": self._acquire, "release": self._release}, "pair"),
-            Subject(
-                self._name,
-                {"new-acquire": self._acquire_new, "new-release": self._release},
-                "new-pair",
-            ),
-            Subject(self._name, {"extend": self._extend}),
-            Subject(self._name, {"lose": self._lose}),
-            Subject(self._name, {"read": self._read}),
-        ]
+    def read() -> None:
+        key = next(live)
+        if backend.read(key) is None:
+            raise NoLock(f"{key!r} was not found")
 
-    def _live(self) -> int:
-        return random.randint(1, self._keys)
+    news = {"new-acquire": fresh.acquire, "new-release": fresh.release}
+    return [
+        *old.pairs(name),
+        Subject(name, news, "new-pair"),
+        Subject(name, {"extend": extend}),
+        Subject(name, {"read": read}),
+    ]
 
-    def _acquire(self) -> None:
-        self._take(f"{FREE}:{random.randint(1, self._free)}")
 
-    def _acquire_new(self) -> None:
-        self._take(f"new:{next(self._new)}:{random.getrandbits(32)}")
-
-    def _take(self, key: str) -> None:
-        answer = self._backend.acquire(key, new_token(), 30, self._holder)
-        if not isinstance(answer, Grant):
-            raise RuntimeError(f"{key!r} was not granted: {answer}")
-        self._grant = answer
-
-    def _release(self) -> None:
-        if self._backend.release(self._grant) is not True:
-            raise RuntimeError(f"{self._grant.key!r} was not released")
-
-    def _extend(self) -> None:
-        grant = filled_grant(self._grant, self._live())
-        if not isinstance(self._backend.extend(grant), Grant):
-            raise RuntimeError(f"{grant.key!r} was not extended")
-
-    def _lose(self) -> None:
-        key = f"{LIVE}:{self._live()}"
-        answer = self._backend.acquire(key, new_token(), 30, self._holder)
-        if not isinstance(answer, Contended):
-            raise RuntimeError(f"{key!r} was not contended")
-
-    def _read(self) -> None:
-        key = f"{LIVE}:{self._live()}"
-        if self._backend.read(key) is None:
-            raise RuntimeError(f"{key!r} was not found")
+def _by(make: Callable[[], str]) -> Iterator[str]:
+    while True:
+        yield make()

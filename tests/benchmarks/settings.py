@@ -17,7 +17,7 @@ SCRATCH = Path(os.environ.get("DISTLOCK_BENCH_SCRATCH", tempfile.gettempdir()))
 EXTRA = os.environ.get("DISTLOCK_BENCH_DATABASES", "").split()
 
 
-def postgres(name: str, **options: str) -> dict[str, Any]:
+def postgres(name: str) -> dict[str, Any]:
     """Describe a database of the private server."""
     return {
         "ENGINE": "django.db.backends.postgresql",
@@ -26,7 +26,7 @@ def postgres(name: str, **options: str) -> dict[str, Any]:
         "HOST": SERVER.hostname or "",
         "PORT": str(SERVER.port or ""),
         "CONN_MAX_AGE": None,
-        "OPTIONS": options,
+        "OPTIONS": {},
     }
 
 
@@ -35,7 +35,7 @@ DATABASES: dict[str, dict[str, Any]] = {
     # Migrated once; the others are copies of it.
     "template": postgres("template"),
     # Its port becomes the proxy's, which reads what goes by.
-    "proxied": postgres("default", sslmode="disable", gssencmode="disable"),
+    "proxied": postgres("default"),
     "sqlite": {
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": SCRATCH / "bench.sqlite3",

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from importlib import import_module
 from typing import Any, Protocol
 
 from redis import Redis
@@ -21,7 +20,6 @@ from django_distlock import Lease, distlock, lock_backends
 from .candidates import TTL
 from .clients import PATIENCE_SECONDS
 from .floor import Execute, Floor, as_django_opens, make_table
-from .race import Unavailable
 from .redis_peers import EXPIRE, KINDS, Kind
 
 #: Seconds between two attempts of redis-py's lock, which waits in no other way.
@@ -140,37 +138,6 @@ class Durable(Advisory):
         self._execute(self._floor.upsert, self._floor.row(key))
 
 
-class PgLock:
-    """django-pglock's: the same advisory lock through Django's cursor."""
-
-    def __init__(self, module: Any, execute: Execute):
-        self._module = module
-        self._execute = execute
-        self._lock: Any = None
-
-    def take(self, key: str) -> None:
-        """See `Side`."""
-        self._lock = self._module.advisory(key, using="default", timeout=0)
-        if not self._lock.acquire():
-            raise RuntimeError(f"{key!r} is not free")
-
-    def wait(self, key: str) -> None:
-        """See `Side`."""
-        self._lock = self._module.advisory(key, using="default")
-        self._lock.acquire()
-
-    def release(self) -> None:
-        """See `Side`."""
-        self._lock.release()
-
-    def has_waiter(self) -> bool:
-        """See `Side`."""
-        rows: Any = self._execute(
-            "SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'advisory'", ()
-        )
-        return bool(rows[0][0])
-
-
 class RedisPeer:
     """A peer's lock in Redis, waited for as its users do."""
 
@@ -213,16 +180,6 @@ def _advisory(kind: type[Advisory]) -> Iterator[Side]:
 
 
 @contextmanager
-def _pglock() -> Iterator[Side]:
-    try:
-        module: Any = import_module("pglock")
-    except ImportError:
-        raise Unavailable("pip install django-pglock") from None
-    with as_django_opens("default") as execute:
-        yield PgLock(module, execute)
-
-
-@contextmanager
 def _redis_peer(name: str) -> Iterator[Side]:
     with Redis.from_url(os.environ["DISTLOCK_BENCH_REDIS_URL"]) as client:
         yield RedisPeer(KINDS[name](client), client)
@@ -236,7 +193,6 @@ SIDES: Mapping[str, Callable[[], AbstractContextManager[Side]]] = {
     "pg_advisory_lock": partial(_advisory, Advisory),
     "pg_advisory_lock, durable": partial(_advisory, Durable),
     "pg-polling": partial(_advisory, Polled),
-    "pglock": _pglock,
     "python-redis-lock": partial(_redis_peer, "python-redis-lock"),
     "redis-py": partial(_redis_peer, "redis-py"),
 }

@@ -14,10 +14,11 @@ from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
 from tests.benchmarks import redis_peers
+from tests.benchmarks.candidates import NoLock
 from tests.benchmarks.databases import FREE, LIVE, filled_grant
 from tests.benchmarks.proxy import READ_BYTES, Proxy, RedisReader
 from tests.benchmarks.redis_data import BATCH, store
-from tests.benchmarks.redis_peers import Kind, NoLock, prove, redis_py
+from tests.benchmarks.redis_peers import Kind, prove, redis_py
 
 
 @pytest.fixture
@@ -96,18 +97,6 @@ def test_filled_locks_are_like_those_of_the_package() -> None:
         again = backend.acquire(grant.key, new_token(), 30)
         assert isinstance(again, Grant)
         assert again.fence > found.fence
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 1000])
-def test_commands_are_counted_however_they_arrive(size: int) -> None:
-    """In pieces, or several at once; a text that looks like a command is none."""
-    commands = b"".join(
-        b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
-        for words in ([b"PING"], [b"SET", b"key", b"*1\r\n$4\r\nPING\r\n"], [b"GET", b""])
-    )
-    reader = RedisReader()
-    pieces = [commands[at : at + size] for at in range(0, len(commands), size)]
-    assert sum(reader.statements(piece) for piece in pieces) == 3
 
 
 def test_round_trips_are_told_from_commands(client: Redis) -> None:

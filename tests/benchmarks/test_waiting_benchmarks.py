@@ -12,10 +12,10 @@ import pytest
 from django_distlock.backends.lua import script
 from django_distlock.conf import table
 from tests.benchmarks import fairness, handoff
+from tests.benchmarks.clients import hired
 from tests.benchmarks.fairness import DONE, LATE, Turns
-from tests.benchmarks.partner import hired
+from tests.benchmarks.proxy import PostgresReader, RedisReader
 from tests.benchmarks.waiting import command_kind, statement_kinds
-from tests.benchmarks.wire import CommandReader, StatementReader
 
 
 def message(kind: bytes, body: bytes) -> bytes:
@@ -40,7 +40,7 @@ def test_texts_of_statements_are_read(size: int) -> None:
         + 2 * message(b"E", b"\0\0\0\0\0")
         + message(b"S", b"")
     )
-    reader = StatementReader(said)
+    reader = PostgresReader(said)
     assert sum(reader.statements(piece) for piece in in_pieces(sent, size)) == 3
     assert said == ["BEGIN", "SELECT $1", "SELECT $1"]
 
@@ -54,7 +54,7 @@ def test_words_of_commands_are_read(size: int) -> None:
         for words in commands
     )
     said: list[list[bytes]] = []
-    reader = CommandReader(said)
+    reader = RedisReader(said)
     assert sum(reader.statements(piece) for piece in in_pieces(sent, size)) == 3
     assert said == commands
 
@@ -92,7 +92,7 @@ def test_scripts_are_told_by_digest_and_by_text() -> None:
 
 def test_partner_is_another_process_and_tells_what_went_wrong() -> None:
     """It makes one call after the other, and its end is noticed."""
-    with hired() as partner:
+    with hired() as (partner,):
         partner.begin(os.getpid)
         assert partner.result() not in (os.getpid(), None)
         partner.begin(int, "no number")

@@ -16,13 +16,10 @@ from itertools import cycle
 from typing import Any
 
 from django_distlock import lock_backends
-from django_distlock.core.keys import new_token
-from django_distlock.core.records import Grant
-from django_distlock.host import current_holder
 
-from .candidates import BareFunctions, Calls
+from .candidates import BareFunctions, Operations, calls, waist
 from .clients import Prepare, Tally, Work, hire
-from .floor import Floor, as_django_opens, as_psycopg_opens, make_table, pair_steps
+from .floor import Floor, as_django_opens, make_table, pair_steps
 from .options import Options
 from .report import Result, Sheet, ratios
 from .timing import Comparison
@@ -85,7 +82,7 @@ def candidates() -> dict[str, Prepare]:
     """Return the work of each candidate that is there."""
     peers: dict[str, Prepare] = {"pglock": pglock} if find_spec("pglock") else {}
     return {
-        "floor": floor, "floor, prepared": floor, "functions, driver": calls, "functions": lock,
+        "floor": floor, "functions, driver": functions, "functions": lock,
         "orm": lock, **peers,
     }  # fmt: skip
 
@@ -103,7 +100,7 @@ def _comparisons(clients: int) -> Iterator[Comparison]:
         what=f"{clients_of(clients)}, own keys: functions / floor", of=f"functions/{own}",
         to=f"floor/{own}",
     )  # fmt: skip
-    for peer in ("floor, prepared", "orm", "pglock"):
+    for peer in ("orm", "pglock"):
         yield Comparison(
             what=f"{clients_of(clients)}, own keys: functions / {peer}", of=f"functions/{own}",
             to=f"{peer}/{own}",
@@ -153,44 +150,37 @@ def keys_of(number: int, mode: str) -> list[str]:
     return ["hot"] if mode == HOT else [f"client-{number}:{each}" for each in range(KEYS_EACH)]
 
 
+def in_turn(made: Operations) -> Work:
+    """Return what takes the next key and gives it back, or loses it."""
+
+    def work() -> str:
+        if not made.attempt():
+            return LOST
+        made.release()
+        return DONE
+
+    return work
+
+
 @contextmanager
 def lock(number: int, alias: str, mode: str) -> Iterator[Work]:
     """Take and give back through a lock backend."""
-    backend, holder, keys = lock_backends[alias], current_holder(), cycle(keys_of(number, mode))
-
-    def work() -> str:
-        answer = backend.acquire(next(keys), new_token(), 30, holder)
-        if not isinstance(answer, Grant):
-            return LOST
-        if backend.release(answer) is not True:
-            raise RuntimeError(f"{answer.key!r} was not released")
-        return DONE
-
-    yield work
+    yield in_turn(waist(lock_backends[alias], keys_of(number, mode)))
 
 
 @contextmanager
-def calls(number: int, _name: str, mode: str) -> Iterator[Work]:
+def functions(number: int, _name: str, mode: str) -> Iterator[Work]:
     """Call the server functions over the floor's own connection."""
     prefix = lock_backends["functions"].key_prefix
     with as_django_opens("default") as execute:
-        made = Calls(BareFunctions("default", execute), prefix, keys_of(number, mode))
-
-        def work() -> str:
-            if not made.attempt():
-                return LOST
-            made.release()
-            return DONE
-
-        yield work
+        yield in_turn(calls(BareFunctions("default", execute), prefix, keys_of(number, mode)))
 
 
 @contextmanager
-def floor(number: int, name: str, mode: str) -> Iterator[Work]:
+def floor(number: int, _name: str, mode: str) -> Iterator[Work]:
     """Write a row and go to the server once more."""
-    opened = as_psycopg_opens if name.endswith("prepared") else as_django_opens
     made = Floor("default", "functions", f"floor:template-{number}")
-    with opened("default") as execute:
+    with as_django_opens("default") as execute:
         steps = pair_steps(made, execute, keys_of(number, mode))
         upsert, trip = steps["upsert"], steps["trip"]
 

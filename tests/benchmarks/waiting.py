@@ -27,8 +27,9 @@ from django_distlock.waiting import acquire
 from .candidates import HOT, KEYS, TTL
 from .databases import take
 from .options import Options
+from .proxy import PostgresReader, RedisReader
 from .report import Result, Sheet
-from .wire import CommandReader, StatementReader, led, redis_led
+from .wire import led, redis_led
 
 #: What is sent for one wait of `Options.held_seconds`, but for the note that people see.
 MOST_STATEMENTS = 5
@@ -107,7 +108,7 @@ def functions() -> Iterator[Waiter]:
     """Give one that waits in PostgreSQL."""
     sent: list[str] = []
     backend: Any = lock_backends["proxied_functions"]
-    with led("proxied", partial(StatementReader, sent)):
+    with led("proxied", partial(PostgresReader, sent)):
         try:
             yield Waiter(backend, sent, lambda: statement_kinds(sent))
         finally:
@@ -118,7 +119,7 @@ def functions() -> Iterator[Waiter]:
 def redis() -> Iterator[Waiter]:
     """Give one that waits in Redis."""
     sent: list[list[bytes]] = []
-    with redis_led(_redis_url(), partial(CommandReader, sent)) as (backend, _proxy):
+    with redis_led(_redis_url(), partial(RedisReader, sent)) as (backend, _proxy):
         yield Waiter(backend, sent, lambda: [command_kind(each) for each in sent])
 
 

@@ -37,7 +37,7 @@ import socket, sqlite3, sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {"psycopg", "psycopg2", "redis", "celery", "MySQLdb",
-            "matplotlib", "prometheus_client", "opentelemetry"}:
+            "prometheus_client", "opentelemetry"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 def refuse(*args, **kwargs):
