@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from django.core.management import load_command_class
 from django.core.management.base import BaseCommand
+from django.utils.module_loading import import_string
 
 from django_distlock import inspection, signals
 from django_distlock.backends.advisory import AdvisoryBackend
@@ -129,18 +130,14 @@ def written(value: object) -> str:
 
 
 def test_table_has_every_backend_and_every_capability() -> None:
-    """A column for each backend and database, and a row for each attribute of the base class."""
+    """A column for each backend and database; a row for each attribute, in both tables."""
     headings, table = capabilities()
+    attributes = [*BaseLockBackend.__annotations__]
     assert headings == [*COLUMNS]
     assert len([each for each in headings if each.lower() in VENDORS]) == len(VENDORS)
-    assert list(table) == list(BaseLockBackend.__annotations__)
-
-
-def test_attributes_are_explained() -> None:
-    """The second table has the same rows."""
+    assert list(table) == attributes
     explained = section(page("backends"), "What each can do").partition("\n\n|")[2]
-    told = [row[0].strip("`") for row in rows(f"|{explained}")]
-    assert told == ["attribute", *BaseLockBackend.__annotations__]
+    assert [row[0].strip("`") for row in rows(f"|{explained}")] == ["attribute", *attributes]
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -155,13 +152,9 @@ def test_backend_can_do_what_the_table_says(column: str, monkeypatch: pytest.Mon
 def test_classes_are_importable_by_their_paths() -> None:
     """The path of each class is right."""
     paths = re.findall(r"^\|[^|]*\| `(django_distlock\.[\w.]+)` \|", page("backends"), re.MULTILINE)
-    found = [getattr(importlib.import_module(each), name) for each, _, name in map(split, paths)]
-    assert found == [DatabaseBackend, RedisBackend, AdvisoryBackend, MemoryBackend]
-
-
-def split(path: str) -> tuple[str, str, str]:
-    """Take a path apart into module, dot and name."""
-    return path.rpartition(".")
+    assert [import_string(each) for each in paths] == [
+        DatabaseBackend, RedisBackend, AdvisoryBackend, MemoryBackend,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -343,8 +336,15 @@ def options(command: str) -> set[str]:
 
 
 def test_every_command_has_a_section() -> None:
-    """And every section is about a command."""
+    """And every section is about a command; as the first lines say, one of them prints no JSON."""
     assert re.findall(r"^## `(\w+)`", page("commands"), re.MULTILINE) == COMMANDS
+    assert [each for each in COMMANDS if "--json" not in options(each)] == ["distlock_run"]
+
+
+def test_all_of_this_is_looked_for() -> None:
+    """What the tests here go through is not empty."""
+    assert len(COMMANDS) == 12
+    assert len(ALL_SIGNATURES) > 30
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -357,14 +357,3 @@ def test_options_of_a_command_are_listed(command: str) -> None:
     assert set(re.findall(r"--[a-z][a-z-]*", usage)) == known
     assert set(re.findall(r"--[a-z][a-z-]*", listed)) | {"--json", "--declared"} >= known
     assert set(re.findall(r"`(--[a-z][a-z-]*)", listed)) <= known
-
-
-def test_only_one_command_prints_no_json() -> None:
-    """As the first lines of the page say."""
-    assert [each for each in COMMANDS if "--json" not in options(each)] == ["distlock_run"]
-
-
-def test_all_of_this_is_looked_for() -> None:
-    """What the tests above go through is not empty."""
-    assert len(COMMANDS) == 12
-    assert len(ALL_SIGNATURES) > 30

@@ -471,11 +471,11 @@ def waiting_caller(wait: float) -> Iterator[Later[Lease]]:
     """Let somebody wait for the key in another thread, and be told soon in the block."""
     before = waiters()
     caller = Later(distlock(KEY, wait=wait).acquire)
-    assert eventually(lambda: waiters() == before + 1, timeout=20)
+    assert eventually(lambda: waiters() == before + 1)
     record = lock_backends["default"].read(KEY)
     # Whoever is first asks once more before it sleeps, and says that it wants to be woken.
     assert record is not None
-    assert before or eventually(is_wanted, timeout=20)
+    assert before or eventually(is_wanted)
     yield caller
 
 
@@ -515,7 +515,7 @@ def test_time_goes_on_by_itself(locks: Locks) -> None:
     """It is real time, and what was put ahead."""
     locks.advance(3600)
     lease = distlock(KEY, ttl=0.2).acquire()
-    assert eventually(lambda: lease.is_lost, timeout=20)
+    assert eventually(lambda: lease.is_lost)
 
 
 def test_timers_follow(locks: Locks) -> None:
@@ -532,7 +532,7 @@ def test_timers_follow(locks: Locks) -> None:
             record = backend.read(KEY)
             return record is not None and record.renewed_at > before.renewed_at
 
-        assert eventually(renewed, timeout=20)
+        assert eventually(renewed)
 
 
 def test_leases_of_other_stores_do_not_notice() -> None:
@@ -817,7 +817,7 @@ def test_acquire_whose_answer_is_lost_leaves_nothing_held(locks: Locks) -> None:
     """The promise of the lock API, seen with the kit: it is released behind the outage."""
     with lose_connection(answers=False), pytest.raises(BackendUnavailable):
         distlock(KEY).acquire()
-    assert eventually(lambda: isinstance(_attempt(), Grant), timeout=20)
+    assert eventually(lambda: isinstance(_attempt(), Grant))
 
 
 def _attempt() -> Grant | Contended:
@@ -855,7 +855,7 @@ def test_caller_waits_for_the_end_of_an_outage(locks: Locks) -> None:
     with lose_connection():
         caller = Later(distlock(KEY, wait=60, retry=quick).acquire)
         name = lock_backends["default"].storage_name(KEY)
-        assert eventually(lambda: name in lock_backends["default"].queues, timeout=20)
+        assert eventually(lambda: name in lock_backends["default"].queues)
     assert caller.result(10).held
 
 
@@ -916,7 +916,7 @@ def test_awaited_calls_leave_no_thread() -> None:
         threads = set(threading.enumerate()) - before
         return [each.name for each in threads if "distlock-default" in each.name]
 
-    assert eventually(lambda: not left(), timeout=20)
+    assert eventually(lambda: not left())
 
 
 # What it is for
