@@ -16,7 +16,7 @@ from django.core.management import load_command_class
 from django.core.management.base import BaseCommand
 from django.utils.module_loading import import_string
 
-from django_distlock import inspection, signals
+from django_distlock import conf, inspection, signals
 from django_distlock.backends.advisory import AdvisoryBackend
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.database import DatabaseBackend
@@ -26,6 +26,7 @@ from django_distlock.backends.redis.clients import _CODES, _WORDS
 from django_distlock.backends.redis.store import RedisStore
 from django_distlock.conf import BackendConfig
 from django_distlock.core.errors import LockError
+from django_distlock.core.retry import Retry
 from django_distlock.locks import UNSET
 from django_distlock.scheduling import RunScope
 from django_distlock.vendors import VENDORS, mysql, oracle, postgresql, sqlite
@@ -157,15 +158,28 @@ def test_classes_are_importable_by_their_paths() -> None:
     ]  # fmt: skip
 
 
+def options_of(kind: type[BaseLockBackend]) -> set[str]:
+    """Return the names that `OPTIONS` of a backend may have."""
+    return set(inspect.signature(kind).parameters) - {"config", "unknown"}
+
+
 @pytest.mark.parametrize(
-    ("heading", "kind"),
-    [("the Redis backend", RedisBackend), ("the session-advisory backend", AdvisoryBackend)],
+    ("heading", "known"),
+    [
+        ("## `DISTLOCK`", set(conf._READERS)),
+        ("## `DISTLOCK_TABLES`", set(conf.DEFAULT_TABLES)),
+        ("## `DISTLOCK_HOLDER`", {each.name for each in dataclasses.fields(conf.HolderConfig)}),
+        ("### `RETRY`", {each.name for each in dataclasses.fields(Retry)}),
+        ("### `OPTIONS` of the database backend", options_of(DatabaseBackend)),
+        ("### `OPTIONS` of the memory backend", options_of(MemoryBackend)),
+        ("### `OPTIONS` of the Redis backend", options_of(RedisBackend)),
+        ("### `OPTIONS` of the session-advisory backend", options_of(AdvisoryBackend)),
+    ],
 )
-def test_options_of_a_backend_are_listed(heading: str, kind: type[BaseLockBackend]) -> None:
-    """Every option has a row, and every row an option."""
-    options = page("settings").partition(f"### `OPTIONS` of {heading}\n")[2].partition("\n#")[0]
-    told = {row[0].strip("`") for row in rows(options)} - {"name"}
-    assert told == set(inspect.signature(kind).parameters) - {"config", "unknown"}
+def test_settings_are_listed(heading: str, known: set[str]) -> None:
+    """Every name has a row, and every row a name."""
+    part = page("settings").partition(f"\n{heading}\n")[2].partition("\n#")[0]
+    assert {row[0].strip("`") for row in rows(part)} - {"name"} == known
 
 
 def test_every_setting_is_listed() -> None:
