@@ -212,17 +212,6 @@ def test_wrong_arguments_are_told_at_import(options: dict[str, Any], message: st
         def work(number: int) -> None: ...
 
 
-def test_wrong_order_is_told_at_import(app: Celery) -> None:
-    """Around a task, of either decorator, the remedy is told."""
-    # Under a name of its own: what is shared is in every app that is made later.
-    for make in (app.task(shared=False), shared_task(name="locked.wrong_order")):
-        with pytest.raises(InvalidArgument, match="below @shared_task"):
-
-            @locked_task("key")
-            @make
-            def work() -> None: ...
-
-
 def test_body_that_is_returned_does_not_run() -> None:
     """A task whose function returns a coroutine or a generator has done nothing: it fails."""
 

@@ -182,7 +182,7 @@ def test_failed_tasks_are_listed_and_sent_again_once(
         # The list is in the database, which answers.
         crew.until(lambda: len(listed(crew)) == 2, "they are listed")
     away.come_back()
-    crew.until(lambda: len(listed(crew)) == 2, "they are listed", 20)
+    crew.until(lambda: len(listed(crew)) == 2, "they are listed")
     first, second = (each.id for each in results)
     row = listed(crew)[first]
     assert (row["task"], row["backend"]) == (f"{crew.store}.early", crew.store)
@@ -210,7 +210,7 @@ def test_two_operators_send_a_task_once(
     result = crew.send("early")
     assert crew.outcome(result) == "FAILURE"
     away.come_back()
-    crew.until(lambda: result.id in listed(crew), "it is listed", 20)
+    crew.until(lambda: result.id in listed(crew), "it is listed")
     (row,) = (each for each in failed.failed(sent=False) if each.pk == result.id)
 
     address = f"redis://127.0.0.1:{free_port()}/0"
