@@ -17,6 +17,7 @@ from typing import Any
 from django.db import connections
 
 from tests.contract.helpers import PATIENCE
+from tests.integration.runs import children_of
 from tests.setups.servers import LIMITED
 
 from .brokers import Broker
@@ -52,11 +53,7 @@ class Worker:
 
     def children(self) -> list[int]:
         """Return the numbers of the processes that run its tasks."""
-        said = subprocess.run(
-            ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
-        ).stdout
-        pairs = [map(int, line.split()) for line in said.splitlines()]
-        return [pid for pid, parent in pairs if parent == self.pid]
+        return sorted(children_of(self.pid))
 
     def said(self) -> str:
         """Give what it has written."""

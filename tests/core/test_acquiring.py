@@ -152,6 +152,10 @@ WAITS = [
         world={"slow": 2.1}, sees={"tries": [2.1, 2.1]},
     ),
     case(
+        "store that used up the wait without an answer is not asked again", DOWN, wait=1.0,
+        world={"slow": 1.5}, sees={"tries": [1.5]},
+    ),
+    case(
         "pause ends when the key becomes free", held_for(0.25), GRANT, wait=10, pauses=5.0,
         sees={"pauses": [0.25]},
     ),
