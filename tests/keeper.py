@@ -19,7 +19,7 @@ import pytest
 
 FOLDER_PREFIX = "distlock-test-"
 DAY = 86_400
-START_SECONDS = 30
+START_SECONDS = 120
 STOP_SECONDS = 10
 
 #: What `DISTLOCK_TEST_REQUIRE` may name.

@@ -248,6 +248,14 @@ def _check(run: Run, rest: str) -> None:
         run.stage.tell("held")
 
 
+def _lose(run: Run, rest: str) -> None:
+    """Wait until a beat has found out that the lease is lost."""
+    assert run.lease is not None
+    give_up = time.monotonic() + PATIENCE
+    while not run.lease.is_lost and time.monotonic() < give_up:
+        time.sleep(0.02)
+
+
 def _handlers(run: Run, rest: str) -> None:
     """Tell who handles the signals that could interrupt a body."""
     numbers = (signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGVTALRM)
@@ -282,6 +290,7 @@ STEPS = {
     "fail_until": _fail_until,
     "handlers": _handlers,
     "ignore": _ignore,
+    "lose": _lose,
     "raise": _raise,
     "unavailable": _unavailable,
     "reject": _reject,

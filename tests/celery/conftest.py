@@ -154,12 +154,6 @@ def on_each_store(fleet: Fleet, app: Celery, home: Path, key: str) -> Iterator[l
 
 
 @pytest.fixture
-def threads(fleet: Fleet, app: Celery, stage: Stage, store: str) -> Crew:
-    """Give a worker whose tasks run in threads."""
-    return Crew(worker=fleet.worker("threads"), app=app, stage=stage, store=store)
-
-
-@pytest.fixture
 def gevent(fleet: Fleet, app: Celery, stage: Stage, store: str) -> Crew:
     """Give a worker whose tasks run in greenlets."""
     return Crew(worker=fleet.worker("gevent"), app=app, stage=stage, store=store)

@@ -10,8 +10,9 @@ from typing import Any
 from celery import Celery
 from celery.result import AsyncResult
 
-from django_distlock import distlock
-from tests.contract.helpers import PATIENCE
+from django_distlock import distlock, lock_backends
+from django_distlock.core.records import Record
+from tests.contract.helpers import PATIENCE, Later
 from tests.contract.locking import eventually, taken
 
 from .acting import Stage
@@ -67,9 +68,19 @@ class Crew:
         """Ask the store whether anybody holds the key."""
         return taken(distlock(key or self.key, backend=self.store))
 
-    def is_free_within(self, seconds: float, key: str = "") -> bool:
-        """Wait until nobody holds the key; say whether that was in time."""
-        return eventually(lambda: not self.is_taken(key), seconds)
+    def becomes_free(self, key: str = "") -> None:
+        """Wait until nobody holds the key: a lease that nobody ends lives for longer than this."""
+        self.until(lambda: not self.is_taken(key), "the key is free")
+
+    def stays_taken(self, seconds: float, key: str = "") -> bool:
+        """Say whether somebody holds the key all the time."""
+        return not eventually(lambda: not self.is_taken(key), seconds)
+
+    def record(self, key: str = "") -> Record:
+        """Return what the store knows of whoever holds the key."""
+        record = Later(lock_backends[self.store].read, key or self.key).result()
+        assert record is not None
+        return record
 
     def until(self, condition: Callable[[], bool], what: str, timeout: float = PATIENCE) -> None:
         """Wait until something is so, or fail with what the worker said."""

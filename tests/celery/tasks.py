@@ -38,7 +38,6 @@ def _act(name: str, task: dict[str, Any], **options: Any) -> None:
 
 _act("early", {})
 _act("short", {}, ttl=SHORT)
-_act("brief", {}, ttl=1)
 _act("hasty", {}, grace=0.2)
 _act("late", {"acks_late": True, "reject_on_worker_lost": True}, retry=SOON)
 _act("late_wait", {"acks_late": True}, on_conflict="wait", retry=SOON)

@@ -28,7 +28,9 @@ def test_pool_runs_one_task_of_a_key_at_a_time(
 
 def test_without_a_lock_tasks_run_side_by_side(prefork: Crew) -> None:
     """The witness sees what the other tests say never happens."""
-    sent = [prefork.send("plain", "sleep 1") for _ in range(2)]
+    sent = [prefork.send("plain", "wait go") for _ in range(2)]
+    prefork.begun(2)
+    prefork.stage.open("go")
     assert [prefork.outcome(each) for each in sent] == ["SUCCESS"] * 2
     assert prefork.stage.told("overlapped")
 

@@ -25,7 +25,6 @@ from tests.contract.locking import eventually, taken
 from .acting import Stage
 from .brokers import Broker, redis_broker
 from .conftest import client_of
-from .tasks import SHORT
 from .workers import Worker, start_worker, wait_until_ready
 
 TASKS = int(os.environ.get("DISTLOCK_TEST_TASKS", "40"))
@@ -185,7 +184,7 @@ def test_killed_processes_lose_no_task_and_overlap_in_none(
             made.send()
             made.kill_until_done()
             took = time.monotonic() - started
-            free = eventually(lambda: not made.taken_keys(), SHORT + 1 + 2)
+            free = eventually(lambda: not made.taken_keys())
             again = sum(times - 1 for times in made.ended().values())
             print(
                 f"{TASKS} tasks on {KEYS} keys in {took:.1f} s; killed: {dict(made.kills)};"

@@ -135,7 +135,7 @@ def test_queued_tasks_outlast_an_outage(crew: Crew, away: StoreWire, name: str) 
     assert not crew.stage.told("overlapped")
     assert {each["retries"] for each in crew.stage.told("began")} == {0}
     if name == "unique_late":
-        assert crew.is_free_within(2, unique_key(crew))
+        crew.becomes_free(unique_key(crew))
 
 
 @pytest.mark.parametrize("name", ["unique", "unique_late_second"])
@@ -146,7 +146,7 @@ def test_failed_unique_task_frees_its_key(crew: Crew, away: StoreWire, name: str
     assert isinstance(result.result, BackendUnavailable)
     assert crew.is_taken(unique_key(crew))
     away.come_back()
-    assert crew.is_free_within(20, unique_key(crew))
+    crew.becomes_free(unique_key(crew))
     again = crew.send(name)
     assert again.id != result.id
     assert crew.outcome(again) == "SUCCESS"
@@ -182,7 +182,7 @@ def test_failed_tasks_are_listed_and_sent_again_once(
         # The list is in the database, which answers.
         crew.until(lambda: len(listed(crew)) == 2, "they are listed")
     away.come_back()
-    crew.until(lambda: len(listed(crew)) == 2, "they are listed", 20)
+    crew.until(lambda: len(listed(crew)) == 2, "they are listed")
     first, second = (each.id for each in results)
     row = listed(crew)[first]
     assert (row["task"], row["backend"]) == (f"{crew.store}.early", crew.store)
@@ -210,7 +210,7 @@ def test_two_operators_send_a_task_once(
     result = crew.send("early")
     assert crew.outcome(result) == "FAILURE"
     away.come_back()
-    crew.until(lambda: result.id in listed(crew), "it is listed", 20)
+    crew.until(lambda: result.id in listed(crew), "it is listed")
     (row,) = (each for each in failed.failed(sent=False) if each.pk == result.id)
 
     address = f"redis://127.0.0.1:{free_port()}/0"
@@ -248,4 +248,4 @@ def test_what_follows_is_sent_though_the_store_is_away(crew: Crew, away: StoreWi
     away.come_back()
     assert crew.outcome(result) == "SUCCESS"
     assert len(crew.stage.told("ended")) == 1
-    assert crew.is_free_within(2, unique_key(crew))
+    crew.becomes_free(unique_key(crew))

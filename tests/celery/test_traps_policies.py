@@ -189,11 +189,8 @@ def test_c10_the_lock_goes_below_the_task() -> None:
 
 
 def test_c10_each_automatic_retry_is_locked_anew(prefork: Crew) -> None:
-    """`autoretry_for` is around the lock: between the attempts the key is free."""
+    """`autoretry_for` is around the lock: each attempt has a grant of its own."""
     result = prefork.send("auto", "fail_until 2")
-    for attempt in (1, 2):
-        prefork.until(lambda: len(prefork.stage.told("failed")) == attempt, "it failed")  # noqa: B023
-        assert prefork.is_free_within(0.9)
     assert prefork.outcome(result) == "SUCCESS"
     runs = prefork.stage.told("began")
     assert [each["retries"] for each in runs] == [0, 1, 2]
@@ -232,7 +229,7 @@ def test_c14_waiting_in_a_slot_is_bounded(
             waiting = crew.send("wait")
             crew.until(lambda: waiting.state == "STARTED", "it waits")
             behind = crew.signature("plain").apply_async()
-            assert crew.outcome(waiting, 5 + 4) == "FAILURE"
+            assert crew.outcome(waiting) == "FAILURE"
             assert isinstance(waiting.result, LockNotAcquired)
             assert crew.outcome(behind) == "SUCCESS"
         assert crew.outcome(retrying) == "SUCCESS"
@@ -285,7 +282,7 @@ def test_c17_a_child_runs_under_the_lease_of_its_parent(prefork: Crew) -> None:
     prefork.stage.open("go")
     assert prefork.outcome(result) == "SUCCESS"
     assert prefork.stage.told("held")
-    assert prefork.is_free_within(2)
+    prefork.becomes_free()
 
 
 def test_c17_nothing_is_inherited_unasked(prefork: Crew) -> None:

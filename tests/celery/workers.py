@@ -17,6 +17,7 @@ from typing import Any
 from django.db import connections
 
 from tests.contract.helpers import PATIENCE
+from tests.integration.runs import children_of
 from tests.setups.servers import LIMITED
 
 from .brokers import Broker
@@ -52,11 +53,7 @@ class Worker:
 
     def children(self) -> list[int]:
         """Return the numbers of the processes that run its tasks."""
-        said = subprocess.run(
-            ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
-        ).stdout
-        pairs = [map(int, line.split()) for line in said.splitlines()]
-        return [pid for pid, parent in pairs if parent == self.pid]
+        return sorted(children_of(self.pid))
 
     def said(self) -> str:
         """Give what it has written."""
@@ -79,31 +76,9 @@ class Worker:
 
 
 @contextmanager
-def working(
-    home: Path,
-    broker: Broker,
-    *,
-    pool: str = "prefork",
-    slots: int = 1,
-    queue: str = "",
-    settings: dict[str, Any] | None = None,
-    environment: dict[str, str] | None = None,
-) -> Iterator[Worker]:
-    """Run a worker until the block ends, from when it takes tasks.
-
-    Args:
-        home: A folder for what it writes, and for the stages of its tasks.
-        broker: Where its messages come from.
-        pool: What runs its tasks: `prefork`, `threads`, `gevent`, `solo`.
-        slots: How many tasks it runs at once.
-        queue: The queue that it listens to; "": one of its own.
-        settings: More of Celery's settings.
-        environment: More of its environment.
-    """
-    worker = start_worker(
-        home, broker, pool=pool, slots=slots, queue=queue, settings=settings,
-        environment=environment,
-    )  # fmt: skip
+def working(home: Path, broker: Broker, **options: Any) -> Iterator[Worker]:
+    """Run a worker until the block ends, from when it takes tasks: see `start_worker`."""
+    worker = start_worker(home, broker, **options)
     try:
         wait_until_ready(home, worker)
         yield worker
@@ -122,7 +97,17 @@ def start_worker(
     settings: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
 ) -> Worker:
-    """Start a worker, and leave it alone. The arguments are those of `working`."""
+    """Start a worker, and leave it alone.
+
+    Args:
+        home: A folder for what it writes, and for the stages of its tasks.
+        broker: Where its messages come from.
+        pool: What runs its tasks: `prefork`, `threads`, `gevent`, `solo`.
+        slots: How many tasks it runs at once.
+        queue: The queue that it listens to; "": one of its own.
+        settings: More of Celery's settings.
+        environment: More of its environment.
+    """
     name = f"w{secrets.token_hex(4)}"
     queue = queue or name
     log = home / f"{name}.log"

@@ -82,7 +82,7 @@ def rolled_back(using: str | None = None) -> Iterator[None]:
         raise RollbackError
 
 
-def eventually(condition: Callable[[], bool], timeout: float = 2.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout: float = 20.0) -> bool:
     """Wait until a condition holds; return whether it did in time."""
     give_up = time.monotonic() + timeout
     while not condition():

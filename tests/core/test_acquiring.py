@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -47,48 +47,53 @@ def held_for(seconds: float) -> Contended:
 class World:
     """A clock, and a store that takes `latency` seconds to answer.
 
-    `slow` says which attempts (from 0) take longer.
-
     Attributes:
+        slow: How long the first attempt takes instead.
         in_front: Seconds until those in front in the queue are done; 0: nobody is.
         hears: From when on, and until when, wake-ups come.
         record: What a read finds.
     """
 
     latency: float = 0.0
-    slow: dict[int, float] = field(default_factory=dict)
+    slow: float = 0.0
+    in_front: float = 0.0
+    hears: tuple[float, float] = (math.inf, math.inf)
+    record: Record | None = None
     now: float = START
+    outcome: Outcome | None = None
     tries: list[float] = field(default_factory=list)
     bounds: list[float] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
     given_back: list[Grant] = field(default_factory=list)
-    in_front: float = 0.0
-    hears: tuple[float, float] = (math.inf, math.inf)
-    record: Record | None = None
     did: list[str] = field(default_factory=list)
     wanted: list[bool] = field(default_factory=list)
     replaced: list[str | None] = field(default_factory=list)
 
     def run(
         self,
-        answer: Callable[[int], Outcome],
-        *,
+        *answers: Outcome,
         wait: float | None,
-        pauses: Iterable[float] = (),
+        pauses: float | list[float] | Iterator[float] = 0.5,
         **more: Any,
-    ) -> Outcome:
-        """Drive the generator to its end."""
-        steps = acquiring(now=self.now, wait=wait, pauses=iter(pauses), **more)
+    ) -> World:
+        """Drive the generator to its end; the last answer goes on, and so does a single pause."""
+        steps = acquiring(
+            now=self.now,
+            wait=wait,
+            pauses=itertools.repeat(pauses) if isinstance(pauses, float) else iter(pauses),
+            **more,
+        )
         step = next(steps)
         while True:
             outcome, queued = None, False
             self.did.append(type(step).__name__)
             if isinstance(step, Attempt):
-                outcome = answer(len(self.tries))
+                number = len(self.tries)
+                outcome = answers[min(number, len(answers) - 1)]
                 self.bounds.append(step.bound)
                 self.wanted.append(step.wanted)
                 self.replaced.append(step.replace)
-                self.now += self.slow.get(len(self.tries), self.latency)
+                self.now += self.latency if number else self.latency + self.slow
                 self.tries.append(self.now - START)
             elif isinstance(step, Pause):
                 self.pauses.append(step.seconds)
@@ -108,368 +113,281 @@ class World:
             try:
                 step = steps.send(Reply(self.now, outcome, record, listening, queued))
             except StopIteration as end:
-                result: Outcome = end.value
-                return result
+                self.outcome = end.value
+                return self
 
 
-def after(count: int, before: Outcome, then: Outcome) -> Callable[[int], Outcome]:
-    """Answer `before` for a number of attempts and then `then`."""
-    return lambda attempt: before if attempt < count else then
+GRANT, SHORT = granted(), granted(ttl=1.0)
+VAIN = LockError("in vain")
+ALWAYS = (0.0, math.inf)
 
 
-def test_free_key_takes_one_attempt() -> None:
-    """The first attempt is made at once, and its grant is the result."""
-    world, grant = World(), granted()
-    assert world.run(lambda _: grant, wait=5, pauses=itertools.repeat(1.0)) is grant
-    assert (world.tries, world.pauses) == ([0.0], [])
+def case(name: str, *answers: Outcome, world: dict[str, Any] | None = None, **more: Any) -> Any:
+    """Describe a run by what the store answers, the arguments, and what `sees` says it has done.
+
+    The outcome is the last answer, where `sees` names no other.
+    """
+    sees = {"outcome": answers[-1], **more.pop("sees")}
+    return pytest.param(answers, world or {}, more, sees, id=name)
+
+
+WAITS = [
+    case("free key takes one attempt", GRANT, wait=5, sees={"tries": [0], "pauses": []}),
+    case("no time to wait is time for an attempt", GRANT, wait=0, sees={"did": ["Attempt"]}),
+    case(
+        "last attempt is at the deadline", HELD, wait=1.0, pauses=[0.3, 0.6, 10],
+        sees={"tries": [0, 0.3, 0.9, 1.0]},
+    ),
+    case("last attempt can win", HELD, GRANT, wait=0.5, pauses=60.0, sees={"tries": [0, 0.5]}),
+    case(
+        "slow attempt is followed by a last one", HELD, wait=1.0, world={"slow": 2.0},
+        sees={"tries": [2, 2], "pauses": [0]},
+    ),
+    case(
+        "answer far behind the deadline is the last", HELD, wait=1.0, world={"slow": 2.1},
+        sees={"tries": [2.1]},
+    ),
+    case(
+        "answer far behind the deadline that says nothing is not", BUSY, wait=1.0,
+        world={"slow": 2.1}, sees={"tries": [2.1, 2.1]},
+    ),
+    case(
+        "store that used up the wait without an answer is not asked again", DOWN, wait=1.0,
+        world={"slow": 1.5}, sees={"tries": [1.5]},
+    ),
+    case(
+        "pause ends when the key becomes free", held_for(0.25), GRANT, wait=10, pauses=5.0,
+        sees={"pauses": [0.25]},
+    ),
+    case(
+        "pause is no longer than the backoff", held_for(60), GRANT, wait=10,
+        sees={"pauses": [0.5]},
+    ),
+    case(
+        "key that should be free already is tried at once", held_for(-3), GRANT, wait=10,
+        sees={"pauses": [0]},
+    ),
+    case(
+        "wait for ever goes on", *[HELD] * 500, GRANT, wait=None, pauses=3600.0,
+        sees={"pauses": [3600] * 500},
+    ),
+    case(
+        "retries run out before the deadline", HELD, wait=None, pauses=[0.1, 0.1],
+        sees={"tries": [0, 0.1, 0.2]},
+    ),
+    case("store that comes back grants", DOWN, DOWN, GRANT, wait=10, sees={"tries": [0, 0.5, 1]}),
+    case("store that stays down is the result", HELD, DOWN, wait=1, sees={"tries": [0, 0.5, 1]}),
+    case("contention after trouble is the result", DOWN, HELD, wait=1, sees={}),
+    case(
+        "error that is no outage ends the wait", HELD, VAIN, wait=None, sees={"tries": [0, 0.5]}
+    ),
+    case(
+        "bound is what is left and at most a second", BUSY, wait=1.5, pauses=0.7,
+        sees={"bounds": [1, 0.8, 0.1, 0]},
+    ),
+    case(
+        "bound is a second for who waits for ever", BUSY, GRANT, wait=None, sees={"bounds": [1, 1]}
+    ),
+    case(
+        "bound is never below zero", BUSY, wait=1.0, world={"slow": 9.0}, sees={"bounds": [1, 0]}
+    ),
+]  # fmt: skip
+
+MARGINS = [
+    case(
+        "busy holder is known without a margin", Contended(busy=True, fence=3), wait=0, margin=1.0,
+        sees={"tries": [0]},
+    ),
+    # At the deadline a store may have no time to say who holds the key: it just did.
+    case(
+        "last attempt without time counts less than the one before", HELD, HELD, BUSY, wait=2.0,
+        pauses=[0.9, 60], margin=1.0, sees={"outcome": HELD, "tries": [0, 0.9, 2]},
+    ),
+]  # fmt: skip
+
+LATE = [
+    case(
+        "grant that came after its own end is given back", SHORT, GRANT, wait=10,
+        world={"slow": 1.0}, sees={"given_back": [SHORT], "pauses": [0.5]},
+    ),
+    case(
+        "grant that came just in time is used", SHORT, wait=0, world={"slow": 0.999},
+        sees={"given_back": []},
+    ),
+    case("lock without expiry is never late", granted(None), wait=0, world={"slow": 1e6}, sees={}),
+    case(
+        "grant is measured from the attempt that got it", HELD, HELD, HELD, SHORT, wait=10,
+        pauses=2.0, sees={"given_back": []},
+    ),
+]  # fmt: skip
+
+QUEUES = [
+    case(
+        "waiter queues up once behind its first attempt", HELD, wait=0.5, pauses=0.4,
+        sees={"did": ["Attempt", "LineUp", "Pause", "Attempt", "Pause", "Attempt"]},
+    ),
+    case(
+        "who may try only once does not queue up", HELD, wait=0, others_wait=lambda: True,
+        world={"in_front": 3}, sees={"did": ["Attempt"]},
+    ),
+    case(
+        "newcomer comes behind those who wait", GRANT, wait=5, others_wait=lambda: True,
+        world={"in_front": 2.0}, sees={"did": ["LineUp", "Attempt"], "tries": [2]},
+    ),
+    # The one in front has left: it was granted, or has given up, and the key may be free.
+    case(
+        "who becomes first tries at once", HELD, GRANT, wait=5, world={"in_front": 2.0},
+        sees={"did": ["Attempt", "LineUp", "Attempt"], "tries": [0, 2]},
+    ),
+    case(
+        "who never becomes first tries at the deadline", HELD, GRANT, wait=1.5,
+        world={"in_front": 60}, sees={"tries": [0, 1.5], "bounds": [1, 0]},
+    ),
+    case(
+        "newcomer who never becomes first tries at the deadline", GRANT, wait=1.5,
+        others_wait=lambda: True, world={"in_front": 60}, sees={"tries": [1.5], "bounds": [0]},
+    ),
+]  # fmt: skip
+
+WOKEN = [
+    # The first attempt writes nothing; the one behind the subscription asks to be woken.
+    case(
+        "attempt marks the grant once wake-ups come", HELD, HELD, GRANT, wait=20,
+        world={"hears": ALWAYS},
+        sees={
+            "did": ["Attempt", "LineUp", "Attempt", "Pause", "Attempt"],
+            "tries": [0, 0, SAFETY_SECONDS],
+            "wanted": [False, True, True],
+        },
+    ),
+    case(
+        "woken waiter asks seldom", HELD, wait=12.0, pauses=0.1, world={"hears": ALWAYS},
+        sees={
+            "tries": [0, 0, SAFETY_SECONDS, 2 * SAFETY_SECONDS, 12],
+            "wanted": [False, True, True, True, True],
+        },
+    ),
+    # Expiry is called out by nobody: its time is known.
+    case(
+        "woken waiter tries when the key becomes free", HELD, held_for(1.25), GRANT, wait=20,
+        world={"hears": ALWAYS}, sees={"pauses": [1.25]},
+    ),
+    case(
+        "waiter who hears no more goes back to backoff", HELD, wait=6.0, pauses=0.4,
+        world={"hears": (0.0, 5.0)},
+        sees={
+            "pauses": [5, 0.4, 0.4, 0.2],
+            "wanted": [False, True, False, False, False, False],
+        },
+    ),
+    case(
+        "waiter who begins to hear marks the grant", HELD, wait=7.0, pauses=0.3,
+        world={"hears": (0.5, math.inf)},
+        sees={"pauses": [0.3, 0.3, 5, 1.4], "wanted": [False, False, True, True, True]},
+    ),
+    case(
+        "without a safety net the pauses stay", HELD, wait=1.0, pauses=0.4, safety=None,
+        world={"hears": ALWAYS}, sees={"pauses": [0.4, 0.4, 0.2]},
+    ),
+]  # fmt: skip
+
+RESTS = [
+    case(
+        "who has just given a wanted key up lets others have it first", GRANT, wait=5, rest=0.3,
+        sees={"did": ["Pause", "Attempt"], "pauses": [0.3]},
+    ),
+    case("rest is cut to the wait", GRANT, wait=0.2, rest=0.3, sees={"tries": [0.2]}),
+    case("no rest is no pause", GRANT, wait=5, rest=0.0, sees={"did": ["Attempt"]}),
+    case("rest that is past is no pause", GRANT, wait=5, rest=-1.0, sees={"did": ["Attempt"]}),
+    case("single attempt does not rest", GRANT, wait=0, rest=0.3, sees={"did": ["Attempt"]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answers", "world", "more", "sees"), [*WAITS, *MARGINS, *LATE, *QUEUES, *WOKEN, *RESTS]
+)
+def test_waiting(
+    answers: tuple[Outcome, ...], world: dict[str, Any], more: Any, sees: dict[str, Any]
+) -> None:
+    """What is done, when, and what comes of it, as the name of the case says."""
+    done = World(**world).run(*answers, **more)
+    assert done.outcome is sees.pop("outcome")
+    for name, expected in sees.items():
+        seen = getattr(done, name)
+        is_time = name in ("tries", "pauses", "bounds")
+        assert seen == (pytest.approx(expected) if is_time else expected), name
 
 
 @pytest.mark.parametrize("outcome", [HELD, BUSY, DOWN])
 def test_wait_zero_tries_exactly_once(outcome: Outcome) -> None:
     """With no time to wait there is one attempt and no pause, whatever it answers."""
-    world = World()
-    assert world.run(lambda _: outcome, wait=0, pauses=itertools.repeat(1.0)) is outcome
-    assert (len(world.tries), world.pauses) == (1, [])
+    world = World().run(outcome, wait=0)
+    assert world.outcome is outcome
+    assert world.did == ["Attempt"]
 
 
 @pytest.mark.parametrize(("wait", "tries"), [(0, 5), (0.6, 5), (1.0, 4)])
 def test_unclear_answer_is_asked_for_again_in_the_margin(wait: float, tries: int) -> None:
     """Somebody is in the way of the store: nobody knows more until the margin is over."""
-    world = World()
-    outcome = world.run(lambda _: BUSY, wait=wait, pauses=itertools.repeat(0.3), margin=1.0)
-    assert outcome is BUSY
+    world = World().run(BUSY, wait=wait, pauses=0.3, margin=1.0)
+    assert world.outcome is BUSY
     assert world.tries[-1] == pytest.approx(1.0)
     assert len(world.tries) >= tries
     # Also whoever has no time to wait gives the store some.
     assert max(world.bounds) > 0
 
 
-@pytest.mark.parametrize("clear", [HELD, DOWN, granted(), replace(BUSY, guarded=True)])
+@pytest.mark.parametrize("clear", [HELD, DOWN, GRANT, replace(BUSY, guarded=True)])
 def test_clear_answer_ends_the_margin(clear: Outcome) -> None:
     """The first answer that says something is the last."""
-    world = World()
-    assert world.run(after(1, BUSY, clear), wait=0, pauses=[0.3, 0.3], margin=1.0) is clear
+    world = World().run(BUSY, clear, wait=0, pauses=[0.3, 0.3], margin=1.0)
+    assert world.outcome is clear
     assert world.tries == pytest.approx([0.0, 0.3])
 
 
-def test_busy_holder_is_known_without_a_margin() -> None:
-    """Who holds the key is told, also where its record was locked."""
-    world, known = World(), Contended(busy=True, fence=3)
-    assert world.run(lambda _: known, wait=0, pauses=[0.3], margin=1.0) is known
-    assert world.tries == [0.0]
-
-
-def test_last_attempt_without_time_counts_less_than_the_one_before() -> None:
-    """At the deadline a store may have no time to say who holds the key: it just did."""
-    world = World()
-    assert world.run(after(2, HELD, BUSY), wait=2.0, pauses=[0.9, 60], margin=1.0) is HELD
-    assert world.tries == pytest.approx([0.0, 0.9, 2.0])
-
-
-def test_error_that_is_no_outage_ends_the_wait() -> None:
-    """Somebody has found out that there is nothing to wait for."""
-    world, error = World(), LockError("in vain")
-    assert world.run(after(1, HELD, error), wait=None, pauses=itertools.repeat(1.0)) is error
-    assert len(world.tries) == 2
-
-
-def test_wait_zero_may_be_granted() -> None:
-    """No time to wait is time for an attempt."""
-    assert isinstance(World().run(lambda _: granted(), wait=0), Grant)
-
-
-def test_last_attempt_is_at_the_deadline() -> None:
-    """The last pause is cut so that the last attempt comes exactly when the wait is over."""
-    world = World()
-    assert world.run(lambda _: HELD, wait=1.0, pauses=[0.3, 0.6, 10.0]) is HELD
-    assert world.tries == pytest.approx([0.0, 0.3, 0.9, 1.0])
-
-
-def test_last_attempt_can_win() -> None:
-    """A key that becomes free in the last pause is granted."""
-    world = World()
-    assert isinstance(
-        world.run(after(1, HELD, granted()), wait=0.5, pauses=itertools.repeat(60.0)), Grant
-    )
-    assert world.tries == pytest.approx([0.0, 0.5])
-
-
-def test_slow_attempt_is_followed_by_a_last_one() -> None:
-    """An attempt that began before the deadline and ended after it was not the last."""
-    world = World(slow={0: 2.0})
-    assert world.run(lambda _: HELD, wait=1.0, pauses=itertools.repeat(0.3)) is HELD
-    assert world.tries == pytest.approx([2.0, 2.0])
-    assert world.pauses == [0.0]
-
-
-@pytest.mark.parametrize(("outcome", "tries"), [(HELD, 1), (BUSY, 2)])
-def test_answer_far_behind_the_deadline_is_the_last(outcome: Outcome, tries: int) -> None:
-    """A store that slow would take as long once more; unless it said nothing about the key."""
-    world = World(slow={0: 2.1})
-    assert world.run(lambda _: outcome, wait=1.0, pauses=itertools.repeat(0.3)) is outcome
-    assert len(world.tries) == tries
-
-
-def test_pause_ends_when_the_key_becomes_free() -> None:
-    """Knowing when the key is free beats the backoff, in both directions of time."""
-    world = World()
-    world.run(after(1, held_for(0.25), granted()), wait=10, pauses=itertools.repeat(5.0))
-    assert world.pauses == pytest.approx([0.25])
-    world = World()
-    world.run(after(1, held_for(60), granted()), wait=10, pauses=itertools.repeat(0.5))
-    assert world.pauses == pytest.approx([0.5])
-
-
-def test_key_that_should_be_free_already_is_tried_at_once() -> None:
-    """A moment in the past makes no negative pause."""
-    world = World()
-    world.run(after(1, held_for(-3), granted()), wait=10, pauses=itertools.repeat(0.5))
-    assert world.pauses == [0.0]
-
-
 @pytest.mark.parametrize(
-    "outcome",
+    ("outcome", "hears"),
     [
-        BUSY,
-        DOWN,
-        Contended(),
-        Contended(busy=True, free_at=WHEN, observed_at=WHEN),
-        Contended(paused=True, free_at=WHEN, observed_at=WHEN),
-        Contended(paused=True, observed_at=WHEN),
+        (BUSY, False),
+        (DOWN, False),
+        (Contended(), False),
+        (Contended(busy=True, free_at=WHEN, observed_at=WHEN), False),
+        (Contended(paused=True, free_at=WHEN, observed_at=WHEN), False),
+        (Contended(paused=True, observed_at=WHEN), False),
+        # Those whom the store was not asked to wake.
+        (BUSY, True),
+        (DOWN, True),
+        (replace(HELD, paused=True), True),
+        (Contended(paused=True), True),
     ],
 )
-def test_backoff_stays_where_nobody_knows_when(outcome: Outcome) -> None:
+def test_backoff_stays_where_nobody_knows_when(outcome: Outcome, *, hears: bool) -> None:
     """Busy, paused or down: the next step of backoff counts, or the waiter would spin."""
-    world = World()
-    world.run(after(3, outcome, granted()), wait=10, pauses=[0.1, 0.2, 0.4, 0.8])
+    world = World(hears=ALWAYS) if hears else World()
+    asked = 4 if hears else 3
+    world.run(*[outcome] * asked, GRANT, wait=20, pauses=[0.1, 0.2, 0.4, 0.8])
     assert world.pauses == pytest.approx([0.1, 0.2, 0.4])
 
 
-def test_wait_for_ever_goes_on() -> None:
-    """Without a deadline the attempts go on until a grant."""
-    world = World()
-    assert isinstance(
-        world.run(after(500, HELD, granted()), wait=None, pauses=itertools.repeat(3600.0)), Grant
-    )
-    assert len(world.tries) == 501
-
-
-def test_retries_run_out_before_the_deadline() -> None:
-    """The end of the pauses ends the attempts."""
-    world = World()
-    assert world.run(lambda _: HELD, wait=None, pauses=[0.1, 0.1]) is HELD
-    assert len(world.tries) == 3
-
-
-def test_store_that_comes_back_grants() -> None:
-    """A store that is down is tried again until the deadline."""
-    world = World()
-    outcome = world.run(after(3, DOWN, granted()), wait=10, pauses=itertools.repeat(0.5))
-    assert isinstance(outcome, Grant)
-
-
-def test_store_that_stays_down_is_the_result() -> None:
-    """Trouble at the last attempt is told as trouble, not as contention."""
-    world = World()
-    assert world.run(after(1, HELD, DOWN), wait=1, pauses=itertools.repeat(0.3)) is DOWN
-    assert world.tries[-1] == pytest.approx(1.0)
-
-
-def test_contention_after_trouble_is_the_result() -> None:
-    """The last attempt speaks."""
-    assert World().run(after(1, DOWN, HELD), wait=1, pauses=itertools.repeat(0.3)) is HELD
-
-
-def test_bound_is_what_is_left_and_at_most_a_second() -> None:
-    """An attempt may wait inside the store for the caller's remaining time, up to 1 s."""
-    world = World()
-    world.run(lambda _: BUSY, wait=1.5, pauses=itertools.repeat(0.7))
-    assert world.bounds == pytest.approx([1.0, 0.8, 0.1, 0.0])
-    world = World()
-    world.run(after(1, BUSY, granted()), wait=None, pauses=itertools.repeat(1.0))
-    assert world.bounds == [1.0, 1.0]
-    world = World(slow={0: 9.0})
-    world.run(lambda _: BUSY, wait=1.0, pauses=itertools.repeat(1.0))
-    assert world.bounds == [1.0, 0.0]
-
-
-def test_grant_that_came_after_its_own_end_is_given_back() -> None:
-    """A reply slower than the lease counts as not acquired; the grant is returned."""
-    late, good = granted(ttl=1.0), granted()
-    world = World(slow={0: 1.0})
-    assert world.run(after(1, late, good), wait=10, pauses=itertools.repeat(0.5)) is good
-    assert world.given_back == [late]
-    assert world.pauses == [0.5]
-
-
-def test_grant_that_came_just_in_time_is_used() -> None:
-    """A lease that still runs is a lease."""
-    grant = granted(ttl=1.0)
-    world = World(slow={0: 0.999})
-    assert world.run(lambda _: grant, wait=0) is grant
-    assert world.given_back == []
-
-
-def test_late_grant_at_the_deadline_is_no_grant() -> None:
-    """Where no time is left after giving back, the store was too slow: it is no contention."""
-    late = granted(ttl=0.1)
-    world = World(slow={0: 0.2})
-    outcome = world.run(lambda _: late, wait=0)
-    assert isinstance(outcome, BackendUnavailable)
-    assert (outcome.code, outcome.key) == ("network_timeout", "key")
-    assert world.given_back == [late]
-
-
 def test_every_late_grant_is_given_back() -> None:
-    """None of several late grants stays behind."""
-    world = World(latency=0.2)
-    assert isinstance(
-        world.run(lambda _: granted(ttl=0.1), wait=1.0, pauses=itertools.repeat(0.1)),
-        BackendUnavailable,
-    )
+    """None of several stays behind; and the store was too slow, so it is no contention."""
+    world = World(latency=0.2).run(granted(ttl=0.1), wait=1.0, pauses=0.1)
+    assert isinstance(world.outcome, BackendUnavailable)
+    assert (world.outcome.code, world.outcome.key) == ("network_timeout", "key")
     assert len(world.given_back) == len(world.tries) > 2
-
-
-def test_lock_without_expiry_is_never_late() -> None:
-    """Without a ttl there is no end that a reply could miss."""
-    grant = granted(ttl=None)
-    assert World(slow={0: 1e6}).run(lambda _: grant, wait=0) is grant
-
-
-def test_time_between_first_and_late_attempt_counts_from_its_own_start() -> None:
-    """A grant is measured from the attempt that got it, not from the start of the wait."""
-    grant = granted(ttl=1.0)
-    world = World()
-    assert world.run(after(3, HELD, grant), wait=10, pauses=itertools.repeat(2.0)) is grant
-    assert world.given_back == []
 
 
 def test_backoff_steps_are_not_drawn_after_the_last_attempt() -> None:
     """The algorithm takes one step per pause, so `max_retries` counts attempts exactly."""
     drawn = []
 
-    def steps() -> Iterable[float]:
+    def steps() -> Iterator[float]:
         for number in itertools.count():
             drawn.append(number)
             yield 0.4
 
-    World().run(lambda _: HELD, wait=1.0, pauses=steps())
+    World().run(HELD, wait=1.0, pauses=steps())
     assert drawn == [0, 1, 2]
-
-
-# In the queue of the process
-
-ALWAYS = (0.0, math.inf)
-
-
-def test_waiter_queues_up_once_behind_its_first_attempt() -> None:
-    """Whoever is contended takes a place in the queue, before its first pause, and keeps it."""
-    world = World()
-    world.run(lambda _: HELD, wait=1.0, pauses=itertools.repeat(0.4))
-    assert world.did[:3] == ["Attempt", "LineUp", "Pause"]
-    assert world.did.count("LineUp") == 1
-
-
-def test_who_is_granted_at_once_does_not_queue_up() -> None:
-    """Nor does who may try only once."""
-    world = World()
-    world.run(lambda _: granted(), wait=5, pauses=[1.0])
-    assert world.did == ["Attempt"]
-    world = World(in_front=3)
-    world.run(lambda _: HELD, wait=0, pauses=[1.0], others_wait=lambda: True)
-    assert world.did == ["Attempt"]
-
-
-def test_newcomer_comes_behind_those_who_wait() -> None:
-    """Where others wait for the key, nothing is tried before they are done."""
-    world = World(in_front=2.0)
-    grant = granted()
-    assert world.run(lambda _: grant, wait=5, others_wait=lambda: True) is grant
-    assert world.did == ["LineUp", "Attempt"]
-    assert world.tries == [2.0]
-
-
-def test_who_becomes_first_tries_at_once() -> None:
-    """The one in front has left: it was granted, or has given up, and the key may be free."""
-    world = World(in_front=2.0)
-    world.run(after(1, HELD, granted()), wait=5, pauses=[1.0])
-    assert world.did == ["Attempt", "LineUp", "Attempt"]
-    assert world.tries == [0.0, 2.0]
-
-
-@pytest.mark.parametrize("others", [False, True])
-def test_who_never_becomes_first_tries_at_the_deadline(others: bool) -> None:
-    """The last attempt is everybody's, and can win."""
-    world, grant = World(in_front=60), granted()
-    outcome = world.run(
-        after(0 if others else 1, HELD, grant),
-        wait=1.5,
-        pauses=itertools.repeat(1.0),
-        others_wait=lambda: others,
-    )
-    assert outcome is grant
-    assert world.tries[-1] == 1.5
-    assert world.bounds[-1] == 0.0
-
-
-# Woken instead of asking
-
-
-def test_attempt_marks_the_grant_once_wake_ups_come() -> None:
-    """The first attempt writes nothing; the one behind the subscription asks to be woken."""
-    world = World(hears=ALWAYS)
-    world.run(after(2, HELD, granted()), wait=20, pauses=itertools.repeat(0.1))
-    assert world.did[:4] == ["Attempt", "LineUp", "Attempt", "Pause"]
-    assert world.wanted[:2] == [False, True]
-    assert world.tries[:2] == [0.0, 0.0]
-
-
-def test_woken_waiter_asks_seldom() -> None:
-    """While wake-ups come there is one safety read every 5 s, and the last attempt."""
-    world = World(hears=ALWAYS)
-    assert world.run(lambda _: HELD, wait=12.0, pauses=itertools.repeat(0.1)) is HELD
-    assert world.tries == pytest.approx([0.0, 0.0, SAFETY_SECONDS, 2 * SAFETY_SECONDS, 12.0])
-    assert all(world.wanted[1:])
-
-
-def test_woken_waiter_tries_when_the_key_becomes_free() -> None:
-    """Expiry is called out by nobody: its time is known."""
-    world = World(hears=ALWAYS)
-    world.run(after(2, held_for(1.25), granted()), wait=20, pauses=itertools.repeat(60.0))
-    assert world.pauses == pytest.approx([1.25])
-
-
-@pytest.mark.parametrize(
-    "outcome", [BUSY, DOWN, replace(HELD, paused=True), Contended(paused=True)]
-)
-def test_what_leaves_no_mark_is_asked_again_by_backoff(outcome: Outcome) -> None:
-    """Busy, paused or away, the store was not asked to wake anybody."""
-    world = World(hears=ALWAYS)
-    world.run(after(4, outcome, granted()), wait=20, pauses=[0.1, 0.2, 0.4, 0.8])
-    assert world.pauses == pytest.approx([0.1, 0.2, 0.4])
-
-
-def test_waiter_who_hears_no_more_goes_back_to_backoff() -> None:
-    """And marks nothing any more."""
-    world = World(hears=(0.0, 5.0))
-    world.run(lambda _: HELD, wait=6.0, pauses=itertools.repeat(0.4))
-    assert world.pauses == pytest.approx([5.0, 0.4, 0.4, 0.2])
-    assert world.wanted == [False, True, False, False, False, False]
-
-
-def test_waiter_who_begins_to_hear_marks_the_grant() -> None:
-    """A subscription that comes late is used from the next attempt on."""
-    world = World(hears=(0.5, math.inf))
-    world.run(lambda _: HELD, wait=7.0, pauses=itertools.repeat(0.3))
-    assert world.wanted == [False, False, True, True, True]
-    assert world.pauses == pytest.approx([0.3, 0.3, 5.0, 1.4])
-
-
-def test_without_a_safety_net_the_pauses_stay() -> None:
-    """Who counts on the steps of its backoff keeps them."""
-    world = World(hears=ALWAYS)
-    world.run(lambda _: HELD, wait=1.0, pauses=itertools.repeat(0.4), safety=None)
-    assert world.pauses == pytest.approx([0.4, 0.4, 0.2])
 
 
 @pytest.mark.parametrize("hears", [ALWAYS, (math.inf, math.inf)])
@@ -477,40 +395,8 @@ def test_without_a_safety_net_the_pauses_stay() -> None:
 def test_retries_are_counted_exactly(hears: tuple[float, float], in_front: float) -> None:
     """`max_retries` are attempts after the first one, also for those who are woken."""
     world = World(hears=hears, in_front=in_front)
-    world.run(lambda _: HELD, wait=None, pauses=[0.1, 0.1], safety=None)
+    world.run(HELD, wait=None, pauses=[0.1, 0.1], safety=None)
     assert len(world.tries) == 3
-
-
-# Leaving a key to others
-
-
-def test_rest_comes_before_the_first_attempt() -> None:
-    """Who has just given a wanted key up lets others have it first."""
-    world = World()
-    world.run(lambda _: granted(), wait=5, rest=0.3)
-    assert (world.did, world.pauses) == (["Pause", "Attempt"], [0.3])
-
-
-def test_rest_is_cut_to_the_wait() -> None:
-    """It costs nobody its last attempt."""
-    world = World()
-    assert isinstance(world.run(lambda _: granted(), wait=0.2, rest=0.3), Grant)
-    assert world.tries == pytest.approx([0.2])
-
-
-@pytest.mark.parametrize("rest", [0.0, -1.0])
-def test_no_rest_is_no_pause(rest: float) -> None:
-    """What is past needs no pause."""
-    world = World()
-    world.run(lambda _: granted(), wait=5, rest=rest)
-    assert world.did == ["Attempt"]
-
-
-def test_single_attempt_does_not_rest() -> None:
-    """With no time to wait the attempt is made at once."""
-    world = World()
-    world.run(lambda _: granted(), wait=0, rest=0.3)
-    assert world.did == ["Attempt"]
 
 
 # Taking over
@@ -532,67 +418,54 @@ FOUND = Record(
 
 def test_key_of_a_holder_who_is_gone_is_taken_over_at_once() -> None:
     """The record is read, and its token replaced, without a pause, also with no time to wait."""
-    world, grant, asked = World(record=FOUND), granted(), list[Holder]()
+    world, asked = World(record=FOUND), list[Holder]()
 
     def is_gone(holder: Holder) -> bool:
         asked.append(holder)
         return True
 
-    assert world.run(after(1, TAKEABLE, grant), wait=0, is_gone=is_gone) is grant
+    assert world.run(TAKEABLE, GRANT, wait=0, is_gone=is_gone).outcome is GRANT
     assert world.did == ["Attempt", "Read", "Attempt"]
     assert world.replaced == [None, "theirs"]
     assert asked == [PREVIOUS]
 
 
-def test_key_of_a_holder_who_lives_is_waited_for() -> None:
-    """Nothing is read where there is no proof."""
-    world = World(record=FOUND)
-    world.run(lambda _: TAKEABLE, wait=1, pauses=[0.5, 0.5], is_gone=lambda _: False)
+@pytest.mark.parametrize(
+    ("outcome", "is_gone"),
+    [
+        (TAKEABLE, False),
+        (BUSY, True),
+        (DOWN, True),
+        (replace(TAKEABLE, busy=True), True),
+        (replace(TAKEABLE, paused=True), True),
+        (replace(TAKEABLE, holder=None), True),
+        (replace(TAKEABLE, expires_at=None, free_at=None), True),
+        (replace(TAKEABLE, expires_at=TAKEABLE.free_at), True),
+    ],
+    ids=["alive", "busy", "down", "busy-held", "paused", "nobody", "no-expiry", "settled"],
+)
+def test_what_may_not_be_taken_over_is_waited_for(outcome: Outcome, *, is_gone: bool) -> None:
+    """Nothing is read of what is alive, busy, paused, settled, without expiry, or nobody's."""
+    world = World(record=FOUND).run(outcome, wait=1, is_gone=lambda _: is_gone)
     assert "Read" not in world.did
     assert world.replaced == [None] * len(world.tries)
 
 
 @pytest.mark.parametrize(
-    "outcome",
-    [
-        BUSY,
-        DOWN,
-        replace(TAKEABLE, busy=True),
-        replace(TAKEABLE, paused=True),
-        replace(TAKEABLE, holder=None),
-        replace(TAKEABLE, expires_at=None, free_at=None),
-        replace(TAKEABLE, expires_at=TAKEABLE.free_at),
-    ],
-    ids=["busy", "down", "busy-held", "paused", "nobody", "no-expiry", "settled"],
+    "record",
+    [None, replace(FOUND, fence=5), replace(FOUND, expires_at=FOUND.free_at)],
+    ids=["free", "granted anew", "settled"],
 )
-def test_what_may_not_be_taken_over_is_waited_for(outcome: Outcome) -> None:
-    """Busy, paused, settled, without expiry, or nobody's: whoever is gone, it stays."""
-    world = World(record=FOUND)
-    world.run(lambda _: outcome, wait=1, pauses=[0.5, 0.5], is_gone=lambda _: True)
-    assert "Read" not in world.did
-
-
-@pytest.mark.parametrize("record", [None, replace(FOUND, fence=5)])
 def test_another_grant_is_not_taken_over(record: Record | None) -> None:
-    """What was granted meanwhile is somebody else's, about whom nothing is proven."""
-    world = World(record=record)
-    world.run(lambda _: TAKEABLE, wait=0, is_gone=lambda _: True)
-    assert world.replaced == [None]
-
-
-def test_grant_that_was_settled_meanwhile_is_not_taken_over() -> None:
-    """What is kept on purpose is kept, also if that was seen only on the second look."""
-    world = World(record=replace(FOUND, expires_at=FOUND.free_at))
-    world.run(lambda _: TAKEABLE, wait=0, is_gone=lambda _: True)
+    """What was granted, or settled, meanwhile is another's, or kept: nothing is proven of it."""
+    world = World(record=record).run(TAKEABLE, wait=0, is_gone=lambda _: True)
     assert world.replaced == [None]
 
 
 def test_takeover_that_somebody_else_wins_is_contention() -> None:
     """Of two that take over, the other one waits, and is woken as ever."""
     world = World(record=FOUND, hears=ALWAYS)
-    outcome = world.run(
-        after(4, TAKEABLE, granted()), wait=30, pauses=[0.1] * 9, is_gone=lambda _: True
-    )
-    assert isinstance(outcome, Grant)
+    world.run(*[TAKEABLE] * 4, GRANT, wait=30, pauses=[0.1] * 9, is_gone=lambda _: True)
+    assert world.outcome is GRANT
     assert world.replaced == [None, "theirs", None, "theirs", None]
     assert world.wanted == [False, False, True, True, True]

@@ -55,22 +55,12 @@ def render(template: str, function: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def test_positional_and_keyword_arguments_make_the_same_key() -> None:
-    """`f(1)` and `f(a=1)` are one lock."""
-    assert render("p:{a}:{b}", pair, 1, 2) == "p:1:2"
-    assert render("p:{a}:{b}", pair, b=2, a=1) == "p:1:2"
-    assert render("p:{a}:{b}", pair, 1, b=2) == "p:1:2"
-
-
-def test_defaults_take_part() -> None:
-    """Leaving an argument out is the same as passing its default."""
-    key = "charge:42:EUR"
-    assert render("charge:{invoice_id}:{currency}", charge, 42) == key
-    assert render("charge:{invoice_id}:{currency}", charge, 42, currency="EUR") == key
-    assert render("charge:{invoice_id}:{currency}", charge, 42, currency="USD") != key
-
-
-def test_template_without_fields_is_the_same_for_all_calls() -> None:
-    """A template may be a plain key."""
+    """`f(1)` and `f(a=1)` are one lock; a default takes part; a template may be a plain key."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((1, 2), {}), ((), {"b": 2, "a": 1})]
+    for args, kwargs in [*calls, ((1,), {"b": 2})]:
+        assert render("p:{a}:{b}", pair, *args, **kwargs) == "p:1:2"
+    for currency in ({}, {"currency": "EUR"}):
+        assert render("charge:{invoice_id}:{currency}", charge, 42, **currency) == "charge:42:EUR"
     assert render("nightly", pair, 1) == render("nightly", pair, 2) == "nightly"
 
 
@@ -95,8 +85,13 @@ def test_fields_follow_attributes_items_and_formats(template: str, expected: str
 
 
 def test_collected_arguments_are_fields_too() -> None:
-    """`*args` and `**kwargs` are reached by item."""
+    """`*args` and `**kwargs` are reached by item, and a method's object as any argument."""
+
+    def pay(self: Any, amount: int) -> None:
+        """Pay."""
+
     assert render("{args[0]}:{kwargs[name]}", anything, 5, name="x") == "5:x"
+    assert render("pay:{self.pk}:{amount}", pay, SimpleNamespace(pk=5), 10) == "pay:5:10"
 
 
 @pytest.mark.parametrize(
@@ -163,27 +158,23 @@ def test_arguments_that_do_not_fit_are_pythons_own_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "rule"), [("", "must not be empty"), ("\0", "NUL"), ("x" * 513, "at most 512 bytes")]
+    ("template", "value", "rule"),
+    [
+        ("{a}", "", "must not be empty"),
+        ("{a}", "\0", "NUL"),
+        ("{a}", "x" * 513, "at most 512 bytes"),
+        ("x:{a:d}", "text", "a:d"),
+    ],
 )
-def test_made_key_follows_the_rules_of_keys(value: str, rule: str) -> None:
-    """A key made of arguments is checked like any other."""
+def test_made_key_follows_the_rules_of_keys(template: str, value: str, rule: str) -> None:
+    """A key made of arguments is checked like any other, and so is a format for its value."""
     with pytest.raises(InvalidArgument, match=rule):
-        render("{a}", pair, value)
-
-
-def test_format_that_does_not_fit_the_value_is_an_invalid_argument() -> None:
-    """A format spec that the value refuses is reported as this package's error."""
-    with pytest.raises(InvalidArgument, match="a:d"):
-        render("x:{a:d}", pair, "text")
-
-
-def test_one_field_is_not_escaped() -> None:
-    """Where nothing can be confused, the value is readable as it is."""
-    assert render("path:{a}", pair, "a:b/c%d") == "path:a:b/c%d"
+        render(template, pair, value)
 
 
 def test_separators_inside_values_are_escaped() -> None:
-    """With two fields, what separates them is percent-encoded inside values."""
+    """With two fields, what separates them is percent-encoded inside values; one is readable."""
+    assert render("path:{a}", pair, "a:b/c%d") == "path:a:b/c%d"
     assert render("{a}:{b}", pair, "1:2", "3") == "1%3A2:3"
     assert render("{a}:{b}", pair, "1", "2:3") == "1:2%3A3"
     assert render("{a} → {b}", pair, "x→", "y z") == "x%E2%86%92 → y%20z"
@@ -230,17 +221,3 @@ def test_three_fields_with_two_separators_never_collide() -> None:
     values = ["", "x", ":", "/", "%", ":/", "/:", "x:", "/x", "%2F"]
     keys = {made.render(each, {}) for each in itertools.product(values, repeat=3)}
     assert len(keys) == len(values) ** 3
-
-
-def test_method_template_sees_self() -> None:
-    """The template of a method may use its object."""
-
-    class Account:
-        """Something with a key of its own."""
-
-        pk = 5
-
-        def pay(self, amount: int) -> None:
-            """Pay."""
-
-    assert render("pay:{self.pk}:{amount}", Account.pay, SimpleNamespace(pk=5), 10) == "pay:5:10"

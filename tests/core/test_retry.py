@@ -51,14 +51,9 @@ def test_retries_end(count: int) -> None:
 
 
 def test_retries_without_a_number_never_end() -> None:
-    """Waiting for days overflows nothing."""
-    pauses = Retry(factor=1e15, cap=5).pauses(always(0.0))
-    assert list(islice(pauses, 5000))[-1] == 2.5
-
-
-def test_each_use_starts_again() -> None:
-    """A `Retry` is a description: two waiters of one lock share no step."""
-    retry = Retry()
+    """Waiting for days overflows nothing; and each use starts again."""
+    retry = Retry(factor=1e15, cap=5)
+    assert first(5000, retry, always(0.0))[-1] == 2.5
     assert first(3, retry, always(0.0)) == first(3, retry, always(0.0))
 
 

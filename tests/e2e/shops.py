@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -20,6 +19,8 @@ from urllib.parse import urlencode
 from urllib.request import HTTPCookieProcessor, build_opener
 
 import psycopg
+
+from tests.keeper import free_port
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "example_project"
@@ -68,7 +69,7 @@ class Shop:
     @contextmanager
     def demo(self) -> Iterator[Site]:
         """Run `./dev demo` as the README does, and stop it by Ctrl-C."""
-        port = _free_port()
+        port = free_port()
         with self._start(ROOT, "./dev", "demo", "--rounds=0", f"--port={port}") as process:
             try:
                 yield Site(port, process)
@@ -124,7 +125,7 @@ class Shop:
         self, *, stop: signal.Signals = signal.SIGINT, worker: bool = False
     ) -> Iterator[Site]:
         """Serve the shop as the demo does, and stop it by Ctrl-C, or as told."""
-        port = _free_port()
+        port = free_port()
         demo = ["manage.py", "demo", "--rounds=0", f"--port={port}"]
         demo += [] if worker else ["--no-worker"]
         with self.start(*demo) as process:
@@ -193,12 +194,6 @@ class Site:
             return self.get("/").status == 200
         except URLError:
             return False
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def ended(

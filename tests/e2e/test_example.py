@@ -19,6 +19,7 @@ import psycopg
 import pytest
 
 from django_distlock.core.keys import own_key
+from tests.integration.runs import state_of
 from tests.redis_servers import private_redis
 
 from .shops import FOLDER, Shop, Site, ended
@@ -168,7 +169,7 @@ def test_site_refuses_the_write_of_a_worker_that_was_paused(shop: Shop) -> None:
             rf"{second[3]} on the row",
             page,
         )
-        assert not [pid for _, pid, _, _ in story if _runs(int(pid))]
+        assert not [pid for _, pid, _, _ in story if state_of(int(pid))]
 
 
 @pytest.mark.parametrize("shop", ["sqlite", "postgresql"], indirect=True)
@@ -188,7 +189,7 @@ def test_no_worker_outlives_the_site(shop: Shop, stop: signal.Signals) -> None:
         page = site.wait_for("/", lambda text: "is paused, and" in text)
         workers = {int(pid) for pid in re.findall(r"\(pid (\d+)\)", page)}
     give_up = time.monotonic() + 60
-    while left := [pid for pid in workers if _runs(pid)]:
+    while left := [pid for pid in workers if state_of(pid)]:
         assert time.monotonic() < give_up, f"still there: {left}"
         time.sleep(0.05)
 
@@ -279,14 +280,3 @@ def _stock(site: Site) -> int:
 
 def _number(text: str) -> int:
     return int(text.replace(",", ""))
-
-
-def _runs(pid: int) -> bool:
-    """Whether there is such a process, and not only what is left of it until somebody looks."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except ProcessLookupError:
-        return False
-    except FileNotFoundError:
-        return not Path("/proc/self").exists()

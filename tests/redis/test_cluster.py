@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from redis.crc import key_slot
 
-from django_distlock.core.errors import LockUsageError
 from django_distlock.core.records import Grant
 from tests.contract.helpers import listed, take
 from tests.contract.stores_redis import RedisStore
@@ -19,21 +18,6 @@ from .asking import tell_short_story, tell_story
 def test_everything_works_on_a_cluster(alone_on_cluster: Any, key: str) -> None:
     """Every operation, but for finding a lock by its token."""
     tell_story(alone_on_cluster, key)
-
-
-async def test_everything_can_be_awaited_on_a_cluster(on_cluster: RedisStore, key: str) -> None:
-    """Everything that has a native twin."""
-    await tell_short_story(on_cluster.backend, key)
-
-
-def test_cluster_finds_no_lock_by_its_token(on_cluster: RedisStore, key: str) -> None:
-    """The token would lie on another server: the capability is off, and asking is told so."""
-    grant = take(on_cluster.backend, key)
-    assert on_cluster.backend.supports_token_lookup is False
-    with pytest.raises(LockUsageError) as caught:
-        on_cluster.backend.read_token(grant.token)
-    assert caught.value.code == "unsupported"
-    assert not list(on_cluster.client.scan_iter(f"*{grant.token}*", count=1000))
 
 
 @pytest.mark.parametrize("name", ["plain", "a}b{c", "{tag}", "{", "}{", "{}", "x{y}z", "é{ß}"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from django_distlock.core.errors import LockError
 from django_distlock.core.fences import FENCE_MAX
 from django_distlock.core.keys import new_token
-from tests.contract.helpers import held, take
+from tests.contract.helpers import take
 from tests.contract.stores_redis import RedisStore
 
 from .asking import Way
@@ -44,16 +43,6 @@ def test_fence_is_the_clock_or_the_next(store: RedisStore, key: str, way: Way) -
     assert way.take(store.backend, key).fence == clock + 10**9 + 1
 
 
-def test_last_fence_is_granted(
-    store: RedisStore, key: str, way: Way, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The last one is a fence like all, with a warning."""
-    store.set_fence(key, FENCE_MAX - 1)
-    with caplog.at_level(logging.WARNING, "django_distlock"):
-        assert way.take(store.backend, key).fence == FENCE_MAX
-    assert key in caplog.text
-
-
 @pytest.mark.parametrize("counter", [str(FENCE_MAX), "9" * 15, "9" * 40])
 def test_no_fence_is_left(store: RedisStore, key: str, way: Way, counter: str) -> None:
     """Behind the last one the script refuses, and has written nothing."""
@@ -65,22 +54,6 @@ def test_no_fence_is_left(store: RedisStore, key: str, way: Way, counter: str) -
         assert (type(caught.value), caught.value.code) == (LockError, "internal")
     assert kept(store, key) == (counter, {})
     assert not store.client.exists(f"distlock:token:{token}")
-
-
-def test_no_fence_is_left_to_take_a_key_away(store: RedisStore, key: str) -> None:
-    """A takeover and a force-release need a fence too: without one the holder keeps the key."""
-    store.set_fence(key, FENCE_MAX - 1)
-    grant = take(store.backend, key)
-    before = kept(store, key)
-    for call in (
-        lambda: store.backend.acquire(key, new_token(), 30, replace=grant.token),
-        lambda: store.backend.force_release(key),
-    ):
-        with pytest.raises(LockError):
-            call()
-    assert kept(store, key) == before
-    assert held(store.backend, key).token == grant.token
-    assert store.backend.release(grant) is True
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from django.core.cache import caches
 
 from django_distlock.core.records import Contended, Grant
 from tests.contract.helpers import contend, held, listed, take
-from tests.contract.stores_redis import RedisStore
 from tests.keeper import Server
 
 from .servers import backend_on
@@ -111,12 +110,3 @@ def test_what_others_keep_in_the_same_database_is_theirs(
     cache.delete(key)
     assert held(backend, key).token == grant.token
     assert backend.release(grant) is True
-
-
-def test_tag_is_the_hash(store: RedisStore, key: str) -> None:
-    """Each name is prefix, role, the 22 characters of the hash in braces, and the key in whole."""
-    take(store.backend, key)
-    names = set(store.client.scan_iter(f"*{key}*", count=1000))
-    tag = store.at("lock", key).partition("{")[2].partition("}")[0]
-    assert len(tag) == 22
-    assert names == {f"distlock:{role}:{{{tag}}}:{key}" for role in ("lock", "fence")}

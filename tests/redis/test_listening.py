@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from redis import Redis
 
 from django_distlock.backends.queues import Turn
-from tests.contract.helpers import PROMPT, at_once, contend, take
+from tests.contract.helpers import at_once, contend, take
 from tests.contract.stores_redis import RedisStore
 from tests.keeper import Server
 from tests.processes import spawn
@@ -43,10 +42,9 @@ def test_other_process_hands_over(store: RedisStore, key: str) -> None:
             contend(backend, key, wanted=True)
             waiter.clear()
             worker.send("let go")
+            # By nothing else than the message.
             waiter.sleep()
-            heard_at = time.monotonic()
             assert backend.release(take(backend, key)) is True
-        assert heard_at - worker.result() < PROMPT
 
 
 async def test_coroutine_is_rung(private: Server, backend: Any, key: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from django_distlock.backends import listening
-from tests.contract.helpers import Later, contend, prompt, take
+from tests.contract.helpers import Later, contend, take
 from tests.keeper import Server, free_port
 
 from .hearing import Waiter, Warned, hand_over, subscriptions, threads, waiting
@@ -114,8 +114,7 @@ def test_nobody_listens_at_the_address(key: str, warned: Warned) -> None:
     """That is told at once, with the reason and no password, and nobody is kept waiting."""
     backend = backend_on(f"redis://:pass-word@127.0.0.1:{free_port()}/0")
     waiter = Waiter(backend, key)
-    with prompt():
-        assert backend.listen(PATIENCE) is False
+    assert Later(backend.listen, 600).result() is False
     waiter.leave()
     backend._listener.close_all()
     (warning,) = warned()
@@ -132,8 +131,7 @@ def test_user_who_may_not_subscribe(
     asked = count_subscriptions(backend)
     waiter = Waiter(backend, key)
     for _ in range(3):
-        with prompt():
-            assert backend.listen(PATIENCE) is False
+        assert Later(backend.listen, 600).result() is False
     assert backend.is_listening is False
     assert len(asked) == 1
     (warning,) = warned()
@@ -144,8 +142,7 @@ def test_user_who_may_not_subscribe(
     contend(backend, key, wanted=True)
     assert backend.release(grant) is True
     assert waiter.rung == [False]
-    with prompt():
-        backend._listener.close_all()
+    Later(backend._listener.close_all).result()
 
 
 def test_right_that_is_taken_away(private: Server, client: Any, key: str, warned: Warned) -> None:
@@ -172,16 +169,21 @@ def test_words_of_strangers_do_no_harm(
 
 @pytest.mark.parametrize("how", ["tcp", "unix"])
 def test_close_is_prompt(
-    private: Server, backend: Any, client: Any, key: str, warned: Warned, how: str
+    backend: Any,
+    client: Any,
+    key: str,
+    warned: Warned,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
 ) -> None:
     """In the middle of a silence, from another thread; and nothing is left open."""
+    monkeypatch.setattr(listening, "LOOK_SECONDS", 600)
     if how == "unix":
         backend = backend_on(f"unix://{client.config_get('unixsocket')['unixsocket']}")
     with waiting(backend, key) as waiter:
         assert subscriptions(client) == 1
         waiter.rung.clear()
-        with prompt():
-            backend._listener.close_all()
+        Later(backend._listener.close_all).result()
         eventually(lambda: threads(backend) == 0, "the thread has ended")
         eventually(lambda: subscriptions(client) == 0, "the connection is closed")
         assert waiter.rung == [False]
@@ -193,12 +195,11 @@ def test_close_is_prompt(
 def test_closed_subscription_stays_closed(backend: Any, client: Any) -> None:
     """Whoever hears in another thread is told; nobody connects again without a subscription."""
     line = backend.store.subscribed("distlock:wake")
-    hearing = Later(line.hear, PATIENCE)
+    hearing = Later(line.hear, 600)
     eventually(line._using.locked, "somebody hears")
-    with prompt():
-        line.close()
-        with pytest.raises(RedisConnectionError):
-            hearing.result()
+    Later(line.close).result()
+    with pytest.raises(RedisConnectionError):
+        hearing.result()
     line.close()
     assert line._connection._sock is None
     with pytest.raises(RedisConnectionError, match="over"):

@@ -63,13 +63,6 @@ async def test_coroutines_share_the_connections(
     assert connections(client) == limit
 
 
-async def test_one_of_many_coroutines_is_granted(named: Any, key: str) -> None:
-    """Of many that ask for one key at once, one holds it, and the others know its fence."""
-    answers = await asyncio.gather(*(named.aacquire(key, new_token(), 30) for _ in range(100)))
-    (grant,) = (each for each in answers if isinstance(each, Grant))
-    assert {each.fence for each in answers} == {grant.fence}
-
-
 def test_loop_after_loop_leaves_no_connection(named: Any, client: Any, key: str) -> None:
     """Each loop closes what it opened when it ends."""
     for number in range(10):

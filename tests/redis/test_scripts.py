@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -26,33 +27,19 @@ KEYLESS = {"TIME", "PUBLISH"}
 def test_forgotten_scripts_are_sent_again(backend: Any, client: Any, key: str) -> None:
     """Every operation works when the server has just forgotten all scripts."""
     flushed: list[Any] = []
-
-    def forget() -> None:
-        flushed.append(client.script_flush())
-
-    tell_story(Interrupted(backend, forget), key)
+    interrupted = Interrupted(backend, lambda: flushed.append(client.script_flush()))
+    tell_story(interrupted, key)
     assert len(flushed) > 30
-
-
-async def test_forgotten_scripts_are_sent_again_by_coroutines(
-    backend: Any, client: Any, key: str
-) -> None:
-    """The same, awaited."""
-    await tell_short_story(Interrupted(backend, client.script_flush), key)
+    asyncio.run(tell_short_story(interrupted, key))
 
 
 def test_forgotten_scripts_are_sent_again_to_a_cluster(
     on_cluster: RedisStore, alone_on_cluster: Any, key: str
 ) -> None:
     """The same on the servers of a cluster."""
-    tell_story(Interrupted(alone_on_cluster, on_cluster.client.script_flush), key)
-
-
-async def test_forgotten_scripts_are_sent_again_to_a_cluster_by_coroutines(
-    on_cluster: RedisStore, key: str
-) -> None:
-    """The same on the servers of a cluster, awaited."""
-    await tell_short_story(Interrupted(on_cluster.backend, on_cluster.client.script_flush), key)
+    interrupted = Interrupted(alone_on_cluster, on_cluster.client.script_flush)
+    tell_story(interrupted, key)
+    asyncio.run(tell_short_story(interrupted, key))
 
 
 def test_scripts_forgotten_at_any_moment_do_no_harm(
@@ -136,13 +123,13 @@ def _watched(client: Any, run: Callable[[], None]) -> list[tuple[str, list[str]]
     return heard
 
 
-@pytest.mark.parametrize("prefix", ["distlock", "shop:locks", "[a*?]"])
+@pytest.mark.parametrize("prefix", ["", "distlock", "shop:locks", "[a*?]"])
 def test_user_with_rights_on_the_prefix_alone_suffices(
     private: Server, client: Any, key: str, prefix: str
 ) -> None:
     """Every operation works for a user that may touch `KEY_PREFIX:*` and run nothing dangerous."""
-    pattern = re.sub(r"([*?\[\]])", r"\\\1", prefix)
-    given = (f"~{pattern}:*", f"&{pattern}:*", "+@all", "-@dangerous", "-@admin")
+    pattern = re.sub(r"([*?\[\]])", r"\\\1", prefix) + ":*" if prefix else "*"
+    given = (f"~{pattern}", f"&{pattern}", "+@all", "-@dangerous", "-@admin")
     client.execute_command("ACL SETUSER", "locker", "on", ">secret", *given)
     url = private.url.replace("//", "//locker:secret@")
     tell_story(backend_on(url, key_prefix=prefix), key)
@@ -160,8 +147,3 @@ def test_documented_rights_suffice(private: Server, client: Any, key: str) -> No
     client.execute_command("ACL SETUSER", "locker", "+client", "+hello", "+select")
     tell_story(backend_on(private.url.replace("//", "//locker:secret@")), key)
     assert client.execute_command("ACL LOG") == []
-
-
-def test_no_prefix_is_a_prefix_too(private: Server, key: str) -> None:
-    """Every operation works with an empty `KEY_PREFIX`."""
-    tell_story(backend_on(private.url, key_prefix=""), key)

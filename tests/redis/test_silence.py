@@ -12,13 +12,14 @@ import pytest
 
 from django_distlock import transactions
 from django_distlock.attempts import Request
+from django_distlock.backends.redis import clients
 from django_distlock.blocks import Block
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
 from django_distlock.host import current_holder
 from django_distlock.waiting import acquire
-from tests.contract.helpers import held, prompt, take
+from tests.contract.helpers import Later, held, take
 from tests.keeper import Server
 
 from .asking import Way
@@ -28,6 +29,12 @@ pytestmark = pytest.mark.faults
 
 #: How a reply gets lost, and the code of the error that tells it.
 LOSSES = {"lost": "network_timeout", "cut": "service_unavailable"}
+
+
+@pytest.fixture(autouse=True)
+def _nobody_else_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a connection that was told no bound wait for longer than any test."""
+    monkeypatch.setattr(clients, "SOCKET_SECONDS", 600)
 
 
 @pytest.fixture
@@ -60,8 +67,9 @@ def test_server_that_hangs_is_trouble_in_time(
     arguments = {"acquire": (f"{key}-b", token, 30), "read": (key,)}.get(operation, (grant,))
     with ExitStack() as stack:
         stop = partial(stack.enter_context, stopped(client))
-        with prompt(SILENCE), pytest.raises(BackendUnavailable) as caught:
-            way.ask_late(impatient, stop, operation, *arguments)
+        late = Later(way.ask_late, impatient, stop, operation, *arguments)
+        with pytest.raises(BackendUnavailable) as caught:
+            late.result()
     assert caught.value.code == "network_timeout"
     if operation == "acquire":
         eventually(lambda: impatient.read(f"{key}-b"), "the key is granted to the token")
@@ -148,8 +156,8 @@ def test_server_that_takes_no_connection_is_trouble_in_time(
 ) -> None:
     """Also the log-in of a new connection is waited for no longer than `socket_timeout`."""
     line.replies = "lost"
-    with prompt(SILENCE), pytest.raises(BackendUnavailable) as caught:
-        way.take(behind, key)
+    with pytest.raises(BackendUnavailable) as caught:
+        Later(way.take, behind, key).result()
     assert caught.value.code == "network_timeout"
     assert way.take(behind, key).fence > 0
 
@@ -190,13 +198,14 @@ async def test_connections_of_a_loop_in_use_are_a_bound(
 
     The loop is free meanwhile.
     """
-    backend = backend_on(with_query(private.url, socket_timeout=3), lock_connections=1)
+    backend = backend_on(with_query(private.url, socket_timeout=60), lock_connections=1)
     assert await backend.aread(key) is None
     with stopped(client):
         waiting = asyncio.ensure_future(backend.aread(key))
         await asyncio.sleep(0)
-        with prompt(1), pytest.raises(BackendUnavailable) as caught:
+        with pytest.raises(BackendUnavailable) as caught:
             await backend.aacquire(key, new_token(), 30)
+        assert not waiting.done()
     _names_the_setting(caught.value, key)
     assert await waiting is None
     assert isinstance(await backend.aacquire(key, new_token(), 30), Grant)

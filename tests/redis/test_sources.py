@@ -41,36 +41,33 @@ def make_client() -> Any:
     return Redis.from_url(single_url())
 
 
+def tell_both(backend: Any, key: str) -> None:
+    """Go through the life of a key, sync and async."""
+    tell_story(backend, key)
+    asyncio.run(tell_short_story(backend, key))
+
+
+@pytest.mark.parametrize("decode", [None, False, True])
 @pytest.mark.parametrize("kind", [DJANGO, DJANGO_REDIS])
 def test_cache_of_the_project_says_where(
-    private: Server, client: Any, key: str, settings: Any, kind: str
+    private: Server, client: Any, key: str, settings: Any, kind: str, decode: bool | None
 ) -> None:
-    """Everything works with the server of a cache, sync and async; the cache works on."""
-    settings.CACHES = {"locks": {"BACKEND": kind, "LOCATION": private.url}}
-    backend = backend_on(options={"cache": "locks"})
-    tell_story(backend, key)
-    asyncio.run(tell_short_story(backend, key))
-    assert client.keys("distlock:fence:*")
-    caches["locks"].set(key, "cached")
-    assert caches["locks"].get(key) == "cached"
+    """Log-in, database, and whatever a cache's connections do with answers are no matter.
 
-
-@pytest.mark.parametrize("decode", [False, True])
-@pytest.mark.parametrize("kind", [DJANGO, DJANGO_REDIS])
-def test_cache_with_a_password(
-    private: Server, client: Any, key: str, settings: Any, kind: str, decode: bool
-) -> None:
-    """Log-in, database, and whatever a cache's connections do with answers are no matter."""
-    client.config_set("requirepass", PASSWORD)
-    pool = {"decode_responses": decode}
-    url = private.url.replace("//", f"//:{PASSWORD}@").replace("/0", "/3")
-    options = pool if kind == DJANGO else {"CONNECTION_POOL_KWARGS": pool}
-    settings.CACHES = {"locks": {"BACKEND": kind, "LOCATION": url, "OPTIONS": options}}
-    backend = backend_on(options={"cache": "locks"})
-    tell_story(backend, key)
-    asyncio.run(tell_short_story(backend, key))
-    assert "db3" in client.info("keyspace")
-    assert "db0" not in client.info("keyspace")
+    The cache works on.
+    """
+    cache: dict[str, Any] = {"BACKEND": kind, "LOCATION": private.url}
+    if decode is not None:
+        client.config_set("requirepass", PASSWORD)
+        pool = {"decode_responses": decode}
+        cache["LOCATION"] = private.url.replace("//", f"//:{PASSWORD}@").replace("/0", "/3")
+        cache["OPTIONS"] = pool if kind == DJANGO else {"CONNECTION_POOL_KWARGS": pool}
+    settings.CACHES = {"locks": cache}
+    tell_both(backend_on(options={"cache": "locks"}), key)
+    assert set(client.info("keyspace")) == {"db0" if decode is None else "db3"}
+    if not decode:
+        caches["locks"].set(key, "cached")
+        assert caches["locks"].get(key) == "cached"
 
 
 def test_password_apart_from_the_address(
@@ -91,9 +88,7 @@ def test_password_apart_from_the_address(
 def test_password_beside_the_url(private: Server, client: Any, key: str) -> None:
     """An option of its own, for threads, event loops and listeners; a wrong one is told."""
     client.config_set("requirepass", PASSWORD)
-    backend = backend_on(private.url, options={"password": PASSWORD})
-    tell_story(backend, key)
-    asyncio.run(tell_short_story(backend, key))
+    tell_both(backend_on(private.url, options={"password": PASSWORD}), key)
     for wrong in (None, f"{PASSWORD}!"):
         with pytest.raises(BackendUnavailable) as caught:
             backend_on(private.url, options={"password": wrong}).clock()
@@ -271,20 +266,13 @@ def test_backend_is_made_without_a_server(settings: Any, kind: str) -> None:
         backend.read("key")
 
 
-def test_unix_socket(client: Any, key: str) -> None:
-    """An address of a socket in a file, sync and async."""
+@pytest.mark.parametrize("kind", ["unix socket", "resp2"])
+def test_other_ways_to_a_server(private: Server, client: Any, key: str, kind: str) -> None:
+    """An address of a socket in a file, and the older protocol."""
     path = client.config_get("unixsocket")["unixsocket"]
-    backend = backend_on(f"unix://{path}?db=2")
-    tell_story(backend, key)
-    asyncio.run(tell_short_story(backend, key))
+    url = f"unix://{path}" if kind == "unix socket" else private.url
+    tell_both(backend_on(with_query(url, db=2, protocol=2 if kind == "resp2" else 3)), key)
     assert set(client.info("keyspace")) == {"db2"}
-
-
-def test_resp2(private: Server, key: str) -> None:
-    """The older protocol, sync and async."""
-    backend = backend_on(with_query(private.url, protocol=2))
-    tell_story(backend, key)
-    asyncio.run(tell_short_story(backend, key))
 
 
 def test_tls(key: str) -> None:
@@ -301,8 +289,7 @@ def test_tls(key: str) -> None:
                 pytest.skip(f"{DECLARED}this server is built without TLS")
             url = with_query(f"rediss://127.0.0.1:{port}/0", ssl_ca_certs=certificate)
             backend = backend_on(url)
-            tell_story(backend, key)
-            asyncio.run(tell_short_story(backend, key))
+            tell_both(backend, key)
             with pytest.raises(BackendUnavailable):
                 backend_on(f"rediss://127.0.0.1:{port}/0").read(key)
 

@@ -101,9 +101,9 @@ def test_dropped_waiter_leaves_nothing(backend: Any, client: Any, key: str) -> N
 
 def test_dead_waiter_goes_by_itself(backend: Any, client: Any, key: str) -> None:
     """Those who are noted for longer stay, and Redis removes the key with the last one."""
-    note(backend, key, "short", 0.1)
+    note(backend, key, "short", 1.5)
     note(backend, key, "long", 60)
-    note(backend, key, "short too", 0.1)
+    note(backend, key, "short too", 1.5)
     eventually(lambda: shown(backend, key) == ["long"], "they are not shown any more")
     (left,) = backend.waiters(key)
     until = left.until.timestamp() * 1000

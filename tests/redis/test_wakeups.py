@@ -182,19 +182,15 @@ def test_process_knows_that_it_gave_up_a_wanted_key(backend: Any, key: str, way:
     grant = way.take(backend, key)
     assert way.ask(backend, "release", grant) is True
     assert backend.queues.since_wanted(name) is None
+    settled = take(backend, f"{key}-b")
     grant = way.take(backend, key)
-    contend(backend, key, wanted=True)
+    for each in (grant, settled):
+        contend(backend, each.key, wanted=True)
     assert way.ask(backend, "release", grant) is True
     assert 0 <= backend.queues.since_wanted(name) < 60
     assert way.ask(backend, "release", grant) is False
-
-
-def test_settling_a_wanted_key_is_known_too(backend: Any, key: str) -> None:
-    """As a release is."""
-    grant = take(backend, key)
-    contend(backend, key, wanted=True)
-    assert backend.settle(grant, 60) is True
-    assert backend.queues.since_wanted(backend.storage_name(key)) is not None
+    assert backend.settle(settled, 60) is True
+    assert backend.queues.since_wanted(backend.storage_name(settled.key)) is not None
 
 
 def test_without_a_subscription_waiters_of_the_process_are_rung(
@@ -233,12 +229,13 @@ def test_prefixes_hear_their_own(private: Server, key: str) -> None:
             assert len(waiter.rung) == count
 
 
-@pytest.mark.parametrize("rights", ["&*", "resetchannels &other:*"])
+@pytest.mark.parametrize(
+    ("rights", "may"), [("&*", True), ("resetchannels &other:*", False), ("&* -publish", False)]
+)
 def test_user_who_may_not_publish_releases(
-    private: Server, client: Any, heard: Heard, key: str, way: Way, rights: str
+    private: Server, client: Any, heard: Heard, key: str, way: Way, rights: str, *, may: bool
 ) -> None:
     """The key is free, and the process knows that it was wanted; only the message is missing."""
-    may = rights == "&*"
     client.execute_command("ACL SETUSER", "locker", "on", ">secret", "~*", "+@all", *rights.split())
     backend = backend_on(private.url.replace("//", "//locker:secret@"))
     for end in (*ENDS, "awaited"):
@@ -250,20 +247,6 @@ def test_user_who_may_not_publish_releases(
         heard()
     assert backend.resume(key) is False
     assert backend.queues.since_wanted(backend.storage_name(key)) is not None
-
-
-def test_user_who_may_run_no_publish_releases(
-    private: Server, client: Any, heard: Heard, key: str
-) -> None:
-    """Also where the command itself is forbidden."""
-    rights = ("on", ">secret", "~*", "&*", "+@all", "-publish")
-    client.execute_command("ACL SETUSER", "locker", *rights)
-    backend = backend_on(private.url.replace("//", "//locker:secret@"))
-    grant = take(backend, key)
-    contend(backend, key, wanted=True)
-    assert backend.release(grant) is True
-    assert backend.read(key) is None
-    assert heard() == []
 
 
 def test_full_server_calls_out(backend: Any, client: Any, heard: Heard, key: str) -> None:

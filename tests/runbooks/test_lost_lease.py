@@ -44,7 +44,7 @@ def test_a_process_that_stood_still_is_ended(walk: Walk) -> None:
 @incident("lost-lease", "Somebody took it", "postgresql", "mysql", "sqlite", "redis")
 def test_a_holder_whose_key_was_taken_is_ended(walk: Walk) -> None:
     """The page shows who took the key, and why."""
-    with walk.site.start("tests.runbooks.workers:hold_and_go_on", KEY, 2) as process:
+    with walk.site.start("tests.runbooks.workers:hold_and_go_on", KEY, 9) as process:
         process.wait_for("held", PATIENCE)
         line = f"python manage.py distlock_release {KEY} --force --reason 'deploy at noon'"
         assert walk.site.command(line).status == 0

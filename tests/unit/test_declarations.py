@@ -96,15 +96,49 @@ def told(made: object) -> list[tuple[object, ...]]:
 
 # What the doors declare
 
-BEATS = ("heartbeat",)
+BEATS, HELD = ("heartbeat",), ("heartbeat", "hold")
+FUNCTION: dict[str, Any] = {"ttl": 9, "wait": None, "on_conflict": "run", "hold": True}
+CELERY: dict[str, Any] = {"unique": "c:{pk}", "ttl": 9, "wait": 2, "hold": True}
+UNIQUE: dict[str, Any] = {"unique": "u:{pk}", "lock_options": {"on_conflict": "raise"}}
+COMMAND = {"lock_key": "report:{day}", "lock_wait": None, "lock_hold": True, "lock_ttl": 60}
+#: What is left out is the backend's, and a key has the prefix that the store sees. A unique key is
+#: never waited for nor kept behind the run. What a task of Django does by itself depends on the
+#: backend of its task.
+DECLARED: list[tuple[Callable[[], object], list[tuple[object, ...]]]] = [
+    (lambda: distlock("f:{pk}", **FUNCTION)(work), [
+        (Kind.FUNCTION, "f:{pk}", 9, None, "run", HELD),
+    ]),
+    (lambda: distlock("f")(work), [(Kind.FUNCTION, "f", 30, 5, "raise", BEATS)]),
+    (lambda: locked_view("v:{pk}", wait=0, ttl=8)(view), [
+        (Kind.VIEW, "v:{pk}", 8, 0, "skip", BEATS),
+    ]),
+    (Page.as_view, [(Kind.VIEW, "page:{pk}", 7, 5, "raise", BEATS)]),
+    (lambda: scheduled("s:{pk}", expected=8, margin=4)(work), [
+        (Kind.SCHEDULE, OWN_MARKER + "schedule:s:{pk}", 12, 0, "skip", (*HELD, "require_global")),
+    ]),
+    (lambda: celery_task("c:{pk}", **CELERY)(work), [
+        (Kind.CELERY_LOCK, "c:{pk}", 9, 2, "skip or retry", HELD),
+        (Kind.CELERY_UNIQUE, OWN_MARKER + "unique:c:{pk}", 9, 0, "skip", BEATS),
+    ]),
+    (lambda: task_class(**UNIQUE), [
+        (Kind.CELERY_UNIQUE, OWN_MARKER + "unique:u:{pk}", 30, 0, "raise", BEATS),
+    ]),
+    (lambda: django_task("d:{pk}")(work), [
+        (Kind.DJANGO_TASK, "d:{pk}", 30, 0, "retry or raise", BEATS),
+    ]),
+    (lambda: django_task("d:{pk}", on_conflict="wait")(work), [
+        (Kind.DJANGO_TASK, "d:{pk}", 30, 5, "wait", BEATS),
+    ]),
+    (command_class, [(Kind.COMMAND, "nightly", 30, 0, "skip", BEATS)]),
+    (lambda: command_class(**COMMAND), [(Kind.COMMAND, "report:{day}", 60, None, "skip", HELD)]),
+]  # fmt: skip
 
 
-def test_decorated_function_is_noted_with_its_lock() -> None:
-    """Key, times, conflict and mode; what is left out is the backend's."""
-    options: dict[str, Any] = {"ttl": 9, "wait": None, "on_conflict": "run", "hold": True}
-    made = distlock("f:{pk}", **options)(work)
-    assert told(made) == [(Kind.FUNCTION, "f:{pk}", 9, None, "run", ("heartbeat", "hold"))]
-    assert told(distlock("f")(work)) == [(Kind.FUNCTION, "f", 30, 5, "raise", BEATS)]
+@pytest.mark.parametrize(("make", "notes"), DECLARED)
+def test_what_is_decorated_is_noted(make: Callable[[], object], notes: object) -> None:
+    """Each of its keys, with times, conflict and mode."""
+    made = make()
+    assert told(made) == notes
 
 
 def test_modes_are_named_in_the_words_of_distlock() -> None:
@@ -120,6 +154,8 @@ def test_modes_are_named_in_the_words_of_distlock() -> None:
     assert (forever.mode, forever.ttl) == (("basic", "reentrant"), None)
     assert (still.mode, still.min_hold) == (("no heartbeat", "min_hold", "steal_if_dead"), 3)
     assert (long.mode, long.max_lifetime) == (("heartbeat", "max_lifetime"), 90)
+    everywhere = scheduled("local", expected=8, scope=RunScope.NODE_LOCAL)(work)
+    assert noted(everywhere)[0].mode == ("no lock", "node_local")
 
 
 def test_stacked_decorators_are_noted_each() -> None:
@@ -131,44 +167,16 @@ def test_stacked_decorators_are_noted_each() -> None:
     assert noted(inner)[0].place == noted(outer)[0].place
 
 
-def test_view_is_noted_with_what_it_answers() -> None:
-    """Both functions and classes, of which the template is shown and not what makes of it a key."""
-    made = locked_view("v:{pk}", wait=0, ttl=8)(view)
-    assert told(made) == [(Kind.VIEW, "v:{pk}", 8, 0, "skip", BEATS)]
-    made = Page.as_view()
-    assert told(made) == [(Kind.VIEW, "page:{pk}", 7, 5, "raise", BEATS)]
-    assert noted(made)[0].is_template
-
-
 def test_key_that_is_made_by_code_is_named_by_that() -> None:
-    """A dotted name, of a partial, too; and Celery's key of all arguments."""
+    """A dotted name, of a partial, too; and Celery's key of all arguments. A template is shown."""
     name = f"callable {__name__}.make_key"
     for given in (make_key, functools.partial(make_key, 1)):
         (each,) = noted(locked_view(given)(view))
         assert (each.key, each.is_template) == (name, False)
     assert [each.key for each in noted(django_task(make_key)(work))] == [name]
     assert [each.key for each in noted(celery_task(True)(work))] == ["all arguments"]
-
-
-def test_schedule_is_noted_with_its_scope() -> None:
-    """Its key has the prefix that the store sees; one that runs everywhere has no lock."""
-    made = scheduled("s:{pk}", expected=8, margin=4)(work)
-    mode = ("heartbeat", "hold", "require_global")
-    assert told(made) == [(Kind.SCHEDULE, OWN_MARKER + "schedule:s:{pk}", 12, 0, "skip", mode)]
-    made = scheduled("local", expected=8, scope=RunScope.NODE_LOCAL)(work)
-    assert noted(made)[0].mode == ("no lock", "node_local")
-
-
-def test_task_of_celery_has_a_note_for_each_of_its_keys() -> None:
-    """The unique key as the store sees it; it is never waited for nor kept behind the run."""
-    made = celery_task("c:{pk}", unique="c:{pk}", ttl=9, wait=2, hold=True)(work)
-    assert told(made) == [
-        (Kind.CELERY_LOCK, "c:{pk}", 9, 2, "skip or retry", ("heartbeat", "hold")),
-        (Kind.CELERY_UNIQUE, OWN_MARKER + "unique:c:{pk}", 9, 0, "skip", BEATS),
-    ]
-    assert told(task_class(unique="u:{pk}", lock_options={"on_conflict": "raise"})) == [
-        (Kind.CELERY_UNIQUE, OWN_MARKER + "unique:u:{pk}", 30, 0, "raise", BEATS)
-    ]
+    made = Page.as_view()
+    assert noted(made)[0].is_template
 
 
 @pytest.mark.parametrize(("acks_late", "policy"), [(True, "retry"), (False, "skip")])
@@ -183,21 +191,6 @@ def test_task_tells_what_its_function_does_not_know(acks_late: bool, policy: str
     finally:
         Celery("other").set_current()
     assert [each.on_conflict for each in noted(made)] == [policy]
-
-
-def test_task_of_django_is_noted() -> None:
-    """What it does by itself depends on the backend of its task; what it was told does not."""
-    made = django_task("d:{pk}")(work)
-    assert told(made) == [(Kind.DJANGO_TASK, "d:{pk}", 30, 0, "retry or raise", BEATS)]
-    assert noted(django_task("d:{pk}", on_conflict="wait")(work))[0].wait == 5
-
-
-def test_command_is_noted_when_it_is_loaded() -> None:
-    """Its key is the module's name, or a template of its options."""
-    assert told(command_class()) == [(Kind.COMMAND, "nightly", 30, 0, "skip", BEATS)]
-    made = command_class(lock_key="report:{day}", lock_wait=None, lock_hold=True, lock_ttl=60)
-    mode = ("heartbeat", "hold")
-    assert told(made) == [(Kind.COMMAND, "report:{day}", 60, None, "skip", mode)]
 
 
 def test_backend_that_is_not_configured_is_shown_as_such() -> None:
@@ -286,19 +279,15 @@ def test_notes_can_be_read_while_others_are_made() -> None:
         ("{pk}", "anything", True),
         ("a{{b}}:{pk}", "a{b}:7", True),
         ("a{{b}}:{pk}", "a{{b", False),
+        (make_key, "whatever", True),
     ],
 )
 def test_prefix_finds_the_templates_that_may_make_such_keys(
-    template: str, prefix: str, may: bool
+    template: Any, prefix: str, may: bool
 ) -> None:
-    """What an operator copies from a held key leads to where it comes from."""
-    made = distlock(template)(work)
+    """What an operator copies from a held key leads to where it comes from; code makes any."""
+    made = locked_view(template)(view)
     assert noted(made)[0].may_make(prefix) is may
-
-
-def test_prefix_leaves_out_no_key_that_code_makes() -> None:
-    """It may be any."""
-    assert noted(locked_view(make_key)(view))[0].may_make("whatever")
 
 
 def test_equal_notes_are_one_line() -> None:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
-
-from django_distlock import conf
-from django_distlock.backends.database import DatabaseBackend
-from django_distlock.backends.memory import MemoryBackend
-from django_distlock.core.retry import Retry
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -83,30 +76,6 @@ def test_pages_say_what_is_so() -> None:
     """Versions are ours, links and paths lead somewhere, whoever copies a block can run it."""
     found = {str(page.relative_to(ROOT)): [*wrong_on(page)] for page in PAGES}
     assert {page: wrong for page, wrong in found.items() if wrong} == {}
-
-
-@pytest.mark.parametrize(
-    ("heading", "known"),
-    [
-        ("## `DISTLOCK`", set(conf._READERS)),
-        ("### `RETRY`", {field.name for field in fields(Retry)}),
-        (
-            "### `OPTIONS` of the database backend",
-            set(inspect.signature(DatabaseBackend).parameters) - {"config", "unknown"},
-        ),
-        (
-            "### `OPTIONS` of the memory backend",
-            set(inspect.signature(MemoryBackend).parameters) - {"config", "unknown"},
-        ),
-        ("## `DISTLOCK_TABLES`", set(conf.DEFAULT_TABLES)),
-        ("## `DISTLOCK_HOLDER`", {field.name for field in fields(conf.HolderConfig)}),
-    ],
-)
-def test_settings_page_lists_what_the_settings_know(heading: str, known: set[str]) -> None:
-    """Every name has a row, and every row a name."""
-    page = (ROOT / "docs/reference/settings.md").read_text()
-    section = re.split(r"^#", page.partition(f"{heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
-    assert set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) == known
 
 
 def test_checks_page_lists_the_checks() -> None:

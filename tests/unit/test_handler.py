@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 from django.test import override_settings
 
@@ -26,9 +27,10 @@ def refusal(alias: str = "x", **configured: Any) -> str:
     """Give the message that an alias is refused with."""
     with (
         override_settings(DISTLOCK={alias: configured}),
-        pytest.raises(InvalidLockBackend) as caught,
+        pytest.raises(ImproperlyConfigured) as caught,
     ):
         lock_backends[alias]
+    assert type(caught.value) is InvalidLockBackend
     return str(caught.value)
 
 
@@ -44,21 +46,17 @@ class SlowBackend(MemoryBackend):
         type(self).made += 1
 
 
-def test_backend_is_what_the_settings_say() -> None:
-    """An alias gives an object of its class, which knows alias and configuration."""
-    with override_settings(DISTLOCK={"x": {"BACKEND": MEMORY, "TTL": 7}}):
-        backend = lock_backends["x"]
-        assert type(backend) is MemoryBackend
-        assert backend.alias == "x"
-        assert backend.config.ttl == 7
-
-
 def test_one_object_per_alias() -> None:
-    """Asking twice gives the same object; two aliases of one class are two objects."""
-    configured = {"a": {"BACKEND": MEMORY}, "b": {"BACKEND": MEMORY}}
+    """Of its class, with its alias and configuration; two aliases of one class are two objects."""
+    configured = {"a": {"BACKEND": MEMORY, "TTL": 7}, "b": {"BACKEND": MEMORY}}
     with override_settings(DISTLOCK=configured):
-        assert lock_backends["a"] is lock_backends["a"]
-        assert lock_backends["a"] is not lock_backends["b"]
+        backend = lock_backends["a"]
+        assert type(backend) is MemoryBackend
+        assert (backend.alias, backend.config.ttl) == ("a", 7)
+        assert lock_backends["a"] is backend
+        assert list(lock_backends) == ["a", "b"]
+        assert lock_backends.all() == [backend, lock_backends["b"]]
+        assert lock_backends["b"] is not backend
 
 
 def test_one_object_for_all_threads() -> None:
@@ -99,38 +97,30 @@ def test_empty_setting_gives_none() -> None:
             _ = default_lock_backend.alias
 
 
-def test_all_gives_every_backend() -> None:
-    """Iterating gives aliases, `all()` the backends."""
-    with override_settings(DISTLOCK={"a": {"BACKEND": MEMORY}, "b": {"BACKEND": MEMORY}}):
-        assert list(lock_backends) == ["a", "b"]
-        assert lock_backends.all() == [lock_backends["a"], lock_backends["b"]]
-
-
 def test_unknown_alias_is_refused_with_the_known_ones() -> None:
     """A slip in an alias is answered with the aliases."""
-    with (
-        override_settings(DISTLOCK={"a": {"BACKEND": MEMORY}}),
-        pytest.raises(InvalidLockBackend, match="'b' is not configured. DISTLOCK has: 'a'"),
-    ):
-        lock_backends["b"]
-
-
-@pytest.mark.parametrize("path", ["nowhere.Backend", f"{MEMORY}s", "NoDots", ""])
-def test_backend_that_cannot_be_imported_is_refused(path: str) -> None:
-    """The message names alias and path, and keeps the reason."""
-    message = refusal(BACKEND=path)
-    assert message.startswith(f"DISTLOCK['x']: BACKEND {path!r} cannot be imported: ")
+    configured = {"a": {"BACKEND": MEMORY}, "b": {"BACKEND": MEMORY}}
+    told = r"backend 'c' is not configured. DISTLOCK has: 'a', 'b'\."
+    with override_settings(DISTLOCK=configured), pytest.raises(InvalidLockBackend, match=told):
+        lock_backends["c"]
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["django.core.cache.cache", "datetime.date", "django_distlock.core.keys.new_token"],
+    ("path", "why"),
+    [
+        ("nowhere.Backend", "cannot be imported: "),
+        (f"{MEMORY}s", "cannot be imported: "),
+        ("NoDots", "cannot be imported: "),
+        ("", "cannot be imported: "),
+        # Before it is called.
+        ("django.core.cache.cache", "is not a subclass of BaseLockBackend."),
+        ("datetime.date", "is not a subclass of BaseLockBackend."),
+        ("django_distlock.core.keys.new_token", "is not a subclass of BaseLockBackend."),
+    ],
 )
-def test_backend_of_another_kind_is_refused(path: str) -> None:
-    """What imports and is no backend is refused before it is called."""
-    assert refusal(BACKEND=path) == (
-        f"DISTLOCK['x']: BACKEND {path!r} is not a subclass of BaseLockBackend."
-    )
+def test_backend_that_cannot_be_imported_is_refused(path: str, why: str) -> None:
+    """The message names alias and path, and keeps the reason."""
+    assert refusal(BACKEND=path).startswith(f"DISTLOCK['x']: BACKEND {path!r} {why}")
 
 
 @pytest.mark.parametrize("backend", [MEMORY, DATABASE])
@@ -143,58 +133,44 @@ def test_unknown_options_are_refused(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "rule"),
+    ("configured", "rule"),
     [
-        ({"using": "nowhere"}, "using: "),
-        ({"using": 5}, "using"),
-        ({"using": ""}, "using"),
-        ({"server_functions": "yes"}, "server_functions must be True or False, not 'yes'"),
-        ({"cleanup_on_read": 1}, "cleanup_on_read must be True or False, not 1"),
+        ({"OPTIONS": {"using": "nowhere"}}, "using: "),
+        ({"OPTIONS": {"using": 5}}, "using"),
+        ({"OPTIONS": {"using": ""}}, "using"),
+        ({"OPTIONS": {"server_functions": "yes"}}, "functions must be True or False, not 'yes'"),
+        ({"OPTIONS": {"cleanup_on_read": 1}}, "cleanup_on_read must be True or False, not 1"),
+        ({"KEY_PREFIX": "a{b}"}, "braces"),
+        ({"KEY_PREFIX": "p" * 9990}, "too long"),
+        ({"KEY_PREFIX": "\ud800"}, "surrogate"),
     ],
 )
-def test_bad_option_is_refused_with_its_name(options: dict[str, Any], rule: str) -> None:
-    """An option's value is checked when the backend is made."""
-    message = refusal(BACKEND=DATABASE, OPTIONS=options)
-    assert message.startswith("DISTLOCK['x']: ")
-    assert rule in message
-
-
-@pytest.mark.parametrize("backend", [MEMORY, DATABASE])
-@pytest.mark.parametrize(
-    ("prefix", "rule"), [("a{b}", "braces"), ("p" * 9990, "too long"), ("\ud800", "surrogate")]
-)
-def test_bad_prefix_is_refused_when_the_backend_is_made(
-    backend: str, prefix: str, rule: str
-) -> None:
-    """A prefix that the store cannot take is refused before there is a key."""
-    message = refusal(BACKEND=backend, KEY_PREFIX=prefix)
-    assert message.startswith("DISTLOCK['x']: KEY_PREFIX: ")
-    assert rule in message
+def test_bad_option_is_refused_with_its_name(configured: dict[str, Any], rule: str) -> None:
+    """What a backend or its store cannot take is refused when the backend is made."""
+    for backend in (DATABASE, MEMORY) if "KEY_PREFIX" in configured else (DATABASE,):
+        message = refusal(BACKEND=backend, **configured)
+        assert message.startswith("DISTLOCK['x']: ")
+        assert ("KEY_PREFIX: " in message) is ("KEY_PREFIX" in configured)
+        assert rule in message
 
 
 def test_backend_that_was_refused_can_be_corrected() -> None:
     """A mistake leaves nothing behind."""
-    refusal(BACKEND=MEMORY, TTL=0)
+    assert "BACKEND must be" in refusal(TTL=5)
     with override_settings(DISTLOCK={"x": {"BACKEND": MEMORY}}):
         assert lock_backends["x"].alias == "x"
 
 
 def test_changed_settings_make_new_backends() -> None:
-    """`override_settings` takes effect at once, and ends with its block."""
+    """`override_settings` takes effect at once, and ends with its block; others change nothing."""
     with override_settings(DISTLOCK={"x": {"BACKEND": MEMORY, "TTL": 7}}):
         outer = lock_backends["x"]
+        with override_settings(USE_TZ=True, LANGUAGE_CODE="de"):
+            assert lock_backends["x"] is outer
         with override_settings(DISTLOCK={"x": {"BACKEND": MEMORY, "TTL": 8}}):
             assert lock_backends["x"] is not outer
             assert lock_backends["x"].config.ttl == 8
         assert lock_backends["x"].config.ttl == 7
-
-
-def test_other_settings_leave_the_backends_alone() -> None:
-    """A test that changes something else does not lose the locks in memory."""
-    with override_settings(DISTLOCK={"x": {"BACKEND": MEMORY}}):
-        backend = lock_backends["x"]
-        with override_settings(USE_TZ=True, LANGUAGE_CODE="de"):
-            assert lock_backends["x"] is backend
 
 
 def test_default_stands_for_the_alias_of_that_name() -> None:

@@ -119,15 +119,11 @@ def threads() -> int:
     return sum(each.name == "test-listener" for each in threading.enumerate())
 
 
-def test_nobody_listens_unasked(listener: Listener, server: Server) -> None:
-    """Neither a thread nor a line is there before somebody waits."""
+def test_listening_begins_with_the_subscription(listener: Listener, server: Server) -> None:
+    """Nobody listens unasked; who asks is told that wake-ups come once the server subscribed."""
     assert not listener.is_live
     assert (threads(), server.asked) == (0, 0)
-
-
-def test_listening_begins_with_the_subscription(listener: Listener, server: Server) -> None:
-    """Who asks for wake-ups is told that they come once the server has subscribed."""
-    assert listener.ensure(5)
+    assert listener.ensure(20)
     assert listener.is_live
     assert len(server.lines) == 1
 
@@ -138,8 +134,8 @@ def test_thread_whose_start_was_interrupted_is_the_only_one(
     """A signal's exception behind the start leaves no second line that nobody closes."""
     Waiter(queues, "a")
     with interrupted_starts(monkeypatch), pytest.raises(Interrupted):
-        listener.ensure(5)
-    assert listener.ensure(5)
+        listener.ensure(20)
+    assert listener.ensure(20)
     assert (threads(), server.asked) == (1, 1)
 
 
@@ -147,7 +143,7 @@ def test_many_share_one_line(listener: Listener, server: Server, queues: Queues)
     """However many ask, at once or later."""
     answers: list[bool] = []
     asking = [
-        threading.Thread(target=lambda: answers.append(listener.ensure(5))) for _ in range(10)
+        threading.Thread(target=lambda: answers.append(listener.ensure(20))) for _ in range(10)
     ]
     for thread in asking:
         thread.start()
@@ -164,12 +160,10 @@ def test_subscription_that_takes_long_is_waited_for_within_the_bound(
     """Who may wait for less is told that wake-ups do not come yet."""
     goes_on = threading.Event()
     server.before = goes_on.wait
-    started = time.monotonic()
-    assert not listener.ensure(0.1)
-    assert time.monotonic() - started < 1.0
-    assert not listener.ensure(0)
+    for seconds in (0.1, 0):
+        assert not listener.ensure(seconds)
     goes_on.set()
-    assert listener.ensure(5)
+    assert listener.ensure(20)
     assert server.asked == 1
 
 
@@ -178,7 +172,7 @@ def test_first_waiter_of_what_is_called_out_is_rung(
 ) -> None:
     """And nobody else."""
     first, second, other = Waiter(queues, "a"), Waiter(queues, "a"), Waiter(queues, "b")
-    assert listener.ensure(5)
+    assert listener.ensure(20)
     assert eventually(lambda: (first.rung, other.rung) == (1, 1))
     server.lines[0].say("a")
     server.lines[0].say("c")
@@ -192,7 +186,7 @@ def test_broken_line_is_told_once_and_opened_again(
     """Meanwhile nobody relies on it; whoever waits is rung when it goes and when it comes."""
     caplog.set_level(logging.INFO, "django_distlock")
     waiter = Waiter(queues, "a")
-    assert listener.ensure(5)
+    assert listener.ensure(20)
     assert eventually(lambda: waiter.rung == 1)
     comes_back = threading.Event()
     server.before = comes_back.wait
@@ -202,7 +196,7 @@ def test_broken_line_is_told_once_and_opened_again(
     assert not listener.is_live
     assert server.lines[0].closed
     comes_back.set()
-    assert eventually(lambda: listener.is_live, timeout=5)
+    assert eventually(lambda: listener.is_live)
     assert eventually(lambda: waiter.rung == 3)
     assert server.asked == 4
     warnings = [each for each in caplog.records if each.levelno == logging.WARNING]
@@ -211,30 +205,28 @@ def test_broken_line_is_told_once_and_opened_again(
 
 
 def test_server_that_cannot_wake_is_told_once_and_left_alone(
-    listener: Listener, server: Server, queues: Queues, caplog: pytest.LogCaptureFixture
+    listener: Listener,
+    server: Server,
+    queues: Queues,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Waiters go back to asking, and do not make the process try again and again."""
     server.refuses = [NoWakeUps("a pooler stands in between")] * 9
     Waiter(queues, "a")
     for _ in range(5):
         assert not listener.ensure(1)
-    time.sleep(0.2)
     assert server.asked == 1
     assert [each.getMessage().count("pooler") for each in caplog.records] == [1]
 
 
 def test_server_that_could_not_wake_is_asked_again_after_a_while(
-    listener: Listener,
-    server: Server,
-    queues: Queues,
-    monkeypatch: pytest.MonkeyPatch,
+    listener: Listener, server: Server, queues: Queues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody may have changed the settings of the pooler."""
     monkeypatch.setattr(module, "IDLE_SECONDS", 0.05)
     server.refuses = [NoWakeUps("a pooler stands in between")]
     waiter = Waiter(queues, "a")
-    assert not listener.ensure(1)
-    assert eventually(lambda: listener.ensure(0.1), timeout=5)
+    assert eventually(lambda: listener.ensure(0.1))
     assert server.asked == 2
     waiter.leave()
 
@@ -245,13 +237,13 @@ def test_line_is_closed_when_nobody_waits(
     """Its thread ends with it; whoever waits later begins anew."""
     monkeypatch.setattr(module, "IDLE_SECONDS", 0.2)
     waiter = Waiter(queues, "a")
-    assert listener.ensure(5)
+    assert listener.ensure(20)
     time.sleep(0.6)
     assert listener.is_live, "closed while somebody waited"
     waiter.leave()
-    assert eventually(lambda: not listener.is_live and threads() == 0, timeout=5)
+    assert eventually(lambda: not listener.is_live and threads() == 0)
     assert server.lines[0].closed
-    assert listener.ensure(5)
+    assert listener.ensure(20)
     assert len(server.lines) == 2
 
 
@@ -259,20 +251,22 @@ def test_lost_line_is_not_opened_again_for_nobody(
     listener: Listener, server: Server, queues: Queues
 ) -> None:
     """Where nobody waits, a line that breaks is simply gone."""
-    assert listener.ensure(5)
+    assert listener.ensure(20)
     server.lines[0].say(OSError("cut"))
-    assert eventually(lambda: threads() == 0, timeout=5)
+    assert eventually(lambda: threads() == 0)
     assert server.asked == 1
 
 
 def test_closing_ends_the_thread_and_the_line(listener: Listener, server: Server) -> None:
-    """Such as before a database is dropped."""
-    assert listener.ensure(5)
-    listener.close_all()
-    assert not listener.is_live
-    assert threads() == 0
+    """Such as before a database is dropped; it is no end, and who waits next listens."""
+    assert listener.ensure(20)
+    for _ in range(2):
+        listener.close_all()
+        assert not listener.is_live
+        assert threads() == 0
     assert server.lines[0].closed
-    listener.close_all()
+    assert listener.ensure(20)
+    assert len(server.lines) == 2
 
 
 def test_closing_while_a_line_is_opened_leaves_none_open(
@@ -285,29 +279,21 @@ def test_closing_while_a_line_is_opened_leaves_none_open(
     assert eventually(lambda: server.asked == 1)
     threading.Timer(0.2, goes_on.set).start()
     listener.close_all()
-    assert eventually(lambda: threads() == 0, timeout=5)
+    assert eventually(lambda: threads() == 0)
     assert [each.closed > 0 for each in server.lines] == [True]
     assert not listener.is_live
 
 
-def test_listener_can_be_used_again_behind_a_close(listener: Listener, server: Server) -> None:
-    """Closing is no end: who waits next listens."""
-    assert listener.ensure(5)
-    listener.close_all()
-    assert listener.ensure(5)
-    assert len(server.lines) == 2
-
-
 def test_forgetting_begins_anew_and_touches_nothing(listener: Listener, server: Server) -> None:
     """As in a forked child: thread and connection are the parent's, who goes on with them."""
-    assert listener.ensure(5)
+    assert listener.ensure(20)
     listener.forget()
     assert not listener.is_live
     assert server.lines[0].closed == 0
-    assert listener.ensure(5)
+    assert listener.ensure(20)
     assert len(server.lines) == 2
     server.lines[0].say(OSError("the parent's ends"))
-    assert eventually(lambda: threads() == 1, timeout=5)
+    assert eventually(lambda: threads() == 1)
     assert listener.is_live
 
 
@@ -319,7 +305,7 @@ def test_whoever_comes_as_the_line_closes_is_rung_or_heard(
     monkeypatch.setattr(module, "IDLE_SECONDS", 0.0)
     for _ in range(200):
         waiter = Waiter(queues, "a")
-        relies = listener.is_live or listener.ensure(5)
+        relies = listener.is_live or listener.ensure(20)
         before = waiter.rung
         if relies:
             for line in list(server.lines):

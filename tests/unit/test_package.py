@@ -69,12 +69,6 @@ def test_names_are_complete_and_sorted() -> None:
     assert sorted(PUBLIC) == PUBLIC
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_name_is_there(name: str) -> None:
-    """Each public name can be had from the root."""
-    assert getattr(django_distlock, name) is not None
-
-
 def test_unknown_name_is_an_attribute_error() -> None:
     """The root has no other names to offer, and says so as Python does."""
     with pytest.raises(AttributeError, match="FencedModel"):

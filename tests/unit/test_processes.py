@@ -31,11 +31,6 @@ def sleep() -> None:
     time.sleep(60)
 
 
-def variable(name: str) -> str | None:
-    """Read the environment."""
-    return os.environ.get(name)
-
-
 @pytest.mark.django_db(transaction=True)
 def test_process_works_on_the_test_database() -> None:
     """A process reads and writes the rows of the test that started it, and can be talked to."""
@@ -50,21 +45,16 @@ def test_process_works_on_the_test_database() -> None:
 
 @pytest.mark.django_db(transaction=True, databases=["sqlite"])
 def test_process_works_on_the_sqlite_test_database() -> None:
-    """The SQLite test database is a file that another process can open."""
+    """It is a file that another process can open; keyword arguments are environment variables."""
     Row.objects.using("sqlite").create(name="stock")
-    with spawn("tests.unit.test_processes:names", "sqlite") as worker:
-        assert worker.result() == ["stock"]
+    with spawn("tests.unit.test_processes:names", "sqlite", ANSWER="42") as worker:
+        assert worker.result() == ["stock", "42"]
 
 
 def names(using: str) -> list[str]:
-    """List the rows of a database."""
-    return list(Row.objects.using(using).values_list("name", flat=True))
-
-
-def test_environment_reaches_the_process() -> None:
-    """Keyword arguments are environment variables."""
-    with spawn("tests.unit.test_processes:variable", "ANSWER", ANSWER="42") as worker:
-        assert worker.result() == "42"
+    """List the rows of a database, and what the environment says."""
+    rows = Row.objects.using(using).values_list("name", flat=True)
+    return [*rows, os.environ["ANSWER"]]
 
 
 def test_failure_carries_the_traceback() -> None:

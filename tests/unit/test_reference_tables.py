@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from django.core.management import load_command_class
 from django.core.management.base import BaseCommand
+from django.utils.module_loading import import_string
 
-from django_distlock import inspection, signals
+from django_distlock import conf, inspection, signals
 from django_distlock.backends.advisory import AdvisoryBackend
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.database import DatabaseBackend
@@ -25,6 +26,7 @@ from django_distlock.backends.redis.clients import _CODES, _WORDS
 from django_distlock.backends.redis.store import RedisStore
 from django_distlock.conf import BackendConfig
 from django_distlock.core.errors import LockError
+from django_distlock.core.retry import Retry
 from django_distlock.locks import UNSET
 from django_distlock.scheduling import RunScope
 from django_distlock.vendors import VENDORS, mysql, oracle, postgresql, sqlite
@@ -129,18 +131,14 @@ def written(value: object) -> str:
 
 
 def test_table_has_every_backend_and_every_capability() -> None:
-    """A column for each backend and database, and a row for each attribute of the base class."""
+    """A column for each backend and database; a row for each attribute, in both tables."""
     headings, table = capabilities()
+    attributes = [*BaseLockBackend.__annotations__]
     assert headings == [*COLUMNS]
     assert len([each for each in headings if each.lower() in VENDORS]) == len(VENDORS)
-    assert list(table) == list(BaseLockBackend.__annotations__)
-
-
-def test_attributes_are_explained() -> None:
-    """The second table has the same rows."""
+    assert list(table) == attributes
     explained = section(page("backends"), "What each can do").partition("\n\n|")[2]
-    told = [row[0].strip("`") for row in rows(f"|{explained}")]
-    assert told == ["attribute", *BaseLockBackend.__annotations__]
+    assert [row[0].strip("`") for row in rows(f"|{explained}")] == ["attribute", *attributes]
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -155,24 +153,33 @@ def test_backend_can_do_what_the_table_says(column: str, monkeypatch: pytest.Mon
 def test_classes_are_importable_by_their_paths() -> None:
     """The path of each class is right."""
     paths = re.findall(r"^\|[^|]*\| `(django_distlock\.[\w.]+)` \|", page("backends"), re.MULTILINE)
-    found = [getattr(importlib.import_module(each), name) for each, _, name in map(split, paths)]
-    assert found == [DatabaseBackend, RedisBackend, AdvisoryBackend, MemoryBackend]
+    assert [import_string(each) for each in paths] == [
+        DatabaseBackend, RedisBackend, AdvisoryBackend, MemoryBackend,
+    ]  # fmt: skip
 
 
-def split(path: str) -> tuple[str, str, str]:
-    """Take a path apart into module, dot and name."""
-    return path.rpartition(".")
+def options_of(kind: type[BaseLockBackend]) -> set[str]:
+    """Return the names that `OPTIONS` of a backend may have."""
+    return set(inspect.signature(kind).parameters) - {"config", "unknown"}
 
 
 @pytest.mark.parametrize(
-    ("heading", "kind"),
-    [("the Redis backend", RedisBackend), ("the session-advisory backend", AdvisoryBackend)],
+    ("heading", "known"),
+    [
+        ("## `DISTLOCK`", set(conf._READERS)),
+        ("## `DISTLOCK_TABLES`", set(conf.DEFAULT_TABLES)),
+        ("## `DISTLOCK_HOLDER`", {each.name for each in dataclasses.fields(conf.HolderConfig)}),
+        ("### `RETRY`", {each.name for each in dataclasses.fields(Retry)}),
+        ("### `OPTIONS` of the database backend", options_of(DatabaseBackend)),
+        ("### `OPTIONS` of the memory backend", options_of(MemoryBackend)),
+        ("### `OPTIONS` of the Redis backend", options_of(RedisBackend)),
+        ("### `OPTIONS` of the session-advisory backend", options_of(AdvisoryBackend)),
+    ],
 )
-def test_options_of_a_backend_are_listed(heading: str, kind: type[BaseLockBackend]) -> None:
-    """Every option has a row, and every row an option."""
-    options = page("settings").partition(f"### `OPTIONS` of {heading}\n")[2].partition("\n#")[0]
-    told = {row[0].strip("`") for row in rows(options)} - {"name"}
-    assert told == set(inspect.signature(kind).parameters) - {"config", "unknown"}
+def test_settings_are_listed(heading: str, known: set[str]) -> None:
+    """Every name has a row, and every row a name."""
+    part = page("settings").partition(f"\n{heading}\n")[2].partition("\n#")[0]
+    assert {row[0].strip("`") for row in rows(part)} - {"name"} == known
 
 
 def test_every_setting_is_listed() -> None:
@@ -343,8 +350,15 @@ def options(command: str) -> set[str]:
 
 
 def test_every_command_has_a_section() -> None:
-    """And every section is about a command."""
+    """And every section is about a command; as the first lines say, one of them prints no JSON."""
     assert re.findall(r"^## `(\w+)`", page("commands"), re.MULTILINE) == COMMANDS
+    assert [each for each in COMMANDS if "--json" not in options(each)] == ["distlock_run"]
+
+
+def test_all_of_this_is_looked_for() -> None:
+    """What the tests here go through is not empty."""
+    assert len(COMMANDS) == 12
+    assert len(ALL_SIGNATURES) > 30
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -357,14 +371,3 @@ def test_options_of_a_command_are_listed(command: str) -> None:
     assert set(re.findall(r"--[a-z][a-z-]*", usage)) == known
     assert set(re.findall(r"--[a-z][a-z-]*", listed)) | {"--json", "--declared"} >= known
     assert set(re.findall(r"`(--[a-z][a-z-]*)", listed)) <= known
-
-
-def test_only_one_command_prints_no_json() -> None:
-    """As the first lines of the page say."""
-    assert [each for each in COMMANDS if "--json" not in options(each)] == ["distlock_run"]
-
-
-def test_all_of_this_is_looked_for() -> None:
-    """What the tests above go through is not empty."""
-    assert len(COMMANDS) == 12
-    assert len(ALL_SIGNATURES) > 30

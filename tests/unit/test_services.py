@@ -28,7 +28,7 @@ from tests.services_plugin import DESK, KINDS
 pytestmark = pytest.mark.servers(*KINDS)
 
 #: One of the functions that give a server.
-Serve = Callable[[], AbstractContextManager[services.Server]]
+Serve = Callable[[], AbstractContextManager[Any]]
 
 
 def setting(url: str, name: str) -> str:
@@ -103,24 +103,18 @@ def directive(url: str, name: str) -> str:
 @pytest.mark.parametrize(("durable", "appends"), [(False, "no"), (True, "yes")])
 def test_private_redis_ends_with_its_block(durable: bool, appends: str) -> None:
     """The same for Redis, which evicts nothing unless its caller wants it to."""
-    with services.private_redis(durable=durable) as server:
-        assert directive(server.url, "appendonly") == appends
-        assert directive(server.url, "save") == ""
-        assert directive(server.url, "bind") == "127.0.0.1"
-        assert directive(server.url, "maxmemory-policy") == "noeviction"
+    port, policy = services.free_port(), "allkeys-lru" if durable else "noeviction"
+    wanted: dict[str, Any] = {"port": port, "maxmemory_policy": policy} if durable else {}
+    with services.private_redis(durable=durable, **wanted) as server:
+        told = {name: directive(server.url, name) for name in ("appendonly", "save", "bind")}
+        assert told == {"appendonly": appends, "save": "", "bind": "127.0.0.1"}
+        assert directive(server.url, "maxmemory-policy") == policy
+        assert urlsplit(server.url).port == port or not durable
         home = Path(directive(server.url, "dir")).parent
         assert home.exists()
     assert not home.exists()
     with Redis.from_url(server.url) as client, pytest.raises(RedisConnectionError):
         client.ping()
-
-
-def test_private_redis_is_what_its_caller_wants() -> None:
-    """A directive of the server can be another one, and so can the place where it listens."""
-    port = services.free_port()
-    with services.private_redis(port=port, maxmemory_policy="allkeys-lru") as server:
-        assert directive(server.url, "maxmemory-policy") == "allkeys-lru"
-        assert urlsplit(server.url).port == port
 
 
 def test_redis_can_be_started_again() -> None:
@@ -210,29 +204,55 @@ def test_leftovers_of_another_day_are_swept(
         assert set(tmp_path.iterdir()) == {young, own}
 
 
-def test_address_in_the_environment_comes_first() -> None:
+#: What serves each kind, by the variable with its address, and an address of nobody.
+ADDRESSED: dict[str, tuple[Serve, str]] = {
+    "POSTGRES": (services.postgres, "postgresql://nobody@127.0.0.1:1/none"),
+    "REDIS": (services.redis, "redis://127.0.0.1:1/0"),
+    "REDIS_CLUSTER": (services.redis_cluster, "redis://127.0.0.1:1/0"),
+    "MYSQL": (services.mariadb, "mysql://nobody@127.0.0.1:1/none"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["POSTGRES", "REDIS", "REDIS_CLUSTER", pytest.param("MYSQL", marks=needs_mariadb)]
+)
+def test_address_in_the_environment_comes_first(kind: str) -> None:
     """The address that the environment names is used, and its server's version is read."""
-    with services.postgres() as server:
-        assert server.url == os.environ["DISTLOCK_TEST_POSTGRES_URL"]
-        assert server.source == "DISTLOCK_TEST_POSTGRES_URL"
-        assert setting(server.url, "server_version").startswith(server.version)
+    serve, name = ADDRESSED[kind][0], f"DISTLOCK_TEST_{kind}_URL"
+    with serve() as server:
+        assert (server.url, server.source) == (os.environ[name], name)
+        assert re.match(r"((Redis|Valkey) )?\d+(\.\d+)+", server.version)
 
 
-def test_address_without_a_server_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ADDRESSED)
+def test_address_without_a_server_is_an_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that was asked for and does not answer is named, instead of replaced by another."""
-    monkeypatch.setenv("DISTLOCK_TEST_POSTGRES_URL", "postgresql://nobody@127.0.0.1:1/none")
-    with pytest.raises(pytest.UsageError, match="shall use"), services.postgres():
+    serve, nowhere = ADDRESSED[kind]
+    monkeypatch.setenv(f"DISTLOCK_TEST_{kind}_URL", nowhere)
+    with pytest.raises(pytest.UsageError, match="shall use"), serve():
         pass
 
 
-def test_machine_without_postgresql_is_told_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "find", "package"),
+    [
+        (services, services._postgres_binaries, "postgresql"),
+        (redis_servers, redis_servers._program, "redis-server"),
+    ],
+    ids=["postgres", "redis"],
+)
+def test_machine_without_a_server_is_told_what_to_install(
+    module: Any,
+    find: Callable[[Path], Path],
+    package: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where neither the system nor a wheel has PostgreSQL, the error is an install line."""
+    """Where neither the system nor a wheel has one, the error is an install line."""
     monkeypatch.setenv("DISTLOCK_TEST_SERVERS", "wheels")
-    monkeypatch.setattr(services, "find_spec", {}.get)
-    with pytest.raises(pytest.UsageError, match="apt-get install postgresql"):
-        services._postgres_binaries(tmp_path)
+    monkeypatch.setattr(module, "find_spec", {}.get)
+    with pytest.raises(pytest.UsageError, match=f"apt-get install {package}"):
+        find(tmp_path)
 
 
 def test_wheels_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,43 +274,6 @@ def test_unknown_choice_of_servers_is_refused(
 
 
 # Redis
-
-
-@pytest.mark.parametrize(
-    ("variable", "serve"),
-    [
-        ("DISTLOCK_TEST_REDIS_URL", services.redis),
-        ("DISTLOCK_TEST_REDIS_CLUSTER_URL", services.redis_cluster),
-    ],
-    ids=["single", "cluster"],
-)
-class TestAddressOfRedis:
-    """The addresses that the environment names."""
-
-    def test_comes_first(self, variable: str, serve: Serve) -> None:
-        """The address is used, and its server's name and version are read."""
-        with serve() as server:
-            assert server.url == os.environ[variable]
-            assert server.source == variable
-            assert re.fullmatch(r"(Redis|Valkey) \d+(\.\d+)+", server.version)
-
-    def test_without_a_server_is_an_error(
-        self, monkeypatch: pytest.MonkeyPatch, variable: str, serve: Serve
-    ) -> None:
-        """A server that was asked for and does not answer is named, instead of replaced."""
-        monkeypatch.setenv(variable, "redis://127.0.0.1:1/0")
-        with pytest.raises(pytest.UsageError, match="shall use"), serve():
-            pass
-
-
-def test_machine_without_redis_is_told_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where neither the system nor a wheel has Redis, the error is an install line."""
-    monkeypatch.setenv("DISTLOCK_TEST_SERVERS", "wheels")
-    monkeypatch.setattr(redis_servers, "find_spec", {}.get)
-    with pytest.raises(pytest.UsageError, match="apt-get install redis-server"):
-        redis_servers._program(tmp_path)
 
 
 def test_wheels_of_redis_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,24 +322,6 @@ def test_nobody_imports_the_wheels() -> None:
 
 
 # MariaDB, which the tests can do without
-
-
-def test_address_of_mariadb_comes_first() -> None:
-    """The address that the environment names is used, and its server's version is read."""
-    if "DISTLOCK_TEST_MYSQL_URL" not in os.environ:
-        pytest.skip(f"{DECLARED}{services.NO_MARIADB}")
-    with services.mariadb() as server:
-        assert server is not None
-        assert server.url == os.environ["DISTLOCK_TEST_MYSQL_URL"]
-        assert server.source == "DISTLOCK_TEST_MYSQL_URL"
-        assert variable(server.url, "version") == server.version
-
-
-def test_address_without_mariadb_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that was asked for and does not answer is named, instead of left out."""
-    monkeypatch.setenv("DISTLOCK_TEST_MYSQL_URL", "mysql://nobody@127.0.0.1:1/none")
-    with pytest.raises(pytest.UsageError, match="shall use"), services.mariadb():
-        pass
 
 
 @pytest.fixture
