@@ -10,6 +10,7 @@ import pytest
 from django.db import connections
 from pytest_django import DjangoDbBlocker
 
+from django_distlock import Lock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.handler import lock_backends
@@ -17,6 +18,7 @@ from tests.backends import BACKENDS, Registered
 from tests.conftest import DECLARED
 from tests.services import NO_MARIADB
 
+from .locking import lock_of
 from .stores import DatabaseStore, Elapse, MemoryStore, Store, Stranger
 from .stores_redis import RedisStore
 from .stores_session import SessionStore, end_sessions
@@ -100,6 +102,12 @@ def registered(request: pytest.FixtureRequest) -> Registered:
     if lack := _lacks(registered, request.node.get_closest_marker("requires")):
         pytest.skip(f"{DECLARED}{registered.alias}: {lack}")
     return registered
+
+
+@pytest.fixture
+def lock(registered: Registered, key: str) -> Lock:
+    """Describe a lock on the backend under test, as `lock_of` does for those with arguments."""
+    return lock_of(registered, key)
 
 
 @pytest.fixture

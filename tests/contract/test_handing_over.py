@@ -19,6 +19,7 @@ from django_distlock import (
     BackendUnavailable,
     InvalidArgument,
     Lease,
+    Lock,
     LockError,
     LockLost,
     LockUsageError,
@@ -100,9 +101,10 @@ def test_another_process_goes_on(registered: Registered, key: str) -> None:
 
 @HANDS_OVER
 @ELSEWHERE
-def test_lease_outlives_the_process_that_gave_it_away(registered: Registered, key: str) -> None:
+def test_lease_outlives_the_process_that_gave_it_away(
+    lock: Lock, registered: Registered, key: str
+) -> None:
     """Its end releases nothing of it, and the end of who took it up does."""
-    lock = lock_of(registered, key)
     with spawn(f"{__name__}:dump_and_end", registered.alias, key, 30) as worker:
         text = worker.result()
     assert taken(lock)
@@ -545,9 +547,8 @@ def test_dump_waits_for_the_outermost_transaction(registered: Registered, key: s
 
 
 @pytest.mark.requires(supports_ttl=False)
-def test_lease_of_a_connection_stays_where_it_is(registered: Registered, key: str) -> None:
+def test_lease_of_a_connection_stays_where_it_is(lock: Lock, key: str) -> None:
     """It says so, and stands."""
-    lock = lock_of(registered, key)
     with lock as lease:
         with pytest.raises(LockUsageError, match="connection") as caught:
             lease.dump()

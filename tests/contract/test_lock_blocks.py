@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from django_distlock import Lease, LockError, LockNotAcquired
+from django_distlock import Lease, Lock, LockError, LockNotAcquired
 from tests.backends import Registered
 
 from .locking import grantable, held_elsewhere, lock_of, taken
 
 
-def test_block_runs_while_nobody_else_can_have_the_key(registered: Registered, key: str) -> None:
+def test_block_runs_while_nobody_else_can_have_the_key(lock: Lock) -> None:
     """Inside the block the key is taken for everybody else, behind it it is free at once."""
-    lock = lock_of(registered, key)
     with lock as lease:
         assert isinstance(lease, Lease)
         assert lease.held
@@ -24,9 +23,8 @@ def test_block_runs_while_nobody_else_can_have_the_key(registered: Registered, k
     assert not lease.held
 
 
-async def test_asynchronous_block_does_the_same(registered: Registered, key: str) -> None:
+async def test_asynchronous_block_does_the_same(lock: Lock) -> None:
     """`async with` is the twin of `with`."""
-    lock = lock_of(registered, key)
     async with lock as lease:
         assert isinstance(lease, Lease)
         assert lease.held
@@ -39,21 +37,19 @@ async def test_asynchronous_block_does_the_same(registered: Registered, key: str
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, LockError])
 def test_error_in_the_block_passes_and_frees_the_key(
-    registered: Registered, key: str, error: type[BaseException]
+    lock: Lock, error: type[BaseException]
 ) -> None:
     """What the body raises is what the caller sees, and the key is free."""
-    lock, raised = lock_of(registered, key), error("from the body")
+    raised = error("from the body")
     with pytest.raises(error) as caught, lock:
         raise raised
     assert caught.value is raised
     assert grantable(lock)
 
 
-async def test_error_in_the_asynchronous_block_passes_and_frees_the_key(
-    registered: Registered, key: str
-) -> None:
+async def test_error_in_the_asynchronous_block_passes_and_frees_the_key(lock: Lock) -> None:
     """The same for `async with`."""
-    lock, raised = lock_of(registered, key), ValueError("from the body")
+    raised = ValueError("from the body")
     with pytest.raises(ValueError, match="from the body") as caught:
         async with lock:
             raise raised
@@ -61,9 +57,8 @@ async def test_error_in_the_asynchronous_block_passes_and_frees_the_key(
     assert grantable(lock)
 
 
-def test_leaving_early_frees_the_key(registered: Registered, key: str) -> None:
+def test_leaving_early_frees_the_key(lock: Lock) -> None:
     """`return`, `break` and a closed generator leave the block as its end does."""
-    lock = lock_of(registered, key)
 
     def returns() -> None:
         with lock:
@@ -109,11 +104,8 @@ async def test_asynchronous_body_never_runs_without_the_lock(
     assert ran == []
 
 
-def test_releasing_inside_the_block_is_the_end_of_the_lease(
-    registered: Registered, key: str
-) -> None:
+def test_releasing_inside_the_block_is_the_end_of_the_lease(lock: Lock) -> None:
     """A block that gave its lease back early ends quietly, and releases nobody else's."""
-    lock = lock_of(registered, key)
     with lock as lease:
         assert lease.release() is True
         with held_elsewhere(lock) as other:

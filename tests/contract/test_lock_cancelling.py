@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from django_distlock import LockError, Retry
+from django_distlock import Lock, LockError, Retry
 from tests.backends import Registered
 
 from .locking import eventually, grantable, held_elsewhere, lock_of, taken
@@ -15,9 +15,9 @@ from .locking import eventually, grantable, held_elsewhere, lock_of, taken
 QUICK = Retry(delay=0.02, factor=1, cap=0.02)
 
 
-async def test_cancelled_work_releases(registered: Registered, key: str) -> None:
+async def test_cancelled_work_releases(lock: Lock) -> None:
     """A task that is cancelled inside the block has given the key back when it ends."""
-    lock, entered = lock_of(registered, key), asyncio.Event()
+    entered = asyncio.Event()
 
     async def work() -> None:
         async with lock:
@@ -33,9 +33,9 @@ async def test_cancelled_work_releases(registered: Registered, key: str) -> None
     assert grantable(lock)
 
 
-async def test_work_cancelled_twice_releases(registered: Registered, key: str) -> None:
+async def test_work_cancelled_twice_releases(lock: Lock) -> None:
     """Cancelling again, while the release is under way, does not stop it."""
-    lock, entered = lock_of(registered, key), asyncio.Event()
+    entered = asyncio.Event()
 
     async def work() -> None:
         async with lock:
@@ -53,20 +53,16 @@ async def test_work_cancelled_twice_releases(registered: Registered, key: str) -
     assert eventually(lambda: grantable(lock))
 
 
-async def test_timeout_around_work_releases(registered: Registered, key: str) -> None:
+async def test_timeout_around_work_releases(lock: Lock) -> None:
     """`asyncio.timeout` is a cancellation like any other."""
-    lock = lock_of(registered, key)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1), lock:
             await asyncio.sleep(60)
     assert grantable(lock)
 
 
-async def test_decorated_coroutine_that_is_cancelled_releases(
-    registered: Registered, key: str
-) -> None:
+async def test_decorated_coroutine_that_is_cancelled_releases(lock: Lock) -> None:
     """The same for decorated functions."""
-    lock = lock_of(registered, key)
 
     @lock
     async def work() -> None:
@@ -144,11 +140,8 @@ async def test_task_group_that_fails_releases_all(registered: Registered, key: s
     assert all(grantable(lock) for lock in locks)
 
 
-async def test_cancelled_extend_leaves_a_lease_that_can_be_released(
-    registered: Registered, key: str
-) -> None:
+async def test_cancelled_extend_leaves_a_lease_that_can_be_released(lock: Lock) -> None:
     """Giving up on an extend does not give up the lease."""
-    lock = lock_of(registered, key)
     lease = await lock.aacquire()
     task = asyncio.create_task(lease.aextend(20))
     await asyncio.sleep(0)
@@ -159,9 +152,8 @@ async def test_cancelled_extend_leaves_a_lease_that_can_be_released(
     assert grantable(lock)
 
 
-async def test_cancelled_release_is_carried_out(registered: Registered, key: str) -> None:
+async def test_cancelled_release_is_carried_out(lock: Lock) -> None:
     """A release that was begun frees the key, whatever becomes of its task."""
-    lock = lock_of(registered, key)
     lease = await lock.aacquire()
     task = asyncio.create_task(lease.arelease())
     await asyncio.sleep(0)

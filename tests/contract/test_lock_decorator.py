@@ -15,6 +15,7 @@ import pytest
 
 from django_distlock import (
     InvalidArgument,
+    Lock,
     LockNotAcquired,
     LockUsageError,
     current_lease,
@@ -26,9 +27,8 @@ from .helpers import Later
 from .locking import grantable, held_elsewhere, lock_of, taken
 
 
-def test_function_runs_under_the_lock(registered: Registered, key: str) -> None:
+def test_function_runs_under_the_lock(lock: Lock) -> None:
     """Arguments go in, the result comes out, and the key is taken in between."""
-    lock = lock_of(registered, key)
 
     @lock
     def work(a: int, *, b: int = 0) -> tuple[int, bool, bool]:
@@ -41,9 +41,8 @@ def test_function_runs_under_the_lock(registered: Registered, key: str) -> None:
     assert grantable(lock)
 
 
-async def test_coroutine_function_runs_under_the_lock(registered: Registered, key: str) -> None:
+async def test_coroutine_function_runs_under_the_lock(lock: Lock) -> None:
     """The decorator of a coroutine function makes a coroutine function."""
-    lock = lock_of(registered, key)
 
     @lock
     async def work(a: int) -> tuple[int, bool]:
@@ -67,9 +66,8 @@ def test_function_keeps_its_name_and_signature(registered: Registered, key: str)
     assert inspect.signature(decorated) == inspect.signature(work)
 
 
-def test_error_passes_and_frees_the_key(registered: Registered, key: str) -> None:
+def test_error_passes_and_frees_the_key(lock: Lock) -> None:
     """What the function raises is what the caller sees."""
-    lock = lock_of(registered, key)
 
     @lock
     def work() -> None:
@@ -322,11 +320,8 @@ def test_body_that_is_returned_does_not_run(registered: Registered, key: str) ->
     assert grantable(lock)
 
 
-async def test_partial_of_a_coroutine_function_runs_under_the_lock(
-    registered: Registered, key: str
-) -> None:
+async def test_partial_of_a_coroutine_function_runs_under_the_lock(lock: Lock) -> None:
     """It is seen to be one."""
-    lock = lock_of(registered, key)
 
     async def work(a: int, b: int) -> tuple[int, bool]:
         await asyncio.sleep(0)

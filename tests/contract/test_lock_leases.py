@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 from django.db import transaction
 
-from django_distlock import BackendUnavailable, InvalidArgument, Lease, LockLost, LockUsageError
+from django_distlock import (
+    BackendUnavailable,
+    InvalidArgument,
+    Lease,
+    Lock,
+    LockLost,
+    LockUsageError,
+)
 from django_distlock.core.keys import validate_token
 from django_distlock.handler import lock_backends
 from django_distlock.host import monotonic
@@ -76,11 +83,9 @@ def test_lease_tells_what_is_held(registered: Registered, key: str) -> None:
         assert lease.check() is None  # type: ignore[func-returns-value]
 
 
-def test_fence_token_is_fifteen_digits_in_the_order_of_fences(
-    registered: Registered, key: str
-) -> None:
+def test_fence_token_is_fifteen_digits_in_the_order_of_fences(lock: Lock) -> None:
     """As text, later fences are greater."""
-    lock, tokens = lock_of(registered, key), []
+    tokens = []
     for _ in range(11):
         with lock as lease:
             tokens.append(lease.fence_token)
@@ -256,10 +261,9 @@ def test_lease_past_its_deadline_refuses_extend_but_may_release(
 
 
 def test_extend_of_a_key_that_was_taken_away_is_lost(
-    registered: Registered, key: str, extend: Extend, release: Release
+    lock: Lock, registered: Registered, key: str, extend: Extend, release: Release
 ) -> None:
     """The store's answer that the lease is gone is a loss, for good."""
-    lock = lock_of(registered, key)
     lease = lock.acquire()
     take_away(lease)
     # A session that was ended says so by itself.
@@ -319,9 +323,8 @@ def test_function_that_outlived_its_lease_raises(registered: Registered, key: st
         asyncio.run(awork())
 
 
-def test_block_whose_key_was_taken_away_raises(registered: Registered, key: str) -> None:
+def test_block_whose_key_was_taken_away_raises(lock: Lock, key: str) -> None:
     """An operator who takes the key from a running block makes it fail at its end."""
-    lock = lock_of(registered, key)
     with pytest.raises(LockLost, match=key), lock as lease:
         take_away(lease)
     assert lease.is_lost
@@ -353,9 +356,8 @@ def test_loss_never_hides_the_bodys_own_error(registered: Registered, key: str) 
     assert grantable(lock)
 
 
-def test_release_answers_true_once(registered: Registered, key: str, release: Release) -> None:
+def test_release_answers_true_once(lock: Lock, release: Release) -> None:
     """The call that gives the key back is told so, and no other."""
-    lock = lock_of(registered, key)
     lease = lock.acquire()
     assert release(lease) is True
     assert (lease.held, lease.is_released, lease.is_lost) == (False, True, False)
@@ -388,10 +390,9 @@ def test_release_of_what_was_over_in_a_transaction_answers_false(
 
 
 def test_release_of_what_was_declared_lost_answers_false(
-    registered: Registered, key: str, release: Release
+    lock: Lock, key: str, release: Release
 ) -> None:
     """Before its deadline, too: what was lost once stays so, whatever the store still knows."""
-    lock = lock_of(registered, key)
     lease = lock.acquire()
     for _ in range(3):
         assert lease._mutex.acquire(blocking=False)
@@ -401,9 +402,8 @@ def test_release_of_what_was_declared_lost_answers_false(
     assert grantable(lock)
 
 
-def test_lease_is_true_while_it_is_held(registered: Registered, key: str, release: Release) -> None:
+def test_lease_is_true_while_it_is_held(lock: Lock, release: Release) -> None:
     """`if lease` asks whether one may work: not behind a release, and not behind its end."""
-    lock = lock_of(registered, key)
     with lock as lease:
         assert lease
     assert not lease
@@ -420,9 +420,8 @@ def test_of_many_releases_one_is_true(registered: Registered, key: str) -> None:
     assert sorted(answers) == [False] * 5 + [True]
 
 
-def test_released_lease_is_of_no_use(registered: Registered, key: str, extend: Extend) -> None:
+def test_released_lease_is_of_no_use(lock: Lock, extend: Extend) -> None:
     """Working on under a lease that was given up is a mistake, and extending it as well."""
-    lock = lock_of(registered, key)
     lease = lock.acquire()
     assert lease.release()
     with pytest.raises(LockUsageError, match="released"):
@@ -432,9 +431,8 @@ def test_released_lease_is_of_no_use(registered: Registered, key: str, extend: E
     assert not taken(lock)
 
 
-def test_old_lease_never_touches_the_next_ones_lock(registered: Registered, key: str) -> None:
+def test_old_lease_never_touches_the_next_ones_lock(lock: Lock) -> None:
     """A lease that ended leaves its successor alone, whatever is tried with it."""
-    lock = lock_of(registered, key)
     with lock as old:
         pass
     with held_elsewhere(lock) as new:
@@ -445,9 +443,8 @@ def test_old_lease_never_touches_the_next_ones_lock(registered: Registered, key:
         assert new.held
 
 
-def test_lease_of_acquire_is_bound_to_nothing(registered: Registered, key: str) -> None:
+def test_lease_of_acquire_is_bound_to_nothing(lock: Lock, registered: Registered) -> None:
     """A lease from `acquire()` outlives the function that took it, and contends as anybody's."""
-    lock = lock_of(registered, key)
     lease = lock.acquire()
     assert lock.try_acquire() is None
     assert taken(lock)

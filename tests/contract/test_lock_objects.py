@@ -43,9 +43,8 @@ def test_lock_is_neither_true_nor_false() -> None:
     assert (caught.value.code, caught.value.key) == ("unsupported", "key")
 
 
-def test_lock_holds_no_state(registered: Registered, key: str) -> None:
+def test_lock_holds_no_state(lock: Lock, registered: Registered, key: str) -> None:
     """Holding a lock changes nothing on its description."""
-    lock = lock_of(registered, key)
     before = repr(lock)
     with lock as lease:
         assert repr(lock) == before
@@ -54,9 +53,8 @@ def test_lock_holds_no_state(registered: Registered, key: str) -> None:
     assert repr(lock) == before
 
 
-def test_lock_is_used_again_and_again(registered: Registered, key: str) -> None:
+def test_lock_is_used_again_and_again(lock: Lock) -> None:
     """Each use is a lease of its own, with a token and a fence of its own."""
-    lock = lock_of(registered, key)
     leases = []
     for _ in range(3):
         with lock as lease:

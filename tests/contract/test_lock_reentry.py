@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from django_distlock import LockLost, LockNotAcquired, LockUsageError, current_lease, distlock
+from django_distlock import Lock, LockLost, LockNotAcquired, LockUsageError, current_lease, distlock
 from tests.backends import Registered
 
 from .helpers import Later, prompt
@@ -68,9 +68,10 @@ def test_another_thread_contends(registered: Registered, key: str) -> None:
         Later(enter).result()
 
 
-def test_key_can_be_entered_again_behind_its_release(registered: Registered, key: str) -> None:
+def test_key_can_be_entered_again_behind_its_release(
+    lock: Lock, registered: Registered, key: str
+) -> None:
     """What was given back or lost is not held, even inside its block."""
-    lock = lock_of(registered, key)
     with lock as first:
         first.release()
         with lock as second:
@@ -150,11 +151,8 @@ def test_copied_context_shows_what_was_held(registered: Registered, key: str) ->
     assert context.run(current_lease) is None
 
 
-async def test_current_lease_reaches_threads_and_tasks_of_the_block(
-    registered: Registered, key: str
-) -> None:
+async def test_current_lease_reaches_threads_and_tasks_of_the_block(lock: Lock, key: str) -> None:
     """`asyncio.to_thread` and tasks that the block starts work under its lease."""
-    lock = lock_of(registered, key)
 
     async def current() -> object:
         return current_lease(key)
@@ -168,9 +166,8 @@ async def test_current_lease_reaches_threads_and_tasks_of_the_block(
     assert await asyncio.to_thread(current_lease) is None
 
 
-async def test_task_that_outlives_the_block_has_no_lease(registered: Registered, key: str) -> None:
+async def test_task_that_outlives_the_block_has_no_lease(lock: Lock) -> None:
     """A task started in the block may take the lock itself once the block is over."""
-    lock = lock_of(registered, key)
     left = asyncio.Event()
 
     async def work() -> int:
@@ -200,11 +197,8 @@ async def test_tasks_do_not_see_each_others_leases(registered: Registered, key: 
     assert current_lease() is None
 
 
-def test_block_left_in_another_context_is_refused_and_frees_the_key(
-    registered: Registered, key: str
-) -> None:
+def test_block_left_in_another_context_is_refused_and_frees_the_key(lock: Lock) -> None:
     """A block belongs to the context that entered it; leaving it elsewhere says so."""
-    lock = lock_of(registered, key)
     contextvars.copy_context().run(lock.__enter__)
     assert taken(lock)
     with pytest.raises(LockUsageError) as caught:

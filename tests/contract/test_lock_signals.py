@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from django.dispatch import Signal
 
-from django_distlock import Holder, Lease, LockLost, LockNotAcquired, signals
+from django_distlock import Holder, Lease, Lock, LockLost, LockNotAcquired, signals
 from django_distlock.handler import lock_backends
 from tests.backends import Registered
 
@@ -85,11 +85,8 @@ async def test_life_of_an_asynchronous_lease_is_told_in_order(
     assert everything == ["lock_acquired", "lock_extended", "lock_released"]
 
 
-def test_handles_and_decorators_go_through_the_same_door(
-    registered: Registered, key: str, everything: list[str]
-) -> None:
+def test_handles_and_decorators_go_through_the_same_door(lock: Lock, everything: list[str]) -> None:
     """`acquire`, `try_acquire` and decorators are told like blocks."""
-    lock = lock_of(registered, key)
     lock.acquire().release()
     lease = lock.try_acquire()
     assert lease is not None
@@ -123,9 +120,8 @@ def test_contention_is_told(registered: Registered, key: str) -> None:
                 assert other.token not in repr(facts)
 
 
-def test_refused_attempt_is_told(registered: Registered, key: str) -> None:
+def test_refused_attempt_is_told(lock: Lock, key: str) -> None:
     """`try_acquire` that answers None tells as well."""
-    lock = lock_of(registered, key)
     with held_elsewhere(lock), Heard(signals.lock_not_acquired, key) as heard:
         assert lock.try_acquire() is None
     assert isinstance(heard.once["cause"], LockNotAcquired)

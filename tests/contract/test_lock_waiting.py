@@ -183,9 +183,8 @@ async def test_atry_acquire_is_one_attempt(registered: Registered, key: str) -> 
     assert await lease.arelease()
 
 
-def test_locked_reads_only(registered: Registered, key: str) -> None:
+def test_locked_reads_only(lock: Lock, registered: Registered) -> None:
     """Asking whether anybody holds a key takes nothing and uses up no fence."""
-    lock = lock_of(registered, key)
     with lock as first:
         pass
     for _ in range(3):

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from django_distlock import BackendUnavailable, Lease, LockLost, LockNotAcquired, LockUsageError
+from django_distlock import (
+    BackendUnavailable,
+    Lease,
+    Lock,
+    LockLost,
+    LockNotAcquired,
+    LockUsageError,
+)
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
 from django_distlock.handler import lock_backends
@@ -112,9 +119,9 @@ def test_time_of_a_store_stays_as_it_is(lease: Lease) -> None:
     lease.check()
 
 
-def test_store_that_is_away_raises(registered: Registered, key: str) -> None:
+def test_store_that_is_away_raises(lock: Lock, registered: Registered, key: str) -> None:
     """Nothing has reached it; behind the block it is there again."""
-    lock, backend = lock_of(registered, key), lock_backends[registered.alias]
+    backend = lock_backends[registered.alias]
     with lose_connection(registered.alias):
         with pytest.raises(BackendUnavailable) as raised:
             backend.acquire(key, new_token(), 30)

@@ -65,10 +65,9 @@ def use(request: pytest.FixtureRequest) -> Callable[[Lock], Lease]:
 
 
 def test_key_is_free_once_the_data_is_committed(
-    registered: Registered, key: str, use: Callable[[Lock], Lease]
+    lock: Lock, key: str, use: Callable[[Lock], Lease]
 ) -> None:
     """Between the end of the block and the commit, nobody can have the key."""
-    lock = lock_of(registered, key)
     with transaction.atomic():
         Row.objects.create(name=key)
         lease = use(lock)
@@ -79,11 +78,8 @@ def test_key_is_free_once_the_data_is_committed(
     assert grantable(lock)
 
 
-def test_key_is_free_once_the_data_is_rolled_back(
-    registered: Registered, key: str, use: Callable[[Lock], Lease]
-) -> None:
+def test_key_is_free_once_the_data_is_rolled_back(lock: Lock, use: Callable[[Lock], Lease]) -> None:
     """A rollback ends the wait as a commit does."""
-    lock = lock_of(registered, key)
     with rolled_back():
         use(lock)
         assert taken(lock)
@@ -107,11 +103,8 @@ def test_next_holder_sees_what_was_committed(registered: Registered, key: str) -
     assert reader.result() == 42
 
 
-def test_key_waits_for_the_outermost_of_nested_transactions(
-    registered: Registered, key: str
-) -> None:
+def test_key_waits_for_the_outermost_of_nested_transactions(lock: Lock) -> None:
     """The end of an inner `atomic()` commits nothing."""
-    lock = lock_of(registered, key)
     with transaction.atomic():
         with transaction.atomic():
             with lock:
@@ -121,11 +114,8 @@ def test_key_waits_for_the_outermost_of_nested_transactions(
     assert grantable(lock)
 
 
-def test_savepoint_that_is_rolled_back_frees_nothing_early(
-    registered: Registered, key: str
-) -> None:
+def test_savepoint_that_is_rolled_back_frees_nothing_early(lock: Lock) -> None:
     """The writes before the savepoint are still open."""
-    lock = lock_of(registered, key)
     with transaction.atomic():
         with rolled_back(), lock:
             pass
@@ -135,9 +125,8 @@ def test_savepoint_that_is_rolled_back_frees_nothing_early(
     assert grantable(lock)
 
 
-def test_lock_taken_before_the_savepoint_waits_as_well(registered: Registered, key: str) -> None:
+def test_lock_taken_before_the_savepoint_waits_as_well(lock: Lock) -> None:
     """What counts is which transactions are open when the block is left."""
-    lock = lock_of(registered, key)
     with transaction.atomic():
         with lock, rolled_back():
             pass
@@ -145,9 +134,8 @@ def test_lock_taken_before_the_savepoint_waits_as_well(registered: Registered, k
     assert grantable(lock)
 
 
-def test_lock_around_the_transaction_is_free_at_its_end(registered: Registered, key: str) -> None:
+def test_lock_around_the_transaction_is_free_at_its_end(lock: Lock, key: str) -> None:
     """The right order needs no waiting: the block's end frees the key."""
-    lock = lock_of(registered, key)
     with lock:
         with transaction.atomic():
             Row.objects.create(name=key)
@@ -186,9 +174,8 @@ def test_transaction_on_any_database_counts(registered: Registered, key: str) ->
     assert grantable(lock)
 
 
-def test_error_that_is_swallowed_does_not_free_early(registered: Registered, key: str) -> None:
+def test_error_that_is_swallowed_does_not_free_early(lock: Lock, key: str) -> None:
     """Between lock and `atomic()` an error may be caught: the transaction commits all the same."""
-    lock = lock_of(registered, key)
     with transaction.atomic():
         with contextlib.suppress(ZeroDivisionError), lock:
             Row.objects.create(name=key)
@@ -245,9 +232,8 @@ def test_hooks_of_the_commit_may_take_the_key(registered: Registered, key: str) 
     assert grantable(lock)
 
 
-def test_rollback_that_was_asked_for_frees_the_key(registered: Registered, key: str) -> None:
+def test_rollback_that_was_asked_for_frees_the_key(lock: Lock) -> None:
     """`set_rollback(True)` ends a transaction without an error."""
-    lock = lock_of(registered, key)
     with transaction.atomic():
         with lock:
             pass
@@ -255,11 +241,8 @@ def test_rollback_that_was_asked_for_frees_the_key(registered: Registered, key: 
     assert eventually(lambda: grantable(lock))
 
 
-def test_connection_that_is_closed_in_a_transaction_frees_the_key(
-    registered: Registered, key: str
-) -> None:
+def test_connection_that_is_closed_in_a_transaction_frees_the_key(lock: Lock, key: str) -> None:
     """A lost connection is a rollback."""
-    lock = lock_of(registered, key)
     with contextlib.suppress(Exception), transaction.atomic():
         Row.objects.filter(name=key).exists()
         with lock:
@@ -367,9 +350,8 @@ def test_waiting_release_of_another_thread_is_not_adopted(registered: Registered
     assert grantable(lock)
 
 
-def test_signal_of_the_release_comes_when_the_key_is_free(registered: Registered, key: str) -> None:
+def test_signal_of_the_release_comes_when_the_key_is_free(lock: Lock, key: str) -> None:
     """`lock_released` is about the store and not about the block."""
-    lock = lock_of(registered, key)
     with Heard(signals.lock_released, key) as heard:
         with transaction.atomic():
             with lock:
@@ -453,9 +435,8 @@ def test_increments_that_partly_roll_back_lose_nothing(registered: Registered, k
     assert Row.objects.get(pk=pk).value == 20
 
 
-def test_asynchronous_release_is_not_held_up(registered: Registered, key: str) -> None:
+def test_asynchronous_release_is_not_held_up(lock: Lock) -> None:
     """Asynchronous code has no transaction of its own: its block frees the key."""
-    lock = lock_of(registered, key)
 
     async def work() -> None:
         async with lock:
