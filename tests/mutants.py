@@ -331,6 +331,7 @@ MUTANTS = (
         old=r"clock_timestamp\(\)",
         new="now()",
         test=f"{RACES}::test_waiter_gets_its_full_ttl",
+        case="{backend}-expired",
     ),
     Mutant(
         fault="transaction time for the clock",
@@ -339,6 +340,7 @@ MUTANTS = (
         old=r"clock_timestamp\(\)",
         new="now()",
         test=f"{RACES}::test_waiter_gets_its_full_ttl",
+        case="{backend}-expired",
     ),
     Mutant(
         fault="transaction time for the clock",
@@ -351,6 +353,7 @@ MUTANTS = (
             r"\2with super().short_transaction(bound):"
         ),
         test=f"{RACES}::test_waiter_gets_its_full_ttl",
+        case="{backend}-expired",
     ),
     *(
         Mutant(
@@ -580,7 +583,7 @@ MUTANTS = (
         old=r"first, self._told = not self._told, True",
         new="first, self._told = True, True",
         test="tests/contract/test_lost_leases.py::test_loss_is_told_once",
-        case="timer-{backend}",
+        case="{backend}-timer",
     ),
     Mutant(
         fault="a loss that eats the cancellation of somebody else",
@@ -752,6 +755,7 @@ MUTANTS = (
         old=r" FOR SHARE OF c",
         new="",
         test=f"{GUARD}::test_nobody_takes_the_key_over_before_the_end",
+        case="{backend}-guard",
     ),
     Mutant(
         fault="a guard that locks nothing",
@@ -760,6 +764,7 @@ MUTANTS = (
         old=r" LOCK IN SHARE MODE",
         new="",
         test=f"{GUARD}::test_nobody_takes_the_key_over_before_the_end",
+        case="{backend}-guard",
     ),
     Mutant(
         fault="a guard that does not look at the fence",

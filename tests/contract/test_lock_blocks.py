@@ -7,32 +7,23 @@ import pytest
 from django_distlock import Lease, Lock, LockError, LockNotAcquired
 from tests.backends import Registered
 
+from .conftest import Hold
 from .locking import grantable, held_elsewhere, lock_of, taken
 
 
-def test_block_runs_while_nobody_else_can_have_the_key(lock: Lock) -> None:
+def test_block_runs_while_nobody_else_can_have_the_key(lock: Lock, hold: Hold) -> None:
     """Inside the block the key is taken for everybody else, behind it it is free at once."""
-    with lock as lease:
-        assert isinstance(lease, Lease)
+
+    def work(lease: Lease) -> Lease:
         assert lease.held
         assert taken(lock)
         assert not grantable(lock)
+        return lease
+
+    lease = hold(lock, work)
     assert not taken(lock)
     assert grantable(lock)
-    assert lease.is_released
-    assert not lease.held
-
-
-async def test_asynchronous_block_does_the_same(lock: Lock) -> None:
-    """`async with` is the twin of `with`."""
-    async with lock as lease:
-        assert isinstance(lease, Lease)
-        assert lease.held
-        assert await lock.alocked()
-        assert not grantable(lock)
-    assert not await lock.alocked()
-    assert grantable(lock)
-    assert lease.is_released
+    assert (lease.is_released, lease.held) == (True, False)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, LockError])
@@ -47,12 +38,15 @@ def test_error_in_the_block_passes_and_frees_the_key(
     assert grantable(lock)
 
 
-async def test_error_in_the_asynchronous_block_passes_and_frees_the_key(lock: Lock) -> None:
-    """The same for `async with`."""
+def test_error_passes_and_frees_the_key_however_it_is_held(lock: Lock, hold: Hold) -> None:
+    """The same for awaits and calls."""
     raised = ValueError("from the body")
+
+    def work(_: Lease) -> None:
+        raise raised
+
     with pytest.raises(ValueError, match="from the body") as caught:
-        async with lock:
-            raise raised
+        hold(lock, work)
     assert caught.value is raised
     assert grantable(lock)
 
@@ -81,25 +75,13 @@ def test_leaving_early_frees_the_key(lock: Lock) -> None:
     assert grantable(lock)
 
 
-def test_body_never_runs_without_the_lock(registered: Registered, key: str) -> None:
+def test_body_never_runs_without_the_lock(registered: Registered, key: str, hold: Hold) -> None:
     """Contention raises before the body's first line."""
-    lock, ran = lock_of(registered, key, wait=0), []
-    with held_elsewhere(lock):
-        with pytest.raises(LockNotAcquired), lock:
-            ran.append("body")
-        assert taken(lock)
-    assert ran == []
-
-
-async def test_asynchronous_body_never_runs_without_the_lock(
-    registered: Registered, key: str
-) -> None:
-    """The same for `async with`."""
-    lock, ran = lock_of(registered, key, wait=0), []
+    lock = lock_of(registered, key, wait=0)
+    ran: list[Lease] = []
     with held_elsewhere(lock):
         with pytest.raises(LockNotAcquired):
-            async with lock:
-                ran.append("body")
+            hold(lock, ran.append)
         assert taken(lock)
     assert ran == []
 

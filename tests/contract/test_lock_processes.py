@@ -13,18 +13,10 @@ from django_distlock.handler import lock_backends
 from tests.backends import Registered
 from tests.processes import Process, spawn
 
-from .helpers import Later
+from .helpers import HAS_TTL, SHARED, Later
 from .locking import eventually, grantable, lock_of, taken
 
-pytestmark = pytest.mark.stores(
-    "sqlite",
-    "postgresql",
-    "mysql",
-    "redis",
-    "redis_cluster",
-    "session",
-    why="no other process sees its locks",
-)
+pytestmark = SHARED
 
 WORKERS = "tests.contract.lock_workers"
 
@@ -41,7 +33,7 @@ def test_normal_exit_gives_back_what_is_held(
     assert grantable(lock)
 
 
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_thread_that_still_works_at_the_exit_keeps_its_key(
     lock: Lock, registered: Registered, key: str
 ) -> None:
@@ -71,7 +63,7 @@ def test_termination_that_a_program_turns_into_an_exit_gives_back(
     assert grantable(lock)
 
 
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_termination_without_a_handler_is_ended_by_the_ttl(
     lock: Lock, registered: Registered, key: str, sent: signal.Signals

@@ -1,30 +1,23 @@
-"""What Redis keeps, and for how long: what the suite's other promises rest on there."""
+"""What of the suite's promises is another one on Redis; what it keeps: see `tests/redis/`."""
 
 from __future__ import annotations
 
-import asyncio
-import re
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from redis import Redis
 
-from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.redis import RedisBackend
 from django_distlock.conf import backend_config
-from django_distlock.core.errors import BackendUnavailable, LockUsageError
-from django_distlock.core.keys import key_hash, new_token
-from django_distlock.core.records import Grant, Raised
+from django_distlock.core.records import Raised
 from tests.services import private_redis
 
-from .helpers import contend, held, listed, take
+from .helpers import contend, listed, take
 from .stores_redis import RedisStore
 
 pytestmark = pytest.mark.stores("redis", "redis_cluster", why="its store is another one")
-SINGLE = pytest.mark.stores("redis", why="its store is another one")
 
 
 @pytest.fixture
@@ -34,104 +27,6 @@ def alone() -> Iterator[tuple[RedisBackend, Redis]]:
         backend = RedisBackend(backend_config("redis"), url=server.url)
         yield backend, client
         backend.store.client.close()
-
-
-def test_keys_of_a_lock_share_the_hash_as_their_tag(store: RedisStore, key: str) -> None:
-    """Record, fence and pause stand side by side, whatever braces the user's key has."""
-    for given in (key, f"{{{key}}}", f"}}{key}{{"):
-        take(store.backend, given)
-        store.backend.pause(given, store.now() + timedelta(minutes=1))
-        tag = f"{{{key_hash(f'distlock:{given}')}}}"
-        names = [f"distlock:{role}:{tag}:{given}" for role in ("lock", "fence", "pause")]
-        assert [store.client.type(name) for name in names] == ["hash", "string", "hash"]
-        assert store.is_single or len({store.client.keyslot(name) for name in names}) == 1
-
-
-def test_fence_is_kept_in_full_and_for_ever(store: RedisStore, key: str) -> None:
-    """No rounded number, and no expiry, whatever becomes of the lock."""
-    fence = store.at("fence", key)
-    for end in (store.backend.release, lambda grant: store.backend.force_release(grant.key)):
-        grant = take(store.backend, key)
-        assert re.fullmatch(r"\d{15}", store.client.get(fence))
-        assert end(grant)
-        assert store.client.ttl(fence) == -1
-
-
-def test_record_leaves_when_its_key_is_free(store: RedisStore, key: str) -> None:
-    """Redis removes a record, and what finds it by its token, at `free_at` and not before."""
-    grant = take(store.backend, key, 7)
-    assert removed_when_free(store, key)
-    assert isinstance(store.backend.extend(grant, 70), Grant)
-    assert removed_when_free(store, key)
-    store.backend.shorten(key, 5)
-    assert removed_when_free(store, key)
-    store.backend.settle(grant, 50)
-    assert removed_when_free(store, key)
-
-
-def removed_when_free(store: RedisStore, key: str) -> bool:
-    """Say whether all that is kept about a lock goes in the millisecond behind its `free_at`."""
-    # Of a Redis before 7, a client can only ask how much is left, in whole milliseconds.
-    free_at = -(-int(store.fields(key)["free_at"]) // 1000)
-    for name in (store.at("lock", key), *store.tokens(key)):
-        before = store.now()
-        left = store.client.pttl(name)
-        after = store.now()
-        if not milliseconds(before) + left <= free_at <= milliseconds(after) + left:
-            return False
-    return True
-
-
-def milliseconds(when: datetime) -> int:
-    """Return a time as Redis counts it."""
-    return (when - datetime.fromtimestamp(0, UTC)) // timedelta(milliseconds=1)
-
-
-def test_record_without_an_end_stays(store: RedisStore, key: str) -> None:
-    """Without a ttl nothing expires; an extend gives an end, and another one takes it away."""
-
-    def expiries() -> set[bool]:
-        names = (store.at("lock", key), *store.tokens(key))
-        return {store.client.ttl(name) >= 0 for name in names}
-
-    grant = take(store.backend, key, None)
-    assert expiries() == {False}
-    assert isinstance(store.backend.extend(grant, 50), Grant)
-    assert expiries() == {True}
-    assert isinstance(store.backend.extend(grant), Grant)
-    assert expiries() == {False}
-
-
-LATE: dict[str, Callable[[BaseLockBackend, Grant], object]] = {
-    "read": lambda backend, grant: backend.read(grant.key),
-    "read_token": lambda backend, grant: (
-        backend.read_token(grant.token) if backend.supports_token_lookup else None
-    ),
-    "list": lambda backend, grant: backend.list(grant.key).records or None,
-    "extend": lambda backend, grant: backend.extend(grant),
-    "extend_many": lambda backend, grant: backend.extend_many([grant])[0],
-    "release": lambda backend, grant: backend.release(grant) or None,
-    "settle": lambda backend, grant: backend.settle(grant, 500) or None,
-    "shorten": lambda backend, grant: backend.shorten(grant.key, 1),
-    "request_stop": lambda backend, grant: backend.request_stop(grant.key),
-    "force_release": lambda backend, grant: backend.force_release(grant.key),
-}
-
-
-@pytest.mark.parametrize("operation", LATE)
-def test_record_that_redis_is_late_to_remove_is_over(
-    store: RedisStore, key: str, operation: str
-) -> None:
-    """What is left behind `free_at` is nobody's lock: Redis may be slow, the answer is right."""
-    grant = take(store.backend, key, 30)
-    store.outlast(25)
-    assert store.backend.read(key) is not None
-    store.outlast(6.1)
-    assert store.has_record(key)
-    assert LATE[operation](store.backend, grant) is None
-    after = take(store.backend, key)
-    assert after.fence > grant.fence
-    assert held(store.backend, key).token == after.token
 
 
 def test_late_record_stops_no_raise(store: RedisStore, key: str) -> None:
@@ -160,79 +55,6 @@ def test_cleanup_is_left_to_redis(store: RedisStore, key: str) -> None:
     assert store.has_record(key)
     assert store.has_record(f"{key}-live")
     assert store.fence(key) == grant.fence
-
-
-@SINGLE
-@pytest.mark.parametrize("how", ["release", "settle", "force-release", "takeover", "expiry"])
-@pytest.mark.parametrize("ttl", [30, None])
-def test_token_is_forgotten_with_its_lease(
-    store: RedisStore, key: str, how: str, ttl: float | None
-) -> None:
-    """Nothing finds a lease by its token that is over, and the token may hold another key."""
-    grant = take(store.backend, key, ttl)
-    assert len(store.tokens(key)) == 1
-    if how == "release":
-        store.backend.release(grant)
-    elif how == "settle":
-        store.backend.settle(grant, 20)
-    elif how == "force-release":
-        store.backend.force_release(key)
-    elif how == "takeover":
-        take(store.backend, key, replace=grant.token)
-    else:
-        store.backend.extend(grant, 0.1)
-        store.elapse(1.2)
-    assert store.at("lock", key) not in store.tokens(key)
-    assert store.backend.read_token(grant.token) is None
-    take(store.backend, f"{key}-other", token=grant.token)
-
-
-def test_cluster_finds_nothing_by_token(store: RedisStore, key: str) -> None:
-    """A token's index would lie on another node than the record: a cluster refuses the question."""
-    backend = store.backend
-    assert backend.supports_token_lookup is store.is_single
-    grant = take(backend, key)
-    if backend.supports_token_lookup:
-        assert backend.read_token(grant.token) == held(backend, key)
-        return
-    with pytest.raises(LockUsageError) as caught:
-        backend.read_token(grant.token)
-    assert caught.value.code == "unsupported"
-    assert store.tokens(key) == set()
-
-
-CALLS: dict[str, Callable[[BaseLockBackend, Grant], object]] = {
-    "acquire": lambda backend, grant: backend.acquire(f"{grant.key}-b", new_token(), 30),
-    "aacquire": lambda backend, grant: asyncio.run(
-        backend.aacquire(f"{grant.key}-b", new_token(), 30)
-    ),
-    "extend": lambda backend, grant: backend.extend(grant),
-    "extend_many": lambda backend, grant: backend.extend_many([grant])[0],
-    "release": lambda backend, grant: backend.release(grant),
-    "read": lambda backend, grant: backend.read(grant.key),
-}
-
-
-@pytest.mark.parametrize("operation", CALLS)
-def test_scripts_survive_being_flushed(store: RedisStore, key: str, operation: str) -> None:
-    """A server that has forgotten the scripts is told them again, and nobody notices."""
-    grant = take(store.backend, key)
-    store.client.script_flush()
-    assert CALLS[operation](store.backend, grant)
-
-
-@pytest.mark.parametrize("operation", CALLS)
-def test_cut_connection_is_replaced(
-    alone: tuple[RedisBackend, Redis], key: str, operation: str
-) -> None:
-    """After the server has cut every connection, one error at most, and then it works again."""
-    backend, client = alone
-    grant = take(backend, key)
-    client.client_kill_filter(_type="normal", skipme=True)
-    with suppress(BackendUnavailable):
-        assert CALLS[operation](backend, grant)
-        return
-    assert CALLS[operation](backend, grant)
 
 
 def test_losing_writes_nothing(alone: tuple[RedisBackend, Redis], key: str) -> None:
