@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,6 +34,7 @@ from django_distlock import (
 from django_distlock.core.records import UNKNOWN
 from django_distlock.handler import lock_backends
 from tests.backends import Registered
+from tests.integration.wires import Wire
 
 from .aliases import alias_like
 from .conftest import Hold
@@ -66,16 +67,17 @@ def store_away(registered: Registered, tmp_path: Path) -> Iterator[tuple[str, Ca
 
             options["using"] = using
         else:
-            proxy = stack.enter_context(Proxy(address(registered)))
+            proxy = stack.enter_context(closing(Proxy(server=address(registered))))
             come_back = proxy.start
+            url = f"redis://127.0.0.1:{proxy.address['PORT']}/0"
             if registered.store == "redis":
-                options["url"] = proxy.url
+                options["url"] = url
             elif registered.store == "redis_cluster":
                 # Its other nodes are known once this one has answered.
-                options["client_factory"] = lambda: RedisCluster.from_url(proxy.url)
+                options["client_factory"] = lambda: RedisCluster.from_url(url)
             else:
-                away = {"HOST": "127.0.0.1", "PORT": str(proxy.port)}
-                options["using"] = stack.enter_context(alias_like(registered.using, **away))
+                away = alias_like(registered.using, **proxy.address)
+                options["using"] = stack.enter_context(away)
         configured = {"away": {"BACKEND": registered.path, "OPTIONS": options}}
         stack.enter_context(override_settings(DISTLOCK=configured))
         yield "away", come_back
@@ -96,46 +98,22 @@ def address(registered: Registered) -> tuple[str, int]:
     return given["HOST"], int(given["PORT"] or usual)
 
 
-class Proxy:
-    """A port that refuses connections until it forwards them to a server."""
+class Proxy(Wire):
+    """A wire that refuses connections until it is told to forward them."""
 
-    def __init__(self, target: tuple[str, int]):
-        self._target = target
+    def _begin(self) -> None:
         self._listener = socket.socket()
         self._listener.bind(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._sockets: list[socket.socket] = []
-
-    def __enter__(self) -> Proxy:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each in (self._listener, *self._sockets):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
+        self.address = {"HOST": "127.0.0.1", "PORT": str(self._listener.getsockname()[1])}
+        self._flows = threading.Event()
+        self._flows.set()
+        self._sockets, self._threads = [], []
 
     def start(self) -> None:
         """Forward what connects from now on."""
         self._listener.listen()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(self._target)
-                self._sockets += [client, server]
-                for pair in ((client, server), (server, client)):
-                    threading.Thread(target=self._pump, args=pair, daemon=True).start()
-
-    @staticmethod
-    def _pump(source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
+        self._threads.append(threading.Thread(target=self._accept, daemon=True))
+        self._threads[0].start()
 
 
 @AWAY

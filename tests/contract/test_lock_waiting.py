@@ -19,9 +19,7 @@ from tests.backends import Registered
 from .conftest import TWINS
 from .helpers import Later, prompt
 from .locking import SHORT, grantable, held_elsewhere, lock_of, taken
-
-#: After its first attempt this one tries again at the deadline only.
-LAZY = Retry(delay=60, factor=1, cap=60)
+from .turn_workers import LAZY
 
 Acquire = Callable[[Lock], Lease]
 TRIES = [Lock.try_acquire, lambda lock: asyncio.run(lock.atry_acquire())]
