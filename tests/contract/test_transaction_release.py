@@ -140,6 +140,8 @@ def undone_elsewhere(lock: Lock) -> None:
 SHAPES = [nested, undone, before_the_savepoint, swallowed, on_two_databases, undone_elsewhere]
 
 
+# Of the other database that SQLite leaves.
+@pytest.mark.filterwarnings("ignore:The transaction on 'serializable':RuntimeWarning")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_key_waits_for_the_outermost_transaction(lock: Lock, shape: Callable[[Lock], None]) -> None:
     """Whatever ends before it, and however the block is left."""
