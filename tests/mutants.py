@@ -253,11 +253,13 @@ MUTANTS = (
         "transaction time for the clock", "postgres", ACQUIRE,
         old=r"clock_timestamp\(\)", new="now()",
         test=f"{RACES}::test_waiter_gets_its_full_ttl",
+        case="{backend}-expired",
     ),
     Mutant(
         "transaction time for the clock", "postgres_orm", POSTGRESQL,
         old=r"clock_timestamp\(\)", new="now()",
         test=f"{RACES}::test_waiter_gets_its_full_ttl",
+        case="{backend}-expired",
     ),
     Mutant(
         "transaction time for the clock", "sqlite", SQLITE,
@@ -266,6 +268,7 @@ MUTANTS = (
             r"\2self.connection.began = datetime.now(UTC)\n"
             r"\2with super().short_transaction(bound):",
         test=f"{RACES}::test_waiter_gets_its_full_ttl",
+        case="{backend}-expired",
     ),
     Mutant(
         "an extend that does not lock its row", "postgres", EXTEND,
@@ -415,7 +418,7 @@ MUTANTS = (
     Mutant(
         "a loss that is told twice", "memory", "django_distlock/losses.py",
         old=r"first, self._told = not self._told, True", new="first, self._told = True, True",
-        test="tests/contract/test_lost_leases.py::test_loss_is_told_once", case="timer-{backend}",
+        test="tests/contract/test_lost_leases.py::test_loss_is_told_once", case="{backend}-timer",
     ),
     Mutant(
         "a loss that eats the cancellation of somebody else", "memory", "django_distlock/losses.py",
@@ -527,11 +530,13 @@ MUTANTS = (
         "a guard that locks nothing", "postgres", "django_distlock/vendors/postgresql.py",
         old=r" FOR SHARE OF c", new="",
         test=f"{GUARD}::test_nobody_takes_the_key_over_before_the_end",
+        case="{backend}-guard",
     ),
     Mutant(
         "a guard that locks nothing", "mariadb", "django_distlock/vendors/mysql.py",
         old=r" LOCK IN SHARE MODE", new="",
         test=f"{GUARD}::test_nobody_takes_the_key_over_before_the_end",
+        case="{backend}-guard",
     ),
     Mutant(
         "a guard that does not look at the fence",

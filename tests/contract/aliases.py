@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import secrets
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from django.db import connections
 from django.test import override_settings
+
+from django_distlock import LockError
 
 DATABASE = "django_distlock.backends.database.DatabaseBackend"
 
@@ -102,6 +106,33 @@ def abandon_connections() -> None:
             # Destroyed, mysqlclient's says good-bye on the socket of the parent. Not on this one.
             with Path(os.devnull).open("w") as nowhere:
                 os.dup2(nowhere.fileno(), raw.fileno())
+
+
+def in_a_fork(
+    work: Callable[[], dict[str, Any]], *, at_once: bool = True
+) -> tuple[dict[str, Any], int]:
+    """Give what a forked child says, and its exit status; not at once, its blocks end as well."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        abandon_connections()
+        os.write(writes, json.dumps(work()).encode())
+        os.close(writes)
+        if at_once:
+            os._exit(0)
+        sys.exit(0)
+    os.close(writes)
+    with os.fdopen(reads) as pipe:
+        said = json.loads(pipe.read())
+    return said, os.waitpid(child, 0)[1]
+
+
+def outcome(call: Callable[[], object]) -> str:
+    """Say what a call answers, or how it is refused."""
+    try:
+        return str(call())
+    except LockError as error:
+        return error.code
 
 
 @contextmanager

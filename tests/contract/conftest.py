@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 from django.db import connections
+from django.test import override_settings
 from pytest_django import DjangoDbBlocker
 
+from django_distlock import Lease, Lock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.handler import lock_backends
@@ -17,6 +20,8 @@ from tests.backends import BACKENDS, Registered
 from tests.conftest import DECLARED
 from tests.services import NO_MARIADB
 
+from .locking import HOLDING, lock_of
+from .scripted import CONFIGURED, Script, ScriptedMemory
 from .stores import DatabaseStore, Elapse, MemoryStore, Store, Stranger
 from .stores_redis import RedisStore
 from .stores_session import SessionStore, end_sessions
@@ -29,6 +34,9 @@ KINDS: Mapping[str, Callable[[Registered, str], Store]] = {
     "redis_cluster": RedisStore,
     "session": SessionStore,
 }
+
+Hold = Callable[[Lock, Callable[[Lease], Any]], Any]
+TWINS = ["called", "awaited"]
 
 
 # A lock must be committed to be seen, and a fence counter must outlive every test: so these tests
@@ -100,6 +108,34 @@ def registered(request: pytest.FixtureRequest) -> Registered:
     if lack := _lacks(registered, request.node.get_closest_marker("requires")):
         pytest.skip(f"{DECLARED}{registered.alias}: {lack}")
     return registered
+
+
+@pytest.fixture
+def lock(registered: Registered, key: str) -> Lock:
+    """Describe a lock on the backend under test, as `lock_of` does for those with arguments."""
+    return lock_of(registered, key)
+
+
+@pytest.fixture(params=HOLDING, ids=lambda way: way.__name__)
+def hold(request: pytest.FixtureRequest) -> Hold:
+    """Give every way to hold a lock while a function runs, which is given the lease."""
+    way: Hold = request.param
+    return way
+
+
+@pytest.fixture(params=[Lock.acquire, lambda lock: asyncio.run(lock.aacquire())], ids=TWINS)
+def acquire(request: pytest.FixtureRequest) -> Callable[[Lock], Lease]:
+    """Give both ways to acquire."""
+    way: Callable[[Lock], Lease] = request.param
+    return way
+
+
+@pytest.fixture
+def scripted() -> Iterator[Script]:
+    """Configure a store in memory under several aliases; give the script to fill in."""
+    ScriptedMemory.script, ScriptedMemory.asked = {}, []
+    with override_settings(DISTLOCK=CONFIGURED):
+        yield ScriptedMemory.script
 
 
 @pytest.fixture

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from django_distlock import Lease, Lock, LockError, LockLost, LockUsageError, distlock, signals
+from django_distlock import Lease, Lock, LockError, LockLost, distlock, signals
 from django_distlock.handler import lock_backends
 from django_distlock.heartbeat import heartbeat_of
 from django_distlock.host import monotonic
 
-from .aliases import abandon_connections
+from .aliases import in_a_fork, outcome
 
 
 @contextmanager
@@ -66,18 +65,27 @@ def stand_still(alias: str, key: str, ttl: float) -> dict[str, Any]:
 def fork_in_a_block(alias: str, key: str, ttl: float, how: str) -> dict[str, Any]:
     """Fork inside of a block that goes on; say what became of the lease in both processes."""
     lock = distlock(key, backend=alias, ttl=ttl, wait=0)
-    reads, writes = os.pipe()
     with lock as lease:
+
+        def be_the_child() -> dict[str, str]:
+            """Live for longer than the parent's lease, with locks of our own."""
+
+            def own() -> bool:
+                with distlock(f"{key}:child", backend=alias, ttl=ttl, wait=0) as mine:
+                    time.sleep(1.5 * ttl)
+                    return mine.held
+
+            return {
+                "parents": str(len(heartbeat_of(lock_backends[alias])._leases)),
+                "check": outcome(lease.check),
+                "own": outcome(own),
+                "is_lost": str(lease.is_lost),
+            }
+
         if how == "amid a beat":
             _wait_for_a_beat(alias)
-        child = os.fork()
-        if child == 0:
-            os.close(reads)
-            _be_the_child(lease, ttl, writes, how)
-        os.close(writes)
-        with os.fdopen(reads) as pipe:
-            said = dict(line.strip().split("=", 1) for line in pipe)
-        _, status = os.waitpid(child, 0)
+        # Through the block's end and the exit handlers, or not.
+        said, status = in_a_fork(be_the_child, at_once=how == "_exit")
         # Long enough that it would be lost if the child had stopped its heartbeat.
         time.sleep(1.5 * ttl)
         # In this order: a lease that is held behind the question was held at it.
@@ -100,30 +108,6 @@ def _wait_for_a_beat(alias: str) -> None:
     backend.extend_many = slow  # type: ignore[method-assign]
     assert asked.wait(20)
     time.sleep(0.05)
-
-
-def _be_the_child(lease: Lease, ttl: float, writes: int, how: str) -> None:
-    """Live for longer than the parent's lease, with locks of our own, and end."""
-    abandon_connections()
-    alias = lease.backend
-    said = [f"parents={len(heartbeat_of(lock_backends[alias])._leases)}"]
-    try:
-        lease.check()
-    except LockUsageError as error:
-        said.append(f"check={error.code}")
-    try:
-        with distlock(f"{lease.key}:child", backend=alias, ttl=ttl, wait=0) as own:
-            time.sleep(1.5 * ttl)
-            said.append(f"own={own.held}")
-    except LockError as error:
-        said.append(f"own={type(error).__name__} {error}")
-    said.append(f"is_lost={lease.is_lost}")
-    os.write(writes, "\n".join(said).encode() + b"\n")
-    os.close(writes)
-    if how == "_exit":
-        os._exit(0)
-    # Through the block's end and the exit handlers.
-    sys.exit(0)
 
 
 def leave_inner_block_in_a_fork(key: str, ttl: float) -> list[str]:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import pytest
@@ -15,6 +15,7 @@ from django.db import connections
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant, Record
+from tests.processes import Process, spawn
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,6 +28,15 @@ KEEPS_EXPIRED = pytest.mark.stores(
 COUNTS = pytest.mark.stores(
     "memory", "sqlite", "postgresql", "mysql", why="its fences always follow the clock"
 )
+#: For tests with another process.
+ELSEWHERE = pytest.mark.stores(
+    "sqlite", "postgresql", "mysql", "redis", "redis_cluster", why="no other process sees its locks"
+)
+SHARED = pytest.mark.stores(
+    *ELSEWHERE.args, "session", why="no other process sees its locks, or nothing of them"
+)
+#: For tests of what a ttl ends.
+HAS_TTL = pytest.mark.requires("supports_ttl")
 #: What a prompt answer takes at most on a busy machine, and a bounded wait beyond its bound. Less
 #: than a second: that is how long those wait whom nobody told a bound.
 PROMPT = 0.9
@@ -49,6 +59,13 @@ def contend(backend: BaseLockBackend, key: str, ttl: float | None = 30, **more: 
     """Try to acquire a key that somebody holds."""
     answer = backend.acquire(key, new_token(), ttl, **more)
     assert isinstance(answer, Contended)
+    return answer
+
+
+def extend(backend: BaseLockBackend, grant: Grant, ttl: Any = None) -> Grant:
+    """Extend a lease that stands."""
+    answer = backend.extend(grant, ttl)
+    assert isinstance(answer, Grant)
     return answer
 
 
@@ -76,12 +93,13 @@ def listed(backend: BaseLockBackend, prefix: str = "", **filters: Any) -> list[s
 
 
 @contextmanager
-def prompt(seconds: float = 0) -> Iterator[None]:
-    """Check that the block takes no longer than this, and what a busy machine adds."""
+def prompt(seconds: float = 0, *, least: float = 0) -> Iterator[None]:
+    """Check that the block takes no longer than this, and what a busy machine adds; nor less."""
     started = time.monotonic()
     yield
     took = time.monotonic() - started
     assert took < seconds + PROMPT, f"took {took:.3f} s instead of {seconds:g} s"
+    assert took >= least, f"took {took:.3f} s only"
 
 
 class Later(Generic[T]):
@@ -117,3 +135,34 @@ def at_once(calls: Iterable[Callable[[], T]]) -> list[T]:
         return call()
 
     return [each.result() for each in [Later(run, call) for call in todo]]
+
+
+@contextmanager
+def crew(size: int, target: str, *arguments: Any, ready: str = "ready") -> Iterator[list[Process]]:
+    """Start processes that do the same; give them when each of them is ready."""
+    with ExitStack() as stack:
+        workers = [stack.enter_context(spawn(target, *arguments)) for _ in range(size)]
+        for worker in workers:
+            worker.wait_for(ready, PATIENCE)
+        yield workers
+
+
+def race(workers: Iterable[Process], patience: float = PATIENCE) -> list[Any]:
+    """Let processes that wait for a line go on at once; return what they do."""
+    started = list(workers)
+    for worker in started:
+        worker.send("go")
+    return [worker.result(patience) for worker in started]
+
+
+def noted(patch: pytest.MonkeyPatch, backend: BaseLockBackend, operation: str) -> list[Any]:
+    """Note what an operation of a backend answers from now on."""
+    answers: list[Any] = []
+    real = getattr(backend, operation)
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        answers.append(real(*args, **kwargs))
+        return answers[-1]
+
+    patch.setattr(backend, operation, note)
+    return answers

@@ -8,14 +8,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from django.db import connections
 
 from django_distlock import (
     BackendUnavailable,
-    LockError,
-    LockUsageError,
     blocks,
     current_lease,
     distlock,
@@ -23,7 +22,7 @@ from django_distlock import (
     vendors,
 )
 
-from .aliases import abandon_connections, alias_like, locks_on
+from .aliases import abandon_connections, alias_like, in_a_fork, locks_on, outcome
 from .locking import eventually
 
 
@@ -83,10 +82,7 @@ def hold_through_a_pause(alias: str, key: str, ttl: float) -> dict[str, Any]:
     input()
     said: dict[str, Any] = {"fence": lease.fence, "is_lost": lease.is_lost}
     for name, call in {"check": lease.check, "extend": lease.extend}.items():
-        try:
-            said[name] = call()
-        except LockError as error:
-            said[name] = error.code
+        said[name] = outcome(call)
     return {**said, "released": lease.release()}
 
 
@@ -94,16 +90,28 @@ def fork(alias: str, key: str) -> dict[str, Any]:
     """Hold a lock over a fork, and let the child try what it may not do."""
     lock = distlock(key, backend=alias, ttl=60, wait=0)
     unbound = distlock(f"{key}:unbound", backend=alias, ttl=60).acquire()
-    reads, writes = os.pipe()
     with lock as lease:
         before = lease.expires_at
-        child = os.fork()
-        if child == 0:
-            _be_the_child(lock, lease, unbound, writes)
-        os.close(writes)
-        with os.fdopen(reads) as pipe:
-            said = dict(line.strip().split("=", 1) for line in pipe)
-        _, status = os.waitpid(child, 0)
+
+        def be_the_child() -> dict[str, str]:
+            calls: dict[str, Callable[[], object]] = {
+                "release": lease.release,
+                "unbound": unbound.release,
+                "check": lease.check,
+                "extend": lease.extend,
+                "aextend": lambda: asyncio.run(lease.aextend()),
+                "arelease": lambda: asyncio.run(lease.arelease()),
+                "held": lambda: lease.held,
+                "is_lost": lambda: lease.is_lost,
+                "remaining": lease.remaining,
+                "current": lambda: current_lease() is not None,
+                "locked": lock.locked,
+                "own": distlock(f"{key}:child", backend=alias)(lambda: True),
+            }
+            return {name: outcome(call) for name, call in calls.items()}
+
+        # Through the block's end and the exit handlers, which must not release the parent's.
+        said, status = in_a_fork(be_the_child, at_once=False)
         after = {
             "status": status,
             "held": lease.held,
@@ -112,41 +120,6 @@ def fork(alias: str, key: str) -> dict[str, Any]:
             "unchanged": lease.expires_at == before,
         }
     return {"child": said, "parent": after, "released": [lease.is_released, unbound.release()]}
-
-
-def _be_the_child(lock: Any, lease: Any, unbound: Any, writes: int) -> None:
-    """Try everything on the parent's leases, and end as an interpreter does."""
-    abandon_connections()
-    said = []
-    for name, call in {
-        "release": lease.release,
-        "unbound": unbound.release,
-        "check": lease.check,
-        "extend": lease.extend,
-        "aextend": lambda: asyncio.run(lease.aextend()),
-        "arelease": lambda: asyncio.run(lease.arelease()),
-    }.items():
-        try:
-            said.append(f"{name}={call()}")
-        except LockUsageError as error:
-            said.append(f"{name}={error.code}")
-    said += [
-        f"held={lease.held}",
-        f"is_lost={lease.is_lost}",
-        f"remaining={lease.remaining()}",
-        f"current={current_lease() is not None}",
-    ]
-    try:
-        said.append(f"locked={lock.locked()}")
-        own = distlock(f"{lock.key}:child", backend=lock.backend)
-        with own as taken:
-            said.append(f"own={taken.held}")
-    except (LockError, BackendUnavailable) as error:
-        said.append(f"trouble={type(error).__name__}: {error}")
-    os.write(writes, "\n".join(said).encode() + b"\n")
-    os.close(writes)
-    # Through the block's end and the exit handlers, which must not release what is the parent's.
-    sys.exit(0)
 
 
 class _Attempts:

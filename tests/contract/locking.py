@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-from django.db import transaction
+from django.db import connections, transaction
 from django.dispatch import Signal
 
-from django_distlock import Lease, Lock, distlock, signals
+from django_distlock import Lease, Lock, current_lease, distlock, signals
 from django_distlock.handler import lock_backends
 from tests.backends import Registered
 
 from .helpers import Later
+
+T = TypeVar("T")
 
 #: A short lease, and how long to wait until it is certainly over. The grace is not.
 SHORT = 0.2
@@ -68,6 +71,64 @@ def held_elsewhere(lock: Lock) -> Iterator[Lease]:
 def take_away(lease: Lease) -> None:
     """Let an operator take the key from its holder."""
     assert Later(lock_backends[lease.backend].force_release, lease.key).result() is not None
+
+
+@contextmanager
+def receiving(signal: Signal, receive: Callable[..., object]) -> Iterator[None]:
+    """Let a function receive a signal in the block."""
+    signal.connect(receive)
+    try:
+        yield
+    finally:
+        signal.disconnect(receive)
+
+
+def in_a_block(lock: Lock, work: Callable[[Lease], T]) -> T:
+    """Work in a block."""
+    with lock as lease:
+        return work(lease)
+
+
+def in_an_awaited_block(lock: Lock, work: Callable[[Lease], T]) -> T:
+    """Work in an asynchronous block, on another thread."""
+
+    async def run() -> T:
+        async with lock as lease:
+            return await asyncio.to_thread(_apart, work, lease)
+
+    return asyncio.run(run())
+
+
+def in_a_call(lock: Lock, work: Callable[[Lease], T]) -> T:
+    """Work in a decorated function."""
+    return lock(lambda: work(_current()))()
+
+
+def in_an_awaited_call(lock: Lock, work: Callable[[Lease], T]) -> T:
+    """Work in a decorated coroutine, on another thread."""
+
+    async def function() -> T:
+        return await asyncio.to_thread(_apart, work, _current())
+
+    return asyncio.run(lock(function)())
+
+
+def _apart(work: Callable[[Lease], T], lease: Lease) -> T:
+    """Work in a thread that nobody else clears up behind."""
+    try:
+        return work(lease)
+    finally:
+        connections.close_all()
+
+
+def _current() -> Lease:
+    lease = current_lease()
+    assert lease is not None
+    return lease
+
+
+#: The ways to hold a lock for as long as a body runs.
+HOLDING = (in_a_block, in_an_awaited_block, in_a_call, in_an_awaited_call)
 
 
 class RollbackError(Exception):

@@ -304,6 +304,19 @@ class Stranger(ABC):
 class Session(Stranger):
     """A session of a server, which knows of the others that it has."""
 
+    #: What the server calls a lock that others may share.
+    share = "FOR SHARE"
+
+    def hold(self, key: str) -> None:
+        self._lock(self.store.locks, key, "FOR UPDATE")
+
+    def guard(self, key: str) -> None:
+        self._lock(self.store.fences, key, self.share)
+
+    def _lock(self, table: str, key: str, how: str) -> None:
+        find = f"SELECT 1 FROM {table} WHERE storage_key = %s {how}"
+        assert self.execute(find, self.store.name(key)), f"no row of {key!r} to lock"
+
     def wait_until_blocked(self, clients: int = 1, patience: float = 20) -> None:
         give_up = time.monotonic() + patience
         while len(self.blocked()) < clients and time.monotonic() < give_up:
@@ -334,26 +347,12 @@ class Postgres(Session):
         cursor = self._raw.execute(statement, arguments or None)
         return cursor.fetchall() if cursor.description else []
 
-    def hold(self, key: str) -> None:
-        name = self.store.name(key)
-        found = self.execute(
-            f"SELECT 1 FROM {self.store.locks} WHERE storage_key = %s FOR UPDATE", name
-        )
-        assert found, f"no record of {key!r} to hold"
-
     def hold_table(self) -> None:
         self.execute(f"LOCK TABLE {self.store.locks} IN EXCLUSIVE MODE")
 
     def queue(self, key: str) -> None:
         turn = f"SELECT pg_advisory_xact_lock({number('turn', '%s')}) FROM {SALT} s"
         self.execute(turn, self.store.name(key))
-
-    def guard(self, key: str) -> None:
-        name = self.store.name(key)
-        found = self.execute(
-            f"SELECT 1 FROM {self.store.fences} WHERE storage_key = %s FOR SHARE", name
-        )
-        assert found, f"no fence of {key!r} to guard"
 
     def blocked(self) -> list[int]:
         # Those behind others that wait count too.
@@ -386,6 +385,8 @@ _WAITING = re.compile(r"^LOCK WAIT .*\n.* thread id (\d+),", re.MULTILINE)
 class MariaDB(Session):
     """A session of MariaDB, and another one that locks tables: that would end a transaction."""
 
+    share = "LOCK IN SHARE MODE"
+
     def __init__(self, store: DatabaseStore):
         super().__init__(store)
         connection = connections[store.registered.using]
@@ -398,13 +399,6 @@ class MariaDB(Session):
     def execute(self, statement: str, *arguments: Any) -> list[Any]:
         return _rows(self._raw, statement, *arguments)
 
-    def hold(self, key: str) -> None:
-        name = self.store.name(key)
-        found = self.execute(
-            f"SELECT 1 FROM {self.store.locks} WHERE storage_key = %s FOR UPDATE", name
-        )
-        assert found, f"no record of {key!r} to hold"
-
     def queue(self, key: str) -> None:
         # There are no advisory locks: the acquirers of a key take turns on its fence.
         name = self.store.name(key)
@@ -416,13 +410,6 @@ class MariaDB(Session):
             key,
         )
         self.execute(f"SELECT 1 FROM {self.store.fences} WHERE storage_key = %s FOR UPDATE", name)
-
-    def guard(self, key: str) -> None:
-        name = self.store.name(key)
-        found = self.execute(
-            f"SELECT 1 FROM {self.store.fences} WHERE storage_key = %s LOCK IN SHARE MODE", name
-        )
-        assert found, f"no fence of {key!r} to guard"
 
     def hold_table(self) -> None:
         _rows(self._tables, f"LOCK TABLES {self.store.locks} READ")
@@ -483,18 +470,11 @@ class SQLite(Stranger):
         self.hold_table()
         return self._raw.execute(statement.replace("%s", "?"), arguments).fetchall()
 
-    def hold(self, key: str) -> None:
-        self.hold_table()
-
-    def queue(self, key: str) -> None:
-        self.hold_table()
-
-    def guard(self, key: str) -> None:
-        self.hold_table()
-
-    def hold_table(self) -> None:
+    def hold(self, key: str = "") -> None:
         if not self._raw.in_transaction:
             self._raw.execute("BEGIN IMMEDIATE")
+
+    hold_table = queue = guard = hold
 
     def wait_until_blocked(self, clients: int = 1, patience: float = 20) -> None:
         # Nobody can ask SQLite who waits. What tests do while waiting comes after a first read.

@@ -16,18 +16,14 @@ from django_distlock.core.holders import Holder
 from django_distlock.core.keys import key_hash, new_token
 from django_distlock.core.records import Contended, Grant, Raised, Record
 from django_distlock.exceptions import InvalidLockBackend
-from tests.backends import BACKENDS, Registered
+from tests.backends import Registered
 
-from .helpers import Later, contend, held, listed, prompt, take
+from .helpers import Later, contend, extend, held, listed, prompt, take
 from .stores import Postgres
 from .stores_session import SessionStore, another
 from .unreachable import unreachable
 
-
-@pytest.fixture
-def registered() -> Registered:
-    """Give the one backend that these tests are about."""
-    return BACKENDS["advisory"]
+pytestmark = pytest.mark.aliases("advisory")
 
 
 @pytest.fixture
@@ -80,8 +76,7 @@ def test_lease_has_no_end_in_the_store(backend: AdvisoryBackend, key: str) -> No
     """The ttl is the holder's own: grants, extends, records and refusals know no end."""
     grant = take(backend, key, 5)
     assert (grant.ttl, grant.expires_at) == (5, None)
-    extended = backend.extend(grant, 7)
-    assert isinstance(extended, Grant)
+    extended = extend(backend, grant, 7)
     assert (extended.ttl, extended.expires_at) == (7, None)
     assert (extended.fence, extended.acquired_at) == (grant.fence, grant.acquired_at)
     record = held(backend, key)
@@ -224,8 +219,7 @@ def test_request_to_stop_reaches_another_process(
     assert record.stop_requested_at is not None
     assert held(other, key).stop_requested_at == record.stop_requested_at
     assert other.request_stop(key) == held(other, key)
-    extended = backend.extend(grant)
-    assert isinstance(extended, Grant)
+    extended = extend(backend, grant)
     assert extended.stop_requested
     assert held(backend, key).stop_requested_at is not None
     backend.release(grant)
@@ -251,8 +245,7 @@ def test_request_to_stop_that_comes_late_is_for_nobody(
     assert other.request_stop(key) is None
     monkeypatch.undo()
     (grant,) = granted
-    extended = backend.extend(grant)
-    assert isinstance(extended, Grant)
+    extended = extend(backend, grant)
     assert not extended.stop_requested
 
 
@@ -326,33 +319,6 @@ def test_open_guard_is_busy_and_leaves_nothing_held(
     assert take(backend, key, replace=grant.token).fence > grant.fence
 
 
-def test_open_guard_stops_a_force_release(
-    backend: AdvisoryBackend, other: AdvisoryBackend, stranger: Postgres, key: str
-) -> None:
-    """Force-release is busy while a guard is open, and the lease stands."""
-    grant = take(backend, key)
-    stranger.guard(key)
-    with prompt():
-        answer = other.force_release(key)
-    assert isinstance(answer, Contended)
-    assert (answer.busy, answer.fence) == (True, grant.fence)
-    assert isinstance(backend.extend(grant), Grant)
-    stranger.commit()
-    assert isinstance(other.force_release(key), Record)
-
-
-def test_open_guard_does_not_delay_the_holder(
-    backend: AdvisoryBackend, stranger: Postgres, key: str
-) -> None:
-    """The holder extends and releases while a guard of its own transaction is open."""
-    grant = take(backend, key)
-    stranger.guard(key)
-    with prompt():
-        assert isinstance(backend.extend(grant), Grant)
-        assert isinstance(backend.request_stop(key), Record)
-        assert backend.release(grant) is True
-
-
 def test_held_key_is_contended_whatever_is_locked(
     backend: AdvisoryBackend, stranger: Postgres, key: str
 ) -> None:
@@ -368,16 +334,6 @@ def test_held_key_is_contended_whatever_is_locked(
     assert missing.busy
     stranger.rollback()
     take(backend, f"{key}-free")
-
-
-def test_losing_writes_nothing(backend: AdvisoryBackend, store: SessionStore, key: str) -> None:
-    """The counter's row is neither changed nor locked by those who lose."""
-    take(backend, key)
-    look = f"SELECT xmin::text, xmax::text, ctid::text FROM {store.fences} WHERE storage_key = %s"
-    before = store.ask(look, [store.name(key)])
-    for _ in range(3):
-        contend(backend, key)
-    assert store.ask(look, [store.name(key)]) == before
 
 
 def test_pause_that_comes_amid_an_attempt_wins(

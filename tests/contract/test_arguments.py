@@ -38,7 +38,8 @@ def grant(key: Any = "key", token: Any = TOKEN, ttl: Any = 30) -> Grant:
     return Grant(key, token, 1, ttl, NOW, NOW)
 
 
-BY_KEY: dict[str, Callable[[BaseLockBackend, Any], object]] = {
+Calls = dict[str, Callable[[BaseLockBackend, Any], object]]
+BY_KEY: Calls = {
     "acquire": lambda backend, key: backend.acquire(key, TOKEN, 30),
     "extend": lambda backend, key: backend.extend(grant(key)),
     "extend_many": lambda backend, key: backend.extend_many([grant(), grant(key)]),
@@ -53,7 +54,7 @@ BY_KEY: dict[str, Callable[[BaseLockBackend, Any], object]] = {
     "pause": lambda backend, key: backend.pause(key, NOW),
     "resume": lambda backend, key: backend.resume(key),
 }
-BY_TOKEN: dict[str, Callable[[BaseLockBackend, Any], object]] = {
+BY_TOKEN: Calls = {
     "acquire": lambda backend, token: backend.acquire("key", token, 30),
     "replace": lambda backend, token: backend.acquire("key", TOKEN, 30, replace=token),
     "extend": lambda backend, token: backend.extend(grant(token=token)),
@@ -63,16 +64,16 @@ BY_TOKEN: dict[str, Callable[[BaseLockBackend, Any], object]] = {
     "read_token": lambda backend, token: backend.read_token(token),
     "shorten": lambda backend, token: backend.shorten("key", 5, token=token),
 }
-BY_TTL: dict[str, Callable[[BaseLockBackend, Any], object]] = {
+BY_TTL: Calls = {
     "acquire": lambda backend, ttl: backend.acquire("key", TOKEN, ttl),
     "extend": lambda backend, ttl: backend.extend(grant(), ttl),
     "extend_many": lambda backend, ttl: backend.extend_many([grant(), grant(ttl=ttl)]),
 }
-BY_SECONDS: dict[str, Callable[[BaseLockBackend, Any], object]] = {
+BY_SECONDS: Calls = {
     "settle": lambda backend, seconds: backend.settle(grant(), seconds),
     "shorten": lambda backend, seconds: backend.shorten("key", seconds),
 }
-BY_BOUND: dict[str, Callable[[BaseLockBackend, Any], object]] = {
+BY_BOUND: Calls = {
     "acquire": lambda backend, bound: backend.acquire("key", TOKEN, 30, bound=bound),
     "extend": lambda backend, bound: backend.extend(grant(), bound=bound),
     "release": lambda backend, bound: backend.release(grant(), bound=bound),
@@ -83,11 +84,11 @@ BY_BOUND: dict[str, Callable[[BaseLockBackend, Any], object]] = {
     "pause": lambda backend, bound: backend.pause("key", NOW, bound=bound),
     "resume": lambda backend, bound: backend.resume("key", bound=bound),
 }
-BY_TIME: dict[str, Callable[[BaseLockBackend, Any], object]] = {
+BY_TIME: Calls = {
     "pause": lambda backend, when: backend.pause("key", when),
     "cleanup": lambda backend, when: backend.cleanup(when),
 }
-BY_LIMIT: dict[str, Callable[[BaseLockBackend, Any], object]] = {
+BY_LIMIT: Calls = {
     "list": lambda backend, limit: backend.list(limit=limit),
     "cleanup": lambda backend, limit: backend.cleanup(NOW, limit=limit),
 }
@@ -107,12 +108,8 @@ BAD_TTLS = [*NOT_SECONDS, 0, 0.0999, timedelta(milliseconds=99), 604_800.001, 60
 BAD_SECONDS = [*NOT_SECONDS, None, 604_801]
 BAD_BOUNDS = [*NOT_SECONDS, None]
 BAD_TIMES = [None, 0, 1e9, "2026-01-01", datetime(2026, 1, 1), timedelta(1)]  # noqa: DTZ001
+BAD_TEXTS: list[Any] = [7, b"a", "a\0", "\ud800"]
 BAD_LIMITS = [0, -1, True, 1.5, "10", None, 100_001]
-
-
-def names(value: object) -> str:
-    """Name a value in the ids of tests, briefly."""
-    return ascii(value)[:24]
 
 
 def refuse(call: Callable[[], object]) -> InvalidArgument:
@@ -127,11 +124,41 @@ def refuse(call: Callable[[], object]) -> InvalidArgument:
     return error
 
 
-@pytest.mark.parametrize("operation", BY_KEY)
-def test_bad_key_is_refused(asked: BaseLockBackend, operation: str) -> None:
-    """Every operation that takes a key refuses one that is not legal."""
-    for bad in BAD_KEYS:
-        refuse(lambda bad=bad: BY_KEY[operation](asked, bad))  # type: ignore[misc]
+#: A key as the contract has it, a ttl from 0.1 to `MAX_TTL`, seconds from 0, bounds without an end
+#: of their own, aware points in time, and whole numbers.
+REFUSED = {
+    f"{kind} {name}": (call, values)
+    for kind, calls, values in (
+        ("key", BY_KEY, BAD_KEYS),
+        ("ttl", BY_TTL, BAD_TTLS),
+        ("seconds", BY_SECONDS, BAD_SECONDS),
+        ("bound", BY_BOUND, BAD_BOUNDS),
+        ("time", BY_TIME, BAD_TIMES),
+        ("limit", BY_LIMIT, BAD_LIMITS),
+        (
+            "prefix",
+            {"list": lambda backend, bad: backend.list(bad)},
+            ["a\0", "\ud800", "k" * 513, 7],
+        ),
+        ("cursor", {"list": lambda backend, bad: backend.list("", bad)}, BAD_TEXTS),
+        ("host", {"list": lambda backend, bad: backend.list(host=bad)}, BAD_TEXTS),
+        ("task", {"list": lambda backend, bad: backend.list(task_id=bad)}, BAD_TEXTS),
+        (
+            "who",
+            {"pause": lambda backend, bad: backend.pause("key", NOW, bad)},
+            [*BAD_TEXTS, "x" * 201],
+        ),
+    )
+    for name, call in calls.items()
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_argument_is_refused(asked: BaseLockBackend, what: str) -> None:
+    """Every operation refuses what is not legal, for each of its arguments."""
+    call, values = REFUSED[what]
+    for bad in values:
+        refuse(lambda bad=bad: call(asked, bad))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("operation", BY_TOKEN)
@@ -140,62 +167,6 @@ def test_bad_token_is_refused(asked: BaseLockBackend, operation: str) -> None:
     for bad in [*BAD_TOKENS, *([None] if operation not in ("replace", "shorten") else [])]:
         error = refuse(lambda bad=bad: BY_TOKEN[operation](asked, bad))  # type: ignore[misc]
         assert not (isinstance(bad, str) and bad.strip() and bad in str(error))
-
-
-@pytest.mark.parametrize("operation", BY_TTL)
-def test_bad_ttl_is_refused(asked: BaseLockBackend, operation: str) -> None:
-    """A ttl is a number of seconds from 0.1 to `MAX_TTL`."""
-    for bad in BAD_TTLS:
-        refuse(lambda bad=bad: BY_TTL[operation](asked, bad))  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("operation", BY_SECONDS)
-def test_bad_seconds_are_refused(asked: BaseLockBackend, operation: str) -> None:
-    """To settle for and to shorten to are numbers of seconds from 0 to `MAX_TTL`."""
-    for bad in BAD_SECONDS:
-        refuse(lambda bad=bad: BY_SECONDS[operation](asked, bad))  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("operation", BY_BOUND)
-def test_bad_bound_is_refused(asked: BaseLockBackend, operation: str) -> None:
-    """A bound is a finite number of seconds of at least 0."""
-    for bad in BAD_BOUNDS:
-        refuse(lambda bad=bad: BY_BOUND[operation](asked, bad))  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("operation", BY_TIME)
-def test_bad_time_is_refused(asked: BaseLockBackend, operation: str) -> None:
-    """A point in time is an aware datetime."""
-    for bad in BAD_TIMES:
-        refuse(lambda bad=bad: BY_TIME[operation](asked, bad))  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("operation", BY_LIMIT)
-def test_bad_limit_is_refused(asked: BaseLockBackend, operation: str) -> None:
-    """A limit is a whole number of at least 1, with an end."""
-    for bad in BAD_LIMITS:
-        refuse(lambda bad=bad: BY_LIMIT[operation](asked, bad))  # type: ignore[misc]
-
-
-def test_bad_prefix_and_cursor_are_refused(asked: BaseLockBackend) -> None:
-    """What a listing starts with is the start of a key; its cursor is that of a page."""
-    for bad in ("a\0", "\ud800", "k" * 513, 7):
-        refuse(lambda bad=bad: asked.list(bad))  # type: ignore[misc]
-    for cursor in (7, b"a", "a\0", "\ud800"):
-        refuse(lambda bad=cursor: asked.list("", bad))  # type: ignore[misc]
-
-
-def test_bad_filters_are_refused(asked: BaseLockBackend) -> None:
-    """Host and task of a listing are text that a store can compare."""
-    for bad in (7, b"a", "a\0", "\ud800"):
-        refuse(lambda bad=bad: asked.list(host=bad))  # type: ignore[misc]
-        refuse(lambda bad=bad: asked.list(task_id=bad))  # type: ignore[misc]
-
-
-def test_bad_name_of_who_pauses_is_refused(asked: BaseLockBackend) -> None:
-    """Who pauses a key is named in at most 200 characters."""
-    for bad in ("x" * 201, "a\0", "\ud800", 7):
-        refuse(lambda bad=bad: asked.pause("key", NOW, bad))  # type: ignore[misc]
 
 
 def test_errors_name_the_value_and_the_rule(asked: BaseLockBackend) -> None:

@@ -18,6 +18,7 @@ HAS_TRANSACTIONS = pytest.mark.stores(
     "sqlite", "postgresql", "mysql", why="each operation is atomic by itself: nothing waits inside"
 )
 HAS_ROW_LOCKS = pytest.mark.stores("postgresql", "mysql", why="there are no row locks")
+GUARDED = pytest.mark.stores("postgresql", "mysql", "session", why="there are no guards")
 
 
 def operations(backend: BaseLockBackend, grant: Grant) -> dict[str, Callable[[float], object]]:
@@ -81,54 +82,32 @@ def test_bound_is_a_second_at_most(backend: BaseLockBackend, stranger: Stranger,
     grant = take(backend, key)
     stranger.hold(key)
     with prompt(1):
-        assert backend.release(grant, bound=60) is UNKNOWN
-
-
-@HAS_TRANSACTIONS
-def test_unknown_release_can_be_tried_again(
-    backend: BaseLockBackend, stranger: Stranger, key: str
-) -> None:
-    """A release without an answer has changed nothing, and works once the way is clear."""
-    grant = take(backend, key)
-    stranger.hold(key)
-    answer = backend.release(grant, bound=0.05)
+        answer = backend.release(grant, bound=60)
     assert answer is UNKNOWN
     assert not answer
-    stranger.rollback()
-    assert backend.release(grant) is True
 
 
 @HAS_TRANSACTIONS
-def test_expired_record_that_is_held_is_busy(
-    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str
+@pytest.mark.parametrize("is_new", [False, True], ids=["expired", "new"])
+def test_free_key_in_a_held_table_is_busy(
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str, is_new: bool
 ) -> None:
-    """An acquire behind a transaction that holds an expired record is busy: no holder, no fence."""
-    old = take(backend, key, 5)
-    store.elapse(6.1)
-    stranger.hold(key)
+    """An acquire behind a transaction in its way is busy: no holder, no fence, nothing left."""
+    if is_new:
+        stranger.hold_table()
+    else:
+        take(backend, key, 5)
+        store.elapse(6.1)
+        stranger.hold(key)
+    before = store.fence(key)
     with prompt(SHORT):
         answer = backend.acquire(key, new_token(), 30, bound=SHORT)
     assert isinstance(answer, Contended)
-    assert answer.busy
+    assert (answer.busy, is_new and answer.holder) == (True, None if is_new else False)
     stranger.rollback()
     assert backend.read(key) is None
-    assert take(backend, key).fence == old.fence + 1
-
-
-@HAS_TRANSACTIONS
-def test_new_key_in_a_held_table_is_busy(
-    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str
-) -> None:
-    """An acquire of a new key is bounded too, and leaves nothing behind."""
-    stranger.hold_table()
-    with prompt(SHORT):
-        answer = backend.acquire(key, new_token(), 30, bound=SHORT)
-    assert isinstance(answer, Contended)
-    assert answer.busy
-    assert answer.holder is None
-    stranger.rollback()
-    assert store.fence(key) == 0
-    assert take(backend, key).fence == 1
+    assert store.fence(key) == before
+    assert take(backend, key).fence == before + 1
 
 
 @HAS_TRANSACTIONS
@@ -192,7 +171,7 @@ def test_open_guard_is_busy_at_once(
     assert take(backend, key, replace=grant.token).fence == grant.fence + 1
 
 
-@HAS_ROW_LOCKS
+@GUARDED
 def test_open_guard_stops_a_force_release(
     backend: BaseLockBackend, stranger: Stranger, key: str
 ) -> None:
@@ -204,35 +183,26 @@ def test_open_guard_stops_a_force_release(
     assert isinstance(answer, Contended)
     assert (answer.busy, answer.fence) == (True, grant.fence)
     assert held(backend, key).token == grant.token
+    assert isinstance(backend.extend(grant), Grant)
     stranger.commit()
     assert isinstance(backend.force_release(key), Record)
 
 
-@HAS_ROW_LOCKS
+@GUARDED
+@pytest.mark.parametrize("contested", [False, True])
 def test_open_guard_does_not_delay_the_holder(
-    backend: BaseLockBackend, stranger: Stranger, key: str
+    backend: BaseLockBackend, stranger: Stranger, key: str, contested: bool
 ) -> None:
-    """The holder extends, settles and releases while a guard of its own transaction is open."""
+    """It extends, settles and releases meanwhile, also where a takeover has found the guard."""
     grant = take(backend, key)
     stranger.guard(key)
+    if contested:
+        backend.acquire(key, new_token(), 30, replace=grant.token)
     with prompt():
         assert isinstance(backend.extend(grant), Grant)
         assert all(isinstance(each, Grant) for each in backend.extend_many([grant]))
-        assert isinstance(backend.shorten(key, 20), Record)
+        assert not backend.supports_ttl or isinstance(backend.shorten(key, 20), Record)
         assert isinstance(backend.request_stop(key), Record)
-        assert backend.release(grant) is True
-
-
-@HAS_ROW_LOCKS
-def test_waiting_acquire_does_not_delay_the_holder(
-    backend: BaseLockBackend, stranger: Stranger, key: str
-) -> None:
-    """A takeover that finds a guard open lets go of the record: the holder extends at once."""
-    grant = take(backend, key)
-    stranger.guard(key)
-    backend.acquire(key, new_token(), 30, replace=grant.token)
-    with prompt():
-        assert isinstance(backend.extend(grant), Grant)
         assert backend.release(grant) is True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from django.db import DatabaseError
@@ -15,11 +16,12 @@ from .helpers import SHORT, contend, held, prompt, take
 from .stores import DatabaseStore, Elapse, Postgres, Stranger
 
 HAS_TRANSACTIONS = pytest.mark.stores(
-    "sqlite",
-    "postgresql",
-    "mysql",
-    why="each operation is atomic by itself: there are no transactions",
+    "sqlite", "postgresql", "mysql", why="each operation is atomic by itself"
 )
+HAS_MARKS = pytest.mark.stores(
+    "memory", "sqlite", "postgresql", "mysql", "redis", "redis_cluster",
+    why="a session wakes nobody yet, and has no mark for it",
+)  # fmt: skip
 
 
 #: What lets the server refuse whatever a session writes, row locks included, and what ends that.
@@ -75,15 +77,17 @@ def test_session_that_may_not_write_can_lose(
             store.ask(f"SELECT 1 FROM {store.locks} FOR UPDATE")
 
 
-@pytest.mark.stores("postgresql", "mysql", why="nothing marks or counts what is written")
+@pytest.mark.stores("postgresql", "mysql", "session", why="nothing counts what is written")
+@pytest.mark.parametrize("wanted", [False, True])
 def test_losing_leaves_the_rows_alone(
-    backend: BaseLockBackend, store: DatabaseStore, key: str
+    backend: BaseLockBackend, store: DatabaseStore, key: str, wanted: bool
 ) -> None:
-    """Neither the record nor the fence is written by those who lose."""
+    """Neither the record nor the fence is written by those who lose, nor the mark twice."""
     take(backend, key)
+    contend(backend, key, wanted=wanted)
     before = versions(store, key)
     for _ in range(3):
-        contend(backend, key)
+        contend(backend, key, wanted=wanted)
     assert versions(store, key) == before
 
 
@@ -109,49 +113,17 @@ def test_losing_waits_for_nobody(
         assert (contended.fence, contended.busy) == (grant.fence, False)
 
 
-@pytest.mark.stores(
-    "memory", "sqlite", "postgresql", "mysql", "redis", "redis_cluster",
-    why="a session wakes nobody yet, and has no mark for it",
-)  # fmt: skip
+@HAS_MARKS
 def test_wanted_marks_the_grant(backend: BaseLockBackend, key: str) -> None:
-    """A loser that wants to be woken marks the record; one that does not, does not."""
-    take(backend, key)
-    contend(backend, key)
-    assert held(backend, key).wanted is False
-    contend(backend, key, wanted=True)
-    assert held(backend, key).wanted is True
-    contend(backend, key)
-    contend(backend, key, wanted=True)
-    assert held(backend, key).wanted is True
-
-
-@pytest.mark.stores(
-    "memory", "sqlite", "postgresql", "mysql", "redis", "redis_cluster",
-    why="a session wakes nobody yet, and has no mark for it",
-)  # fmt: skip
-def test_wanted_marks_nothing_else(backend: BaseLockBackend, key: str) -> None:
-    """The mark is all that a loser changes."""
-    take(backend, key)
+    """A loser that wants to be woken marks the record, and changes nothing else of it."""
+    take(backend, key, wanted=True)
     before = held(backend, key)
-    contend(backend, key, wanted=True)
-    after = held(backend, key)
-    assert before.wanted != after.wanted
-    for name in ("token", "fence", "ttl", "acquired_at", "renewed_at", "expires_at", "free_at",
-                 "holder", "stop_requested_at"):  # fmt: skip
-        assert getattr(before, name) == getattr(after, name), name
-
-
-@pytest.mark.stores("postgresql", "mysql", why="nothing marks or counts what is written")
-def test_wanted_is_written_once_per_grant(
-    backend: BaseLockBackend, store: DatabaseStore, key: str
-) -> None:
-    """The second loser that wants to be woken finds the mark and writes nothing."""
-    take(backend, key)
-    contend(backend, key, wanted=True)
-    before = versions(store, key)
-    for _ in range(3):
-        contend(backend, key, wanted=True)
-    assert versions(store, key) == before
+    assert before.wanted is False
+    contend(backend, key)
+    assert held(backend, key) == before
+    for wanted in (True, False, True):
+        contend(backend, key, wanted=wanted)
+        assert held(backend, key) == replace(before, wanted=True)
 
 
 @pytest.mark.requires("supports_ttl")
@@ -180,12 +152,6 @@ def test_new_grant_has_no_mark(
     elif how == "force-release":
         backend.force_release(key)
     take(backend, key, replace=grant.token, wanted=True)
-    assert held(backend, key).wanted is False
-
-
-def test_granted_wanted_marks_nothing(backend: BaseLockBackend, key: str) -> None:
-    """Who gets the key waits for nobody: its own grant is not marked."""
-    take(backend, key, wanted=True)
     assert held(backend, key).wanted is False
 
 

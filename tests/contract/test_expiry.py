@@ -10,12 +10,10 @@ import pytest
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.memory import MemoryBackend
 from django_distlock.conf import BackendConfig
-from django_distlock.core.keys import new_token
-from django_distlock.core.records import Contended, Grant
-from tests.backends import BACKENDS
+from django_distlock.core.records import Grant
 from tests.processes import spawn
 
-from .helpers import PATIENCE, contend, finds, held, take
+from .helpers import PATIENCE, contend, extend, finds, held, take
 from .stores import Elapse, Store
 
 pytestmark = pytest.mark.requires("supports_ttl")
@@ -35,15 +33,14 @@ def test_grace_lasts_one_second(backend: BaseLockBackend, key: str) -> None:
 
 
 def test_store_says_when_the_key_is_free(backend: BaseLockBackend, key: str) -> None:
-    """`free_at` is one second behind `expires_at`, after a grant and after an extend."""
+    """`free_at` is a second behind `expires_at`; without a ttl, an extend gives the same again."""
     grant = take(backend, key, 7)
-    record = held(backend, key)
-    assert record.expires_at is not None
-    assert record.free_at == record.expires_at + timedelta(seconds=1)
-    backend.extend(grant, 9)
-    record = held(backend, key)
-    assert record.expires_at is not None
-    assert record.free_at == record.expires_at + timedelta(seconds=1)
+    for ttl, expected in ((None, 7), (3, 3), (None, 3)):
+        record = held(backend, key)
+        assert record.expires_at is not None
+        assert record.free_at == record.expires_at + timedelta(seconds=1)
+        grant = extend(backend, grant, ttl)
+        assert grant.ttl == expected
 
 
 def test_record_is_live_before_its_end_only() -> None:
@@ -59,71 +56,43 @@ def test_record_is_live_before_its_end_only() -> None:
     take(backend, "key")
 
 
-def test_holder_may_extend_in_the_grace(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
-    """In the second behind `expires_at` the store still honours an extend, and nobody else."""
-    grant = take(backend, key, 5)
-    elapse(5.2)
-    contend(backend, key)
-    extended = backend.extend(grant)
-    assert isinstance(extended, Grant)
-    assert extended.fence == grant.fence
-    elapse(5.2)
-    contend(backend, key)
-
-
-def test_holder_may_release_in_the_grace(
+def test_holder_is_honoured_in_the_grace(
     backend: BaseLockBackend, elapse: Elapse, key: str
 ) -> None:
-    """In the second behind `expires_at` the store still honours a release: the key is free."""
+    """In the second behind `expires_at` it may extend and release, and nobody else is granted."""
     grant = take(backend, key, 5)
+    for _ in range(3):
+        elapse(5.2)
+        contend(backend, key)
+        assert extend(backend, grant).fence == grant.fence
     elapse(5.2)
     assert backend.read(key) is not None
     assert backend.release(grant) is True
     take(backend, key)
 
 
-def test_lease_is_gone_behind_the_grace(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
-    """Past `free_at` every operation answers that nobody holds the key."""
-    grant = take(backend, key, 5)
-    elapse(6.1)
-    assert backend.read(key) is None
-    assert finds(backend, grant.token, None)
-    assert backend.shorten(key, 1) is None
-    assert backend.request_stop(key) is None
-    assert backend.force_release(key) is None
-    assert backend.extend_many([grant]) == [None]
-    assert backend.settle(grant, 100) is False
-    assert backend.extend(grant) is None
-    assert backend.release(grant) is False
-
-
-def test_expired_lease_is_never_resurrected(
-    backend: BaseLockBackend, elapse: Elapse, key: str
+@pytest.mark.parametrize("followed", [False, True])
+def test_lease_is_gone_behind_the_grace(
+    backend: BaseLockBackend, elapse: Elapse, key: str, followed: bool
 ) -> None:
-    """An extend past `free_at` leaves the key free, also where nobody else came."""
-    grant = take(backend, key, 5)
-    elapse(6.1)
-    assert backend.extend(grant, 100) is None
-    assert backend.extend_many([grant]) == [None]
-    assert backend.read(key) is None
-    assert take(backend, key).fence > grant.fence
-
-
-def test_successor_is_safe_from_the_expired_holder(
-    backend: BaseLockBackend, elapse: Elapse, key: str
-) -> None:
-    """Whoever took the key after an expiry keeps it, whatever the old holder tries."""
+    """Past `free_at` it is never resurrected: the key is free, or its successor's."""
     old = take(backend, key, 5)
     elapse(6.1)
-    new = take(backend, key, 50)
-    record = held(backend, key)
-    assert new.fence > old.fence
-    assert backend.extend(old) is None
-    assert backend.extend_many([old]) == [None]
-    assert backend.settle(old, 1) is False
-    assert backend.release(old) is False
+    if followed:
+        assert take(backend, key, 50).fence > old.fence
+    else:
+        for gone in (backend.request_stop, backend.force_release):
+            assert gone(key) is None
+    before = backend.read(key)
+    assert (before is not None) is followed
+    assert finds(backend, old.token, None)
     assert backend.shorten(key, 1, token=old.token) is None
-    assert held(backend, key) == record
+    assert backend.extend_many([old]) == [None]
+    assert backend.settle(old, 100) is False
+    assert backend.extend(old, 100) is None
+    assert backend.release(old) is False
+    assert backend.read(key) == before
+    assert followed or take(backend, key).fence > old.fence
 
 
 def test_extend_moves_the_end(backend: BaseLockBackend, store: Store, key: str) -> None:
@@ -144,46 +113,6 @@ def test_extend_moves_the_end(backend: BaseLockBackend, store: Store, key: str) 
     assert record.expires_at == extended.expires_at
     assert record.renewed_at == extended.expires_at - timedelta(seconds=8)
     assert record.holder == granted.holder
-
-
-def test_extend_without_ttl_gives_the_same_again(backend: BaseLockBackend, key: str) -> None:
-    """Without a ttl of its own, an extend gives the one that the grant had."""
-    grant = take(backend, key, 7)
-    extended = backend.extend(grant)
-    assert isinstance(extended, Grant)
-    assert extended.ttl == 7
-    shorter = backend.extend(extended, 3)
-    assert isinstance(shorter, Grant)
-    again = backend.extend(shorter)
-    assert isinstance(again, Grant)
-    assert again.ttl == 3
-
-
-def test_extend_replaces_also_when_that_is_sooner(
-    backend: BaseLockBackend, elapse: Elapse, key: str
-) -> None:
-    """An extend does not add: a shorter ttl brings the end nearer."""
-    grant = take(backend, key, 100)
-    extended = backend.extend(grant, 5)
-    assert isinstance(extended, Grant)
-    assert grant.expires_at is not None
-    assert extended.expires_at is not None
-    assert extended.expires_at < grant.expires_at
-    elapse(6.1)
-    assert backend.read(key) is None
-    take(backend, key)
-
-
-def test_extended_lease_outlives_its_first_ttl(
-    backend: BaseLockBackend, elapse: Elapse, key: str
-) -> None:
-    """A lease that is extended again and again is held all the time."""
-    grant = take(backend, key, 50)
-    for _ in range(4):
-        elapse(40)
-        contend(backend, key)
-        assert isinstance(backend.extend(grant), Grant)
-    assert backend.release(grant) is True
 
 
 @pytest.mark.requires("distributed", "supports_ttl", time_authority="server")
@@ -242,15 +171,3 @@ def test_registry_has_every_time_authority(backend: BaseLockBackend, store: Stor
     """Where the store has a clock of its own, that one decides."""
     expected = "client" if store.registered.store in ("memory", "sqlite") else "server"
     assert backend.time_authority == expected
-    assert store.registered is BACKENDS[store.registered.alias]
-
-
-def test_contender_sees_how_long(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
-    """Contended, a caller can tell how long the key was held and when it will be free."""
-    take(backend, key, 20)
-    elapse(5)
-    contended = backend.acquire(key, new_token(), 20)
-    assert isinstance(contended, Contended)
-    assert contended.held_for == pytest.approx(5, abs=1)
-    assert contended.expires_in == pytest.approx(15, abs=1)
-    assert contended.free_in == pytest.approx(16, abs=1)

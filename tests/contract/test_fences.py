@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
-from django.db import DatabaseError, transaction
+from django.db import DatabaseError, models, transaction
 from django.db.models import F
 
 from django_distlock.backends.base import BaseLockBackend
@@ -14,8 +15,8 @@ from django_distlock.core.fences import FENCE_MAX, FENCE_WARNING
 from django_distlock.models import FenceCounter
 from tests.processes import spawn
 
-from .helpers import COUNTS, PATIENCE, contend, held, take
-from .stores import DatabaseStore, Elapse, Store
+from .helpers import HAS_TTL, PATIENCE, contend, held, take
+from .stores import DatabaseStore, Store
 
 pytestmark = pytest.mark.requires("supports_fencing")
 
@@ -28,17 +29,8 @@ DATABASE_ONLY = pytest.mark.stores(
 )
 
 
-@COUNTS
-def test_first_fence_is_one(backend: BaseLockBackend, key: str) -> None:
-    """A key that was never held gets fence 1, then 2."""
-    first = take(backend, key)
-    assert first.fence == 1
-    backend.release(first)
-    assert take(backend, key).fence == 2
-
-
 def test_grant_stores_its_fence(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """The counter says what was granted last, from the first grant on."""
+    """The counter says what was granted last, from the first grant on; where it counts, from 1."""
     last = 0
     for _ in range(2):
         grant = take(backend, key)
@@ -60,42 +52,28 @@ def test_fences_grow_over_releases(backend: BaseLockBackend, key: str) -> None:
     assert texts == sorted(set(texts))
 
 
-@pytest.mark.requires("supports_ttl")
-def test_fences_grow_over_expiry(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
-    """A grant behind an expired one has a higher fence."""
+@pytest.mark.parametrize(
+    "end",
+    ["force_release", *(pytest.param(e, marks=HAS_TTL) for e in ("expiry", "cleanup", "settle"))],
+)
+def test_fences_grow_over_an_end(
+    backend: BaseLockBackend, store: Store, key: str, end: str
+) -> None:
+    """A grant behind one that is over has a higher fence; cleanup leaves the counters."""
     old = take(backend, key, 5)
-    elapse(6.1)
-    assert take(backend, key).fence > old.fence
-
-
-@pytest.mark.requires("supports_ttl")
-def test_fences_grow_over_cleanup(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Cleanup takes expired records and leaves the counters."""
-    old = take(backend, key, 5)
+    if end == "force_release":
+        assert backend.force_release(key)
+        # Before anybody is next.
+        assert store.fence(key) > old.fence
+    elif end == "settle":
+        assert backend.settle(old, 5)
     store.elapse(6.1)
-    while backend.cleanup(store.now()):
+    while end == "cleanup" and backend.cleanup(store.now()):
         pass
-    assert not store.has_record(key)
-    assert store.fence(key) == old.fence
-    assert take(backend, key).fence > old.fence
-
-
-def test_fences_grow_over_force_release(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Force-release moves the fence on, so that the old one is lower before anybody is next."""
-    old = take(backend, key)
-    backend.force_release(key)
+    assert end != "cleanup" or not store.has_record(key)
     between = store.fence(key)
-    assert between > old.fence
+    assert between >= old.fence
     assert take(backend, key).fence > between
-
-
-@pytest.mark.requires("supports_ttl")
-def test_fences_grow_over_settle(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
-    """A grant behind a settled one has a higher fence."""
-    old = take(backend, key)
-    backend.settle(old, 5)
-    elapse(5.01)
-    assert take(backend, key).fence > old.fence
 
 
 @pytest.mark.requires("distributed")
@@ -161,28 +139,15 @@ def test_keys_count_for_themselves(backend: BaseLockBackend, store: Store, key: 
     assert store.registered.is_next(take(backend, f"{key}-a").fence, grants=4)
 
 
-def test_contention_uses_up_no_fence(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """However many are refused, the next grant has the next fence."""
+def test_only_grants_use_up_fences(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """However many are refused, or extend, the next grant has the next fence."""
     grant = take(backend, key)
     for wanted in (False, True, False, True):
         contend(backend, key, wanted=wanted)
-    assert store.fence(key) == grant.fence
-    backend.release(grant)
-    assert store.registered.is_next(take(backend, key).fence, grant.fence)
-
-
-@pytest.mark.requires("supports_token_lookup")
-def test_refused_token_uses_up_no_fence(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """An acquire that fails leaves the counter as it was."""
-    grant = take(backend, f"{key}-a")
-    with pytest.raises(InvalidArgument):
-        backend.acquire(f"{key}-b", grant.token, 30)
-    assert store.fence(f"{key}-b") == 0
-
-
-def test_extend_keeps_the_fence(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Extend, settle and release leave the counter as it was."""
-    grant = take(backend, key)
+    if backend.supports_token_lookup:
+        with pytest.raises(InvalidArgument):
+            backend.acquire(f"{key}-b", grant.token, 30)
+        assert store.fence(f"{key}-b") == 0
     backend.extend(grant)
     backend.extend_many([grant])
     if backend.supports_ttl:
@@ -190,20 +155,17 @@ def test_extend_keeps_the_fence(backend: BaseLockBackend, store: Store, key: str
         backend.settle(grant, 0)
     backend.release(grant)
     assert store.fence(key) == grant.fence
-
-
-def test_last_fence_is_granted(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """The greatest fence is legal."""
-    store.set_fence(key, FENCE_MAX - 1)
-    grant = take(backend, key)
-    assert grant.fence == held(backend, key).fence == FENCE_MAX == 900_000_000_000_000
+    assert store.registered.is_next(take(backend, key).fence, grant.fence)
 
 
 def test_overflow_fails_and_leaves_nothing(
     backend: BaseLockBackend, store: Store, key: str
 ) -> None:
     """Behind the greatest fence, acquire fails, the key is not held, the counter stays."""
-    store.set_fence(key, FENCE_MAX)
+    store.set_fence(key, FENCE_MAX - 1)
+    grant = take(backend, key)
+    assert grant.fence == held(backend, key).fence == FENCE_MAX == 900_000_000_000_000
+    backend.release(grant)
     for _ in range(2):
         with pytest.raises(LockError) as caught:
             take(backend, key)
@@ -249,48 +211,44 @@ def test_high_fence_warns(
     assert grant.token not in caplog.text
 
 
+Counters = models.QuerySet[FenceCounter]
+MISUSES: dict[str, Callable[[Counters, FenceCounter], object]] = {
+    "save anew": lambda counters, row: FenceCounter(
+        storage_key=row.storage_key, key=row.key, fence=0
+    ).save(using=counters.db),
+    "delete": lambda counters, row: row.delete(),
+    "delete using": lambda counters, row: row.delete(using=counters.db),
+    "delete some": lambda counters, row: counters.filter(key=row.key).delete(),
+    "delete all": lambda counters, row: counters.all().delete(),
+    "save": lambda counters, row: row.save(),
+    "save a field": lambda counters, row: row.save(update_fields=["fence"]),
+    "update": lambda counters, row: counters.filter(key=row.key).update(fence=F("fence") - 1),
+    "move": lambda counters, row: counters.filter(key=row.key).update(storage_key="elsewhere"),
+    "bulk_update": lambda counters, row: counters.bulk_update([row], ["fence"]),
+    "bulk_create": lambda counters, row: counters.bulk_create(
+        [row], update_conflicts=True, update_fields=["fence"], unique_fields=["storage_key"]
+    ),
+    "update_or_create": lambda counters, row: counters.update_or_create(
+        defaults={"fence": 0}, storage_key=row.storage_key
+    ),
+}
+
+
 @DATABASE_ONLY
-def test_models_refuse_to_delete_counters(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Neither a model nor a queryset deletes a counter, in part or as a whole."""
+@pytest.mark.parametrize("misuse", MISUSES.values(), ids=MISUSES)
+def test_models_refuse_to_take_a_fence_back(
+    backend: BaseLockBackend,
+    store: Store,
+    key: str,
+    misuse: Callable[[Counters, FenceCounter], object],
+) -> None:
+    """Neither a model nor a queryset deletes or lowers a counter, or gives it another key."""
     fence = take(backend, key).fence
     counters = FenceCounter.objects.using(store.registered.using)
-    with pytest.raises(LockUsageError):
-        counters.get(key=key).delete()
-    with pytest.raises(LockUsageError):
-        counters.get(key=key).delete(using=store.registered.using)
-    with pytest.raises(LockUsageError):
-        counters.filter(key=key).delete()
-    with pytest.raises(LockUsageError):
-        counters.all().delete()
-    assert store.fence(key) == fence
-
-
-@DATABASE_ONLY
-def test_models_refuse_to_change_counters(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Neither a model nor a queryset lowers a fence, or gives it another key."""
-    using = store.registered.using
-    fence = take(backend, key).fence
-    counters = FenceCounter.objects.using(using)
     row = counters.get(key=key)
     row.fence = 0
-    with pytest.raises(LockUsageError):
-        row.save()
-    with pytest.raises(LockUsageError):
-        row.save(update_fields=["fence"])
-    with pytest.raises((LockUsageError, DatabaseError)), transaction.atomic(using=using):
-        FenceCounter(storage_key=row.storage_key, key=key, fence=0).save(using=using)
-    with pytest.raises(LockUsageError):
-        counters.filter(key=key).update(fence=F("fence") - 1)
-    with pytest.raises(LockUsageError):
-        counters.filter(key=key).update(storage_key="elsewhere")
-    with pytest.raises(LockUsageError):
-        counters.bulk_update([row], ["fence"])
-    with pytest.raises(LockUsageError):
-        counters.bulk_create(
-            [row], update_conflicts=True, update_fields=["fence"], unique_fields=["storage_key"]
-        )
-    with pytest.raises(LockUsageError):
-        counters.update_or_create(defaults={"fence": 0}, storage_key=row.storage_key)
+    with pytest.raises((LockUsageError, DatabaseError)), transaction.atomic(using=counters.db):
+        misuse(counters, row)
     assert store.fence(key) == fence
 
 
@@ -316,13 +274,3 @@ def test_server_refuses_to_take_a_fence_back(
     with pytest.raises(DatabaseError, match="fence"):
         store.ask(statement.format(table=store.fences), [key])
     assert store.fence(key) == fence
-
-
-@pytest.mark.stores("postgresql", "session", why="no trigger guards the counters against SQL")
-def test_server_lets_a_fence_be_raised(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Raising a fence by hand is how grants stay above those of another store."""
-    before = take(backend, key)
-    backend.release(before)
-    # Ahead of what any clock says.
-    store.set_fence(key, before.fence + 10**12)
-    assert take(backend, key).fence == before.fence + 10**12 + 1

@@ -38,10 +38,7 @@ SESSION_ENDED = {"InternalError", "OperationalError", "InterfaceError"}
 EXPECTED = {"refused", "lost", "acquisition_timeout", "BackendUnavailable", *SESSION_ENDED}
 
 
-def on(*aliases: str) -> pytest.MarkDecorator:
-    """Run a test on some of the registered backends."""
-    lines = [BACKENDS[alias] for alias in aliases]
-    return pytest.mark.parametrize("registered", lines, indirect=True, ids=aliases)
+on = pytest.mark.aliases
 
 
 def database_of(registered: Registered) -> str:

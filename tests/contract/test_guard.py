@@ -27,15 +27,6 @@ def using_of(registered: Registered) -> str:
     return registered.using or "default"
 
 
-def outcome_of_taking(registered: Registered, key: str) -> str:
-    """Try once for a key that is past its end, and say what came of it."""
-    lease = lock_of(registered, key, wait=0).try_acquire()
-    if lease is None:
-        return "refused"
-    lease.release()
-    return "granted"
-
-
 def setting(using: str, name: str) -> str:
     """Read a setting of the session."""
     with connections[using].cursor() as cursor:
@@ -44,26 +35,22 @@ def setting(using: str, name: str) -> str:
 
 
 @CAN
-def test_nobody_takes_the_key_over_before_the_end(registered: Registered, key: str) -> None:
-    """A lease that ends amid a guarded transaction is given to nobody until that ends."""
+@pytest.mark.parametrize("how", ["guard", "atomic"])
+def test_nobody_takes_the_key_over_before_the_end(
+    registered: Registered, key: str, how: str
+) -> None:
+    """A lease that ends amid a guarded transaction is given to nobody until that is committed."""
+    using = using_of(registered)
     lease = lock_of(registered, key, ttl=BRIEF, basic=registered.store != "session").acquire()
-    with transaction.atomic(using=using_of(registered)):
-        lease.guard()
+    with lease.atomic() if how == "atomic" else transaction.atomic(using=using):
+        if how == "guard":
+            lease.guard()
+        assert connections[using].in_atomic_block
+        row = Row.objects.using(using).create(name=key)
         over(registered, lease)
-        assert Later(outcome_of_taking, registered, key).result() == "refused"
-    assert Later(outcome_of_taking, registered, key).result() == "granted"
-
-
-@CAN
-def test_atomic_is_a_guarded_transaction(registered: Registered, key: str) -> None:
-    """The block is a transaction: it commits, it rolls back, and nobody overtakes it."""
-    lease = lock_of(registered, key, ttl=BRIEF, basic=registered.store != "session").acquire()
-    with lease.atomic():
-        assert connections[using_of(registered)].in_atomic_block
-        row = Row.objects.using(using_of(registered)).create(name=key)
-        over(registered, lease)
-        assert Later(outcome_of_taking, registered, key).result() == "refused"
-    assert Row.objects.using(using_of(registered)).filter(pk=row.pk).delete()[0] == 1
+        assert not grantable(lock_of(registered, key, wait=0))
+    assert Row.objects.using(using).filter(pk=row.pk).delete()[0] == 1
+    assert grantable(lock_of(registered, key, wait=0))
 
 
 @CAN
@@ -121,8 +108,10 @@ def test_heartbeat_goes_on(registered: Registered, key: str) -> None:
 
 @CAN
 def test_several_guards_of_one_transaction(registered: Registered, key: str) -> None:
-    """A lease guards as often as it likes, and beside other leases."""
+    """A lease guards as often as it likes, and beside others; without a transaction, nothing."""
     with lock_of(registered, key) as first, lock_of(registered, f"{key}-2") as second:
+        with pytest.raises(LockUsageError, match="atomic"):
+            first.guard()
         with first.atomic():
             first.guard()
             second.guard()
@@ -144,13 +133,6 @@ def test_guard_costs_one_round_trip(registered: Registered, key: str) -> None:
 
 
 @CAN
-def test_guard_needs_a_transaction(registered: Registered, key: str) -> None:
-    """Without one it would hold nothing off."""
-    with lock_of(registered, key) as lease, pytest.raises(LockUsageError, match="atomic"):
-        lease.guard()
-
-
-@CAN
 @pytest.mark.stores("postgresql", "mysql", "session", why="its fences are in no database")
 def test_guard_is_about_the_database_of_the_locks(registered: Registered, key: str) -> None:
     """A transaction elsewhere would hold nothing off; another alias of the same does."""
@@ -165,29 +147,18 @@ def test_guard_is_about_the_database_of_the_locks(registered: Registered, key: s
 
 @CAN
 @pytest.mark.stores("postgresql", "session", why="has no such settings")
-def test_callers_settings_stay(registered: Registered, key: str) -> None:
-    """The bound of the guard is not that of the caller's own statements."""
-    with lock_of(registered, key, ttl=20) as lease, transaction.atomic(using=using_of(registered)):
-        with connections[using_of(registered)].cursor() as cursor:
+@pytest.mark.parametrize(("before", "after"), [("default", "21s"), ("5s", "5s"), ("1min", "21s")])
+def test_callers_settings_stay(registered: Registered, key: str, before: str, after: str) -> None:
+    """Bounds of the caller's own stay; who ends silent transactions sooner goes on doing so."""
+    using, silence = using_of(registered), "idle_in_transaction_session_timeout"
+    value = "DEFAULT" if before == "default" else f"'{before}'"
+    with lock_of(registered, key, ttl=20) as lease, transaction.atomic(using=using):
+        with connections[using].cursor() as cursor:
             cursor.execute("SET LOCAL lock_timeout = '1234ms'")
+            cursor.execute(f"SET LOCAL {silence} = {value}")
         lease.guard()
-        assert setting(using_of(registered), "lock_timeout") == "1234ms"
-        assert setting(using_of(registered), "idle_in_transaction_session_timeout") == "21s"
-
-
-@CAN
-@pytest.mark.stores("postgresql", "session", why="has no such settings")
-def test_stricter_timeout_of_the_caller_stays(registered: Registered, key: str) -> None:
-    """Who ends silent transactions sooner goes on doing so; later, it is the ttl."""
-    for before, after in (("5s", "5s"), ("1min", "21s")):
-        with (
-            lock_of(registered, key, ttl=20) as lease,
-            transaction.atomic(using=using_of(registered)),
-        ):
-            with connections[using_of(registered)].cursor() as cursor:
-                cursor.execute(f"SET LOCAL idle_in_transaction_session_timeout = '{before}'")
-            lease.guard()
-            assert setting(using_of(registered), "idle_in_transaction_session_timeout") == after
+        assert setting(using, "lock_timeout") == "1234ms"
+        assert setting(using, silence) == after
 
 
 @CAN
@@ -253,9 +224,7 @@ def test_silent_holder_is_cut_off(registered: Registered, key: str) -> None:
             assert eventually(lambda: Later(is_gone, session).result(), 20)
             Row.objects.using(using).create(name=key)
         if registered.store != "session":
-            assert eventually(
-                lambda: Later(outcome_of_taking, registered, key).result() == "granted"
-            )
+            assert eventually(lambda: grantable(lock_of(registered, key, wait=0)))
         lease.release()
 
 

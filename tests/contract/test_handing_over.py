@@ -19,6 +19,7 @@ from django_distlock import (
     BackendUnavailable,
     InvalidArgument,
     Lease,
+    Lock,
     LockError,
     LockLost,
     LockUsageError,
@@ -31,14 +32,15 @@ from django_distlock.handler import lock_backends
 from tests.backends import Registered
 from tests.processes import spawn
 
-from .helpers import Later, held
+from .conftest import Hold
+from .helpers import ELSEWHERE, HAS_TTL, Later, at_once, held
 from .locking import Heard, eventually, grantable, lock_of, take_away, taken
 from .stores import Stranger
 
-HANDS_OVER = pytest.mark.requires("supports_ttl")
-ELSEWHERE = pytest.mark.stores(
-    "sqlite", "postgresql", "mysql", "redis", "redis_cluster", why="no other process sees its locks"
-)
+
+def dumped(registered: Registered, key: str, **more: Any) -> str:
+    """Take a lock, and give its lease away."""
+    return lock_of(registered, key, **{"ttl": 20, **more}).acquire().dump()
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +77,7 @@ def dump_and_end(alias: str, key: str, ttl: float) -> str:
     return distlock(key, backend=alias, ttl=ttl).acquire().dump()
 
 
-@HANDS_OVER
+@HAS_TTL
 @ELSEWHERE
 def test_another_process_goes_on(registered: Registered, key: str) -> None:
     """It extends and releases; whoever gave the lease away does neither any more."""
@@ -98,11 +100,12 @@ def test_another_process_goes_on(registered: Registered, key: str) -> None:
     assert grantable(lock)
 
 
-@HANDS_OVER
+@HAS_TTL
 @ELSEWHERE
-def test_lease_outlives_the_process_that_gave_it_away(registered: Registered, key: str) -> None:
+def test_lease_outlives_the_process_that_gave_it_away(
+    lock: Lock, registered: Registered, key: str
+) -> None:
     """Its end releases nothing of it, and the end of who took it up does."""
-    lock = lock_of(registered, key)
     with spawn(f"{__name__}:dump_and_end", registered.alias, key, 30) as worker:
         text = worker.result()
     assert taken(lock)
@@ -113,68 +116,63 @@ def test_lease_outlives_the_process_that_gave_it_away(registered: Registered, ke
         Lease.load(text)
 
 
-@HANDS_OVER
+@HAS_TTL
 def test_giver_does_not_hold_it(registered: Registered, key: str) -> None:
-    """Neither for work nor for an end: what it has left says so."""
-    lock = lock_of(registered, key, ttl=20)
-    lease = lock.acquire()
-    text = lease.dump()
+    """Neither for work nor for an end: what it has left says so, and it is told of no loss."""
+    called: list[Lease] = []
+    lease = lock_of(registered, key, ttl=0.5).acquire()
+    lease.on_lost(called.append)
+    with Heard(signals.lock_lost, key) as heard:
+        lease.dump()
+        time.sleep(1.2)
+    assert (called, heard.facts) == ([], [])
     assert (lease.held, lease.is_released, lease.is_lost) == (False, True, False)
     assert lease.remaining() == 0.0
     assert lease.release() is False
     for call in (lease.extend, lease.check, lease.dump):
         with pytest.raises(LockUsageError):
             call()
-    assert taken(lock)
-    assert Lease.load(text).release() is True
 
 
-@HANDS_OVER
-def test_end_of_the_block_behind_a_dump_releases_nothing(registered: Registered, key: str) -> None:
+@HAS_TTL
+def test_lease_that_is_over_is_not_given_away(registered: Registered, key: str) -> None:
+    """Nor one that was released."""
+    lease = lock_of(registered, key, ttl=0.2).acquire()
+    time.sleep(0.25)
+    with pytest.raises(LockLost):
+        lease.dump()
+    lease.release()
+    lease = lock_of(registered, key).acquire()
+    lease.release()
+    with pytest.raises(LockUsageError, match="released"):
+        lease.dump()
+
+
+@HAS_TTL
+def test_end_of_the_block_behind_a_dump_releases_nothing(
+    registered: Registered, key: str, hold: Hold
+) -> None:
     """Nor does it call the lease lost, nor renew it."""
-    lock = lock_of(registered, key, ttl=1.5)
+    lock, texts = lock_of(registered, key, ttl=1.5), []
+
+    def work(lease: Lease) -> None:
+        before = lease.expires_at
+        texts.append(lease.dump())
+        time.sleep(0.8)
+        record = Later(held, lock_backends[registered.alias], key).result()
+        assert record.expires_at == before
+
     with Heard(signals.lock_released, key) as freed, Heard(signals.lock_lost, key) as lost:
-        with lock as lease:
-            before = lease.expires_at
-            text = lease.dump()
-            time.sleep(0.8)
-            record = Later(held, lock_backends[registered.alias], key).result()
-            assert record.expires_at == before
+        hold(lock, work)
         assert taken(lock)
     assert (freed.facts, lost.facts) == ([], [])
-    loaded = Lease.load(text)
-    assert loaded.held
-    assert loaded.release() is True
+    assert Lease.load(texts[0]).release() is True
 
 
-@HANDS_OVER
-async def test_end_of_the_awaited_block_behind_a_dump_releases_nothing(
-    registered: Registered, key: str
-) -> None:
-    """The same for `async with`."""
-    async with lock_of(registered, key) as lease:
-        text = lease.dump()
-    loaded = Later(Lease.load, text).result()
-    assert loaded.held
-    assert Later(loaded.release).result() is True
-
-
-@HANDS_OVER
-def test_loss_behind_a_dump_is_not_the_givers(registered: Registered, key: str) -> None:
-    """Its callbacks are not called for what others do with the lease."""
-    called: list[Lease] = []
-    lease = lock_of(registered, key, ttl=0.3).acquire()
-    lease.on_lost(called.append)
-    with Heard(signals.lock_lost, key) as heard:
-        lease.dump()
-        time.sleep(1.2)
-    assert (called, heard.facts, lease.is_lost) == ([], [], False)
-
-
-@HANDS_OVER
+@HAS_TTL
 def test_text_works_once(registered: Registered, key: str) -> None:
     """A message may be delivered twice: the second time finds the lease gone."""
-    text = lock_of(registered, key, ttl=20).acquire().dump()
+    text = dumped(registered, key)
     loaded = Lease.load(text)
     for _ in range(2):
         with pytest.raises(LockLost, match=key) as caught:
@@ -188,10 +186,10 @@ def test_text_works_once(registered: Registered, key: str) -> None:
     assert not taken(lock_of(registered, key))
 
 
-@HANDS_OVER
+@HAS_TTL
 def test_of_many_that_load_one_has_it(registered: Registered, key: str) -> None:
     """Also where all do so at the same time."""
-    text = lock_of(registered, key, ttl=20).acquire().dump()
+    text = dumped(registered, key)
 
     def load() -> Lease | None:
         try:
@@ -199,13 +197,12 @@ def test_of_many_that_load_one_has_it(registered: Registered, key: str) -> None:
         except LockLost:
             return None
 
-    loaded = [each.result() for each in [Later(load) for _ in range(6)]]
-    (won,) = (each for each in loaded if each is not None)
+    (won,) = (each for each in at_once([load] * 6) if each is not None)
     won.extend()
     assert won.release() is True
 
 
-@HANDS_OVER
+@HAS_TTL
 def test_text_works_once_however_close_two_loads_come(
     registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,13 +225,13 @@ def test_text_works_once_however_close_two_loads_come(
     assert not taken(lock_of(registered, key))
 
 
-@HANDS_OVER
+@HAS_TTL
 def test_load_whose_reply_was_lost_can_be_repeated(
     registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store has carried it out: the lease is neither lost nor in its own way."""
     backend = lock_backends[registered.alias]
-    text = lock_of(registered, key, ttl=20).acquire().dump()
+    text = dumped(registered, key)
     acquire = backend.acquire
 
     def lose_the_reply(*args: Any, **kwargs: Any) -> Any:
@@ -251,7 +248,7 @@ def test_load_whose_reply_was_lost_can_be_repeated(
     assert loaded.release() is True
 
 
-@HANDS_OVER
+@HAS_TTL
 def test_lease_that_ends_while_it_is_loaded_is_not_granted_anew(
     registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,46 +270,29 @@ def test_lease_that_ends_while_it_is_loaded_is_not_granted_anew(
     assert not taken(lock_of(registered, key))
 
 
-@HANDS_OVER
-def test_fence_rises_and_token_changes(registered: Registered, key: str) -> None:
-    """Whoever gave the lease away cannot write under it any more."""
+@HAS_TTL
+def test_loaded_lease_is_like_an_acquired_one(registered: Registered, key: str) -> None:
+    """With a token and a higher fence of its own, which the store has; it is extended, and lost."""
     lease = lock_of(registered, key, ttl=20).acquire()
-    loaded = Lease.load(lease.dump())
+    lease.extend(5)
+    text = lease.dump()
+    loaded = Lease.load(text)
     assert loaded.fence > lease.fence
-    assert loaded.token != lease.token
+    assert loaded.token not in f"{lease.token} {text} {loaded!r} {loaded!s}"
+    record = held(lock_backends[registered.alias], key)
+    assert (record.token, record.fence) == (loaded.token, loaded.fence)
+    assert record.expires_at == loaded.expires_at
+    loaded.extend(7)
+    assert 6 < loaded.remaining() <= 7
+    # The ttl of the lock counts, not that of an earlier extend.
+    loaded.extend()
     assert 19 < loaded.remaining() <= 20
     again = Lease.load(loaded.dump())
     assert again.fence > loaded.fence
-    assert again.release() is True
     assert loaded.release() is False
-
-
-@HANDS_OVER
-def test_loaded_lease_is_like_an_acquired_one(registered: Registered, key: str) -> None:
-    """It is extended, lost, checked and released; nobody renews it, and no block holds it."""
-    loaded = Lease.load(lock_of(registered, key, ttl=20).acquire().dump())
-    record = held(lock_backends[registered.alias], key)
-    assert (record.token, record.fence) == (loaded.token, loaded.fence)
-    assert (record.expires_at, record.ttl) == (loaded.expires_at, 20)
-    loaded.extend(5)
-    assert 4 < loaded.remaining() <= 5
-    loaded.extend()
-    assert 19 < loaded.remaining() <= 20
-    take_away(loaded)
+    take_away(again)
     with pytest.raises(LockLost):
-        loaded.extend()
-
-
-@HANDS_OVER
-def test_secret_is_not_shown(registered: Registered, key: str) -> None:
-    """The text holds the token; nothing that is logged of a loaded lease does."""
-    lease = lock_of(registered, key, ttl=20).acquire()
-    text = lease.dump()
-    assert isinstance(text, str)
-    loaded = Lease.load(text)
-    assert loaded.token not in f"{loaded!r} {loaded!s}"
-    assert loaded.token not in text
-    loaded.release()
+        again.extend()
     with pytest.raises(LockLost) as caught:
         Lease.load(text)
     assert lease.token not in f"{caught.value!r} {caught.value!s}"
@@ -341,73 +321,51 @@ def test_other_texts_are_refused(text: Any) -> None:
         Lease.load(text)
 
 
-@HANDS_OVER
+@HAS_TTL
 def test_tampered_text_is_refused_and_touches_nothing(registered: Registered, key: str) -> None:
     """One character is enough; the right text still works."""
-    text = lock_of(registered, key, ttl=20).acquire().dump()
-    middle = len(text) // 3
-    for place in (0, middle, len(text) - 1):
+    text = dumped(registered, key)
+    for place in (0, len(text) // 3, len(text) - 1):
         wrong = text[:place] + ("A" if text[place] != "A" else "B") + text[place + 1 :]
         with pytest.raises(InvalidArgument):
             Lease.load(wrong)
     assert Lease.load(text).release() is True
 
 
-@HANDS_OVER
+@HAS_TTL
 def test_text_of_another_project_is_refused(registered: Registered, key: str) -> None:
     """It is signed with another secret; with a fallback, an old one counts."""
     with override_settings(SECRET_KEY="another"):
-        text = lock_of(registered, key, ttl=20).acquire().dump()
+        text = dumped(registered, key)
     with pytest.raises(InvalidArgument, match="SECRET_KEY"):
         Lease.load(text)
     with override_settings(SECRET_KEY_FALLBACKS=["another"]):
         assert Lease.load(text).release() is True
 
 
-@HANDS_OVER
-def test_text_that_came_too_late_grants_nothing(registered: Registered, key: str) -> None:
-    """Behind ttl and grace the key may be anybody's, or nobody's; it is not granted anew."""
-    lock = lock_of(registered, key, ttl=0.2)
+@HAS_TTL
+@pytest.mark.parametrize("end", ["late", "taken away"])
+def test_text_that_came_too_late_grants_nothing(registered: Registered, key: str, end: str) -> None:
+    """Behind ttl and grace, or an operator's decision, the key is anybody's: it is not granted."""
+    lock = lock_of(registered, key, ttl=0.2 if end == "late" else 20)
     lease = lock.acquire()
     text = lease.dump()
-    time.sleep(1.4)
+    if end == "late":
+        time.sleep(1.4)
+    else:
+        take_away(lease)
     with pytest.raises(LockLost, match=key):
         Lease.load(text)
     assert not taken(lock)
     following = lock_of(registered, key).acquire()
-    assert registered.is_next(following.fence, lease.fence)
+    assert following.fence > lease.fence
     with pytest.raises(LockLost):
         Lease.load(text)
     following.extend()
     assert following.release() is True
 
 
-@HANDS_OVER
-def test_lease_that_is_over_is_not_given_away(registered: Registered, key: str) -> None:
-    """Nor one that was released."""
-    lease = lock_of(registered, key, ttl=0.2).acquire()
-    time.sleep(0.25)
-    with pytest.raises(LockLost):
-        lease.dump()
-    lease.release()
-    lease = lock_of(registered, key).acquire()
-    lease.release()
-    with pytest.raises(LockUsageError, match="released"):
-        lease.dump()
-
-
-@HANDS_OVER
-def test_key_that_was_taken_away_is_not_taken_up(registered: Registered, key: str) -> None:
-    """An operator's decision counts for what is on its way too."""
-    lease = lock_of(registered, key, ttl=20).acquire()
-    text = lease.dump()
-    take_away(lease)
-    with pytest.raises(LockLost):
-        Lease.load(text)
-    assert grantable(lock_of(registered, key))
-
-
-@HANDS_OVER
+@HAS_TTL
 @pytest.mark.parametrize("window", ["hold", "min_hold"])
 def test_window_counts_from_the_first_grant(registered: Registered, key: str, window: str) -> None:
     """A hand-over does not make it longer, however many there are."""
@@ -427,16 +385,7 @@ def test_window_counts_from_the_first_grant(registered: Registered, key: str, wi
     assert abs(off) < 0.001
 
 
-@HANDS_OVER
-def test_window_that_is_over_frees_the_key_at_once(registered: Registered, key: str) -> None:
-    """Where the work took longer than its window."""
-    lease = lock_of(registered, key, ttl=20, min_hold=0.3).acquire()
-    time.sleep(0.35)
-    assert Lease.load(lease.dump()).release() is True
-    assert not taken(lock_of(registered, key))
-
-
-@HANDS_OVER
+@HAS_TTL
 def test_basic_lock_is_handed_over_without_end(registered: Registered, key: str) -> None:
     """It has no ttl, and gets none."""
     lease = lock_of(registered, key, basic=True).acquire()
@@ -446,7 +395,7 @@ def test_basic_lock_is_handed_over_without_end(registered: Registered, key: str)
     assert loaded.release() is True
 
 
-@HANDS_OVER
+@HAS_TTL
 def test_waiter_is_woken_when_the_loaded_lease_ends(registered: Registered, key: str) -> None:
     """Also one who has waited since before the hand-over."""
     lock = lock_of(registered, key, ttl=60, wait=20)
@@ -463,7 +412,7 @@ def test_waiter_is_woken_when_the_loaded_lease_ends(registered: Registered, key:
     assert Later(following.release).result() is True
 
 
-@HANDS_OVER
+@HAS_TTL
 def test_paused_key_is_not_lost(registered: Registered, key: str) -> None:
     """A holder keeps its lease under a pause: what is on its way can be taken up behind it.
 
@@ -484,7 +433,7 @@ def test_paused_key_is_not_lost(registered: Registered, key: str) -> None:
     assert loaded.release() is True
 
 
-@HANDS_OVER
+@HAS_TTL
 @pytest.mark.stores("postgresql", "mysql", why="no transaction can be in the way")
 def test_busy_key_is_not_lost(registered: Registered, key: str, stranger: Stranger) -> None:
     """While a guarded transaction is open nobody can say whether the lease is over: it is not."""
@@ -502,22 +451,23 @@ def test_busy_key_is_not_lost(registered: Registered, key: str, stranger: Strang
     assert loaded.release() is True
 
 
-@HANDS_OVER
+@HAS_TTL
 def test_dump_inside_a_transaction_is_refused(registered: Registered, key: str) -> None:
-    """Another process would work under the lease before the data is committed."""
+    """Another process would work under the lease before the data of the outermost is committed."""
     lock = lock_of(registered, key, ttl=20)
     texts: list[str] = []
     lease = lock.acquire()
+
+    async def adump() -> str:
+        return lease.dump()
+
     with transaction.atomic():
-        with pytest.raises(LockUsageError, match="on_commit") as caught:
-            lease.dump()
-        assert (caught.value.code, caught.value.key) == ("unsupported", key)
-
-        async def adump() -> str:
-            return lease.dump()
-
-        with pytest.raises(LockUsageError, match="on_commit"):
-            async_to_sync(adump)()
+        with transaction.atomic():
+            pass
+        for dump in (lease.dump, async_to_sync(adump)):
+            with pytest.raises(LockUsageError, match="on_commit") as caught:
+                dump()
+            assert (caught.value.code, caught.value.key) == ("unsupported", key)
         # It stands as before.
         lease.extend()
         transaction.on_commit(lambda: texts.append(lease.dump()))
@@ -525,29 +475,9 @@ def test_dump_inside_a_transaction_is_refused(registered: Registered, key: str) 
     assert Lease.load(texts[0]).release() is True
 
 
-@HANDS_OVER
-def test_dump_waits_for_the_outermost_transaction(registered: Registered, key: str) -> None:
-    """The lock may be around the transaction, or the block inside of it: what counts is the end."""
-    lock = lock_of(registered, key, ttl=20)
-    with lock as lease:
-        with transaction.atomic():
-            with transaction.atomic():
-                pass
-            with pytest.raises(LockUsageError, match="on_commit"):
-                lease.dump()
-        text = lease.dump()
-    assert Lease.load(text).release() is True
-    with transaction.atomic(), lock as lease:
-        with pytest.raises(LockUsageError, match="on_commit"):
-            lease.dump()
-        assert lease.held
-    assert grantable(lock)
-
-
 @pytest.mark.requires(supports_ttl=False)
-def test_lease_of_a_connection_stays_where_it_is(registered: Registered, key: str) -> None:
+def test_lease_of_a_connection_stays_where_it_is(lock: Lock, key: str) -> None:
     """It says so, and stands."""
-    lock = lock_of(registered, key)
     with lock as lease:
         with pytest.raises(LockUsageError, match="connection") as caught:
             lease.dump()
@@ -555,15 +485,3 @@ def test_lease_of_a_connection_stays_where_it_is(registered: Registered, key: st
         assert lease.held
         assert taken(lock)
     assert grantable(lock)
-
-
-@pytest.mark.requires("supports_ttl")
-def test_loaded_lease_is_extended_by_the_locks_ttl(registered: Registered, key: str) -> None:
-    """The ttl of the lock counts, not that of an earlier extend."""
-    lease = lock_of(registered, key, ttl=30).acquire()
-    lease.extend(5)
-    loaded = Lease.load(lease.dump())
-    loaded.extend()
-    left = loaded.remaining()
-    loaded.release()
-    assert left > 29, left

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timedelta
 from typing import Any
@@ -21,13 +19,11 @@ from django_distlock import (
     Lease,
     Lock,
     LockLost,
-    current_lease,
     heartbeat,
     signals,
 )
 from django_distlock import connections as lock_connections
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.core.records import Grant, Unknown
 from django_distlock.handler import lock_backends
 from django_distlock.heartbeat import heartbeat_of
 from django_distlock.host import monotonic
@@ -35,60 +31,24 @@ from tests.backends import Registered
 
 from .aliases import counted_alias, locks_on, sessions
 from .heart_workers import loses
-from .helpers import Later, held
-from .locking import Heard, eventually, grantable, lock_of, rolled_back, shuts_out, taken
+from .helpers import Later, held, noted
+from .locking import (
+    HOLDING,
+    Heard,
+    eventually,
+    grantable,
+    lock_of,
+    receiving,
+    rolled_back,
+    shuts_out,
+    taken,
+)
 from .stores import Stranger
 
 #: A ttl of which a busy machine does not miss two renewals in a row.
 TTL = 2.4
 #: What a busy machine may add to a time.
 NOISE = 0.7
-
-
-def in_a_block(lock: Lock, work: Callable[[Lease], None]) -> None:
-    """Work in a block."""
-    with lock as lease:
-        work(lease)
-
-
-def in_a_decorated_function(lock: Lock, work: Callable[[Lease], None]) -> None:
-    """Work in a decorated function."""
-
-    def function() -> None:
-        lease = current_lease()
-        assert lease is not None
-        work(lease)
-
-    lock(function)()
-
-
-def in_an_asynchronous_block(lock: Lock, work: Callable[[Lease], None]) -> None:
-    """Work in an asynchronous block, on another thread."""
-
-    async def run() -> None:
-        async with lock as lease:
-            await asyncio.to_thread(work, lease)
-
-    asyncio.run(run())
-
-
-def in_a_decorated_coroutine(lock: Lock, work: Callable[[Lease], None]) -> None:
-    """Work in a decorated coroutine."""
-
-    async def function() -> None:
-        lease = current_lease()
-        assert lease is not None
-        await asyncio.to_thread(work, lease)
-
-    asyncio.run(lock(function)())
-
-
-WAYS = (
-    in_a_block,
-    in_a_decorated_function,
-    in_an_asynchronous_block,
-    in_a_decorated_coroutine,
-)
 
 
 def test_block_longer_than_three_ttls_keeps_its_lease(registered: Registered, key: str) -> None:
@@ -102,10 +62,10 @@ def test_block_longer_than_three_ttls_keeps_its_lease(registered: Registered, ke
         lease.check()
 
     entered: list[Lease] = []
-    locks = [lock_of(registered, f"{key}:{way.__name__}", ttl=TTL) for way in WAYS]
-    running = [Later(way, lock, work) for way, lock in zip(WAYS, locks, strict=True)]
+    locks = [lock_of(registered, f"{key}:{way.__name__}", ttl=TTL) for way in HOLDING]
+    running = [Later(way, lock, work) for way, lock in zip(HOLDING, locks, strict=True)]
     try:
-        assert eventually(lambda: len(entered) == len(WAYS), timeout=10)
+        assert eventually(lambda: len(entered) == len(HOLDING), timeout=10)
         ends: dict[str, set[datetime | None]] = {lock.key: set() for lock in locks}
         until = time.monotonic() + 3.2 * TTL
         while time.monotonic() < until:
@@ -141,14 +101,6 @@ def test_what_nobody_renews_ends_by_its_ttl(registered: Registered, key: str) ->
         for lease in leases:
             assert lease.deadline <= monotonic()
             lease.release()
-
-
-def test_basic_lease_without_expiry_is_not_renewed(registered: Registered, key: str) -> None:
-    """It needs no heartbeat: no thread asks the store about it."""
-    with lock_of(registered, key, basic=True) as lease:
-        assert lease.deadline == math.inf
-        assert id(lease) not in heartbeat_of(lock_backends[registered.alias])._leases
-        assert lease.held
 
 
 def test_extend_changes_what_the_next_beats_ask_for(registered: Registered, key: str) -> None:
@@ -252,65 +204,25 @@ def of_key(backend: BaseLockBackend, key: str) -> list[Any]:
 # Many leases
 
 
-@pytest.fixture
-def beats(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseLockBackend], list[int]]:
-    """Give a function that notes how many leases each question of a heartbeat is about."""
-
-    def count(backend: BaseLockBackend) -> list[int]:
-        counted: list[int] = []
-        extend_many = backend.extend_many
-
-        def counting(grants: Sequence[Grant]) -> Sequence[Grant | Unknown | None]:
-            counted.append(len(grants))
-            return extend_many(grants)
-
-        monkeypatch.setattr(backend, "extend_many", counting)
-        return counted
-
-    return count
-
-
 @pytest.mark.stores("memory", "postgresql", "redis", why="what holds for these holds for others")
 def test_thousand_leases_share_their_round_trips(
-    registered: Registered, key: str, beats: Callable[[BaseLockBackend], list[int]]
+    registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All leases of a process are renewed at once, whichever thread took them, and when."""
-    backend = lock_backends[registered.alias]
-    counted = beats(backend)
+    answers = noted(monkeypatch, lock_backends[registered.alias], "extend_many")
     with ExitStack() as stack:
-        leases = [
-            stack.enter_context(lock_of(registered, f"{key}:{number}", ttl=12))
-            for number in range(1000)
-        ]
-        began = len(counted)
-        renewed = [lease.expires_at for lease in leases]
+        locks = [lock_of(registered, f"{key}:{number}", ttl=12) for number in range(1000)]
+        leases = [stack.enter_context(lock) for lock in locks]
+        began = len(answers)
+        ends = [(lease, lease.expires_at) for lease in leases]
         assert eventually(
-            lambda: all(
-                lease.expires_at != before for lease, before in zip(leases, renewed, strict=True)
-            ),
-            timeout=12,
+            lambda: all(lease.expires_at != before for lease, before in ends), timeout=12
         )
-        few = len(counted) - began
-        assert few <= 6, counted
-        assert max(counted) >= 500
+        asked = [len(each) for each in answers]
+        assert len(asked) - began <= 6, asked
+        assert max(asked) >= 500
         assert all(lease.held for lease in leases)
     assert all(lease.is_released for lease in leases)
-
-
-def test_leases_taken_one_after_the_other_come_to_share_beats(
-    key: str, beats: Callable[[BaseLockBackend], list[int]]
-) -> None:
-    """Two hundred leases of one moment each cost as many questions as one lease."""
-    counted = beats(lock_backends["memory"])
-    with ExitStack() as stack:
-        for number in range(200):
-            stack.enter_context(Lock(key=f"{key}:{number}", backend="memory", ttl=3))
-            time.sleep(0.005)
-        time.sleep(2)
-        counted.clear()
-        time.sleep(3)
-        assert counted[-1] >= 200
-        assert len(counted) <= 10
 
 
 @contextmanager
@@ -349,13 +261,8 @@ def test_beat_of_a_hundred_leases_is_a_statement_on_one_connection(key: str) -> 
             assert 1 <= len(questions) <= 4, questions
             assert len(asked) <= 16, asked
             assert len(sessions(using)) <= 2
-        lock_connections_of(alias).close_all()
-
-
-def lock_connections_of(alias: str) -> Any:
-    """Give the connections of a backend's own."""
-    backend: Any = lock_backends[alias]
-    return backend._connections
+        backend: Any = lock_backends[alias]
+        backend._connections.close_all()
 
 
 @pytest.mark.stores("postgresql", "mysql", why="its server does not tell its sessions apart")
@@ -383,18 +290,20 @@ def test_d14_heartbeat_leaves_no_connection_behind(
 # What is in the way of one lease
 
 
-@pytest.mark.stores("postgresql", "mysql", why="no transaction can hold a single record")
+ROW_LOCKS = pytest.mark.stores("postgresql", "mysql", why="no transaction can hold a single record")
+
+
+@ROW_LOCKS
 def test_record_that_a_transaction_holds_costs_the_others_nothing(
     registered: Registered, key: str, stranger: Stranger
 ) -> None:
     """The one renewal is unknown, the others of the same beat succeed, and the lease goes on."""
     blocked = lock_of(registered, f"{key}:blocked", ttl=6)
-    free = lock_of(registered, f"{key}:free", ttl=6)
     with (
         Heard(signals.lock_extended, blocked.key) as about_blocked,
         Heard(signals.lock_lost, blocked.key) as lost,
         blocked as one,
-        free as other,
+        lock_of(registered, f"{key}:free", ttl=6) as other,
     ):
         before = other.expires_at
         stranger.hold(blocked.key)
@@ -409,16 +318,15 @@ def test_record_that_a_transaction_holds_costs_the_others_nothing(
         assert lost.facts == []
 
 
-@pytest.mark.stores("postgresql", "mysql", why="no transaction can hold a single record")
+@ROW_LOCKS
 def test_record_that_a_transaction_goes_on_holding_loses_its_lease_alone(
     registered: Registered, key: str, stranger: Stranger
 ) -> None:
     """Three unknown renewals, or the deadline, end the one lease, and none of the others."""
     blocked = lock_of(registered, f"{key}:blocked", ttl=TTL)
-    free = lock_of(registered, f"{key}:free", ttl=TTL)
     with (
         Heard(signals.lock_lost, blocked.key) as lost,
-        free as other,
+        lock_of(registered, f"{key}:free", ttl=TTL) as other,
         loses(blocked) as one,
     ):
         stranger.hold(blocked.key)
@@ -443,43 +351,23 @@ def test_heartbeat_takes_nothing_away_in_a_test_case(registered: Registered, key
     assert lost.facts == []
 
 
-def test_signals_of_a_beat_delay_no_beat(registered: Registered, key: str) -> None:
-    """A receiver of `lock_extended` that takes its time takes none of a heartbeat's."""
-    slow = threading.Event()
-
-    def receive(**facts: Any) -> None:
-        if facts["key"] == key:
-            slow.wait(4)
-
-    signals.lock_extended.connect(receive)
-    try:
-        with lock_of(registered, key, ttl=TTL) as lease:
-            time.sleep(2.2 * TTL)
-            lease.check()
-    finally:
-        slow.set()
-        signals.lock_extended.disconnect(receive)
-
-
-def test_signals_of_a_beat_delay_no_release(key: str) -> None:
-    """Nor does it keep a key taken that a rollback has given up."""
+def test_signals_of_a_beat_delay_nobody(registered: Registered, key: str) -> None:
+    """A receiver of `lock_extended` delays no beat, and no release that a rollback has left."""
     leave, entered = threading.Event(), threading.Event()
 
     def receive(**facts: Any) -> None:
         if facts["key"] == key:
             entered.set()
-            leave.wait(6)
+            leave.wait(8)
 
-    signals.lock_extended.connect(receive)
-    other = Lock(key=f"{key}:other", backend="memory", wait=0)
-    try:
-        with Lock(key=key, backend="memory", ttl=TTL):
-            assert entered.wait(5)
-            with rolled_back(), other:
-                pass
-            # Not by whoever asks for the key: that would wait for the release.
-            read = lock_backends["memory"].read
-            assert eventually(lambda: read(other.key) is None, timeout=3)
-    finally:
+    other = lock_of(registered, f"{key}:other", wait=0)
+    with receiving(signals.lock_extended, receive), lock_of(registered, key, ttl=TTL) as lease:
+        assert entered.wait(5)
+        with rolled_back(), other:
+            pass
+        # Not by whoever asks for the key: that would wait for the release.
+        read = lock_backends[registered.alias].read
+        assert eventually(lambda: read(other.key) is None, timeout=3)
+        time.sleep(1.5 * TTL)
+        lease.check()
         leave.set()
-        signals.lock_extended.disconnect(receive)

@@ -23,7 +23,7 @@ from tests.processes import spawn
 from tests.services import private_redis
 
 from .aliases import counted_alias, cut, locks_on, sessions
-from .helpers import Later, held
+from .helpers import SHARED, Later, held
 from .locking import Heard, eventually, grantable, lock_of, taken
 from .stores import Session
 from .test_lock_trouble import registered_options
@@ -37,18 +37,8 @@ AT_ONCE, TICK = 0.1, 0.01
 #: How many stand still in one test.
 STOPS = 3
 
-shared = pytest.mark.stores(
-    "sqlite",
-    "postgresql",
-    "mysql",
-    "redis",
-    "redis_cluster",
-    "session",
-    why="no other process sees its locks",
-)
 
-
-@shared
+@SHARED
 def test_process_that_stood_still_notices_at_once(registered: Registered, key: str) -> None:
     """Behind the pause its lease is lost, its callback is called, and another one has the key.
 
@@ -56,9 +46,10 @@ def test_process_that_stood_still_notices_at_once(registered: Registered, key: s
     some of them, and not to each.
     """
     locks = [lock_of(registered, f"{key}:{number}", ttl=30, wait=0) for number in range(STOPS)]
+    stand_still = f"{WORKERS}:stand_still"
     with ExitStack() as stack:
         workers = [
-            stack.enter_context(spawn(f"{WORKERS}:stand_still", registered.alias, lock.key, 2.4))
+            stack.enter_context(spawn(stand_still, registered.alias, lock.key, 2.4))
             for lock in locks
         ]
         for worker in workers:
@@ -111,7 +102,7 @@ def check_loss(lock: Lock, said: dict[str, Any], successor: Lease | None) -> Non
     assert len(said["heard"]) == 1
 
 
-@shared
+@SHARED
 @pytest.mark.requires("supports_ttl")
 def test_holder_that_was_killed_is_followed_when_its_lease_is_over(
     registered: Registered, key: str
@@ -141,7 +132,7 @@ def test_holder_that_was_killed_is_followed_when_its_lease_is_over(
     assert Later(successor.release).result() is True
 
 
-@shared
+@SHARED
 @pytest.mark.parametrize("how", ["exit", "_exit", "amid a beat"])
 def test_fork_inside_a_block_leaves_the_lease_to_its_parent(
     registered: Registered, key: str, how: str

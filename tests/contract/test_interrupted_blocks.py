@@ -27,7 +27,7 @@ from tests.processes import spawn
 from . import interrupting
 from .helpers import Later
 from .interrupting import TimeIsUp, interrupt_at, lines_of, strike_again_and_again
-from .locking import PAST, SHORT, eventually, grantable, lock_of, take_away
+from .locking import PAST, SHORT, eventually, grantable, in_a_block, lock_of, receiving, take_away
 
 # One of each way to ask a store: the others share their code with one of these.
 pytestmark = pytest.mark.aliases("memory", "redis", "postgres", "advisory")
@@ -161,13 +161,8 @@ def test_interrupted_release_behind_a_transaction_is_not_remembered(key: str, li
     """What is not registered with all transactions waits for none: neither for this, nor later."""
     lock = lock_of(BACKENDS["memory"], key, ttl=60)
     making: Any = transactions.Deferred.__init__
-
-    def work() -> None:
-        with lock:
-            pass
-
     with atomic():
-        was_reached = interrupt_at(line, work, making)
+        was_reached = interrupt_at(line, lambda: block(lock), making)
         # Other keys are kept until the end by nobody but those who have registered.
         assert eventually(lambda: len(transactions._waiting.of((lock.backend, key))) == 1, PATIENT)
     assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
@@ -222,12 +217,6 @@ def strike_now(*_: object, **__: object) -> None:
     signal.raise_signal(signal.SIGALRM)
 
 
-def work_under(lock: Lock, work: Callable[[Lease], None]) -> None:
-    """Do something in a block."""
-    with lock as lease:
-        work(lease)
-
-
 def interrupt_its_release(lease: Lease) -> None:
     """Let a signal come when the store is asked to release a lease, once."""
     ask = lease._ask_to_end
@@ -243,13 +232,13 @@ def interrupt_its_release(lease: Lease) -> None:
 def test_signal_amid_a_receiver_reaches_the_caller(key: str, told: str) -> None:
     """Django logs what a receiver raises; what a time limit raises there is not its own."""
     lock = lock_of(BACKENDS["memory"], key, ttl=60)
-    heard = getattr(signals, told)
-    heard.connect(strike_now)
-    try:
-        with interrupting.alarms(), pytest.raises(TimeIsUp):
-            work_under(lock, take_away if told == "lock_lost" else lambda _lease: None)
-    finally:
-        heard.disconnect(strike_now)
+    work = take_away if told == "lock_lost" else Lease.check
+    with (
+        receiving(getattr(signals, told), strike_now),
+        interrupting.alarms(),
+        pytest.raises(TimeIsUp),
+    ):
+        in_a_block(lock, work)
     assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
 
 
@@ -260,7 +249,7 @@ def test_signal_amid_a_release_reaches_the_caller(
     """A time limit that strikes while the store is asked ends the task, and the key is free."""
     lock = lock_of(registered, key, ttl=60)
     with interrupting.alarms(), pytest.raises(TimeIsUp), around():
-        work_under(lock, interrupt_its_release)
+        in_a_block(lock, interrupt_its_release)
     assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
 
 

@@ -13,6 +13,8 @@ from django_distlock import FenceRejected, LockLost, distlock
 from tests.processes import Process, spawn
 from tests.shop.models import Account
 
+from .locking import eventually
+
 #: Seconds between two writes, of the lease, and until a successor has written at the latest: its
 #: ttl, the grace of a second, and what a machine takes that has much else to do.
 EVERY, TTL, WITHIN = (
@@ -72,7 +74,7 @@ def test_leader_that_stands_still_loses_nothing(alias: str, key: str) -> None:
     with candidate(alias, key, pk) as leader, candidate(alias, key, pk) as successor:
         leader.wait_for("stands by")
         successor.wait_for("stands by")
-        _wait_for_both(leader, successor)
+        assert eventually(lambda: "wrote" in _said(leader) + _said(successor), timeout=20)
         first, second = _sorted(leader, successor)
         first.stop()
         second.wait_for("wrote", timeout=WITHIN + 10)
@@ -89,13 +91,6 @@ def test_leader_that_stands_still_loses_nothing(alias: str, key: str) -> None:
         value = Account.objects.get(pk=pk).value
         assert value >= written, "an update was lost"
         assert value in (written, written + 1)
-
-
-def _wait_for_both(leader: Process, successor: Process) -> None:
-    give_up = time.monotonic() + 20
-    while "wrote" not in _said(leader) + _said(successor):
-        assert time.monotonic() < give_up, "nobody leads"
-        time.sleep(0.02)
 
 
 def _sorted(one: Process, other: Process) -> tuple[Process, Process]:

@@ -4,66 +4,55 @@ from __future__ import annotations
 
 import pytest
 
-from django_distlock import Lease, LockError, LockNotAcquired
+from django_distlock import Lease, Lock, LockError, LockNotAcquired
 from tests.backends import Registered
 
+from .conftest import Hold
 from .locking import grantable, held_elsewhere, lock_of, taken
 
 
-def test_block_runs_while_nobody_else_can_have_the_key(registered: Registered, key: str) -> None:
+def test_block_runs_while_nobody_else_can_have_the_key(lock: Lock, hold: Hold) -> None:
     """Inside the block the key is taken for everybody else, behind it it is free at once."""
-    lock = lock_of(registered, key)
-    with lock as lease:
-        assert isinstance(lease, Lease)
+
+    def work(lease: Lease) -> Lease:
         assert lease.held
         assert taken(lock)
         assert not grantable(lock)
+        return lease
+
+    lease = hold(lock, work)
     assert not taken(lock)
     assert grantable(lock)
-    assert lease.is_released
-    assert not lease.held
-
-
-async def test_asynchronous_block_does_the_same(registered: Registered, key: str) -> None:
-    """`async with` is the twin of `with`."""
-    lock = lock_of(registered, key)
-    async with lock as lease:
-        assert isinstance(lease, Lease)
-        assert lease.held
-        assert await lock.alocked()
-        assert not grantable(lock)
-    assert not await lock.alocked()
-    assert grantable(lock)
-    assert lease.is_released
+    assert (lease.is_released, lease.held) == (True, False)
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, LockError])
 def test_error_in_the_block_passes_and_frees_the_key(
-    registered: Registered, key: str, error: type[BaseException]
+    lock: Lock, error: type[BaseException]
 ) -> None:
     """What the body raises is what the caller sees, and the key is free."""
-    lock, raised = lock_of(registered, key), error("from the body")
+    raised = error("from the body")
     with pytest.raises(error) as caught, lock:
         raise raised
     assert caught.value is raised
     assert grantable(lock)
 
 
-async def test_error_in_the_asynchronous_block_passes_and_frees_the_key(
-    registered: Registered, key: str
-) -> None:
-    """The same for `async with`."""
-    lock, raised = lock_of(registered, key), ValueError("from the body")
+def test_error_passes_and_frees_the_key_however_it_is_held(lock: Lock, hold: Hold) -> None:
+    """The same for awaits and calls."""
+    raised = ValueError("from the body")
+
+    def work(_: Lease) -> None:
+        raise raised
+
     with pytest.raises(ValueError, match="from the body") as caught:
-        async with lock:
-            raise raised
+        hold(lock, work)
     assert caught.value is raised
     assert grantable(lock)
 
 
-def test_leaving_early_frees_the_key(registered: Registered, key: str) -> None:
+def test_leaving_early_frees_the_key(lock: Lock) -> None:
     """`return`, `break` and a closed generator leave the block as its end does."""
-    lock = lock_of(registered, key)
 
     def returns() -> None:
         with lock:
@@ -86,34 +75,19 @@ def test_leaving_early_frees_the_key(registered: Registered, key: str) -> None:
     assert grantable(lock)
 
 
-def test_body_never_runs_without_the_lock(registered: Registered, key: str) -> None:
+def test_body_never_runs_without_the_lock(registered: Registered, key: str, hold: Hold) -> None:
     """Contention raises before the body's first line."""
-    lock, ran = lock_of(registered, key, wait=0), []
-    with held_elsewhere(lock):
-        with pytest.raises(LockNotAcquired), lock:
-            ran.append("body")
-        assert taken(lock)
-    assert ran == []
-
-
-async def test_asynchronous_body_never_runs_without_the_lock(
-    registered: Registered, key: str
-) -> None:
-    """The same for `async with`."""
-    lock, ran = lock_of(registered, key, wait=0), []
+    lock = lock_of(registered, key, wait=0)
+    ran: list[Lease] = []
     with held_elsewhere(lock):
         with pytest.raises(LockNotAcquired):
-            async with lock:
-                ran.append("body")
+            hold(lock, ran.append)
         assert taken(lock)
     assert ran == []
 
 
-def test_releasing_inside_the_block_is_the_end_of_the_lease(
-    registered: Registered, key: str
-) -> None:
+def test_releasing_inside_the_block_is_the_end_of_the_lease(lock: Lock) -> None:
     """A block that gave its lease back early ends quietly, and releases nobody else's."""
-    lock = lock_of(registered, key)
     with lock as lease:
         assert lease.release() is True
         with held_elsewhere(lock) as other:

@@ -15,6 +15,7 @@ import pytest
 
 from django_distlock import (
     InvalidArgument,
+    Lock,
     LockNotAcquired,
     LockUsageError,
     current_lease,
@@ -26,75 +27,34 @@ from .helpers import Later
 from .locking import grantable, held_elsewhere, lock_of, taken
 
 
-def test_function_runs_under_the_lock(registered: Registered, key: str) -> None:
-    """Arguments go in, the result comes out, and the key is taken in between."""
-    lock = lock_of(registered, key)
+def test_function_runs_under_the_lock(lock: Lock) -> None:
+    """Arguments go in, the result comes out, and the key is taken; it looks like itself."""
 
-    @lock
     def work(a: int, *, b: int = 0) -> tuple[int, bool, bool]:
+        """Work."""
         lease = current_lease()
         assert lease is not None
         return a + b, lease.held, taken(lock)
 
-    assert work(1, b=2) == (3, True, True)
-    assert work(1) == (1, True, True)
-    assert grantable(lock)
-
-
-async def test_coroutine_function_runs_under_the_lock(registered: Registered, key: str) -> None:
-    """The decorator of a coroutine function makes a coroutine function."""
-    lock = lock_of(registered, key)
-
-    @lock
-    async def work(a: int) -> tuple[int, bool]:
-        await asyncio.sleep(0)
-        return a, taken(lock)
-
-    assert inspect.iscoroutinefunction(work)
-    assert await work(5) == (5, True)
-    assert grantable(lock)
-
-
-def test_function_keeps_its_name_and_signature(registered: Registered, key: str) -> None:
-    """A decorated function looks like itself."""
-
-    def work(a: int, *, b: str = "x") -> None:
-        """Work."""
-
-    decorated = lock_of(registered, key)(work)
-    assert decorated.__name__ == "work"
-    assert decorated.__doc__ == "Work."
+    decorated = lock(work)
+    assert (decorated.__name__, decorated.__doc__) == ("work", "Work.")
     assert inspect.signature(decorated) == inspect.signature(work)
-
-
-def test_error_passes_and_frees_the_key(registered: Registered, key: str) -> None:
-    """What the function raises is what the caller sees."""
-    lock = lock_of(registered, key)
-
-    @lock
-    def work() -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        work()
+    assert decorated(1, b=2) == (3, True, True)
+    assert decorated(1) == (1, True, True)
     assert grantable(lock)
 
 
-def test_function_never_runs_without_the_lock(registered: Registered, key: str) -> None:
-    """Contention raises, and the function is not called."""
-    lock, ran = lock_of(registered, key, wait=0), []
+async def test_coroutine_function_runs_under_the_lock(lock: Lock) -> None:
+    """The decorator of a coroutine function makes one, and sees a partial of one."""
 
-    @lock
-    def work() -> None:
-        ran.append("work")
+    async def work(a: int, b: int) -> tuple[int, bool]:
+        await asyncio.sleep(0)
+        return a + b, taken(lock)
 
-    with held_elsewhere(lock):
-        with pytest.raises(LockNotAcquired):
-            work()
-        assert taken(lock)
-    assert ran == []
-    work()
-    assert ran == ["work"]
+    assert inspect.iscoroutinefunction(lock(work))
+    for decorated in (lock(work), lock(functools.partial(work, b=3))):
+        assert await decorated(2, b=3) == (5, True)
+        assert grantable(lock)
 
 
 def test_template_makes_a_lock_for_each_arguments(registered: Registered, key: str) -> None:
@@ -322,43 +282,11 @@ def test_body_that_is_returned_does_not_run(registered: Registered, key: str) ->
     assert grantable(lock)
 
 
-async def test_partial_of_a_coroutine_function_runs_under_the_lock(
-    registered: Registered, key: str
-) -> None:
-    """It is seen to be one."""
-    lock = lock_of(registered, key)
-
-    async def work(a: int, b: int) -> tuple[int, bool]:
-        await asyncio.sleep(0)
-        return a + b, taken(lock)
-
-    assert await lock(functools.partial(work, 1))(2) == (3, True)
-    assert grantable(lock)
-
-
 @pytest.mark.parametrize("template", ["{nobody}", "{a}{b}", "{a", "{a!r}"])
 def test_bad_template_is_refused_at_decoration(template: str) -> None:
     """A slip in a template fails at import, not at the first call."""
     with pytest.raises(InvalidArgument):
-
-        @distlock(template)
-        def work(a: int, b: int) -> None:
-            """Work."""
-
-
-def test_recursion_under_one_key_is_refused(registered: Registered, key: str) -> None:
-    """A decorated function that calls itself would wait for itself."""
-
-    @lock_of(registered, key)
-    def work(depth: int) -> None:
-        if depth:
-            work(depth - 1)
-
-    work(0)
-    with pytest.raises(LockUsageError) as caught:
-        work(1)
-    assert caught.value.code == "reentrant"
-    assert grantable(lock_of(registered, key))
+        distlock(template)(lambda a, b: None)
 
 
 def test_threads_share_a_decorated_function(registered: Registered, key: str) -> None:

@@ -15,48 +15,49 @@ from typing import Any
 import pytest
 from django.db import transaction
 
-from django_distlock import BackendUnavailable, InvalidArgument, Lease, LockLost, LockUsageError
+from django_distlock import (
+    BackendUnavailable,
+    InvalidArgument,
+    Lease,
+    Lock,
+    LockLost,
+    LockUsageError,
+)
 from django_distlock.core.keys import validate_token
 from django_distlock.handler import lock_backends
 from django_distlock.host import monotonic
 from django_distlock.testing import lose_connection
 from tests.backends import Registered
 
-from .helpers import Later
-from .locking import PAST, SHORT, grantable, held_elsewhere, lock_of, take_away, taken
+from .conftest import TWINS, Hold
+from .helpers import HAS_TTL, Later, held
+from .locking import (
+    PAST,
+    SHORT,
+    eventually,
+    grantable,
+    held_elsewhere,
+    in_a_block,
+    in_a_call,
+    lock_of,
+    take_away,
+    taken,
+)
 
 Extend = Callable[[Lease, Any], None]
 Release = Callable[[Lease], bool]
 
 
-def with_extend(lease: Lease, ttl: Any) -> None:
-    """Extend on this thread."""
-    lease.extend(ttl)
-
-
-def with_aextend(lease: Lease, ttl: Any) -> None:
-    """Extend with an await."""
-    asyncio.run(lease.aextend(ttl))
-
-
-def with_release(lease: Lease) -> bool:
-    """Release on this thread."""
-    return lease.release()
-
-
-def with_arelease(lease: Lease) -> bool:
-    """Release with an await."""
-    return asyncio.run(lease.arelease())
-
-
-@pytest.fixture(params=[with_extend, with_aextend], ids=["extend", "aextend"])
+@pytest.fixture(
+    params=[Lease.extend, lambda lease, ttl: asyncio.run(lease.aextend(ttl))], ids=TWINS
+)
 def extend(request: pytest.FixtureRequest) -> Extend:
     """Give both ways to extend."""
     made: Extend = request.param
     return made
 
 
-@pytest.fixture(params=[with_release, with_arelease], ids=["release", "arelease"])
+@pytest.fixture(params=[Lease.release, lambda lease: asyncio.run(lease.arelease())], ids=TWINS)
 def release(request: pytest.FixtureRequest) -> Release:
     """Give both ways to release."""
     made: Release = request.param
@@ -76,20 +77,7 @@ def test_lease_tells_what_is_held(registered: Registered, key: str) -> None:
         assert lease.check() is None  # type: ignore[func-returns-value]
 
 
-def test_fence_token_is_fifteen_digits_in_the_order_of_fences(
-    registered: Registered, key: str
-) -> None:
-    """As text, later fences are greater."""
-    lock, tokens = lock_of(registered, key), []
-    for _ in range(11):
-        with lock as lease:
-            tokens.append(lease.fence_token)
-            assert int(lease.fence_token) == lease.fence
-    assert all(len(token) == 15 and token.isdigit() for token in tokens)
-    assert tokens == sorted(set(tokens))
-
-
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_times_are_the_stores_and_aware(registered: Registered, key: str) -> None:
     """`acquired_at` and `expires_at` are aware, a ttl apart, and what the store keeps."""
     with lock_of(registered, key, ttl=20) as lease:
@@ -97,13 +85,12 @@ def test_times_are_the_stores_and_aware(registered: Registered, key: str) -> Non
         assert lease.acquired_at.utcoffset() == lease.expires_at.utcoffset() == timedelta(0)
         assert lease.expires_at - lease.acquired_at == timedelta(seconds=20)
         assert abs(lease.acquired_at - datetime.now(UTC)) < timedelta(seconds=10)
-        record = lock_backends[registered.alias].read(key)
-        assert record is not None
+        record = held(lock_backends[registered.alias], key)
         assert (record.acquired_at, record.expires_at) == (lease.acquired_at, lease.expires_at)
         assert (record.token, record.fence) == (lease.token, lease.fence)
 
 
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_holder_stops_before_the_store_expires(registered: Registered, key: str) -> None:
     """By the holder's own clock the lease ends no later than by the store's."""
     with lock_of(registered, key, ttl=20) as lease:
@@ -132,7 +119,7 @@ def test_lease_is_not_copied(
         copied(lease)
 
 
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_extend_replaces_the_ttl(registered: Registered, key: str, extend: Extend) -> None:
     """The new end is now + ttl, also when that is sooner."""
     lease = lock_of(registered, key, ttl=20).acquire()
@@ -144,13 +131,12 @@ def test_extend_replaces_the_ttl(registered: Registered, key: str, extend: Exten
     assert lease.expires_at is not None
     assert timedelta(seconds=4) < lease.expires_at - datetime.now(UTC) < timedelta(seconds=5.1)
     assert (lease.fence, lease.token, lease.acquired_at) == (fence, token, acquired_at)
-    record = lock_backends[registered.alias].read(key)
-    assert record is not None
+    record = held(lock_backends[registered.alias], key)
     assert record.expires_at == lease.expires_at
     assert lease.release()
 
 
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_extend_that_is_heard_late_ends_no_lease_before_its_deadline(
     registered: Registered, key: str, extend: Extend
 ) -> None:
@@ -171,7 +157,7 @@ def test_extend_that_is_heard_late_ends_no_lease_before_its_deadline(
     assert lease.release()
 
 
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_renewal_that_is_heard_late_ends_no_lease_before_its_deadline(
     registered: Registered, key: str
 ) -> None:
@@ -211,18 +197,6 @@ def test_extend_refuses_what_is_no_ttl(registered: Registered, key: str, extend:
     assert lease.release()
 
 
-def test_extended_lease_outlives_its_first_end(
-    registered: Registered, key: str, extend: Extend
-) -> None:
-    """Work that extends in time keeps the key."""
-    lease = lock_of(registered, key, ttl=0.5).acquire()
-    extend(lease, 20)
-    time.sleep(0.55)
-    lease.check()
-    assert taken(lock_of(registered, key))
-    assert lease.release() is True
-
-
 def test_check_raises_behind_the_deadline(registered: Registered, key: str) -> None:
     """A lease past its deadline says so, though the store keeps its grace."""
     lock = lock_of(registered, key, ttl=SHORT)
@@ -256,10 +230,9 @@ def test_lease_past_its_deadline_refuses_extend_but_may_release(
 
 
 def test_extend_of_a_key_that_was_taken_away_is_lost(
-    registered: Registered, key: str, extend: Extend, release: Release
+    lock: Lock, registered: Registered, key: str, extend: Extend, release: Release
 ) -> None:
     """The store's answer that the lease is gone is a loss, for good."""
-    lock = lock_of(registered, key)
     lease = lock.acquire()
     take_away(lease)
     # A session that was ended says so by itself.
@@ -275,96 +248,68 @@ def test_extend_of_a_key_that_was_taken_away_is_lost(
         assert other.fence > lease.fence
 
 
-def test_block_that_outlived_its_lease_raises(registered: Registered, key: str) -> None:
-    """A body that succeeded without the lock for its last part did not succeed."""
-    lock, ran = lock_of(registered, key, ttl=SHORT, heartbeat=False), []
-
-    def work() -> None:
-        with lock:
-            time.sleep(PAST)
-            ran.append("body")
-
-    with pytest.raises(LockLost, match=key):
-        work()
-    assert ran == ["body"]
-    # The key is given back all the same: nobody has to wait for the grace.
-    assert grantable(lock)
+def outlive(lease: Lease) -> None:
+    """Be a body that is too late."""
+    time.sleep(max(0.0, lease.deadline - monotonic()) + 0.05)
 
 
-async def test_asynchronous_block_that_outlived_its_lease_raises(
-    registered: Registered, key: str
+def brief(registered: Registered, key: str, lose: Callable[[Lease], None]) -> Lock:
+    """Describe a lock of which a body loses the lease soon."""
+    return lock_of(registered, key, ttl=0.5 if lose is outlive else 30, heartbeat=False)
+
+
+@pytest.mark.parametrize("lose", [outlive, take_away])
+def test_block_that_outlived_its_lease_raises(
+    registered: Registered, key: str, hold: Hold, lose: Callable[[Lease], None]
 ) -> None:
-    """The same for `async with`."""
-    lock = lock_of(registered, key, ttl=SHORT, heartbeat=False)
+    """A body that succeeded without the lock for its last part did not succeed."""
+    ran: list[Lease] = []
+
+    def work(lease: Lease) -> None:
+        lose(lease)
+        ran.append(lease)
+
     with pytest.raises(LockLost, match=key):
-        async with lock:
-            await asyncio.sleep(PAST)
-    assert grantable(lock)
+        hold(brief(registered, key, lose), work)
+    # The thread of a task that was cancelled for it may still be at work.
+    assert eventually(lambda: [lease.is_lost for lease in ran] == [True])
+    # The key is given back all the same: nobody has to wait for the grace.
+    assert grantable(lock_of(registered, key))
 
 
-def test_function_that_outlived_its_lease_raises(registered: Registered, key: str) -> None:
-    """The same for decorated functions."""
-
-    @lock_of(registered, key, ttl=SHORT, heartbeat=False)
-    def work() -> None:
-        time.sleep(PAST)
-
-    @lock_of(registered, key, ttl=SHORT, heartbeat=False)
-    async def awork() -> None:
-        await asyncio.sleep(PAST)
-
-    with pytest.raises(LockLost):
-        work()
-    with pytest.raises(LockLost):
-        asyncio.run(awork())
-
-
-def test_block_whose_key_was_taken_away_raises(registered: Registered, key: str) -> None:
-    """An operator who takes the key from a running block makes it fail at its end."""
-    lock = lock_of(registered, key)
-    with pytest.raises(LockLost, match=key), lock as lease:
-        take_away(lease)
-    assert lease.is_lost
-    assert grantable(lock)
-
-
-def test_loss_never_hides_the_bodys_own_error(registered: Registered, key: str) -> None:
+@pytest.mark.parametrize("lose", [outlive, take_away])
+@pytest.mark.parametrize("way", [in_a_block, in_a_call])
+def test_loss_never_hides_the_bodys_own_error(
+    registered: Registered, key: str, way: Hold, lose: Callable[[Lease], None]
+) -> None:
     """What went wrong in the body says more than that its lease ended too."""
-    lock = lock_of(registered, key, ttl=SHORT)
 
-    def late() -> None:
-        with lock:
-            time.sleep(PAST)
-            raise ZeroDivisionError
+    def work(lease: Lease) -> None:
+        lose(lease)
+        raise ZeroDivisionError
 
-    async def alate() -> None:
-        async with lock:
-            await asyncio.sleep(PAST)
-            raise ZeroDivisionError
-
-    def taken_away() -> None:
-        with lock_of(registered, key) as lease:
-            take_away(lease)
-            raise ZeroDivisionError
-
-    for work in (late, lambda: asyncio.run(alate()), taken_away):
-        with pytest.raises(ZeroDivisionError):
-            work()
-    assert grantable(lock)
+    with pytest.raises(ZeroDivisionError):
+        way(brief(registered, key, lose), work)
+    assert grantable(lock_of(registered, key))
 
 
-def test_release_answers_true_once(registered: Registered, key: str, release: Release) -> None:
-    """The call that gives the key back is told so, and no other."""
-    lock = lock_of(registered, key)
+def test_release_answers_true_once(lock: Lock, release: Release, extend: Extend) -> None:
+    """The call that gives the key back is told so, and no other; the lease is of no use then."""
     lease = lock.acquire()
+    assert lease
     assert release(lease) is True
+    assert not lease
     assert (lease.held, lease.is_released, lease.is_lost) == (False, True, False)
     assert not taken(lock)
     assert release(lease) is False
     assert lease.remaining() == 0.0
+    for use in (Lease.check, lambda lease: extend(lease, None)):
+        with pytest.raises(LockUsageError, match="released"):
+            use(lease)
+    assert not taken(lock)
 
 
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_window_of_what_was_over_answers_false(registered: Registered, key: str) -> None:
     """A lease whose key stays taken behind it is given up no sooner than others."""
     late = lock_of(registered, key, ttl=SHORT, hold=True).acquire()
@@ -388,10 +333,9 @@ def test_release_of_what_was_over_in_a_transaction_answers_false(
 
 
 def test_release_of_what_was_declared_lost_answers_false(
-    registered: Registered, key: str, release: Release
+    lock: Lock, key: str, release: Release
 ) -> None:
     """Before its deadline, too: what was lost once stays so, whatever the store still knows."""
-    lock = lock_of(registered, key)
     lease = lock.acquire()
     for _ in range(3):
         assert lease._mutex.acquire(blocking=False)
@@ -401,18 +345,6 @@ def test_release_of_what_was_declared_lost_answers_false(
     assert grantable(lock)
 
 
-def test_lease_is_true_while_it_is_held(registered: Registered, key: str, release: Release) -> None:
-    """`if lease` asks whether one may work: not behind a release, and not behind its end."""
-    lock = lock_of(registered, key)
-    with lock as lease:
-        assert lease
-    assert not lease
-    lease = lock.acquire()
-    assert lease
-    assert release(lease) is True
-    assert not lease
-
-
 def test_of_many_releases_one_is_true(registered: Registered, key: str) -> None:
     """Threads that release one lease at the same time are told once that they did."""
     lease = lock_of(registered, key).acquire()
@@ -420,34 +352,8 @@ def test_of_many_releases_one_is_true(registered: Registered, key: str) -> None:
     assert sorted(answers) == [False] * 5 + [True]
 
 
-def test_released_lease_is_of_no_use(registered: Registered, key: str, extend: Extend) -> None:
-    """Working on under a lease that was given up is a mistake, and extending it as well."""
-    lock = lock_of(registered, key)
-    lease = lock.acquire()
-    assert lease.release()
-    with pytest.raises(LockUsageError, match="released"):
-        lease.check()
-    with pytest.raises(LockUsageError, match="released"):
-        extend(lease, None)
-    assert not taken(lock)
-
-
-def test_old_lease_never_touches_the_next_ones_lock(registered: Registered, key: str) -> None:
-    """A lease that ended leaves its successor alone, whatever is tried with it."""
-    lock = lock_of(registered, key)
-    with lock as old:
-        pass
-    with held_elsewhere(lock) as new:
-        assert old.release() is False
-        with pytest.raises(LockUsageError):
-            old.extend()
-        assert taken(lock)
-        assert new.held
-
-
-def test_lease_of_acquire_is_bound_to_nothing(registered: Registered, key: str) -> None:
+def test_lease_of_acquire_is_bound_to_nothing(lock: Lock, registered: Registered) -> None:
     """A lease from `acquire()` outlives the function that took it, and contends as anybody's."""
-    lock = lock_of(registered, key)
     lease = lock.acquire()
     assert lock.try_acquire() is None
     assert taken(lock)

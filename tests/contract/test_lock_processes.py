@@ -8,31 +8,24 @@ import time
 
 import pytest
 
-from django_distlock import BackendUnavailable, Lease
+from django_distlock import BackendUnavailable, Lease, Lock
 from django_distlock.handler import lock_backends
 from tests.backends import Registered
 from tests.processes import Process, spawn
 
-from .helpers import Later
+from .helpers import HAS_TTL, SHARED, Later
 from .locking import eventually, grantable, lock_of, taken
 
-pytestmark = pytest.mark.stores(
-    "sqlite",
-    "postgresql",
-    "mysql",
-    "redis",
-    "redis_cluster",
-    "session",
-    why="no other process sees its locks",
-)
+pytestmark = SHARED
 
 WORKERS = "tests.contract.lock_workers"
 
 
 @pytest.mark.parametrize("how", ["main thread", "exit", "ended thread", "asyncio"])
-def test_normal_exit_gives_back_what_is_held(registered: Registered, key: str, how: str) -> None:
+def test_normal_exit_gives_back_what_is_held(
+    lock: Lock, registered: Registered, key: str, how: str
+) -> None:
     """The end of the interpreter releases, be it by return or by `sys.exit`, of any thread."""
-    lock = lock_of(registered, key)
     with spawn(f"{WORKERS}:hold_to_the_end", registered.alias, key, how) as worker:
         worker.wait_for("held")
         assert worker.popen.wait(timeout=20) == (3 if how == "exit" else 0)
@@ -40,12 +33,11 @@ def test_normal_exit_gives_back_what_is_held(registered: Registered, key: str, h
     assert grantable(lock)
 
 
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_thread_that_still_works_at_the_exit_keeps_its_key(
-    registered: Registered, key: str
+    lock: Lock, registered: Registered, key: str
 ) -> None:
     """A daemon thread works until the process is gone: its key is left to the ttl."""
-    lock = lock_of(registered, key)
     with spawn(f"{WORKERS}:hold_to_the_end", registered.alias, key, "working thread") as worker:
         worker.wait_for("held")
         assert worker.popen.wait(timeout=20) == 0
@@ -60,10 +52,9 @@ def end_with(worker: Process, sent: signal.Signals) -> int:
 
 @pytest.mark.parametrize("how", ["turned into an exit", "in a block"])
 def test_termination_that_a_program_turns_into_an_exit_gives_back(
-    registered: Registered, key: str, how: str
+    lock: Lock, registered: Registered, key: str, how: str
 ) -> None:
     """Where SIGTERM raises `SystemExit`, blocks and the interpreter's end release as always."""
-    lock = lock_of(registered, key)
     with spawn(f"{WORKERS}:hold_until_told", registered.alias, key, 60, how) as worker:
         worker.wait_for("held")
         assert taken(lock)
@@ -72,13 +63,12 @@ def test_termination_that_a_program_turns_into_an_exit_gives_back(
     assert grantable(lock)
 
 
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_termination_without_a_handler_is_ended_by_the_ttl(
-    registered: Registered, key: str, sent: signal.Signals
+    lock: Lock, registered: Registered, key: str, sent: signal.Signals
 ) -> None:
     """The library installs no handler: the key stays taken until the lease and its grace end."""
-    lock = lock_of(registered, key)
     with spawn(f"{WORKERS}:hold_until_told", registered.alias, key, 0.5, "") as worker:
         worker.wait_for("held")
         assert end_with(worker, sent) == -sent

@@ -9,43 +9,46 @@ from contextlib import suppress
 
 import pytest
 
-from django_distlock import LockLost, LockNotAcquired, LockUsageError, current_lease, distlock
+from django_distlock import (
+    Lease,
+    Lock,
+    LockLost,
+    LockNotAcquired,
+    LockUsageError,
+    current_lease,
+    distlock,
+)
 from tests.backends import Registered
 
+from .conftest import Hold
 from .helpers import Later, prompt
-from .locking import PAST, SHORT, grantable, held_elsewhere, lock_of, taken
+from .locking import HOLDING, PAST, SHORT, grantable, held_elsewhere, lock_of, taken
 
 
-def test_reentry_is_refused_at_once(registered: Registered, key: str) -> None:
-    """The same key in the same context is refused, however long one would wait."""
+def test_reentry_is_refused_at_once(registered: Registered, key: str, hold: Hold) -> None:
+    """The same key in the same context is refused, in any mixture, however long one would wait."""
     again = lock_of(registered, key, wait=None, ttl=5)
-    with lock_of(registered, key) as lease:
-        with prompt(), pytest.raises(LockUsageError, match=key) as caught, again:
-            pytest.fail("entered twice")
-        assert (caught.value.code, caught.value.key) == ("reentrant", key)
+
+    def work(lease: Lease) -> None:
+        for way in HOLDING:
+            with prompt(), pytest.raises(LockUsageError, match=key) as caught:
+                way(again, lambda _: pytest.fail("entered twice"))
+            assert (caught.value.code, caught.value.key) == ("reentrant", key)
         assert lease.held
-        assert taken(lock_of(registered, key))
-    assert grantable(lock_of(registered, key))
+        assert taken(again)
 
-
-async def test_reentry_in_async_is_refused_at_once(registered: Registered, key: str) -> None:
-    """The same for `async with`, in any mixture."""
-    lock = lock_of(registered, key, wait=None)
-    async with lock:
-        with prompt(), pytest.raises(LockUsageError):
-            async with lock:
-                pytest.fail("entered twice")
-        with prompt(), pytest.raises(LockUsageError), lock:
-            pytest.fail("entered twice")
-    assert grantable(lock)
+    hold(lock_of(registered, key), work)
+    assert grantable(again)
 
 
 def test_reentry_under_another_spelling_is_refused(registered: Registered, key: str) -> None:
     """Spellings that are one lock are one lock here too."""
     one = lock_of(registered, key + "caf\u00e9")
     other = lock_of(registered, key + "cafe\u0301", wait=None)
-    with one, pytest.raises(LockUsageError), other:
-        pytest.fail("entered twice")
+    with one as lease:
+        assert current_lease(other.key) is current_lease(key + "cafe\u0301") is lease
+        with pytest.raises(LockUsageError), other:
+            pytest.fail("entered twice")
 
 
 def test_other_backends_key_is_another_lock(registered: Registered, key: str) -> None:
@@ -56,21 +59,10 @@ def test_other_backends_key_is_another_lock(registered: Registered, key: str) ->
         assert current_lease(key) is inner
 
 
-def test_another_thread_contends(registered: Registered, key: str) -> None:
-    """For another thread it is no re-entry but a lock that somebody holds."""
-    lock = lock_of(registered, key, wait=0)
-
-    def enter() -> None:
-        with lock:
-            pytest.fail("entered twice")
-
-    with lock, pytest.raises(LockNotAcquired):
-        Later(enter).result()
-
-
-def test_key_can_be_entered_again_behind_its_release(registered: Registered, key: str) -> None:
+def test_key_can_be_entered_again_behind_its_release(
+    lock: Lock, registered: Registered, key: str
+) -> None:
     """What was given back or lost is not held, even inside its block."""
-    lock = lock_of(registered, key)
     with lock as first:
         first.release()
         with lock as second:
@@ -82,20 +74,14 @@ def test_key_can_be_entered_again_behind_its_release(registered: Registered, key
 
 
 def test_unbound_lease_is_contended_like_anybodys(registered: Registered, key: str) -> None:
-    """A lease from `acquire()` is not the context's: a block contends with it."""
+    """A lease from `acquire()` is not the context's: it contends with blocks, and they with it."""
     lock = lock_of(registered, key, wait=0)
     lease = lock.acquire()
     assert current_lease() is None
-    with pytest.raises(LockNotAcquired), lock:
-        pytest.fail("entered twice")
-    with pytest.raises(LockNotAcquired):
-        lock.acquire()
+    for attempt in (lock.acquire, lock.__enter__):
+        with pytest.raises(LockNotAcquired):
+            attempt()
     assert lease.release()
-
-
-def test_acquire_inside_a_block_contends(registered: Registered, key: str) -> None:
-    """`acquire()` and `try_acquire()` of a key that is held say that it is."""
-    lock = lock_of(registered, key, wait=0)
     with lock:
         assert lock.try_acquire() is None
         with pytest.raises(LockNotAcquired):
@@ -117,12 +103,6 @@ def test_current_lease_is_that_of_the_innermost_block(registered: Registered, ke
         assert current_lease(inner) is None
     assert current_lease() is None
     assert current_lease(outer) is None
-
-
-def test_current_lease_knows_spellings(registered: Registered, key: str) -> None:
-    """A key may be asked for in any spelling."""
-    with lock_of(registered, key + "caf\u00e9") as lease:
-        assert current_lease(key + "cafe\u0301") is lease
 
 
 def test_current_lease_is_none_once_lost_or_released(registered: Registered, key: str) -> None:
@@ -150,11 +130,8 @@ def test_copied_context_shows_what_was_held(registered: Registered, key: str) ->
     assert context.run(current_lease) is None
 
 
-async def test_current_lease_reaches_threads_and_tasks_of_the_block(
-    registered: Registered, key: str
-) -> None:
+async def test_current_lease_reaches_threads_and_tasks_of_the_block(lock: Lock, key: str) -> None:
     """`asyncio.to_thread` and tasks that the block starts work under its lease."""
-    lock = lock_of(registered, key)
 
     async def current() -> object:
         return current_lease(key)
@@ -168,9 +145,8 @@ async def test_current_lease_reaches_threads_and_tasks_of_the_block(
     assert await asyncio.to_thread(current_lease) is None
 
 
-async def test_task_that_outlives_the_block_has_no_lease(registered: Registered, key: str) -> None:
+async def test_task_that_outlives_the_block_has_no_lease(lock: Lock) -> None:
     """A task started in the block may take the lock itself once the block is over."""
-    lock = lock_of(registered, key)
     left = asyncio.Event()
 
     async def work() -> int:
@@ -200,11 +176,8 @@ async def test_tasks_do_not_see_each_others_leases(registered: Registered, key: 
     assert current_lease() is None
 
 
-def test_block_left_in_another_context_is_refused_and_frees_the_key(
-    registered: Registered, key: str
-) -> None:
+def test_block_left_in_another_context_is_refused_and_frees_the_key(lock: Lock) -> None:
     """A block belongs to the context that entered it; leaving it elsewhere says so."""
-    lock = lock_of(registered, key)
     contextvars.copy_context().run(lock.__enter__)
     assert taken(lock)
     with pytest.raises(LockUsageError) as caught:

@@ -14,45 +14,29 @@ from .locking import eventually
 
 
 def test_note_is_found_by_its_name(backend: BaseLockBackend, key: str) -> None:
-    """The last note of a name counts, and no other name has it."""
+    """The last of a name counts, for its seconds; it is no lock, and no other name has it."""
     assert backend.noted(key) is None
     backend.note(key, 7, 60)
     backend.note(key, 8, 60)
+    assert backend.read(key) is None
+    take(backend, key)
     assert backend.noted(key) == 8
     assert backend.noted(f"{key}0") is None
-
-
-def test_note_ends_by_itself(backend: BaseLockBackend, key: str) -> None:
-    """It is there for its seconds, and no longer."""
-    backend.note(key, 7, 60)
-    backend.note(key, 8, 0.1)
+    backend.note(key, 9, 0.1)
     assert eventually(lambda: backend.noted(key) is None)
 
 
-def test_note_is_no_lock(backend: BaseLockBackend, key: str) -> None:
-    """Who asks about the key of that name, or takes it, sees nothing of the note."""
-    backend.note(key, 7, 60)
-    assert backend.read(key) is None
-    take(backend, key)
-    assert backend.noted(key) == 7
-
-
 @pytest.mark.requires("supports_listing")
-def test_notes_are_not_listed(backend: BaseLockBackend, key: str) -> None:
-    """A listing shows locks alone."""
+@pytest.mark.parametrize("prefix", ["as ever", ""], ids=["prefix", "bare"])
+def test_notes_are_not_listed(backend: BaseLockBackend, key: str, prefix: str) -> None:
+    """A listing shows locks alone, also one that goes through everything there is."""
+    if not prefix:
+        bare = replace(backend.config, key_prefix="")
+        backend = type(backend)(bare, **bare.options)
     backend.note(key, 7, 60)
     take(backend, f"{key}1")
-    assert listed(backend, key) == [f"{key}1"]
-
-
-@pytest.mark.requires("supports_listing")
-def test_notes_are_not_listed_without_a_prefix(backend: BaseLockBackend, key: str) -> None:
-    """Also where `KEY_PREFIX` is empty, so that a listing of all goes through everything."""
-    alone = replace(backend.config, key_prefix="")
-    bare = type(backend)(alone, **alone.options)
-    bare.note(key, 7, 60)
-    assert bare.noted(key) == 7
-    assert not [each for each in listed(bare) if key in each]
+    assert backend.noted(key) == 7
+    assert [each for each in listed(backend, key if prefix else "") if key in each] == [f"{key}1"]
 
 
 @pytest.mark.stores("sqlite", "postgresql", "mysql", why="its store removes notes itself")

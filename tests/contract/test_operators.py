@@ -12,13 +12,13 @@ from django_distlock.core.errors import InvalidArgument
 from django_distlock.core.fences import FENCE_MAX
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Contended, Counter, Grant, Record
+from django_distlock.core.records import Counter, Grant, Record
 
-from .helpers import contend, finds, held, take
+from .helpers import HAS_TTL, contend, extend, finds, held, take
 from .stores import Elapse, Store
 
 
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_shorten_brings_the_end_nearer(backend: BaseLockBackend, store: Store, key: str) -> None:
     """The record says when the lease ends, asks its holder to finish, and keeps its promise."""
     grant = take(backend, key, 100)
@@ -36,7 +36,7 @@ def test_shorten_brings_the_end_nearer(backend: BaseLockBackend, store: Store, k
     assert (record.token, record.fence) == (grant.token, grant.fence)
 
 
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_shortened_key_stays_with_a_holder_who_may_not_know(
     backend: BaseLockBackend, elapse: Elapse, key: str
 ) -> None:
@@ -51,7 +51,7 @@ def test_shortened_key_stays_with_a_holder_who_may_not_know(
     take(backend, key)
 
 
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_shortened_lease_is_renewed_until_its_end(
     backend: BaseLockBackend, elapse: Elapse, key: str
 ) -> None:
@@ -60,8 +60,7 @@ def test_shortened_lease_is_renewed_until_its_end(
     other = take(backend, f"{key}-other", 100)
     backend.shorten(key, 50)
     elapse(20)
-    renewed = backend.extend(grant)
-    assert isinstance(renewed, Grant)
+    renewed = extend(backend, grant)
     assert renewed.stop_requested
     assert renewed.expires_at is not None
     elapse(20)
@@ -78,46 +77,34 @@ def test_shortened_lease_is_renewed_until_its_end(
     take(backend, key)
 
 
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_holder_frees_a_shortened_key_by_its_release(
     backend: BaseLockBackend, elapse: Elapse, key: str
 ) -> None:
-    """Whoever knows that it has ended gives the key back, and it is free at once."""
+    """It is not renewed behind its end; who knows that gives it back, and it is free at once."""
     grant = take(backend, key, 100)
-    backend.shorten(key, 5)
+    backend.shorten(key, 0)
+    assert backend.extend(grant) is None
     elapse(6)
+    contend(backend, key)
     assert backend.release(grant) is True
     take(backend, key)
 
 
-@pytest.mark.requires("supports_ttl")
-def test_shorten_never_lengthens(backend: BaseLockBackend, key: str) -> None:
-    """An end that is nearer already stays."""
-    take(backend, key, 5)
+@HAS_TTL
+@pytest.mark.parametrize(("ttl", "seconds"), [(5, 100), (None, 5)])
+def test_shorten_never_lengthens(
+    backend: BaseLockBackend, key: str, ttl: float | None, seconds: float
+) -> None:
+    """An end that is nearer stays; and so does no end, whose holder looks at no clock."""
+    grant = take(backend, key, ttl)
     before = held(backend, key)
-    assert backend.shorten(key, 100) == before
+    assert backend.shorten(key, seconds) == before
     assert held(backend, key) == before
+    extend(backend, grant)
 
 
-@pytest.mark.requires("supports_ttl")
-def test_shorten_to_nothing_ends_the_renewals(backend: BaseLockBackend, key: str) -> None:
-    """Shortened to 0 seconds, a lease is not renewed any more."""
-    grant = take(backend, key, 100)
-    assert backend.shorten(key, 0)
-    assert backend.extend(grant) is None
-    contend(backend, key)
-
-
-@pytest.mark.requires("supports_ttl")
-def test_shorten_leaves_a_lock_without_expiry(backend: BaseLockBackend, key: str) -> None:
-    """Its holder looks at no clock, and would never know."""
-    grant = take(backend, key, None)
-    before = held(backend, key)
-    assert backend.shorten(key, 5) == before
-    assert isinstance(backend.extend(grant), Grant)
-
-
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_shorten_ends_what_is_kept_behind_its_run(
     backend: BaseLockBackend, elapse: Elapse, key: str
 ) -> None:
@@ -131,9 +118,10 @@ def test_shorten_ends_what_is_kept_behind_its_run(
     take(backend, key)
 
 
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_shorten_spares_other_tokens(backend: BaseLockBackend, key: str) -> None:
-    """With a token, only its own lease is shortened."""
+    """With a token, only its own lease is shortened; where nobody holds the key, nothing."""
+    assert backend.shorten(key, 5) is None
     grant = take(backend, key, 100)
     before = held(backend, key)
     assert backend.shorten(key, 1, token=new_token()) is None
@@ -142,26 +130,12 @@ def test_shorten_spares_other_tokens(backend: BaseLockBackend, key: str) -> None
     assert held(backend, key) != before
 
 
-@pytest.mark.requires("supports_ttl")
-def test_shorten_of_nothing_is_none(backend: BaseLockBackend, key: str) -> None:
-    """Nobody holds the key: nothing to shorten."""
-    assert backend.shorten(key, 5) is None
-    assert backend.read(key) is None
-
-
-@pytest.mark.requires("supports_ttl")
-def test_holder_may_extend_a_shortened_lease(backend: BaseLockBackend, key: str) -> None:
-    """A holder that turns out to live renews its lease."""
-    grant = take(backend, key, 100)
-    backend.shorten(key, 10)
-    extended = backend.extend(grant)
-    assert isinstance(extended, Grant)
-    assert extended.ttl == 100
-
-
-def test_force_release_takes_the_key_away(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """The record comes back, the key is free at once, and the old lease is gone."""
-    grant = take(backend, key, holder=Holder(host="stuck"))
+@pytest.mark.parametrize("ttl", [30, None])
+def test_force_release_takes_the_key_away(
+    backend: BaseLockBackend, store: Store, key: str, ttl: float | None
+) -> None:
+    """The record comes back, the key is free, the old lease is gone, and its fence is too low."""
+    grant = take(backend, key, ttl, holder=Holder(host="stuck"))
     before = held(backend, key)
     assert backend.force_release(key) == before
     assert not store.has_record(key)
@@ -169,29 +143,22 @@ def test_force_release_takes_the_key_away(backend: BaseLockBackend, store: Store
     assert backend.extend(grant) is None
     assert backend.release(grant) is False
     assert finds(backend, grant.token, None)
-    take(backend, key)
-
-
-def test_force_release_moves_the_fence_first(
-    backend: BaseLockBackend, store: Store, key: str
-) -> None:
-    """Behind a force-release the counter is above the old fence, before anybody acquires."""
-    grant = take(backend, key)
-    backend.force_release(key)
     between = store.fence(key)
     assert store.registered.is_next(between, grant.fence)
     assert store.registered.is_next(take(backend, key).fence, between)
 
 
-@pytest.mark.requires("supports_ttl")
-def test_force_release_of_nothing_is_none(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Nobody holds the key: no record, and no fence is used up."""
-    assert backend.force_release(key) is None
-    assert store.fence(key) == 0
+@HAS_TTL
+def test_nothing_is_done_to_nobody(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """Nobody holds the key, or any more: no record, no request, and no fence is used up."""
+    for operation in (backend.force_release, backend.request_stop):
+        assert operation(key) is None
+        assert store.fence(key) == 0
     grant = take(backend, key, 5)
     store.elapse(6.1)
-    assert backend.force_release(key) is None
-    assert store.fence(key) == grant.fence
+    for operation in (backend.force_release, backend.request_stop):
+        assert operation(key) is None
+        assert store.fence(key) == grant.fence
 
 
 @pytest.mark.parametrize(
@@ -227,21 +194,12 @@ def test_operation_is_for_the_fence_that_was_seen(
             act(wrong)  # type: ignore[arg-type]
 
 
-def test_force_release_ends_a_lock_without_expiry(backend: BaseLockBackend, key: str) -> None:
-    """The way out of a lock that never ends."""
-    take(backend, key, None)
-    assert backend.force_release(key)
-    take(backend, key)
-
-
 def test_request_to_stop_is_seen_at_extend(
     backend: BaseLockBackend, store: Store, key: str
 ) -> None:
-    """The holder learns of it with its next extend, and keeps its lease."""
+    """The holder learns of it at its next extend, and keeps its lease; the first one counts."""
     grant = take(backend, key)
-    extended = backend.extend(grant)
-    assert isinstance(extended, Grant)
-    assert extended.stop_requested is False
+    assert extend(backend, grant).stop_requested is False
     before = store.now()
     record = backend.request_stop(key)
     after = store.now()
@@ -249,33 +207,11 @@ def test_request_to_stop_is_seen_at_extend(
     assert record == held(backend, key)
     assert record.stop_requested_at is not None
     assert before <= record.stop_requested_at <= after
+    assert backend.request_stop(key) == record
     for _ in range(2):
-        extended = backend.extend(grant)
-        assert isinstance(extended, Grant)
-        assert extended.stop_requested is True
+        assert extend(backend, grant).stop_requested is True
     contend(backend, key)
     assert backend.release(grant) is True
-
-
-def test_request_to_stop_is_made_once(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
-    """A second request keeps the time of the first."""
-    take(backend, key, 100)
-    backend.request_stop(key)
-    elapse(5)
-    first = held(backend, key)
-    second = backend.request_stop(key)
-    assert second == first
-
-
-@pytest.mark.requires("supports_ttl")
-def test_request_to_stop_nothing_is_none(
-    backend: BaseLockBackend, elapse: Elapse, key: str
-) -> None:
-    """Nobody holds the key: nobody to ask."""
-    assert backend.request_stop(key) is None
-    take(backend, key, 5)
-    elapse(6.1)
-    assert backend.request_stop(key) is None
 
 
 @pytest.mark.parametrize("how", ["release", "expiry", "takeover"])
@@ -292,8 +228,7 @@ def test_request_to_stop_is_for_one_holder(
     second = take(backend, key, replace=first.token)
     assert second.stop_requested is False
     assert held(backend, key).stop_requested_at is None
-    extended = backend.extend(second)
-    assert isinstance(extended, Grant)
+    extended = extend(backend, second)
     assert extended.stop_requested is False
 
 
@@ -313,34 +248,29 @@ def test_paused_key_is_granted_to_nobody(backend: BaseLockBackend, store: Store,
 
 
 def test_key_that_never_was_can_be_paused(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """A pause needs no earlier lock, and the first fence is the one behind it."""
+    """Resume says whether it was, and the first fence is the one behind it."""
+    assert backend.resume(key) is False
     assert backend.pause(key, store.now() + timedelta(minutes=1)) is None
     assert contend(backend, key).paused
     assert backend.resume(key) is True
+    assert backend.resume(key) is False
     assert store.fence(key) == 0
     assert store.registered.is_next(take(backend, key).fence)
 
 
 def test_holder_keeps_a_paused_key(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """A pause ends no lease: the holder extends and releases, others are told both."""
+    """A pause ends no lease: the holder extends and releases, and nobody takes it over."""
     grant = take(backend, key, 20)
     before = held(backend, key)
     backend.pause(key, store.now() + timedelta(minutes=1))
+    assert contend(backend, key, replace=grant.token).paused
     assert held(backend, key) == before
     contended = contend(backend, key)
     assert (contended.paused, contended.fence) == (True, grant.fence)
     assert contended.holder == before.holder
-    assert isinstance(backend.extend(grant), Grant)
+    extend(backend, grant)
     assert backend.release(grant) is True
     assert contend(backend, key).paused
-
-
-def test_paused_key_is_not_taken_over(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Also who names the holder's token is granted nothing."""
-    grant = take(backend, key)
-    backend.pause(key, store.now() + timedelta(minutes=1))
-    assert contend(backend, key, replace=grant.token).paused
-    assert held(backend, key).token == grant.token
 
 
 @pytest.mark.stores(
@@ -358,58 +288,19 @@ def test_waiter_of_a_held_and_paused_key_is_marked(
 
 
 def test_pause_ends_by_itself(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Behind its time a pause is over, and there is nothing to resume."""
+    """Behind its time, which the last word decides, it is over; and it is for one key alone."""
+    backend.pause(key, store.now() + timedelta(seconds=600))
     backend.pause(key, store.now() + timedelta(seconds=60))
+    for other in (f"{key}-b", key[:-1]):
+        take(backend, other)
     store.elapse(50)
     assert contend(backend, key).paused
     store.elapse(10)
-    take(backend, key)
+    grant = take(backend, key)
     assert backend.resume(key) is False
-
-
-def test_pause_into_the_past_is_none(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """A pause until a time that is over has no effect."""
+    assert backend.release(grant) is True
     backend.pause(key, store.now() - timedelta(seconds=60))
     take(backend, key)
-
-
-def test_resume_ends_a_pause(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Resume says whether the key was paused, and makes it available."""
-    assert backend.resume(key) is False
-    backend.pause(key, store.now() + timedelta(minutes=1))
-    assert backend.resume(key) is True
-    assert backend.resume(key) is False
-    take(backend, key)
-
-
-def test_later_pause_replaces_the_earlier_one(
-    backend: BaseLockBackend, store: Store, key: str
-) -> None:
-    """The last word counts, longer or shorter."""
-    backend.pause(key, store.now() + timedelta(seconds=600))
-    backend.pause(key, store.now() + timedelta(seconds=60))
-    store.elapse(61)
-    take(backend, key)
-
-
-def test_pause_is_for_one_key(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Other keys are granted, also those that start alike."""
-    backend.pause(key, store.now() + timedelta(minutes=1))
-    take(backend, f"{key}-b")
-    take(backend, key[:-1])
-
-
-@pytest.mark.requires("supports_ttl")
-def test_operators_are_given_records(backend: BaseLockBackend, key: str) -> None:
-    """No operation on a held key answers with anything but a record."""
-    take(backend, key)
-    for answer in (
-        backend.shorten(key, 5),
-        backend.request_stop(key),
-        backend.force_release(key),
-    ):
-        assert isinstance(answer, Record)
-        assert not isinstance(answer, Contended)
 
 
 # What an operator looks at
@@ -469,9 +360,7 @@ def test_nobody_guards_a_key_that_is_only_held(backend: BaseLockBackend, key: st
 
 def test_looking_uses_nothing_up(backend: BaseLockBackend, store: Store, key: str) -> None:
     """Clock, counter and guards make no counter, and no record."""
-    backend.clock()
-    backend.counter(key)
-    backend.guards(key)
+    for look in (backend.counter, backend.guards):
+        look(key)
     assert not store.has_record(key)
     assert store.fence(key) == 0
-    assert store.registered.is_next(take(backend, key).fence)

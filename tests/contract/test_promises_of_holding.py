@@ -30,7 +30,7 @@ from tests.backends import Registered
 from tests.conftest import DECLARED
 from tests.processes import spawn_by
 
-from .helpers import PATIENCE, Later, held
+from .helpers import HAS_TTL, PATIENCE, Later, held
 from .locking import Heard, eventually, grantable, lock_of, rolled_back, take_away, taken
 
 HERE = f"{__name__}:"
@@ -38,7 +38,6 @@ HERE = f"{__name__}:"
 NOISE = 0.7
 #: How long a slow store takes to answer here.
 SLOW = 1.5
-HAS_TTL = pytest.mark.requires("supports_ttl")
 
 
 def answer_slowly(monkeypatch: pytest.MonkeyPatch, registered: Registered, operation: str) -> None:
@@ -275,14 +274,3 @@ async def test_block_of_a_closed_loop_ends_by_its_ttl(key: str) -> None:
     await asyncio.to_thread(run)
     assert await asyncio.to_thread(taken, lock)
     assert await asyncio.to_thread(eventually, lambda: grantable(lock), 8)
-
-
-async def test_end_of_an_awaited_block_finds_out_that_its_key_was_taken(
-    registered: Registered, key: str
-) -> None:
-    """No beat has told it before: its release does, and the work is not taken for done."""
-    lock = lock_of(registered, key, ttl=60)
-    with pytest.raises(LockLost):
-        async with lock as lease:
-            await asyncio.to_thread(take_away, lease)
-    assert lease.is_lost

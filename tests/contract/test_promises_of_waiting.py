@@ -19,7 +19,6 @@ from django.test import override_settings
 from django_distlock import (
     BackendUnavailable,
     Lock,
-    LockError,
     Retry,
     current_lease,
     distlock,
@@ -29,25 +28,21 @@ from tests.backends import Registered
 from tests.integration.wires import Wire
 from tests.processes import spawn
 
-from .aliases import abandon_connections
-from .helpers import PATIENCE, PROMPT, Later, take
+from .aliases import abandon_connections, in_a_fork, outcome
+from .helpers import PATIENCE, PROMPT, SHARED, Later, take
 from .locking import eventually, grantable, held_elsewhere, lock_of
-from .test_heartbeat_processes import shared
-from .test_lost_leases import hanging
+from .test_lost_leases import WIRED, hanging
 
 HERE = f"{__name__}:"
 WAITS = "tests.contract.turn_workers:wait_for_turn"
 #: Pauses of a waiter that asks again and again.
 QUICK = Retry(delay=0.05, factor=1, cap=0.1)
-WIRED = pytest.mark.stores(
-    "postgresql", "mysql", "redis", "session", why="no wire leads to its store"
-)
 
 
 # Waiters that die
 
 
-@shared
+@SHARED
 @pytest.mark.requires("supports_wakeups")
 def test_killed_waiter_takes_no_wake_up_with_it(registered: Registered, key: str) -> None:
     """Who dies while it waits holds nothing afterwards, and whoever waits beside it is woken."""
@@ -173,36 +168,21 @@ async def test_cancelled_waiter_gives_back_what_it_never_heard_of(
 def fork_in_a_reentrant_block(alias: str, key: str) -> dict[str, Any]:
     """Fork in a block; let the child enter it again, and give its lease away."""
     lock = distlock(key, backend=alias, ttl=60, wait=0, reentrant=True)
-    reads, writes = os.pipe()
     with lock as lease:
-        child = os.fork()
-        if child == 0:
-            abandon_connections()
-            said = {}
-            calls: dict[str, Callable[[], object]] = {
-                "enters": lock.__enter__,
-                "acquires": lock.acquire,
-                "dumps": lease.dump,
-                "is told": lambda: lease.on_lost(print),
-                "is warned": lambda: lease.on_danger(print),
-            }
-            for name, call in calls.items():
-                try:
-                    said[name] = str(call())
-                except LockError as error:
-                    said[name] = error.code
-            said["current"] = str(current_lease())
-            os.write(writes, json.dumps(said).encode())
-            os._exit(0)
-        os.close(writes)
-        with os.fdopen(reads) as pipe:
-            told = json.loads(pipe.read())
-        os.waitpid(child, 0)
+        calls: dict[str, Callable[[], object]] = {
+            "enters": lock.__enter__,
+            "acquires": lock.acquire,
+            "dumps": lease.dump,
+            "is told": lambda: lease.on_lost(print),
+            "is warned": lambda: lease.on_danger(print),
+            "current": current_lease,
+        }
+        told, _ = in_a_fork(lambda: {name: outcome(call) for name, call in calls.items()})
         lease.extend()
     return {**told, "released": lease.is_released}
 
 
-@shared
+@SHARED
 def test_child_is_not_in_the_block_of_its_parent(registered: Registered, key: str) -> None:
     """It contends for the key, also where its parent may enter again, and cannot hand it over."""
     with spawn(f"{HERE}fork_in_a_reentrant_block", registered.alias, key) as worker:
@@ -254,7 +234,7 @@ def take_and_give_back(lock: Lock) -> None:
         pass
 
 
-@shared
+@SHARED
 def test_child_does_not_stand_behind_a_thread_of_its_parent(
     registered: Registered, key: str
 ) -> None:

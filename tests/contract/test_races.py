@@ -10,9 +10,9 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,18 +21,15 @@ from django_distlock.core.fences import FENCE_WARNING
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant, Record
 from tests.backends import Registered
-from tests.processes import spawn
 
-from .helpers import PATIENCE, Later, at_once, held, take
+from .helpers import HAS_TTL, PATIENCE, Later, at_once, crew, held, race, take
 from .stores import DatabaseStore, Elapse, Store, Stranger
 from .workers import WIDTH, count_up
 
 STALLS = pytest.mark.stores(
-    "sqlite",
-    "postgresql",
-    "mysql",
-    why="one step from clock to write: no operation stalls in between",
+    "sqlite", "postgresql", "mysql", why="no operation stalls between clock and write"
 )
+RESTLESS = pytest.mark.usefixtures("_restless")
 
 
 @pytest.fixture
@@ -44,7 +41,7 @@ def _restless() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-@pytest.mark.usefixtures("_restless")
+@RESTLESS
 def test_one_of_ten_gets_a_new_key(backend: BaseLockBackend, store: Store, key: str) -> None:
     """Of ten that acquire a key that never was, one gets its first fence; the next gets another."""
     # A lock that lasts for a session would be free again with the end of its process.
@@ -72,29 +69,19 @@ def only(granted: list[int]) -> int:
 
 
 def _ten_processes(store: Store, key: str) -> list[int | None]:
-    with ExitStack() as stack:
-        rivals = [
-            stack.enter_context(
-                spawn("tests.contract.workers:attempt", store.registered.alias, key)
-            )
-            for _ in range(10)
-        ]
-        for rival in rivals:
-            rival.wait_for("ready", timeout=PATIENCE)
+    attempt = "tests.contract.workers:attempt"
+    with crew(10, attempt, store.registered.alias, key) as rivals:
         if isinstance(store, DatabaseStore):
             stranger = store.stranger()
             # All of them find the key free, and none can take it before the last one has looked;
             # but the first one does not wait for longer than a second.
             stranger.hold_table()
-            for rival in rivals:
-                rival.send("go")
+            racing = Later(race, rivals)
             stranger.wait_until_blocked(len(rivals), patience=0.7)
             stranger.rollback()
-        else:
-            # Looking and taking are one step, which nobody can come into.
-            for rival in rivals:
-                rival.send("go")
-        return [rival.result(PATIENCE)["fence"] for rival in rivals]
+            return [each["fence"] for each in racing.result(PATIENCE)]
+        # Looking and taking are one step, which nobody can come into.
+        return [each["fence"] for each in race(rivals)]
 
 
 class Dawdler(logging.Handler):
@@ -123,25 +110,17 @@ def test_stalled_acquire_has_no_rival(backend: BaseLockBackend, store: Store, ke
     assert fence == FENCE_WARNING + 1
 
 
-@pytest.mark.usefixtures("_restless")
-def test_one_of_many_takes_over(backend: BaseLockBackend, registered: Registered, key: str) -> None:
-    """Of those who would replace one dead holder, one does."""
-    dead = take(backend, key)
-    answers = at_once([lambda: backend.acquire(key, new_token(), 30, replace=dead.token)] * 4)
-    fence = only([each.fence for each in answers if isinstance(each, Grant)])
-    assert fence > dead.fence, "a fence came again"
-    assert registered.is_next(fence, dead.fence)
-
-
-@pytest.mark.usefixtures("_restless")
-@pytest.mark.requires("supports_ttl")
-def test_one_of_many_gets_an_expired_key(
-    backend: BaseLockBackend, registered: Registered, elapse: Elapse, key: str
+@RESTLESS
+@pytest.mark.parametrize("how", ["takeover", pytest.param("expiry", marks=HAS_TTL)])
+def test_one_of_many_follows(
+    backend: BaseLockBackend, registered: Registered, elapse: Elapse, key: str, how: str
 ) -> None:
-    """Of those who find a lease expired, one gets the key."""
+    """Of those who would replace one dead holder, or find its lease expired, one does."""
     old = take(backend, key, 5)
-    elapse(6.1)
-    answers = at_once([lambda: backend.acquire(key, new_token(), 30)] * 4)
+    replace = old.token if how == "takeover" else None
+    if how == "expiry":
+        elapse(6.1)
+    answers = at_once([lambda: backend.acquire(key, new_token(), 30, replace=replace)] * 4)
     fence = only([each.fence for each in answers if isinstance(each, Grant)])
     assert fence > old.fence, "a fence came again"
     assert registered.is_next(fence, old.fence)
@@ -263,37 +242,18 @@ def test_successor_is_safe_from_those_who_waited(
 
 
 @STALLS
+@pytest.mark.parametrize("is_new", [False, True], ids=["expired", "new"])
 def test_waiter_gets_its_full_ttl(
-    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str
+    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str, is_new: bool
 ) -> None:
     """A grant behind a slow transaction lasts for its ttl from the end of the wait."""
-    take(backend, key, 5)
-    store.elapse(6.1)
-    stranger.hold(key)
-    waiter = Later(backend.acquire, key, new_token(), 0.3)
-    stranger.wait_until_blocked()
-    time.sleep(0.1)
-    freed = store.now()
-    stranger.rollback()
-    grant = waiter.result()
-    assert isinstance(grant, Grant)
-    _is_full(grant, freed, store)
-
-
-@STALLS
-def test_waiter_for_a_new_key_gets_its_full_ttl(
-    backend: BaseLockBackend, store: DatabaseStore, stranger: Stranger, key: str
-) -> None:
-    """The same for a key that never was, where a transaction holds the table."""
-    stranger.hold_table()
-    waiter = Later(backend.acquire, key, new_token(), 0.3)
-    stranger.wait_until_blocked()
-    time.sleep(0.1)
-    freed = store.now()
-    stranger.rollback()
-    grant = waiter.result()
-    assert isinstance(grant, Grant)
-    _is_full(grant, freed, store)
+    if is_new:
+        stranger.hold_table()
+    else:
+        take(backend, key, 5)
+        store.elapse(6.1)
+        stranger.hold(key)
+    _is_full(Later(backend.acquire, key, new_token(), 0.3), store, stranger)
 
 
 @STALLS
@@ -303,17 +263,16 @@ def test_extend_that_waited_gives_its_full_ttl(
     """An extend behind a slow transaction counts from the end of the wait."""
     grant = take(backend, key, 30)
     stranger.hold(key)
-    waiter = Later(backend.extend, grant, 0.3)
+    _is_full(Later(backend.extend, grant, 0.3), store, stranger)
+
+
+def _is_full(waiter: Later[Any], store: Store, stranger: Stranger) -> None:
     stranger.wait_until_blocked()
     time.sleep(0.1)
     freed = store.now()
     stranger.rollback()
-    extended = waiter.result()
-    assert isinstance(extended, Grant)
-    _is_full(extended, freed, store)
-
-
-def _is_full(grant: Grant, freed: datetime, store: Store) -> None:
+    grant = waiter.result()
+    assert isinstance(grant, Grant)
     assert grant.expires_at is not None
     assert grant.ttl is not None
     assert grant.expires_at - timedelta(seconds=grant.ttl) >= freed
@@ -397,7 +356,7 @@ def test_pause_of_a_new_key_and_acquire_have_an_order(
 PROCESSES, TIMES = 8, 15
 
 
-@pytest.mark.usefixtures("_restless")
+@RESTLESS
 def test_counter_under_the_lock_loses_nothing(
     backend: BaseLockBackend, store: Store, key: str, tmp_path: Path
 ) -> None:
@@ -412,7 +371,7 @@ def test_counter_under_the_lock_loses_nothing(
     assert sum(attempts) > PROCESSES * TIMES
 
 
-@pytest.mark.usefixtures("_restless")
+@RESTLESS
 @pytest.mark.parametrize("distributed", [False, True], ids=["threads", "processes"])
 def test_counter_without_the_lock_loses_some(distributed: bool, tmp_path: Path) -> None:
     """The same without a lock loses steps: nothing else protects the counter."""
@@ -432,18 +391,9 @@ def _count(backend: BaseLockBackend, store: Store, key: str, counter: Path) -> l
 
 
 def _count_in_processes(alias: str, key: str, counter: Path) -> list[int]:
-    with ExitStack() as stack:
-        workers = [
-            stack.enter_context(
-                spawn("tests.contract.workers:count", alias, key, str(counter), TIMES)
-            )
-            for _ in range(PROCESSES)
-        ]
-        for worker in workers:
-            worker.wait_for("ready", timeout=PATIENCE)
-        for worker in workers:
-            worker.send("go")
-        return [worker.result(PATIENCE) for worker in workers]
+    count = "tests.contract.workers:count"
+    with crew(PROCESSES, count, alias, key, str(counter), TIMES) as workers:
+        return race(workers)
 
 
 def test_force_release_has_one_winner(backend: BaseLockBackend, key: str) -> None:

@@ -9,16 +9,23 @@ import pytest
 from django_distlock import Lease, LockLost, LockNotAcquired, LockUsageError, current_lease, signals
 from tests.backends import Registered
 
+from .conftest import Hold
 from .helpers import Later, prompt
-from .locking import Heard, grantable, lock_of, take_away, taken
+from .locking import HOLDING, Heard, grantable, lock_of, take_away, taken
 
 
-def test_inner_block_has_the_same_lease(registered: Registered, key: str) -> None:
-    """The very same: token, fence and deadline are those of the outer block."""
+def test_inner_block_has_the_same_lease(registered: Registered, key: str, hold: Hold) -> None:
+    """The very same, in any mixture: token, fence and deadline are those of the outer block."""
     lock = lock_of(registered, key, reentrant=True)
-    with lock as outer, prompt(), lock as inner:
-        assert inner is outer
-        assert current_lease() is outer
+
+    def work(outer: Lease) -> None:
+        for way in HOLDING:
+            with prompt():
+                assert way(lock, lambda inner: (inner, current_lease())) == (outer, outer)
+            assert outer.held
+            assert taken(lock)
+
+    hold(lock, work)
     assert grantable(lock)
 
 
@@ -35,22 +42,12 @@ def test_inner_end_does_not_release(registered: Registered, key: str) -> None:
             assert taken(lock)
             assert lease.held
             assert current_lease(key) is lease
-            with lock:
-                lease.check()
+            with pytest.raises(ZeroDivisionError), lock:
+                raise ZeroDivisionError
+            lease.check()
         assert not taken(lock)
     assert lease.is_released
     assert (len(granted.facts), len(freed.facts)) == (1, 1)
-
-
-def test_inner_block_that_raises_does_not_release(registered: Registered, key: str) -> None:
-    """What the outer block catches is its own business."""
-    lock = lock_of(registered, key, reentrant=True)
-    with lock as lease:
-        with pytest.raises(ZeroDivisionError), lock:
-            raise ZeroDivisionError
-        assert lease.held
-        assert taken(lock)
-    assert grantable(lock)
 
 
 def test_outer_lock_need_not_be_reentrant(registered: Registered, key: str) -> None:
@@ -74,16 +71,6 @@ def test_lock_that_is_not_reentrant_is_refused_inside(registered: Registered, ke
             pytest.fail("entered twice")
         assert caught.value.code == "reentrant"
         assert lease.held
-
-
-def test_lock_alone_is_taken_and_released(registered: Registered, key: str) -> None:
-    """Outside of any block it is a lock like all others."""
-    lock = lock_of(registered, key, reentrant=True)
-    for _ in range(2):
-        with lock as lease:
-            assert lease.held
-            assert taken(lock)
-        assert not taken(lock)
 
 
 def test_another_thread_contends(registered: Registered, key: str) -> None:
@@ -124,25 +111,6 @@ def test_recursion_of_a_decorated_function(registered: Registered, key: str) -> 
     assert seen[0] is not None
     assert all(each is seen[0] for each in seen)
     assert grantable(lock_of(registered, f"{key}:a"))
-
-
-async def test_inner_block_has_the_same_lease_in_async(registered: Registered, key: str) -> None:
-    """The same for `async with`, in decorated coroutines, and in any mixture."""
-    lock = lock_of(registered, key, reentrant=True)
-
-    @lock
-    async def again() -> Lease | None:
-        with lock as innermost:
-            return innermost
-
-    async with lock as outer:
-        async with lock as inner:
-            assert inner is outer
-        assert outer.held
-        assert await again() is outer
-        assert outer.held
-        assert await asyncio.to_thread(taken, lock)
-    assert await asyncio.to_thread(grantable, lock)
 
 
 async def test_task_of_its_own_contends(registered: Registered, key: str) -> None:

@@ -11,24 +11,20 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant, Record
 
-from .helpers import at_once, contend, finds, held, take
+from .helpers import HAS_TTL, at_once, contend, extend, finds, held, take
 from .stores import Elapse, Store
 
 
-def test_release_is_true_once(backend: BaseLockBackend, key: str) -> None:
-    """The first release frees the key; the second finds the lease gone."""
+def test_release_is_true_once(backend: BaseLockBackend, store: Store, key: str) -> None:
+    """It leaves nothing but the fence counter; a second one spares whoever came next."""
     grant = take(backend, key)
     assert backend.release(grant) is True
     assert backend.release(grant) is False
     assert backend.read(key) is None
-
-
-def test_late_release_spares_the_successor(backend: BaseLockBackend, key: str) -> None:
-    """A second release does not free the key of whoever came next."""
-    first = take(backend, key)
-    assert backend.release(first) is True
+    assert not store.has_record(key)
+    assert store.fence(key) == grant.fence
     second = take(backend, key)
-    assert backend.release(first) is False
+    assert backend.release(grant) is False
     assert held(backend, key).token == second.token
 
 
@@ -37,14 +33,6 @@ def test_release_is_true_for_one_of_many(backend: BaseLockBackend, key: str) -> 
     grant = take(backend, key)
     answers = at_once([lambda: backend.release(grant)] * 4)
     assert sorted(answers, key=str) == [False, False, False, True]
-
-
-def test_release_removes_the_record(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """Nothing is left of a released lock but its fence counter."""
-    grant = take(backend, key)
-    backend.release(grant)
-    assert not store.has_record(key)
-    assert store.fence(key) == grant.fence
 
 
 @pytest.mark.parametrize("token", [new_token, "swapped case"], ids=["another", "other case"])
@@ -64,17 +52,6 @@ def test_other_token_changes_nothing(backend: BaseLockBackend, key: str, token: 
     contend(backend, key, replace=wrong.token)
     assert held(backend, key) == record
     assert backend.release(grant) is True
-
-
-def test_other_token_is_no_use_on_an_expired_record(
-    backend: BaseLockBackend, elapse: Elapse, key: str
-) -> None:
-    """Neither token nor liveness alone is enough."""
-    grant = take(backend, key, 5)
-    elapse(6.1)
-    wrong = replace(grant, token=new_token())
-    assert backend.extend(wrong) is None
-    assert backend.release(wrong) is False
 
 
 def test_token_of_one_key_is_no_use_on_another(backend: BaseLockBackend, key: str) -> None:
@@ -105,12 +82,13 @@ def test_fence_in_the_grant_proves_nothing(backend: BaseLockBackend, key: str) -
     assert extended.fence == grant.fence
 
 
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
+@pytest.mark.parametrize("ttl", [5, 30, None])
 def test_settle_keeps_the_key_until_the_time_is_over(
-    backend: BaseLockBackend, elapse: Elapse, key: str
+    backend: BaseLockBackend, elapse: Elapse, key: str, ttl: float | None
 ) -> None:
     """Settled, a key stays taken until acquired_at + seconds, exactly and without grace."""
-    grant = take(backend, key, 30)
+    grant = take(backend, key, ttl)
     assert backend.settle(grant, 100) is True
     record = held(backend, key)
     assert record.expires_at == record.free_at == grant.acquired_at + timedelta(seconds=100)
@@ -123,19 +101,18 @@ def test_settle_keeps_the_key_until_the_time_is_over(
     take(backend, key)
 
 
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_settle_counts_from_the_grant(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
     """However often it was extended, a lease is settled from its grant on."""
     grant = take(backend, key, 30)
     elapse(20)
-    extended = backend.extend(grant, 60)
-    assert isinstance(extended, Grant)
+    extended = extend(backend, grant, 60)
     assert backend.settle(extended, 40) is True
     assert held(backend, key).free_at == extended.acquired_at + timedelta(seconds=40)
 
 
 @pytest.mark.parametrize("seconds", [0, 5])
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_settle_in_the_past_frees_the_key(
     backend: BaseLockBackend, store: Store, key: str, seconds: float
 ) -> None:
@@ -147,18 +124,7 @@ def test_settle_in_the_past_frees_the_key(
     take(backend, key)
 
 
-@pytest.mark.requires("supports_ttl")
-def test_settle_may_keep_longer_than_the_ttl(
-    backend: BaseLockBackend, elapse: Elapse, key: str
-) -> None:
-    """The time to settle for may lie behind the end of the lease."""
-    grant = take(backend, key, 5)
-    assert backend.settle(grant, 100) is True
-    elapse(90)
-    contend(backend, key)
-
-
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_settle_ends_the_lease(backend: BaseLockBackend, key: str) -> None:
     """Settle answers as release does: True once. A late heartbeat does not undo it."""
     grant = take(backend, key, 30)
@@ -171,19 +137,7 @@ def test_settle_ends_the_lease(backend: BaseLockBackend, key: str) -> None:
     assert held(backend, key) == settled
 
 
-@pytest.mark.requires("supports_ttl")
-def test_settle_gives_a_lock_without_expiry_an_end(
-    backend: BaseLockBackend, elapse: Elapse, key: str
-) -> None:
-    """A lock without expiry ends when it is settled."""
-    grant = take(backend, key, None)
-    assert backend.settle(grant, 10) is True
-    contend(backend, key)
-    elapse(10.01)
-    take(backend, key)
-
-
-@pytest.mark.requires("supports_ttl")
+@HAS_TTL
 def test_settled_key_can_be_taken_over_by_force(backend: BaseLockBackend, key: str) -> None:
     """A settled record is a record: it is read, listed and removed as others are."""
     grant = take(backend, key, 30)

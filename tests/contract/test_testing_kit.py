@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from django_distlock import BackendUnavailable, Lease, LockLost, LockNotAcquired, LockUsageError
+from django_distlock import (
+    BackendUnavailable,
+    Lease,
+    Lock,
+    LockLost,
+    LockNotAcquired,
+    LockUsageError,
+)
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
 from django_distlock.handler import lock_backends
@@ -112,9 +121,9 @@ def test_time_of_a_store_stays_as_it_is(lease: Lease) -> None:
     lease.check()
 
 
-def test_store_that_is_away_raises(registered: Registered, key: str) -> None:
+def test_store_that_is_away_raises(lock: Lock, registered: Registered, key: str) -> None:
     """Nothing has reached it; behind the block it is there again."""
-    lock, backend = lock_of(registered, key), lock_backends[registered.alias]
+    backend = lock_backends[registered.alias]
     with lose_connection(registered.alias):
         with pytest.raises(BackendUnavailable) as raised:
             backend.acquire(key, new_token(), 30)
@@ -125,31 +134,29 @@ def test_store_that_is_away_raises(registered: Registered, key: str) -> None:
     assert grantable(lock)
 
 
-def test_answer_that_is_lost_was_carried_out(registered: Registered, key: str) -> None:
+@pytest.mark.parametrize("awaited", [False, True])
+def test_answer_that_is_lost_was_carried_out(
+    registered: Registered, key: str, *, awaited: bool
+) -> None:
     """The store has granted, and taken back, what the caller knows nothing of."""
     backend, token = lock_backends[registered.alias], new_token()
-    with lose_connection(registered.alias, answers=False), pytest.raises(BackendUnavailable):
-        backend.acquire(key, token, 30)
-    record = backend.read(key)
-    assert record is not None
-    grant = Grant(key, token, record.fence, 30, record.acquired_at, record.expires_at)
-    with lose_connection(registered.alias, answers=False), pytest.raises(BackendUnavailable):
-        backend.release(grant)
-    assert_not_locked(key, backend=registered.alias)
 
+    def ask(operation: str, *arguments: Any) -> Any:
+        if awaited:
+            return asyncio.run(getattr(backend, f"a{operation}")(*arguments))
+        return getattr(backend, operation)(*arguments)
 
-async def test_awaited_calls_meet_an_outage(registered: Registered, key: str) -> None:
-    """Before the request or behind it, as the others do."""
-    backend, token = lock_backends[registered.alias], new_token()
     with lose_connection(registered.alias), pytest.raises(BackendUnavailable):
-        await backend.aacquire(key, token, 30)
-    assert await backend.aread(key) is None
+        ask("acquire", key, token, 30)
+    assert ask("read", key) is None
     with lose_connection(registered.alias, answers=False), pytest.raises(BackendUnavailable):
-        await backend.aacquire(key, token, 30)
-    record = await backend.aread(key)
+        ask("acquire", key, token, 30)
+    record = ask("read", key)
     assert record is not None
     grant = Grant(key, token, record.fence, 30, record.acquired_at, record.expires_at)
-    assert await backend.arelease(grant) is True
+    with lose_connection(registered.alias, answers=False), pytest.raises(BackendUnavailable):
+        ask("release", grant)
+    assert ask("read", key) is None
 
 
 def test_short_outage_is_not_noticed(registered: Registered, key: str) -> None:

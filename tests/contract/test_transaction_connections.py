@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import psycopg
@@ -15,14 +12,14 @@ from django.conf import settings
 from django.db import connections, transaction
 from django.test.runner import DiscoverRunner
 
-from django_distlock import Lock, Retry, distlock
+from django_distlock import Lock, distlock
 from tests.backends import Registered
 from tests.processes import spawn
 from tests.shop.models import Row
 
-from .aliases import alias_like, counted_alias, cut, locks_on, session_of, sessions
-from .helpers import Later, at_once
-from .locking import eventually, grantable
+from .aliases import alias_like, counted_alias, locks_on, sessions
+from .helpers import Later
+from .locking import eventually
 
 pytestmark = pytest.mark.stores("postgresql", "mysql", why="locks run on no session of the thread")
 
@@ -44,78 +41,17 @@ def lock_inside(using: str, lock: Lock) -> None:
             lease.extend()
 
 
-def test_closing_the_threads_connections_closes_ours(registered: Registered, key: str) -> None:
-    """After `connections.close_all()` in 10 threads, no session is left."""
-    with counted(registered) as (using, backend):
-        barrier = threading.Barrier(10)
-
-        def work(number: int) -> None:
-            lock = distlock(f"{key}:{number}", backend=backend)
-            lock_inside(using, lock)
-            barrier.wait(timeout=20)
-            # Later closes all of this thread's connections.
-
-        for thread in [Later(work, number) for number in range(10)]:
-            thread.result()
-        assert eventually(lambda: not sessions(using)), f"{sessions(using)} are left"
-
-
-def test_locks_outside_of_transactions_need_one(registered: Registered, key: str) -> None:
-    """In autocommit a lock uses the thread's connection, or one of ours and not the thread's."""
+def test_connections_are_used_again(registered: Registered, key: str) -> None:
+    """In autocommit a lock needs one, the thread's or ours; in a transaction one of ours more."""
     with counted(registered) as (using, backend):
         lock = distlock(key, backend=backend)
         for _ in range(3):
             with lock as lease:
                 lease.extend()
         assert len(sessions(using)) == 1
-
-
-def test_number_of_our_connections_is_bounded(registered: Registered, key: str) -> None:
-    """8 threads that lock in transactions at once share 2 connections, and all get their turn."""
-    with counted(registered, LOCK_CONNECTIONS=2) as (using, backend):
-        seen: list[int] = []
-        over = threading.Event()
-
-        def watch() -> None:
-            while not over.is_set():
-                seen.append(len(sessions(using)))
-                time.sleep(0.005)
-
-        def work(number: int) -> None:
-            lock = distlock(
-                f"{key}:{number}", backend=backend, wait=10, retry=Retry(delay=0.01, cap=0.01)
-            )
-            for _ in range(4):
-                lock_inside(using, lock)
-
-        watching = Later(watch)
-        try:
-            at_once([partial(work, number) for number in range(8)])
-        finally:
-            over.set()
-            watching.result()
-        # Each thread has one of its own.
-        assert 2 < max(seen) <= 8 + 2
-
-
-def test_one_connection_of_ours_serves_one_thread(registered: Registered, key: str) -> None:
-    """A connection that was given back is used again."""
-    with counted(registered) as (using, backend):
-        lock = distlock(key, backend=backend)
         for _ in range(5):
             lock_inside(using, lock)
             assert len(sessions(using)) <= 2
-
-
-def test_session_that_was_killed_is_replaced(registered: Registered, key: str) -> None:
-    """A connection of ours that the server has closed costs at most a second attempt."""
-    with counted(registered) as (using, backend):
-        lock = distlock(key, backend=backend, wait=5)
-        lock_inside(using, lock)
-        cut(using, sessions(using) - {session_of(using)})
-        with transaction.atomic(using=using), lock as lease:
-            assert lease.held
-        assert grantable(lock)
 
 
 @pytest.mark.stores("postgresql", why="its driver has no pool")

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import Context
 from dataclasses import replace
 
@@ -104,30 +104,22 @@ def both(
     """Take two locks in two threads in opposite order; return who got both, and the error."""
     barrier, finished, refused = threading.Barrier(2), [], []
 
-    def take(one: Lock, other: Lock, *, nested: bool) -> None:
+    def take(one: Lock, other: Lock) -> None:
         try:
-            with around():
-                if nested:
-                    with one:
-                        barrier.wait(SOON)
-                        with other:
-                            pass
-                else:
-                    with one:
-                        pass
-                    barrier.wait(SOON)
-                    with other:
-                        pass
+            with around(), ExitStack() as stack:
+                stack.enter_context(one)
+                if around is not nullcontext:
+                    # The transaction keeps what the block has left.
+                    stack.close()
+                barrier.wait(SOON)
+                with other:
+                    pass
         except LockNotAcquired as error:
             refused.append(str(error))
         else:
             finished.append(one.key)
 
-    nested = around is nullcontext
-    for each in [
-        Later(take, first, second, nested=nested),
-        Later(take, second, first, nested=nested),
-    ]:
+    for each in [Later(take, first, second), Later(take, second, first)]:
         each.result()
     assert len(refused) == 1, refused
     return finished, refused[0]

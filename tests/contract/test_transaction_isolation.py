@@ -12,13 +12,12 @@ from django.db import DatabaseError, connections, transaction
 from psycopg import IsolationLevel
 
 from django_distlock import Lease, Lock, distlock
-from tests.backends import Registered
 from tests.integration.databases import ask
 from tests.shop.models import Row
 
 from .aliases import alias_like, locks_on
 from .helpers import Later
-from .locking import eventually, grantable, lock_of, taken
+from .locking import eventually, grantable, taken
 
 SNAPSHOTS = [IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE]
 
@@ -59,10 +58,9 @@ def with_try_acquire(lock: Lock) -> None:
     ],
 )
 def test_lock_in_a_snapshot_works_and_warns_once(
-    registered: Registered, key: str, level: IsolationLevel, use: Callable[[Lock], None]
+    lock: Lock, level: IsolationLevel, use: Callable[[Lock], None]
 ) -> None:
     """What the caller reads may be older than the lock: that is said, once, where it is taken."""
-    lock = lock_of(registered, key)
     with (
         alias_like("default", OPTIONS={"isolation_level": level}) as alias,
         shown_warnings() as caught,
@@ -83,30 +81,21 @@ def test_lock_in_a_snapshot_works_and_warns_once(
     assert eventually(lambda: grantable(lock))
 
 
-def test_lock_around_a_snapshot_does_not_warn(registered: Registered, key: str) -> None:
-    """The right order is quiet: the snapshot begins under the lock."""
-    lock = lock_of(registered, key)
+def test_what_is_read_behind_the_lock_does_not_warn(lock: Lock) -> None:
+    """The snapshot begins under the lock; or each statement sees what is committed."""
     with (
         alias_like("default", OPTIONS={"isolation_level": IsolationLevel.SERIALIZABLE}) as alias,
         shown_warnings() as caught,
-        lock,
-        transaction.atomic(using=alias),
     ):
-        Row.objects.using(alias).exists()
+        with lock, transaction.atomic(using=alias):
+            Row.objects.using(alias).exists()
+        with transaction.atomic(), lock:
+            Row.objects.exists()
     assert [str(warning.message) for warning in caught] == []
 
 
-def test_read_committed_does_not_warn(registered: Registered, key: str) -> None:
-    """The default isolation sees what is committed, statement by statement."""
-    lock = lock_of(registered, key)
-    with shown_warnings() as caught, transaction.atomic(), lock:
-        Row.objects.exists()
-    assert [str(warning.message) for warning in caught] == []
-
-
-def test_transaction_that_sets_its_own_level_works(registered: Registered, key: str) -> None:
+def test_transaction_that_sets_its_own_level_works(lock: Lock) -> None:
     """A level that was set by hand changes nothing about the lock."""
-    lock = lock_of(registered, key)
     with transaction.atomic():
         with connections["default"].cursor() as cursor:
             cursor.execute("SET TRANSACTION ISOLATION LEVEL SERIALIZABLE READ ONLY")

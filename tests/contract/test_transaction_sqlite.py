@@ -54,21 +54,16 @@ def test_other_file_is_no_obstacle(registered: Registered, key: str) -> None:
         assert lease.held
 
 
-def test_reading_inside_a_transaction_on_the_file_is_possible(
-    registered: Registered, key: str
-) -> None:
+def test_reading_inside_a_transaction_on_the_file_is_possible(lock: Lock, key: str) -> None:
     """Whether a key is held can be asked at any time."""
-    lock = lock_of(registered, key)
     with held_elsewhere(lock), transaction.atomic(using="sqlite"):
         assert lock.locked() is True
-        record = lock_backends["sqlite"].read(key)
-        assert record is not None
+        assert lock_backends["sqlite"].read(key) is not None
     assert lock.locked() is False
 
 
-def test_lock_around_a_transaction_on_the_file_works(registered: Registered, key: str) -> None:
+def test_lock_around_a_transaction_on_the_file_works(lock: Lock, key: str) -> None:
     """The order that the refusal asks for."""
-    lock = lock_of(registered, key)
     with lock:
         with transaction.atomic(using="sqlite"):
             Row.objects.using("sqlite").create(name=key)
@@ -76,11 +71,8 @@ def test_lock_around_a_transaction_on_the_file_works(registered: Registered, key
     assert grantable(lock)
 
 
-def test_release_inside_a_transaction_on_the_file_waits_for_its_end(
-    registered: Registered, key: str
-) -> None:
+def test_release_inside_a_transaction_on_the_file_waits_for_its_end(lock: Lock, key: str) -> None:
     """A lease that was taken before may be given up inside: it is freed behind the commit."""
-    lock = lock_of(registered, key)
     for roll_back in (False, True):
         lease = lock.acquire()
         with transaction.atomic(using="sqlite"):

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,16 +14,14 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import DataError, connections, transaction
 
-from django_distlock import LockLost, LockUsageError, distlock
-from django_distlock.core.keys import new_token
-from django_distlock.core.records import Grant
+from django_distlock import Lock, LockLost, LockUsageError, distlock
 from django_distlock.handler import lock_backends
 from tests.backends import Registered
 from tests.processes import spawn
 from tests.services import NO_MARIADB
 from tests.shop.models import Row
 
-from .helpers import Later
+from .helpers import ELSEWHERE, held, take
 from .locking import PAST, SHORT, eventually, grantable, lock_of, rolled_back, taken
 
 
@@ -33,32 +31,20 @@ def read_holder(alias: str, key: str) -> int | None:
     return None if record is None else record.holder.pid
 
 
-def test_lock_taken_inside_a_transaction_is_seen_at_once(registered: Registered, key: str) -> None:
-    """Before the caller commits, other connections see that the key is taken."""
-    lock = lock_of(registered, key)
-    with transaction.atomic(), lock as lease:
-        record = Later(lock_backends[registered.alias].read, key).result()
-        assert record is not None
-        assert (record.token, record.fence) == (lease.token, lease.fence)
-        assert not grantable(lock)
-
-
-@pytest.mark.stores(
-    "sqlite", "postgresql", "mysql", "redis", "redis_cluster", why="nobody else sees who holds"
-)
+@ELSEWHERE
 def test_lock_taken_inside_a_transaction_is_seen_by_other_processes(
     registered: Registered, key: str
 ) -> None:
-    """So do other processes."""
+    """Before the caller commits, they see who holds it."""
     with transaction.atomic(), lock_of(registered, key):
-        target = "tests.contract.test_transaction_visibility:read_holder"
-        with spawn(target, registered.alias, key) as other:
+        with spawn(f"{__name__}:read_holder", registered.alias, key) as other:
             assert other.result() == os.getpid()
+        assert not grantable(lock_of(registered, key))
 
 
-def test_rollback_never_hands_a_fence_out_twice(registered: Registered, key: str) -> None:
+def test_rollback_never_hands_a_fence_out_twice(lock: Lock, registered: Registered) -> None:
     """Fences grow over transactions that are rolled back, as over all others."""
-    lock, fences = lock_of(registered, key), []
+    fences = []
     for _ in range(5):
         with rolled_back(), lock as lease:
             fences.append(lease.fence)
@@ -74,16 +60,14 @@ def test_rollback_never_undoes_an_extend(registered: Registered, key: str) -> No
     lease = lock.acquire()
     with rolled_back():
         lease.extend(100)
-    record = lock_backends[registered.alias].read(key)
-    assert record is not None
+    record = held(lock_backends[registered.alias], key)
     assert record.ttl == 100
     assert record.expires_at == lease.expires_at
     assert lease.release()
 
 
-def test_callers_transaction_is_left_alone(registered: Registered, key: str) -> None:
+def test_callers_transaction_is_left_alone(lock: Lock, key: str) -> None:
     """Taking, extending and failing to take locks neither commits nor breaks a transaction."""
-    lock = lock_of(registered, key)
     with rolled_back():
         Row.objects.create(name=key)
         with lock as lease:
@@ -98,9 +82,8 @@ def test_callers_transaction_is_left_alone(registered: Registered, key: str) -> 
     assert Row.objects.get(name=key).value == 0
 
 
-def test_broken_transaction_does_not_stop_the_release(registered: Registered, key: str) -> None:
+def test_broken_transaction_does_not_stop_the_release(lock: Lock) -> None:
     """A database error inside the block breaks the caller's transaction and not the lock's."""
-    lock = lock_of(registered, key)
     with transaction.atomic(), lock as lease:
         with pytest.raises(DataError):
             Row.objects.create(name="x" * 101)
@@ -111,10 +94,10 @@ def test_broken_transaction_does_not_stop_the_release(registered: Registered, ke
 
 
 async def test_asynchronous_lock_is_taken_beside_a_synchronous_transaction(
-    registered: Registered, key: str
+    lock: Lock, key: str
 ) -> None:
     """Synchronous code in a transaction does not delay locks of asynchronous code."""
-    lock, entered, leave = lock_of(registered, key), asyncio.Event(), asyncio.Event()
+    entered, leave = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
     @sync_to_async(thread_sensitive=True)
@@ -136,17 +119,19 @@ async def test_asynchronous_lock_is_taken_beside_a_synchronous_transaction(
     await task
 
 
-def test_manual_transaction_is_refused_with_the_reason(registered: Registered, key: str) -> None:
+@pytest.mark.parametrize("around", [nullcontext, transaction.atomic], ids=["bare", "savepoint"])
+def test_manual_transaction_is_refused_with_the_reason(
+    lock: Lock, around: Callable[[], AbstractContextManager[None]]
+) -> None:
     """With autocommit off nothing tells when a transaction ends: the key would be free early."""
-    lock = lock_of(registered, key)
     transaction.set_autocommit(False)
     try:
         for attempt in (lock.acquire, lock.try_acquire, lock.__enter__):
-            with pytest.raises(LockUsageError, match="set_autocommit") as caught:
+            with around(), pytest.raises(LockUsageError) as caught:
                 attempt()
             assert caught.value.code == "unsupported"
-            assert "'default'" in str(caught.value)
-            assert "atomic()" in str(caught.value)
+            for said in ("set_autocommit", "'default'", "atomic()"):
+                assert said in str(caught.value)
     finally:
         transaction.rollback()
         transaction.set_autocommit(True)
@@ -164,9 +149,8 @@ def begun(using: str) -> Iterator[Callable[[str], object]]:
             cursor.execute("ROLLBACK")
 
 
-def test_transaction_that_django_does_not_know_is_refused(registered: Registered, key: str) -> None:
+def test_transaction_that_django_does_not_know_is_refused(lock: Lock) -> None:
     """Nothing tells when one ends that was begun in SQL: whoever locks is told what to use."""
-    lock = lock_of(registered, key)
     with begun("default"), pytest.raises(LockUsageError, match="atomic()") as caught:
         lock.acquire()
     assert (caught.value.code, "'default'" in str(caught.value)) == ("unsupported", True)
@@ -198,19 +182,13 @@ def test_statement_is_not_part_of_a_transaction_that_django_does_not_know(
     with begun(registered.using) as execute:
         if registered.store != "sqlite":  # Whose one writer would be in the way.
             execute("UPDATE shop_row SET value = value")
-        first = backend.acquire(key, new_token(), 30)
-    assert isinstance(first, Grant)
+        first = take(backend, key)
     assert backend.release(first) is True
-    second = backend.acquire(key, new_token(), 30)
-    assert isinstance(second, Grant)
-    assert second.fence > first.fence
+    assert take(backend, key).fence > first.fence
 
 
-def test_key_is_not_free_before_a_transaction_that_django_does_not_know_ends(
-    registered: Registered, key: str
-) -> None:
+def test_key_is_not_free_before_a_transaction_that_django_does_not_know_ends(lock: Lock) -> None:
     """Begun under a lease, it has the release wait for its end."""
-    lock = lock_of(registered, key)
     lease = lock.acquire()
     with begun("default") as execute:
         execute("UPDATE shop_row SET value = value")
@@ -218,21 +196,6 @@ def test_key_is_not_free_before_a_transaction_that_django_does_not_know_ends(
         assert not grantable(lock)
         execute("COMMIT")
         assert eventually(partial(grantable, lock), timeout=5)
-
-
-def test_atomic_inside_a_manual_transaction_is_refused_too(
-    registered: Registered, key: str
-) -> None:
-    """An `atomic()` inside a manual transaction is a savepoint: its end commits nothing."""
-    lock = lock_of(registered, key)
-    transaction.set_autocommit(False)
-    try:
-        with transaction.atomic(), pytest.raises(LockUsageError) as caught:
-            lock.acquire()
-        assert caught.value.code == "unsupported"
-    finally:
-        transaction.rollback()
-        transaction.set_autocommit(True)
 
 
 def test_lease_that_is_lost_inside_a_transaction_rolls_it_back(
