@@ -18,7 +18,7 @@ import pytest
 from django.db import connections, transaction
 from django.db.backends.signals import connection_created
 
-from django_distlock import InvalidLockBackend, Retry, distlock
+from django_distlock import InvalidLockBackend, distlock
 from django_distlock.backends import listening, postgresql
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.listening import NoWakeUps
@@ -33,7 +33,7 @@ from tests.contract.aliases import (
     locks_on,
     sessions,
 )
-from tests.contract.helpers import Later, contend, held, prompt, take
+from tests.contract.helpers import Later, contend, prompt, take
 from tests.contract.locking import eventually
 from tests.processes import spawn
 from tests.salted import SALT
@@ -120,21 +120,6 @@ def hold_until_told(key: str, prefix: str) -> bool:
         print("held")
         input()
         return bool(backend.release(grant))
-
-
-def test_lock_is_waited_for_without_asking(key: str) -> None:
-    """A waiter whose pauses are long enters right after the release of another process."""
-    target = "tests.integration.test_listening_postgresql:hold_until_told"
-    slow = Retry(delay=20, cap=20)
-    with database_locks() as backend, spawn(target, key, backend.key_prefix) as worker:
-        worker.wait_for("held")
-        lock = distlock(key, backend=backend.alias, wait=60, retry=slow)
-        waiting = Later(lock.acquire)
-        assert eventually(lambda: held(backend, key).wanted, 20)
-        with prompt(2):
-            worker.send("let go")
-            lease = waiting.result()
-        assert lease.release() is True
 
 
 def test_nothing_is_opened_before_somebody_waits(listener: DatabaseBackend, key: str) -> None:

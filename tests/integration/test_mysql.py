@@ -15,7 +15,7 @@ from django.core.management import call_command
 from django.db import DatabaseError, OperationalError, connections, transaction
 from django.test import override_settings
 
-from django_distlock import BackendUnavailable, LockError, Retry, distlock
+from django_distlock import BackendUnavailable, LockError, distlock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.fences import FENCE_MAX
 from django_distlock.core.holders import Holder
@@ -27,8 +27,7 @@ from django_distlock.vendors.mysql import MySQL
 from tests import services
 from tests.backends import DATABASE, Registered
 from tests.contract.aliases import alias_like, locks_on
-from tests.contract.helpers import Later, at_once, held, prompt, take
-from tests.contract.locking import eventually
+from tests.contract.helpers import Later, held, prompt, take
 from tests.contract.stores import DatabaseStore, MariaDB
 from tests.settings import database
 from tests.shop.models import Row
@@ -45,10 +44,10 @@ from .databases import (
     migrate,
 )
 from .projects import Project
+from .test_connections import PATIENT, exclude_each_other
 from .test_migrations import run_script, sqlmigrate
 
 LOCKS, FENCES = "django_distlock_heldlock", "django_distlock_fencecounter"
-PATIENT: dict[str, Any] = {"wait": 60, "retry": Retry(delay=0.01, cap=0.05)}
 REPEATABLE_READ = {"isolation_level": "repeatable read"}
 ISOLATIONS: list[dict[str, str | None]] = [
     {"isolation_level": "repeatable read"},
@@ -420,35 +419,6 @@ def test_lock_waits_behind_a_row_that_mysql_refuses(store: DatabaseStore, key: s
     assert len(refused) == 1
 
 
-def test_lock_waits_behind_a_deadlock(store: DatabaseStore, stranger: MariaDB, key: str) -> None:
-    """The lock API tries again, and the caller hears nothing of it."""
-    lock = distlock(key, backend=store.registered.alias, **PATIENT)
-    lock.acquire().release()
-    stranger.queue(key)
-    waiter = Later(lock.acquire)
-    assert not eventually(lambda: not waiter._thread.is_alive(), timeout=0.2)
-    stranger.rollback()
-    lease = waiter.result()
-    assert lease.fence == 2
-    assert lease.release() is True
-
-
-def test_cleanup_passes_by_what_others_hold(using: str, key: str) -> None:
-    """Rows of others are in nobody's way, also where walking the whole table would be cheaper."""
-    with store_on(using, key) as store:
-        backend, stranger = store.backend, store.stranger()
-        for number in range(5):
-            take(backend, f"{key}-{number}", 5)
-        store.elapse(6.1)
-        live = take(backend, f"{key}-live")
-        stranger.hold(live.key)
-        with prompt(), errors_on(using) as errors:
-            assert backend.cleanup(store.now()) == 5
-        assert errors == set()
-        stranger.rollback()
-        assert isinstance(backend.extend(live), Grant)
-
-
 def test_slow_server_is_not_contention(using: str, key: str) -> None:
     """Who does not wait for others is granted a free key at once, however slow the server is."""
     for table, event in ((LOCKS, "INSERT"), (FENCES, "INSERT"), (FENCES, "UPDATE")):
@@ -472,36 +442,11 @@ def test_isolation_of_the_alias_is_no_obstacle(
     shared: str, key: str, settings: dict[str, str | None], where: str
 ) -> None:
     """Whatever isolation the project has chosen, locks protect, and the session keeps it."""
-    row = Row.objects.using(shared).create(name=key)
     name = connections[shared].settings_dict["NAME"]
     with alias_like(shared, NAME=name, OPTIONS=settings) as alias, locks_on(alias) as locks:
         level = ask(alias, "SELECT @@tx_isolation")
         assert level != [("READ-COMMITTED",)]
-        lock = distlock(key, backend=locks, **PATIENT)
-
-        def add() -> None:
-            for _ in range(5):
-                with lock as lease:
-                    lease.extend()
-                    row = Row.objects.using(alias).get(name=key)
-                    row.value += 1
-                    row.save()
-
-        def lock_in_a_transaction() -> None:
-            for _ in range(5):
-                with transaction.atomic(using=alias):
-                    Row.objects.using(alias).exists()
-                    with lock as lease:
-                        lease.extend()
-
-        with warnings.catch_warnings():
-            # They may say that the caller's snapshot is older than the lock.
-            warnings.simplefilter("ignore", RuntimeWarning)
-            at_once([add if where == "outside" else lock_in_a_transaction] * 4)
-        row.refresh_from_db()
-        assert row.value == 20 * (where == "outside")
-        assert FenceCounter.objects.using(alias).get(key=key).fence == 20
-        assert not HeldLock.objects.using(alias).filter(key=key).exists()
+        exclude_each_other(alias, locks, key, where)
         assert ask(alias, "SELECT @@tx_isolation") == level
 
 
