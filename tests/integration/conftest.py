@@ -10,12 +10,13 @@ import pytest
 from django.db import connections
 from pytest_django import DjangoDbBlocker
 
+from django_distlock.fencing.operations import EnforceFence
 from django_distlock.models import SeenFence
-from tests.conftest import DECLARED
 from tests.contract.aliases import alias_like
-from tests.services import NO_MARIADB
 
-from .databases import new_database, new_mysql_database
+from .databases import here, new_database, new_mysql_database
+from .enforcing import Bank, payment
+from .fenced_rows import without_rows
 
 
 # As in the contract suite: what locks do is committed, so nothing runs inside of a transaction.
@@ -59,8 +60,7 @@ def sqlite(tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def mysql() -> Iterator[str]:
     """Give the alias of an empty MariaDB database."""
-    if "mariadb" not in connections.settings:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    here("mariadb")
     with new_mysql_database() as name, alias_like("mariadb", NAME=name) as alias:
         yield alias
 
@@ -77,3 +77,22 @@ def server_functions(request: pytest.FixtureRequest) -> bool:
     """Say which of PostgreSQL's two paths the backend takes."""
     chosen: bool = request.param
     return chosen
+
+
+@pytest.fixture(params=["default", "sqlite", "mariadb"])
+def using(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Give each kind of database, without the rows of others."""
+    yield from without_rows(request.param)
+
+
+@pytest.fixture(params=[False, True], ids=["autocommit", "transaction"])
+def atomic(request: pytest.FixtureRequest) -> bool:
+    """Say whether the caller has a transaction open."""
+    chosen: bool = request.param
+    return chosen
+
+
+@pytest.fixture
+def bank(empty: str) -> Bank:
+    """Give an app whose payments keep their fences, on each database in turn."""
+    return Bank(empty).migrate(payment()).migrate(EnforceFence("Payment"))

@@ -111,3 +111,9 @@ def assert_enforced(using: str, table: str = TABLE, column: str = "fence") -> No
     set_fence(using, f"{column} + 2", table, column)
     with pytest.raises(IntegrityError, match=f"never goes back.*{column}"):
         set_fence(using, f"{column} - 1", table, column)
+
+
+def vendor(bank: Bank) -> str:
+    """Return what kind of database it is."""
+    kind: str = connections[bank.using].vendor
+    return kind

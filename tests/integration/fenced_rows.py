@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from django.db import transaction
@@ -9,9 +10,31 @@ from django.db import transaction
 from django_distlock import FenceRejected
 from django_distlock.fencing import Fence, FencedQuerySet
 from tests.contract.helpers import Later
-from tests.shop.models import Account
+from tests.shop.models import (
+    Account,
+    Deep,
+    Entry,
+    Folder,
+    Named,
+    Plain,
+    Savings,
+    Shelf,
+    SubVault,
+    Vault,
+)
 
+from .databases import here
+
+#: Children come before their parents.
+MODELS = (Deep, SubVault, Savings, Plain, Vault, Named, Folder, Entry, Shelf, Account)
 OLD, NEW = Fence("a", 5), Fence("a", 6)
+
+
+def without_rows(using: str) -> Iterator[str]:
+    """Give a database, without the rows of others."""
+    yield here(using)
+    for model in MODELS:
+        model._base_manager.using(using)._raw_delete(using)
 
 
 def accounts(using: str, name: str = "") -> FencedQuerySet[Account]:

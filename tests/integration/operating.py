@@ -11,17 +11,28 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import psycopg
+from django.conf import settings
 from django.core.management import CommandError, call_command
 from django.db import connections
 
 from django_distlock import events, lock_backends
 from django_distlock.conf import table
 from django_distlock.models import LockEvent
+from tests.backends import REDIS
 from tests.contract.locking import eventually
 
 from .databases import server
 
 PATIENCE = 60
+WHO: dict[str, Any] = {"actor": "Ada", "reason": "it hangs"}
+#: One backend of each kind that there is here.
+ALIASES: list[str] = [
+    each
+    for each in ("memory", "sqlite", "postgres", "mariadb", "redis", "redis_cluster", "advisory")
+    if each in settings.DISTLOCK
+]
+#: A backend of which the store is not there.
+DEAD = {"BACKEND": REDIS, "OPTIONS": {"url": "redis://127.0.0.1:1/0"}}
 
 
 class Ran(NamedTuple):

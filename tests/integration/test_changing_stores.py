@@ -13,12 +13,12 @@ from django.core.management import call_command
 from django.test import override_settings
 
 from django_distlock import distlock
+from tests.backends import REDIS
 from tests.contract.aliases import DATABASE
 from tests.contract.redis_clients import single_url
 
 from .databases import migrate
 
-REDIS = "django_distlock.backends.redis.RedisBackend"
 #: How far above the clock a counter is after somebody has raised it so.
 AHEAD = 500_000_000_000_000
 

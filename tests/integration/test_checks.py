@@ -13,14 +13,11 @@ from django.core.management import call_command
 from django.core.management.base import SystemCheckError
 from django.test import override_settings
 
+from tests.backends import DATABASE, MEMORY
 from tests.contract.aliases import alias_like, locks_on
 
 from .databases import APP
 from .projects import Project
-
-MEMORY = "django_distlock.backends.memory.MemoryBackend"
-DATABASE = "django_distlock.backends.database.DatabaseBackend"
-
 
 #: The servers of the tests do not wait for their disks.
 HASTY = {"distlock.W105", "distlock.W108"}
@@ -141,16 +138,12 @@ def test_every_mistake_is_reported() -> None:
         assert sorted(ids()) == ["distlock.E001"] * 3 + ["distlock.E102"]
 
 
-@pytest.mark.parametrize("distlock", [{}, {"x": {"BACKEND": MEMORY}}, {"x": {"BACKEND": DATABASE}}])
-def test_good_settings_are_quiet(distlock: Any) -> None:
-    """Nothing is reported where there is nothing to correct."""
-    with override_settings(DISTLOCK=distlock):
-        assert found("default") == []
-
-
-def test_settings_of_the_tests_are_quiet() -> None:
-    """The databases of the tests have what the checks look for."""
+def test_good_settings_are_quiet() -> None:
+    """Nothing is reported where there is nothing to correct, as in the tests' own settings."""
     assert found("default", "sqlite") == []
+    for distlock in ({}, {"x": {"BACKEND": MEMORY}}, {"x": {"BACKEND": DATABASE}}):
+        with override_settings(DISTLOCK=distlock):
+            assert found("default") == []
 
 
 def test_check_command_fails_on_a_bad_setting() -> None:
@@ -162,13 +155,6 @@ def test_check_command_fails_on_a_bad_setting() -> None:
         call_command("check")
     assert "distlock.E001" in str(caught.value)
     assert "docs/reference/checks.md" in str(caught.value)
-
-
-def test_checks_have_a_tag() -> None:
-    """`check --tag distlock` runs those that need no database."""
-    with override_settings(DISTLOCK=[]):
-        messages = checks.run_checks(tags=["distlock"])
-        assert [each.id for each in messages if not each.is_silenced()] == ["distlock.E001"]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +201,7 @@ def routed(locks: str, others: str, **options: Any) -> Iterator[None]:
         yield
 
 
-def test_shared_file_is_a_warning() -> None:
+def test_shared_file_is_a_warning(sqlite: str, tmp_path: Path) -> None:
     """SQLite has one writer per file: W101 where others write to the file of the locks."""
     with routed("sqlite", "sqlite"):
         messages = found()
@@ -223,12 +209,8 @@ def test_shared_file_is_a_warning() -> None:
     assert "'sqlite'" in messages[0].msg
     assert "choose-a-database" in str(messages[0].hint)
     assert not messages[0].is_serious()
-
-
-def test_shared_file_is_found_behind_another_alias(tmp_path: Path) -> None:
-    """What counts is the file, by whatever path."""
-    file = tmp_path / "one.sqlite3"
-    link = tmp_path / "other.sqlite3"
+    # What counts is the file, by whatever path.
+    file, link = tmp_path / "one.sqlite3", tmp_path / "other.sqlite3"
     link.symlink_to(file)
     with (
         alias_like("sqlite", NAME=str(file)) as one,
@@ -236,21 +218,10 @@ def test_shared_file_is_found_behind_another_alias(tmp_path: Path) -> None:
         routed(one, other),
     ):
         assert ids() == ["distlock.W101"]
-
-
-def test_file_of_its_own_is_quiet(sqlite: str) -> None:
-    """With an alias and a router of their own, locks share nothing."""
+    # A file of its own, by the router or by the option; a server with many writers.
     with routed(sqlite, "sqlite"):
         assert found() == []
-
-
-def test_file_of_its_own_by_option_is_quiet(sqlite: str) -> None:
-    """`using` is enough where the router sends the models of others elsewhere."""
     with routed("default", "default", using=sqlite):
         assert "distlock.W101" not in ids()
-
-
-def test_shared_server_is_quiet() -> None:
-    """PostgreSQL has many writers: locks may live beside everything else."""
     with routed("default", "default"):
         assert found() == []

@@ -9,12 +9,11 @@ from django.core import checks
 from django.db import connections
 from django.test import override_settings
 
+from tests.backends import ADVISORY
 from tests.contract.aliases import alias_like
 from tests.setups.servers import pgbouncer
 
 from .databases import ask
-
-ADVISORY = "django_distlock.backends.advisory.AdvisoryBackend"
 
 
 def found(using: str = "default", *, deploy: bool = True, **options: Any) -> dict[str, str]:
@@ -26,29 +25,20 @@ def found(using: str = "default", *, deploy: bool = True, **options: Any) -> dic
     return {str(each.id): each.msg for each in ours if not each.is_silenced()}
 
 
-def test_nothing_is_said_about_a_server_itself() -> None:
-    """An alias that goes to PostgreSQL itself is nothing to warn of."""
+def test_way_to_the_server() -> None:
+    """E301 behind a pooler, W301 by its look, W302 without an answer, E102 of a replica."""
     assert found() == {}
-
-
-def test_pooler_in_between() -> None:
-    """E301: no lock could be taken; what to do is said."""
     with pgbouncer(pool_mode="transaction") as address, alias_like("default", **address) as using:
         told = found(using)
         assert list(told) == ["distlock.E301"]
         assert "goes to PostgreSQL directly" in told["distlock.E301"]
-
-
-def test_alias_that_is_set_up_for_a_pooler() -> None:
-    """W301: without asking anybody, the alias tells."""
+    # Without asking anybody, the alias tells.
     with alias_like("default", DISABLE_SERVER_SIDE_CURSORS=True) as using:
         assert list(found(using, deploy=False)) == ["distlock.W301"]
-
-
-def test_server_that_does_not_answer() -> None:
-    """W302: nothing can be said about it."""
     with alias_like("default", HOST="127.0.0.1", PORT="1") as using:
         assert list(found(using)) == ["distlock.W302"]
+    with alias_like("default", TEST={"MIRROR": "default"}) as using:
+        assert list(found(using, deploy=False)) == ["distlock.E102"]
 
 
 def test_more_sessions_than_the_server_takes() -> None:
@@ -60,12 +50,6 @@ def test_more_sessions_than_the_server_takes() -> None:
     )
     assert str(most) in found(max_connections=most)["distlock.W303"]
     assert found(max_connections=most - 1) == {}
-
-
-def test_mirror_of_another_database() -> None:
-    """E102: sessions of a replica exclude nobody on the primary."""
-    with alias_like("default", TEST={"MIRROR": "default"}) as using:
-        assert list(found(using, deploy=False)) == ["distlock.E102"]
 
 
 def test_nothing_connects_without_deploy(monkeypatch: pytest.MonkeyPatch) -> None:

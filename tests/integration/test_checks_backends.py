@@ -11,12 +11,11 @@ from django.test import override_settings
 from django_distlock import RunScope, distlock
 from django_distlock.checks.keys import check_templates
 from django_distlock.scheduling import scheduled
+from tests.backends import MEMORY, REDIS
 from tests.contract.aliases import DATABASE, alias_like
 
 from .databases import APP
 
-MEMORY = "django_distlock.backends.memory.MemoryBackend"
-REDIS = "django_distlock.backends.redis.RedisBackend"
 EVERY = {
     DATABASE: {"using": "default"},
     MEMORY: {},
@@ -40,39 +39,26 @@ def backend(path: str, **configured: Any) -> dict[str, Any]:
 # Heartbeat
 
 
-@pytest.mark.parametrize("path", EVERY)
-def test_heartbeat_that_is_slow_is_a_warning(path: str) -> None:
+def test_heartbeat_that_is_slow_is_a_warning() -> None:
     """W004 above a third, with what is left of a ttl behind the second beat."""
-    told = found(backend(path, HEARTBEAT=0.4))
+    told = found(backend(DATABASE, HEARTBEAT=0.4))
     assert list(told) == ["distlock.W004"]
     assert "DISTLOCK['locks']" in told["distlock.W004"]
     assert "20%" in told["distlock.W004"]
-
-
-@pytest.mark.parametrize("part", [0.1, 1 / 3])
-def test_heartbeat_of_a_third_is_quiet(part: float) -> None:
-    """The default, and what is quicker, leave time for a second beat."""
-    assert found(backend(DATABASE, HEARTBEAT=part)) == {}
+    for part in (0.1, 1 / 3):
+        assert found(backend(DATABASE, HEARTBEAT=part)) == {}
 
 
 # Memory
 
 
 def test_memory_is_a_warning_on_deployment() -> None:
-    """W005 names the setting; in development nothing is said."""
+    """W005 names the setting, and what is locked; in development nothing is said."""
     told = found(backend(MEMORY), deploy=True)
     assert list(told) == ["distlock.W005"]
     assert "DISTLOCK['locks']" in told["distlock.W005"]
     assert found(backend(MEMORY)) == {}
-
-
-def test_shared_backend_is_quiet_on_deployment() -> None:
-    """Rows of a database are seen by every process."""
     assert found(backend(DATABASE), deploy=True) == {}
-
-
-def test_what_is_locked_in_memory_is_named() -> None:
-    """A key that is declared says where to look."""
 
     @distlock("invoice:{number}", backend="locks")
     def pay(number: int) -> None:
@@ -116,12 +102,9 @@ def test_long_prefix_is_a_warning(path: str) -> None:
     told = found(backend(path, KEY_PREFIX="é" * 33))
     assert list(told) == ["distlock.W006"]
     assert "66 bytes" in told["distlock.W006"]
-
-
-@pytest.mark.parametrize("prefix", ["", "distlock", "p" * 64, "p" * 64 + ":::"])
-def test_prefix_that_is_short_enough_is_quiet(prefix: str) -> None:
-    """Colons at the end are not kept, and so not counted."""
-    assert found(backend(DATABASE, KEY_PREFIX=prefix)) == {}
+    # Colons at the end are not kept, and so not counted.
+    for prefix in ("", "p" * 64, "p" * 64 + ":::"):
+        assert found(backend(path, KEY_PREFIX=prefix)) == {}
 
 
 # Routers
@@ -156,47 +139,28 @@ def told_with(router: Router | None, *usings: str) -> list[str]:
     return [each.msg for each in messages if each.id == "distlock.W110"]
 
 
-def test_missing_router_is_a_warning(sqlite: str) -> None:
-    """W110: without a router the models are looked for in `default`, where no lock is."""
+def test_missing_or_wrong_router_is_a_warning(sqlite: str) -> None:
+    """W110: the models are looked for where no lock is, or their tables are made nowhere."""
     (said,) = told_with(None, sqlite)
     assert repr(sqlite) in said
     assert "in 'default'" in said
-
-
-def test_router_that_sends_the_models_elsewhere(sqlite: str) -> None:
-    """The tables are made, and the admin looks at others."""
     (said,) = told_with(Router("default", (sqlite,)), sqlite)
     assert "in 'default'" in said
-
-
-def test_router_that_lets_nobody_make_the_tables(sqlite: str) -> None:
-    """`migrate --database` would record its migrations, and make nothing."""
+    # `migrate --database` would record its migrations, and make nothing.
     (said,) = told_with(Router(sqlite, ("default",)), sqlite)
     assert repr(sqlite) in said
     assert "migrate make no tables" in said
 
 
-def test_router_that_knows_the_database_is_quiet(sqlite: str) -> None:
-    """Both directions are right; so are locks in `default`, without any router."""
+def test_router_that_is_right_or_not_needed_is_quiet(sqlite: str) -> None:
+    """It can name one database only; an alias around a pooler leads to the same; Redis to none."""
     assert told_with(Router(sqlite, (sqlite,)), sqlite) == []
     assert told_with(None, "default") == []
     assert told_with(None) == []
-
-
-def test_router_names_one_of_several_databases(sqlite: str) -> None:
-    """It can name no more than one; the others are for those who ask by their aliases."""
     assert told_with(None, "default", sqlite) == []
-
-
-def test_alias_around_a_pooler_needs_no_router() -> None:
-    """It leads to the same database, whose tables are made through the other one."""
     with alias_like("default", PORT="1") as direct:
         assert told_with(None, direct) == []
         assert told_with(Router("default", ("default",)), direct) == []
-
-
-def test_backend_without_tables_needs_no_router() -> None:
-    """Redis keeps none."""
     with override_settings(DATABASE_ROUTERS=[Router("sqlite", ())]):
         assert found(backend(REDIS)) == {}
 

@@ -13,10 +13,10 @@ from django.test import override_settings
 from redis import Redis
 
 from django_distlock import distlock
+from tests.backends import REDIS
 from tests.contract.redis_clients import cluster_url, single_url
 from tests.redis_servers import private_redis
 
-REDIS = "django_distlock.backends.redis.RedisBackend"
 DJANGO_REDIS = "django_redis.cache.RedisCache"
 LOCAL = {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"}
 NOWHERE = "redis://127.0.0.1:1/0"
@@ -121,12 +121,6 @@ def emptied() -> Iterator[str]:
         yield server.url
 
 
-def test_cache_of_its_own() -> None:
-    """A database that nothing else uses is nothing to warn of."""
-    with caches():
-        assert found({"cache": "locks"}, deploy=False) == {}
-
-
 def test_default_cache(emptied: str) -> None:
     """W201: the project's cache is emptied now and then; so would be the locks, as happens here."""
     cached = {"default": {"BACKEND": DJANGO_REDIS, "LOCATION": emptied}}
@@ -136,6 +130,12 @@ def test_default_cache(emptied: str) -> None:
         lease = distlock("invoice", backend="locks").acquire()
         cache.clear()
         assert not lease.release()
+    with caches():
+        assert found({"cache": "locks"}, deploy=False) == {}
+    # An alias is no database of its own.
+    location = single_url().replace("/0", "/1")
+    with caches(pages={"BACKEND": DJANGO_REDIS, "LOCATION": location}):
+        assert "'pages'" in found({"cache": "locks"}, deploy=False)["distlock.W201"]
 
 
 def test_cache_in_the_database_of_an_address() -> None:
@@ -148,10 +148,3 @@ def test_cache_in_the_database_of_an_address() -> None:
             assert "secret" not in told
         for other in ("redis://127.0.0.1:1/4", "redis://127.0.0.1:2/3", "unix:///tmp/redis?db=3"):
             assert found({"url": other}, deploy=False) == {}
-
-
-def test_cache_with_the_address_of_another() -> None:
-    """W201: an alias is no database of its own."""
-    location = single_url().replace("/0", "/1")
-    with caches(pages={"BACKEND": DJANGO_REDIS, "LOCATION": location}):
-        assert "'pages'" in found({"cache": "locks"}, deploy=False)["distlock.W201"]

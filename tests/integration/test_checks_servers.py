@@ -12,13 +12,12 @@ from django.db import connections
 from django.test import override_settings
 
 from tests import services
-from tests.conftest import DECLARED
 from tests.contract.aliases import alias_like, locks_on
-from tests.services import NO_MARIADB, server_user
+from tests.services import server_user
 from tests.settings import database
 from tests.setups.servers import restartable_postgres
 
-from .databases import ask, migrate
+from .databases import ask, here, migrate
 
 
 def found(using: str) -> dict[str, checks.CheckMessage]:
@@ -37,12 +36,6 @@ def server_of(url: str, like: str) -> Iterator[str]:
 
 
 # Read-only
-
-
-def test_database_that_writes_is_quiet(empty: str) -> None:
-    """E105 is not said of what takes locks."""
-    migrate(empty)
-    assert "distlock.E105" not in found(empty)
 
 
 @pytest.mark.faults
@@ -86,8 +79,7 @@ def test_sessions_that_only_read_on_mariadb(mysql: str) -> None:
 @pytest.mark.faults
 def test_mariadb_that_only_reads() -> None:
     """E105 of the server as a whole, as a replica is set up, whatever the account may do."""
-    if "mariadb" not in connections.settings:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    here("mariadb")
     with (
         services.private_mariadb(read_only=1, innodb_flush_log_at_trx_commit=1) as server,
         server_of(server.url, "mariadb") as using,

@@ -8,54 +8,41 @@ from django.core import checks
 from django.db import connections
 from django.test import override_settings
 
+from tests.backends import DATABASE
 from tests.contract.aliases import alias_like, locks_on
 
 from .databases import TABLES, migrate
 from .projects import Project
-from .test_checks import DATABASE, found, ids
+from .test_checks import found, ids
 
 
 def test_missing_tables_are_a_warning(empty: str) -> None:
-    """`check --database` says what to run before the migration, and nothing behind it."""
+    """`check --database` says what to run before the migration, which it does not stop."""
     project = Project(empty)
     said = project.manage("check", "--database", "default")
     assert "(distlock.W103)" in said
     for name in TABLES:
         assert name in said
     assert "migrate --database default" in said
-    migrate(empty)
+    assert "Applying django_distlock.0001_initial... OK" in project.manage("migrate")
     assert "W103" not in project.manage("check", "--database", "default")
     renamed = Project(empty, DISTLOCK_TABLES={"locks": "AcmeLocks"})
     said = renamed.manage("check", "--database", "default")
     assert "(distlock.W103)" in said
     assert "has no table AcmeLocks." in said
     assert "rename-tables" in said
+    # Without `--database`, or with another one, nobody looks for tables.
     assert "W103" not in renamed.manage("check")
 
 
-def test_missing_tables_do_not_stop_the_migration(empty: str) -> None:
-    """`migrate` runs the checks of its database, and goes on to make the tables."""
-    project = Project(empty)
-    said = project.manage("migrate")
-    assert "Applying django_distlock.0001_initial... OK" in said
-    assert "W103" not in project.manage("check", "--database", "default")
-
-
-def test_only_the_databases_that_are_asked_for_are_looked_into(empty: str) -> None:
-    """Without `--database`, or with another one, nobody looks for tables."""
-    with locks_on(empty):
-        assert "distlock.W103" in ids(empty)
-        assert "distlock.W103" not in ids("default")
-        assert "distlock.W103" not in ids()
-
-
 def test_some_tables_missing_are_named(empty: str) -> None:
-    """What is there is not reported."""
+    """What is there is not reported, nor is another database."""
     migrate(empty)
     with connections[empty].cursor() as cursor:
         cursor.execute("DROP TABLE django_distlock_lockevent")
     with locks_on(empty):
         (message,) = [each for each in found(empty) if each.id == "distlock.W103"]
+        assert "distlock.W103" not in ids("default")
     assert message.msg.endswith("has no table django_distlock_lockevent.")
 
 

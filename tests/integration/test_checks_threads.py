@@ -52,8 +52,6 @@ def test_nothing_is_said_outside_of_uwsgi() -> None:
     [
         [],
         ["--enable-threads"],
-        ["--threads", "2"],
-        ["--master", "--processes", "2"],
         ["--master", "--processes", "2", "--lazy-apps"],
     ],
     ids=lambda arguments: " ".join(arguments) or "default",

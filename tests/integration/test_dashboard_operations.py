@@ -17,6 +17,7 @@ from django_distlock.core.wording import printable
 from django_distlock.inspection import Operation
 from django_distlock.models import FenceCounter, LockEvent
 from tests.backends import REDIS
+from tests.contract.helpers import held
 
 from .admin_settings import LOCKS
 from .admin_site import admin_project, browser_of, user_who_may
@@ -102,15 +103,6 @@ def test_key_is_taken_with_a_reason(client: Client, operator: User, log: Any, ke
     assert client.get(f"/admin/{entry.get_admin_url().removeprefix('/admin/')}").status_code == 302
 
 
-def test_key_is_not_taken_without_a_reason(client: Client, key: str) -> None:
-    """Nothing is changed, and the page asks for it."""
-    take("postgres", key)
-    answer = client.post(OPERATE, confirmed(Operation.FORCE_RELEASE, key, reason="  "))
-    assert "Nothing was changed." in answer.content.decode()
-    assert lock_backends["postgres"].read(key) is not None
-    assert no_event_of(key)
-
-
 def test_several_keys_at_once(client: Client, key: str) -> None:
     """Each is dealt with by itself, and what was not there is told."""
     for each in "ab":
@@ -178,36 +170,26 @@ def test_hostile_key_is_text_in_messages(
     assert "<script>alert" not in asked + done.content.decode() + answer.content.decode()
 
 
-def test_lease_ends_soon(client: Client, key: str) -> None:
-    """Within so many seconds."""
+def test_key_is_shortened_asked_paused_and_resumed(
+    client: Client, operator: User, key: str
+) -> None:
+    """From the page of the key, where the browser comes back to."""
+    store = lock_backends["postgres"]
     take("postgres", key, 3600)
     client.post(OPERATE, confirmed(Operation.EXPIRE_SOON, key, within="5"))
-    record = lock_backends["postgres"].read(key)
-    assert record is not None
-    assert record.expires_at is not None
-    assert (record.expires_at - lock_backends["postgres"].clock()).total_seconds() <= 5
-
-
-def test_holder_is_asked_to_finish(client: Client, key: str) -> None:
-    """The record says so."""
-    take("postgres", key)
     client.post(OPERATE, confirmed(Operation.REQUEST_STOP, key, reason=""))
-    record = lock_backends["postgres"].read(key)
-    assert record is not None
+    record = held(store, key)
+    assert record.expires_at is not None
+    assert (record.expires_at - store.clock()).total_seconds() <= 5
     assert record.stop_requested_at is not None
-
-
-def test_key_is_paused_and_resumed(client: Client, operator: User, key: str) -> None:
-    """From the page of the key, where the browser comes back to."""
-    take("postgres", key)
     answer = client.post(OPERATE, confirmed(Operation.PAUSE, key, back="key"))
     assert answer["Location"] == f"{LOCKS}key/?backend=postgres&key={key}"
-    counter = lock_backends["postgres"].counter(key)
+    counter = store.counter(key)
     assert counter is not None
     assert counter.paused_until is not None
     assert operator.username in client.get(answer["Location"]).content.decode()
     client.post(OPERATE, confirmed(Operation.RESUME, key))
-    counter = lock_backends["postgres"].counter(key)
+    counter = store.counter(key)
     assert counter is not None
     assert counter.paused_until is None
 
@@ -278,26 +260,24 @@ def test_form_of_another_site_is_refused(operator: User, key: str) -> None:
     assert lock_backends["postgres"].read(key) is not None
 
 
-def test_nothing_happens_without_a_post(client: Client, key: str) -> None:
-    """An address cannot take a key."""
+def test_what_is_no_order_does_nothing(client: Client, key: str) -> None:
+    """An address, a form without a reason or a key, and one that makes no sense."""
     take("postgres", key)
     answer = client.get(OPERATE, confirmed(Operation.FORCE_RELEASE, key))
     assert answer["Location"] == LOCKS
-    assert lock_backends["postgres"].read(key) is not None
-
-
-def test_nothing_chosen(client: Client) -> None:
-    """The list says so."""
-    answer = client.post(OPERATE, form(Operation.PAUSE), follow=True)
+    answer = client.post(OPERATE, confirmed(Operation.FORCE_RELEASE, key, reason="  "))
+    assert "Nothing was changed." in answer.content.decode()
+    answer = client.post(OPERATE, form(Operation.FORCE_RELEASE), follow=True)
     assert "No key was chosen." in answer.content.decode()
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"operation": "cleanup"}, {"operation": ""}, {"target": ["backend=nobody&key=a"]}]
-)
-def test_form_that_makes_no_sense(client: Client, key: str, wrong: dict[str, Any]) -> None:
-    """Not found."""
-    assert client.post(OPERATE, {**form(Operation.PAUSE, key), **wrong}).status_code == 404
+    for wrong in (
+        {"operation": "cleanup"},
+        {"operation": ""},
+        {"target": ["backend=nobody&key=a"]},
+    ):
+        sent = {**confirmed(Operation.FORCE_RELEASE, key), **wrong}
+        assert client.post(OPERATE, sent).status_code == 404
+    assert lock_backends["postgres"].read(key) is not None
+    assert no_event_of(key)
 
 
 def test_counters_and_events_are_to_read(log: type[Any], key: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from django_distlock import InvalidArgument, lock_backends
 from django_distlock.inspection.diagnosis import ADDRESSES, diagnose
 from django_distlock.inspection.diagnosis.answers import KEY
 from django_distlock.inspection.diagnosis.findings import address
+from tests.backends import MEMORY
 from tests.contract.aliases import DATABASE
 from tests.contract.helpers import take
 from tests.redis_servers import private_redis
@@ -31,7 +31,6 @@ from .projects import Project
 pytestmark = pytest.mark.usefixtures("unknown_redis")
 
 ROOT = Path(__file__).parents[2]
-MEMORY = "django_distlock.backends.memory.MemoryBackend"
 
 
 @contextmanager
@@ -80,21 +79,15 @@ def test_fail_level_decides_about_the_status() -> None:
         assert run("distlock_doctor", "--fail-level=WARNING", "--json").status == 1
 
 
-def test_errors_come_first() -> None:
-    """Whoever is in a hurry reads the worst first."""
-    wrong = {"BACKEND": DATABASE, "TTL": 0}
-    with forgetful(wrong=wrong):
+def test_json_is_one_document() -> None:
+    """Findings, the worst first, and looks, each with its backend; nothing beside it."""
+    with forgetful(memory={"BACKEND": MEMORY}, wrong={"BACKEND": DATABASE, "TTL": 0}):
         ran = run("distlock_doctor", "--json")
     assert ran.status == 1
-    assert [each["id"] for each in ran.json["findings"]] == ["distlock.E001", "distlock.W203"]
-
-
-def test_json_is_one_document() -> None:
-    """Findings and looks, each with its backend; nothing beside it."""
-    with forgetful(memory={"BACKEND": MEMORY}):
-        ran = run("distlock_doctor", "--json")
     assert set(ran.json) == {"findings", "silenced", "looked_at", "silent"}
-    w203 = next(each for each in ran.json["findings"] if each["id"] == "distlock.W203")
+    found = {each["id"]: each for each in ran.json["findings"]}
+    assert next(iter(found)) == "distlock.E001"
+    w203 = found["distlock.W203"]
     assert set(w203) == {"id", "level", "backend", "message", "hint", "address", "keys"}
     assert (w203["level"], w203["backend"]) == ("warning", "locks")
     assert {
@@ -104,15 +97,6 @@ def test_json_is_one_document() -> None:
         "text": "in the memory of each process",
     } in ran.json["looked_at"]
     assert any(each["backend"] is None for each in ran.json["looked_at"])
-
-
-def test_marks_have_colours_for_people() -> None:
-    """And none where nobody sees them."""
-    with forgetful():
-        out = io.StringIO()
-        call_command("distlock_doctor", stdout=out, force_color=True)
-        assert "\x1b[" in out.getvalue()
-        assert "\x1b[" not in run("distlock_doctor").out
 
 
 def test_silenced_findings_are_listed_apart() -> None:
@@ -134,9 +118,13 @@ def test_silenced_findings_are_listed_apart() -> None:
 
 
 def test_nothing_stays_but_a_counter() -> None:
-    """The lock that is taken is given back, and its key is the same each time."""
+    """The key of the lock that is taken is the same each time; `--no-write` leaves nothing."""
     with sound():
         store = lock_backends["locks"]
+        ran = run("distlock_doctor", "--no-write")
+        assert ran.status == 0
+        assert re.search(r"^  -        locking +not tried$", ran.out, re.MULTILINE)
+        assert store.counter(KEY) is None
         run("distlock_doctor")
         first = store.counter(KEY)
         run("distlock_doctor")
@@ -145,15 +133,6 @@ def test_nothing_stays_but_a_counter() -> None:
         assert first is not None
         assert second is not None
         assert second.fence > first.fence
-
-
-def test_no_write_leaves_nothing() -> None:
-    """With `--no-write` not even that counter is made."""
-    with sound():
-        ran = run("distlock_doctor", "--no-write")
-        assert lock_backends["locks"].counter(KEY) is None
-    assert ran.status == 0
-    assert re.search(r"^  -        locking +not tried$", ran.out, re.MULTILINE)
 
 
 def test_two_doctors_at_once() -> None:
@@ -173,16 +152,11 @@ def test_only_what_was_asked_for() -> None:
         assert (ran.status, ran.err) == (0, "")
         assert "dead" not in ran.out
         both = run("distlock_doctor", "--backend=locks", "--backend=wrong", "--json")
+        none = run("distlock_doctor", "--backend=nowhere", "--json")
     assert {each["backend"] for each in both.json["looked_at"]} == {None, "locks", "wrong"}
     assert [each["backend"] for each in both.json["findings"]] == ["wrong"]
-
-
-def test_backend_that_is_not_there() -> None:
-    """It is said, in the document too."""
-    ran = run("distlock_doctor", "--backend=nowhere", "--json")
-    (failure,) = json.loads(ran.out)["failures"]
-    assert (ran.status, failure["code"]) == (1, "misconfigured")
-    assert "nowhere" in ran.err
+    assert (none.status, none.json["failures"][0]["code"]) == (1, "misconfigured")
+    assert "nowhere" in none.err
 
 
 @pytest.mark.parametrize("setting", [[], {"x": 5}, {5: {}}])
@@ -216,8 +190,8 @@ def test_keys_cannot_move_the_cursor() -> None:
     assert "report\\x1b[2J" in out
 
 
-def test_every_finding_has_a_page_that_exists() -> None:
-    """Also each of the system checks, whatever its hint says."""
+def test_every_finding_has_a_page_and_a_line() -> None:
+    """Also each of the system checks, whatever its hint says; the references name them all."""
     table = (ROOT / "docs/reference/checks.md").read_text()
     known = {
         f"distlock.{each}" for each in re.findall(r"^\| `distlock\.([EW]\d+)`", table, re.MULTILINE)
@@ -229,10 +203,6 @@ def test_every_finding_has_a_page_that_exists() -> None:
     assert address("distlock.W101", "See docs/howto/choose-a-database.md.") == (
         "docs/howto/choose-a-database.md"
     )
-
-
-def test_every_finding_is_documented() -> None:
-    """What only a diagnosis finds has a line in the reference of the commands."""
     text = (ROOT / "docs/reference/commands.md").read_text()
     described = set(re.findall(r"^\| `(distlock\.D\d+)`", text, re.MULTILINE))
     assert described == {each for each in ADDRESSES if each.startswith("distlock.D")}

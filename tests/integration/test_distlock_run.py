@@ -17,10 +17,10 @@ from django.test import override_settings
 from django_distlock import distlock, lock_backends
 from django_distlock.models import FenceCounter
 from tests import settings as test_settings
-from tests.conftest import DECLARED
 from tests.contract.aliases import alias_like, locks_on
-from tests.services import NO_MARIADB
+from tests.contract.helpers import held
 
+from .databases import here
 from .projects import Project
 from .runs import Run, children_of, end, eventually, state_of
 
@@ -64,8 +64,7 @@ def test_program_has_the_lock_and_the_streams(project: Project, key: str) -> Non
     with Run(project, key, *shell(script)) as run:
         fence = run.says("fence=")
         assert run.says("key=") == key
-        record = lock_backends["default"].read(key)
-        assert record is not None
+        record = held(lock_backends["default"], key)
         assert (str(record.fence), record.holder.pid) == (fence, run.popen.pid)
         assert record.holder.metadata == {"program": "sh"}
         run.types("what was typed\n")
@@ -104,23 +103,14 @@ def test_program_gets_open_files(project: Project, key: str, tmp_path: Path) -> 
 
 
 def test_held_key_stays_taken_behind_the_program(project: Project, key: str) -> None:
-    """With `--hold` the next run of the window is refused, though the first has ended."""
+    """With `--hold` the next run of the window ends with 75, though the first has ended."""
     with Run(project, key, "--hold", "--ttl", "60", *shell("exit 0")) as run:
         assert run.status() == 0
-    assert refused(key, "--wait", "0", "--", "true").returncode == 75
+    with Run(project, key, "--wait", "0", *shell("echo ran")) as run:
+        assert run.status() == 75
+        assert run.said.startswith(f"CommandError: The key '{key}' was not granted at once: ")
+        assert run.said.count("\n") == 1
     lock_backends["default"].force_release(key)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_runs_on_each_store(key: str, backend: str, tmp_path: Path) -> None:
-    """Whatever keeps the locks, the program runs under one, and it is given back."""
-    if backend not in lock_backends:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
-    ran = tmp_path / "ran"
-    call_command("distlock_run", key, "--backend", backend, "--", "touch", str(ran))
-    assert ran.exists()
-    with distlock(key, backend=backend, wait=0) as lease:
-        assert lease.fence > 1
 
 
 # What is refused
@@ -128,13 +118,13 @@ def test_runs_on_each_store(key: str, backend: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_busy_is_75_and_names_the_holder(key: str, backend: str, tmp_path: Path) -> None:
-    """On each store: who has it, since when, and nothing is run."""
-    if backend not in lock_backends:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    """On each store: who has it, since when, and nothing is run, until the key is free."""
+    here(backend)
     ran = tmp_path / "ran"
+    touch = ("--backend", backend, "--", "touch", str(ran))
     lease = distlock(key, backend=backend, metadata={"program": "deploy.sh"}).acquire()
     try:
-        error = refused(key, "--wait", "0", "--backend", backend, "--", "touch", str(ran))
+        error = refused(key, "--wait", "0", *touch)
     finally:
         lease.release()
     assert error.returncode == 75
@@ -144,14 +134,10 @@ def test_busy_is_75_and_names_the_holder(key: str, backend: str, tmp_path: Path)
     )
     assert re.search(pattern, str(error))
     assert not ran.exists()
-
-
-def test_busy_is_the_status_of_the_process(project: Project, key: str) -> None:
-    """A process that was refused ends with 75, with one line on its standard error."""
-    with distlock(key), Run(project, key, "--wait", "0", *shell("echo ran")) as run:
-        assert run.status() == 75
-        assert run.said.startswith(f"CommandError: The key '{key}' was not granted at once: ")
-        assert run.said.count("\n") == 1
+    call_command("distlock_run", key, *touch)
+    assert ran.exists()
+    with distlock(key, backend=backend, wait=0) as after:
+        assert after.fence > lease.fence + 1
 
 
 def test_waits_for_its_turn(project: Project, key: str) -> None:
@@ -179,7 +165,7 @@ def test_signal_ends_the_waiting(project: Project, key: str, signum: int) -> Non
 
 
 def test_program_is_looked_for_before_the_lock_is_taken(key: str, tmp_path: Path) -> None:
-    """127: there is none; 126: it cannot be run. The key was never taken."""
+    """127: there is none; 126: it cannot be run. The key was never taken; 2: it is none."""
     plain = tmp_path / "plain"
     plain.write_text("#!/bin/sh\n")
     for name, status in (
@@ -192,6 +178,7 @@ def test_program_is_looked_for_before_the_lock_is_taken(key: str, tmp_path: Path
         error = refused(key, "--", name)
         assert (error.returncode, repr(name) in str(error)) == (status, True)
     assert not FenceCounter.objects.filter(key=key).exists()
+    assert refused("", "--", "true").returncode == 2
 
 
 def test_program_that_the_system_cannot_start(key: str, tmp_path: Path) -> None:
@@ -204,17 +191,13 @@ def test_program_that_the_system_cannot_start(key: str, tmp_path: Path) -> None:
         assert is_free(key)
 
 
-def test_redis_that_does_not_answer_is_69(key: str) -> None:
-    """It says which store, and why, with a word for programs."""
+def test_store_that_does_not_answer_is_69(key: str) -> None:
+    """It is asked until `--wait` is over, for its tables already; the word is for programs."""
     nowhere = {"BACKEND": test_settings.REDIS_BACKEND, "OPTIONS": {"url": "redis://127.0.0.1:1/0"}}
     with override_settings(DISTLOCK={"default": nowhere}):
         error = refused(key, "--wait", "0.2", "--", "true")
     assert error.returncode == 69
     assert re.search(r"127\.0\.0\.1:1.* \(service_unavailable\)$", str(error), re.DOTALL)
-
-
-def test_database_that_does_not_answer_is_69(key: str) -> None:
-    """It is asked until `--wait` is over, for its tables already."""
     with alias_like("default", HOST="127.0.0.1", PORT="1") as using, locks_on(using) as backend:
         error = refused(key, "--wait", "0.2", "--backend", backend, "--", "true")
     assert error.returncode == 69
@@ -247,11 +230,6 @@ def test_wrong_arguments_are_2(
         ManagementUtility(["manage.py", "distlock_run", key, *arguments]).execute()
     assert ended.value.code == 2
     assert rule in capsys.readouterr().err
-
-
-def test_illegal_key_is_2() -> None:
-    """What is no key is refused before anything is asked or run."""
-    assert refused("", "--", "true").returncode == 2
 
 
 # Signals
@@ -317,8 +295,7 @@ def test_stopped_program_keeps_its_lock(project: Project, key: str) -> None:
 
 
 def _expires(key: str) -> datetime:
-    record = lock_backends["default"].read(key)
-    assert record is not None
+    record = held(lock_backends["default"], key)
     assert record.expires_at is not None
     return record.expires_at
 
@@ -341,15 +318,6 @@ def test_what_is_typed_reaches_the_program_once(project: Project, key: str) -> N
         run.signal(signal.SIGTERM)
         assert run.status() == 3
     assert is_free(key)
-
-
-def test_program_reads_from_the_terminal(project: Project, key: str) -> None:
-    """It is in the foreground, so it may ask questions."""
-    with Run(project, key, *shell("echo sure?; read a; echo so: $a"), terminal=True) as run:
-        run.says("sure?")
-        run.types("yes\n")
-        assert run.says("so: ") == "yes"
-        assert run.status() == 0
 
 
 def test_suspended_run_goes_on(project: Project, key: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from datetime import timedelta
 from typing import Any
@@ -21,13 +20,11 @@ from tests.contract.helpers import take
 from tests.settings import REDIS_BACKEND, REDIS_URL
 
 from .databases import every_statement
-from .operating import run
+from .operating import DEAD, run
 from .projects import Project
 
 #: The module; its function hides it.
 of_inspection = sys.modules["django_distlock.inspection.statistics"]
-
-DEAD = {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": "redis://127.0.0.1:1/0"}}
 
 
 def stats(alias: str) -> Any:
@@ -53,12 +50,12 @@ def test_each_database_counts_what_is_its_own(empty: str, key: str) -> None:
     """Held, over, waiting, counters, and the highest fence: of a backend's own prefix alone."""
     Project(empty).manage("migrate", "--verbosity=0")
     others = {
-        "mine": {"BACKEND": DATABASE, "KEY_PREFIX": "mine", "OPTIONS": {"using": empty}},
-        "theirs": {"BACKEND": DATABASE, "KEY_PREFIX": "their", "OPTIONS": {"using": empty}},
+        name: {"BACKEND": DATABASE, "KEY_PREFIX": name, "OPTIONS": {"using": empty}}
+        for name in ("mine", "their", "fresh")
     }
     with override_settings(DISTLOCK=others):
         fill("mine", key)
-        fill("theirs", key)
+        fill("their", key)
         mine = lock_backends["mine"]
         highest = take(mine, f"{key}:c", 60)
         ended = mine.clock() - timedelta(seconds=5)
@@ -68,7 +65,7 @@ def test_each_database_counts_what_is_its_own(empty: str, key: str) -> None:
         assert (told["held"], told["expired"], told["waiters"], told["counters"]) == (2, 1, 1, 3)
         assert told["highest"] == highest.fence
         assert (told["estimated"], told["warnings"]) == ([], [])
-        assert stats("theirs")["expired"] == 0
+        assert stats("their")["expired"] == 0
         assert told["sizes"]["database"] == empty
         tables = {each["name"]: each for each in told["sizes"]["tables"]}
         if connections[empty].vendor == "sqlite":
@@ -76,13 +73,7 @@ def test_each_database_counts_what_is_its_own(empty: str, key: str) -> None:
         else:
             assert len(tables) == 7
             assert tables["django_distlock_fencecounter"]["bytes"] > 0
-
-
-def test_empty_store_has_nothing(empty: str) -> None:
-    """Zeros, and no fence; not an error. What is noted beside the locks is none."""
-    Project(empty).manage("migrate", "--verbosity=0")
-    configured = {"fresh": {"BACKEND": DATABASE, "KEY_PREFIX": "", "OPTIONS": {"using": empty}}}
-    with override_settings(DISTLOCK=configured):
+        # Zeros, and no fence, are no error. What is noted beside the locks is none.
         lock_backends["fresh"].note("done", 7, 60)
         told = stats("fresh")
     assert (told["held"], told["expired"], told["waiters"], told["counters"]) == (0, 0, 0, 0)
@@ -196,27 +187,15 @@ def test_table_is_for_people(key: str) -> None:
     assert ran.out.count("django_distlock_seenfence") == 1
 
 
-def test_silent_backend_ends_with_69_behind_the_others() -> None:
-    """What can be counted is printed; the status says that it is not all."""
+def test_backend_that_cannot_be_counted_is_said() -> None:
+    """Status 69 behind the others where it is silent; alone, in memory or unknown, an error."""
     both = {"dead": DEAD, "redis": {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": REDIS_URL}}}
     with override_settings(DISTLOCK=both):
         ran = run("distlock_stats", "--json")
     assert ran.status == 69
     assert [each["backend"] for each in ran.json["backends"]] == ["redis"]
     assert [each["backend"] for each in ran.json["failures"]] == ["dead"]
-
-
-def test_backend_that_no_command_sees_is_said() -> None:
-    """In memory, or not configured at all: alone it is an error."""
     ran = run("distlock_stats", "--backend=memory")
     assert ran.status == 1
     assert "in the memory of each process" in ran.err
     assert run("distlock_stats", "--backend=nowhere").status == 1
-
-
-def test_works_in_a_project(postgresql: str) -> None:
-    """From the command line, with one JSON document."""
-    project = Project(postgresql)
-    project.manage("migrate", "--verbosity=0")
-    (told,) = json.loads(project.manage("distlock_stats", "--json"))["backends"]
-    assert told["backend"] == "default"

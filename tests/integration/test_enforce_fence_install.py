@@ -13,19 +13,7 @@ from tests.conftest import DECLARED
 from tests.contract.aliases import alias_like
 
 from .databases import ask, ask_mysql
-from .enforcing import FUNCTION, TABLE, Bank, payment, set_fence, triggers
-
-
-@pytest.fixture
-def bank(empty: str) -> Bank:
-    """Give an app whose payments keep their fences, on each database in turn."""
-    return Bank(empty).migrate(payment()).migrate(EnforceFence("Payment"))
-
-
-def vendor(bank: Bank) -> str:
-    """Return what kind of database it is."""
-    kind: str = connections[bank.using].vendor
-    return kind
+from .enforcing import FUNCTION, TABLE, Bank, payment, set_fence, triggers, vendor
 
 
 def quoted(bank: Bank, name: str) -> str:
@@ -107,14 +95,6 @@ def test_odd_names_of_tables(empty: str, table: str) -> None:
     assert triggers(empty) == {}
 
 
-def test_projects_share_a_database(empty: str) -> None:
-    """Tables whose long names begin alike have triggers of their own, in whatever project."""
-    for end in ("here", "there"):
-        project = Bank(empty).migrate(payment(db_table=f"{'t' * 50}_{end}"))
-        project.migrate(EnforceFence("payment"))
-    assert {table[-5:] for table in triggers(empty).values()} == {"_here", "there"}
-
-
 @pytest.mark.parametrize("column", ["Fence", "order", "a fence's"])
 def test_odd_names_of_columns(empty: str, column: str) -> None:
     """Columns may be called anything that Django makes."""
@@ -164,15 +144,11 @@ class Elsewhere:
 
 
 def test_router_keeps_the_trigger_away(sqlite: str) -> None:
-    """Where a model may not be migrated, its trigger is not made, nor dropped on the way back."""
+    """Where a model may not be migrated, or is not managed, no trigger is made, nor dropped."""
     with override_settings(DATABASE_ROUTERS=[Elsewhere()]):
         bank = Bank(sqlite).migrate(payment()).migrate(EnforceFence("payment"))
         assert triggers(sqlite) == {}
         bank.undo(2)
-
-
-def test_unmanaged_table_is_left_alone(sqlite: str) -> None:
-    """As every other operation leaves it."""
     Bank(sqlite).migrate(payment(managed=False)).migrate(EnforceFence("payment"))
     assert triggers(sqlite) == {}
 

@@ -39,14 +39,6 @@ def test_makemigrations_sees_no_difference(sqlite: str) -> None:
     assert [type(one).__name__ for one in changes(bank.state, plain.state)] == ["AddField"]
 
 
-def test_data_migrations_validate_their_rows(sqlite: str) -> None:
-    """The trigger among the constraints of their models does not disturb the others."""
-    bank = Bank(sqlite).migrate(payment(), EnforceFence("payment"))
-    row = bank.model().objects.using(sqlite).get(pk=bank.add(7))
-    row.fence = 5
-    row.validate_constraints()
-
-
 def optimized(*given: Operation) -> list[str]:
     """Return what `squashmigrations` leaves."""
     return [type(one).__name__ for one in MigrationOptimizer().optimize(list(given), BANK)]
@@ -105,17 +97,6 @@ def test_operation_is_written_as_it_was_given(kind: Any) -> None:
     first, second = written["Migration"].operations
     assert (type(first), first.model_name, first.name) == (kind, "Payment", "fence")
     assert (type(second), second.model_name, second.name) == (kind, "Payment", "mark")
-
-
-def test_operation_describes_itself() -> None:
-    """`migrate --plan` and names of migrations say what it is about."""
-    operation = EnforceFence("Payment")
-    assert operation.describe() == "Refuse to lower fence on Payment"
-    assert operation.formatted_description().startswith("+ ")
-    assert operation.migration_name_fragment == "enforce_payment_fence"
-    assert RelaxFence("Payment").migration_name_fragment == "relax_payment_fence"
-    assert operation.references_model("payment", BANK)
-    assert not operation.references_model("refund", BANK)
 
 
 class PartitionedState(ModelState):

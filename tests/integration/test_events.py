@@ -22,6 +22,7 @@ from django.db import connections
 from django.test import TestCase, override_settings
 
 from django_distlock import Holder, LockLost, distlock, events
+from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.memory import MemoryBackend
 from django_distlock.handler import lock_backends
@@ -49,10 +50,10 @@ def key(key: str) -> Iterator[str]:
     LockEvent.objects.filter(key__startswith=key).delete()
 
 
-def lose(key: str, **changes: Any) -> None:
+def lose(key: str, sender: type[BaseLockBackend] = DatabaseBackend, **changes: Any) -> None:
     """Tell of a loss, as a lease does; an error of who listens would be raised here."""
     facts = {"alias": "memory", "key": key, "fence": 7, "holder": WHO}
-    lock_lost.send(DatabaseBackend, **{**facts, "held_for": 1.5, "cause": "a test", **changes})
+    lock_lost.send(sender, **{**facts, "held_for": 1.5, "cause": "a test", **changes})
 
 
 def written(key: str, using: str = "default") -> int:
@@ -305,20 +306,20 @@ def told_once(using: str, key: str, caplog: pytest.LogCaptureFixture) -> Iterato
 def test_missing_table_is_logged_once(
     key: str, empty: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without the migration nothing is kept, and nothing fails; behind it rows are written."""
+    """Without the migration, or the server, nothing is kept, and nothing fails; behind it it is."""
     with told_once(empty, key, caplog):
         migrate(empty)
         lose(key)
         assert row(key, empty).fence == 7
-
-
-def test_database_that_is_away_is_logged_once(key: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The loss of a lease is what it is, whether or not a row says so."""
     with (
         alias_like("default", HOST="127.0.0.1", PORT="1") as away,
         told_once(away, key, caplog),
     ):
         pass
+    # What happens to locks of one process is no row.
+    lose(key, sender=MemoryBackend)
+    events.finish()
+    assert written(key) == 0
     lose(key)
     assert row(key).fence == 7
 
@@ -339,15 +340,6 @@ def test_router_that_fails_is_logged_once(
             lose(key)
     (said,) = warnings_in(caplog)
     assert "from a router" in said
-
-
-def test_locks_of_one_process_are_no_operators_business(key: str) -> None:
-    """What happens to locks in memory, in tests and on a developer's machine, is no row."""
-    lock_lost.send(
-        MemoryBackend, alias="memory", key=key, fence=7, holder=WHO, held_for=1.5, cause="a test"
-    )
-    events.finish()
-    assert written(key) == 0
 
 
 WITHOUT_DATABASES = """

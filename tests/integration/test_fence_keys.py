@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import datetime
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from django.apps import apps
 from django.core import checks
-from django.db import connections, models
+from django.db import models
 from django.test import override_settings
 from django.test.utils import isolate_apps
 
 from django_distlock import FenceRejected, LockUsageError
 from django_distlock.checks.fencing import check_fence_floor, check_fence_keys
-from django_distlock.fencing import Fence, FencedModel
+from django_distlock.fencing import Fence
 from django_distlock.fencing.keys import KeyTemplate
 from tests.backends import MEMORY
-from tests.conftest import DECLARED
 from tests.contract.aliases import locks_on
-from tests.services import NO_MARIADB
 from tests.shop.models import Account, SubVault, Vault
 
 from .fenced_rows import stored
-
-
-@pytest.fixture(params=["default", "sqlite", "mariadb"])
-def using(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Give each kind of database, without the rows of others."""
-    if request.param not in connections.settings:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
-    yield request.param
-    Vault.objects.using(request.param).all()._raw_delete(request.param)
 
 
 def vault(using: str) -> tuple[Vault, Fence, Fence]:
@@ -44,7 +32,7 @@ def vault(using: str) -> tuple[Vault, Fence, Fence]:
 
 
 def test_lease_of_the_rows_key_writes(using: str) -> None:
-    """What belongs to the key is read, written and deleted."""
+    """What belongs to the key is read, written and deleted; an old fence is refused as ever."""
     row, right, _ = vault(using)
     rows = Vault.objects.using(using)
     row.value = 2
@@ -54,7 +42,12 @@ def test_lease_of_the_rows_key_writes(using: str) -> None:
     found.save()
     assert rows.fenced(right).update(value=4) == 1
     assert stored(row) == (4, 5)
+    with pytest.raises(FenceRejected):
+        rows.fenced(Fence(right.key, 4)).update(value=2)
     assert found.delete()[0] == 1
+    # A primary key that the database will choose cannot have been locked.
+    with pytest.raises(LockUsageError, match="before it is saved"):
+        Vault().save(using=using, lease=Fence("vault:1", 5))
 
 
 def test_lease_of_another_key_is_refused(using: str) -> None:
@@ -77,20 +70,6 @@ def test_lease_of_another_key_is_refused(using: str) -> None:
         with pytest.raises(LockUsageError, match="belongs to"):
             use()
     assert stored(row) == (1, 0)
-
-
-def test_stale_lease_of_the_right_key_is_rejected(using: str) -> None:
-    """The right key does not make an old fence new."""
-    row, right, _ = vault(using)
-    row.raise_fence(Fence(right.key, 6))
-    with pytest.raises(FenceRejected):
-        Vault.objects.using(using).fenced(right).update(value=2)
-
-
-def test_new_row_whose_key_is_not_known(using: str) -> None:
-    """A primary key that the database will choose cannot have been locked."""
-    with pytest.raises(LockUsageError, match="before it is saved"):
-        Vault().save(using=using, lease=Fence("vault:1", 5))
 
 
 def test_model_that_requires_a_lease(using: str) -> None:
@@ -178,14 +157,10 @@ def test_key_and_columns(
     ],
 )
 def test_key_of_no_row(key: str) -> None:
-    """A key that no row's columns make is that of no row."""
-    assert KeyTemplate(_model(), "payment:{pk}").columns(key) is None
-
-
-def test_key_of_a_row_without_values() -> None:
-    """Before a row is saved its key may not be known."""
-    model = _model()
-    assert KeyTemplate(model, "payment:{pk}").of(model()) is None
+    """A key that no row's columns make is that of no row, and an unsaved row may have none."""
+    template = KeyTemplate(_model(), "payment:{pk}")
+    assert template.columns(key) is None
+    assert template.of(_model()()) is None
 
 
 @pytest.mark.parametrize(
@@ -241,8 +216,3 @@ def test_check_of_fence_floors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apps.get_app_config("shop"), "get_models", list)
     with locks_on("default"):
         assert check_fence_floor(None) == []
-
-
-def test_models_are_abstract() -> None:
-    """The app itself has no fenced table of that kind."""
-    assert FencedModel._meta.abstract

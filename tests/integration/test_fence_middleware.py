@@ -177,23 +177,8 @@ def test_view_that_was_overtaken_makes_no_row(caller: Caller, key: str) -> None:
     made.delete()
 
 
-def test_keys_do_not_matter_to_each_other(caller: Caller, key: str) -> None:
-    """Any key has a mark of its own, whatever is in its name."""
-    caller.come("/told", f"{key};é🔒", 7)
-    answer = caller.come("/told", f"{key};é", 6)
-    assert answer.json() == {"fence": [f"{key};é", 6]}
-    assert caller.come("/told", f"{key};é🔒", 6).json()["key"] == f"{key};é🔒"
-
-
 def test_request_without_a_fence_passes(caller: Caller) -> None:
-    """`request.fence` is None."""
-    answer = caller.get("/told")
-    assert (answer.status_code, answer.json()) == (200, {"fence": None})
-    assert RAN == ["below", "/told"]
-
-
-def test_request_without_a_fence_asks_no_database(caller: Caller) -> None:
-    """Whoever sends none pays nothing."""
+    """`request.fence` is None, no database is asked; where one is required, 428 names it."""
     asked: list[str] = []
 
     def note(execute: Callable[..., Any], sql: str, *rest: Any) -> Any:
@@ -201,8 +186,17 @@ def test_request_without_a_fence_asks_no_database(caller: Caller) -> None:
         return execute(sql, *rest)
 
     with connection.execute_wrapper(note):
-        assert caller.get("/told").status_code == 200
+        answer = caller.get("/told")
+    assert (answer.status_code, answer.json()) == (200, {"fence": None})
     assert asked == []
+    assert RAN == ["below", "/told"]
+    for view, required in (("required", told), ("arequired", atold)):
+        answer = caller.get(f"/{view}")
+        assert answer.status_code == 428
+        assert HEADER in answer.json()["detail"]
+        made = fence_required(required)
+        assert (made.__name__, iscoroutinefunction(made)) == (required.__name__, required is atold)
+    assert RAN == ["below", "/told", "below", "below"]
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "invoice;7", "invoice;0;abc", "a b;7;abc"])
@@ -222,15 +216,6 @@ def test_forged_fence_is_forbidden(caller: Caller, key: str) -> None:
         assert (answer.status_code, answer.json()["error"]) == (403, "bad_fence")
     assert RAN == []
     assert not SeenFence.objects.filter(pk=key).exists()
-
-
-@pytest.mark.parametrize("view", ["required", "arequired"])
-def test_view_may_require_a_fence(caller: Caller, view: str) -> None:
-    """428 without one, which names the header."""
-    answer = caller.get(f"/{view}")
-    assert answer.status_code == 428
-    assert HEADER in answer.json()["detail"]
-    assert RAN == ["below"]
 
 
 @pytest.mark.parametrize("view", ["keyed", "akeyed"])
@@ -275,14 +260,6 @@ def test_project_without_the_middleware_is_told(view: str) -> None:
     with override_settings(MIDDLEWARE=[]), pytest.raises(LockUsageError, match="FenceMiddleware"):
         Client().get(f"/{view}")
     assert RAN == []
-
-
-def test_decorated_views_stay_what_they_are() -> None:
-    """Each keeps its name, and whether it is awaited."""
-    assert fence_required(told).__name__ == "told"
-    assert fence_required(atold).__name__ == "atold"
-    assert iscoroutinefunction(fence_required(atold))
-    assert not iscoroutinefunction(fence_required(told))
 
 
 def test_rollback_of_the_request_leaves_the_mark(caller: Caller, key: str) -> None:

@@ -16,14 +16,13 @@ from django_distlock.fencing.making import refuse_overtaken
 from django_distlock.models import FenceCounter, HeldLock
 from django_distlock.signals import fence_rejected
 from tests.backends import BACKENDS
-from tests.conftest import DECLARED
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.helpers import Later
 from tests.contract.locking import Heard
-from tests.services import NO_MARIADB
 from tests.shop.models import Account, Savings
 
-from .fenced_rows import accounts, in_transaction
+from .databases import here
+from .fenced_rows import accounts, in_transaction, without_rows
 
 #: Where the locks are, and where the rows.
 PAIRS = {name: (name, each.using or "default") for name, each in BACKENDS.items()}
@@ -36,20 +35,14 @@ PAIRS["postgres beside sqlite"] = ("postgres", "sqlite")
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     """Give each backend with a database, without the rows of others."""
     backend, using = PAIRS[request.param]
-    if using not in connections.settings:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
-    yield backend, using
-    for model in (Savings, Account):
-        model._base_manager.using(using)._raw_delete(using)
+    yield from ((backend, each) for each in without_rows(using))
 
 
 @pytest.fixture(params=["postgres", "sqlite", "redis"])
 def shared(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     """Give one pair of each kind."""
     backend, using = PAIRS[request.param]
-    yield backend, using
-    for model in (Savings, Account):
-        model._base_manager.using(using)._raw_delete(using)
+    yield from ((backend, each) for each in without_rows(using))
 
 
 def granted(backend: str, key: str) -> Lease:
@@ -133,28 +126,13 @@ def test_row_that_was_read_and_deleted_is_not_inserted(shared: tuple[str, str], 
     assert not rows.filter(name=key).exists()
 
 
-def test_forced_release_ends_the_making_of_rows(shared: tuple[str, str], key: str) -> None:
-    """It moves the fence, so that its holder makes no more rows, before the key is given away."""
-    backend, using = shared
-    lease = distlock(key, backend=backend).acquire()
-    rows = accounts(using).fenced(lease)
-    rows.create(name=key)
-    Later(lease._store.force_release, key).result()
-    with pytest.raises(FenceRejected):
-        rows.create(name=f"{key}-2")
-    lease.release()
-    assert accounts(using, key).count() == 1
-
-
 @pytest.mark.parametrize("way", ["create", "get_or_create", "bulk_create"])
 @pytest.mark.parametrize("backend", ["postgres", "mariadb", "advisory"])
 def test_nobody_is_granted_the_key_before_the_row_is_there(
     backend: str, way: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the database of the locks there is no gap between the comparison and the commit."""
-    using = BACKENDS[backend].using
-    if using not in connections.settings:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    using = here(BACKENDS[backend].using)
     lease = granted(backend, key)
     taken: list[Lease | None] = []
 

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from django.core.management import call_command
-from django.db import IntegrityError, connections
+from django.db import IntegrityError
 from django.forms.models import model_to_dict
 
 from django_distlock import FenceRejected, LockUsageError
 from django_distlock.fencing import Fence
-from tests.conftest import DECLARED
-from tests.services import NO_MARIADB
-from tests.shop.models import Account, Folder, Savings, SubVault, Vault
+from tests.shop.models import Folder, Savings, SubVault, Vault
 
 from .fenced_rows import NEW, OLD, account, accounts, raised_elsewhere, stored
 
 HIGH = 900
-
-
-@pytest.fixture(params=["default", "sqlite", "mariadb"])
-def using(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Give each kind of database, without the rows of others."""
-    if request.param not in connections.settings:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
-    yield request.param
-    for model in (SubVault, Savings, Account, Vault, Folder):
-        model._base_manager.using(request.param)._raw_delete(request.param)
 
 
 def vault(using: str) -> Vault:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +15,6 @@ from django_distlock.fencing import Fence, FencedQuerySet
 from tests.conftest import DECLARED
 from tests.contract.helpers import Later
 from tests.contract.locking import eventually
-from tests.services import NO_MARIADB
 from tests.shop.models import Account
 
 from .fenced_rows import (
@@ -52,143 +51,83 @@ READS: dict[str, Callable[[Rows], Any]] = {
 }
 
 
-@pytest.fixture(params=["default", "sqlite", "mariadb"])
-def using(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Give each kind of database, without the rows of others."""
-    if request.param not in connections.settings:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
-    yield request.param
-    Account.objects.using(request.param).all()._raw_delete(request.param)
-
-
-@pytest.fixture(params=[False, True], ids=["autocommit", "transaction"])
-def atomic(request: pytest.FixtureRequest) -> bool:
-    """Say whether the caller has a transaction open."""
-    chosen: bool = request.param
-    return chosen
-
-
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_first_read_raises_the_fence(using: str, key: str, read: Callable[[Rows], Any]) -> None:
-    """Whatever way a row is read in, older leases are refused from then on."""
+def test_read_raises_the_fence(using: str, key: str, read: Callable[[Rows], Any]) -> None:
+    """Whatever way a row is read in, older leases are refused from then on, to read as well."""
     row = account(using, key)
     with transaction.atomic(using=using):
         assert read(accounts(using, key).fenced(NEW))
     assert stored(row) == (1, 6)
     with pytest.raises(FenceRejected):
         row.save(lease=OLD)
-
-
-@pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_stale_read_is_refused(using: str, key: str, read: Callable[[Rows], Any]) -> None:
-    """Who comes too late does not even read, so that it decides on nothing."""
-    row = account(using, key, fence=6)
     with pytest.raises(FenceRejected) as caught, transaction.atomic(using=using):
         read(accounts(using, key).fenced(OLD))
     assert refused(caught.value, row)
 
 
 def test_read_rows_have_the_fence_and_the_lease(using: str, key: str) -> None:
-    """What a fenced read gives is written fenced."""
-    account(using, key)
-    (row,) = accounts(using, key).fenced(NEW)
-    assert (row.fence, row._fenced_by) == (6, NEW)
-
-
-def test_read_without_a_lease_raises_nothing(using: str, key: str) -> None:
-    """Other reads are plain reads."""
-    row = account(using, key)
+    """What a fenced read gives is written fenced; the next read writes nothing, nor plain ones."""
+    made = account(using, key)
     assert [each._fenced_by for each in accounts(using, key)] == [None]
     assert list(accounts(using, key).values_list("fence", flat=True)) == [0]
-    assert stored(row) == (1, 0)
-
-
-def test_second_read_writes_nothing(using: str, key: str) -> None:
-    """Rows that have the fence are not written again."""
-    account(using, key)
-    list(accounts(using, key).fenced(NEW))
+    assert stored(made) == (1, 0)
+    (row,) = accounts(using, key).fenced(NEW)
+    assert (row.fence, row._fenced_by) == (6, NEW)
     with CaptureQueriesContext(connections[using]) as queries:
         assert accounts(using, key).fenced(NEW)._mark() == 0
     assert len(queries) == 1
 
 
-def test_row_that_comes_in_between_is_marked_too(using: str, key: str) -> None:
-    """A row that others add behind the marks and before the read is marked by itself."""
+@pytest.mark.parametrize(
+    ("fence", "read", "answer"),
+    [
+        (0, lambda rows: {row.fence for row in rows}, {6}),
+        # A value over rows is read again until no row came in between.
+        (0, lambda rows: rows.aggregate(Sum("value")), {"value__sum": 6}),
+        (9, list, None),
+    ],
+    ids=["rows", "sum", "higher fence"],
+)
+def test_row_that_comes_in_between_is_marked_too(
+    using: str, key: str, fence: int, read: Callable[[Rows], Any], answer: Any
+) -> None:
+    """What others add behind the marks and before the read is marked, or is a refusal."""
     account(using, key)
 
     class Late(FencedQuerySet[Account]):
         def _mark(self, *, again: bool = False) -> int:
             marked = super()._mark(again=again)
             if not late:
-                late.append(Later(account, using, f"{key}-late", value=5).result())
+                made = Later(account, using, f"{key}-late", fence=fence, value=5)
+                late.append(made.result())
             return marked
 
     late: list[Account] = []
     rows = Late(Account, using=using).filter(name__startswith=key).fenced(NEW)
-    assert {row.fence for row in rows} == {6}
-    assert stored(late[0]) == (5, 6)
-
-
-def test_stale_row_that_comes_in_between_is_refused(using: str, key: str) -> None:
-    """The same where the late row has a higher fence."""
-    account(using, key)
-
-    class Late(FencedQuerySet[Account]):
-        def _mark(self, *, again: bool = False) -> int:
-            marked = super()._mark(again=again)
-            if not late:
-                late.append(Later(account, using, f"{key}-late", fence=9).result())
-            return marked
-
-    late: list[Account] = []
-    rows = Late(Account, using=using).filter(name__startswith=key).fenced(NEW)
-    with pytest.raises(FenceRejected):
-        list(rows)
-
-
-def test_sum_of_rows_that_change_meanwhile(using: str, key: str) -> None:
-    """A value over rows is read again until no row came in between."""
-    account(using, key)
-
-    class Late(FencedQuerySet[Account]):
-        def _mark(self, *, again: bool = False) -> int:
-            marked = super()._mark(again=again)
-            if not late:
-                late.append(Later(account, using, f"{key}-late", value=5).result())
-            return marked
-
-    late: list[Account] = []
-    rows = Late(Account, using=using).filter(name__startswith=key).fenced(NEW)
-    assert rows.aggregate(Sum("value")) == {"value__sum": 6}
-    assert stored(late[0]) == (5, 6)
+    if fence:
+        with pytest.raises(FenceRejected):
+            read(rows)
+    else:
+        assert read(rows) == answer
+        assert stored(late[0]) == (5, 6)
 
 
 def test_update_is_all_or_nothing(using: str, key: str, atomic: bool) -> None:
-    """One row that is too new keeps all of them from being written."""
+    """One row that is too new keeps all of them from being written, in one statement."""
     rows = [account(using, f"{key}-{n}", fence=6 if n == 1 else 0) for n in range(3)]
     with pytest.raises(FenceRejected) as caught, in_transaction(using, wanted=atomic):
         accounts(using, key).fenced(OLD).update(value=F("value") + 1)
     assert refused(caught.value, rows[1])
     assert [stored(each)[0] for each in rows] == [1, 1, 1]
-    with in_transaction(using, wanted=atomic):
+    with (
+        in_transaction(using, wanted=atomic),
+        CaptureQueriesContext(connections[using]) as queries,
+    ):
         assert accounts(using, key).fenced(NEW).update(value=F("value") + 1) == 3
+    assert len([each for each in queries if "UPDATE" in each["sql"]]) == 1
     assert [stored(each) for each in rows] == [(2, 6)] * 3
-
-
-def test_update_that_matches_nothing_is_no_refusal(using: str, key: str) -> None:
-    """A stale lease is told from a filter that matches no row."""
-    account(using, key, fence=6)
-    assert accounts(using, f"{key}-other").fenced(OLD).update(value=2) == 0
+    # A stale lease is told from a filter that matches no row.
     assert accounts(using, key).fenced(OLD).filter(value=99).update(value=2) == 0
-
-
-def test_fenced_update_is_one_statement(using: str, key: str) -> None:
-    """Of one row as of many."""
-    for n in range(3):
-        account(using, f"{key}-{n}")
-    with CaptureQueriesContext(connections[using]) as queries:
-        assert accounts(using, key).fenced(NEW).update(value=7) == 3
-    assert len(queries) == 1
 
 
 def test_bulk_update_is_all_or_nothing(using: str, key: str, atomic: bool) -> None:

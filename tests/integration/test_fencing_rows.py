@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,13 @@ from typing import Any
 import pytest
 from asgiref.sync import async_to_sync
 from django.core.management import call_command
-from django.db import connections, transaction
+from django.db import transaction
 from django.db.transaction import TransactionManagementError
 
 from django_distlock import FenceRejected, LockUsageError, distlock
 from django_distlock.fencing import Fence
-from tests.conftest import DECLARED
-from tests.contract.locking import rolled_back
-from tests.services import NO_MARIADB
-from tests.shop.models import Account, Row, Savings, Vault
+from tests.contract.locking import held_elsewhere, rolled_back
+from tests.shop.models import Account, Row, Savings
 
 from .fenced_rows import (
     NEW,
@@ -30,23 +27,6 @@ from .fenced_rows import (
     refused,
     stored,
 )
-
-
-@pytest.fixture(params=["default", "sqlite", "mariadb"])
-def using(request: pytest.FixtureRequest, key: str) -> Iterator[str]:
-    """Give each kind of database, without the rows of others."""
-    if request.param not in connections.settings:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
-    yield request.param
-    for model in (Savings, Account, Vault):
-        model.objects.using(request.param).all()._raw_delete(request.param)
-
-
-@pytest.fixture(params=[False, True], ids=["autocommit", "transaction"])
-def atomic(request: pytest.FixtureRequest) -> bool:
-    """Say whether the caller has a transaction open."""
-    chosen: bool = request.param
-    return chosen
 
 
 def test_equal_and_higher_fences_write(using: str, key: str, atomic: bool) -> None:
@@ -74,6 +54,8 @@ def test_part_of_a_row_is_fenced_as_well(using: str, key: str) -> None:
     """`update_fields` and deferred fields do not leave the fence out."""
     row = account(using, key, fence=6)
     row.value = 2
+    # Nothing is saved, as everywhere in Django.
+    row.save(lease=OLD, update_fields=[])
     with pytest.raises(FenceRejected):
         row.save(lease=OLD, update_fields=["value"])
     part = accounts(using).defer("fence", "name").get(pk=row.pk)
@@ -86,34 +68,17 @@ def test_part_of_a_row_is_fenced_as_well(using: str, key: str) -> None:
     assert stored(row) == (2, 7)
 
 
-def test_nothing_to_save_is_not_fenced(using: str, key: str) -> None:
-    """An empty `update_fields` saves nothing, as everywhere in Django."""
-    row = account(using, key, fence=6)
-    row.save(lease=OLD, update_fields=[])
-    assert stored(row) == (1, 6)
-
-
 def test_row_goes_on_with_what_it_was_read_under(using: str, key: str) -> None:
-    """Read under a lease, changed and saved: the save is fenced without another word."""
+    """Read, or saved, under a lease, then changed: the save is fenced without another word."""
     made = account(using, key)
     row = accounts(using).fenced(OLD).get(pk=made.pk)
+    made.save(lease=OLD)
     raised_elsewhere(made, 6, 2)
     row.value = 99
-    with pytest.raises(FenceRejected):
-        row.save()
-    with pytest.raises(FenceRejected):
-        row.delete()
+    for write in (row.save, row.delete, made.save):
+        with pytest.raises(FenceRejected):
+            write()
     assert stored(made) == (2, 6)
-
-
-def test_row_goes_on_with_what_it_was_saved_under(using: str, key: str) -> None:
-    """So it does behind a save that named the lease."""
-    row = account(using, key)
-    row.save(lease=OLD)
-    raised_elsewhere(row, 6, 2)
-    with pytest.raises(FenceRejected):
-        row.save()
-    assert stored(row) == (2, 6)
 
 
 def test_save_without_a_lease_keeps_the_fence(using: str, key: str) -> None:
@@ -148,11 +113,6 @@ def test_fenced_row_is_raised_and_read_anew(using: str, key: str, atomic: bool) 
     with pytest.raises(FenceRejected) as caught:
         accounts(using).get(pk=row.pk).raise_fence(OLD)
     assert refused(caught.value, row)
-
-
-def test_fenced_row_that_is_gone(using: str, key: str) -> None:
-    """A row that somebody has deleted is said to be gone, and not to be stale."""
-    row = account(using, key)
     accounts(using).filter(pk=row.pk).delete()
     with pytest.raises(Account.DoesNotExist):
         row.raise_fence(NEW)
@@ -215,7 +175,7 @@ def test_fence_in_the_table_of_a_parent(using: str, key: str, atomic: bool) -> N
 
 
 def test_asynchronous_twins(using: str, key: str) -> None:
-    """`asave`, `adelete` and `afenced` do the same."""
+    """`asave`, `adelete`, `afenced` and asynchronous reads do the same."""
     row = account(using, key, fence=6)
 
     async def use() -> None:
@@ -223,6 +183,12 @@ def test_asynchronous_twins(using: str, key: str) -> None:
             await row.asave(lease=OLD)
         row.value = 3
         await row.asave(lease=NEW)
+        with pytest.raises(FenceRejected):
+            await accounts(using, key).fenced(OLD).aget(pk=row.pk)
+        found = [each async for each in accounts(using, key).fenced(Fence("a", 8))]
+        assert [each.fence for each in found] == [8]
+        found = [each async for each in accounts(using, key).fenced(Fence("a", 9)).aiterator()]
+        assert [each.fence for each in found] == [9]
         async with distlock(key, backend="redis") as lease:
             assert await lease.afenced(row) is row
             assert row.fence == lease.fence > 6
@@ -259,37 +225,13 @@ def test_only_a_lease_fences(key: str, nothing: Any) -> None:
 
 
 def test_block_without_its_lock_fences_nothing(key: str) -> None:
-    """`on_conflict="run"` gives a lease that is none."""
+    """`on_conflict="run"` gives a lease that is none; other models are refused by name."""
     row = account("default", key)
-    taken = distlock(key, backend="memory", ttl=30).acquire()
-    try:
-        with distlock(key, backend="memory", wait=0, on_conflict="run") as lease:
-            assert not lease.held
+    lock = distlock(key, backend="memory", wait=0, on_conflict="run")
+    with held_elsewhere(lock), lock as lease:
+        assert not lease.held
+        for write in (lambda: row.save(lease=lease), lambda: lease.fenced(row)):
             with pytest.raises(LockUsageError, match="has no fence"):
-                row.save(lease=lease)
-            with pytest.raises(LockUsageError, match="has no fence"):
-                lease.fenced(row)
-    finally:
-        taken.release()
-
-
-def test_row_that_is_no_fenced_model(key: str) -> None:
-    """Other models are refused by name."""
+                write()
     with distlock(key, backend="memory") as lease, pytest.raises(LockUsageError, match="Row"):
         lease.fenced(Row())  # type: ignore[type-var]
-
-
-def test_row_in_an_event_loop(using: str, key: str) -> None:
-    """Asynchronous reads are marked as well."""
-    row = account(using, key, fence=6)
-
-    async def read() -> None:
-        with pytest.raises(FenceRejected):
-            await accounts(using, key).fenced(OLD).aget(pk=row.pk)
-        found = [each async for each in accounts(using, key).fenced(Fence("a", 8))]
-        assert [each.fence for each in found] == [8]
-        found = [each async for each in accounts(using, key).fenced(Fence("a", 9)).aiterator()]
-        assert [each.fence for each in found] == [9]
-
-    async_to_sync(read)()
-    assert stored(row) == (1, 9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,24 +10,12 @@ from django.db.models import F, Window
 from django.db.models.functions import RowNumber
 
 from django_distlock import FenceRejected, LockUsageError, distlock
-from django_distlock.fencing import Fence, FenceField
-from tests.conftest import DECLARED
+from django_distlock.fencing import Fence
 from tests.contract.aliases import locks_on
 from tests.contract.helpers import Later
-from tests.services import NO_MARIADB
-from tests.shop.models import Account, Deep, Named, Plain, SubVault, Vault
+from tests.shop.models import Account, Deep, Named, SubVault
 
 from .fenced_rows import NEW, OLD, account, accounts, raised_elsewhere, stored
-
-
-@pytest.fixture(params=["default", "sqlite", "mariadb"])
-def using(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Give each kind of database, without the rows of others."""
-    if request.param not in connections.settings:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
-    yield request.param
-    for model in (Deep, SubVault, Plain, Vault, Named, Account):
-        model._base_manager.using(request.param)._raw_delete(request.param)
 
 
 def test_value_in_the_table_of_a_parent(using: str) -> None:
@@ -82,15 +69,6 @@ def test_column_of_the_fence_has_another_name(using: str) -> None:
     row.fence_note = None
     with pytest.raises(IntegrityError, match="fence_note"):
         row.save(lease=Fence("n:bob", 7))
-
-
-def test_row_read_anew_under_a_lease(using: str, key: str) -> None:
-    """`refresh_from_db(from_queryset=…)` binds the row to the lease as well."""
-    row = account(using, key)
-    row.refresh_from_db(from_queryset=accounts(using).fenced(OLD))
-    raised_elsewhere(row, 6, 2)
-    with pytest.raises(FenceRejected):
-        row.save()
 
 
 def test_save_of_a_row_that_was_deleted(using: str, key: str) -> None:
@@ -150,12 +128,6 @@ def test_unfenced_save_of_a_row_without_its_fence(using: str, key: str) -> None:
     row.save()
     assert row.fence == 6
     assert stored(made) == (2, 6)
-
-
-def test_fence_that_may_be_null() -> None:
-    """It could not refuse on SQLite."""
-    with pytest.raises(ValueError, match="never null"):
-        FenceField(null=True)
 
 
 def test_decorated_function_is_guarded_by_each_call(key: str) -> None:

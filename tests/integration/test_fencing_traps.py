@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,35 +11,19 @@ from django.db import DatabaseError, connections, transaction
 from django_distlock import FenceRejected, LockLost, LockUsageError, distlock
 from django_distlock.fencing import Fence
 from django_distlock.fencing.fields import is_refusal, refused
-from tests.conftest import DECLARED
 from tests.contract.aliases import alias_like
 from tests.contract.helpers import Later
-from tests.services import NO_MARIADB
 from tests.shop.models import Account, Folder, Row, Vault
 
-from .fenced_rows import NEW, OLD, account, accounts, raised_elsewhere, stored
+from .fenced_rows import NEW, OLD, account, accounts, raised_elsewhere, stored, without_rows
 
 ONE = Fence("tenant:1", 5)
-
-
-@pytest.fixture(params=["default", "sqlite", "mariadb"])
-def using(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Give each kind of database, without the rows of others."""
-    yield from _emptied(request.param)
 
 
 @pytest.fixture
 def mariadb() -> Iterator[str]:
     """Give the one that reads from snapshots in the midst of locking reads."""
-    yield from _emptied("mariadb")
-
-
-def _emptied(alias: str) -> Iterator[str]:
-    if alias not in connections.settings:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
-    yield alias
-    for model in (Account, Folder, Vault):
-        model.objects.using(alias).all()._raw_delete(alias)
+    yield from without_rows("mariadb")
 
 
 def test_deleted_row_is_not_inserted_again(using: str, key: str) -> None:
@@ -77,20 +60,18 @@ def test_row_that_comes_in_place_of_a_deleted_one_stays(
 
 def test_row_of_another_key_is_not_made_ones_own(using: str) -> None:
     """A write that changes the column of the key is judged by what was there before."""
-    theirs = Folder.objects.using(using).create(tenant=2)
+    rows = Folder.objects.using(using)
+    theirs = rows.create(tenant=2)
     with pytest.raises(LockUsageError, match="another key"):
-        Folder.objects.using(using).fenced(ONE).filter(pk=theirs.pk).update(tenant=1)
+        rows.fenced(ONE).filter(pk=theirs.pk).update(tenant=1)
     theirs.tenant = 1
     with pytest.raises(LockUsageError, match="another key"):
         theirs.save(lease=ONE)
     theirs.refresh_from_db()
     assert (theirs.tenant, theirs.fence) == (2, 0)
-
-
-def test_row_can_be_given_to_another_key(using: str) -> None:
-    """The holder of its key may, for until then it is its own."""
-    mine = Folder.objects.using(using).create(tenant=1)
-    assert Folder.objects.using(using).fenced(ONE).filter(pk=mine.pk).update(tenant=3) == 1
+    # The holder of its key may give it away, for until then it is its own.
+    mine = rows.create(tenant=1)
+    assert rows.fenced(ONE).filter(pk=mine.pk).update(tenant=3) == 1
 
 
 def test_required_lease_is_not_passed_by(using: str) -> None:
@@ -147,15 +128,6 @@ def test_querysets_under_one_lease_combine(using: str, key: str) -> None:
     either = accounts(using, f"{key}-1").fenced(NEW) | accounts(using, f"{key}-2").fenced(NEW)
     assert {row.pk for row in either} == {first.pk, second.pk}
     assert stored(first) == stored(second) == (1, 6)
-
-
-def test_fenced_queryset_can_be_copied(using: str, key: str) -> None:
-    """`deepcopy`, which Django's own subqueries use, does not copy the lease."""
-    account(using, key)
-    with distlock(key, backend="memory") as lease:
-        rows = copy.deepcopy(accounts(using, key).fenced(lease))
-        assert rows._by is lease
-        assert [row.fence for row in rows] == [lease.fence]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.contract.aliases import session_of
 from tests.contract.helpers import Later, prompt
 
 from .databases import ask
-from .operating import no_event_of, other_guard, run
+from .operating import WHO, no_event_of, other_guard, run
 
 GUARDING = [
     each
@@ -24,7 +24,6 @@ GUARDING = [
     if each in settings.DISTLOCK
 ]
 POSTGRES = ["postgres", "postgres_orm", "advisory"]
-WHO: dict[str, Any] = {"actor": "Ada", "reason": "it hangs"}
 
 
 def using_of(alias: str) -> str:
@@ -65,10 +64,11 @@ def both(alias: str, key: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("alias", POSTGRES)
 def test_session_of_the_guard_is_named(key: str, alias: str) -> None:
-    """By its number, its user, and since when its transaction goes on."""
+    """By its number, its user, and since when its transaction goes on; a pause is busy too."""
     lease = hold(alias, key)
     before = datetime.now(UTC)
-    with lease.atomic():
+    # A savepoint locks under a number of its own.
+    with transaction.atomic(using=using_of(alias)), lease.atomic():
         outcome = Later(force_release, key, backend=alias, **WHO).result()
         assert outcome.sessions is not None
         (session,) = outcome.sessions
@@ -79,7 +79,12 @@ def test_session_of_the_guard_is_named(key: str, alias: str) -> None:
         view = Later(show, key, alias).result()
         assert view.guards == (session,)
         assert json.loads(json.dumps(view.as_json()))["guards"][0]["pid"] == session.pid
-    assert show(key, alias).guards == ()
+        # It would have to change the counter that the guard stands on.
+        paused = Later(pause, key, 60, backend=alias, **WHO).result()
+        assert (paused.result, paused.sessions) == (Result.BUSY, (session,))
+    view = show(key, alias)
+    assert (view.guards, view.paused_until) == ((), None)
+    assert no_event_of(key)
     lease.release()
 
 
@@ -103,17 +108,6 @@ def test_all_sessions_that_guard_are_named(key: str, alias: str) -> None:
     lease.release()
 
 
-def test_guard_in_a_savepoint_is_named(key: str) -> None:
-    """A savepoint locks under a number of its own."""
-    lease = hold("postgres", key)
-    with transaction.atomic(), transaction.atomic():
-        ask("default", "CREATE TEMPORARY TABLE distlock_savepoint (n int) ON COMMIT DROP")
-        lease.guard()
-        sessions = Later(lock_backends["postgres"].guards, key).result()
-        assert [each.pid for each in sessions or ()] == [session_of("default")]
-    lease.release()
-
-
 def test_transaction_that_guards_another_key_is_not_named(key: str) -> None:
     """A session in a transaction is no reason by itself."""
     lease, other = hold("postgres", key), hold("postgres", f"{key}-other")
@@ -122,15 +116,6 @@ def test_transaction_that_guards_another_key_is_not_named(key: str) -> None:
         assert Later(force_release, key, backend="postgres", **WHO).result().is_done
     assert lease.release() is False
     other.release()
-
-
-def test_memory_names_its_own_process(key: str) -> None:
-    """Nobody else can guard there."""
-    lease = hold("memory", key)
-    with lease.atomic():
-        outcome = Later(force_release, key, backend="memory", **WHO).result()
-        assert len(outcome.sessions or ()) == 1
-    lease.release()
 
 
 @pytest.mark.skipif("mariadb" not in settings.DISTLOCK, reason="declared: no MariaDB here")
@@ -143,19 +128,6 @@ def test_mariadb_says_that_it_cannot_tell(key: str) -> None:
         ran = Later(run, "distlock_release", key, "--backend=mariadb", *FORCED).result()
         assert "cannot tell by whom" in ran.out
         assert ran.status == 75
-    lease.release()
-
-
-@pytest.mark.parametrize("alias", POSTGRES)
-def test_pause_is_busy_too(key: str, alias: str) -> None:
-    """It would have to change the counter that the guard stands on."""
-    lease = hold(alias, key)
-    with lease.atomic():
-        outcome = Later(pause, key, 60, backend=alias, **WHO).result()
-        assert outcome.result is Result.BUSY
-        assert [each.pid for each in outcome.sessions or ()] == [session_of(using_of(alias))]
-    assert show(key, alias).paused_until is None
-    assert no_event_of(key)
     lease.release()
 
 

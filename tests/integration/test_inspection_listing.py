@@ -21,15 +21,7 @@ from django_distlock.core.records import Grant
 from django_distlock.inspection import HeldKey, LockPage, State, list_locks
 from django_distlock.models import HeldLock
 
-ALIASES: list[str] = [
-    each
-    for each in ("memory", "sqlite", "postgres", "mariadb", "redis", "redis_cluster", "advisory")
-    if each in settings.DISTLOCK
-]
-DEAD = {
-    "BACKEND": "django_distlock.backends.redis.RedisBackend",
-    "OPTIONS": {"url": "redis://127.0.0.1:1/0"},
-}
+from .operating import ALIASES, DEAD
 
 
 class Deaf(MemoryBackend):
@@ -84,31 +76,16 @@ def test_pages_show_each_lock_of_each_backend_once(
     assert {(each.backend, each.key): each.fence for each in found} == fences
 
 
-@pytest.mark.usefixtures("taken")
-def test_order_is_that_of_the_settings(key: str) -> None:
-    """Whatever order the aliases are asked for in."""
+def test_all_backends_are_asked_unless_told(taken: dict[str, list[Grant]], key: str) -> None:
+    """What is held anywhere is shown, in the order of the settings; nothing held is a page too."""
+    page = list_locks(prefix=key, limit=1000)
+    assert set(taken) <= {each.backend for each in page.locks}
+    assert page.cursor is None
     page = list_locks(backends=["redis", "sqlite", "postgres"], prefix=key)
     assert list(dict.fromkeys(each.backend for each in page.locks)) == [
         "sqlite", "postgres", "redis",
     ]  # fmt: skip
-
-
-def test_all_backends_are_asked_unless_told(taken: dict[str, list[Grant]], key: str) -> None:
-    """With no alias named, what is held anywhere is shown."""
-    page = list_locks(prefix=key, limit=1000)
-    assert set(taken) <= {each.backend for each in page.locks}
-    assert page.cursor is None
-
-
-def test_hosts_and_tasks_are_filters(taken: dict[str, list[Grant]], key: str) -> None:
-    """Only what this host, or this task, holds."""
-    assert taken
-    on_host = everything(2, backends=ALIASES, prefix=key, host="host-1")
-    assert sorted((each.backend, each.key) for each in on_host) == sorted(
-        (alias, f"{key}:1") for alias in ALIASES
-    )
-    of_task = everything(100, backends=["postgres", "redis"], task_id=f"{key}-task-0")
-    assert {each.key for each in of_task} == {f"{key}:0", f"{key}:2"}
+    assert list_locks(backends=["postgres", "memory"], prefix=f"{key}-none") == LockPage(())
 
 
 def test_old_locks_are_a_filter(taken: dict[str, list[Grant]], key: str) -> None:
@@ -171,66 +148,43 @@ def test_lock_is_shown_whole_but_for_its_token(
 def test_silent_backend_is_reported_and_the_others_are_shown(
     taken: dict[str, list[Grant]], key: str
 ) -> None:
-    """One store that is down hides nothing of the others."""
+    """One that is down, cannot list, or is misconfigured, hides nothing of the others."""
     assert taken
-    with override_settings(DISTLOCK={"dead": DEAD, **settings.DISTLOCK}):
-        page = list_locks(backends=["dead", "postgres"], prefix=key)
-        assert [each.backend for each in page.locks] == ["postgres"] * 3
-        (failure,) = page.failures
-        assert (failure.backend, failure.code) == ("dead", "service_unavailable")
-        assert failure.message != ""
-        assert json.loads(json.dumps(page.as_json()))["failures"][0]["backend"] == "dead"
-
-
-def test_backend_that_cannot_list_is_reported(taken: dict[str, list[Grant]], key: str) -> None:
-    """It is not taken for one on which nothing is held."""
-    assert taken
-    deaf = {"BACKEND": f"{__name__}.Deaf"}
-    broken = {"BACKEND": "nowhere.Backend"}
-    configured = {**settings.DISTLOCK, "deaf": deaf, "broken": broken}
-    with override_settings(DISTLOCK=configured):
-        page = list_locks(backends=["postgres", "deaf", "broken"], prefix=key)
-    assert len(page.locks) == 3
+    others = {
+        "dead": DEAD,
+        "deaf": {"BACKEND": f"{__name__}.Deaf"},
+        "broken": {"BACKEND": "nowhere.Backend"},
+    }
+    with override_settings(DISTLOCK={**others, **settings.DISTLOCK}):
+        page = list_locks(backends=["postgres", *others], prefix=key)
+    assert [each.backend for each in page.locks] == ["postgres"] * 3
     codes = {each.backend: each.code for each in page.failures}
-    assert codes == {"deaf": "unsupported", "broken": "misconfigured"}
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"cursor": "nonsense"},
-        {"cursor": "é"},
-        {"cursor": ""},
-        {"cursor": "W10"},  # []
-        {"limit": 0},
-        {"limit": 10_001},
-        {"limit": True},
-        {"prefix": "a\0"},
-        {"held_longer_than": -1},
-        {"ends_within": -1},
-        {"overdue": 1.1},
-        {"overdue": True},
-        {"backends": "postgres"},
-    ],
-)
-def test_slips_are_refused(arguments: dict[str, Any]) -> None:
-    """An argument that breaks a rule is an error, and no empty page."""
-    with pytest.raises(InvalidArgument):
-        list_locks(**arguments)
-
-
-def test_unknown_alias_is_refused() -> None:
-    """Nobody is told that nothing is held on a backend that there is not."""
-    with pytest.raises(InvalidLockBackend, match="'nowhere' is not configured"):
-        list_locks(backends=["nowhere"])
+    assert codes == {
+        "dead": "service_unavailable", "deaf": "unsupported", "broken": "misconfigured",
+    }  # fmt: skip
+    assert all(each.message for each in page.failures)
+    assert json.loads(json.dumps(page.as_json()))["failures"][0]["backend"] == "dead"
 
 
 @pytest.mark.usefixtures("taken")
-def test_cursor_of_another_listing_is_refused(key: str) -> None:
-    """A cursor into a backend that is not listed leads nowhere."""
-    page = list_locks(backends=["postgres", "sqlite"], prefix=key, limit=2)
-    with pytest.raises(InvalidArgument, match="cursor must be"):
-        list_locks(backends=["redis"], prefix=key, cursor=page.cursor)
+def test_slips_are_refused(key: str) -> None:
+    """An argument that breaks a rule is an error, and no empty page."""
+    of_others = list_locks(backends=["postgres", "sqlite"], prefix=key, limit=2).cursor
+    slips: list[dict[str, Any]] = [
+        *({"cursor": each} for each in ("nonsense", "é", "", "W10")),  # The last one is [].
+        {"cursor": of_others, "backends": ["redis"]},
+        *({"limit": each} for each in (0, 10_001, True)),
+        {"prefix": "a\0"},
+        {"held_longer_than": -1},
+        {"ends_within": -1},
+        *({"overdue": each} for each in (1.1, True)),
+        {"backends": "postgres"},
+    ]
+    for slip in slips:
+        with pytest.raises(InvalidArgument):
+            list_locks(**slip)
+    with pytest.raises(InvalidLockBackend, match="'nowhere' is not configured"):
+        list_locks(backends=["nowhere"])
 
 
 def test_state_says_the_most_telling_thing(key: str) -> None:
@@ -257,8 +211,3 @@ def test_state_says_the_most_telling_thing(key: str) -> None:
     assert (over.expires_in, endless.expires_in) == (0.0, None)
     assert held.expires_in is not None
     assert 0 < held.expires_in <= 30
-
-
-def test_empty_page_is_the_last_one(key: str) -> None:
-    """Nothing held: nothing shown, nothing to go on with."""
-    assert list_locks(backends=["postgres", "memory"], prefix=key) == LockPage(())

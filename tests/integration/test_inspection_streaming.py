@@ -19,12 +19,10 @@ from django_distlock.inspection import HeldKey, list_locks
 from django_distlock.management import streaming
 from django_distlock.models import HeldLock
 from tests.contract.helpers import take
-from tests.settings import REDIS_BACKEND
 
-from .operating import run
+from .operating import DEAD, run
 
 MANY = 25
-DEAD = {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": "redis://127.0.0.1:1/0"}}
 
 
 @pytest.fixture(params=["postgres", "redis", "sqlite"])
@@ -63,22 +61,8 @@ def test_all_pages_are_one_document(alias: str, key: str, monkeypatch: pytest.Mo
     assert len(streamed["locks"]) == MANY
 
 
-def test_nothing_is_a_document_and_a_sentence_too(key: str) -> None:
-    """An empty list, and what people are told of a page as well."""
-    asked = ("distlock_list", "--all", "--backend=postgres", "--prefix", key)
-    assert run(*asked, "--json").json == {"locks": [], "cursor": None, "failures": []}
-    assert run(*asked).out == "No locks are held.\n"
-
-
-def test_wrong_cursor_is_an_error_and_no_half_of_a_document() -> None:
-    """Nothing was printed before."""
-    for more in (["--json"], []):
-        ran = run("distlock_list", "--all", "--cursor=nonsense", *more)
-        assert (ran.status, ran.out) == (2, "")
-
-
 def test_silent_backend_is_told_behind_the_others(key: str) -> None:
-    """In the document, and by the status."""
+    """In the document, and by the status; an error is no half of a document."""
     both = {"dead": DEAD, "postgres": settings.DISTLOCK["postgres"]}
     with override_settings(DISTLOCK=both):
         grant = take(lock_backends["postgres"], key, 600)
@@ -89,6 +73,12 @@ def test_silent_backend_is_told_behind_the_others(key: str) -> None:
     assert [each["key"] for each in ran.json["locks"]] == [key]
     assert [each["backend"] for each in ran.json["failures"]] == ["dead"]
     assert "dead: " in text.err
+    asked = ("distlock_list", "--all", "--backend=postgres", "--prefix", key)
+    assert run(*asked, "--json").json == {"locks": [], "cursor": None, "failures": []}
+    assert run(*asked).out == "No locks are held.\n"
+    for more in (["--json"], []):
+        ran = run("distlock_list", "--all", "--cursor=nonsense", *more)
+        assert (ran.status, ran.out) == (2, "")
 
 
 def test_pages_are_printed_while_they_are_read(key: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,13 @@ from django_distlock.fencing.seen import see
 from django_distlock.handler import lock_backends
 from django_distlock.inspection import prune_events, statistics, summary
 from django_distlock.models import FailedTask, LockEvent
+from tests.backends import ADVISORY
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.helpers import take
 from tests.contract.test_failures import OPERATIONS
 
 from .databases import ask, lock_and_release, migrate
-from .test_advisory_sessions import ADVISORY, advisory
+from .test_advisory_sessions import advisory
 from .test_checks_schema import found
 
 MANUAL = Path(__file__).parents[2] / "docs/howto/grant-least-privilege.md"
@@ -125,21 +126,15 @@ def refuses(limited: str, statement: str) -> None:
         ask(limited, statement)
 
 
-@pytest.mark.parametrize("functions", [True, False], ids=["functions", "orm"])
-def test_application_on_postgresql(postgresql: str, functions: bool) -> None:
+@pytest.mark.parametrize("kind", ["functions", "orm", "mysql"])
+def test_application(request: pytest.FixtureRequest, kind: str) -> None:
     """It can do all that locks do; it can take no fence back and change no event."""
-    migrate(postgresql)
-    with role(postgresql, APP) as limited:
-        do_all(limited, server_functions=functions)
-        for statement in FORBIDDEN:
-            refuses(limited, statement)
-
-
-def test_application_on_mariadb(mysql: str) -> None:
-    """The same there."""
-    migrate(mysql)
-    with role(mysql, MARIADB) as limited:
-        do_all(limited)
+    on_mysql = kind == "mysql"
+    using = request.getfixturevalue("mysql" if on_mysql else "postgresql")
+    options = {} if on_mysql else {"server_functions": kind == "functions"}
+    migrate(using)
+    with role(using, MARIADB if on_mysql else APP) as limited:
+        do_all(limited, **options)
         for statement in FORBIDDEN:
             refuses(limited, statement)
 

@@ -18,7 +18,7 @@ import pytest
 from django.db import connections, transaction
 from django.db.backends.signals import connection_created
 
-from django_distlock import InvalidLockBackend, Retry, distlock
+from django_distlock import InvalidLockBackend, distlock
 from django_distlock.backends import listening, postgresql
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.listening import NoWakeUps
@@ -33,7 +33,7 @@ from tests.contract.aliases import (
     locks_on,
     sessions,
 )
-from tests.contract.helpers import Later, contend, held, prompt, take
+from tests.contract.helpers import Later, contend, prompt, take
 from tests.contract.locking import eventually
 from tests.processes import spawn
 from tests.salted import SALT
@@ -59,12 +59,17 @@ def listener() -> Iterator[DatabaseBackend]:
         yield made
 
 
-def session_of(backend: DatabaseBackend) -> int:
-    """Return the server's number for the session that listens."""
+def line_of(backend: DatabaseBackend) -> NotifyLine:
+    """Return what listens."""
     watch = listener_of(backend)._watch
     assert watch is not None
     assert isinstance(watch.line, NotifyLine)
-    return watch.line._raw.info.backend_pid
+    return watch.line
+
+
+def session_of(backend: DatabaseBackend) -> int:
+    """Return the server's number for the session that listens."""
+    return line_of(backend)._raw.info.backend_pid
 
 
 def live(pid: int) -> bool:
@@ -90,9 +95,12 @@ def test_waiter_is_rung_by_another_process(backend: DatabaseBackend, key: str) -
         Rung(backend, f"{key}-other") as other,
     ):
         worker.wait_for("held")
+        assert not first.comes(0)
         assert backend.listen(10) is True
         assert backend.is_listening
+        # What was called out before went unheard, so every queue looks once.
         assert first.comes()
+        assert other.comes()
         contend(backend, key, wanted=True)
         for each in (first, second, other):
             each.forget()
@@ -114,30 +122,6 @@ def hold_until_told(key: str, prefix: str) -> bool:
         return bool(backend.release(grant))
 
 
-def test_lock_is_waited_for_without_asking(key: str) -> None:
-    """A waiter whose pauses are long enters right after the release of another process."""
-    target = "tests.integration.test_listening_postgresql:hold_until_told"
-    slow = Retry(delay=20, cap=20)
-    with database_locks() as backend, spawn(target, key, backend.key_prefix) as worker:
-        worker.wait_for("held")
-        lock = distlock(key, backend=backend.alias, wait=60, retry=slow)
-        waiting = Later(lock.acquire)
-        assert eventually(lambda: held(backend, key).wanted, 20)
-        with prompt(2):
-            worker.send("let go")
-            lease = waiting.result()
-        assert lease.release() is True
-
-
-def test_subscription_rings_whoever_waits(listener: DatabaseBackend, key: str) -> None:
-    """What was called out before it went unheard, so every queue looks once."""
-    with Rung(listener, key) as one, Rung(listener, f"{key}-other") as other:
-        assert not one.comes(0)
-        assert listener.listen(10) is True
-        assert one.comes()
-        assert other.comes()
-
-
 def test_nothing_is_opened_before_somebody_waits(listener: DatabaseBackend, key: str) -> None:
     """Neither use without contention nor a losing attempt starts a thread or a session."""
     grant = take(listener, key)
@@ -147,42 +131,23 @@ def test_nothing_is_opened_before_somebody_waits(listener: DatabaseBackend, key:
     assert listener_of(listener)._watch is None
 
 
-def test_session_is_named_and_watched(listener: DatabaseBackend) -> None:
-    """Who looks at the server sees what it is for, and a server that vanishes is noticed."""
-    assert listener.listen(10) is True
-    pid = session_of(listener)
-    named = "SELECT application_name FROM pg_stat_activity WHERE pid = %s"
-    assert ask("default", named, pid) == [("distlock wake-ups",)]
-    watch = listener_of(listener)._watch
-    assert watch is not None
-    assert isinstance(watch.line, NotifyLine)
-    _assert_watched(watch.line._raw.fileno())
-
-
-def test_projects_name_for_its_sessions_stays(key: str) -> None:
-    """An alias that names its sessions, or sets its keepalives, is followed."""
-    own = {"application_name": f"shop {key}", "keepalives_idle": 77}
+@pytest.mark.parametrize("own", [{}, {"application_name": "shop", "keepalives_count": 9}])
+def test_sessions_are_named_and_watched(own: dict[str, Any], key: str) -> None:
+    """Who looks at the server sees what they are for, and a server that vanishes is noticed."""
+    count = own.get("keepalives_count", 3)
     with alias_like("default", OPTIONS=own) as using, database_locks(using) as backend:
         assert backend.listen(10) is True
-        watch = listener_of(backend)._watch
-        assert watch is not None
-        assert isinstance(watch.line, NotifyLine)
-        with socket.socket(fileno=os.dup(watch.line._raw.fileno())) as ours:
-            assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 77
         named = "SELECT application_name FROM pg_stat_activity WHERE pid = %s"
-        assert ask("default", named, session_of(backend)) == [(f"shop {key}",)]
-
-
-def test_lock_connections_notice_a_server_that_vanished(key: str) -> None:
-    """What a lease is renewed on gives up after half a minute; the project's options come first."""
-    own = {"keepalives_count": 9}
-    for options, count in (({}, 3), (own, 9)):
-        with alias_like("default", OPTIONS=options) as using, database_locks(using) as backend:
-            with transaction.atomic(using=using):
-                ask(using, "SELECT 1")
-                take(backend, f"{key}-{count}")
-            connection = backend._connections._every[0].connection
-            _assert_watched(connection.connection.fileno(), count)
+        # What the alias says comes first.
+        name = own.get("application_name", "distlock wake-ups")
+        assert ask("default", named, session_of(backend)) == [(name,)]
+        _assert_watched(line_of(backend)._raw.fileno(), count)
+        # So is what a lease is renewed on.
+        with transaction.atomic(using=using):
+            ask(using, "SELECT 1")
+            take(backend, key)
+        connection = backend._connections._every[0].connection
+        _assert_watched(connection.connection.fileno(), count)
 
 
 def _assert_watched(fileno: int, count: int = 3) -> None:
@@ -355,46 +320,37 @@ def test_dropping_the_database_ends_it(key: str) -> None:
                 assert eventually(lambda: not live(pid))
 
 
-def test_pooler_means_asking_again(
+def test_d21_wake_ups_behind_pgbouncer(
     server_functions: bool, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Behind PgBouncer nothing is heard: one warning with the remedy, and locks are polled for."""
+    """D21: one warning, and polling; or NOTIFY through the pooler, LISTEN by a direct alias."""
     with (
         pgbouncer(default_pool_size=1) as address,
         alias_like("default", **address) as using,
-        database_locks(using, server_functions=server_functions) as backend,
     ):
-        assert backend.supports_wakeups
-        with Rung(backend, key):
-            for _ in range(3):
-                assert backend.listen(10) is False
-            assert not backend.is_listening
-        grant = take(backend, key)
-        waiting = Later(distlock(key, backend=backend.alias, wait=30).acquire)
-        assert backend.release(grant) is True
-        assert waiting.result().release() is True
-        (warning,) = [each for each in caplog.records if each.name == "django_distlock"]
-        assert "connection pooler" in warning.getMessage()
-        assert "listen_using" in warning.getMessage()
+        with database_locks(using, server_functions=server_functions) as backend:
+            assert backend.supports_wakeups
+            with Rung(backend, key):
+                for _ in range(3):
+                    assert backend.listen(10) is False
+                assert not backend.is_listening
+            grant = take(backend, key)
+            waiting = Later(distlock(key, backend=backend.alias, wait=30).acquire)
+            assert backend.release(grant) is True
+            assert waiting.result().release() is True
+            (warning,) = [each for each in caplog.records if each.name == "django_distlock"]
+            assert "connection pooler" in warning.getMessage()
+            assert "listen_using" in warning.getMessage()
+        direct = {"server_functions": server_functions, "listen_using": "default"}
+        with database_locks(using, **direct) as backend, Rung(backend, key) as rung:
+            grant = take(backend, key)
+            assert backend.listen(10) is True
+            contend(backend, key, wanted=True)
+            assert rung.comes()
+            rung.forget()
+            assert Later(backend.release, grant).result() is True
+            assert rung.comes()
         # Nothing is left on the pooler's one session.
-        assert ask(using, "SELECT * FROM pg_listening_channels()") == []
-
-
-def test_d21_wake_ups_behind_pgbouncer_by_a_direct_alias(server_functions: bool, key: str) -> None:
-    """D21: NOTIFY goes through the pooler, LISTEN to the server itself."""
-    with (
-        pgbouncer(default_pool_size=2) as address,
-        alias_like("default", **address) as using,
-        database_locks(using, server_functions=server_functions, listen_using="default") as backend,
-        Rung(backend, key) as rung,
-    ):
-        grant = take(backend, key)
-        assert backend.listen(10) is True
-        contend(backend, key, wanted=True)
-        assert rung.comes()
-        rung.forget()
-        assert Later(backend.release, grant).result() is True
-        assert rung.comes()
         assert ask(using, "SELECT * FROM pg_listening_channels()") == []
 
 
@@ -432,17 +388,19 @@ def test_standby_means_asking_again() -> None:
             standby._running.close()
 
 
-def test_fork_leaves_the_line_to_the_parent(key: str) -> None:
+@pytest.mark.parametrize("unseen", [False, True], ids=["os.fork", "as uWSGI forks"])
+def test_fork_leaves_the_line_to_the_parent(key: str, unseen: bool) -> None:
     """A child neither hears on its parent's line nor closes it, and opens one of its own."""
-    with spawn("tests.integration.test_listening_postgresql:fork", key) as worker:
+    with spawn("tests.integration.test_listening_postgresql:fork", key, unseen) as worker:
         said = worker.result()
     assert said == {
-        "child": {"listened": False, "queued": False, "own": True, "rung": True},
+        # Where Python does not see the fork, the queues of the parent are still there.
+        "child": {"listened": False, "queued": unseen, "own": True, "rung": True},
         "parent": {"listens": True, "same": True, "rung": True},
     }
 
 
-def fork(key: str) -> dict[str, Any]:
+def fork(key: str, unseen: bool) -> dict[str, Any]:
     """Listen over a fork; run in a process of its own."""
     backend = lock_backends["postgres"]
     assert isinstance(backend, DatabaseBackend)
@@ -450,7 +408,7 @@ def fork(key: str) -> dict[str, Any]:
         assert backend.listen(10)
         pid = session_of(backend)
         reads, writes = os.pipe()
-        if os.fork() == 0:
+        if (ctypes.PyDLL(None).fork if unseen else os.fork)() == 0:
             abandon_connections()
             gc.collect()
             said = {
@@ -472,33 +430,6 @@ def fork(key: str) -> dict[str, Any]:
             "rung": _rings(backend, key, rung),
         }
     return {"child": child, "parent": parent}
-
-
-def test_fork_that_python_does_not_see_leaves_it_too(key: str) -> None:
-    """As uWSGI forks: the child does not take the parent's line for its own."""
-    with spawn("tests.integration.test_listening_postgresql:fork_unseen", key) as worker:
-        assert worker.result() == {"child": [False, True], "parent": [True, True]}
-
-
-def fork_unseen(key: str) -> dict[str, Any]:
-    """Fork as uWSGI does, while a thread listens; run in a process of its own."""
-    backend = lock_backends["postgres"]
-    assert isinstance(backend, DatabaseBackend)
-    with Rung(backend, key) as rung:
-        assert backend.listen(10)
-        pid = session_of(backend)
-        reads, writes = os.pipe()
-        child = ctypes.PyDLL(None).fork()
-        if child == 0:
-            abandon_connections()
-            said = [backend.is_listening, backend.listen(10) and session_of(backend) != pid]
-            os.write(writes, json.dumps(said).encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        return {
-            "child": json.loads(os.read(reads, 100)),
-            "parent": [session_of(backend) == pid, _rings(backend, key, rung)],
-        }
 
 
 def _rings(backend: DatabaseBackend, key: str, rung: Rung) -> bool:
@@ -568,31 +499,21 @@ def test_bad_alias_to_listen_on_is_refused(options: dict[str, Any], message: str
         DatabaseBackend(backend_config(alias), **options)
 
 
-@pytest.mark.parametrize(
-    ("using", "supported"), [("default", True), ("sqlite", False), ("mariadb", False)]
-)
-def test_databases_that_wake(using: str, supported: bool) -> None:
-    """PostgreSQL wakes those who wait; elsewhere they ask again, and nothing is started."""
-    if using not in connections.settings:
-        pytest.skip("declared: no MariaDB here")
-    with locks_on(using) as alias:
-        backend = lock_backends[alias]
-        assert backend.supports_wakeups is supported
-        if not supported:
-            assert backend.listen(1) is False
-            assert backend.is_listening is False
-
-
-def test_driver_that_cannot_hear_does_not_wake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With psycopg2 in the place of psycopg, PostgreSQL is polled like any other database."""
+def test_where_nobody_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With psycopg2, and on other databases, one asks again, and nothing is started."""
 
     class Psycopg2:
         __name__ = "psycopg2"
 
-    monkeypatch.setattr(connections["default"], "Database", Psycopg2())
     with locks_on("default") as alias:
-        assert lock_backends[alias].supports_wakeups is False
-        assert lock_backends[alias].listen(1) is False
+        assert lock_backends[alias].supports_wakeups is True
+    monkeypatch.setattr(connections["default"], "Database", Psycopg2())
+    for using in ("default", "sqlite", "mariadb"):
+        if using in connections.settings:
+            with locks_on(using) as alias:
+                assert lock_backends[alias].supports_wakeups is False
+                assert lock_backends[alias].listen(1) is False
+                assert lock_backends[alias].is_listening is False
 
 
 def test_closed_line_ends_a_hearing_at_once() -> None:

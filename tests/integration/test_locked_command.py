@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from io import StringIO
 from typing import Any
 
@@ -12,7 +11,6 @@ from django.core.management import BaseCommand, CommandError, call_command
 from django.core.management.base import LabelCommand
 
 from django_distlock import (
-    Lease,
     LockLost,
     LockUsageError,
     current_lease,
@@ -21,7 +19,8 @@ from django_distlock import (
 )
 from django_distlock.management.locked import LockedCommand
 from tests.contract.aliases import alias_like, locks_on
-from tests.contract.helpers import Later, prompt
+from tests.contract.helpers import Later, held, prompt
+from tests.contract.locking import held_elsewhere
 
 from .runs import eventually
 
@@ -63,16 +62,6 @@ def run(made: BaseCommand, **options: Any) -> tuple[str, str]:
     return out.getvalue(), err.getvalue()
 
 
-@contextmanager
-def held(key: str) -> Iterator[Lease]:
-    """Let somebody else hold a key."""
-    lease = distlock(key, ttl=60).acquire()
-    try:
-        yield lease
-    finally:
-        lease.release()
-
-
 def is_held(key: str) -> bool:
     """Whether anybody holds a key."""
     return distlock(key).locked()
@@ -82,36 +71,33 @@ def is_held(key: str) -> bool:
 
 
 def test_handle_runs_under_the_lock(key: str) -> None:
-    """The lease is that of the block around it, and the key is free behind it."""
+    """The lease is that of the block around it, each time anew, and the key is free behind it."""
     seen: list[object] = []
     made = command(key, lambda: seen.append((made.lease.held, current_lease() is made.lease)))
     assert run(made) == ("report of today\n", "")
-    assert seen == [(True, True)]
-    assert made.lease.key == key
-    assert made.lease.is_released
+    first = made.lease
+    assert (first.key, first.is_released) == (key, True)
+    run(made)
+    assert made.lease.fence == first.fence + 1
+    assert seen == [(True, True)] * 2
+    with pytest.raises(ZeroDivisionError):
+        run(command(key, lambda: 1 // 0))
     assert not is_held(key)
 
 
-def test_key_is_the_name_of_the_command() -> None:
-    """Without `lock_key`, two runs of one command exclude each other whatever their options."""
-    made = command("")
-    run(made, day="monday")
-    assert made.lease.key == NAME
-
-
 def test_key_is_a_template_of_the_options(key: str) -> None:
-    """Options and defaults fill it, converted as the command gets them."""
-    made = command(f"{key}:{{day}}:{{shop:03d}}")
-    run(made, day="monday")
-    assert made.lease.key == f"{key}:monday:001"
+    """Converted as the command gets them; without one, it is the name of the command."""
+    for lock_key, expected in ((f"{key}:{{day}}:{{shop:03d}}", f"{key}:monday:001"), ("", NAME)):
+        made = command(lock_key)
+        run(made, day="monday")
+        assert made.lease.key == expected
 
 
 def test_lock_is_what_the_attributes_say(key: str) -> None:
     """Its ttl, its backend, and whether it is held behind the run."""
     made = command(key, lock_ttl=77, lock_hold=True, lock_backend="memory")
     run(made)
-    record = lock_backends["memory"].read(key)
-    assert record is not None
+    record = held(lock_backends["memory"], key)
     assert record.expires_at is not None
     assert made.lease.backend == "memory"
     assert (record.expires_at - record.acquired_at).total_seconds() == pytest.approx(77)
@@ -137,15 +123,6 @@ def test_mixes_with_other_commands(key: str) -> None:
     assert out.getvalue() == "all: one True\ntwo True\n"
 
 
-def test_a_command_may_be_called_again(key: str) -> None:
-    """Each run of one object takes the lock anew."""
-    made = command(key)
-    run(made)
-    first = made.lease
-    run(made)
-    assert made.lease.fence == first.fence + 1
-
-
 # Conflicts
 
 
@@ -153,7 +130,7 @@ def test_skips_when_another_run_is_at_it(key: str) -> None:
     """It names the holder, runs nothing and raises nothing; the status of a process is 75."""
     ran: list[int] = []
     made = command(key, lambda: ran.append(1))
-    with held(key):
+    with held_elsewhere(distlock(key)) as lease:
         out, err = run(made)
         assert (out, made.skipped) == ("", True)
         assert err.startswith(f"Skipped: The key '{key}' was not granted at once: ")
@@ -161,37 +138,23 @@ def test_skips_when_another_run_is_at_it(key: str) -> None:
         with pytest.raises(SystemExit) as ended:
             made.run_from_argv(["manage.py", "report"])
         assert ended.value.code == 75
+        # As the class says, it is an error, or goes on without.
+        with pytest.raises(CommandError, match="was not granted at once") as caught:
+            run(command(key, on_conflict="raise"))
+        assert caught.value.returncode == 1
+        going_on = command(key, on_conflict="run")
+        assert run(going_on) == ("report of today\n", "")
+        assert not going_on.lease.held
+        lease.check()
     assert not ran
     made.run_from_argv(["manage.py", "report"])
     assert (ran, made.skipped) == ([1], False)
 
 
-def test_raises_when_another_run_is_at_it(key: str) -> None:
-    """With "raise" it is an error, as of any command."""
-    with held(key), pytest.raises(CommandError, match="was not granted at once") as caught:
-        run(command(key, on_conflict="raise"))
-    assert caught.value.returncode == 1
-
-
-def test_runs_without_the_lock(key: str) -> None:
-    """With "run" it goes on, and its lease is not held."""
-    made = command(key, on_conflict="run")
-    with held(key) as lease:
-        assert run(made) == ("report of today\n", "")
-        assert not made.lease.held
-        lease.check()
-
-
-def test_unknown_policy_is_refused(key: str) -> None:
-    """A slip is not taken for one of them."""
-    with pytest.raises(CommandError, match='"skip", "raise" or "run", not \'wait\''):
-        run(command(key, on_conflict="wait"))
-
-
 def test_waits_as_long_as_it_is_told(key: str) -> None:
     """`--lock-wait` overrides the class, and is no option of the command itself."""
     made = command(f"{key}{{verbosity}}", lock_wait=60)
-    with held(f"{key}1"):
+    with held_elsewhere(distlock(f"{key}1")):
         with prompt(0.2):
             run(made, lock_wait=0.2)
         assert made.skipped
@@ -201,13 +164,6 @@ def test_waits_as_long_as_it_is_told(key: str) -> None:
         eventually(lambda: bool(lock_backends["default"].waiters(f"{key}1")), "it waits")
     waiting.result()
     assert not made.skipped
-
-
-@pytest.mark.parametrize("wait", ["-1", "long", "nan"])
-def test_wrong_wait_is_refused(key: str, wait: str) -> None:
-    """What is no number of seconds is an error of the arguments."""
-    with pytest.raises(CommandError, match="lock-wait"):
-        call_command(command(key), "--lock-wait", wait)
 
 
 # Trouble
@@ -223,17 +179,13 @@ def test_lost_lease_is_an_error(key: str) -> None:
     assert isinstance(caught.value.__cause__, LockLost)
 
 
-def test_error_of_the_command_is_its_own(key: str) -> None:
-    """What `handle()` raises comes out as it is, and the lock is given back."""
-    with pytest.raises(ZeroDivisionError):
-        run(command(key, lambda: 1 // 0))
-    assert not is_held(key)
-
-
 def test_conflict_inside_is_no_conflict_of_the_command(key: str) -> None:
     """A lock that `handle()` does not get is not taken for the command's own."""
     made = command(key, lambda: distlock(f"{key}:inner", wait=0).acquire())
-    with held(f"{key}:inner"), pytest.raises(Exception, match=":inner") as caught:
+    with (
+        held_elsewhere(distlock(f"{key}:inner")),
+        pytest.raises(Exception, match=":inner") as caught,
+    ):
         run(made)
     assert not isinstance(caught.value, CommandError)
     assert not made.skipped
@@ -282,6 +234,7 @@ def test_store_that_does_not_answer_is_an_error(key: str) -> None:
         ({"lock_key": "report:{"}, "The key template"),
         ({"lock_ttl": 0}, "at least 0.1"),
         ({"lock_backend": "nowhere"}, "'nowhere' is not configured"),
+        ({"on_conflict": "wait"}, '"skip", "raise" or "run", not \'wait\''),
     ],
 )
 def test_wrong_attribute_is_named(attributes: dict[str, Any], rule: str) -> None:
@@ -289,3 +242,6 @@ def test_wrong_attribute_is_named(attributes: dict[str, Any], rule: str) -> None
     with pytest.raises(CommandError) as caught:
         run(command("report", **attributes))
     assert rule in str(caught.value)
+    for wait in ("-1", "long", "nan"):
+        with pytest.raises(CommandError, match="lock-wait"):
+            call_command(command("report"), "--lock-wait", wait)

@@ -388,16 +388,24 @@ def test_when_to_come_back(held_for: float | None, expires_in: float | None, aga
     assert answer(retry_after=2.5).headers["Retry-After"] == "3"
 
 
-def test_other_status(taken: str) -> None:
-    """423 where 409 means something else to the client."""
+def test_answers_of_the_project(taken: str, tmp_path: Path) -> None:
+    """Another status, a function's answer, a page in the place of ours, or none at all."""
     assert get(f"/locked/{taken}/").status_code == 423
-
-
-def test_answer_of_ones_own(taken: str) -> None:
-    """A function makes it; the status is set, and its own headers stay."""
     response = get(f"/own/{taken}/")
     assert (response.status_code, response.content) == (409, b"LockNotAcquired")
     assert response.headers["Retry-After"] == "99"
+    page = tmp_path / "django_distlock" / "busy.html"
+    page.parent.mkdir()
+    page.write_text("wait {{ seconds }}, {{ error.code }}")
+    with override_settings(TEMPLATES=[{**TEMPLATES[0], "DIRS": [tmp_path]}]):
+        response = get(f"/plain/{taken}/")
+    assert response.content.decode().startswith("wait ")
+    assert "acquisition_timeout" in response.content.decode()
+    with override_settings(TEMPLATES=[]):
+        assert b"Somebody else" in get(f"/plain/{taken}/").content
+    with pytest.raises(LockNotAcquired):
+        get(f"/raising/{taken}/")
+    assert get(f"/running/{taken}/").content.startswith(b"held=False")
 
 
 def test_template_of_the_projects(taken: str, tmp_path: Path) -> None:
@@ -411,23 +419,6 @@ def test_template_of_the_projects(taken: str, tmp_path: Path) -> None:
     assert "acquisition_timeout" in response.content.decode()
 
 
-def test_project_without_templates(taken: str) -> None:
-    """An API that has none answers all the same."""
-    with override_settings(TEMPLATES=[]):
-        assert b"Somebody else" in get(f"/plain/{taken}/").content
-
-
-def test_conflict_can_be_raised(taken: str) -> None:
-    """For a middleware, or the project's own page of errors."""
-    with pytest.raises(LockNotAcquired):
-        get(f"/raising/{taken}/")
-
-
-def test_view_can_run_without_its_lock(taken: str) -> None:
-    """It knows, because its lease is not held."""
-    assert get(f"/running/{taken}/").content.startswith(b"held=False")
-
-
 def test_conflict_of_the_views_own_is_not_answered(key: str) -> None:
     """What the view runs into itself is no conflict about the view."""
     lease = Later(distlock(f"{key}:inner").acquire).result()
@@ -436,10 +427,10 @@ def test_conflict_of_the_views_own_is_not_answered(key: str) -> None:
     Later(lease.release).result()
 
 
-@pytest.mark.parametrize("view", ["away", "running", "plain"])
+@pytest.mark.parametrize("view", ["away", "running", "going-on", "plain"])
 def test_store_that_is_away(view: str, key: str) -> None:
-    """Answered with 503, passed by, or raised: as the view says."""
-    with lose_connection():
+    """Answered with 503, passed by, or raised: as the view says; a signal tells of passing by."""
+    with Heard(lock_bypassed, f"view:{key}") as heard, lose_connection():
         if view == "plain":
             with pytest.raises(BackendUnavailable):
                 get(f"/plain/{key}/")
@@ -450,16 +441,8 @@ def test_store_that_is_away(view: str, key: str) -> None:
         assert b"cannot be done at the moment" in response.content
     else:
         assert response.content.startswith(b"held=False")
-
-
-@pytest.mark.parametrize("view", ["running", "going-on"])
-def test_view_that_runs_without_a_store_is_told(view: str, key: str) -> None:
-    """The signal says so, as it does where somebody else had the key."""
-    with Heard(lock_bypassed, f"view:{key}") as heard, lose_connection():
-        response = get(f"/{view}/{key}/")
-    assert response.content.startswith(b"held=False")
-    assert heard.once["waited"] < 5
-    assert heard.once["holder"] is None
+        assert heard.once["waited"] < 5
+        assert heard.once["holder"] is None
 
 
 @pytest.fixture
@@ -497,15 +480,11 @@ def test_what_is_written_is_committed_with_the_view(key: str) -> None:
 
 
 @pytest.mark.usefixtures("atomic_requests")
-def test_view_that_wants_no_transaction(key: str) -> None:
-    """`non_atomic_requests` goes on to hold, as do other marks of the view."""
-    assert get(f"/unwrapped/{key}/").content == b"held=True blocks=0"
+@pytest.mark.parametrize("view", ["unwrapped", "marked-above"])
+def test_view_that_wants_no_transaction(view: str, key: str) -> None:
+    """`non_atomic_requests` goes on to hold on either side, as do other marks of the view."""
+    assert get(f"/{view}/{key}/").content == b"held=True blocks=0"
     assert locked_view("{key}")(unwrapped).csrf_exempt  # type: ignore[attr-defined]
-
-
-def test_key_that_no_lock_can_have() -> None:
-    """What the client has sent is its mistake, and no error of the server."""
-    assert get(f"/plain/{'x' * 600}/").status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -524,20 +503,9 @@ def test_arguments_that_cannot_be(options: dict[str, Any]) -> None:
         locked_view("key", **options)
 
 
-def test_key_that_names_nothing() -> None:
-    """A template of what the view does not take is refused at once."""
-    with pytest.raises(InvalidArgument, match="pk"):
-        locked_view("{pk}")(unwrapped)
-
-
-@pytest.mark.usefixtures("atomic_requests")
-def test_mark_above_the_lock_counts(key: str) -> None:
-    """`non_atomic_requests` may stand on either side."""
-    assert get(f"/marked-above/{key}/").content == b"held=True blocks=0"
-
-
 def test_mistakes_of_the_project_are_no_mistakes_of_the_client(key: str) -> None:
-    """They are raised, and not answered with 400."""
+    """They are raised, and not answered with 400, as a key that no lock can have is."""
+    assert get(f"/plain/{'x' * 600}/").status_code == 400
     with pytest.raises(InvalidArgument, match="NoneType"):
         get(f"/keyless/{key}/")
     with pytest.raises(ImproperlyConfigured, match="kay"):
@@ -560,20 +528,6 @@ def test_mixin_locks_at_its_place(key: str, settings: Any) -> None:
         assert FenceCounter.objects.filter(key=f"view:{key}").count() == fences
 
 
-def test_mixin_stands_before_the_view() -> None:
-    """Behind the view's class it would not be asked, and nothing would be locked."""
-    with pytest.raises(TypeError, match="first"):
-        type("Last", (View, LockedViewMixin), {"lock_key": "view"})
-
-
-@pytest.mark.parametrize("lock_key", ["", None, 5])
-def test_mixin_needs_a_template(lock_key: object) -> None:
-    """As soon as the URLs are made."""
-    made: Any = type("Keyless", (LockedViewMixin, View), {"lock_key": lock_key})
-    with pytest.raises(ImproperlyConfigured, match="lock_key"):
-        made.as_view()
-
-
 def test_view_that_answers_later(key: str) -> None:
     """What returns an answer that is still to be made is told so, and nothing is made."""
     made = []
@@ -593,7 +547,7 @@ def test_view_that_answers_later(key: str) -> None:
 
 
 def test_what_is_no_view(key: str) -> None:
-    """A method, a class, a generator, and a decorator that was written without its key."""
+    """A method, a class, a generator, a decorator without its key, a mixin at a wrong place."""
 
     def method(self: object, request: HttpRequest) -> HttpResponse:
         raise NotImplementedError
@@ -601,10 +555,9 @@ def test_what_is_no_view(key: str) -> None:
     def generator(request: HttpRequest) -> Iterator[bytes]:
         yield b""
 
-    with pytest.raises(InvalidArgument, match="LockedViewMixin"):
-        locked_view("view")(method)
-    with pytest.raises(InvalidArgument, match="LockedViewMixin"):
-        locked_view("view")(View)
+    for wrong in (method, View):
+        with pytest.raises(InvalidArgument, match="LockedViewMixin"):
+            locked_view("view")(wrong)
     with pytest.raises(LockUsageError, match="generator"):
         locked_view("view")(generator)
     with pytest.raises(LockUsageError, match="asynchronous returns a coroutine"):
@@ -612,3 +565,12 @@ def test_what_is_no_view(key: str) -> None:
     bare: Any = locked_view(plain)
     with pytest.raises(InvalidArgument, match="written with a key"):
         bare(RequestFactory().get("/"), key=key)
+    with pytest.raises(InvalidArgument, match="pk"):
+        locked_view("{pk}")(unwrapped)
+    # Behind the view's class it would not be asked, and nothing would be locked.
+    with pytest.raises(TypeError, match="first"):
+        type("Last", (View, LockedViewMixin), {"lock_key": "view"})
+    for lock_key in ("", None, 5):
+        made: Any = type("Keyless", (LockedViewMixin, View), {"lock_key": lock_key})
+        with pytest.raises(ImproperlyConfigured, match="lock_key"):
+            made.as_view()

@@ -158,8 +158,9 @@ def test_span_of_asynchronous_code_has_its_parent(key: str, alias: str, told: To
     assert span.parent.span_id == parent
 
 
-def test_waiting_is_a_span(key: str, told: Told) -> None:
-    """As long as the wait was; an acquire at once has none."""
+def test_waiting_and_refusal_are_spans(key: str, told: Told) -> None:
+    """As long as the wait was; an acquire at once has none. A second install counts nothing."""
+    told.install()
     lock = distlock(f"{key}:1", backend="memory", wait=30)
     with lock:
         waiter = Later(lock.acquire)
@@ -169,11 +170,9 @@ def test_waiting_is_a_span(key: str, told: Told) -> None:
     assert dict(span.attributes or {})["distlock.outcome"] == "acquired"
     assert (span.end_time or 0) - (span.start_time or 0) >= 0.1e9
     assert eventually(lambda: len(told.spans("distlock.hold")) == 2)
-
-
-def test_refusal_is_a_span(key: str, told: Told) -> None:
-    """However short it was."""
-    lock = distlock(f"{key}:1", backend="memory", wait=0)
+    point = told.point("acquire", backend="memory", prefix=key, outcome="acquired")
+    assert point.value == 2
+    lock = distlock(f"{key}:2", backend="memory", wait=0)
     with held_elsewhere(lock), pytest.raises(LockNotAcquired):
         lock.acquire()
     # A span of the one who holds it, too, where that took long.
@@ -200,13 +199,3 @@ def test_key_is_shown_where_it_is_asked_for(key: str) -> None:
     assert dict(told.span("distlock.hold").attributes or {})["distlock.key"] == f"{key}:1"
     assert f"{key}:1" not in repr(told.points())
     told.close()
-
-
-def test_second_install_changes_nothing(key: str, told: Told) -> None:
-    """An app that is set up twice counts once."""
-    told.install()
-    with distlock(f"{key}:1", backend="memory"):
-        pass
-    point = told.point("acquire", backend="memory", prefix=key, outcome="acquired")
-    assert point.value == 1
-    assert len(told.spans("distlock.hold")) == 1

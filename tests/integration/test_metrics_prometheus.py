@@ -42,11 +42,8 @@ from tests.contract.helpers import Later
 from tests.contract.locking import eventually, held_elsewhere, take_away
 from tests.shop.models import Account
 
-ALIASES: list[str] = [
-    each
-    for each in ("memory", "sqlite", "postgres", "mariadb", "redis", "redis_cluster", "advisory")
-    if each in settings.DISTLOCK
-]
+from .operating import ALIASES
+
 each_backend = pytest.mark.parametrize("alias", ALIASES)
 #: Those that are shared.
 STORES = ALIASES[1:]
@@ -96,23 +93,24 @@ def test_acquire_and_release_are_counted_and_timed(key: str, alias: str, scraped
     assert (scraped.value("hold_seconds_sum", **labels) or 0) >= 0.05
 
 
-@pytest.mark.parametrize(("wait", "outcome"), [(0, "conflict"), (0.1, "timeout")])
-def test_refusal_says_whether_it_waited(
-    key: str, scraped: Scraped, wait: float, outcome: str
-) -> None:
-    """One attempt is a conflict, and waiting in vain a timeout."""
-    lock = distlock(f"{key}:1", backend="memory", wait=wait)
-    with held_elsewhere(lock), pytest.raises(LockNotAcquired):
-        lock.acquire()
-    assert scraped.value("acquire_total", outcome=outcome, **of(key)) == 1
-    assert scraped.value("wait_seconds_count", **of(key)) == 2
-
-
-def test_store_that_is_away_is_an_outcome(key: str, scraped: Scraped) -> None:
-    """It is told apart from a key that somebody holds."""
+def test_refusal_says_why(key: str, scraped: Scraped) -> None:
+    """A conflict, a wait in vain, a store that is away, and a block that ran all the same."""
+    lock = distlock(f"{key}:1", backend="memory", wait=0)
+    with held_elsewhere(lock):
+        for each in (lock, replace(lock, wait=0.1)):
+            with pytest.raises(LockNotAcquired):
+                each.acquire()
+        with replace(lock, on_conflict="run") as lease:
+            assert not lease.held
     with lose_connection("memory"), pytest.raises(BackendUnavailable):
-        distlock(f"{key}:1", backend="memory", wait=0).acquire()
-    assert scraped.value("acquire_total", outcome="unavailable", **of(key)) == 1
+        lock.acquire()
+    outcomes = {
+        each: scraped.value("acquire_total", outcome=each, **of(key))
+        for each in ("conflict", "timeout", "unavailable")
+    }
+    assert outcomes == {"conflict": 2, "timeout": 1, "unavailable": 1}
+    assert scraped.value("bypassed_total", reason="conflict", **of(key)) == 1
+    assert scraped.value("bypassed_total", reason="unavailable", **of(key)) == 0
 
 
 def test_cancelled_acquire_is_an_outcome(key: str, scraped: Scraped) -> None:
@@ -127,15 +125,6 @@ def test_cancelled_acquire_is_an_outcome(key: str, scraped: Scraped) -> None:
     with held_elsewhere(lock):
         asyncio.run(cancel())
     assert scraped.value("acquire_total", outcome="cancelled", **of(key)) == 1
-
-
-def test_run_without_the_lock_says_why(key: str, scraped: Scraped) -> None:
-    """A block that goes on although somebody has the key is a conflict that was bypassed."""
-    lock = distlock(f"{key}:1", backend="memory", wait=0, on_conflict="run")
-    with held_elsewhere(lock), lock as lease:
-        assert not lease.held
-    assert scraped.value("bypassed_total", reason="conflict", **of(key)) == 1
-    assert scraped.value("bypassed_total", reason="unavailable", **of(key)) == 0
 
 
 @each_backend
@@ -213,28 +202,23 @@ def test_rare_counters_are_there_before_they_count(key: str, scraped: Scraped) -
 # What stands for keys
 
 
-def test_key_is_in_no_label(key: str, scraped: Scraped) -> None:
-    """Neither behind the prefix, nor where there is none."""
-    for each in (f"{key}:ada@example.org", "ada@example.org"):
-        with distlock(each, backend="memory"):
-            pass
-    assert "ada" not in scraped.text()
-    assert scraped.value("acquire_total", outcome="acquired", **of("none")) == 1
-
-
 def acquired(scraped: Scraped, prefix: str) -> float | None:
     """Return how many acquires stand under a prefix."""
     return scraped.value("acquire_total", outcome="acquired", **of(prefix))
 
 
 def test_what_clients_choose_is_in_no_label(key: str) -> None:
-    """Before the first colon as behind it: names of persons, and there is no end of them."""
-    scraped = Scraped()
-    for each in ("ada@example.org", "bob@example.org", f"{key}-1"):
+    """Names of persons, of which there is no end, and what is too long or cannot be read."""
+    hostile = ["x" * 65, "new\nline", "\u202eright to left"]
+    scraped = Scraped(named=hostile)
+    for each in ("ada@example.org", "bob@example.org", f"{key}-1", *hostile):
         with distlock(f"{each}:{key}", backend="memory"):
             pass
-    assert acquired(scraped, "other") == 3
-    assert not any(each in scraped.text() for each in ("ada", "bob", key))
+    with distlock("ada@example.org", backend="memory"):
+        pass
+    assert acquired(scraped, "other") == 6
+    assert acquired(scraped, "none") == 1
+    assert not any(each in scraped.text() for each in ("ada", "bob", key, "xxx", "right to"))
     prometheus.uninstall(scraped.registry)
 
 
@@ -295,13 +279,6 @@ def test_own_keys_are_told_apart(key: str, alias: str) -> None:
     prometheus.uninstall(scraped.registry)
 
 
-@pytest.mark.parametrize("named", ["invoice", [1], 5])
-def test_names_are_checked(named: Any) -> None:
-    """A text is no list of them."""
-    with pytest.raises(InvalidArgument, match="named must be a list of prefixes"):
-        prometheus.install(CollectorRegistry(), named=named)
-
-
 def test_prefixes_are_bounded(key: str) -> None:
     """Those that come first are told apart, and further ones are one."""
     scraped = Scraped(prefixes=2, named=[f"{key}-{each}" for each in range(5)])
@@ -316,30 +293,15 @@ def test_prefixes_are_bounded(key: str) -> None:
     prometheus.uninstall(scraped.registry)
 
 
-@pytest.mark.parametrize("hostile", ["x" * 65, "new\nline", "\u202eright to left"])
-def test_hostile_prefix_is_other(key: str, hostile: str) -> None:
-    """What is too long for a label, or cannot be read, does not become one, named or not."""
-    scraped = Scraped(named=[hostile])
-    with distlock(f"{hostile}:{key}", backend="memory"):
-        pass
-    assert acquired(scraped, "other") == 1
-    prometheus.uninstall(scraped.registry)
-
-
-def test_project_may_say_what_stands_for_a_key(key: str) -> None:
-    """With a function of its own."""
-    scraped = Scraped(prefix_of=lambda each: each[:1], named=[key[:1]])
-    with distlock(key, backend="memory"):
-        pass
-    assert scraped.value("acquire_total", outcome="acquired", **of(key[:1])) == 1
-    prometheus.uninstall(scraped.registry)
-
-
-@pytest.mark.parametrize("prefixes", [-1, True, 1.5])
-def test_number_of_prefixes_is_checked(prefixes: Any) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"named": "invoice"}, {"named": [1]}, {"named": 5}, {"prefixes": -1}, {"prefixes": True}],
+    ids=str,
+)
+def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     """A mistake is told at once, and nothing is connected."""
-    with pytest.raises(InvalidArgument):
-        prometheus.install(CollectorRegistry(), prefixes=prefixes)
+    with pytest.raises(InvalidArgument, match=next(iter(options))):
+        prometheus.install(CollectorRegistry(), **options)
 
 
 def test_second_install_changes_nothing(key: str, scraped: Scraped) -> None:
@@ -583,7 +545,7 @@ def test_store_that_fails_is_a_number_and_no_failed_scrape(key: str) -> None:
 
 
 def test_stores_are_asked_once_in_a_while(key: str) -> None:
-    """Two scrapes in a row are one question: a lock that came in between is not seen yet."""
+    """Two scrapes in a row are one question; and one process of many is enough to ask."""
     only = {"memory": {**settings.DISTLOCK["memory"], "KEY_PREFIX": key}}
     with override_settings(DISTLOCK=only):
         scraped = Scraped()
@@ -592,10 +554,6 @@ def test_stores_are_asked_once_in_a_while(key: str) -> None:
             assert scraped.value("locks_held", backend="memory") == 0
             assert scraped.value("active", backend="memory") == 1
         prometheus.uninstall(scraped.registry)
-
-
-def test_stores_may_be_left_out() -> None:
-    """One process of many is enough to ask them."""
     scraped = Scraped(stores=False)
     assert scraped.value("store_up", backend="memory") is None
     assert scraped.value("active", backend="memory") is not None

@@ -40,16 +40,6 @@ ADDED = {"instance", "job"}
 #: What Grafana puts in for its own variables.
 VARIABLES = {"$__rate_interval": "5m", "$backend": ".*", "$prefix": ".*"}
 
-rules = pytest.mark.parametrize("rule", RULES, ids=[each["alert"] for each in RULES])
-
-
-def panels() -> Iterator[Any]:
-    """Yield each question of the dashboard, with the legend of its answer."""
-    for panel in DASHBOARD["panels"]:
-        for target in panel["targets"]:
-            name = f"{panel['title']} {target['refId']}"
-            yield pytest.param(target["expr"], target["legendFormat"], id=name)
-
 
 @cache
 def scraped() -> dict[str, list[dict[str, str]]]:
@@ -133,25 +123,58 @@ def metrics(expression: str) -> set[str]:
     return {each.name for each in selectors(parsed(expression))}
 
 
-@rules
-def test_alarm_asks_for_what_is_scraped(rule: dict[str, Any]) -> None:
-    """Metrics, labels and their values."""
-    assert metrics(rule["expr"])
-    assert wrong(rule["expr"]) == []
-
-
-@pytest.mark.parametrize(("expression", "legend"), [*panels()])
-def test_panel_asks_for_what_is_scraped(expression: str, legend: str) -> None:
-    """And its legend has the labels that are left."""
-    assert metrics(expression)
-    assert wrong(expression) == []
-    kept = {
+def kept(expression: str) -> set[str]:
+    """Return the labels that are left of an expression."""
+    return {
         name
         for each in parts(parsed(expression))
         if isinstance(each, promql_parser.AggregateExpr) and each.modifier is not None
         for name in each.modifier.labels
     }
-    assert set(re.findall(r"\{\{(\w+)\}\}", legend)) <= kept
+
+
+@pytest.mark.parametrize("rule", RULES, ids=[each["alert"] for each in RULES])
+def test_alarm_asks_for_what_is_scraped(rule: dict[str, Any]) -> None:
+    """Metrics, labels and each of their values; it speaks of labels that it has."""
+    assert metrics(rule["expr"])
+    assert wrong(rule["expr"]) == []
+    assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= kept(rule["expr"])
+    assert rule["labels"]["severity"] in ("warning", "critical")
+    series = scraped()
+    for each in selectors(parsed(rule["expr"])):
+        for matcher in each.matchers.matchers:
+            values = {one[matcher.name] for one in series[each.name]}
+            for value in matcher.value.split("|"):
+                assert any(re.fullmatch(value, each) for each in values), value
+
+
+def test_every_runbook_has_an_alarm() -> None:
+    """A page that there is, for whoever is woken; and somebody is led to each."""
+    pages = [Path(rule["annotations"]["runbook"]) for rule in RULES]
+    assert {str(each.parent) for each in pages} == {"docs/runbooks"}
+    assert all((ROOT / each).is_file() for each in pages)
+    assert {each.stem for each in pages} == {
+        "stuck-lock", "lost-lease", "rejected-fence", "held-past-expiry", "store-unreachable",
+        "failover", "clock-jump", "too-many-waiters",
+    }  # fmt: skip
+
+
+def test_dashboard_asks_for_what_is_scraped() -> None:
+    """Its legends have the labels that are left, and nothing is measured that nobody sees."""
+    shown = set()
+    for panel in DASHBOARD["panels"]:
+        for target in panel["targets"]:
+            names = metrics(target["expr"])
+            assert names, panel["title"]
+            assert wrong(target["expr"]) == [], panel["title"]
+            legend = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+            assert legend <= kept(target["expr"]), panel["title"]
+            shown |= {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in names}
+    assert shown == {each.prometheus_name for each in INSTRUMENTS}
+    for each in DASHBOARD["templating"]["list"][1:]:
+        asked = re.fullmatch(r"label_values\((\w+).*, (\w+)\)", each["query"]["query"])
+        assert asked
+        assert asked[2] in scraped()[asked[1]][0]
 
 
 @pytest.mark.parametrize(
@@ -168,38 +191,6 @@ def test_mistake_would_be_seen(expression: str, expected: str) -> None:
     assert wrong(expression) == [expected]
 
 
-def test_values_that_rules_name_exist_each() -> None:
-    """Also those that a rule names beside others."""
-    series = scraped()
-    for rule in RULES:
-        for each in selectors(parsed(rule["expr"])):
-            for matcher in each.matchers.matchers:
-                values = {one[matcher.name] for one in series[each.name]}
-                for value in matcher.value.split("|"):
-                    assert any(re.fullmatch(value, each) for each in values), rule["alert"]
-
-
-@rules
-def test_alarm_names_its_runbook(rule: dict[str, Any]) -> None:
-    """A page that there is, for whoever is woken."""
-    page = rule["annotations"]["runbook"]
-    assert page.startswith("docs/runbooks/")
-    assert (ROOT / page).is_file()
-
-
-@rules
-def test_alarm_speaks_of_labels_that_it_has(rule: dict[str, Any]) -> None:
-    """What its summary puts in is what its expression keeps."""
-    kept = {
-        name
-        for each in parts(parsed(rule["expr"]))
-        if isinstance(each, promql_parser.AggregateExpr) and each.modifier is not None
-        for name in each.modifier.labels
-    }
-    assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= kept
-    assert rule["labels"]["severity"] in ("warning", "critical")
-
-
 def test_runbooks_ask_for_what_is_scraped() -> None:
     """The questions that stand in their text: with a label's value, or a time."""
     asked = [
@@ -209,31 +200,3 @@ def test_runbooks_ask_for_what_is_scraped() -> None:
     ]
     assert len(asked) > 5
     assert {each: found for each in asked if (found := wrong(each))} == {}
-
-
-def test_variables_of_the_dashboard_are_scraped() -> None:
-    """What one can choose from."""
-    for each in DASHBOARD["templating"]["list"][1:]:
-        asked = re.fullmatch(r"label_values\((\w+).*, (\w+)\)", each["query"]["query"])
-        assert asked
-        assert asked[2] in scraped()[asked[1]][0]
-
-
-def test_dashboard_shows_every_instrument() -> None:
-    """Nothing is measured that nobody sees."""
-    shown = {
-        re.sub(r"_(total|bucket|sum|count)$", "", name)
-        for panel in DASHBOARD["panels"]
-        for target in panel["targets"]
-        for name in metrics(target["expr"])
-    }
-    assert shown == {each.prometheus_name for each in INSTRUMENTS}
-
-
-def test_every_runbook_has_an_alarm() -> None:
-    """So that somebody is led to it."""
-    led_to = {Path(rule["annotations"]["runbook"]).stem for rule in RULES}
-    assert led_to == {
-        "stuck-lock", "lost-lease", "rejected-fence", "held-past-expiry", "store-unreachable",
-        "failover", "clock-jump", "too-many-waiters",
-    }  # fmt: skip

@@ -98,19 +98,15 @@ def test_migrates_forth_and_back_and_forth(empty: str) -> None:
     before = objects(empty)
     migrate(empty)
     assert tables(empty) >= TABLES
+    if connections[empty].vendor == "postgresql":
+        assert set(bodies(empty)) == FUNCTIONS
+        assert {name[-3:] for name in FUNCTIONS} == {"_v1", "_v3"}
+        assert objects(empty)["triggers"] == {TRIGGER}
     assert lock_and_release(empty) == 1
     migrate(empty, "zero")
     assert objects(empty) == before
     migrate(empty)
     assert lock_and_release(empty) == 1
-
-
-def test_migration_installs_functions_and_trigger(postgresql: str) -> None:
-    """On PostgreSQL the functions, with a version in their names, and the trigger are there."""
-    migrate(postgresql)
-    assert set(bodies(postgresql)) == FUNCTIONS
-    assert {name[-3:] for name in FUNCTIONS} == {"_v1", "_v3"}
-    assert objects(postgresql)["triggers"] == {TRIGGER}
 
 
 def test_functions_are_the_ones_that_are_called(postgresql: str) -> None:
@@ -123,42 +119,33 @@ def test_functions_are_the_ones_that_are_called(postgresql: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "obstacle",
+    ("kind", "obstacle", "name"),
     [
-        "CREATE TABLE django_distlock_lockevent (id integer)",
-        "CREATE VIEW django_distlock_fencecounter AS SELECT 1 AS x",
+        ("sqlite", "CREATE TABLE {} (id integer)", "django_distlock_lockevent"),
+        ("postgresql", "CREATE VIEW {} AS SELECT 1 AS x", "django_distlock_fencecounter"),
+        (
+            "postgresql",
+            "CREATE FUNCTION {} RETURNS integer LANGUAGE sql AS 'SELECT 1'",
+            "django_distlock_heldlock_release_v3(text, text, double precision, text)",
+        ),
     ],
 )
-@pytest.mark.parametrize("kind", ["postgresql", "sqlite"])
 def test_migration_that_fails_leaves_nothing(
-    request: pytest.FixtureRequest, kind: str, obstacle: str
+    request: pytest.FixtureRequest, kind: str, obstacle: str, name: str
 ) -> None:
-    """What stands in the way of the last table keeps the first ones away too.
+    """What stands in the way of the last table or function keeps the first ones away too.
 
     MariaDB commits each table by itself.
     """
     empty = request.getfixturevalue(kind)
-    ask(empty, obstacle)
+    ask(empty, obstacle.format(name))
     before = objects(empty)
     with pytest.raises(DatabaseError):
         migrate(empty)
     assert objects(empty) == before
-    ask(empty, f"DROP {' '.join(obstacle.split()[1:3])}")
+    ask(empty, f"DROP {obstacle.split()[1]} {name}")
     migrate(empty)
     assert lock_and_release(empty) == 1
-
-
-def test_functions_that_fail_leave_nothing(postgresql: str) -> None:
-    """Tables without their functions are not left behind either."""
-    signature = "django_distlock_heldlock_release_v3(text, text, double precision, text)"
-    ask(postgresql, f"CREATE FUNCTION {signature} RETURNS integer LANGUAGE sql AS 'SELECT 1'")
-    before = objects(postgresql)
-    with pytest.raises(DatabaseError):
-        migrate(postgresql)
-    assert objects(postgresql) == before
-    ask(postgresql, f"DROP FUNCTION {signature}")
-    migrate(postgresql)
-    assert lock_and_release(postgresql) == 1
 
 
 # What the commands print
@@ -166,7 +153,7 @@ def test_functions_that_fail_leave_nothing(postgresql: str) -> None:
 
 def test_sqlmigrate_prints_the_whole_schema(postgresql: str) -> None:
     """Tables, functions, trigger and storage parameters: the script alone makes a lock store."""
-    printed = _sqlmigrate(postgresql)
+    printed = sqlmigrate(postgresql)
     for name in TABLES:
         assert f'CREATE TABLE "{name}"' in printed
     for name in FUNCTIONS:
@@ -180,7 +167,7 @@ def test_sqlmigrate_prints_the_whole_schema(postgresql: str) -> None:
 
 def test_sqlmigrate_prints_only_tables_elsewhere(sqlite: str) -> None:
     """On SQLite there is nothing but tables and their indexes, and the script makes them."""
-    printed = _sqlmigrate(sqlite)
+    printed = sqlmigrate(sqlite)
     statements = [line for line in printed.splitlines() if line and not line.startswith("--")]
     starts = {" ".join(line.split()[:2]) for line in statements}
     assert starts == {"BEGIN;", "CREATE TABLE", "CREATE INDEX", "COMMIT;"}
@@ -189,23 +176,19 @@ def test_sqlmigrate_prints_only_tables_elsewhere(sqlite: str) -> None:
 
 
 def test_sqlmigrate_prints_the_way_back(empty: str) -> None:
-    """The script of the way back leaves nothing."""
+    """Printing changes nothing, and the script of the way back leaves nothing."""
     before = objects(empty)
-    run_script(empty, _sqlmigrate(empty))
-    run_script(empty, _sqlmigrate(empty, backwards=True))
+    there, back = sqlmigrate(empty), sqlmigrate(empty, backwards=True)
+    assert objects(empty) == before
+    run_script(empty, there)
+    run_script(empty, back)
     assert objects(empty) == before
 
 
-def test_sqlmigrate_touches_nothing(empty: str) -> None:
-    """Printing is all it does."""
-    before = objects(empty)
-    _sqlmigrate(empty)
-    assert objects(empty) == before
-
-
-def _sqlmigrate(using: str, **options: Any) -> str:
+def sqlmigrate(using: str, **options: Any) -> str:
+    """Return what `sqlmigrate` prints of all migrations."""
     printed = io.StringIO()
-    migrations = ["0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008"]
+    migrations = [f"{number:04}" for number in range(1, 9)]
     for name in reversed(migrations) if options.get("backwards") else migrations:
         call_command("sqlmigrate", APP, name, database=using, stdout=printed, **options)
     return printed.getvalue()
@@ -258,8 +241,7 @@ def test_upgrade_leaves_what_workers_of_before_call(postgresql: str) -> None:
     assert set(both) == set(old) | FUNCTIONS
     assert {name: both[name] for name in old} == old
     # What an administrator has chosen is not installed a second time.
-    options = "SELECT reloptions FROM pg_class WHERE relname = 'django_distlock_heldlock'"
-    assert "fillfactor=70" in ask(postgresql, options)[0][0]
+    assert "fillfactor=70" in storage(postgresql)
     assert "django_distlock_waiter" in tables(postgresql)
     migrate(postgresql, "0001")
     assert bodies(postgresql) == both
@@ -339,29 +321,16 @@ def test_turns_of_both_releases_do_not_grant_twice(
 
 
 @NAMES
-def test_makemigrations_has_nothing_to_do_under_other_names(
-    empty: str, names: dict[str, str]
-) -> None:
-    """Models and migrations agree under any legal names of the tables."""
-    project = Project(empty, DISTLOCK_TABLES=names)
-    assert "No changes" in project.manage("makemigrations", APP, "--check", "--dry-run")
-
-
-@NAMES
 def test_locks_work_under_other_names(empty: str, names: dict[str, str]) -> None:
-    """Every operation finds the tables that the settings name; zero takes all of it away."""
+    """Migrations agree, every operation finds the tables, and zero takes all of it away."""
     before = objects(empty)
     project = Project(empty, DISTLOCK_TABLES=names)
+    assert "No changes" in project.manage("makemigrations", APP, "--check", "--dry-run")
     said = project.run("tests.integration.test_migrations:use_all_operations")
     assert said["refused"] == []
     assert set(names.values()) <= set(said["tables"])
-    assert not TABLES & set(said["tables"]) - {
-        "django_distlock_lockevent",
-        "django_distlock_waiter",
-        "django_distlock_seenfence",
-        "django_distlock_runnote",
-        "django_distlock_failedtask",
-    }
+    kept = {"locks": "heldlock", "fences": "fencecounter"}
+    assert not {f"django_distlock_{kept[each]}" for each in kept} & set(said["tables"])
     assert objects(empty) == before
 
 
@@ -428,13 +397,8 @@ def _not_refused() -> list[str]:
     "names",
     [
         {
-            "locks": "acme_locks",
-            "fences": "acme_fences",
-            "events": "acme_events",
-            "waiters": "acme_waiters",
-            "seen": "acme_seen",
-            "notes": "acme_notes",
-            "failed": "acme_failed",
+            each: f"acme_{each}"
+            for each in ("locks", "fences", "events", "waiters", "seen", "notes", "failed")
         },
         {
             "locks": "Django_Distlock_HeldLock",
@@ -485,30 +449,10 @@ def be_the_other_project() -> dict[str, Any]:
 # Without migrations
 
 
-def test_tables_without_migrations_have_the_server_side(postgresql: str) -> None:
-    """Made as `--nomigrations` does, a database has functions, trigger and storage parameters."""
-    _without_migrations(postgresql)
-    assert set(bodies(postgresql)) == FUNCTIONS
-    assert objects(postgresql)["triggers"] == {TRIGGER}
-    options = ask(
-        postgresql, "SELECT reloptions FROM pg_class WHERE relname = 'django_distlock_heldlock'"
-    )
-    assert "fillfactor=50" in options[0][0]
-    assert lock_and_release(postgresql) == 1
-
-
-def test_tables_without_migrations_work(empty: str) -> None:
-    """A test run that skips migrations can lock, on every database."""
-    _without_migrations(empty)
-    assert tables(empty) >= TABLES
-    assert lock_and_release(empty) == 1
-    assert lock_and_release(empty, server_functions=False) == 2
-
-
-def test_tables_made_either_way_are_the_same(empty: str) -> None:
-    """Migrations and `--nomigrations` make the same tables, indexes, functions and triggers."""
+def test_tables_without_migrations_are_the_same(empty: str) -> None:
+    """What `--nomigrations` makes, on which tests lock, is what migrations make."""
     migrate(empty)
-    migrated = objects(empty)
+    migrated, parameters = objects(empty), storage(empty)
     migrate(empty, "zero")
     _without_migrations(empty)
     # The other apps of the tests came along.
@@ -516,6 +460,25 @@ def test_tables_made_either_way_are_the_same(empty: str) -> None:
         kind: {name for name in names if "distlock" in name}
         for kind, names in objects(empty).items()
     } == migrated
+    assert storage(empty) == parameters
+    assert lock_and_release(empty) == 1
+    assert lock_and_release(empty, server_functions=False) == 2
+    if connections[empty].vendor == "postgresql":
+        # A fence table that was made anew gets its trigger, though the function is still there.
+        ask(empty, "DROP TABLE django_distlock_fencecounter")
+        assert objects(empty)["triggers"] == set()
+        _without_migrations(empty)
+        assert objects(empty)["triggers"] == {TRIGGER}
+
+
+def storage(using: str) -> list[Any]:
+    """Return the storage parameters of the table of locks, which PostgreSQL alone has."""
+    if connections[using].vendor != "postgresql":
+        return []
+    ((options,),) = ask(
+        using, "SELECT reloptions FROM pg_class WHERE relname = 'django_distlock_heldlock'"
+    )
+    return list(options)
 
 
 def _without_migrations(using: str) -> None:
@@ -553,26 +516,6 @@ def test_function_that_names_other_tables_is_replaced(postgresql: str, name: str
     assert bodies(postgresql) != was
     migrate(postgresql)
     assert bodies(postgresql) == was
-
-
-def test_trigger_that_was_lost_is_put_back(postgresql: str) -> None:
-    """A fence table that was made anew gets its trigger, though the function is still there."""
-    _without_migrations(postgresql)
-    ask(postgresql, "DROP TABLE django_distlock_fencecounter")
-    assert objects(postgresql)["triggers"] == set()
-    _without_migrations(postgresql)
-    assert objects(postgresql)["triggers"] == {TRIGGER}
-
-
-def test_storage_that_was_chosen_is_left_alone(postgresql: str) -> None:
-    """An administrator's own storage parameters outlive `migrate`."""
-    migrate(postgresql)
-    ask(postgresql, "ALTER TABLE django_distlock_heldlock SET (fillfactor = 70)")
-    migrate(postgresql)
-    found = ask(
-        postgresql, "SELECT reloptions FROM pg_class WHERE relname = 'django_distlock_heldlock'"
-    )
-    assert "fillfactor=70" in found[0][0]
 
 
 def test_functions_of_other_versions_are_left_alone(postgresql: str) -> None:
@@ -666,7 +609,7 @@ def role(database: str) -> Iterator[str]:
 
 
 def test_role_without_plpgsql_can_migrate_and_lock(postgresql: str) -> None:
-    """Tables come without functions and trigger, and `server_functions=False` locks on them."""
+    """Tables come without functions and trigger, which `migrate` adds once they are allowed."""
     name = connections[postgresql].settings_dict["NAME"]
     with (
         role(name) as user,
@@ -681,15 +624,6 @@ def test_role_without_plpgsql_can_migrate_and_lock(postgresql: str) -> None:
             lock_and_release(limited)
         migrate(limited, "zero")
         assert tables(limited) == set()
-
-
-def test_functions_come_once_they_are_allowed(postgresql: str) -> None:
-    """When the right is granted later, the next `migrate` installs what was left out."""
-    name = connections[postgresql].settings_dict["NAME"]
-    with (
-        role(name) as user,
-        alias_like("default", NAME=name, USER=user, PASSWORD="only for tests") as limited,
-    ):
         migrate(limited)
         with server(name) as raw:
             raw.execute("GRANT USAGE ON LANGUAGE plpgsql TO PUBLIC")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,7 +15,7 @@ from django.core.management import call_command
 from django.db import DatabaseError, OperationalError, connections, transaction
 from django.test import override_settings
 
-from django_distlock import BackendUnavailable, LockError, Retry, distlock
+from django_distlock import BackendUnavailable, LockError, distlock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.fences import FENCE_MAX
 from django_distlock.core.holders import Holder
@@ -27,12 +26,9 @@ from django_distlock.models import FenceCounter, HeldLock, LockEvent
 from django_distlock.vendors.mysql import MySQL
 from tests import services
 from tests.backends import DATABASE, Registered
-from tests.conftest import DECLARED
 from tests.contract.aliases import alias_like, locks_on
-from tests.contract.helpers import Later, at_once, held, prompt, take
-from tests.contract.locking import eventually
+from tests.contract.helpers import Later, held, prompt, take
 from tests.contract.stores import DatabaseStore, MariaDB
-from tests.services import NO_MARIADB
 from tests.settings import database
 from tests.shop.models import Row
 
@@ -43,14 +39,15 @@ from .databases import (
     ask_mysql,
     errors_on,
     every_statement,
+    here,
     lock_and_release,
     migrate,
 )
 from .projects import Project
-from .test_migrations import run_script
+from .test_connections import PATIENT, exclude_each_other
+from .test_migrations import run_script, sqlmigrate
 
 LOCKS, FENCES = "django_distlock_heldlock", "django_distlock_fencecounter"
-PATIENT: dict[str, Any] = {"wait": 60, "retry": Retry(delay=0.01, cap=0.05)}
 REPEATABLE_READ = {"isolation_level": "repeatable read"}
 ISOLATIONS: list[dict[str, str | None]] = [
     {"isolation_level": "repeatable read"},
@@ -79,8 +76,7 @@ def using(mysql: str) -> str:
 @pytest.fixture
 def shared() -> str:
     """Give the alias of the MariaDB database that all tests share."""
-    if "mariadb" not in connections.settings:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    here("mariadb")
     return "mariadb"
 
 
@@ -172,33 +168,29 @@ def test_tables_that_were_converted_are_reported(using: str) -> None:
         assert LOCKS not in message.msg
 
 
-def test_key_columns_compare_bytes(using: str) -> None:
-    """What identifies or finds a lock is utf8mb4 and compared by bytes, without padding."""
+def test_key_columns_compare_bytes_and_have_one_index(using: str) -> None:
+    """Keys are utf8mb4 without padding; no index is on a column that every extend writes."""
+    tables = "table_schema = DATABASE() AND table_name IN (%s, %s)"
     found = ask(
         using,
         "SELECT table_name, column_name, collation_name FROM information_schema.columns"
-        " WHERE table_schema = DATABASE() AND table_name IN (%s, %s)"
+        f" WHERE {tables}"
         " AND column_name IN ('storage_key', 'key', 'token', 'task_id', 'holder_host')",
         LOCKS,
         FENCES,
     )
     assert len(found) == 7
     assert {collation for _table, _column, collation in found} == {"utf8mb4_nopad_bin"}
-
-
-@pytest.mark.parametrize(
-    ("table", "indexed"),
-    [(LOCKS, ["storage_key", "task_id", "token"]), (FENCES, ["storage_key"])],
-)
-def test_each_key_column_has_one_index(using: str, table: str, indexed: list[str]) -> None:
-    """No index on a column that every extend writes."""
-    found = ask(
+    indexed = ask(
         using,
-        "SELECT column_name FROM information_schema.statistics"
-        " WHERE table_schema = DATABASE() AND table_name = %s ORDER BY 1",
-        table,
+        "SELECT table_name, column_name FROM information_schema.statistics"
+        f" WHERE {tables} ORDER BY 1, 2",
+        LOCKS,
+        FENCES,
     )
-    assert [column for (column,) in found] == indexed
+    assert [(table, column) for table, column in indexed] == [
+        (FENCES, "storage_key"), (LOCKS, "storage_key"), (LOCKS, "task_id"), (LOCKS, "token"),
+    ]  # fmt: skip
 
 
 ALIKE = ["a", "A", "á", "ä", "a ", " a", "a  ", "a\t", "\uff41", "ß", "ss"]
@@ -221,8 +213,8 @@ def test_texts_that_look_alike_are_different_rows(using: str, column: str) -> No
 
 
 def test_database_of_another_character_set_takes_any_text(store: DatabaseStore, key: str) -> None:
-    """In a database of latin1, keys and what is told of a holder keep their characters."""
-    backend, text = store.backend, f"{key} {TEXT}"
+    """In a database of latin1, keys, holders and what operators write keep their characters."""
+    backend, text, using = store.backend, f"{key} {TEXT}", store.registered.using
     assert store.ask("SELECT @@character_set_database") == [("latin1",)]
     holder = Holder(host=f"🖥 {key}", task_id=text, metadata={"user": TEXT})
     grant = take(backend, text, holder=holder)
@@ -236,14 +228,7 @@ def test_database_of_another_character_set_takes_any_text(store: DatabaseStore, 
     ):
         assert [each.key for each in found.records] == [text]
     assert backend.release(grant) is True
-
-
-def test_database_of_another_character_set_takes_any_name_and_reason(
-    store: DatabaseStore, key: str
-) -> None:
-    """So does what operators write: who paused a key, and why something was done."""
-    using = store.registered.using
-    assert store.backend.pause(key, store.now() + timedelta(minutes=1), by=TEXT) is None
+    assert backend.pause(key, store.now() + timedelta(minutes=1), by=TEXT) is None
     assert FenceCounter.objects.using(using).get(key=key).paused_by == TEXT
     event = LockEvent(
         backend="default", key=TEXT, kind="forced", holder={"user": TEXT}, actor=TEXT,
@@ -263,14 +248,6 @@ def test_django_has_nothing_against_the_models(using: str) -> None:
     ] == []
     said = Project(using).manage("check", "--database", "default")
     assert "mysql." not in said
-
-
-def sqlmigrate(using: str) -> str:
-    """Return what `sqlmigrate` prints."""
-    printed = io.StringIO()
-    for name in ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008"):
-        call_command("sqlmigrate", APP, name, database=using, stdout=printed)
-    return printed.getvalue()
 
 
 # Other transactions in the way
@@ -321,44 +298,28 @@ def is_busy(answer: object) -> bool:
         pytest.param(0, LOCK_WAIT_TIMEOUT, id="at once"),
     ],
 )
-@pytest.mark.parametrize("operation", WAITING)
-def test_row_that_somebody_holds_is_busy(
-    store: DatabaseStore, stranger: MariaDB, key: str, operation: str, bound: float, number: int
-) -> None:
-    """However the server ends the wait, the answer is busy, and nothing was changed."""
+@pytest.mark.parametrize(
+    ("operation", "what"), [*((each, "row") for each in WAITING), ("acquire", "table")]
+)
+def test_what_somebody_locks_is_busy(
+    store: DatabaseStore, stranger: MariaDB, key: str, operation: str, what: str, bound: float,
+    number: int,
+) -> None:  # fmt: skip
+    """However the wait ends, for a row or a backup's table, it is busy and nothing was changed."""
     backend = store.backend
     grant = take(backend, key)
     before = held(backend, key)
-    stranger.hold(key)
-    with errors_on(store.registered.using) as errors:
+    if what == "row":
+        stranger.hold(key)
+    else:
+        # For which the server by itself would wait a day.
+        stranger.hold_table()
+    with prompt(bound), errors_on(store.registered.using) as errors:
         assert is_busy(OPERATIONS[operation](backend, grant, bound))
     assert errors == {number}
     stranger.rollback()
     assert held(backend, key) == before
     assert not is_busy(OPERATIONS[operation](backend, grant, 1))
-
-
-@pytest.mark.parametrize(
-    ("bound", "number"),
-    [
-        pytest.param(1, LOCK_WAIT_TIMEOUT, id="whole second"),
-        pytest.param(0.2, MAX_STATEMENT_TIME, id="part of a second"),
-        pytest.param(0, LOCK_WAIT_TIMEOUT, id="at once"),
-    ],
-)
-@pytest.mark.parametrize("operation", ["acquire", "extend"])
-def test_table_that_somebody_locks_is_busy(
-    store: DatabaseStore, stranger: MariaDB, key: str, operation: str, bound: float, number: int
-) -> None:
-    """A backup that locks the table, for which the server would wait a day, is bounded too."""
-    backend = store.backend
-    grant = take(backend, key)
-    stranger.hold_table()
-    with prompt(bound), errors_on(store.registered.using) as errors:
-        assert is_busy(OPERATIONS[operation](backend, grant, bound))
-    assert errors == {number}
-    stranger.rollback()
-    assert isinstance(OPERATIONS[operation](backend, grant, 1), Grant)
 
 
 def test_deadlock_is_busy(store: DatabaseStore, stranger: MariaDB, key: str) -> None:
@@ -458,35 +419,6 @@ def test_lock_waits_behind_a_row_that_mysql_refuses(store: DatabaseStore, key: s
     assert len(refused) == 1
 
 
-def test_lock_waits_behind_a_deadlock(store: DatabaseStore, stranger: MariaDB, key: str) -> None:
-    """The lock API tries again, and the caller hears nothing of it."""
-    lock = distlock(key, backend=store.registered.alias, **PATIENT)
-    lock.acquire().release()
-    stranger.queue(key)
-    waiter = Later(lock.acquire)
-    assert not eventually(lambda: not waiter._thread.is_alive(), timeout=0.2)
-    stranger.rollback()
-    lease = waiter.result()
-    assert lease.fence == 2
-    assert lease.release() is True
-
-
-def test_cleanup_passes_by_what_others_hold(using: str, key: str) -> None:
-    """Rows of others are in nobody's way, also where walking the whole table would be cheaper."""
-    with store_on(using, key) as store:
-        backend, stranger = store.backend, store.stranger()
-        for number in range(5):
-            take(backend, f"{key}-{number}", 5)
-        store.elapse(6.1)
-        live = take(backend, f"{key}-live")
-        stranger.hold(live.key)
-        with prompt(), errors_on(using) as errors:
-            assert backend.cleanup(store.now()) == 5
-        assert errors == set()
-        stranger.rollback()
-        assert isinstance(backend.extend(live), Grant)
-
-
 def test_slow_server_is_not_contention(using: str, key: str) -> None:
     """Who does not wait for others is granted a free key at once, however slow the server is."""
     for table, event in ((LOCKS, "INSERT"), (FENCES, "INSERT"), (FENCES, "UPDATE")):
@@ -510,36 +442,11 @@ def test_isolation_of_the_alias_is_no_obstacle(
     shared: str, key: str, settings: dict[str, str | None], where: str
 ) -> None:
     """Whatever isolation the project has chosen, locks protect, and the session keeps it."""
-    row = Row.objects.using(shared).create(name=key)
     name = connections[shared].settings_dict["NAME"]
     with alias_like(shared, NAME=name, OPTIONS=settings) as alias, locks_on(alias) as locks:
         level = ask(alias, "SELECT @@tx_isolation")
         assert level != [("READ-COMMITTED",)]
-        lock = distlock(key, backend=locks, **PATIENT)
-
-        def add() -> None:
-            for _ in range(5):
-                with lock as lease:
-                    lease.extend()
-                    row = Row.objects.using(alias).get(name=key)
-                    row.value += 1
-                    row.save()
-
-        def lock_in_a_transaction() -> None:
-            for _ in range(5):
-                with transaction.atomic(using=alias):
-                    Row.objects.using(alias).exists()
-                    with lock as lease:
-                        lease.extend()
-
-        with warnings.catch_warnings():
-            # They may say that the caller's snapshot is older than the lock.
-            warnings.simplefilter("ignore", RuntimeWarning)
-            at_once([add if where == "outside" else lock_in_a_transaction] * 4)
-        row.refresh_from_db()
-        assert row.value == 20 * (where == "outside")
-        assert FenceCounter.objects.using(alias).get(key=key).fence == 20
-        assert not HeldLock.objects.using(alias).filter(key=key).exists()
+        exclude_each_other(alias, locks, key, where)
         assert ask(alias, "SELECT @@tx_isolation") == level
 
 
@@ -574,53 +481,36 @@ def variables(using: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_session_keeps_every_variable(shared: str, key: str, operation: str) -> None:
-    """No operation changes a variable of the caller's session, whether it works, waits or fails."""
+    """Whether an operation works, waits or fails: variables and isolation stay the caller's."""
     with session_of_its_own(shared) as alias, store_on(alias, key) as store:
         backend, stranger = store.backend, store.stranger()
         before = variables(alias)
         assert before["innodb_lock_wait_timeout"] == "37"
         grant = take(backend, key)
-        call = OPERATIONS[operation]
-        for stand_in_the_way in (stranger.hold, stranger.guard):
+        rows = Row.objects.using(alias).filter(name=key)
+
+        def assert_unchanged() -> None:
+            assert variables(alias) == before
+            # A snapshot of the caller's stays one.
+            with transaction.atomic(using=alias):
+                number = rows.count()
+                Later(Row.objects.using(shared).create, name=key).result()
+                assert rows.count() == number
+            assert rows.count() == number + 1
+
+        ways: list[Callable[[str], None]] = [stranger.hold, stranger.guard]
+        if operation in ("acquire", "extend", "release", "pause", "force_release"):
+            ways.append(lambda _key: stranger.hold_table())
+        for stand_in_the_way in ways:
             stand_in_the_way(key)
             for bound in (0, 0.02):
-                call(backend, grant, bound)
-                assert variables(alias) == before
-            stranger.rollback()
-        if operation in ("acquire", "extend", "release", "pause", "force_release"):
-            stranger.hold_table()
-            call(backend, grant, 0.02)
-            assert variables(alias) == before
+                OPERATIONS[operation](backend, grant, bound)
+                assert_unchanged()
             stranger.rollback()
         store.set_fence(f"{key}-free", FENCE_MAX)
         with suppress(LockError):
-            call(backend, grant, 1)
-        assert variables(alias) == before
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_next_transaction_of_the_caller_has_its_own_isolation(
-    shared: str, key: str, operation: str
-) -> None:
-    """The isolation that a lock needs ends with it: a snapshot of the caller's stays one."""
-    with session_of_its_own(shared) as alias, store_on(alias, key) as store:
-        backend, stranger = store.backend, store.stranger()
-        grant = take(backend, key)
-        call = OPERATIONS[operation]
-        for stand_in_the_way in (stranger.hold, stranger.guard, None):
-            if stand_in_the_way:
-                stand_in_the_way(key)
-                call(backend, grant, 0)
-                stranger.rollback()
-            else:
-                store.set_fence(f"{key}-free", FENCE_MAX)
-                with suppress(LockError):
-                    call(backend, grant, 1)
-            with transaction.atomic(using=alias):
-                before = Row.objects.using(alias).filter(name=key).count()
-                Later(Row.objects.using(shared).create, name=key).result()
-                assert Row.objects.using(alias).filter(name=key).count() == before
-            assert Row.objects.using(alias).filter(name=key).count() != before
+            OPERATIONS[operation](backend, grant, 1)
+        assert_unchanged()
 
 
 def test_clock_is_the_same_in_every_time_zone(shared: str, key: str) -> None:
@@ -631,8 +521,7 @@ def test_clock_is_the_same_in_every_time_zone(shared: str, key: str) -> None:
         grant = take(store.backend, key)
         assert abs(grant.acquired_at - datetime.now(UTC)) < timedelta(minutes=1)
         with locks_on(shared) as other:
-            record = lock_backends[other].read(key)
-            assert record is not None
+            record = held(lock_backends[other], key)
             assert record.acquired_at == grant.acquired_at
             assert record.expires_at == grant.expires_at
 
@@ -659,8 +548,7 @@ def test_lock_inside_a_snapshot_warns(shared: str, key: str, level: str, warned:
 @contextmanager
 def server_like(**settings: Any) -> Iterator[str]:
     """Start a server with other settings; give the alias of a database in it with the tables."""
-    if "mariadb" not in connections.settings:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    here("mariadb")
     with services.private_mariadb(**settings) as server:
         connected = {**database(server.url), "TEST": connections.settings["mariadb"]["TEST"]}
         with alias_like("mariadb", **connected) as alias:
@@ -733,8 +621,7 @@ def test_backup_of_the_whole_server_is_busy(key: str, kind: str) -> None:
 @pytest.mark.faults
 def test_server_that_was_killed_comes_back_with_its_locks(key: str) -> None:
     """A crash takes no grant and no fence back, and costs each session one error at most."""
-    if "mariadb" not in connections.settings:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    here("mariadb")
     port = services.free_port()
     durable: dict[str, Any] = {"port": port, "innodb_flush_log_at_trx_commit": 1, "stop": "KILL"}
     with ExitStack() as stack:

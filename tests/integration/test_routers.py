@@ -15,9 +15,7 @@ from django_distlock import InvalidLockBackend, Lease, LockUsageError, distlock
 from django_distlock.fencing.rejecting import Fence
 from django_distlock.fencing.seen import see
 from django_distlock.handler import lock_backends
-
-from .test_advisory_sessions import ADVISORY
-from .test_checks import DATABASE
+from tests.backends import ADVISORY, DATABASE
 
 #: Whose request it is: the alias of a tenant, or nobody's.
 TENANT: ContextVar[str | None] = ContextVar("TENANT", default=None)

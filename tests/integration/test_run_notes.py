@@ -15,7 +15,7 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.keys import new_token
 from django_distlock.handler import lock_backends
 from django_distlock.models import HeldLock, RunNote
-from tests.contract.aliases import locks_on
+from tests.contract.aliases import DATABASE, locks_on
 from tests.contract.helpers import listed, take
 
 from .databases import ask, every_statement, migrate
@@ -75,19 +75,36 @@ def locked(using: str) -> list[str]:
     return list(HeldLock.objects.using(using).order_by("pk").values_list("pk", flat=True))
 
 
-@pytest.mark.parametrize("session", [False, True], ids=["rows", "sessions"])
-def test_note_is_no_row_of_the_locks(postgresql: str, session: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        ("postgresql", DATABASE),
+        ("sqlite", DATABASE),
+        ("mysql", DATABASE),
+        ("postgresql", "django_distlock.backends.advisory.AdvisoryBackend"),
+    ],
+    ids=["postgresql", "sqlite", "mysql", "sessions"],
+)
+def test_note_is_no_row_of_the_locks(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, kind: str, backend: str
+) -> None:
     """Whatever is noted, the table of locks stays as small as the locks are."""
-    migrate(postgresql)
-    more = {"BACKEND": "django_distlock.backends.advisory.AdvisoryBackend"} if session else {}
-    with opened(postgresql, **more) as store:
+    using = request.getfixturevalue(kind)
+    migrate(using)
+    with opened(using, BACKEND=backend) as store:
         store.note(NAME, 7, 60)
         store.note("over", 7, 0.0)
         assert store.noted(NAME) == 7
-        assert locked(postgresql) == []
+        assert locked(using) == []
         # Also where no record of a lease is ever left.
         assert store.cleanup(store.clock(), 10) == 1
         assert store.noted(NAME) == 7
+        # One in many notes removes what is over, without any command.
+        store.note("over", 9, 0.0)
+        monkeypatch.setattr("random.randrange", lambda _: 0)
+        store.note("another", 8, 60)
+    rows = RunNote.objects.using(using).order_by("fence")
+    assert [row.fence for row in rows] == [7, 8]
 
 
 def test_cleaning_reads_no_more_than_it_removes(postgresql: str) -> None:
@@ -115,18 +132,6 @@ def test_cleaning_reads_no_more_than_it_removes(postgresql: str) -> None:
     assert not [each for each in plans if "Seq Scan" in each]
     (left,) = ask(postgresql, "SELECT count(*) FROM django_distlock_runnote")[0]
     assert 19_880 < left < 19_910
-
-
-def test_one_in_many_notes_removes_what_is_over(
-    postgresql: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without any command for that."""
-    migrate(postgresql)
-    monkeypatch.setattr("random.randrange", lambda _: 0)
-    with opened(postgresql) as store:
-        store.note("over", 7, 0.0)
-        store.note(NAME, 8, 60)
-    assert [row.fence for row in RunNote.objects.using(postgresql).all()] == [8]
 
 
 def test_migration_moves_notes_there_and_back(before: str, store: BaseLockBackend) -> None:
@@ -168,11 +173,3 @@ def test_workers_of_both_releases_see_each_others_notes(
     )
     store.cleanup(store.clock(), 100)
     assert locked(before) == [store.storage_name("invoice:42")]
-
-
-def test_new_project_notes_in_one_place(empty: str) -> None:
-    """Where no lock was ever taken, no worker of the release before is about."""
-    migrate(empty)
-    with opened(empty) as store:
-        store.note(NAME, 7, 60)
-    assert locked(empty) == []

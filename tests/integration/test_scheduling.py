@@ -96,15 +96,6 @@ def test_one_of_many_runs(key: str) -> None:
     assert all(isinstance(each.why, LockNotAcquired) for each in skipped)
 
 
-def test_interval_is_for_schedules_with_a_lock(key: str) -> None:
-    """And of a length that a schedule may have."""
-    with pytest.raises(InvalidArgument, match="each node runs this one itself"):
-        tick(key, every=60, scope=RunScope.NODE_LOCAL)
-    for wrong in (0, 400 * 86_400, "60", True):
-        with pytest.raises(InvalidArgument, match="every"):
-            tick(key, every=wrong)
-
-
 def test_run_that_cannot_be_noted_is_run(
     key: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,14 +126,10 @@ def test_key_stays_taken_for_the_window() -> None:
     assert not work()
     advance(1.5)
     assert work()
-
-
-@memory_locks()
-def test_key_can_be_free_behind_the_run() -> None:
-    """Where ticks are numbered by themselves, or come as often as they like."""
-    work = tick("free", hold=False)
-    assert work()
-    assert work()
+    # Where ticks are numbered by themselves, or come as often as they like.
+    unheld = tick("free", hold=False)
+    assert unheld()
+    assert unheld()
 
 
 @memory_locks()
@@ -176,22 +163,24 @@ def test_every_node_runs_what_is_local(key: str) -> None:
         assert [work(), work()] == ["held=False"] * 2
 
 
-def test_prefers_global_and_does_without() -> None:
-    """Where no backend is configured, threads of this process exclude each other."""
-    work = tick("prefers", scope=RunScope.PREFER_GLOBAL)
-    with override_settings(DISTLOCK={}):
-        assert work() == "held=True"
-        assert isinstance(work(), Skipped)
-
-
-def test_prefers_global_and_has_a_backend_of_one_process(key: str) -> None:
-    """Threads of this process exclude each other, on the backend that the schedule names."""
+def test_scope_where_backends_are_of_one_process_or_missing(key: str) -> None:
+    """Who prefers global excludes the threads of this process; who requires it does not run."""
     assert not lock_backends["memory"].distributed
     work = tick(key, scope=RunScope.PREFER_GLOBAL, backend="memory")
     made = at_once([work] * 4)
     assert [key] == RUNS
     assert sum(isinstance(each, Skipped) for each in made) == 3
     assert distlock(own_key(f"schedule:{key}"), backend="memory").locked()
+    work = tick(f"{key}:prefers", scope=RunScope.PREFER_GLOBAL)
+    assert work() == "held=True"
+    assert distlock(own_key(f"schedule:{key}:prefers")).locked()
+    RUNS.clear()
+    with override_settings(DISTLOCK={}):
+        assert work() == "held=True"
+        assert isinstance(work(), Skipped)
+        with pytest.raises(InvalidLockBackend):
+            tick("requires")()
+    assert [f"{key}:prefers"] == RUNS
 
 
 def test_prefers_global_and_each_process_runs(key: str) -> None:
@@ -217,19 +206,6 @@ def test_alias_that_is_misspelt_runs_nowhere(scope: RunScope, backend: dict[str,
             work()
         with pytest.raises(InvalidLockBackend, match="jbos"):
             asyncio.run(asynchronous())
-    assert RUNS == []
-
-
-def test_prefers_global_and_has_it(key: str) -> None:
-    """Where one is, it is used."""
-    assert tick(key, scope=RunScope.PREFER_GLOBAL)()
-    assert distlock(own_key(f"schedule:{key}")).locked()
-
-
-def test_requires_global_and_has_nothing() -> None:
-    """What must not run twice does not run where nobody can say that it does not."""
-    with override_settings(DISTLOCK={}), pytest.raises(InvalidLockBackend):
-        tick("requires")()
     assert RUNS == []
 
 
@@ -284,27 +260,21 @@ def test_locked_table_is_no_other_node(
 def test_tick_is_tried_again_in_its_margin(
     key: str, made: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A table that is locked for a while, or a short outage, costs no tick."""
+    """A table that is locked for a while, or a short outage, costs no tick; a rival's is left."""
     with locked_table() as raw:
         work = Later(made(key, margin=120))
         assert eventually(lambda: any("tried again" in each.message for each in caplog.records), 60)
         raw.rollback()
         assert work.result()
+    with prompt():
+        assert isinstance(Later(made(key, margin=60)).result(), Skipped)
     assert RUNS.count(key) == len(RUNS) == 1
     assert not any(each.levelno == logging.ERROR for each in caplog.records)
 
 
-def test_tick_of_somebody_else_is_not_tried_again(key: str) -> None:
-    """Where another node has the key, nobody waits."""
-    assert tick(key, margin=60)()
-    with prompt():
-        assert isinstance(tick(key, margin=60)(), Skipped)
-    assert RUNS.count(key) == len(RUNS) == 1
-
-
 @memory_locks()
 def test_overrun_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """A run beyond its time goes on alone, and says what was declared."""
+    """A run beyond its time goes on alone, and says what was declared; others say nothing."""
 
     @scheduled("slow", expected=10, margin=2)
     def work() -> bool:
@@ -312,17 +282,11 @@ def test_overrun_is_reported(caplog: pytest.LogCaptureFixture) -> None:
         advance(30)
         return isinstance(Later(work).result(), Skipped)
 
+    assert tick("quick")()
     assert work()
     (said,) = [each.message for each in caplog.records if "overrun" in each.message]
     assert repr(own_key("schedule:slow")) in said
     assert "12.0 s are declared (10.0 s expected)" in said
-
-
-@memory_locks()
-def test_run_in_time_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is said of a run that kept to its time."""
-    assert tick("quick")()
-    assert not [each for each in caplog.records if "overrun" in each.message]
 
 
 def test_error_of_the_work_is_its_own(key: str) -> None:
@@ -422,6 +386,12 @@ def test_jitter_spreads_the_load(key: str, monkeypatch: pytest.MonkeyPatch) -> N
         {"wait": 5},
         {"on_conflict": "run"},
         {"expected": 0.01, "margin": 0},
+        {"every": 0},
+        {"every": 400 * 86_400},
+        {"every": "60"},
+        {"every": True},
+        # Each node runs it itself: there is no interval to watch.
+        {"every": 60, "scope": RunScope.NODE_LOCAL},
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any]) -> None:
@@ -461,8 +431,7 @@ def test_tick_of_a_task_that_is_left_to_others_succeeds(key: str) -> None:
     assert (left.state, left.get()["distlock"]) == ("SUCCESS", "skipped")
 
 
-@pytest.mark.parametrize("what", ["a task", "a generator", "a wrapped coroutine function"])
-def test_scheduled_stands_above_a_plain_function(key: str, what: str) -> None:
+def test_scheduled_stands_above_a_plain_function(key: str) -> None:
     """Above a task, it would wrap something that no worker calls; others run later."""
 
     def generator() -> Iterator[int]:
@@ -470,28 +439,21 @@ def test_scheduled_stands_above_a_plain_function(key: str, what: str) -> None:
 
     def plain() -> None: ...
 
-    async def awaited() -> None: ...
+    async def awaited() -> None:
+        RUNS.append("awaited")
 
     @functools.wraps(awaited)
     def wrapped() -> Any:
         return awaited()
 
-    task = Celery("ticks", set_as_current=False).task(shared=False)(plain)
-    target = {"a task": task, "a generator": generator}.get(what, wrapped)
-    with pytest.raises((InvalidArgument, LockUsageError), match="function|generator"):
-        scheduled(key, expected=5)(target)
-
-
-def test_tick_that_is_to_be_awaited_is_not_run(key: str) -> None:
-    """A function whose work is still to be done when it returns has done none of it."""
-
-    async def awaited() -> None:
-        RUNS.append("awaited")
-
     @scheduled(key, expected=5)
     def work() -> object:
         return awaited()
 
+    task = Celery("ticks", set_as_current=False).task(shared=False)(plain)
+    for target in (task, generator, wrapped):
+        with pytest.raises((InvalidArgument, LockUsageError), match="function|generator"):
+            scheduled(key, expected=5)(target)
     with pytest.raises(LockUsageError, match="work returns a coroutine"):
         work()
     assert RUNS == []

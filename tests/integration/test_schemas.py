@@ -19,11 +19,11 @@ from django_distlock.fencing.rejecting import Fence
 from django_distlock.fencing.seen import see
 from django_distlock.handler import lock_backends
 from django_distlock.inspection import force_release, statistics, summary
+from tests.backends import ADVISORY
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.test_failures import OPERATIONS
 
 from .databases import ask, ask_mysql, lock_and_release, migrate
-from .test_advisory_sessions import ADVISORY
 
 FENCES = "django_distlock_fencecounter"
 

@@ -19,36 +19,27 @@ from django_distlock.fencing import seen
 from django_distlock.fencing.rejecting import Fence
 from django_distlock.fencing.seen import FenceJump, mark_of, see, set_mark
 from django_distlock.models import SeenFence
-from tests.conftest import DECLARED
 from tests.contract.helpers import Later, at_once
 from tests.contract.locking import rolled_back
 from tests.processes import spawn
-from tests.services import NO_MARIADB
 
+from .databases import here
 from .histories import Attempt, attempted, rising, wrong
 
 #: Aliases of the tests' databases; SQLite has one writer per file.
 SERVERS = ["default", "serializable", "mariadb"]
 
 
-def alias(request: pytest.FixtureRequest) -> str:
-    """Return the alias that a fixture was made for, if there is such a server."""
-    alias: str = request.param
-    if alias not in connections.settings:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
-    return alias
-
-
 @pytest.fixture(params=[*SERVERS, "sqlite"])
 def using(request: pytest.FixtureRequest) -> str:
     """Give each database in turn."""
-    return alias(request)
+    return here(request.param)
 
 
 @pytest.fixture(params=SERVERS)
 def server(request: pytest.FixtureRequest) -> str:
     """Give each database in turn that has more than one writer."""
-    return alias(request)
+    return here(request.param)
 
 
 def row(using: str, key: str) -> SeenFence:
@@ -56,8 +47,8 @@ def row(using: str, key: str) -> SeenFence:
     return Later(SeenFence.objects.using(using).get, pk=key).result()
 
 
-def test_mark_is_raised(using: str, key: str) -> None:
-    """The first fence makes it, a higher one raises it, and the time of that is noted."""
+def test_mark_is_raised(using: str, key: str, settings: Any) -> None:
+    """By a higher fence, with the time of that; a lower one is told it, and changes nothing."""
     assert see(Fence(key, 5), using) == 5
     first = row(using, key)
     assert first.fence == 5
@@ -65,14 +56,12 @@ def test_mark_is_raised(using: str, key: str) -> None:
     second = row(using, key)
     assert second.fence == 7
     assert second.raised_at > first.raised_at
-
-
-def test_lower_fence_is_told_the_mark(using: str, key: str) -> None:
-    """It changes nothing."""
-    see(Fence(key, 7), using)
-    before = row(using, key)
     assert see(Fence(key, 6), using) == 7
-    assert row(using, key).raised_at == before.raised_at
+    assert row(using, key).raised_at == second.raised_at
+    # Fifteen digits lose none.
+    settings.DISTLOCK_FENCE_JUMP = FENCE_MAX
+    for fence, mark in ((-1, -1), (0, 0), (-1, 0)):
+        assert see(Fence(key, FENCE_MAX + fence), using) == FENCE_MAX + mark
 
 
 @pytest.mark.parametrize("fence", [7, 6])
@@ -96,14 +85,6 @@ def test_keys_are_told_apart_by_their_bytes(using: str, key: str) -> None:
     for fence, each in enumerate(keys, 1):
         see(Fence(each, fence), using)
     assert [row(using, each).fence for each in keys] == [1, 2, 3, 4, 5, 6, 7]
-
-
-def test_highest_fences_are_told_apart(using: str, key: str, settings: Any) -> None:
-    """Fifteen digits lose none."""
-    settings.DISTLOCK_FENCE_JUMP = FENCE_MAX
-    assert see(Fence(key, FENCE_MAX - 1), using) == FENCE_MAX - 1
-    assert see(Fence(key, FENCE_MAX), using) == FENCE_MAX
-    assert see(Fence(key, FENCE_MAX - 1), using) == FENCE_MAX
 
 
 # How far

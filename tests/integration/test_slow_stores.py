@@ -22,12 +22,11 @@ from django_distlock.borrowing import TICK_SECONDS
 from django_distlock.core import budgets
 from django_distlock.handler import lock_backends
 from django_distlock.host import current_holder, monotonic
-from tests.conftest import DECLARED
 from tests.contract.aliases import alias_like
 from tests.contract.helpers import PROMPT, Later
 from tests.contract.redis_clients import close, cluster_url
-from tests.services import NO_MARIADB
 
+from .databases import here
 from .wires import Wire, wire
 
 #: Seconds that each answer takes, that a call waits, and that the store gets beyond that.
@@ -48,9 +47,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def slowly(alias: str) -> Iterator[list[Wire]]:
     """Configure a backend as "slow", behind wires, and as it is as "fast"."""
-    if alias not in settings.DISTLOCK:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
-    given = settings.DISTLOCK[alias]
+    given = settings.DISTLOCK[here(alias)]
     options = dict(given["OPTIONS"])
     with ExitStack() as stack:
         if alias == "redis_cluster":

@@ -9,7 +9,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import wraps
 from importlib import import_module
@@ -252,28 +252,22 @@ def test_task_runs_under_its_lock(tasks: Tasks, task: Any, key: str) -> None:
     assert Later(distlock(f"task:{key}").locked).result() is False
 
 
-def test_calls_of_the_function_are_locked(tasks: Tasks, key: str) -> None:
-    """They are no tasks, although one of them has just run."""
-    result = tasks.now(plain, key)
-    assert result.return_value["task_id"] == result.id
-    assert plain.func(key) == {"held": True, "task_id": None, "more": 7}
-
-
 @ALL
-def test_conflict_queues_the_task_again(tasks: Tasks, task: Any, taken: str) -> None:
+def test_conflict_queues_the_task_again(tasks: Tasks, task: Any, key: str) -> None:
     """With the same arguments, for later; the first one succeeds and says so."""
     slow = tasks.of(task, backend="later").using(queue_name="slow", priority=9)
-    first = slow.enqueue(taken, more=8)
+    first = slow.enqueue(key, more=8)
     before = timezone.now()
-    with Heard(work_requeued, f"task:{taken}") as heard:
+    lease = Later(distlock(f"task:{key}", ttl=30).acquire).result()
+    with Heard(work_requeued, f"task:{key}") as heard:
         marker = tasks.work(first)
     assert isinstance(heard.once["cause"], LockNotAcquired)
     second = tasks.queue()[-1]
-    assert marker == {"distlock": "queued again", "key": f"task:{taken}", "as": second.id}
+    assert marker == {"distlock": "queued again", "key": f"task:{key}", "as": second.id}
     assert json.loads(json.dumps(marker)) == marker
     assert len(tasks.queue()) == 2
     assert second.id != first.id
-    assert second.args == [taken]
+    assert second.args == [key]
     assert second.task.func is task.func
     assert (second.task.queue_name, second.task.priority) == ("slow", 9)
     assert before <= second.task.run_after <= timezone.now() + timedelta(seconds=1)
@@ -282,22 +276,14 @@ def test_conflict_queues_the_task_again(tasks: Tasks, task: Any, taken: str) -> 
         tasks.work(third)
         third = tasks.queue()[-1]
         assert third.kwargs["_distlock"] == [second.kwargs["_distlock"][0], times]
-
-
-@ALL
-def test_task_that_was_queued_again_runs(tasks: Tasks, task: Any, key: str) -> None:
-    """It gets the arguments of the first one, and nothing else."""
-    lease = Later(distlock(f"task:{key}", ttl=30).acquire).result()
-    tasks.work(tasks.of(task, backend="later").enqueue(key, more=8))
     Later(lease.release).result()
-    second = tasks.queue()[-1]
-    returned = tasks.work(second)
-    assert (returned["held"], returned["more"], returned["task_id"]) == (True, 8, second.id)
-    assert len(tasks.queue()) == 2
+    returned = tasks.work(third)
+    assert (returned["held"], returned["more"], returned["task_id"]) == (True, 8, third.id)
+    assert len(tasks.queue()) == 4
 
 
 def test_task_is_not_queued_for_ever(tasks: Tasks, taken: str) -> None:
-    """The last attempt is when `max_wait` ends, counted from the first; then it fails."""
+    """It fails where `max_wait` ends, counted from the first time, or `max_retries` are over."""
     since = time.time() - jobs.MAX_WAIT
     task = tasks.of(plain, backend="later")
     tasks.work(task.enqueue(taken, _distlock=[since + 5, 40]))
@@ -308,13 +294,8 @@ def test_task_is_not_queued_for_ever(tasks: Tasks, taken: str) -> None:
         tasks.work(task.enqueue(taken, _distlock=[since - 1, 41]))
     assert "Queued again 41 times, in 3601 s." in caught.value.__notes__
     assert tasks.queue()[-1].kwargs["_distlock"][1] == 41
-
-
-def test_retries_can_be_counted(tasks: Tasks, taken: str) -> None:
-    """By the `max_retries` of a `Retry`."""
     task = tasks.of(counted, backend="later")
-    for times in (0, 1):
-        assert tasks.work(task.enqueue(taken, _distlock=[0.0, times]))["distlock"] == "queued again"
+    assert tasks.work(task.enqueue(taken, _distlock=[0.0, 1]))["distlock"] == "queued again"
     with pytest.raises(LockNotAcquired):
         tasks.work(task.enqueue(taken, _distlock=[0.0, 2]))
 
@@ -341,7 +322,8 @@ def test_retry_is_refused_where_the_backend_cannot_defer(tasks: Tasks, key: str)
 
 
 def test_call_of_the_function_is_not_queued(tasks: Tasks, taken: str) -> None:
-    """Its caller gets the error, also where it is the body of another task."""
+    """It is locked, and its caller gets the error, also inside of the body of another task."""
+    assert plain.func(f"{taken}:free") == {"held": True, "task_id": None, "more": 7}
     with pytest.raises(LockNotAcquired) as caught:
         plain.func(taken)
     assert "call of the function" in caught.value.__notes__[0]
@@ -352,23 +334,26 @@ def test_call_of_the_function_is_not_queued(tasks: Tasks, taken: str) -> None:
     assert len(tasks.queue()) == 2
 
 
+@pytest.mark.parametrize("is_away", [False, True], ids=["conflict", "outage"])
 @pytest.mark.parametrize("task", [skipping, async_skipping], ids=NAME)
-def test_conflict_can_be_skipped(
-    tasks: Tasks, task: Any, taken: str, caplog: pytest.LogCaptureFixture
+def test_task_can_be_skipped(
+    tasks: Tasks, task: Any, taken: str, is_away: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The task succeeds, says why, and who has the key; the log has it too."""
     caplog.set_level(logging.INFO, "django_distlock")
-    marker = tasks.now(task, taken).return_value
     record = lock_backends["default"].read(f"task:{taken}")
     assert record is not None
+    with lose_connection() if is_away else nullcontext():
+        marker = tasks.now(task, taken).return_value
     holder = {"host": record.holder.host, "pid": record.holder.pid, "task_id": None}
     assert marker == {
         "distlock": "skipped",
         "key": f"task:{taken}",
-        "why": "acquisition_timeout",
-        "holder": holder,
+        "why": "service_unavailable" if is_away else "acquisition_timeout",
+        "holder": None if is_away else holder,
     }
-    assert [each.levelname for each in caplog.records if "is skipped" in each.message] == ["INFO"]
+    (logged,) = [each.levelname for each in caplog.records if "is skipped" in each.message]
+    assert logged == ("ERROR" if is_away else "INFO")
 
 
 def test_skipped_task_names_the_task_that_runs(tasks: Tasks, key: str) -> None:
@@ -430,22 +415,6 @@ def test_body_can_run_without_the_lock(tasks: Tasks, task: Any, taken: str) -> N
     assert heard.facts[1]["waited"] >= 0
 
 
-@pytest.mark.parametrize("task", [skipping, async_skipping], ids=NAME)
-def test_outage_can_be_skipped(
-    tasks: Tasks, task: Any, key: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is an error in the log, and the marker of the task says so."""
-    with lose_connection():
-        marker = tasks.now(task, key).return_value
-    assert marker == {
-        "distlock": "skipped",
-        "key": f"task:{key}",
-        "why": "service_unavailable",
-        "holder": None,
-    }
-    assert [each.levelname for each in caplog.records if "is skipped" in each.message] == ["ERROR"]
-
-
 def test_outage_is_raised(tasks: Tasks, key: str) -> None:
     """Unless the decorator says otherwise; nothing is queued again."""
     with lose_connection(), pytest.raises(LockError) as caught:
@@ -485,12 +454,6 @@ def test_tasks_are_found_by_their_path(tasks: Tasks) -> None:
         assert pickle.loads(pickle.dumps(drill.using(priority=5))).func is drill.func
 
 
-def test_decorators_in_the_wrong_order(tasks: Tasks) -> None:
-    """Refused where they stand, with the remedy."""
-    with pytest.raises(LockUsageError, match="below @task()"):
-        locked_task("{key}")(tasks.of(plain))
-
-
 def test_missing_parentheses_are_told_at_import(
     tasks: Tasks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -508,31 +471,8 @@ def test_missing_parentheses_are_told_at_import(
         import_module(name)
 
 
-@pytest.mark.parametrize("arguments", [(), (3,), (3, 4)], ids=len)
-def test_missing_parentheses_are_told_at_the_first_call(arguments: tuple[int, ...]) -> None:
-    """Of a function inside of another one it is not known before."""
-
-    def body(*numbers: int) -> None:
-        """Be taken for a key."""
-
-    send = cast("Any", locked_task)(body)
-    with pytest.raises(InvalidArgument, match=r"without parentheses\? Write @locked_task\("):
-        send(*arguments)
-
-
-def test_generator_is_refused() -> None:
-    """Its body would run behind the lock."""
-
-    def generating(key: str) -> Iterator[int]:
-        """Give a number."""
-        yield 1
-
-    with pytest.raises(LockUsageError, match="generator"):
-        locked_task("{key}")(generating)
-
-
-def test_body_that_is_returned_does_not_run() -> None:
-    """A function of a task returns a result, and no work that is still to be done."""
+def test_what_cannot_be_decorated_is_refused(tasks: Tasks) -> None:
+    """Where it stands, or at the first call where nothing was known before; nothing runs."""
     ran = []
 
     async def work() -> None:
@@ -547,11 +487,33 @@ def test_body_that_is_returned_does_not_run() -> None:
     def wrapped() -> Any:
         return work()
 
+    def generating(key: str) -> Iterator[int]:
+        """Give a number."""
+        yield 1
+
+    def named(_distlock: str) -> None:
+        """Have the name by which we tell a task how often it was queued."""
+
+    def body(*numbers: int) -> None:
+        """Be taken for a key."""
+
     with pytest.raises(LockUsageError, match="returning returns a coroutine"):
         returning(secrets.token_hex(6))
     with pytest.raises(LockUsageError, match="returns a coroutine"):
         locked_task("key")(wrapped)
     assert ran == []
+    with pytest.raises(LockUsageError, match="generator"):
+        locked_task("{key}")(generating)
+    with pytest.raises(LockUsageError, match="below @task()"):
+        locked_task("{key}")(tasks.of(plain))
+    with pytest.raises(InvalidArgument, match="named has a parameter _distlock"):
+        locked_task("key")(named)
+    for template in ("{other}", "{context.attempt}"):
+        with pytest.raises(InvalidArgument, match=r"not a parameter of taking\(key: "):
+            locked_task(template)(taking.func.__wrapped__)
+    for arguments in ((), (3,), (3, 4)):
+        with pytest.raises(InvalidArgument, match=r"without parentheses\? Write @locked_task\("):
+            cast("Any", locked_task)(body)(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -569,23 +531,6 @@ def test_arguments_that_cannot_be(options: dict[str, Any]) -> None:
     """They are refused where the decorator stands, and named."""
     with pytest.raises(InvalidArgument, match=next(iter(options))):
         locked_task("key", **options)
-
-
-@pytest.mark.parametrize("key", ["{other}", "{context.attempt}"])
-def test_key_that_names_nothing(key: str) -> None:
-    """A template of what is no argument of the task, as its context, is refused at once."""
-    with pytest.raises(InvalidArgument, match=r"not a parameter of taking\(key: "):
-        locked_task(key)(taking.func.__wrapped__)
-
-
-def test_name_that_is_taken() -> None:
-    """By which we tell a task how often it was queued."""
-
-    def named(_distlock: str) -> None:
-        """Have it."""
-
-    with pytest.raises(InvalidArgument, match="named has a parameter _distlock"):
-        locked_task("key")(named)
 
 
 def test_what_has_not_travelled(tasks: Tasks, key: str) -> None:

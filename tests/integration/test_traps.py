@@ -28,6 +28,7 @@ from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
 from django_distlock.handler import lock_backends
 from django_distlock.models import HeldLock
+from tests.backends import DATABASE
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.helpers import at_once, prompt, take
 from tests.processes import spawn
@@ -47,7 +48,6 @@ from .databases import (
 )
 
 ROOT = Path(__file__).parent.parent.parent
-DATABASE = "django_distlock.backends.database.DatabaseBackend"
 
 TRAPS = {
     # Release before the outer commit.
@@ -82,15 +82,15 @@ TRAPS = {
 NUMBERS = [*range(1, 12), 13, *range(17, 21), 22, 23]
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-def test_trap_has_its_test(number: int) -> None:
+def test_trap_has_its_test() -> None:
     """A trap is tested here, by a test with its number, or where `TRAPS` says."""
-    here = [name for name in _tests(Path(__file__)) if name.startswith(f"test_d{number:02}_")]
-    named = TRAPS.get(f"D{number}")
-    assert bool(here) != bool(named)
-    if named:
-        path, _, name = named.partition("::")
-        assert name in _tests(ROOT / path)
+    for number in NUMBERS:
+        here = [name for name in _tests(Path(__file__)) if name.startswith(f"test_d{number:02}_")]
+        named = TRAPS.get(f"D{number}")
+        assert bool(here) != bool(named)
+        if named:
+            path, _, name = named.partition("::")
+            assert name in _tests(ROOT / path)
 
 
 def _tests(path: Path) -> set[str]:
@@ -373,27 +373,19 @@ def test_d18_locks_are_never_read_from_a_replica(
         assert rows == [(lease.fence,)]
 
 
-def test_d18_router_says_where_the_tables_are(postgresql: str, sqlite: str) -> None:
-    """The tables and functions are made where the router sends the models, and nowhere else."""
-    with routed(sqlite, using=sqlite) as backend:
+def test_d18_router_says_where_the_tables_are(postgresql: str, sqlite: str, key: str) -> None:
+    """Tables are made where the router sends the models; a lock goes to the alias it names."""
+    with routed(sqlite, using=sqlite):
         before = objects(postgresql)
         migrate(postgresql)
         assert objects(postgresql) == before
         migrate(sqlite)
         assert tables(sqlite) == TABLES
-        assert backend.using == sqlite
-        with distlock("invoice:42") as lease:
-            assert HeldLock.objects.using(sqlite).get().token == lease.token
-
-
-def test_d18_using_wins_over_the_router(empty: str, sqlite: str) -> None:
-    """An alias that the settings name is used, whatever the router says."""
-    migrate(empty)
-    migrate(sqlite)
-    with routed("sqlite", using=empty) as backend:
-        assert backend.using == empty
-        with distlock("invoice:42") as lease:
-            assert HeldLock.objects.using(empty).get().token == lease.token
+    for using in (sqlite, "default"):
+        with routed(sqlite, using=using) as backend:
+            assert backend.using == using
+            with distlock(key) as lease:
+                assert HeldLock.objects.using(using).get(key=key).token == lease.token
 
 
 # Trap D20, all advisory locks of a database share one space of numbers

@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from django.db import connections, transaction
+from django.db import transaction
 
 from django_distlock import LockUsageError
 from django_distlock.backends.database import DatabaseBackend
@@ -18,14 +18,12 @@ from django_distlock.core.records import Waiting, Waits
 from django_distlock.handler import lock_backends
 from django_distlock.models import Waiter
 from tests.backends import BACKENDS, Registered
-from tests.conftest import DECLARED
 from tests.contract.aliases import counted_alias, locks_on, sessions
 from tests.contract.helpers import Later, prompt, take
 from tests.contract.locking import eventually
 from tests.processes import spawn
-from tests.services import NO_MARIADB
 
-from .databases import ask
+from .databases import ask, here
 
 DATABASES = [each for each in BACKENDS.values() if each.store in ("sqlite", "postgresql", "mysql")]
 SERVERS = [each for each in DATABASES if each.store != "sqlite"]
@@ -36,8 +34,7 @@ WAITERS = "django_distlock_waiter"
 def registered(request: pytest.FixtureRequest) -> Registered:
     """Give each database of the registry."""
     registered: Registered = request.param
-    if registered.using not in connections.settings:
-        pytest.skip(f"{DECLARED}{NO_MARIADB}")
+    here(registered.using)
     return registered
 
 
@@ -114,21 +111,17 @@ def test_note_that_went_is_made_anew(backend: DatabaseBackend, key: str) -> None
     """A waiter that stood still for too long is seen again when it goes on."""
     note = noted(backend, key, "a")
     end(backend, note)
+    assert waiting(backend, key) == []
+    # Where nobody has cleaned up meanwhile, it is the same one.
+    assert backend.note_waiter(key, Holder(host="a"), 200, note) == note
+    assert waiting(backend, key) == ["a"]
+    end(backend, note)
     backend.cleanup(datetime.now(UTC))
     again = backend.note_waiter(key, Holder(host="a"), 60, note)
     assert again is not None
     assert waiting(backend, key) == ["a"]
     backend.drop_waiter(key, again)
     assert waiting(backend, key) == []
-
-
-def test_note_that_is_over_comes_back(backend: DatabaseBackend, key: str) -> None:
-    """Where nobody has cleaned up meanwhile, it is the same one."""
-    note = noted(backend, key, "a")
-    end(backend, note)
-    assert waiting(backend, key) == []
-    assert backend.note_waiter(key, Holder(host="a"), 200, note) == note
-    assert waiting(backend, key) == ["a"]
 
 
 def test_waiter_is_forgotten(backend: DatabaseBackend, key: str) -> None:
@@ -143,31 +136,22 @@ def test_waiter_is_forgotten(backend: DatabaseBackend, key: str) -> None:
 
 
 def test_notes_of_the_dead_are_cleaned_up(backend: DatabaseBackend, key: str) -> None:
-    """They are seen no more when their time is over, go with a cleanup, and do not count."""
-    notes = {host: noted(backend, key, host) for host in ("dead", "alive")}
-    end(backend, notes["dead"])
+    """They are seen no more, do not count, and go with a cleanup, within its limit."""
+    long_ago = datetime(2020, 1, 1, tzinfo=UTC)
+    backend.cleanup(long_ago, 100_000)
+    notes = [noted(backend, key, host) for host in ("alive", "dead", "gone", "over")]
+    for note in notes[1:]:
+        end(backend, note)
     assert waiting(backend, key) == ["alive"]
-    # Others' locks may be over too; none of them was before this.
-    assert backend.cleanup(datetime(2020, 1, 1, tzinfo=UTC)) == 0
-    left = ask(
-        backend.using,
-        f"SELECT id FROM {WAITERS} WHERE storage_key = %s",
-        backend.storage_name(key),
-    )
-    assert [str(pk) for (pk,) in left] == [notes["alive"]]
-
-
-def test_cleanup_goes_by_its_limit(backend: DatabaseBackend, key: str) -> None:
-    """It removes no more notes at once than records, and the rest the next time."""
-    backend.cleanup(datetime(2020, 1, 1, tzinfo=UTC), 100_000)
-    for host in "abc":
-        end(backend, noted(backend, key, host))
     left = []
     for _ in range(2):
-        backend.cleanup(datetime(2020, 1, 1, tzinfo=UTC), 2)
-        found = f"SELECT count(*) FROM {WAITERS} WHERE storage_key = %s"
-        left += ask(backend.using, found, backend.storage_name(key))
-    assert left == [(1,), (0,)]
+        # Others' locks may be over too; none of them was before this.
+        assert backend.cleanup(long_ago, 2) == 0
+        found = f"SELECT id FROM {WAITERS} WHERE storage_key = %s"
+        rows = ask(backend.using, found, backend.storage_name(key))
+        left.append([str(pk) for (pk,) in rows])
+    assert len(left[0]) == 2
+    assert left[1] == notes[:1]
 
 
 @pytest.mark.parametrize("registered", SERVERS, ids=lambda each: each.alias, indirect=True)
