@@ -40,6 +40,8 @@ HAS_TTL = pytest.mark.requires("supports_ttl")
 #: What a prompt answer takes at most on a busy machine, and a bounded wait beyond its bound. Less
 #: than a second: that is how long those wait whom nobody told a bound.
 PROMPT = 0.9
+#: What a busy machine may add to a time, where what would be wrong adds more.
+NOISE = 2.0
 #: What other processes may take to start and to end, on a machine with much else to do.
 PATIENCE = 120
 #: A bound to wait for in tests.

@@ -31,7 +31,7 @@ from tests.backends import Registered
 
 from .aliases import counted_alias, locks_on, sessions
 from .heart_workers import loses
-from .helpers import Later, held, noted
+from .helpers import NOISE, Later, held, noted
 from .locking import (
     HOLDING,
     Heard,
@@ -47,8 +47,6 @@ from .stores import Stranger
 
 #: A ttl of which a busy machine does not miss two renewals in a row.
 TTL = 2.4
-#: What a busy machine may add to a time.
-NOISE = 0.7
 
 
 def test_block_longer_than_three_ttls_keeps_its_lease(registered: Registered, key: str) -> None:

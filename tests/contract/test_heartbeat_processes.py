@@ -23,14 +23,12 @@ from tests.processes import spawn
 from tests.services import private_redis
 
 from .aliases import counted_alias, cut, locks_on, sessions
-from .helpers import SHARED, Later, held
+from .helpers import NOISE, SHARED, Later, held
 from .locking import Heard, eventually, grantable, lock_of, taken
 from .stores import Session
 from .test_lock_trouble import registered_options
 
 WORKERS = "tests.contract.heart_workers"
-#: What a busy machine may add to a time.
-NOISE = 0.7
 #: Seconds from SIGCONT until a process that stood still knows of its loss, and what the kernel may
 #: take until it lets it go on.
 AT_ONCE, TICK = 0.1, 0.01

@@ -18,11 +18,10 @@ from django_distlock.host import monotonic
 from tests.backends import Registered
 from tests.integration.wires import Wire
 
+from .helpers import NOISE
 from .locking import Heard, grantable, lock_of, take_away
 from .test_lost_leases import WIRED, hanging
 
-#: What a busy machine may add to a time.
-NOISE = 0.7
 #: Longer than any test takes: whoever sleeps so long was not cancelled.
 LONG = 20.0
 

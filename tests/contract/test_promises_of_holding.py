@@ -30,12 +30,10 @@ from tests.backends import Registered
 from tests.conftest import DECLARED
 from tests.processes import spawn_by
 
-from .helpers import HAS_TTL, PATIENCE, Later, held
+from .helpers import HAS_TTL, NOISE, PATIENCE, Later, held
 from .locking import Heard, eventually, grantable, lock_of, rolled_back, take_away, taken
 
 HERE = f"{__name__}:"
-#: What a busy machine may add to a time.
-NOISE = 0.7
 #: How long a slow store takes to answer here.
 SLOW = 1.5
 
