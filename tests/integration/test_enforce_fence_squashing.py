@@ -39,6 +39,14 @@ def test_makemigrations_sees_no_difference(sqlite: str) -> None:
     assert [type(one).__name__ for one in changes(bank.state, plain.state)] == ["AddField"]
 
 
+def test_data_migrations_validate_their_rows(sqlite: str) -> None:
+    """The trigger among the constraints of their models does not disturb the others."""
+    bank = Bank(sqlite).migrate(payment(), EnforceFence("payment"))
+    row = bank.model().objects.using(sqlite).get(pk=bank.add(7))
+    row.fence = 5
+    row.validate_constraints()
+
+
 def optimized(*given: Operation) -> list[str]:
     """Return what `squashmigrations` leaves."""
     return [type(one).__name__ for one in MigrationOptimizer().optimize(list(given), BANK)]
