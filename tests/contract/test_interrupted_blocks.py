@@ -111,6 +111,10 @@ def awaited(lock: Lock) -> None:
 @pytest.mark.filterwarnings(
     "ignore:Exception ignored in. .function BaseConnection:pytest.PytestUnraisableExceptionWarning"
 )
+# What strikes while a weak set forgets an object reaches nobody.
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. .function WeakSet:pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.parametrize("operation", [block, extend])
 def test_signals_leave_nothing_held(registered: Registered, key: str, operation: Operation) -> None:
     """Whenever a time limit strikes, the key can be had at once, and nobody renews it."""

@@ -173,6 +173,17 @@ def test_transaction_on_any_database_counts(registered: Registered, key: str) ->
     assert grantable(lock)
 
 
+def test_error_that_is_swallowed_does_not_free_early(lock: Lock, key: str) -> None:
+    """Between lock and `atomic()` an error may be caught: the transaction commits all the same."""
+    with transaction.atomic():
+        with contextlib.suppress(ZeroDivisionError), lock:
+            Row.objects.create(name=key)
+            raise ZeroDivisionError
+        assert taken(lock)
+    assert grantable(lock)
+    assert Row.objects.filter(name=key).exists()
+
+
 @pytest.mark.parametrize("comes_first", [True, False])
 def test_failing_hook_of_somebody_else_does_not_lose_the_release(
     lock: Lock, *, comes_first: bool

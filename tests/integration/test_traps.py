@@ -59,7 +59,7 @@ TRAPS = {
     "D3": "tests/contract/test_transaction_requests.py::test_decorated_view_keeps_its_key_too",
     # Acquire inside of the caller's transaction.
     "D4": "tests/contract/test_transaction_visibility.py"
-    "::test_lock_taken_inside_a_transaction_is_seen_at_once",
+    "::test_lock_taken_inside_a_transaction_is_seen_by_other_processes",
     # A rollback hands the same fence out twice.
     "D5": "tests/contract/test_transaction_visibility.py"
     "::test_rollback_never_hands_a_fence_out_twice",
