@@ -1,7 +1,8 @@
 """Which tests a run takes, and which servers they need.
 
 `./dev test` takes the quick ones, `./dev test --all` all of them. Whoever names files, or chooses
-by `-k`, `-m` or `--last-failed`, gets what was named, with every case on every backend.
+by `-k`, `-m` or `--last-failed`, gets what was named, with every case on every backend. So does
+`./dev nightly`, which names all of them.
 """
 
 from __future__ import annotations
@@ -88,25 +89,33 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Do not import what has no quick test."""
     if config.stash[TIER] != "quick" or collection_path.suffix != ".py":
         return None
-    path = collection_path.relative_to(ROOT)
-    is_quick = not {path.parts[0], path.as_posix()}.isdisjoint(QUICK)
-    return (not is_quick or path.as_posix() in NOT_QUICK) or None
+    return not _has_quick(collection_path) or None
+
+
+def _has_quick(file: Path) -> bool:
+    path = file.relative_to(ROOT)
+    is_named = not {path.parts[0], path.as_posix()}.isdisjoint(QUICK)
+    return is_named and path.as_posix() not in NOT_QUICK
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what the tier leaves out."""
-    tier = config.stash[TIER]
-    if tier == "chosen":
-        return
-    wanted = set(_paired(items))
-    kept = [item for item in items if item in wanted and (tier == "all" or _is_quick(item))]
+    kept = taken(items, config.stash[TIER])
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = kept
 
 
+def taken(items: list[pytest.Item], tier: Tier) -> list[pytest.Item]:
+    """Return those of all tests that a tier takes."""
+    if tier == "chosen":
+        return items[:]
+    wanted = {each for each in _paired(items) if not each.get_closest_marker("nightly")}
+    return [each for each in items if each in wanted and (tier == "all" or _is_quick(each))]
+
+
 def _is_quick(item: pytest.Item) -> bool:
     names = QUICK.get(item.path.relative_to(ROOT).as_posix())
-    if names and item.name.partition("[")[0] not in names:
+    if not _has_quick(item.path) or (names and item.name.partition("[")[0] not in names):
         return False
     callspec = getattr(item, "callspec", None)
     if callspec and not SLOW_WORDS.isdisjoint(callspec.id.split("-")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -33,31 +34,49 @@ FEWER = {
 }  # fmt: skip
 
 
-def collected(*options: str) -> dict[str, set[str]]:
-    """Return the backends of each test that a run takes; "": it names none."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found: defaultdict[str, set[str]] = defaultdict(set)
-    for line in done.stdout.splitlines():
-        # The stores of the example take turns over its tests.
-        if line.startswith("tests/") and not line.startswith("tests/e2e/"):
-            test, _, case = line.rstrip("]").partition("[")
-            found[test].update(BACKENDS.keys() & set(case.split("-")) or {""})
-    return found
+#: Prints what each tier takes of one collection.
+LIST_TIERS = """
+import json
+from typing import get_args
+import pytest
+
+class Listing:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items):
+        from tests import tiers
+
+        found = {
+            tier: [[each.nodeid, bool(each.get_closest_marker("nightly"))] for each in taken]
+            for tier in get_args(tiers.Tier)
+            for taken in [tiers.taken(items, tier)]
+        }
+        print("TIERS " + json.dumps(found))
+
+options = ["--collect-only", "-q", "-n", "0", "-p", "no:randomly", "tests"]
+pytest.main(options, plugins=[Listing()])
+"""
+#: The backends of each test; "": it names none.
+Tests = dict[str, set[str]]
 
 
 @pytest.fixture(scope="module")
-def all_tests() -> dict[str, set[str]]:
-    """Give what `./dev test --all` takes."""
-    return collected("--all")
+def tiers() -> dict[str, Tests]:
+    """Give what each tier takes, and "nightly": what only the tests that are chosen have."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIST_TIERS], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    found: defaultdict[str, defaultdict[str, set[str]]]
+    found = defaultdict(lambda: defaultdict(set))
+    listed = json.loads(done.stdout.partition("TIERS ")[2].partition("\n")[0])
+    for tier, tests in listed.items():
+        for name, is_nightly in tests:
+            test, _, case = name.rstrip("]").partition("[")
+            backends = BACKENDS.keys() & set(case.split("-")) or {""}
+            found["nightly" if is_nightly else tier][test] |= backends
+    return {tier: dict(tests) for tier, tests in found.items()}
 
 
-def by_file(tests: dict[str, set[str]]) -> dict[str, set[str]]:
+def by_file(tests: Tests) -> Tests:
     """Join the tests of a file."""
     files: defaultdict[str, set[str]] = defaultdict(set)
     for test, backends in tests.items():
@@ -65,9 +84,9 @@ def by_file(tests: dict[str, set[str]]) -> dict[str, set[str]]:
     return files
 
 
-def test_each_promise_has_tests(all_tests: dict[str, set[str]]) -> None:
+def test_each_promise_has_tests(tiers: dict[str, Tests]) -> None:
     """Each file that the page names runs, and "on every backend" is on every backend."""
-    files = by_file(all_tests)
+    files = by_file(tiers["all"])
     sections = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     named = {
         part.partition("\n")[0]: set(re.findall(r"`(tests/[\w/]+\.py)`", part)) for part in sections
@@ -78,17 +97,20 @@ def test_each_promise_has_tests(all_tests: dict[str, set[str]]) -> None:
     assert {each: missing for each, missing in fewer.items() if missing} == FEWER
 
 
-def test_no_test_loses_a_backend(all_tests: dict[str, set[str]]) -> None:
+def test_no_test_loses_a_backend(tiers: dict[str, Tests]) -> None:
     """What `--all` leaves out are further cases: each test runs on each backend that it is for."""
-    assert all_tests == collected("tests")
+    assert differences(tiers["all"], tiers["chosen"]) == {}
 
 
-def test_quick_run_has_each_promise_about_backends(all_tests: dict[str, set[str]]) -> None:
+def test_quick_run_has_each_promise_about_backends(tiers: dict[str, Tests]) -> None:
     """And no test that `--all` does not have."""
-    quick = collected()
-    for test, backends in quick.items():
-        assert backends <= all_tests[test]
-    left = {
-        file for file in by_file(all_tests) if file.startswith(("tests/contract/", "tests/core/"))
-    }
-    assert left - by_file(quick).keys() == set()
+    assert {test for test in tiers["quick"] if test not in tiers["all"]} == set()
+    files = by_file(tiers["all"])
+    of_backends = {each for each in files if each.startswith(("tests/contract/", "tests/core/"))}
+    assert of_backends - by_file(tiers["quick"]).keys() == set()
+
+
+def differences(tests: Tests, expected: Tests) -> Tests:
+    """Return the backends that tests lack. The stores of the example take turns over its tests."""
+    lacking = {each: expected[each] - tests.get(each, set()) for each in expected}
+    return {test: lacks for test, lacks in lacking.items() if lacks and "/e2e/" not in test}
