@@ -133,7 +133,6 @@ class BaseLockBackend:
             replace=replace,
             bound=_bound(bound),
         )
-        # Redis awaits its answers, and has no guards.
         if self.supports_guard and isinstance(answer, Contended) and answer.is_unclear:
             return changed(answer, guarded=self._is_guarded(name))
         return answer
