@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import time
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -43,7 +45,9 @@ def test_deployments_migrate_an_empty_database_at_once(
     assert lock_and_release(using, "migrate") == number + 1
 
 
-def test_makes_our_tables_alone_and_up_to_date(empty: str) -> None:
+def test_makes_our_tables_alone_and_up_to_date(
+    empty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of many at once one does; `migrate` knows that ours are applied. So it is of an upgrade."""
     at_once([partial(ensure_tables, empty, 60)] * 6)
     assert tables(empty) == all_tables(empty)
@@ -51,13 +55,24 @@ def test_makes_our_tables_alone_and_up_to_date(empty: str) -> None:
     assert {app for app, _ in applied} == {APP}
     assert len(applied) == len({*applied})
     migrate(empty, check_unapplied=True)
-    migrate(empty, "zero")
-    migrate(empty, "0001")
-    assert tables(empty) < all_tables(empty)
-    ensure_tables(empty, 0)
-    migrate(empty, check_unapplied=True)
-    assert tables(empty) == all_tables(empty)
     assert lock_and_release(empty) == 1
+    # A release to come, which alters a table of this one.
+    folder = tmp_path / "migrations_to_come"
+    folder.mkdir()
+    for file in Path(import_module(f"{APP}.migrations").__file__ or "").parent.glob("*.py"):
+        shutil.copy(file, folder)
+    (folder / "9999_more.py").write_text(
+        "from django.db import migrations, models\n"
+        "class Migration(migrations.Migration):\n"
+        f"    dependencies = [({APP!r}, {max(name for _, name in applied)!r})]\n"
+        "    field = models.IntegerField(default=7)\n"
+        "    operations = [migrations.AddField('fencecounter', 'more', field)]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with override_settings(MIGRATION_MODULES={APP: folder.name}):
+        at_once([partial(ensure_tables, empty, 60)] * 2)
+        migrate(empty, check_unapplied=True)
+    assert ask(empty, "SELECT more FROM django_distlock_fencecounter") == [(7,)]
 
 
 def test_waits_for_who_makes_them(empty: str) -> None:
