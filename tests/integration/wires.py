@@ -75,8 +75,13 @@ class Wire:
                 self._welcome(self._listener.accept()[0])
 
     def _welcome(self, client: socket.socket) -> None:
-        server = socket.create_connection(self._server)
-        self._sockets += [client, server]
+        self._sockets.append(client)
+        try:
+            server = socket.create_connection(self._server)
+        except OSError:
+            client.close()  # As a server that is away does: who connects is told.
+            return
+        self._sockets.append(server)
         thread = threading.Thread(target=self._carry, args=(client, server), daemon=True)
         self._threads.append(thread)
         thread.start()
