@@ -68,14 +68,18 @@ def status_here(*arguments: str) -> object:
 
 
 def test_program_has_the_lock_and_the_streams(project: Project, key: str) -> None:
-    """It reads our input, writes our output, knows key and fence, and the lock is held."""
+    """It reads our input, writes our output, knows key and fence, and the lock is held.
+
+    What is ignored where we begin, as under `nohup`, ends neither of us.
+    """
     script = "echo key=$DISTLOCK_KEY; echo fence=$DISTLOCK_FENCE >&2; read line; echo read $line"
-    with Run(project, key, *shell(f"{script}; exit 4")) as run:
+    with Run(project, key, *shell(f"{script}; exit 4"), ignored=signal.SIGHUP) as run:
         fence = run.says("fence=")
         assert run.says("key=") == key
         record = held(lock_backends["default"], key)
         assert (str(record.fence), record.holder.pid) == (fence, run.popen.pid)
         assert record.holder.metadata == {"program": "sh"}
+        run.signal(signal.SIGHUP)
         run.types("what was typed\n")
         assert run.says("read ") == "what was typed"
         assert run.status() == 4
@@ -235,17 +239,17 @@ def test_wrong_arguments_are_2(
 def test_signals_reach_the_program_and_its_children(project: Project, key: str) -> None:
     """Each is passed on; the lock is held until the program ends, and free then.
 
-    A program that minds no signal is told again and again. What was ignored where we began, as
-    under `nohup`, stays ignored.
+    A program that minds no signal is told again and again.
     """
-    traps = "".join(f"trap 'echo got {name}' {name}; " for name in ("INT", "QUIT", "USR1", "TERM"))
+    traps = "".join(
+        f"trap 'echo got {name}' {name}; " for name in ("HUP", "INT", "QUIT", "USR1", "TERM")
+    )
     script = f"{traps} trap 'exit 3' USR2; {CHILD} {FOREVER}"
-    with Run(project, key, *shell(script), ignored=signal.SIGHUP) as run:
+    with Run(project, key, *shell(script)) as run:
         sleeper = int(run.says("child "))
         run.says("started")
-        run.signal(signal.SIGHUP)
         for times in (1, 2):
-            for name in ("INT", "QUIT", "USR1", "TERM"):
+            for name in ("HUP", "INT", "QUIT", "USR1", "TERM"):
                 run.signal(getattr(signal, f"SIG{name}"))
                 run.says(f"got {name}", times=times)
                 assert run.said.count(f"got {name}") == times
