@@ -23,7 +23,7 @@ else:  # Only type checkers may give a field type arguments.
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 
-# Without these, some databases take "A" for "a", "é" for "e" or "a " for "a". Oracle does not.
+# Without these, some databases take "A" for "a", "é" for "e" or "a " for "a".
 _BYTE_COLLATIONS = {"postgresql": "C", "sqlite": "BINARY"}
 
 

@@ -17,11 +17,11 @@ from .backends.base import BaseLockBackend
 from .blocks import Block
 from .core.errors import BackendUnavailable, LockError, LockLost
 from .core.holders import Holder
+from .core.interruptions import Underway
 from .core.logs import log_fields
 from .core.records import Grant
 from .core.renewing import Renewing
 from .core.retry import Retry
-from .core.underway import Underway
 from .exits import held_here
 from .heartbeat import Answer, heartbeat_of
 from .host import monotonic

@@ -17,10 +17,16 @@ from .backends.base import BaseLockBackend
 from .bypassing import tell_skipped
 from .core.bodies import require_function, whole
 from .core.durations import MIN_TTL, Duration, seconds
-from .core.errors import BackendUnavailable, InvalidArgument, LockError, LockNotAcquired, shown
+from .core.errors import (
+    BackendUnavailable,
+    InvalidArgument,
+    LockError,
+    LockNotAcquired,
+    shown,
+    skipped,
+)
 from .core.keys import OWN_MARKER, KeyTemplate, own_key
 from .core.logs import log_fields
-from .core.markers import skipped
 from .core.retry import Retry
 from .declarations import Declaration, Kind, declared
 from .handler import FALLBACK, lock_backends

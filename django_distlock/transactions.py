@@ -27,11 +27,10 @@ from .connections import (
     opened_in,
     servers_isolation,
 )
-from .core.bells import Bell
 from .core.durations import MAX_BOUND
 from .core.errors import LockUsageError
-from .core.threads import start_thread
-from .core.underway import Underway
+from .core.interruptions import Underway
+from .core.threads import Bell, start_thread
 from .workers import Gone, Worker, when_gone
 
 logger = logging.getLogger("django_distlock")

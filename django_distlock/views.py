@@ -23,9 +23,8 @@ from django.utils.translation import get_language, gettext, ngettext
 
 from .bypassing import tell_bypassed
 from .core.bodies import whole
-from .core.choices import choice
 from .core.durations import GRACE, Duration, seconds
-from .core.errors import BackendUnavailable, InvalidArgument, LockNotAcquired, shown
+from .core.errors import BackendUnavailable, InvalidArgument, LockNotAcquired, choice, shown
 from .core.holders import MAX_METADATA_BYTES, MAX_TEXT
 from .core.keys import IllegalKey, KeyTemplate, normalize_key
 from .declarations import Declaration, Kind, declared

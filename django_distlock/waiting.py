@@ -13,11 +13,11 @@ from .attempts import NOTE_AFTER, Attempts, Granted, Request
 from .backends.base import BaseLockBackend
 from .blocks import Block
 from .core.acquiring import Attempt, GiveBack, LineUp, Outcome, Pause, Read, Reply, Step
-from .core.bells import Bell
 from .core.durations import MAX_BOUND
 from .core.errors import BackendUnavailable
 from .core.insisting import Answer, insisting
 from .core.retry import Retry
+from .core.threads import Bell
 from .host import monotonic
 
 A = TypeVar("A", bound=Answer)

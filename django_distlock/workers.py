@@ -13,10 +13,9 @@ from typing import Any
 from django.db import connections
 
 from .connections import use_own_connections
-from .core.bells import Bell
 from .core.durations import MAX_BOUND
 from .core.logs import log_fields
-from .core.threads import start_thread
+from .core.threads import Bell, start_thread
 
 logger = logging.getLogger("django_distlock")
 

@@ -344,7 +344,7 @@ MUTANTS = (
         old=r"( +)(answer = self._exchange\(\[\*first, call.command\(\)\]\)\[-1\])",
         new=r"\1try:\n\1    \2\n\1except exceptions.RedisError:\n\1    \2",
         test="tests/redis/test_silence.py::test_lost_reply_of_a_release_is_not_asked_for_again",
-        case="sync-cut",
+        case="cut",
     ),
     Mutant(
         "keys of a lock on several servers", "redis_cluster", f"{REDIS}/__init__.py",
@@ -384,7 +384,7 @@ MUTANTS = (
         "a release that calls nobody", "redis", COMMON,
         old=r"'PUBLISH'", new="'PING'",
         test="tests/redis/test_wakeups.py::test_end_of_a_marked_grant_is_called_out",
-        case="release-ends",
+        case="ends",
     ),
     Mutant(
         "a waiter that gives up and strands the next", "all", "django_distlock/backends/queues.py",

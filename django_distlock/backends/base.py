@@ -15,10 +15,9 @@ from ..core import durations
 from ..core.durations import MAX_BOUND, Duration
 from ..core.errors import InvalidArgument, LockUsageError, shown
 from ..core.fences import validate_fence
-from ..core.holders import Holder, is_plain_text
+from ..core.holders import Holder, Session, is_plain_text
 from ..core.keys import normalize_prefix, storage_key, stored_key, validate_token
 from ..core.records import Contended, Counter, Grant, Page, Raised, Record, Unknown, Waiting, Waits
-from ..core.sessions import Session
 from ..exceptions import InvalidLockBackend
 from .queues import Queues
 from .threads import CallThreads
@@ -134,7 +133,6 @@ class BaseLockBackend:
             replace=replace,
             bound=_bound(bound),
         )
-        # Redis awaits its answers, and has no guards.
         if self.supports_guard and isinstance(answer, Contended) and answer.is_unclear:
             return changed(answer, guarded=self._is_guarded(name))
         return answer

@@ -20,7 +20,7 @@ from ..conf import BackendConfig
 from ..connections import OpenTransaction
 from ..core.errors import InvalidArgument
 from ..core.fences import clock_fence, next_fence
-from ..core.holders import Holder
+from ..core.holders import Holder, Session
 from ..core.records import (
     Contended,
     Counter,
@@ -31,7 +31,6 @@ from ..core.records import (
     Unknown,
     lease_ends,
 )
-from ..core.sessions import Session
 from .base import BaseLockBackend
 
 

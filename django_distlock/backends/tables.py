@@ -19,9 +19,9 @@ from ..conf import BackendConfig
 from ..connections import require_transaction, use_own_connections
 from ..core.durations import GRACE, MAX_BOUND
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
+from ..core.holders import Session
 from ..core.keys import namespace
 from ..core.records import Contended, Counter, Grant, Raised
-from ..core.sessions import Session
 from ..counters import FenceCounterManager
 from ..exceptions import InvalidLockBackend
 from ..functions import NeedsTransaction

@@ -12,12 +12,17 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
 from ..bypassing import tell_bypassed, tell_requeued, tell_skipped
-from ..core.choices import choice
 from ..core.durations import Duration, seconds
-from ..core.errors import BackendUnavailable, InvalidArgument, LockNotAcquired, shown
+from ..core.errors import (
+    BackendUnavailable,
+    InvalidArgument,
+    LockNotAcquired,
+    choice,
+    shown,
+    skipped,
+)
 from ..core.keys import KeyTemplate
 from ..core.logs import log_fields
-from ..core.markers import skipped
 from ..core.retry import Retry
 from ..handler import lock_backends
 from ..host import monotonic

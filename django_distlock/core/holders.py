@@ -1,10 +1,11 @@
-"""Who holds a lock."""
+"""Who holds a lock, and who works in its store."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from datetime import datetime
 from typing import Any
 
 from .errors import InvalidArgument, shown
@@ -147,3 +148,22 @@ def _json_text(value: object) -> str:
             f"Text in metadata must not contain NUL or surrogates: {shown(value)}."
         )
     return str.__str__(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A session of a store with a transaction that keeps a key from being granted anew.
+
+    Attributes:
+        pid: The server's number for it; for locks in memory, this process's.
+        application: What it calls itself; "": nothing, or the server does not tell.
+        user: Its user in the database.
+        client: The address it came from; "": a socket of the server's machine.
+        since: When its transaction began, by the store's clock; None: not known.
+    """
+
+    pid: int
+    application: str = ""
+    user: str = ""
+    client: str = ""
+    since: datetime | None = None

@@ -10,9 +10,9 @@ from typing import Any
 from ..backends.base import BaseLockBackend
 from ..core.durations import Duration, seconds
 from ..core.errors import InvalidArgument, LockError, LockUsageError, shown
+from ..core.holders import Session
 from ..core.keys import stored_key
 from ..core.records import Contended, Record
-from ..core.sessions import Session
 from ..handler import lock_backends
 from .held import HeldKey, iso
 from .journal import Order

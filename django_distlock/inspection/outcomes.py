@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.sessions import Session
+from ..core.holders import Session
 from .held import HeldKey
 from .permissions import Operation
 from .showing import session_json

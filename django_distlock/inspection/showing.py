@@ -12,10 +12,10 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, router, transaction
 from django.utils.connection import ConnectionDoesNotExist
 
+from ..core.holders import Session
 from ..core.keys import stored_key
 from ..core.logs import log_fields
 from ..core.records import Counter, Waiting, Waits
-from ..core.sessions import Session
 from ..handler import lock_backends
 from .hashes import hashed
 from .held import HeldKey, iso

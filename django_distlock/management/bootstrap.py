@@ -6,17 +6,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
 
 from django.db import connections, router, transaction
-from django.db.backends.base.base import BaseDatabaseWrapper
-from django.db.migrations.executor import MigrationExecutor
+from django.db.migrations import Migration
 from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.recorder import MigrationRecorder
+from django.db.migrations.state import ProjectState
 from django.db.utils import Error, OperationalError
 
 from .. import vendors
 from ..conf import table
-from ..connections import own_connection
 from ..core.errors import BackendUnavailable, LockError, LockNotAcquired
 from ..core.keys import advisory_id, key_hash
 from ..core.logs import log_fields
@@ -54,7 +56,8 @@ def ensure_tables(using: str, wait: float | None) -> None:
     while True:
         try:
             if _is_ours(using) and _pending(using):
-                _migrate_alone(using)
+                with _ALONE[connections[using].vendor](using):
+                    _migrate(using)
             return
         except _Taken as error:
             failure: LockError = LockNotAcquired(
@@ -76,46 +79,38 @@ def ensure_tables(using: str, wait: float | None) -> None:
         time.sleep(PAUSE)
 
 
-class _OwnLoader(MigrationLoader):
-    """Knows our migrations alone: those of a project may be many, or broken."""
-
-    @classmethod
-    def migrations_module(cls, app_label: str) -> tuple[str | None, bool]:
-        """Return where the migrations of an app are; other apps have none."""
-        return super().migrations_module(app_label) if app_label == APP else (None, True)
-
-    def load_disk(self) -> None:
-        """Load ours, and let no model of other apps be built for them."""
-        super().load_disk()
-        self.unmigrated_apps = set()
-
-
-class _OwnExecutor(MigrationExecutor):
-    def __init__(self, connection: BaseDatabaseWrapper) -> None:
-        # Without the loader of the one above, which reads the migrations of all apps.
-        self.connection = connection
-        self.loader = _OwnLoader(connection)
-        self.recorder = MigrationRecorder(connection)
-        self.progress_callback = None
-
-
 def _is_ours(using: str) -> bool:
     """Whether there may be tables of ours, and a way to make them alone."""
     return connections[using].vendor in _ALONE and router.allow_migrate_model(using, HeldLock)
 
 
+def _migrations() -> list[Migration]:
+    """Return our own migrations in their order; those of a project may be many, or broken."""
+    package, _is_explicit = MigrationLoader.migrations_module(APP)
+    if package is None:
+        return []
+    names = sorted(each.name for each in iter_modules(import_module(package).__path__))
+    return [import_module(f"{package}.{name}").Migration(name, APP) for name in names]
+
+
 def _pending(using: str) -> bool:
-    executor = _OwnExecutor(connections[using])
-    return bool(executor.migration_plan(executor.loader.graph.leaf_nodes(APP)))
+    applied = MigrationRecorder(connections[using]).applied_migrations()
+    return any((APP, each.name) not in applied for each in _migrations())
 
 
-def _migrate_alone(using: str) -> None:
-    with _ALONE[connections[using].vendor](using):
-        # Looked at anew: whoever was at it before us may have done it.
-        executor = _OwnExecutor(connections[using])
-        targets = executor.loader.graph.leaf_nodes(APP)
-        if plan := executor.migration_plan(targets):
-            executor.migrate(targets, plan)
+def _migrate(using: str) -> None:
+    """Apply what is pending, by now: others may have done it before us."""
+    connection = connections[using]
+    recorder = MigrationRecorder(connection)
+    applied = recorder.applied_migrations()
+    state = ProjectState()
+    for migration in _migrations():
+        if (APP, migration.name) in applied:
+            state = migration.mutate_state(state, preserve=False)
+            continue
+        with connection.schema_editor(atomic=migration.atomic) as editor:
+            state = migration.apply(state, editor)
+        recorder.record_applied(APP, migration.name)
 
 
 def _passing(using: str, error: Error) -> str | None:
@@ -143,52 +138,47 @@ def _refuse_unless_made(using: str, error: Error) -> None:
 def _alone_on_postgresql(using: str) -> Iterator[None]:
     # For a transaction and not for a session: behind a pooler the next statement of a session may
     # reach another one.
-    with _session(using) as own:
-        own.set_autocommit(False)
-        with own.cursor() as cursor:
-            # It idles while the migrations run on the thread's connection.
-            cursor.execute(
-                "SELECT set_config('idle_in_transaction_session_timeout', '0', true),"
-                " pg_try_advisory_xact_lock(%s)",
-                [advisory_id("django_distlock:migrations", table("locks"))],
-            )
-            if not cursor.fetchone()[1]:
-                raise _Taken
-        yield
-
-
-@contextmanager
-def _alone_on_mysql(using: str) -> Iterator[None]:
-    with _session(using) as own, own.cursor() as cursor:
-        # Such names are the server's, not the database's.
-        name = f"{own.settings_dict['NAME']}.{table('locks')}"
-        cursor.execute("SELECT GET_LOCK(%s, 0)", [f"django_distlock:{key_hash(name)}"])
-        if cursor.fetchone()[0] != 1:
+    with transaction.atomic(using=using):
+        lock = advisory_id("django_distlock:migrations", table("locks"))
+        if not _ask(using, "SELECT pg_try_advisory_xact_lock(%s)", lock):
             raise _Taken
         yield
 
 
 @contextmanager
+def _alone_on_mysql(using: str) -> Iterator[None]:
+    # Such names are the server's, not the database's.
+    name = f"{connections[using].settings_dict['NAME']}.{table('locks')}"
+    if _ask(using, "SELECT GET_LOCK(%s, 0)", f"django_distlock:{key_hash(name)}") != 1:
+        raise _Taken
+    try:
+        yield
+    finally:
+        # The lock is the session's.
+        connections[using].close()
+
+
+@contextmanager
 def _alone_on_sqlite(using: str) -> Iterator[None]:
-    before = connections[using]
-    with _session(using) as own:
-        # Inside of a transaction it is too late, and the schema editor insists.
-        own.disable_constraint_checking()
-        _set_busy_timeout(own, PAUSE)
-        # The one writer is who migrates, in one transaction that began with BEGIN IMMEDIATE.
-        connections[using] = own
-        try:
-            with ExitStack() as stack:
-                try:
-                    stack.enter_context(transaction.atomic(using=using))
-                except OperationalError as error:
-                    if vendors.of(using).is_busy(error):
-                        raise _Taken from error
-                    raise
-                _set_busy_timeout(own, _FOR_READERS)
-                yield
-        finally:
-            connections[using] = before
+    connection: Any = connections[using]
+    # Inside of a transaction it is too late, and the schema editor insists.
+    connection.disable_constraint_checking()
+    _ask(using, f"PRAGMA busy_timeout = {int(PAUSE * 1000)}")
+    # The one writer is who migrates, in one transaction.
+    connection.transaction_mode = "IMMEDIATE"
+    try:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(transaction.atomic(using=using))
+            except OperationalError as error:
+                if vendors.of(using).is_busy(error):
+                    raise _Taken from error
+                raise
+            _ask(using, f"PRAGMA busy_timeout = {_FOR_READERS * 1000}")
+            yield
+    finally:
+        # The next connection is as the settings say.
+        connection.close()
 
 
 _ALONE: Mapping[str, Callable[[str], AbstractContextManager[None]]] = {
@@ -198,17 +188,8 @@ _ALONE: Mapping[str, Callable[[str], AbstractContextManager[None]]] = {
 }
 
 
-@contextmanager
-def _session(using: str) -> Iterator[BaseDatabaseWrapper]:
-    """Open a connection beside the thread's; what it holds ends with it."""
-    own = own_connection(connections[using])
-    try:
-        own.ensure_connection()
-        yield own
-    finally:
-        own.close()
-
-
-def _set_busy_timeout(connection: BaseDatabaseWrapper, seconds: float) -> None:
-    with connection.cursor() as cursor:
-        cursor.execute(f"PRAGMA busy_timeout = {int(seconds * 1000)}")
+def _ask(using: str, statement: str, *arguments: int | str) -> Any:
+    """Return the first value of what a statement gives."""
+    with connections[using].cursor() as cursor:
+        cursor.execute(statement, arguments or None)
+        return cursor.fetchone()[0]

@@ -14,8 +14,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from ..core.durations import seconds
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError
-from ..core.holders import Holder
-from ..core.sessions import Session
+from ..core.holders import Holder, Session
 from ..handler import lock_backends
 from ..host import current_holder
 from ..inspection import Failure, HeldKey, State

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,43 +14,20 @@ from ..backends.base import BaseLockBackend
 from ..backends.tables import FenceTable
 from ..core.errors import BackendUnavailable, LockError
 from ..fencing.rejecting import Fenced, reject
-from ..fencing.seen import see
+from ..fencing.seen import mark_of, see
+from ..inspection.statistics import is_redis
 from ..models import SeenFence
 
-_REDIS = "django_distlock.backends.redis.RedisBackend"
 #: Seconds that a value in Redis is kept: nothing of it stays where a drill was killed.
 _KEPT = 600
 
 
-class Target(ABC):
-    """Something that keeps the highest fence that it was written with.
+class TableTarget:
+    """A row of seen fences.
 
     Attributes:
         name: What people call it.
     """
-
-    name: str
-
-    @abstractmethod
-    def write(self, by: Fenced) -> None:
-        """Write.
-
-        Raises:
-            FenceRejected: Somebody with a higher fence has written.
-            LockError: It cannot be written.
-        """
-
-    @abstractmethod
-    def fence(self) -> int | None:
-        """Return the fence of the write that stands; None: nobody has written."""
-
-    @abstractmethod
-    def remove(self) -> None:
-        """Leave nothing of it."""
-
-
-class TableTarget(Target):
-    """A row of seen fences."""
 
     def __init__(self, key: str, using: str):
         self._key = key
@@ -59,25 +35,26 @@ class TableTarget(Target):
         self.name = f"the table {SeenFence._meta.db_table} in the database {using!r}"
 
     def write(self, by: Fenced) -> None:
-        """See `Target`: compared in the statement that writes."""
+        """Write: the fence is compared in the statement that writes.
+
+        Raises:
+            FenceRejected: Somebody with a higher fence has written.
+            LockError: It cannot be written.
+        """
         with self._translated():
             mark = see(by, self._using)
         if mark > by.fence:
             reject(by, f"The row of {self._key!r} in {SeenFence._meta.db_table}", mark)
 
     def fence(self) -> int | None:
-        """See `Target`."""
+        """Return the fence of the write that stands; None: nobody has written."""
         with self._translated():
-            fence: int | None = self._rows().values_list("fence", flat=True).first()
-        return fence
+            return mark_of(self._key, self._using)
 
     def remove(self) -> None:
-        """See `Target`."""
+        """Leave nothing of it."""
         with self._translated(), transaction.atomic(using=self._using):
-            self._rows().delete()
-
-    def _rows(self) -> Any:
-        return SeenFence.objects.using(self._using).filter(pk=self._key)
+            SeenFence.objects.using(self._using).filter(pk=self._key).delete()
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -91,8 +68,8 @@ class TableTarget(Target):
             raise BackendUnavailable(message, key=self._key, code=code) from error
 
 
-class RedisTarget(Target):
-    """A fenced value in the Redis of the locks."""
+class RedisTarget:
+    """A fenced value in the Redis of the locks. See `TableTarget`."""
 
     def __init__(self, key: str, store: Any):
         from ..fencing.redis import FencedValue
@@ -105,18 +82,18 @@ class RedisTarget(Target):
         self.name = f"the fenced value {name!r} in Redis"
 
     def write(self, by: Fenced) -> None:
-        """See `Target`: compared in the script that writes."""
+        """Write: the fence is compared in the script that writes."""
         with self._translated():
             self._value.set(str(by.fence), by, ttl=_KEPT)
 
     def fence(self) -> int | None:
-        """See `Target`."""
+        """See `TableTarget`."""
         with self._translated():
             value = self._value.read()
         return None if value is None else int(value)
 
     def remove(self) -> None:
-        """See `Target`."""
+        """See `TableTarget`."""
         with self._translated():
             self._value.client.delete(self._value.name)
 
@@ -130,7 +107,7 @@ class RedisTarget(Target):
             raise translated(error, self._alias, None) from error
 
 
-def target_of(store: BaseLockBackend, key: str) -> Target:
+def target_of(store: BaseLockBackend, key: str) -> TableTarget | RedisTarget:
     """Return what a drill on a backend writes to: beside the locks, as far as that is possible."""
     if is_redis(store):
         return RedisTarget(key, store)
@@ -139,8 +116,3 @@ def target_of(store: BaseLockBackend, key: str) -> Target:
     using = router.db_for_write(SeenFence)
     _ = connections[using]  # It says that there is none.
     return TableTarget(key, using)
-
-
-def is_redis(store: BaseLockBackend) -> bool:
-    """Whether a backend is that of Redis, whose driver need not be installed for the others."""
-    return any(f"{each.__module__}.{each.__qualname__}" == _REDIS for each in type(store).__mro__)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from ..backends.base import BaseLockBackend
 from ..core.errors import BackendUnavailable
 from ..handler import lock_backends
 
@@ -31,18 +29,7 @@ def lose_connection(backend: str = "default", *, answers: bool = True) -> Iterat
         answers: False: requests are carried out, and only their answers are lost. By default the
             requests do not arrive.
     """
-    store = lock_backends[backend]
-    # The Redis backend serves asynchronous code by a copy of itself.
-    awaited = getattr(store, "_awaited", None)
-    with ExitStack() as cut:
-        for each in (store, awaited):
-            if each is not None:
-                cut.enter_context(_cut_off(each, carried_out=not answers))
-        yield
-
-
-@contextmanager
-def _cut_off(store: BaseLockBackend, *, carried_out: bool) -> Iterator[None]:
+    store, carried_out = lock_backends[backend], not answers
     own = vars(store)
     before = {name: own[name] for name in OPERATIONS if name in own}
     # One operation may be made of others, and there is one answer to lose.
@@ -68,19 +55,12 @@ def _losing(
             return operation(*args, **kwargs)
         inside.is_entered = True
         try:
-            answer = operation(*args, **kwargs)
+            operation(*args, **kwargs)
         finally:
             inside.is_entered = False
-        if inspect.isawaitable(answer):
-            return _lose_later(answer, alias)
         raise _lost(alias)
 
     return lose
-
-
-async def _lose_later(answer: Awaitable[Any], alias: str) -> None:
-    await answer
-    raise _lost(alias)
 
 
 def _lost(alias: str) -> BackendUnavailable:

@@ -8,14 +8,12 @@ from django.db import connections
 
 from .base import Vendor as Vendor
 from .mysql import MySQL
-from .oracle import Oracle
 from .postgresql import PostgreSQL
 from .sqlite import SQLite
 
 #: By Django's names.
 VENDORS: Mapping[str, type[Vendor]] = {
     "mysql": MySQL,
-    "oracle": Oracle,
     "postgresql": PostgreSQL,
     "sqlite": SQLite,
 }

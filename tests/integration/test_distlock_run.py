@@ -55,61 +55,70 @@ def refused(*arguments: str) -> CommandError:
     return caught.value
 
 
+def status_here(*arguments: str) -> object:
+    """Run the command here, as `manage.py` does; return its status."""
+    try:
+        ManagementUtility(["manage.py", "distlock_run", *arguments]).execute()
+    except SystemExit as ended:
+        return ended.code
+    return 0
+
+
 # What the program sees, and how it ends
 
 
 def test_program_has_the_lock_and_the_streams(project: Project, key: str) -> None:
-    """It reads our input, writes our output, knows key and fence, and the lock is held."""
+    """It reads our input, writes our output, knows key and fence, and the lock is held.
+
+    What is ignored where we begin, as under `nohup`, ends neither of us.
+    """
     script = "echo key=$DISTLOCK_KEY; echo fence=$DISTLOCK_FENCE >&2; read line; echo read $line"
-    with Run(project, key, *shell(script)) as run:
+    with Run(project, key, *shell(f"{script}; exit 4"), ignored=signal.SIGHUP) as run:
         fence = run.says("fence=")
         assert run.says("key=") == key
         record = held(lock_backends["default"], key)
         assert (str(record.fence), record.holder.pid) == (fence, run.popen.pid)
         assert record.holder.metadata == {"program": "sh"}
+        run.signal(signal.SIGHUP)
         run.types("what was typed\n")
         assert run.says("read ") == "what was typed"
-        assert run.status() == 0
+        assert run.status() == 4
     assert is_free(key)
 
 
 @pytest.mark.parametrize(
     ("script", "status"), [("exit 7", 7), ("kill -TERM $$", 143), ("kill -KILL $$", 137)]
 )
-def test_ends_as_the_program_did(project: Project, key: str, script: str, status: int) -> None:
+def test_ends_as_the_program_did(key: str, script: str, status: int) -> None:
     """With its status, or 128 and the number of the signal that has ended it."""
-    with Run(project, key, *shell(script)) as run:
-        assert run.status() == status
+    assert status_here(key, *shell(script)) == status
     assert is_free(key)
 
 
-def test_program_takes_all_that_stands_behind_the_dashes(project: Project, key: str) -> None:
-    """Options of ours and dashes are the program's there, and no shell reads any of it."""
+def test_program_takes_all_that_stands_behind_the_dashes(
+    key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Options of ours and dashes are the program's there, and no shell reads any of it.
+
+    What was opened for it, as with `3>file`, it has.
+    """
     words = ["--wait", "1", "--", "--help", "$HOME", "a b", "*"]
-    with Run(project, key, "--", "printf", "<%s>\\n", *words) as run:
-        assert run.status() == 0
-        assert run.said.split("\n") == [*(f"<{word}>" for word in words), ""]
+    assert status_here(key, "--", "printf", "<%s>\\n", *words) == 0
+    assert capfd.readouterr().out.split("\n") == [*(f"<{word}>" for word in words), ""]
+    with (tmp_path / "opened").open("w") as opened:
+        os.set_inheritable(opened.fileno(), True)
+        write = f"import os; os.write({opened.fileno()}, b'here\\n')"
+        assert status_here(key, "--", sys.executable, "-c", write) == 0
+    assert (tmp_path / "opened").read_text() == "here\n"
 
 
-def test_program_gets_open_files(project: Project, key: str, tmp_path: Path) -> None:
-    """What was opened for it, as with `3>file`, it has."""
-    file = tmp_path / "opened"
-    with file.open("w") as opened:
-        number = opened.fileno()
-        write = ["--", sys.executable, "-c", f"import os; os.write({number}, b'here\\n')"]
-        with Run(project, key, *write, files=(number,)) as run:
-            assert run.status() == 0
-    assert file.read_text() == "here\n"
-
-
-def test_held_key_stays_taken_behind_the_program(project: Project, key: str) -> None:
+def test_held_key_stays_taken_behind_the_program(key: str) -> None:
     """With `--hold` the next run of the window ends with 75, though the first has ended."""
-    with Run(project, key, "--hold", "--ttl", "60", *shell("exit 0")) as run:
-        assert run.status() == 0
-    with Run(project, key, "--wait", "0", *shell("echo ran")) as run:
-        assert run.status() == 75
-        assert run.said.startswith(f"CommandError: The key '{key}' was not granted at once: ")
-        assert run.said.count("\n") == 1
+    assert status_here(key, "--hold", "--ttl", "60", *shell("exit 0")) == 0
+    error = refused(key, "--wait", "0", *shell("exit 1"))
+    assert error.returncode == 75
+    assert str(error).startswith(f"The key '{key}' was not granted at once: ")
+    assert "\n" not in str(error)
     lock_backends["default"].force_release(key)
 
 
@@ -140,55 +149,49 @@ def test_busy_is_75_and_names_the_holder(key: str, backend: str, tmp_path: Path)
         assert after.fence > lease.fence + 1
 
 
-def test_waits_for_its_turn(project: Project, key: str) -> None:
-    """Runs the program when the holder gives the key back."""
+@pytest.mark.parametrize("end", ["release", "TERM", "INT"])
+def test_waits_for_its_turn(project: Project, key: str, end: str) -> None:
+    """It runs the program when the holder gives the key back, unless it is told to end before."""
     lease = distlock(key).acquire()
     with Run(project, key, "--wait", "none", *shell("echo ran")) as run:
         eventually(lambda: bool(lock_backends["default"].waiters(key)), "somebody waits")
         assert run.said == ""
+        if end == "release":
+            lease.release()
+        else:
+            run.signal(signum := getattr(signal, f"SIG{end}"))
+        assert run.status() == (0 if end == "release" else 128 + signum)
+        assert run.said == ("ran\n" if end == "release" else "")
+    if end != "release":
         lease.release()
-        assert run.says("ran") == ""
-        assert run.status() == 0
-
-
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
-def test_signal_ends_the_waiting(project: Project, key: str, signum: int) -> None:
-    """Who is told to end while it waits does: nothing is run, and nothing is held."""
-    lease = distlock(key).acquire()
-    with Run(project, key, "--wait", "none", *shell("echo ran")) as run:
-        eventually(lambda: bool(lock_backends["default"].waiters(key)), "somebody waits")
-        run.signal(signum)
-        assert run.status() == 128 + signum
-        assert run.said == ""
-    lease.release()
     assert is_free(key)
 
 
-def test_program_is_looked_for_before_the_lock_is_taken(key: str, tmp_path: Path) -> None:
-    """127: there is none; 126: it cannot be run. The key was never taken; 2: it is none."""
-    plain = tmp_path / "plain"
-    plain.write_text("#!/bin/sh\n")
+def test_program_that_cannot_be_run(key: str, tmp_path: Path) -> None:
+    """127: there is none; 126: it cannot be run. The key was never taken; 2: it is none.
+
+    What only the system finds out, it finds under the lock, which is given back.
+    """
+
+    def file(name: str, text: str, mode: int = 0o755) -> str:
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(mode)
+        return str(tmp_path / name)
+
     for name, status in (
         ("no-such-program", 127),
         (str(tmp_path / "nothing"), 127),
         ("", 127),
-        (str(plain), 126),
+        (file("plain", "#!/bin/sh\n", 0o644), 126),
         (str(tmp_path), 126),
     ):
         error = refused(key, "--", name)
         assert (error.returncode, repr(name) in str(error)) == (status, True)
     assert not FenceCounter.objects.filter(key=key).exists()
     assert refused("", "--", "true").returncode == 2
-
-
-def test_program_that_the_system_cannot_start(key: str, tmp_path: Path) -> None:
-    """A script without its interpreter, a file in no format: the lock is given back."""
-    for text, status in (("#!/no/such/interpreter\n", 127), ("no format\n", 126)):
-        script = tmp_path / "script"
-        script.write_text(text)
-        script.chmod(0o755)
-        assert refused(key, "--", str(script)).returncode == status
-        assert is_free(key)
+    assert refused(key, "--", file("lost", "#!/no/such/interpreter\n")).returncode == 127
+    assert refused(key, "--", file("none", "no format\n")).returncode == 126
+    assert is_free(key)
 
 
 def test_store_that_does_not_answer_is_69(key: str) -> None:
@@ -226,9 +229,7 @@ def test_wrong_arguments_are_2(
     key: str, capsys: pytest.CaptureFixture[str], arguments: list[str], rule: str
 ) -> None:
     """A slip is an error that names the value and the rule."""
-    with pytest.raises(SystemExit) as ended:
-        ManagementUtility(["manage.py", "distlock_run", key, *arguments]).execute()
-    assert ended.value.code == 2
+    assert status_here(key, *arguments) == 2
     assert rule in capsys.readouterr().err
 
 
@@ -236,46 +237,27 @@ def test_wrong_arguments_are_2(
 
 
 def test_signals_reach_the_program_and_its_children(project: Project, key: str) -> None:
-    """Each is passed on; the lock is held until the program ends, and free then."""
-    traps = "".join(f"trap 'echo got {name}' {name}; " for name in ("HUP", "INT", "QUIT", "USR1"))
-    with Run(project, key, *shell(f"{traps} trap 'exit 3' TERM; {CHILD} {FOREVER}")) as run:
+    """Each is passed on; the lock is held until the program ends, and free then.
+
+    A program that minds no signal is told again and again.
+    """
+    traps = "".join(
+        f"trap 'echo got {name}' {name}; " for name in ("HUP", "INT", "QUIT", "USR1", "TERM")
+    )
+    script = f"{traps} trap 'exit 3' USR2; {CHILD} {FOREVER}"
+    with Run(project, key, *shell(script)) as run:
         sleeper = int(run.says("child "))
         run.says("started")
-        for name in ("HUP", "INT", "QUIT", "USR1"):
-            run.signal(getattr(signal, f"SIG{name}"))
-            run.says(f"got {name}")
-            assert run.said.count(f"got {name}") == 1
+        for times in (1, 2):
+            for name in ("HUP", "INT", "QUIT", "USR1", "TERM"):
+                run.signal(getattr(signal, f"SIG{name}"))
+                run.says(f"got {name}", times=times)
+                assert run.said.count(f"got {name}") == times
         assert not is_free(key)
-        eventually(lambda: not state_of(sleeper), "HUP has ended the child")
-        run.signal(signal.SIGTERM)
+        eventually(lambda: not state_of(sleeper), "they have ended the child")
+        run.signal(signal.SIGUSR2)
         assert run.status() == 3
     assert is_free(key)
-
-
-def test_program_that_minds_no_signal_is_waited_for(project: Project, key: str) -> None:
-    """TERM is passed on, again and again, and the lock is not given back before the end."""
-    # A signal may end a `read` without a line.
-    reading = "n=0; while [ $n -lt 2 ]; do if read line; then n=$((n + 1)); fi; done"
-    script = f"trap 'echo ignored' TERM; echo started; {reading}; exit 5"
-    with Run(project, key, *shell(script)) as run:
-        run.says("started")
-        run.signal(signal.SIGTERM)
-        run.says("ignored")
-        run.signal(signal.SIGTERM)
-        run.says("ignored", times=2)
-        assert not is_free(key)
-        run.types("one\ntwo\n")
-        assert run.status() == 5
-
-
-def test_ignored_signal_stays_ignored(project: Project, key: str) -> None:
-    """As under `nohup`: neither we nor the program end by it."""
-    program = shell("echo started; read line; exit 4")
-    with Run(project, key, *program, ignored=signal.SIGHUP) as run:
-        run.says("started")
-        run.signal(signal.SIGHUP)
-        run.types("go on\n")
-        assert run.status() == 4
 
 
 def test_stopped_program_keeps_its_lock(project: Project, key: str) -> None:
@@ -304,10 +286,14 @@ def _expires(key: str) -> datetime:
 
 
 def test_what_is_typed_reaches_the_program_once(project: Project, key: str) -> None:
-    """Ctrl-C comes to it from the terminal; what somebody else sends us is passed on."""
-    script = f"trap 'echo got INT' INT; trap 'echo got USR1' USR1; trap 'exit 3' TERM; {FOREVER}"
-    with Run(project, key, *shell(script), terminal=True) as run:
-        run.says("started")
+    """Ctrl-C comes to it from the terminal; what somebody else sends us is passed on.
+
+    Ctrl-Z stops both, so that a shell takes its terminal back; with `fg` both go on.
+    """
+    traps = "trap 'echo got INT' INT; trap 'echo got USR1' USR1; trap '' TSTP; trap 'exit 3' TERM"
+    command = ("--ttl", "60", *shell(f"{traps}; {FOREVER}"))
+    with Run(project, key, *command, terminal=True) as run:
+        program = int(run.says("started "))
         for times in (1, 2):
             run.types("\x03")
             run.says("got INT", times=times)
@@ -315,16 +301,6 @@ def test_what_is_typed_reaches_the_program_once(project: Project, key: str) -> N
             run.signal(signal.SIGUSR1)
             run.says("got USR1", times=times)
             assert run.said.count("got INT") == times
-        run.signal(signal.SIGTERM)
-        assert run.status() == 3
-    assert is_free(key)
-
-
-def test_suspended_run_goes_on(project: Project, key: str) -> None:
-    """Ctrl-Z stops both, so that a shell takes its terminal back; with `fg` both go on."""
-    script = f"trap '' TSTP; trap 'exit 3' TERM; {FOREVER}"
-    with Run(project, key, "--ttl", "60", *shell(script), terminal=True) as run:
-        program = int(run.says("started "))
         run.types("\x1a")
         eventually(lambda: state_of(run.popen.pid) == "T", "we are stopped")
         # Also one that wants to hear nothing of it: nobody renews its lock now.
@@ -333,6 +309,7 @@ def test_suspended_run_goes_on(project: Project, key: str) -> None:
         eventually(lambda: state_of(program) in ("R", "S"), "it goes on")
         run.signal(signal.SIGTERM)
         assert run.status() == 3
+    assert is_free(key)
 
 
 def test_suspended_for_too_long_is_lost(project: Project, key: str) -> None:
@@ -351,47 +328,28 @@ def test_suspended_for_too_long_is_lost(project: Project, key: str) -> None:
 
 
 def test_lost_lock_ends_the_program(project: Project, key: str) -> None:
-    """It gets TERM, and with it what it has started; the status is 76, whatever it says."""
-    script = f"{CHILD} trap 'echo told; exit 0' TERM; {FOREVER}"
-    with Run(project, key, "--ttl", "3", *shell(script)) as run:
-        sleeper = int(run.says("child "))
-        run.says("started")
+    """It gets TERM, after `--grace` seconds KILL, and with it what it has started.
+
+    The status is 76, whatever it says.
+    """
+    stubborn = "sh -c 'trap \"\" TERM; echo child $$; while :; do sleep 0.05; done' & "
+    script = f"{stubborn} trap 'echo told; exit 0' TERM; {FOREVER}"
+    with Run(project, key, "--ttl", "3", "--grace", "0.3", *shell(script)) as run:
+        child, program = int(run.says("child ")), int(run.says("started "))
+        assert child != program
         assert lock_backends["default"].force_release(key)
         run.says("told")
         assert run.status() == 76
         assert f"The lock on '{key}' is lost: its program is ended." in run.said
-    assert state_of(sleeper) == ""
-
-
-def test_program_that_does_not_mind_is_killed(project: Project, key: str) -> None:
-    """After `--grace` seconds, and with it a child that has survived its parent."""
-    stubborn = "sh -c 'trap \"\" TERM; echo child $$; while :; do sleep 0.05; done' & "
-    with Run(project, key, "--ttl", "3", "--grace", "0.3", *shell(stubborn + FOREVER)) as run:
-        child, program = int(run.says("child ")), int(run.says("started "))
-        assert child != program
-        assert lock_backends["default"].force_release(key)
-        assert run.status() == 76
-        assert state_of(child) == ""
-
-
-def test_program_may_go_on_without_its_lock(project: Project, key: str) -> None:
-    """With `--on-lost=ignore` that is said, and the status is the program's."""
-    script = "echo started; read line; exit 4"
-    with Run(project, key, "--ttl", "3", "--on-lost=ignore", *shell(script)) as run:
-        run.says("started")
-        assert lock_backends["default"].force_release(key)
-        run.says(f"The lock on '{key}' is lost: its program goes on without it.")
-        run.types("go on\n")
-        assert run.status() == 4
+    assert state_of(child) == ""
 
 
 # Killed
 
 
-@pytest.mark.parametrize("script", [FOREVER, f"trap '' TERM; {FOREVER}"], ids=["term", "kill"])
-def test_program_does_not_survive_us(project: Project, key: str, script: str) -> None:
+def test_program_does_not_survive_us(project: Project, key: str) -> None:
     """When we are killed, the program and its children end, long before the key is free."""
-    command = shell(f"{CHILD} {script}")
+    command = shell(f"{CHILD} trap '' TERM; {FOREVER}")
     with Run(project, key, "--grace", "0.3", *command) as run:
         child, program = int(run.says("child ")), int(run.says("started "))
         run.signal(signal.SIGKILL)
@@ -401,11 +359,13 @@ def test_program_does_not_survive_us(project: Project, key: str, script: str) ->
     lock_backends["default"].force_release(key)
 
 
-def test_program_that_may_lose_its_lock_survives_us(project: Project, key: str) -> None:
-    """With `--on-lost=ignore` nobody ends it."""
-    with Run(project, key, "--on-lost=ignore", *shell(FOREVER)) as run:
+def test_program_may_go_on_without_its_lock(project: Project, key: str) -> None:
+    """With `--on-lost=ignore` that is said, and nobody ends it, also when we are killed."""
+    with Run(project, key, "--ttl", "3", "--on-lost=ignore", *shell(FOREVER)) as run:
         program = int(run.says("started "))
         try:
+            assert lock_backends["default"].force_release(key)
+            run.says(f"The lock on '{key}' is lost: its program goes on without it.")
             others = children_of(run.popen.pid) - {program}
             assert others
             run.signal(signal.SIGKILL)
@@ -413,4 +373,3 @@ def test_program_that_may_lose_its_lock_survives_us(project: Project, key: str) 
             assert state_of(program) in ("R", "S", "D")
         finally:
             end(program)
-    lock_backends["default"].force_release(key)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import time
 from contextlib import ExitStack
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 from django.db import connections
 from django.test import override_settings
 
 from django_distlock import BackendUnavailable, LockError, LockNotAcquired
-from django_distlock.management import bootstrap
-from django_distlock.management.bootstrap import ensure_tables
+from django_distlock.management.bootstrap import _ALONE, ensure_tables
 from tests.contract.aliases import alias_like
 from tests.contract.helpers import Later, at_once, prompt
 
@@ -24,96 +24,75 @@ from .databases import APP, all_tables, ask, lock_and_release, migrate, tables
 from .projects import Project
 from .runs import Run
 
-#: One of the tables that only the project's own `migrate` makes.
-THEIRS = "auth_user"
 
-
-def applied(using: str) -> set[str]:
-    """Return the apps whose migrations are applied."""
-    return {app for (app,) in ask(using, "SELECT DISTINCT app FROM django_migrations")}
-
-
-def test_three_deployments_migrate_an_empty_database_at_once(postgresql: str) -> None:
-    """One migrates, two wait for it and find nothing to do, and all end well."""
-    project = Project(postgresql)
+@pytest.mark.parametrize(("kind", "number"), [("postgresql", 3), ("sqlite", 2), ("mysql", 2)])
+def test_deployments_migrate_an_empty_database_at_once(
+    request: pytest.FixtureRequest, kind: str, number: int
+) -> None:
+    """One migrates, the others wait for it and find nothing to do, and all end well."""
+    using = request.getfixturevalue(kind)
+    # Its own migrations are all that the project's `migrate` has to do: few, and not ours.
+    project = Project(using, INSTALLED_APPS=["django.contrib.contenttypes", APP])
     command = ["migrate", "--wait", "300", "--", sys.executable, "-m", "django", "migrate"]
     with ExitStack() as stack:
-        runs = [stack.enter_context(Run(project, *command)) for _ in range(3)]
-        assert [run.status() for run in runs] == [0, 0, 0]
+        runs = [stack.enter_context(Run(project, *command)) for _ in range(number)]
+        assert [run.status() for run in runs] == [0] * number
         said = [run.said for run in runs]
-    assert sum("Applying auth.0001_initial... OK" in each for each in said) == 1
-    assert sum("No migrations to apply." in each for each in said) == 2
-    assert not any("django_distlock.0001" in each for each in said)
-    assert THEIRS in tables(postgresql)
+    assert sum("Applying contenttypes.0001_initial... OK" in each for each in said) == 1
+    assert sum("No migrations to apply." in each for each in said) == number - 1
+    assert not any(f"{APP}.0001" in each for each in said)
     # Each had its turn.
-    assert lock_and_release(postgresql, "migrate") == 4
+    assert lock_and_release(using, "migrate") == number + 1
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "mysql"])
-def test_empty_database_elsewhere(request: pytest.FixtureRequest, kind: str) -> None:
-    """Also where tables cannot be made in one transaction, and where one may write."""
-    using = request.getfixturevalue(kind)
-    command = ["migrate", "--wait", "300", "--", sys.executable, "-m", "django", "migrate"]
-    with Run(Project(using), *command) as one, Run(Project(using), *command) as other:
-        assert (one.status(), other.status()) == (0, 0)
-        said = [one.said, other.said]
-    assert sorted("No migrations to apply." in each for each in said) == [False, True]
-    assert THEIRS in tables(using)
-    assert lock_and_release(using, "migrate") == 3
-
-
-def test_of_many_at_once_one_makes_the_tables(empty: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The database's own lock lets one in at a time; the others find it done."""
-    made: list[int] = []
-    migrate_it = bootstrap._OwnExecutor.migrate
-
-    def count(self: bootstrap._OwnExecutor, *arguments: Any) -> object:
-        made.append(len(made))
-        # So that the others would come in here, if they could.
-        time.sleep(0.05)
-        return migrate_it(self, *arguments)
-
-    monkeypatch.setattr(bootstrap._OwnExecutor, "migrate", count)
+def test_makes_our_tables_alone_and_up_to_date(
+    empty: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of many at once one does; `migrate` knows that ours are applied. So it is of an upgrade."""
+    caplog.set_level(logging.WARNING, "django_distlock")
     at_once([partial(ensure_tables, empty, 60)] * 6)
-    assert made == [0]
-    assert tables(empty) >= all_tables(empty)
-    assert lock_and_release(empty) == 1
-
-
-def test_makes_our_tables_alone_and_up_to_date(empty: str) -> None:
-    """`migrate` knows that ours are applied, and makes those of others; so it is of an upgrade."""
-    ensure_tables(empty, 0)
+    # Whoever came in as well would have met with tables that are there already.
+    assert caplog.text == ""
     assert tables(empty) == all_tables(empty)
-    assert applied(empty) == {APP}
+    applied = ask(empty, "SELECT app, name FROM django_migrations")
+    assert {app for app, _ in applied} == {APP}
+    assert len(applied) == len({*applied})
     migrate(empty, check_unapplied=True)
-    migrate(empty, "zero")
-    migrate(empty, "0001")
-    assert tables(empty) < all_tables(empty)
-    # Models of other apps are not built: a project may have hundreds.
-    loader = bootstrap._OwnExecutor(connections[empty]).loader
-    assert {app for app, _ in loader.project_state().models} == {APP}
-    assert not loader.unmigrated_apps
-    ensure_tables(empty, 0)
-    assert tables(empty) == all_tables(empty)
     assert lock_and_release(empty) == 1
-
-
-def test_does_nothing_where_all_is_there(postgresql: str) -> None:
-    """With tables, nobody asks for the database's lock, which somebody may hold."""
-    migrate(postgresql)
-    with bootstrap._alone_on_postgresql(postgresql):
-        ensure_tables(postgresql, 0)
+    # A release to come, which alters a table of this one.
+    folder = tmp_path / "migrations_to_come"
+    folder.mkdir()
+    for file in Path(import_module(f"{APP}.migrations").__file__ or "").parent.glob("*.py"):
+        shutil.copy(file, folder)
+    (folder / "9999_more.py").write_text(
+        "from django.db import migrations, models\n"
+        "class Migration(migrations.Migration):\n"
+        f"    dependencies = [({APP!r}, {max(name for _, name in applied)!r})]\n"
+        "    field = models.IntegerField(default=7)\n"
+        "    operations = [migrations.AddField('fencecounter', 'more', field)]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with override_settings(MIGRATION_MODULES={APP: folder.name}):
+        at_once([partial(ensure_tables, empty, 60)] * 2)
+        migrate(empty, check_unapplied=True)
+    assert ask(empty, "SELECT more FROM django_distlock_fencecounter") == [(7,)]
 
 
 def test_waits_for_who_makes_them(empty: str) -> None:
     """Until they are made; for as long as it may, and then that is what it says."""
-    with bootstrap._ALONE[connections[empty].vendor](empty):
+    with _ALONE[connections[empty].vendor](empty):
         with prompt(0.2), pytest.raises(LockNotAcquired, match="making the lock tables"):
             Later(ensure_tables, empty, 0.2).result()
         waiting = Later(ensure_tables, empty, 60)
         time.sleep(0.05)
     waiting.result()
     assert tables(empty) == all_tables(empty)
+    # With tables, nobody asks for the database's lock, which somebody may hold.
+    with _ALONE[connections[empty].vendor](empty):
+        Later(ensure_tables, empty, 0).result()
 
 
 def test_migrations_that_fail_are_an_error(empty: str) -> None:
@@ -145,19 +124,24 @@ def test_other_apps_may_be_broken(postgresql: str) -> None:
     Project(postgresql, CACHES={}).manage("check", status=1)
 
 
-def test_router_keeps_our_tables_away(sqlite: str) -> None:
-    """Where `migrate` would make none, this does not either."""
-    with override_settings(DATABASE_ROUTERS=[f"{__name__}.Nowhere"]):
-        ensure_tables(sqlite, 0)
-    assert tables(sqlite) == set()
-
-
 class Nowhere:
     """A router that lets nobody migrate."""
 
     def allow_migrate(self, db: str, app_label: str, **hints: object) -> bool:
         """Return False."""
         return False
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"DATABASE_ROUTERS": [f"{__name__}.Nowhere"]}, {"MIGRATION_MODULES": {APP: None}}],
+    ids=["router", "module"],
+)
+def test_where_migrate_would_make_no_tables(sqlite: str, settings: dict[str, object]) -> None:
+    """This does not either."""
+    with override_settings(**settings):
+        ensure_tables(sqlite, 0)
+    assert tables(sqlite) == set()
 
 
 def test_database_that_comes_up_late_is_waited_for(tmp_path: Path) -> None:

@@ -26,10 +26,13 @@ class Wire:
         address: What Django's settings of a database have to say to go through it.
         delay: Seconds by which each answer of the server comes later.
         answers: How many have come.
+        fate: What becomes of the next answer: "passed" on, "lost" with all that follow on its
+            connection, or the connection is "cut". Whoever asks again gets through.
     """
 
     delay = 0.0
     answers = 0
+    fate = "passed"
 
     def __init__(self, using: str = "default", server: tuple[str, int] | None = None):
         given = connections[using].settings_dict
@@ -72,14 +75,20 @@ class Wire:
                 self._welcome(self._listener.accept()[0])
 
     def _welcome(self, client: socket.socket) -> None:
-        server = socket.create_connection(self._server)
-        self._sockets += [client, server]
+        self._sockets.append(client)
+        try:
+            server = socket.create_connection(self._server)
+        except OSError:
+            client.close()  # As a server that is away does: who connects is told.
+            return
+        self._sockets.append(server)
         thread = threading.Thread(target=self._carry, args=(client, server), daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def _carry(self, client: socket.socket, server: socket.socket) -> None:
         other = {client: server, server: client}
+        fate = "passed"
         with suppress(OSError, ValueError), selectors.DefaultSelector() as ready:
             for each in other:
                 ready.register(each, selectors.EVENT_READ)
@@ -90,11 +99,15 @@ class Wire:
                     if sender is server and data:
                         self.answers += 1
                         time.sleep(self.delay)
+                        if fate == "passed":
+                            fate, self.fate = self.fate, "passed"
                     self._flows.wait()
-                    if not data:
-                        other[sender].shutdown(socket.SHUT_RDWR)
+                    if not data or fate == "cut":
+                        for each in other:
+                            each.shutdown(socket.SHUT_RDWR)
                         return
-                    other[sender].sendall(data)
+                    if sender is client or fate == "passed":
+                        other[sender].sendall(data)
 
 
 @contextmanager

@@ -1,10 +1,8 @@
-"""Ways to ask a backend, and a story that asks it everything."""
+"""A story that asks a backend everything."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -14,54 +12,6 @@ from django_distlock.core.records import Contended, Grant
 from tests.contract.helpers import contend, held, listed, take
 
 from .hearing import hand_over, waiting
-
-
-@dataclass(frozen=True)
-class Way:
-    """How the operations are called that have a native twin in async.
-
-    Attributes:
-        prefix: What the names of the operations start with.
-    """
-
-    name: str
-    prefix: str
-
-    def ask(self, backend: Any, operation: str, *args: Any, **kwargs: Any) -> Any:
-        """Call an operation, and return its answer or raise its error."""
-        asked = getattr(backend, self.prefix + operation)
-        if not self.prefix:
-            return asked(*args, **kwargs)
-
-        async def wait() -> Any:
-            return await asked(*args, **kwargs)
-
-        return asyncio.run(wait())
-
-    def ask_late(
-        self, backend: Any, spoil: Callable[[], object], operation: str, *args: Any
-    ) -> Any:
-        """Call an operation over a connection that is open before something spoils it."""
-        if not self.prefix:
-            backend.read("opens a connection")
-            spoil()
-            return getattr(backend, operation)(*args)
-
-        async def wait() -> Any:
-            await backend.aread("opens a connection")
-            spoil()
-            return await getattr(backend, f"a{operation}")(*args)
-
-        return asyncio.run(wait())
-
-    def take(self, backend: Any, key: str, ttl: float | None = 30, token: str = "") -> Grant:
-        """Acquire a key that is free."""
-        answer = self.ask(backend, "acquire", key, token or new_token(), ttl)
-        assert isinstance(answer, Grant)
-        return answer
-
-
-WAYS = (Way("sync", ""), Way("async", "a"))
 
 
 class Interrupted:
@@ -145,18 +95,3 @@ def _take_away(backend: Any, key: str) -> None:
     after = take(backend, key)
     assert after.fence == far + 1
     assert backend.release(after) is True
-
-
-async def tell_short_story(backend: Any, key: str) -> None:
-    """Await everything that has a native twin, and check that each answer is right."""
-    token = new_token()
-    grant = await backend.aacquire(key, token, 30)
-    assert isinstance(grant, Grant)
-    assert isinstance(await backend.aacquire(key, new_token(), 30), Contended)
-    assert (await backend.aread(key)).token == token
-    extended = await backend.aextend(grant, 60)
-    assert extended.fence == grant.fence
-    assert await backend.arelease(grant) is True
-    assert await backend.arelease(grant) is False
-    assert await backend.aextend(grant) is None
-    assert await backend.aread(key) is None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
+from redis.exceptions import RedisError
 
 from django_distlock.backends import listening
 from django_distlock.backends.redis import wakeups
@@ -15,9 +17,8 @@ from tests.contract.stores_redis import RedisStore
 from tests.keeper import Server
 from tests.redis_servers import private_redis
 
-from .asking import WAYS, Way
 from .hearing import Warned
-from .servers import backend_on, client_of
+from .servers import backend_on, client_of, renew
 
 
 @pytest.fixture
@@ -48,11 +49,30 @@ def alone_on_cluster(on_cluster: RedisStore, key: str) -> Any:
     return on_cluster.variant(key_prefix=key)
 
 
+@pytest.fixture(scope="session")
+def _servers() -> Iterator[Callable[[], Server]]:
+    """Give what makes a server, or gives the last one as if it were new."""
+    with ExitStack() as stack:
+        servers: list[tuple[Server, dict[str, str]]] = []
+
+        def fresh() -> Server:
+            if servers:
+                server, settings = servers[-1]
+                with suppress(RedisError):
+                    renew(server.url, settings)
+                    return server
+            server = stack.enter_context(private_redis(stop="KILL", enable_debug_command="yes"))
+            with client_of(server.url) as client:
+                servers.append((server, client.config_get()))
+            return server
+
+        yield fresh
+
+
 @pytest.fixture
-def private() -> Iterator[Server]:
-    """Give a server of this test alone, which may spoil it."""
-    with private_redis(stop="KILL", enable_debug_command="yes") as server:
-        yield server
+def private(_servers: Callable[[], Server]) -> Server:
+    """Give a server without data, clients and users, whose settings a test may change."""
+    return _servers()
 
 
 @pytest.fixture
@@ -81,10 +101,3 @@ def restless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a listener soon ask whether the server is there, and soon believe that it is not."""
     monkeypatch.setattr(listening, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(wakeups, "PONG_SECONDS", 0.3)
-
-
-@pytest.fixture(params=WAYS, ids=lambda way: way.name)
-def way(request: pytest.FixtureRequest) -> Way:
-    """Give both ways to ask: from a thread, and awaited."""
-    way: Way = request.param
-    return way

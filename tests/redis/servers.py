@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +15,7 @@ from redis import Redis
 
 from django_distlock.backends.redis import RedisBackend
 from django_distlock.conf import BackendConfig
+from tests.integration.wires import Wire, wire
 from tests.keeper import Server, folder, free_port, server_user
 from tests.redis_servers import private_redis
 
@@ -24,6 +23,8 @@ from tests.redis_servers import private_redis
 PATIENCE = 20
 #: Seconds after which a backend of these tests gives up on a server that does not answer.
 SILENCE = 0.5
+#: What connections are called that tests count.
+NAME = "distlock-tests"
 
 
 def backend_on(url: str = "", *, options: dict[str, Any] | None = None, **config: Any) -> Any:
@@ -41,6 +42,33 @@ def backend_on(url: str = "", *, options: dict[str, Any] | None = None, **config
 def client_of(url: str) -> Any:
     """Connect beside the backend."""
     return Redis.from_url(url, decode_responses=True)
+
+
+def renew(url: str, settings: dict[str, str]) -> None:
+    """Let a server be as it was when it had these settings and nothing else.
+
+    Raises:
+        RedisError: A test has spoiled it for good.
+    """
+    with client_of(url) as client:
+        for kind in ("normal", "pubsub"):
+            client.client_kill_filter(_type=kind, skipme=True)
+        client.replicaof("NO", "ONE")
+        for name, value in client.config_get().items():
+            if settings[name] != value:
+                client.config_set(name, settings[name])
+        for user in client.acl_users():
+            if user != "default":
+                client.acl_deluser(user)
+        client.acl_log_reset()
+        client.flushall()
+        client.script_flush()
+        client.config_resetstat()
+
+
+def connections(client: Any) -> int:
+    """Return how many connections with the name the server has."""
+    return sum(each["name"] == NAME for each in client.client_list())
 
 
 def with_query(url: str, **query: Any) -> str:
@@ -108,64 +136,14 @@ def stopped(client: Any) -> Iterator[None]:
         os.kill(server, signal.SIGCONT)
 
 
-class Proxy:
-    """A way to a server on which its words get lost.
+@contextmanager
+def line_to(url: str) -> Iterator[Wire]:
+    """Give a way to a server on which its words may get lost."""
+    parts = urlsplit(url)
+    with wire(server=(parts.hostname or "127.0.0.1", parts.port or 6379)) as line:
+        yield line
 
-    Args:
-        url: The address of the server.
-    """
 
-    def __init__(self, url: str):
-        parts = urlsplit(url)
-        self._target = (parts.hostname or "127.0.0.1", parts.port or 6379)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._sockets: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
-        #: What becomes of the next reply: "passed" on, "lost" with all that follow on its
-        #: connection, or the connection is "cut". Whoever asks again gets through.
-        self.replies = "passed"
-
-    def __enter__(self) -> Proxy:
-        self._start(self._accept)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end([self._listener])
-        # Whoever comes last is let in before it, and would be overlooked.
-        self._threads[0].join(PATIENCE)
-        self._end(self._sockets)
-        for each in self._threads[1:]:
-            each.join(PATIENCE)
-
-    def _end(self, sockets: list[socket.socket]) -> None:
-        for each in sockets:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-    def _start(self, target: Callable[..., None], *args: Any) -> None:
-        thread = threading.Thread(target=target, args=args, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                self._sockets.append(client)
-                server = socket.create_connection(self._target)
-                self._sockets.append(server)
-                self._start(self._pump, client, server, False)
-                self._start(self._pump, server, client, True)
-
-    def _pump(self, source: socket.socket, target: socket.socket, replies: bool) -> None:
-        fate = "passed"
-        with suppress(OSError):
-            while fate != "cut" and (data := source.recv(65536)):
-                if replies and fate == "passed":
-                    fate, self.replies = self.replies, "passed"
-                if fate == "passed":
-                    target.sendall(data)
-        self._end([target])
+def through(line: Wire, **query: Any) -> str:
+    """Return the address of the server at the other end, with settings of the connection."""
+    return with_query(f"redis://127.0.0.1:{line.address['PORT']}/0", **query)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ from django_distlock.core.keys import new_token
 from django_distlock.core.records import UNKNOWN, Contended, Grant
 from tests.contract.helpers import held, listed, take
 
-from .asking import Way, tell_short_story
 from .clusters import Cluster, at, spoilable
 from .servers import eventually
 
@@ -35,79 +33,43 @@ def doomed() -> Iterator[Cluster]:
         yield cluster
 
 
-def test_leases_on_other_servers_are_extended(doomed: Cluster, key: str) -> None:
-    """With one server gone, its leases are unknown, and those of the others get their time."""
-    port, *others = doomed.ports
-    gone = [take(doomed.backend, name) for name in doomed.keys_of(port, key)]
+def test_only_the_server_that_is_gone_is_trouble(doomed: Cluster, key: str) -> None:
+    """Its leases are unknown, and its keys neither granted nor contended; others are as before."""
+    # The one that a client would ask about the cluster.
+    port = doomed.client.get_primaries()[0].port
+    others = [each for each in doomed.ports if each != port]
+    lost, *more = doomed.keys_of(port, key, 4)
+    gone = [take(doomed.backend, name) for name in more]
     safe = [take(doomed.backend, name) for each in others for name in doomed.keys_of(each, key)]
     assert all(isinstance(each, Grant) for each in doomed.backend.extend_many([*gone, *safe]))
-    _end(port)
+    with at(port) as node:
+        node.shutdown(nosave=True, now=True, force=True)
     for _ in range(2):
         answers = doomed.backend.extend_many([*gone, *safe])
         assert answers[:3] == [UNKNOWN] * 3
         assert all(isinstance(each, Grant) for each in answers[3:])
+        with pytest.raises(BackendUnavailable) as caught:
+            doomed.backend.acquire(lost, new_token(), 30)
+        assert caught.value.code == "service_unavailable"
+        assert isinstance(doomed.backend.extend(safe[0]), Grant)
     with pytest.raises(BackendUnavailable):
         doomed.backend.extend_many(gone)
     # A list that lacked what one server has would look complete.
     with pytest.raises(BackendUnavailable):
         listed(doomed.backend, key)
+    assert doomed.backend.release(safe[0]) is True
 
 
-def test_only_the_server_that_is_gone_is_trouble(doomed: Cluster, key: str) -> None:
-    """A key there is neither granted nor contended; keys elsewhere are as before."""
-    port, *others = doomed.ports
-    (lost,), (kept,) = doomed.keys_of(port, key, 1), doomed.keys_of(others[0], key, 1)
-    grant = take(doomed.backend, kept)
-    _end(port)
-    for _ in range(2):
-        with pytest.raises(BackendUnavailable) as caught:
-            doomed.backend.acquire(lost, new_token(), 30)
-        assert caught.value.code == "service_unavailable"
-        assert isinstance(doomed.backend.extend(grant), Grant)
-    assert doomed.backend.release(grant) is True
-
-
-async def test_only_the_server_that_is_gone_is_trouble_to_a_loop(doomed: Cluster, key: str) -> None:
-    """The same, awaited in a loop that goes on."""
-    port, *others = doomed.ports
-    (lost,), (kept,) = doomed.keys_of(port, key, 1), doomed.keys_of(others[0], key, 1)
-    grant = await doomed.backend.aacquire(kept, new_token(), 30)
-    _end(port)
-    for _ in range(2):
-        with pytest.raises(BackendUnavailable) as caught:
-            await doomed.backend.aacquire(lost, new_token(), 30)
-        assert caught.value.code == "service_unavailable"
-        assert isinstance(await doomed.backend.aextend(grant), Grant)
-    assert await doomed.backend.arelease(grant) is True
-
-
-def test_loop_begun_without_a_server_asks_the_others(doomed: Cluster, key: str) -> None:
-    """Also a loop that begins after a server has gone locks keys elsewhere."""
-    # The one that a client would ask about the cluster.
-    port = doomed.client.get_primaries()[0].port
-    elsewhere = next(each for each in doomed.ports if each != port)
-    (kept,) = doomed.keys_of(elsewhere, key, 1)
-    assert doomed.backend.read(kept) is None
-    _end(port)
-    for _ in range(2):
-        asyncio.run(tell_short_story(doomed.backend, kept))
-
-
-def _end(port: int) -> None:
-    with at(port) as node:
-        node.shutdown(nosave=True, now=True, force=True)
-
-
-def test_lock_follows_its_slot(cluster: Cluster, key: str, way: Way) -> None:
+def test_lock_follows_its_slot(cluster: Cluster, key: str) -> None:
     """A lease whose slot has moved to another server is extended and released there."""
-    grant = way.take(cluster.backend, key)
+    grant = take(cluster.backend, key)
     source = cluster.node_of(key).port
     cluster.move(key)
-    assert isinstance(way.ask(cluster.backend, "acquire", key, new_token(), 30), Contended)
-    assert way.ask(cluster.backend, "read", key).token == grant.token
-    assert isinstance(way.ask(cluster.backend, "extend", grant), Grant)
-    assert way.ask(cluster.backend, "release", grant) is True
-    assert way.take(cluster.backend, key).fence > grant.fence
+    assert isinstance(cluster.backend.acquire(key, new_token(), 30), Contended)
+    assert cluster.backend.read(key).token == grant.token
+    assert isinstance(cluster.backend.extend(grant), Grant)
+    assert cluster.backend.release(grant) is True
+    assert take(cluster.backend, key).fence > grant.fence
     with at(source) as node:
         assert node.keys(f"*{key}*") == []
 
@@ -123,13 +85,13 @@ def test_many_leases_follow_their_slots(cluster: Cluster, key: str) -> None:
     assert sorted(listed(cluster.backend, key)) == sorted(grant.key for grant in grants)
 
 
-def test_slot_on_its_way_is_trouble_and_no_grant(cluster: Cluster, key: str, way: Way) -> None:
+def test_slot_on_its_way_is_trouble_and_no_grant(cluster: Cluster, key: str) -> None:
     """With the record here and the fence there, nothing is granted, and it is said why."""
     grant = take(cluster.backend, key)
     with cluster.moving(key) as move_one:
         move_one()
         with pytest.raises(LockError) as caught:
-            way.ask(cluster.backend, "acquire", key, new_token(), 30)
+            cluster.backend.acquire(key, new_token(), 30)
     assert type(caught.value) is BackendUnavailable
     assert caught.value.code == "service_unavailable"
     assert held(cluster.backend, key).token == grant.token

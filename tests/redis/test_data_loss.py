@@ -11,12 +11,10 @@ import pytest
 
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Grant
-from tests.contract.helpers import held
+from tests.contract.helpers import held, take
 from tests.redis_servers import private_redis
 
-from .asking import Way
-from .servers import Proxy, Restartable, backend_on, client_of, eventually, restartable
+from .servers import Restartable, backend_on, client_of, eventually, line_to, restartable
 
 pytestmark = pytest.mark.faults
 
@@ -30,13 +28,13 @@ def server(request: pytest.FixtureRequest) -> Iterator[Restartable]:
         yield server
 
 
-def fences(backend: Any, key: str, way: Way, times: int) -> list[int]:
+def fences(backend: Any, key: str, times: int) -> list[int]:
     """Return the fences of so many grants in a row."""
     found = []
     for _ in range(times):
-        grant = way.take(backend, key)
+        grant = take(backend, key)
         found.append(grant.fence)
-        assert way.ask(backend, "release", grant) is True
+        assert backend.release(grant) is True
     return found
 
 
@@ -45,33 +43,30 @@ def rise(numbers: list[int]) -> bool:
     return all(before < after for before, after in pairwise(numbers))
 
 
-def test_fences_rise_over_flushes(backend: Any, client: Any, key: str, way: Way) -> None:
-    """`FLUSHALL` in the middle of a run of grants takes no fence back."""
+def test_flush_ends_every_lease(backend: Any, client: Any, key: str) -> None:
+    """After `FLUSHALL` the lease is gone and the key free, and no fence is taken back."""
     found: list[int] = []
-    for _ in range(10):
-        found += fences(backend, key, way, 5)
+    for _ in range(5):
+        found += fences(backend, key, 5)
+        grant = take(backend, key)
+        found.append(grant.fence)
         client.flushall()
+        assert backend.extend(grant) is None
+        assert backend.extend_many([grant]) == [None]
+        assert backend.release(grant) is False
+        assert backend.read(key) is None
+        assert backend.read_token(grant.token) is None
     assert rise(found)
 
 
-def test_flush_ends_every_lease(backend: Any, client: Any, key: str, way: Way) -> None:
-    """After `FLUSHALL` the holder is told that the lease is gone, and the key is free."""
-    grant = way.take(backend, key)
-    client.flushall()
-    assert way.ask(backend, "extend", grant) is None
-    assert backend.extend_many([grant]) == [None]
-    assert way.ask(backend, "release", grant) is False
-    assert way.ask(backend, "read", key) is None
-    assert backend.read_token(grant.token) is None
-    assert way.take(backend, key).fence > grant.fence
-
-
-def test_killed_server_is_trouble_until_it_is_back(server: Restartable, key: str, way: Way) -> None:
-    """While the server is down nothing is granted, and nothing is contended."""
+def test_killed_server_is_trouble_until_it_is_back(server: Restartable, key: str) -> None:
+    """Nothing is granted meanwhile. With its data the lease lives on; no fence is repeated."""
     backend = backend_on(server.url)
-    grant = way.take(backend, key)
-    server.kill()
-    for _ in range(3):
+    found = fences(backend, key, 5)
+    for _ in range(2):
+        grant = take(backend, key, 60)
+        found.append(grant.fence)
+        server.kill()
         for operation, arguments in (
             ("acquire", (key, new_token(), 30)),
             ("extend", (grant,)),
@@ -79,82 +74,49 @@ def test_killed_server_is_trouble_until_it_is_back(server: Restartable, key: str
             ("read", (key,)),
         ):
             with pytest.raises(BackendUnavailable) as caught:
-                way.ask(backend, operation, *arguments)
+                getattr(backend, operation)(*arguments)
             assert caught.value.code == "service_unavailable"
-    server.start()
-    assert isinstance(way.take(backend, f"{key}-b"), Grant)
-
-
-def test_fences_rise_over_a_killed_server(server: Restartable, key: str, way: Way) -> None:
-    """With its data or without, the server that is started again repeats no fence."""
-    backend = backend_on(server.url)
-    found = fences(backend, key, way, 5)
-    for _ in range(2):
-        server.kill()
         server.start()
-        _reconnected(backend, key)
-        found += fences(backend, key, way, 5)
+        if server.durable:
+            assert held(backend, key).token == grant.token
+            assert backend.extend(grant).fence == grant.fence
+            assert backend.read_token(grant.token) is not None
+        else:
+            assert backend.extend(grant) is None
+        assert backend.release(grant) is server.durable
+        found += fences(backend, key, 5)
     assert rise(found)
 
 
-def test_lease_outlives_a_killed_server_that_keeps_its_data(
-    server: Restartable, key: str, way: Way
-) -> None:
-    """With every answer on the disk the lease is still the holder's; without, the key is free."""
-    backend = backend_on(server.url)
-    grant = way.take(backend, key, 60)
-    server.kill()
-    server.start()
-    _reconnected(backend, key)
-    if server.durable:
-        assert held(backend, key).token == grant.token
-        extended = way.ask(backend, "extend", grant)
-        assert extended.fence == grant.fence
-        assert backend.read_token(grant.token) is not None
-        assert way.ask(backend, "release", grant) is True
-    else:
-        assert way.ask(backend, "extend", grant) is None
-        assert way.ask(backend, "release", grant) is False
-    assert way.take(backend, key).fence > grant.fence
-
-
-def _reconnected(backend: Any, key: str) -> None:
-    """Find out that the connection of a moment ago is gone: one error at most."""
-    try:
-        backend.read(key)
-    except BackendUnavailable:
-        backend.read(key)
-
-
-def test_stale_counter_repeats_no_fence(backend: Any, client: Any, key: str, way: Way) -> None:
+def test_stale_counter_repeats_no_fence(backend: Any, client: Any, key: str) -> None:
     """A counter that lies behind, as on a replica that lagged, is passed over."""
-    before = fences(backend, key, way, 3)
+    before = fences(backend, key, 3)
     name = f"distlock:fence:{backend._name(key)}"
     assert int(client.get(name)) == before[-1]
     client.set(name, before[0] - 5000)
-    assert rise([*before, *fences(backend, key, way, 3)])
+    assert rise([*before, *fences(backend, key, 3)])
     client.delete(name)
-    assert fences(backend, key, way, 1)[0] > before[-1]
+    assert fences(backend, key, 1)[0] > before[-1]
 
 
-def test_fences_rise_over_a_failover(key: str, way: Way) -> None:
+def test_fences_rise_over_a_failover(key: str) -> None:
     """A replica that missed the last grants and is promoted gives higher fences than all before."""
     with ExitStack() as stack:
         primary = stack.enter_context(restartable(repl_diskless_sync_delay=0))
         replica = stack.enter_context(private_redis(stop="KILL"))
-        line = stack.enter_context(Proxy(primary.url))
+        line = stack.enter_context(line_to(primary.url))
         ask = stack.enter_context(client_of(replica.url))
-        ask.replicaof("127.0.0.1", line.port)
+        ask.replicaof("127.0.0.1", int(line.address["PORT"]))
         old, new = backend_on(primary.url), backend_on(replica.url)
-        seen = fences(old, key, way, 3)
+        seen = fences(old, key, 3)
         counter = f"distlock:fence:{old._name(key)}"
         eventually(lambda: ask.get(counter) == str(seen[-1]), "the replica follows")
-        line.replies = "lost"
-        missed = fences(old, key, way, 3)
-        grant = way.take(old, key)
+        line.fate = "lost"
+        missed = fences(old, key, 3)
+        grant = take(old, key)
         primary.kill()
         ask.replicaof("NO", "ONE")
         assert ask.get(counter) == str(seen[-1])
         # The grant has not come over: its holder learns it, and the next has a higher fence.
-        assert way.ask(new, "extend", grant) is None
-        assert rise([*seen, *missed, grant.fence, *fences(new, key, way, 3)])
+        assert new.extend(grant) is None
+        assert rise([*seen, *missed, grant.fence, *fences(new, key, 3)])

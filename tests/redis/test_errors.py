@@ -17,16 +17,15 @@ from tests.contract.redis_clients import cluster_url
 from tests.keeper import Server, folder, free_port, server_user
 from tests.redis_servers import private_redis
 
-from .asking import Way
 from .servers import backend_on, client_of, eventually
 
 PASSWORD = "pass-word-of-the-tests"
 
 
-def refused(way: Way, backend: Any, operation: str, *arguments: Any) -> LockError:
+def refused(backend: Any, operation: str, *arguments: Any) -> LockError:
     """Return the error of a call, whose message tells neither a token nor a password."""
     with pytest.raises(LockError) as caught:
-        way.ask(backend, operation, *arguments)
+        getattr(backend, operation)(*arguments)
     told = f"{caught.value} {caught.value!r}"
     for each in arguments[1:] if operation == "acquire" else arguments:
         token = each.token if isinstance(each, Grant) else None
@@ -36,9 +35,9 @@ def refused(way: Way, backend: Any, operation: str, *arguments: Any) -> LockErro
     return caught.value
 
 
-def attempt(way: Way, backend: Any, key: str) -> LockError:
+def attempt(backend: Any, key: str) -> LockError:
     """Return the error of an attempt."""
-    return refused(way, backend, "acquire", key, new_token(), 30)
+    return refused(backend, "acquire", key, new_token(), 30)
 
 
 def is_unavailable(error: LockError, code: str) -> bool:
@@ -47,58 +46,53 @@ def is_unavailable(error: LockError, code: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["port that nobody listens on", "host without an address"])
-def test_nobody_listens(key: str, way: Way, kind: str) -> None:
+def test_nobody_listens(key: str, kind: str) -> None:
     """Where nobody answers it is `service_unavailable`."""
     nowhere = f"127.0.0.1:{free_port()}" if kind.startswith("port") else "nowhere.invalid:6379"
-    error = attempt(way, backend_on(f"redis://:{PASSWORD}@{nowhere}/0"), key)
+    error = attempt(backend_on(f"redis://:{PASSWORD}@{nowhere}/0"), key)
     assert is_unavailable(error, "service_unavailable")
     assert error.key == key
 
 
 @pytest.mark.parametrize("login", ["", f":{PASSWORD}@", f"nobody:{PASSWORD}@"])
-def test_refused_login(private: Server, client: Any, key: str, way: Way, login: str) -> None:
+def test_refused_login(private: Server, client: Any, key: str, login: str) -> None:
     """No password, a wrong one, or a user that does not exist is `auth_failed`."""
     client.config_set("requirepass", "the right one")
-    error = attempt(way, backend_on(private.url.replace("//", f"//{login}")), key)
+    error = attempt(backend_on(private.url.replace("//", f"//{login}")), key)
     assert is_unavailable(error, "auth_failed")
+    client.config_set("requirepass", "")
 
 
-@pytest.mark.parametrize(
-    "rights",
-    [
-        "~* +@all -eval -evalsha",
-        "~other:* +@all",
-        "~* +@all -hset",
-        "~* +@all -@write",
-    ],
-)
-def test_missing_right(private: Server, client: Any, key: str, way: Way, rights: str) -> None:
+def test_missing_right(private: Server, client: Any, key: str) -> None:
     """What the user may not run, or not touch, also inside a script, is `auth_failed`."""
-    given = ["on", f">{PASSWORD}", *rights.split()]
-    client.execute_command("ACL SETUSER", "limited", *given)
-    error = attempt(way, backend_on(private.url.replace("//", f"//limited:{PASSWORD}@")), key)
-    assert is_unavailable(error, "auth_failed")
+    for number, rights in enumerate(
+        ("~* +@all -eval -evalsha", "~other:* +@all", "~* +@all -hset", "~* +@all -@write")
+    ):
+        user = f"limited{number}"
+        client.execute_command("ACL SETUSER", user, "on", f">{PASSWORD}", *rights.split())
+        error = attempt(backend_on(private.url.replace("//", f"//{user}:{PASSWORD}@")), key)
+        assert is_unavailable(error, "auth_failed")
     assert not client.exists(f"distlock:lock:{backend_on(private.url)._name(key)}")
 
 
 @pytest.mark.parametrize("stale", ["yes", "no"])
-def test_replica(private: Server, client: Any, key: str, way: Way, stale: str) -> None:
+def test_replica(private: Server, client: Any, key: str, stale: str) -> None:
     """A replica takes no writes: `service_unavailable`."""
     backend = backend_on(private.url)
     grant = take(backend, key)
     client.config_set("replica-serve-stale-data", stale)
     client.replicaof("127.0.0.1", free_port())
     for error in (
-        attempt(way, backend, f"{key}-b"),
-        refused(way, backend, "extend", grant),
-        refused(way, backend, "release", grant),
+        attempt(backend, f"{key}-b"),
+        refused(backend, "extend", grant),
+        refused(backend, "release", grant),
     ):
         assert is_unavailable(error, "service_unavailable")
     client.replicaof("NO", "ONE")
-    assert way.ask(backend, "release", grant) is True
+    assert backend.release(grant) is True
 
 
-def test_full_server(backend: Any, client: Any, key: str, way: Way) -> None:
+def test_full_server(backend: Any, client: Any, key: str) -> None:
     """At `maxmemory` nothing is granted: `rate_limited`. What is held is extended and released.
 
     An attempt writes nothing, so that the next one is no takeover; what is contended stays so. A
@@ -106,24 +100,24 @@ def test_full_server(backend: Any, client: Any, key: str, way: Way) -> None:
     """
     grant, settled = take(backend, key), take(backend, f"{key}-b")
     client.config_set("maxmemory", 1)
-    assert is_unavailable(attempt(way, backend, f"{key}-c"), "rate_limited")
-    assert isinstance(way.ask(backend, "extend", grant, 40), Grant)
+    assert is_unavailable(attempt(backend, f"{key}-c"), "rate_limited")
+    assert isinstance(backend.extend(grant, 40), Grant)
     assert backend.shorten(key, 20, grant.token) is not None
-    assert isinstance(way.ask(backend, "acquire", key, new_token(), 30), Contended)
-    assert way.ask(backend, "read", key).token == grant.token
-    assert way.ask(backend, "release", grant) is True
+    assert isinstance(backend.acquire(key, new_token(), 30), Contended)
+    assert backend.read(key).token == grant.token
+    assert backend.release(grant) is True
     assert backend.settle(settled, 60) is True
     assert client.exists(f"distlock:lock:{backend._name(f'{key}-c')}") == 0
     assert client.exists(f"distlock:fence:{backend._name(f'{key}-c')}") == 0
     client.config_set("maxmemory", 0)
-    taken = way.take(backend, key)
+    taken = take(backend, key)
     assert taken.fence > grant.fence
     client.config_set("maxmemory", 1)
     assert backend.force_release(key).token == taken.token
     assert int(client.get(f"distlock:fence:{backend._name(key)}")) > taken.fence
 
 
-def test_server_that_cannot_save(key: str, way: Way) -> None:
+def test_server_that_cannot_save(key: str) -> None:
     """A server that refuses writes because it cannot save is `service_unavailable`."""
     # There is no folder that fewer may write to.
     with private_redis(dir="/proc", stop="KILL") as server, client_of(server.url) as client:
@@ -133,11 +127,11 @@ def test_server_that_cannot_save(key: str, way: Way) -> None:
             lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err",
             "saving fails",
         )
-        assert is_unavailable(attempt(way, backend_on(server.url), key), "service_unavailable")
+        assert is_unavailable(attempt(backend_on(server.url), key), "service_unavailable")
 
 
 def test_server_that_runs_a_script_for_long(
-    private: Server, backend: Any, client: Any, key: str, way: Way
+    private: Server, backend: Any, client: Any, key: str
 ) -> None:
     """A server that is busy with somebody's script is `service_unavailable`."""
     client.config_set("busy-reply-threshold", 1)
@@ -146,7 +140,7 @@ def test_server_that_runs_a_script_for_long(
         connection.send_command("EVAL", "while true do end", 0)
         with client_of(private.url) as killer:
             eventually(lambda: _is_busy(killer), "the script runs")
-            error = attempt(way, backend, key)
+            error = attempt(backend, key)
             killer.script_kill()
         other.connection_pool.disconnect()
     assert is_unavailable(error, "service_unavailable")
@@ -169,32 +163,27 @@ SPOILS: dict[str, Callable[[Any, Any, str], None]] = {
 
 
 @pytest.mark.parametrize("operation", SPOILS)
-def test_something_else_under_our_name(
-    backend: Any, client: Any, key: str, way: Way, operation: str
-) -> None:
+def test_something_else_under_our_name(backend: Any, client: Any, key: str, operation: str) -> None:
     """What is not ours under the name of a lock is an error, and stays as it is."""
     grant = take(backend, key)
     backend.release(grant)
     client.flushall()
     SPOILS[operation](client, backend, backend._name(key))
     arguments = {"acquire": (key, new_token(), 30), "read": (key,)}.get(operation, (grant,))
-    error = refused(way, backend, operation, *arguments)
+    error = refused(backend, operation, *arguments)
     assert (type(error), error.code) == (LockError, "internal")
     assert "WRONGTYPE" in str(error)
     assert client.dbsize() == 1
 
 
-@pytest.mark.parametrize("operation", ["acquire", "extend", "release", "read"])
-def test_node_of_a_cluster(key: str, way: Way, operation: str) -> None:
+def test_node_of_a_cluster(key: str) -> None:
     """Who connects to a node as to a single server is told of `client_factory`."""
     backend = backend_on(cluster_url())
     errors = []
     for number in range(12):
         # Whatever the key, on this node or on another one.
-        grant = unheard_of(f"{key}-{number}")
-        named = {"acquire": (grant.key, grant.token, 30), "read": (grant.key,)}
         try:
-            way.ask(backend, operation, *named.get(operation, (grant,)))
+            backend.read(f"{key}-{number}")
         except LockError as error:
             errors.append(error)
     assert errors

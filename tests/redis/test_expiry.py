@@ -13,8 +13,6 @@ from django_distlock.core.records import Grant
 from tests.contract.helpers import held, take
 from tests.contract.stores_redis import RedisStore
 
-from .servers import eventually
-
 
 def expires_with_the_lock(store: RedisStore, key: str) -> bool:
     """Say whether Redis removes the record when the key is free, and at most 2 ms later."""
@@ -81,17 +79,6 @@ def test_counter_never_expires(store: RedisStore, key: str) -> None:
     assert backend.cleanup(datetime.now(UTC)) == 0
     assert stays(grant.fence)
     assert take(backend, key).fence > grant.fence
-
-
-def test_redis_removes_what_is_over(store: RedisStore, key: str) -> None:
-    """A record goes by itself, and what finds it by its token goes with it."""
-    take(store.backend, key, 30)
-    assert store.tokens(key)
-    names = [store.at("lock", key), *store.tokens(key)]
-    for name in names:
-        store.client.pexpireat(name, store.client.pexpiretime(name) - 31_000)
-    eventually(lambda: not store.client.exists(*names), "Redis removes the record")
-    assert store.client.exists(store.at("fence", key))
 
 
 @pytest.fixture

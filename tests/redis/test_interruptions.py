@@ -89,7 +89,7 @@ def test_connection_to_a_primary_of_the_past_is_not_used(
 
 def test_settled_record_that_is_ended_at_once_is_gone(store: RedisStore, key: str) -> None:
     """Whatever the moment, it is described, and leaves nothing that Redis would keep."""
-    for number in range(100):
+    for number in range(30):
         grant = take(store.backend, f"{key}-{number}")
         assert isinstance(grant, Grant)
         store.backend.settle(grant, 60)
@@ -98,5 +98,5 @@ def test_settled_record_that_is_ended_at_once_is_gone(store: RedisStore, key: st
         assert isinstance(record, Record)
         assert record.token == grant.token
     # Redis counts milliseconds.
-    names = [f"{key}-{number}" for number in range(100)]
+    names = [f"{key}-{number}" for number in range(30)]
     eventually(lambda: not any(map(store.has_record, names)), "the records are gone")

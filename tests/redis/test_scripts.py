@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from tests.contract.helpers import take
 from tests.contract.stores_redis import RedisStore
 from tests.keeper import Server
 
-from .asking import Interrupted, Way, tell_short_story, tell_story
+from .asking import Interrupted, tell_story
 from .servers import backend_on
 
 #: What a script may run that has no key.
@@ -30,7 +29,6 @@ def test_forgotten_scripts_are_sent_again(backend: Any, client: Any, key: str) -
     interrupted = Interrupted(backend, lambda: flushed.append(client.script_flush()))
     tell_story(interrupted, key)
     assert len(flushed) > 30
-    asyncio.run(tell_short_story(interrupted, key))
 
 
 def test_forgotten_scripts_are_sent_again_to_a_cluster(
@@ -39,7 +37,6 @@ def test_forgotten_scripts_are_sent_again_to_a_cluster(
     """The same on the servers of a cluster."""
     interrupted = Interrupted(alone_on_cluster, on_cluster.client.script_flush)
     tell_story(interrupted, key)
-    asyncio.run(tell_short_story(interrupted, key))
 
 
 def test_scripts_forgotten_at_any_moment_do_no_harm(
@@ -72,34 +69,30 @@ def _forgetting(client: Any) -> Iterator[None]:
         thread.join()
 
 
-def test_known_script_is_one_command(backend: Any, client: Any, key: str, way: Way) -> None:
+def test_known_script_is_one_command(backend: Any, client: Any, key: str) -> None:
     """An attempt, also a contended one, is one command, however often it is made."""
-    held = way.take(backend, key)
+    held = take(backend, key)
     client.config_resetstat()
     for _ in range(5):
-        way.ask(backend, "acquire", key, held.token[::-1], 30)
-    way.ask(backend, "extend", held)
-    way.ask(backend, "release", held)
+        backend.acquire(key, held.token[::-1], 30)
+    backend.extend(held)
+    backend.release(held)
     stats = client.info("commandstats")
     assert stats["cmdstat_evalsha"]["calls"] == 7
     # Two of the scripts were new to the server.
     assert stats["cmdstat_eval"]["calls"] == 2
 
 
-def test_keys_command_never_runs(backend: Any, client: Any, key: str) -> None:
-    """Nothing that was asked made the server look at all its keys at once."""
-    client.config_resetstat()
-    tell_story(backend, key)
-    ran = {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
-    assert "scan" in ran
-    assert not ran & {"keys", "flushall", "flushdb", "config|set", "randomkey", "wait"}
-
-
 def test_scripts_touch_only_the_keys_they_declare(backend: Any, client: Any, key: str) -> None:
-    """Each command inside a script is about one of the keys that were given to the script."""
+    """Each command inside a script is about one of the keys that were given to the script.
+
+    And nothing makes the server look at all its keys at once.
+    """
     declared: set[str] = set()
+    ran: list[str] = []
     touched = 0
     for source, (command, *words) in _watched(client, lambda: tell_story(backend, key)):
+        ran.append(command)
         if source != "lua":
             number = int(words[1]) if command.startswith("EVAL") else 0
             declared = set(words[2 : 2 + number])
@@ -107,6 +100,8 @@ def test_scripts_touch_only_the_keys_they_declare(backend: Any, client: Any, key
             assert words[0] in declared, (command, words, declared)
             touched += 1
     assert touched > 50
+    assert "SCAN" in ran
+    assert not {"KEYS", "FLUSHALL", "FLUSHDB", "RANDOMKEY", "WAIT"} & {*ran}
 
 
 def _watched(client: Any, run: Callable[[], None]) -> list[tuple[str, list[str]]]:
@@ -123,27 +118,23 @@ def _watched(client: Any, run: Callable[[], None]) -> list[tuple[str, list[str]]
     return heard
 
 
-@pytest.mark.parametrize("prefix", ["", "distlock", "shop:locks", "[a*?]"])
-def test_user_with_rights_on_the_prefix_alone_suffices(
-    private: Server, client: Any, key: str, prefix: str
-) -> None:
-    """Every operation works for a user that may touch `KEY_PREFIX:*` and run nothing dangerous."""
-    pattern = re.sub(r"([*?\[\]])", r"\\\1", prefix) + ":*" if prefix else "*"
-    given = (f"~{pattern}", f"&{pattern}", "+@all", "-@dangerous", "-@admin")
-    client.execute_command("ACL SETUSER", "locker", "on", ">secret", *given)
-    url = private.url.replace("//", "//locker:secret@")
-    tell_story(backend_on(url, key_prefix=prefix), key)
-    assert client.execute_command("ACL LOG") == []
-
-
-def test_documented_rights_suffice(private: Server, client: Any, key: str) -> None:
-    """Every operation works for a user with the rights that docs/howto/use-redis.md names."""
+def documented() -> list[str]:
+    """Return the rights that docs/howto/use-redis.md names."""
     page = (Path(__file__).parents[2] / "docs/howto/use-redis.md").read_text(encoding="utf-8")
     sentence = page.partition("A user of the ACL needs ")[2].partition("`INFO`")[0]
     rights, *commands = re.findall(r"`([^`]*)`", sentence)
-    given = [*rights.split(), *(f"+{each}" for part in commands for each in part.split())]
-    client.execute_command("ACL SETUSER", "locker", "on", ">secret", *given)
-    # What redis-py asks when it connects, and does not need.
-    client.execute_command("ACL SETUSER", "locker", "+client", "+hello", "+select")
-    tell_story(backend_on(private.url.replace("//", "//locker:secret@")), key)
+    # The last three redis-py asks for when it connects, and does not need.
+    words = [*(word for part in commands for word in part.split()), "client", "hello", "select"]
+    return [*rights.split(), *(f"+{each}" for each in words)]
+
+
+@pytest.mark.parametrize("prefix", [None, "", "shop:locks", "[a*?]"])
+def test_few_rights_suffice(private: Server, client: Any, key: str, prefix: str | None) -> None:
+    """Those that are documented; or all on `KEY_PREFIX:*`, and nothing dangerous."""
+    pattern = re.sub(r"([*?\[\]])", r"\\\1", prefix) + ":*" if prefix else "*"
+    given = [f"~{pattern}", f"&{pattern}", "+@all", "-@dangerous", "-@admin"]
+    rights = documented() if prefix is None else given
+    client.execute_command("ACL SETUSER", "locker", "on", ">secret", *rights)
+    more: Any = {} if prefix is None else {"key_prefix": prefix}
+    tell_story(backend_on(private.url.replace("//", "//locker:secret@"), **more), key)
     assert client.execute_command("ACL LOG") == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,7 +20,7 @@ from tests.contract.helpers import at_once, take
 from tests.keeper import folder, free_port, kept, server_user
 from tests.redis_servers import private_redis
 
-from .asking import tell_short_story, tell_story
+from .asking import tell_story
 from .hearing import Warned, hand_over, subscriptions, waiting
 from .servers import Restartable, backend_on, client_of, eventually, restartable
 
@@ -123,44 +122,30 @@ def backend(request: pytest.FixtureRequest, watched: Watched, settings: Any) -> 
     return backend_on(options={"cache": "locks"})
 
 
-def test_locks_go_on_after_a_failover(watched: Watched, backend: Any, key: str) -> None:
-    """While nobody is there it is trouble; then the replica grants, with higher fences."""
-    tell_story(backend, key)
-    asyncio.run(tell_short_story(backend, key))
-    before = take(backend, f"{key}-kept", 600)
-    watched.primary.kill()
-    with pytest.raises(BackendUnavailable):
-        backend.acquire(key, new_token(), 30)
-    with pytest.raises(BackendUnavailable):
-        asyncio.run(_acquire(backend, key))
-    eventually(
-        lambda: watched.is_at(watched.replica_port) and _grants(backend, key), "the replica grants"
-    )
-    after = take(backend, f"{key}-kept", 600, replace=before.token)
-    assert after.fence > before.fence
-    with client_of(watched.replica) as client:
-        assert client.info("replication")["role"] == "master"
-        assert client.exists(f"distlock:lock:{backend._name(f'{key}-kept')}")
-    assert backend.release(after) is True
-    tell_story(backend, f"{key}-b")
-    asyncio.run(tell_short_story(backend, f"{key}-b"))
-
-
-def test_wakeups_are_heard_after_a_failover(
+def test_locks_go_on_after_a_failover(
     watched: Watched, backend: Any, key: str, warned: Warned
 ) -> None:
-    """Waiters are told that none come, and the new primary's are heard."""
+    """Waiters are told, and whoever asks; then the replica grants, higher fences, and is heard."""
+    tell_story(backend, f"{key}-a")
+    before = take(backend, f"{key}-kept", 600)
     with waiting(backend, key) as waiter:
-        hand_over(backend, backend, waiter, key)
-        waiter.rung.clear()
         watched.primary.kill()
-        eventually(lambda: waiter.rung == [False], "waiters are told")
+        with pytest.raises(BackendUnavailable):
+            backend.acquire(key, new_token(), 30)
         eventually(lambda: waiter.rung == [False, True], "wake-ups are heard again")
-        eventually(lambda: _grants(backend, key), "the replica grants")
+        eventually(
+            lambda: watched.is_at(watched.replica_port) and _grants(backend, key),
+            "the replica grants",
+        )
         with client_of(watched.replica) as client:
             eventually(lambda: subscriptions(client) == 1, "the replica is heard")
+            assert client.info("replication")["role"] == "master"
         hand_over(backend, backend, waiter, key)
-    assert len(warned()) == 1
+        assert len(warned()) == 1
+    after = take(backend, f"{key}-kept", 600, replace=before.token)
+    assert after.fence > before.fence
+    assert backend.release(after) is True
+    tell_story(backend, f"{key}-b")
 
 
 @pytest.mark.usefixtures("restless")
@@ -186,10 +171,6 @@ def test_primary_of_the_past_is_left(
         eventually(lambda: subscriptions(past) == 0, "the old primary is not heard")
         hand_over(backend, backend, waiter, key)
     assert len(warned()) == 1
-
-
-async def _acquire(backend: Any, key: str) -> Any:
-    return await backend.aacquire(key, new_token(), 30)
 
 
 def _grants(backend: Any, key: str) -> bool:

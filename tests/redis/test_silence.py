@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,10 +17,10 @@ from django_distlock.core.records import Contended, Grant
 from django_distlock.host import current_holder
 from django_distlock.waiting import acquire
 from tests.contract.helpers import Later, held, take
+from tests.integration.wires import Wire
 from tests.keeper import Server
 
-from .asking import Way
-from .servers import SILENCE, Proxy, backend_on, eventually, stopped, with_query
+from .servers import SILENCE, backend_on, eventually, line_to, stopped, through, with_query
 
 pytestmark = pytest.mark.faults
 
@@ -38,9 +35,9 @@ def _nobody_else_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def line(private: Server) -> Iterator[Proxy]:
+def line(private: Server) -> Iterator[Wire]:
     """Give a way to the private server that can be spoiled."""
-    with Proxy(private.url) as line:
+    with line_to(private.url) as line:
         yield line
 
 
@@ -51,84 +48,64 @@ def impatient(private: Server) -> Any:
 
 
 @pytest.fixture
-def behind(line: Proxy) -> Any:
+def behind(line: Wire) -> Any:
     """Give a backend behind the line that gives up soon."""
-    return backend_on(with_query(line.url, socket_timeout=SILENCE))
+    return backend_on(through(line, socket_timeout=SILENCE))
 
 
 @pytest.mark.parametrize("operation", ["acquire", "extend", "release", "read"])
 def test_server_that_hangs_is_trouble_in_time(
-    impatient: Any, client: Any, key: str, way: Way, operation: str
+    impatient: Any, client: Any, key: str, operation: str
 ) -> None:
     """Nobody waits longer than `socket_timeout`; what was asked is done when the server goes on."""
     _warm(impatient, key)
     grant = take(impatient, key)
     token = new_token()
     arguments = {"acquire": (f"{key}-b", token, 30), "read": (key,)}.get(operation, (grant,))
-    with ExitStack() as stack:
-        stop = partial(stack.enter_context, stopped(client))
-        late = Later(way.ask_late, impatient, stop, operation, *arguments)
-        with pytest.raises(BackendUnavailable) as caught:
-            late.result()
+    with stopped(client), pytest.raises(BackendUnavailable) as caught:
+        Later(getattr(impatient, operation), *arguments).result()
     assert caught.value.code == "network_timeout"
     if operation == "acquire":
         eventually(lambda: impatient.read(f"{key}-b"), "the key is granted to the token")
         assert held(impatient, f"{key}-b").token == token
     elif operation == "release":
         eventually(lambda: impatient.read(key) is None, "the key is free")
-    assert isinstance(way.ask(impatient, "extend", grant), Grant) is (operation != "release")
-
-
-@pytest.mark.parametrize("how", LOSSES)
-def test_lost_reply_of_an_acquire_is_not_asked_for_again(
-    line: Proxy, behind: Any, client: Any, key: str, way: Way, how: str
-) -> None:
-    """The server saw one attempt; the caller does not know, and its token gives the key back."""
-    _warm(behind, key)
-    token = new_token()
-    with pytest.raises(BackendUnavailable) as caught:
-        way.ask_late(behind, partial(_lose, line, how, client), "acquire", key, token, 30)
-    assert caught.value.code == LOSSES[how]
-    assert _asked(client) == 1
-    record = held(behind, key)
-    assert record.token == token
-    grant = Grant(key, token, record.fence, 30, record.acquired_at, record.expires_at)
-    assert isinstance(behind.acquire(key, new_token(), 30), Contended)
-    assert way.ask(behind, "release", grant) is True
-    assert behind.read(key) is None
+    assert isinstance(impatient.extend(grant), Grant) is (operation != "release")
 
 
 @pytest.mark.parametrize("how", LOSSES)
 def test_lost_reply_of_a_release_is_not_asked_for_again(
-    line: Proxy, behind: Any, client: Any, key: str, way: Way, how: str
+    line: Wire, behind: Any, client: Any, key: str, how: str
 ) -> None:
-    """The key is free; the release asked for again answers False, and takes nothing from others."""
+    """Nor of an acquire, or of extends: the server saw each question once, and did what it asked.
+
+    The key is granted to the token; then it is free, and a release takes nothing from others.
+    """
+
+    def lost(ask: Callable[..., object], *arguments: object, times: int = 1) -> None:
+        client.config_resetstat()
+        line.fate = how
+        with pytest.raises(BackendUnavailable) as caught:
+            ask(*arguments)
+        assert caught.value.code == LOSSES[how]
+        # A server whose line is cut may not have come to all of them.
+        assert _asked(client) == times or (how == "cut" and _asked(client) < times)
+
     _warm(behind, key)
-    grant = take(behind, key)
-    with pytest.raises(BackendUnavailable) as caught:
-        way.ask_late(behind, partial(_lose, line, how, client), "release", grant)
-    assert caught.value.code == LOSSES[how]
-    assert _asked(client) == 1
+    token = new_token()
+    lost(behind.acquire, key, token, 30)
+    record = held(behind, key)
+    assert record.token == token
+    grant = Grant(key, token, record.fence, 30, record.acquired_at, record.expires_at)
+    assert isinstance(behind.acquire(key, new_token(), 30), Contended)
+    grants = [grant, *(take(behind, f"{key}-{number}") for number in range(2))]
+    lost(behind.extend_many, grants, times=3)
+    assert all(isinstance(answer, Grant) for answer in behind.extend_many(grants))
+    lost(behind.release, grant)
     other = take(behind, key)
     assert other.fence > grant.fence
-    assert way.ask(behind, "release", grant) is False
+    assert behind.release(grant) is False
     assert held(behind, key).token == other.token
-
-
-@pytest.mark.parametrize("how", LOSSES)
-def test_lost_replies_to_many_extends_are_not_asked_for_again(
-    line: Proxy, behind: Any, client: Any, key: str, how: str
-) -> None:
-    """`extend_many` raises where no server answered, and has sent each question once."""
-    _warm(behind, key)
-    grants = [take(behind, f"{key}-{number}") for number in range(3)]
-    _lose(line, how, client)
-    with pytest.raises(BackendUnavailable) as caught:
-        behind.extend_many(grants)
-    assert caught.value.code == LOSSES[how]
-    # A server whose line is cut may not have come to all of them.
-    assert _asked(client) == 3 or (how == "cut" and _asked(client) < 3)
-    assert all(isinstance(answer, Grant) for answer in behind.extend_many(grants))
 
 
 def _warm(backend: Any, key: str) -> None:
@@ -139,12 +116,6 @@ def _warm(backend: Any, key: str) -> None:
     assert backend.release(grant) is True
 
 
-def _lose(line: Proxy, how: str, client: Any) -> None:
-    """Lose the next reply, and count what is asked from now on."""
-    client.config_resetstat()
-    line.replies = how
-
-
 def _asked(client: Any) -> int:
     """Return how many scripts were called."""
     stats = client.info("commandstats")
@@ -152,14 +123,14 @@ def _asked(client: Any) -> int:
 
 
 def test_server_that_takes_no_connection_is_trouble_in_time(
-    line: Proxy, behind: Any, key: str, way: Way
+    line: Wire, behind: Any, key: str
 ) -> None:
     """Also the log-in of a new connection is waited for no longer than `socket_timeout`."""
-    line.replies = "lost"
+    line.fate = "lost"
     with pytest.raises(BackendUnavailable) as caught:
-        Later(way.take, behind, key).result()
+        Later(take, behind, key).result()
     assert caught.value.code == "network_timeout"
-    assert way.take(behind, key).fence > 0
+    assert take(behind, key).fence > 0
 
 
 def test_closed_idle_connection_is_no_error(backend: Any, client: Any, key: str) -> None:
@@ -176,44 +147,6 @@ def test_closed_idle_connection_is_no_error(backend: Any, client: Any, key: str)
     for call in calls:
         assert client.client_kill_filter(_type="normal", skipme=True) == 1
         assert call()
-
-
-@pytest.mark.parametrize("pause", [0.0, 0.02], ids=["at_once", "heard"])
-async def test_closed_idle_connection_is_no_error_for_coroutines(
-    backend: Any, client: Any, key: str, pause: float
-) -> None:
-    """The same, awaited, whether the loop has heard of it or has not had the time yet."""
-    grant = await backend.aacquire(key, new_token(), 30)
-    for operation in ("aextend", "aextend", "arelease"):
-        assert client.client_kill_filter(_type="normal", skipme=True) == 1
-        if pause:
-            await asyncio.sleep(pause)
-        assert await getattr(backend, operation)(grant)
-
-
-async def test_connections_of_a_loop_in_use_are_a_bound(
-    private: Server, client: Any, key: str
-) -> None:
-    """With all of `LOCK_CONNECTIONS` in use a coroutine waits a second, and is told the setting.
-
-    The loop is free meanwhile.
-    """
-    backend = backend_on(with_query(private.url, socket_timeout=60), lock_connections=1)
-    assert await backend.aread(key) is None
-    with stopped(client):
-        waiting = asyncio.ensure_future(backend.aread(key))
-        await asyncio.sleep(0)
-        with pytest.raises(BackendUnavailable) as caught:
-            await backend.aacquire(key, new_token(), 30)
-        assert not waiting.done()
-    _names_the_setting(caught.value, key)
-    assert await waiting is None
-    assert isinstance(await backend.aacquire(key, new_token(), 30), Grant)
-
-
-def _names_the_setting(error: BackendUnavailable, key: str) -> None:
-    assert (error.code, error.key) == ("network_timeout", key)
-    assert "LOCK_CONNECTIONS" in str(error)
 
 
 def test_grant_behind_both_releases_ends_by_its_ttl(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import os
 import subprocess
 from collections.abc import Callable
@@ -14,22 +12,20 @@ from typing import Any
 import pytest
 from django.core.cache import caches
 from redis import ConnectionPool, Redis
-from redis.asyncio import SSLConnection
 from redis.backoff import ConstantBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.retry import Retry
 
-from django_distlock.backends.redis.clients import awaited_pool
 from django_distlock.conf import backend_config
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.exceptions import InvalidLockBackend
 from tests.conftest import DECLARED
+from tests.contract.helpers import take
 from tests.contract.redis_clients import single_url
 from tests.keeper import Server, folder, free_port, server_user
 from tests.redis_servers import private_redis
 
-from .asking import Way, tell_short_story, tell_story
-from .servers import Proxy, backend_on, with_query
+from .asking import tell_story
+from .servers import backend_on, with_query
 
 DJANGO = "django.core.cache.backends.redis.RedisCache"
 DJANGO_REDIS = "django_redis.cache.RedisCache"
@@ -39,12 +35,6 @@ PASSWORD = "pass-word-of-the-tests"
 def make_client() -> Any:
     """Make a client, as a project does."""
     return Redis.from_url(single_url())
-
-
-def tell_both(backend: Any, key: str) -> None:
-    """Go through the life of a key, sync and async."""
-    tell_story(backend, key)
-    asyncio.run(tell_short_story(backend, key))
 
 
 @pytest.mark.parametrize("decode", [None, False, True])
@@ -62,54 +52,27 @@ def test_cache_of_the_project_says_where(
         pool = {"decode_responses": decode}
         cache["LOCATION"] = private.url.replace("//", f"//:{PASSWORD}@").replace("/0", "/3")
         cache["OPTIONS"] = pool if kind == DJANGO else {"CONNECTION_POOL_KWARGS": pool}
+    if decode and kind == DJANGO_REDIS:
+        # The way in which it takes a password beside the address.
+        cache["LOCATION"] = private.url.replace("/0", "/3")
+        cache["OPTIONS"]["PASSWORD"] = PASSWORD
     settings.CACHES = {"locks": cache}
-    tell_both(backend_on(options={"cache": "locks"}), key)
+    tell_story(backend_on(options={"cache": "locks"}), key)
     assert set(client.info("keyspace")) == {"db0" if decode is None else "db3"}
     if not decode:
         caches["locks"].set(key, "cached")
         assert caches["locks"].get(key) == "cached"
 
 
-def test_password_apart_from_the_address(
-    private: Server, client: Any, key: str, settings: Any
-) -> None:
-    """The way in which django-redis takes a password beside the address."""
-    client.config_set("requirepass", PASSWORD)
-    settings.CACHES = {
-        "locks": {
-            "BACKEND": DJANGO_REDIS,
-            "LOCATION": private.url,
-            "OPTIONS": {"PASSWORD": PASSWORD, "SOCKET_TIMEOUT": 3},
-        }
-    }
-    tell_story(backend_on(options={"cache": "locks"}), key)
-
-
 def test_password_beside_the_url(private: Server, client: Any, key: str) -> None:
-    """An option of its own, for threads, event loops and listeners; a wrong one is told."""
+    """An option of its own, for questions and listeners; a wrong one is told."""
     client.config_set("requirepass", PASSWORD)
-    tell_both(backend_on(private.url, options={"password": PASSWORD}), key)
+    tell_story(backend_on(private.url, options={"password": PASSWORD}), key)
     for wrong in (None, f"{PASSWORD}!"):
         with pytest.raises(BackendUnavailable) as caught:
             backend_on(private.url, options={"password": wrong}).clock()
         assert caught.value.code == "auth_failed"
         assert PASSWORD not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        ({"url": "redis://127.0.0.1/1", "password": ""}, "password must be a str"),
-        ({"url": "redis://127.0.0.1/1", "password": 5}, "password must be a str"),
-        ({"client_factory": make_client, "password": PASSWORD}, "goes with url alone"),
-        ({"url": f"redis://:{PASSWORD}@127.0.0.1/1", "password": PASSWORD}, "as well"),
-    ],
-)
-def test_password_has_one_place(options: dict[str, Any], rule: str) -> None:
-    """The mistake is named, and not the password."""
-    with pytest.raises(InvalidLockBackend, match=rule) as caught:
-        backend_on(options=options)
-    assert PASSWORD not in str(caught.value)
 
 
 def test_password_is_masked_where_settings_are_shown(settings: Any) -> None:
@@ -122,9 +85,7 @@ def test_password_is_masked_where_settings_are_shown(settings: Any) -> None:
     assert config.options["password"] == PASSWORD
 
 
-def test_cache_that_swallows_errors_swallows_none_of_locks(
-    key: str, settings: Any, way: Way
-) -> None:
+def test_cache_that_swallows_errors_swallows_none_of_locks(key: str, settings: Any) -> None:
     """`IGNORE_EXCEPTIONS` makes a cache quiet; a lock that cannot be had is trouble."""
     settings.CACHES = {
         "locks": {
@@ -134,11 +95,13 @@ def test_cache_that_swallows_errors_swallows_none_of_locks(
         }
     }
     assert caches["locks"].get(key) is None
+    # Made without a server: settings can be read where none runs.
     backend = backend_on(options={"cache": "locks"})
+    assert backend.supports_token_lookup
     with pytest.raises(BackendUnavailable):
-        way.take(backend, key)
+        take(backend, key)
     with pytest.raises(BackendUnavailable):
-        way.ask(backend, "read", key)
+        backend.read(key)
 
 
 @pytest.mark.parametrize("kind", [DJANGO, DJANGO_REDIS])
@@ -165,29 +128,6 @@ def test_client_of_the_project_keeps_its_settings(
     assert ours.connection_kwargs["socket_timeout"] == 7
 
 
-def test_client_of_a_factory_is_sent_each_command_once(
-    private: Server, client: Any, key: str, way: Way
-) -> None:
-    """A factory's client that tries again is not what locks are asked with."""
-    with Proxy(private.url) as line:
-        backend = backend_on(
-            options={
-                "client_factory": lambda: Redis.from_url(
-                    line.url, retry=Retry(ConstantBackoff(0.001), 5)
-                )
-            }
-        )
-        way.take(backend, f"{key}-warm")
-
-        def cut() -> None:
-            client.config_resetstat()
-            line.replies = "cut"
-
-        with pytest.raises(BackendUnavailable):
-            way.ask_late(backend, cut, "acquire", key, "t" * 22, 30)
-        assert client.info("commandstats")["cmdstat_evalsha"]["calls"] == 1
-
-
 @pytest.mark.parametrize("given", ["tests.redis.test_sources.make_client", make_client])
 def test_client_factory_says_where(key: str, given: object) -> None:
     """A path, or what is callable; called once, when first needed."""
@@ -200,7 +140,7 @@ def test_client_factory_says_where(key: str, given: object) -> None:
     backend = backend_on(options={"client_factory": given if isinstance(given, str) else counted})
     assert calls == []
     for number in range(3):
-        asyncio.run(tell_short_story(backend, f"{key}-{number}"))
+        assert take(backend, f"{key}-{number}").fence
         assert backend.read(key) is None
     assert len(calls) == (not isinstance(given, str))
 
@@ -225,6 +165,10 @@ def test_factory_that_makes_something_else(key: str, client: Callable[[], object
         ({"url": "redis://h", "client_factory": make_client}, "not url and client_factory"),
         ({"url": "redis://h", "timeout": 5}, "Unknown options: 'timeout'"),
         ({"url": "redis://h", "cleanup_on_read": 1}, "cleanup_on_read must be True or False"),
+        ({"url": "redis://h", "password": ""}, "password must be a str"),
+        ({"url": "redis://h", "password": 5}, "password must be a str"),
+        ({"client_factory": make_client, "password": PASSWORD}, "goes with url alone"),
+        ({"url": f"redis://:{PASSWORD}@h", "password": PASSWORD}, "as well"),
         ({"url": "http://h"}, "url: It is no address"),
         ({"url": 6379}, "url: It must be the address"),
         ({"url": f"redis://:{PASSWORD}@h:port/0"}, "url: It is no address"),
@@ -255,28 +199,17 @@ def test_wrong_options_are_named(options: dict[str, Any], rule: str, settings: A
     assert PASSWORD not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["url", DJANGO, DJANGO_REDIS])
-def test_backend_is_made_without_a_server(settings: Any, kind: str) -> None:
-    """Nothing connects before it is asked: settings can be read where no server runs."""
-    url = f"redis://127.0.0.1:{free_port()}/0"
-    settings.CACHES = {"locks": {"BACKEND": kind, "LOCATION": url}}
-    backend = backend_on(url) if kind == "url" else backend_on(options={"cache": "locks"})
-    assert backend.supports_token_lookup
-    with pytest.raises(BackendUnavailable):
-        backend.read("key")
-
-
 @pytest.mark.parametrize("kind", ["unix socket", "resp2"])
 def test_other_ways_to_a_server(private: Server, client: Any, key: str, kind: str) -> None:
     """An address of a socket in a file, and the older protocol."""
     path = client.config_get("unixsocket")["unixsocket"]
     url = f"unix://{path}" if kind == "unix socket" else private.url
-    tell_both(backend_on(with_query(url, db=2, protocol=2 if kind == "resp2" else 3)), key)
+    tell_story(backend_on(with_query(url, db=2, protocol=2 if kind == "resp2" else 3)), key)
     assert set(client.info("keyspace")) == {"db2"}
 
 
 def test_tls(key: str) -> None:
-    """Spoken to in secret, sync and async; a server that nobody vouches for is trouble."""
+    """Spoken to in secret; a server that nobody vouches for is trouble."""
     with folder(owner=server_user()) as home:
         certificate, secret = _certificate(home)
         port = free_port()
@@ -289,7 +222,7 @@ def test_tls(key: str) -> None:
                 pytest.skip(f"{DECLARED}this server is built without TLS")
             url = with_query(f"rediss://127.0.0.1:{port}/0", ssl_ca_certs=certificate)
             backend = backend_on(url)
-            tell_both(backend, key)
+            tell_story(backend, key)
             with pytest.raises(BackendUnavailable):
                 backend_on(f"rediss://127.0.0.1:{port}/0").read(key)
 
@@ -305,14 +238,3 @@ def _certificate(home: Path) -> tuple[Path, Path]:
     for each in (certificate, secret):
         os.chmod(each, 0o644)  # noqa: PTH101
     return certificate, secret
-
-
-def test_client_made_with_tls_is_awaited_too() -> None:
-    """What only synchronous connections know is left out where it says nothing, else refused."""
-    pool = awaited_pool(Redis(ssl=True, port=1).connection_pool)
-    assert isinstance(pool.make_connection(), SSLConnection)
-    stapled = Redis(ssl=True, port=1, ssl_validate_ocsp=True, ssl_ca_certs="here")
-    known = inspect.signature(SSLConnection).parameters
-    if "ssl_validate_ocsp" not in known:
-        with pytest.raises(RedisConnectionError, match="ssl_validate_ocsp"):
-            awaited_pool(stapled.connection_pool)

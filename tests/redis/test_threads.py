@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-import threading
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +16,7 @@ from django_distlock.core.records import Grant
 from tests.contract.helpers import Later, at_once, take
 from tests.keeper import Server
 
-from .servers import PATIENCE, backend_on, eventually, stopped, with_query
-from .test_loops import NAME, connections
+from .servers import NAME, PATIENCE, backend_on, connections, eventually, stopped, with_query
 
 
 def cycles(backend: Any, key: str, times: int) -> None:
@@ -34,70 +33,87 @@ def cycles(backend: Any, key: str, times: int) -> None:
 
 @pytest.mark.parametrize("limit", [1, 4])
 def test_threads_leave_few_connections(private: Server, client: Any, key: str, limit: int) -> None:
-    """Of fifty threads each gets its own answers; `LOCK_CONNECTIONS` connections are kept."""
+    """Of thirty threads each gets its own answers; `LOCK_CONNECTIONS` connections are kept."""
     backend = backend_on(with_query(private.url, client_name=NAME), lock_connections=limit)
-    at_once([partial(cycles, backend, f"{key}-{number}", 40) for number in range(50)])
+    at_once([partial(cycles, backend, f"{key}-{number}", 20) for number in range(30)])
     assert 1 <= connections(client) <= limit
+    # However often a key was locked, its counter is all that stays.
+    assert client.dbsize() == 3 * 30
 
 
-def test_nobody_waits_for_a_connection(private: Server, client: Any, key: str) -> None:
-    """Where each connection is in use, another one is opened, and closed behind its answer."""
+@pytest.mark.parametrize(("limit", "number"), [(1, 3), (150, 150)])
+def test_nobody_waits_for_a_connection(
+    private: Server, client: Any, key: str, limit: int, number: int
+) -> None:
+    """Where each connection is in use, another one is opened, and closed if it is one too many.
+
+    Also above what a client's pool takes by default.
+    """
     url = with_query(private.url, client_name=NAME, socket_timeout=PATIENCE)
-    backend = backend_on(url, lock_connections=1)
+    backend = backend_on(url, lock_connections=limit)
     take(backend, key)
     with stopped(client):
-        waiting = [Later(backend.read, key) for _ in range(3)]
+        waiting = [Later(backend.read, key) for _ in range(number)]
         eventually(lambda: not backend.store._lines._idle, "the connection is in use")
     assert all(each.result() is not None for each in waiting)
-    assert connections(client) == 1
+    assert connections(client) == limit
 
 
-def test_many_connections_are_opened_where_they_are_allowed(
+async def test_coroutines_share_the_connections_of_threads(
     private: Server, client: Any, key: str
 ) -> None:
-    """`LOCK_CONNECTIONS` are kept, also above what a client's pool takes by default."""
-    url = with_query(private.url, client_name=NAME, socket_timeout=PATIENCE)
-    backend = backend_on(url, lock_connections=150)
-    take(backend, key)
-    with stopped(client):
-        waiting = [Later(backend.read, key) for _ in range(150)]
-        eventually(lambda: not backend.store._lines._idle, "the connection is in use")
-    for each in waiting:
-        record = each.result()
-        assert record is not None
-        assert record.key == key
-    assert connections(client) == 150
+    """However many ask at once, in whichever loop, no more are kept."""
+    backend = backend_on(with_query(private.url, client_name=NAME), lock_connections=2)
+
+    async def cycle(name: str) -> None:
+        grant = await backend.aacquire(name, new_token(), 30)
+        assert isinstance(grant, Grant)
+        assert (await backend.aread(name)).token == grant.token
+        assert await backend.arelease(grant) is True
+
+    await asyncio.gather(*(cycle(f"{key}-{number}") for number in range(100)))
+    await asyncio.to_thread(asyncio.run, cycle(key))
+    assert 1 <= connections(client) <= 2
 
 
 def test_forked_child_uses_connections_of_its_own(private: Server, client: Any, key: str) -> None:
-    """Parent and child work on at once, and neither reads what the other one was told."""
+    """Parent and child work on at once, and neither reads what the other one was told.
+
+    What was granted before is released once.
+    """
     backend = backend_on(with_query(private.url, client_name=NAME))
     cycles(backend, key, 3)
+    grant = take(backend, key)
     assert connections(client) == 1
     told, tell = os.pipe()
-    child = os.fork()
-    if child == 0:
-        _in_child(backend, f"{key}-child", tell)
-    os.close(tell)
+
+    def work() -> None:
+        cycles(backend, f"{key}-child", 1)
+        os.write(tell, b"r")
+        cycles(backend, f"{key}-child", 100)
+        assert backend.release(grant) is True
+
+    child = forked(work)
     assert os.read(told, 1) == b"r"
-    os.close(told)
     assert connections(client) == 2
-    cycles(backend, key, 200)
-    _, status = os.waitpid(child, 0)
-    assert status == 0
+    cycles(backend, key, 100)
+    assert os.waitpid(child, 0)[1] == 0
     # The end of the child has closed nothing of ours.
-    cycles(backend, key, 3)
+    assert backend.release(grant) is False
     assert connections(client) == 1
+    for each in (told, tell):
+        os.close(each)
 
 
-def _in_child(backend: Any, key: str, tell: int) -> None:
-    """Be the child: work while the parent works, and end without a word."""
+def forked(work: Callable[[], None]) -> int:
+    """Do something in a child, which ends without a word; return its number."""
+    child = os.fork()
+    if child:
+        return child
     signal.alarm(PATIENCE)
     status = 1
     try:
-        cycles(backend, key, 1)
-        os.write(tell, b"r")
-        cycles(backend, key, 200)
+        work()
         status = 0
     finally:
         os._exit(status)
@@ -113,44 +129,6 @@ def test_child_forked_while_all_connections_were_in_use(
     with stopped(client):
         waiting = Later(backend.read, key)
         eventually(lambda: not backend.store._lines._idle, "the connection is in use")
-        told, tell = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.read(told, 1)
-            _in_child(backend, f"{key}-child", tell)
-    os.write(tell, b"g")
-    _, status = os.waitpid(child, 0)
-    assert status == 0
-    assert waiting.result() is not None
-    for each in (told, tell):
-        os.close(each)
-
-
-def test_lock_taken_before_a_fork_is_released_once(private: Server, key: str) -> None:
-    """The child knows the token, and what it gives back is gone for the parent."""
-    backend = backend_on(private.url)
-    grant = take(backend, key)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            status = 0 if backend.release(grant) is True else 1
-        finally:
-            os._exit(status)
+        child = forked(lambda: cycles(backend, f"{key}-child", 20))
     assert os.waitpid(child, 0)[1] == 0
-    assert backend.release(grant) is False
-
-
-def test_thousands_of_cycles_leave_no_growth(private: Server, client: Any, key: str) -> None:
-    """Neither connections, nor threads, nor names in Redis get more."""
-    backend = backend_on(with_query(private.url, client_name=NAME))
-    cycles(backend, key, 10)
-    before = (connections(client), client.dbsize(), threading.active_count(), _open_files())
-    cycles(backend, key, 2_000)
-    after = (connections(client), client.dbsize(), threading.active_count(), _open_files())
-    # A thread that another test has left may end meanwhile.
-    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
-
-
-def _open_files() -> int:
-    return len(list(Path("/dev/fd").iterdir()))
+    assert waiting.result() is not None

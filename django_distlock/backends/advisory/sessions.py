@@ -11,8 +11,8 @@ from django.db import connections
 
 from ...connections import IdleConnections, close_before_drop
 from ...core import budgets
-from ...core.bells import Bell
 from ...core.durations import MAX_BOUND
+from ...core.threads import Bell
 from ...workers import Gone, when_gone
 from .session import Session
 

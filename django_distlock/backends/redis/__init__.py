@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import copy
 import json
 import logging
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import compress
 from typing import Any, ClassVar, Final, TypeVar
 
@@ -351,53 +349,8 @@ class RedisBackend(RedisWaiters):
         held = (name for name, outcome in zip(names, outcomes, strict=True) if outcome == "held")
         return Raised(outcomes.count("raised"), tuple(name[len(_ANY_TAG) :] for name in held))
 
-    # The same, awaited: no thread waits for a server
-
-    async def aacquire(self, *args: Any, **kwargs: Any) -> Grant | Contended:
-        """See `acquire`."""
-        answer: Grant | Contended = await self._later(self._awaited.acquire, *args, **kwargs)
-        return answer
-
-    async def aextend(self, *args: Any, **kwargs: Any) -> Grant | Unknown | None:
-        """See `extend`."""
-        answer: Grant | Unknown | None = await self._later(self._awaited.extend, *args, **kwargs)
-        return answer
-
-    async def arelease(self, *args: Any, **kwargs: Any) -> bool | Unknown:
-        """See `release`."""
-        answer: bool | Unknown = await self._later(self._awaited.release, *args, **kwargs)
-        return answer
-
-    async def aread(self, key: str) -> Record | None:
-        """See `read`."""
-        answer: Record | None = await self._later(self._awaited.read, key)
-        return answer
-
-    async def _later(self, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Await what `operation` gives. Cancelling the await does not cancel the question."""
-        question = asyncio.ensure_future(operation(*args, **kwargs))
-        # Who was cancelled does not want to know what became of it.
-        question.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return await asyncio.shield(question)
-
-    @cached_property
-    def _awaited(self) -> RedisBackend:
-        """This backend, with answers that are awaited."""
-        twin = copy.copy(self)
-        twin._run = self._run_awaited  # type: ignore[assignment, method-assign]
-        twin._freed = self._freed_awaited  # type: ignore[assignment, method-assign]
-        return twin
-
     def _run(self, question: Call, read: Callable[[str], T], key: str | None = None) -> T:
         return _read(read, self.store.ask(question, key), question)
-
-    async def _run_awaited(
-        self, question: Call, read: Callable[[str], T], key: str | None = None
-    ) -> T:
-        return _read(read, await self.store.aask(question, key), question)
-
-    async def _freed_awaited(self, name: str, answer: Awaitable[bool]) -> bool | Unknown:
-        return self._freed(name, await answer)
 
     # What things are called
 

@@ -7,14 +7,12 @@ only where the server is and how to log in.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import redis
-import redis.asyncio
 from django.core.cache import InvalidCacheBackendError, caches
 from django.core.cache.backends.redis import RedisCache
 from django.utils.module_loading import import_string
@@ -169,35 +167,6 @@ def own_pool(pool: Any) -> Any:
     )
 
 
-def awaited_pool(pool: Any) -> Any:
-    """Return what makes connections for one event loop to where `pool` connects to."""
-    settings = address_of(pool.connection_kwargs) | {
-        "retry": redis.asyncio.retry.Retry(NoBackoff(), 0),
-        "max_connections": _UNCOUNTED,
-    }
-    secure = issubclass(pool.connection_class, redis.SSLConnection)
-    if secure:
-        _refuse_less_secure(settings)
-    if isinstance(pool, SentinelConnectionPool):
-        manager = pool.sentinel_manager
-        awaited = redis.asyncio.sentinel.Sentinel(  # type: ignore[no-untyped-call]
-            [], min_other_sentinels=manager.min_other_sentinels
-        )
-        awaited.sentinels = [
-            redis.asyncio.Redis.from_pool(awaited_pool(each.connection_pool))
-            for each in manager.sentinels
-        ]
-        return redis.asyncio.sentinel.SentinelConnectionPool(  # type: ignore[no-untyped-call]
-            pool.service_name, awaited, ssl=secure, **settings
-        )
-    connection_class: Any = redis.asyncio.Connection
-    if secure:
-        connection_class = redis.asyncio.SSLConnection
-    elif "path" in settings:
-        connection_class = redis.asyncio.UnixDomainSocketConnection
-    return redis.asyncio.ConnectionPool(connection_class=connection_class, **settings)
-
-
 def translated(error: Exception, alias: str, key: str | None) -> LockError:
     """Return what an error of redis-py means."""
     about = f"The lock store {alias!r}"
@@ -314,16 +283,6 @@ def _from_factory(factory: object) -> Callable[[], Any]:
 def _fixed(client: Any) -> Callable[[], Any]:
     made = own_client(client)
     return lambda: made
-
-
-def _refuse_less_secure(settings: dict[str, Any]) -> None:
-    """Leave out what asynchronous connections do not know, unless it would make them weaker."""
-    known = inspect.signature(redis.asyncio.SSLConnection).parameters
-    for name in [each for each in settings if each.startswith("ssl_") and each not in known]:
-        if settings.pop(name):
-            raise exceptions.ConnectionError(
-                f"Asynchronous connections of this redis-py do not know {name}."
-            )
 
 
 def address_of(given: Mapping[str, Any]) -> dict[str, Any]:

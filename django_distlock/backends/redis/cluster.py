@@ -7,7 +7,6 @@ next.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from redis import exceptions
 
 from ...core import budgets
 from .clients import ERRORS, own_pool
-from .lines import Call, LoopLines, ThreadLines
+from .lines import Call, ThreadLines
 
 #: How often a question follows keys that have moved.
 MOVES = 5
@@ -107,10 +106,6 @@ class ClusterLines:
         """Whether a connection leads to a server of the cluster, as far as is known by now."""
         return self._client.get_node(connection.host, connection.port) is not None
 
-    def awaited(self) -> ClusterLoopLines:
-        """Return the same for one event loop."""
-        return ClusterLoopLines(self)
-
     def node_of(self, key: str) -> Any:
         """Return which server has a key, as far as is known."""
         return self._client.get_node_from_key(key)
@@ -140,37 +135,6 @@ class ClusterLines:
             return self.ask(call)
         except ERRORS as error:
             return error
-
-
-class ClusterLoopLines:
-    """The connections of the coroutines of one event loop to a cluster.
-
-    Args:
-        threads: The same for threads, which find out what has moved.
-    """
-
-    def __init__(self, threads: ClusterLines):
-        self._threads = threads
-        self._lines: dict[str, LoopLines] = {}
-
-    async def ask(self, call: Call) -> Any:
-        """See `LoopLines.ask`."""
-        node = self._threads.node_of(call.keys[0])
-        lines = self._lines.get(node.name)
-        if lines is None:
-            lines = self._lines[node.name] = self._threads.server(node).awaited()
-        try:
-            return await lines.ask(call._replace(tokens=()))
-        except exceptions.AskError:
-            return await asyncio.to_thread(self._threads.ask, call)
-        except _AWAY:
-            await asyncio.to_thread(self._threads.look_again)
-            raise
-
-    async def close(self) -> None:
-        """Close the connections that nobody uses right now."""
-        for lines in self._lines.values():
-            await lines.close()
 
 
 def _side_by_side(ask: Any, names: Sequence[str]) -> list[Any]:

@@ -18,7 +18,7 @@ from redis import exceptions
 from ...borrowing import Opening, is_readable
 from ...core import budgets
 from ..lua import Script
-from .clients import address_of, awaited_pool
+from .clients import address_of
 
 
 class Call(NamedTuple):
@@ -114,10 +114,6 @@ class ThreadLines:
         """Return the connections to each server that has keys: this one."""
         return [self]
 
-    def awaited(self) -> LoopLines:
-        """Return connections to the same server, for one event loop."""
-        return LoopLines(awaited_pool(self._pool))
-
     def own_connection(self, **settings: Any) -> Any:
         """Return a connection for one user alone, not open yet, with other settings."""
         given = self._pool.connection_kwargs
@@ -156,57 +152,6 @@ class ThreadLines:
                 self._idle.append(connection)
             else:
                 connection.disconnect()
-
-
-class LoopLines:
-    """Connections for the coroutines of one event loop.
-
-    Args:
-        pool: Says how connections are made.
-    """
-
-    def __init__(self, pool: Any):
-        self._pool = pool
-        self._idle: deque[Any] = deque()
-
-    async def ask(self, call: Call) -> Any:
-        """Call a script, whether the server knows it or not. Raise its error."""
-        try:
-            return await self._command(call.command())
-        except exceptions.NoScriptError:
-            return await self._command(call.command(whole=True))
-
-    async def close(self) -> None:
-        """Close the connections that nobody uses right now."""
-        while self._idle:
-            connection = self._idle.pop()
-            await connection.disconnect()
-        # Those who tell where the primary is.
-        for each in getattr(getattr(self._pool, "sentinel_manager", None), "sentinels", ()):
-            await each.aclose()
-
-    async def _command(self, words: Sequence[str]) -> Any:
-        connection = _taken(self._pool, self._idle)
-        clean = False
-        try:
-            writer = connection._writer
-            wire = None if writer is None else writer.get_extra_info("socket")
-            if _is_elsewhere(self._pool, connection) or _has_ended(wire):
-                await connection.disconnect(nowait=True)
-            await connection.connect()
-            await connection.send_packed_command([packed(words)])
-            try:
-                answer = await connection.read_response()
-            except exceptions.ResponseError:
-                clean = True
-                raise
-            clean = True
-            return answer
-        finally:
-            if clean:
-                self._idle.append(connection)
-            else:
-                await connection.disconnect(nowait=True)
 
 
 def _taken(pool: Any, idle: deque[Any]) -> Any:

@@ -1,21 +1,19 @@
-"""How Redis is asked: one script, many at once, awaited, or by walking through its keys."""
+"""How Redis is asked: one script, many at once, or by walking through its keys."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import redis
 
 from ...core import budgets
-from ...core.durations import MAX_BOUND
-from ...core.errors import BackendUnavailable, InvalidArgument, LockError
+from ...core.errors import InvalidArgument, LockError
 from ...core.records import Record, Unreadable
 from ...exceptions import InvalidLockBackend
 from .bulk import held_by, live_records, waiting
@@ -32,14 +30,6 @@ _PLACE = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(.*)", re.DOTALL)
 _every: weakref.WeakSet[RedisStore] = weakref.WeakSet()
 #: What a fork copied. Kept, so that no destructor speaks on the parent's sockets.
 _inherited: list[Any] = []
-
-
-class Lane(NamedTuple):
-    """What one event loop asks with."""
-
-    ask: Callable[[Call], Any]
-    slots: asyncio.Semaphore
-    closing: AsyncGenerator[None, None]
 
 
 class Place(NamedTuple):
@@ -68,8 +58,7 @@ class RedisStore:
     Args:
         alias: The backend's alias, for messages.
         make: Makes a client; called once.
-        limit: How many connections are kept for the threads of the process, and how many there
-            are for each event loop.
+        limit: How many connections are kept for the threads of the process.
     """
 
     def __init__(self, alias: str, make: Callable[[], Any], limit: int):
@@ -104,27 +93,6 @@ class RedisStore:
         """
         with self._asking(key) as lines:
             return text(lines.ask(call))
-
-    async def aask(self, call: Call, key: str | None = None) -> str:
-        """See `ask`."""
-        try:
-            lane = self._lanes.get(asyncio.get_running_loop()) or await self._lane()
-        except ERRORS as error:
-            raise translated(error, self._alias, key) from error
-        try:
-            if lane.slots.locked():
-                async with asyncio.timeout(MAX_BOUND):
-                    await lane.slots.acquire()
-            else:
-                await lane.slots.acquire()
-        except TimeoutError:
-            raise self._none_free(key) from None
-        try:
-            return text(await lane.ask(call))
-        except ERRORS as error:
-            raise translated(error, self._alias, key) from error
-        finally:
-            lane.slots.release()
 
     def ask_all(self, calls: Sequence[Call]) -> list[str | LockError]:
         """Call scripts in one round trip to each server; give answers, and errors in their places.
@@ -287,51 +255,16 @@ class RedisStore:
                 f"DISTLOCK[{self._alias!r}]: its client cannot be made: {type(error).__name__}."
             ) from error
 
-    def _none_free(self, key: str | None) -> LockError:
-        return BackendUnavailable(
-            f"All {self._limit} lock connections of {self._alias!r} are in use (LOCK_CONNECTIONS).",
-            key=key,
-            code="network_timeout",
-        )
-
-    # Event loops
-
-    async def _lane(self) -> Lane:
-        """Make what the running loop asks with: its connections can be used by no other."""
-        for each in [each for each in list(self._lanes) if each.is_closed()]:
-            self._lanes.pop(each, None)
-        # A cluster's client connects when it is made: not on the loop.
-        made = await asyncio.to_thread(self._made)
-        loop = asyncio.get_running_loop()
-        if loop in self._lanes:
-            return self._lanes[loop]
-        lines = made.awaited()
-        lane = Lane(lines.ask, asyncio.Semaphore(self._limit), self._closing(loop, lines.close))
-        self._lanes[loop] = lane
-        await anext(lane.closing)
-        return lane
-
-    async def _closing(
-        self, loop: asyncio.AbstractEventLoop, close: Callable[[], Awaitable[None]]
-    ) -> AsyncGenerator[None, None]:
-        """Close the connections of a loop, which ends its generators before itself."""
-        try:
-            yield
-        finally:
-            self._lanes.pop(loop, None)
-            await close()
-
     # Processes
 
     def _begin(self) -> None:
         """Use nothing of a parent's."""
         self._making = threading.Lock()
         self._lines = None
-        self._lanes: dict[asyncio.AbstractEventLoop, Lane] = {}
 
     def begin_in_child(self) -> None:
         """Let go of what a fork copied. A client's own pool sees to itself."""
-        _inherited.append((self._lines, self._lanes))
+        _inherited.append(self._lines)
         self._begin()
 
 

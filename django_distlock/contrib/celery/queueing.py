@@ -17,10 +17,9 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from ...attempts import Granted
 from ...bypassing import tell_skipped
-from ...core.errors import BackendUnavailable, LockError, LockLost, LockNotAcquired
+from ...core.errors import BackendUnavailable, LockError, LockLost, LockNotAcquired, skipped
 from ...core.keys import new_token
 from ...core.logs import log_fields
-from ...core.markers import skipped
 from ...core.records import Grant, Record
 from ...handler import lock_backends
 from ...host import is_gone, monotonic

@@ -15,9 +15,8 @@ from celery.exceptions import Ignore, Retry
 
 from ... import holding
 from ...bypassing import tell_bypassed, tell_requeued, tell_skipped
-from ...core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError
+from ...core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError, skipped
 from ...core.logs import log_fields
-from ...core.markers import skipped
 from ...handler import lock_backends
 from ...host import is_gone, monotonic
 from ...leases import Lease
