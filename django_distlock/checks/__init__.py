@@ -2,28 +2,6 @@
 
 from __future__ import annotations
 
-from . import (
-    advisory,
-    backends,
-    databases,
-    fencing,
-    keys,
-    redis,
-    routers,
-    scheduling,
-    settings,
-    views,
-)
+from . import advisory, databases, declared, fencing, redis, routers, settings
 
-__all__ = [
-    "advisory",
-    "backends",
-    "databases",
-    "fencing",
-    "keys",
-    "redis",
-    "routers",
-    "scheduling",
-    "settings",
-    "views",
-]
+__all__ = ["advisory", "databases", "declared", "fencing", "redis", "routers", "settings"]

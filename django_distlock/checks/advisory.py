@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from django.core import checks
 from django.db import connections
 
 from ..core.errors import LockError, LockUsageError
-from .configured import DOCS, configured_by_path, where
+from .configured import ADVISORY, DOCS, check_each, where
 
 if TYPE_CHECKING:
     from ..backends.advisory import AdvisoryBackend
@@ -20,48 +20,34 @@ _DIRECT = (
 )
 
 
-@checks.register("distlock")
-def check_session_alias(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
+@check_each(ADVISORY)
+def check_session_alias(backend: AdvisoryBackend) -> Iterator[checks.CheckMessage]:
     """W301: the alias is not set up for a pooler."""
-    return [
-        checks.Warning(
+    if connections[backend.using].settings_dict.get("DISABLE_SERVER_SIDE_CURSORS"):
+        yield checks.Warning(
             f"{where(backend)} holds locks by sessions of {backend.using!r}, which is set up for a"
             " pooler of transactions (DISABLE_SERVER_SIDE_CURSORS). Behind one, it refuses.",
             hint=_DIRECT,
             id="distlock.W301",
         )
-        for backend in _backends()
-        if connections[backend.using].settings_dict.get("DISABLE_SERVER_SIDE_CURSORS")
-    ]
 
 
-@checks.register("distlock", deploy=True)
-def check_session_servers(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
+@check_each(ADVISORY, deploy=True)
+def check_session_servers(backend: AdvisoryBackend) -> Iterator[checks.CheckMessage]:
     """E301, W302 and W303: ask the servers, which `check --deploy` alone does."""
-    found: list[checks.CheckMessage] = []
-    for backend in _backends():
-        try:
-            most = backend.most_sessions()
-        except LockUsageError as error:
-            found.append(
-                checks.Error(f"{where(backend)}: {error}", hint=_DIRECT, id="distlock.E301")
-            )
-        except LockError as error:
-            message = f"{where(backend)} cannot be asked: {error}"
-            found.append(checks.Warning(message, hint=DOCS, id="distlock.W302"))
-        else:
-            if backend.max_connections >= most:
-                found.append(
-                    checks.Warning(
-                        f"{where(backend)} may open {backend.max_connections} sessions in each"
-                        f" process, and the server takes {most} in all.",
-                        hint=f"Lower OPTIONS['max_connections'], or raise the server's. {DOCS}",
-                        id="distlock.W303",
-                    )
-                )
-    return found
-
-
-def _backends() -> Iterator[AdvisoryBackend]:
-    found = configured_by_path("django_distlock.backends.advisory.AdvisoryBackend")
-    return cast("Iterator[AdvisoryBackend]", found)
+    try:
+        most = backend.most_sessions()
+    except LockUsageError as error:
+        yield checks.Error(f"{where(backend)}: {error}", hint=_DIRECT, id="distlock.E301")
+        return
+    except LockError as error:
+        said = f"{where(backend)} cannot be asked: {error}"
+        yield checks.Warning(said, hint=DOCS, id="distlock.W302")
+        return
+    if backend.max_connections >= most:
+        yield checks.Warning(
+            f"{where(backend)} may open {backend.max_connections} sessions in each"
+            f" process, and the server takes {most} in all.",
+            hint=f"Lower OPTIONS['max_connections'], or raise the server's. {DOCS}",
+            id="distlock.W303",
+        )

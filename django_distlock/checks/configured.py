@@ -1,10 +1,12 @@
-"""What the checks look at: the backends that the settings configure, and their databases."""
+"""What the checks look at, and what their messages are about: the configured backends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
+from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
@@ -12,23 +14,87 @@ from .. import conf
 from ..backends.base import BaseLockBackend
 from ..handler import lock_backends
 
+if TYPE_CHECKING:
+    from ..backends.redis import RedisBackend
+
 B = TypeVar("B")
+Check = Callable[..., list[checks.CheckMessage]]
 
 DOCS = "See docs/reference/checks.md."
+#: Backends are known by their path where the driver need not be installed.
+ADVISORY = "django_distlock.backends.advisory.AdvisoryBackend"
+REDIS = "django_distlock.backends.redis.RedisBackend"
 
 
-def configured(kind: type[B]) -> Iterator[B]:
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a message is about, as its `obj`.
+
+    Attributes:
+        aliases: The backends; (): the project.
+        keys: Some of the keys.
+    """
+
+    aliases: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ", ".join(self.aliases) or "?"
+
+
+def check_each(
+    kind: type[B] | str, *, deploy: bool = False
+) -> Callable[[Callable[[B], Iterable[checks.CheckMessage]]], Check]:
+    """Register a check of every backend of a kind, which its messages are about.
+
+    Args:
+        kind: A class, or the import path of one.
+        deploy: Whether `check --deploy` alone runs it.
+    """
+
+    def registered(check: Callable[[B], Iterable[checks.CheckMessage]]) -> Check:
+        def check_all(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
+            return [
+                message
+                for backend in configured(kind)
+                for message in about([backend.alias], check(backend))  # type: ignore[attr-defined]
+            ]
+
+        # No `__wrapped__`: Django would look for keyword arguments there.
+        check_all.__name__, check_all.__module__ = check.__name__, check.__module__
+        check_all.__doc__ = check.__doc__
+        return checks.register("distlock", deploy=deploy)(check_all)
+
+    return registered
+
+
+def about(
+    aliases: Iterable[str], messages: Iterable[checks.CheckMessage]
+) -> Iterator[checks.CheckMessage]:
+    """Give messages with the backends that they are about."""
+    subject = Subject(tuple(aliases))
+    for message in messages:
+        message.obj = subject
+        yield message
+
+
+def configured(kind: type[B] | str) -> Iterator[B]:
     """Give the backends of a kind that can be made; `distlock.E001` tells of the others."""
     for backend in _every():
-        if isinstance(backend, kind):
-            yield backend
+        if is_of(backend, kind):
+            yield backend  # type: ignore[misc]
 
 
-def configured_by_path(path: str) -> Iterator[BaseLockBackend]:
-    """Give the backends of a class, by its import path: its driver may not be installed."""
-    for backend in _every():
-        if any(f"{each.__module__}.{each.__qualname__}" == path for each in type(backend).__mro__):
-            yield backend
+def is_of(backend: BaseLockBackend, kind: type | str) -> bool:
+    """Whether a backend is of a class, or of the one that an import path leads to."""
+    if isinstance(kind, type):
+        return isinstance(backend, kind)
+    return any(f"{each.__module__}.{each.__qualname__}" == kind for each in type(backend).__mro__)
+
+
+def is_redis(backend: BaseLockBackend) -> TypeGuard[RedisBackend]:
+    """Whether it is the backend of Redis."""
+    return is_of(backend, REDIS)
 
 
 def where(backend: Any) -> str:

@@ -20,7 +20,7 @@ from ..backends.tables import FenceTable
 from ..connections import database_file
 from ..models import FailedTask, FenceCounter, HeldLock, LockEvent, RunNote, SeenFence, Waiter
 from ..vendors import VENDORS
-from .configured import DOCS, configured, where
+from .configured import DOCS, Subject, about, ask, check_each, configured, where
 from .schema import APP, creators, functions, indexes, readers, several, unapplied
 from .servers import forgetful, forgetful_rows, read_only
 from .triggers import fence_triggers
@@ -30,34 +30,26 @@ _MODELS: tuple[type[models.Model], ...] = (
 )  # fmt: skip
 
 
-@checks.register("distlock")
-def check_aliases(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
+@check_each(FenceTable)
+def check_aliases(backend: FenceTable) -> Iterator[checks.CheckMessage]:
     """E102 and W101: the locks' database is no mirror, and a SQLite file of their own."""
-    found: list[checks.CheckMessage] = []
-    for backend in configured(FenceTable):
-        connection = connections[backend.using]
-        setting = where(backend)
-        if (connection.settings_dict.get("TEST") or {}).get("MIRROR"):
-            found.append(
-                checks.Error(
-                    f"{setting} keeps its locks in {backend.using!r}, which is a mirror of another"
-                    " database. A replica lags behind: two would hold one lock.",
-                    hint=f"Set OPTIONS['using'] to the database that is written. {DOCS}",
-                    id="distlock.E102",
-                )
-            )
-        if connection.vendor == "sqlite" and _shares_file(backend.using):
-            found.append(
-                checks.Warning(
-                    f"{setting} keeps its locks in the SQLite file of other models"
-                    f" ({backend.using!r}). SQLite has one writer per file: inside atomic() on it,"
-                    " acquire is refused.",
-                    hint="Give the locks an alias with a file of its own, and a router: see"
-                    " docs/howto/choose-a-database.md.",
-                    id="distlock.W101",
-                )
-            )
-    return found
+    connection = connections[backend.using]
+    if (connection.settings_dict.get("TEST") or {}).get("MIRROR"):
+        yield checks.Error(
+            f"{where(backend)} keeps its locks in {backend.using!r}, which is a mirror of another"
+            " database. A replica lags behind: two would hold one lock.",
+            hint=f"Set OPTIONS['using'] to the database that is written. {DOCS}",
+            id="distlock.E102",
+        )
+    if connection.vendor == "sqlite" and _shares_file(backend.using):
+        yield checks.Warning(
+            f"{where(backend)} keeps its locks in the SQLite file of other models"
+            f" ({backend.using!r}). SQLite has one writer per file: inside atomic() on it,"
+            " acquire is refused.",
+            hint="Give the locks an alias with a file of its own, and a router: see"
+            " docs/howto/choose-a-database.md.",
+            id="distlock.W101",
+        )
 
 
 @checks.register("distlock")
@@ -72,18 +64,19 @@ def check_tenants(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
     ours = {config.name, f"{type(config).__module__}.{type(config).__qualname__}"}
     if not any(ours.intersection(listed) for listed in of_tenants):
         return []
-    found: list[checks.CheckMessage] = [
-        checks.Error(
-            f"{where(backend)} keeps the locks of all tenants in one schema, and django_distlock is"
-            " one of TENANT_APPS: each tenant would have tables that no lock is kept in.",
-            hint="Name django_distlock in SHARED_APPS alone, and put the tenant into the keys whose"
-            f" locks are its own. {DOCS}",
-            id="distlock.E106",
-        )
-        for backend in configured(FenceTable)
-        if connections[backend.using].vendor == "postgresql"
-    ]
-    return found[:1]
+    for backend in configured(FenceTable):
+        if connections[backend.using].vendor == "postgresql":
+            told = checks.Error(
+                f"{where(backend)} keeps the locks of all tenants in one schema, and"
+                " django_distlock is one of TENANT_APPS: each tenant would have tables that no"
+                " lock is kept in.",
+                hint="Name django_distlock in SHARED_APPS alone, and put the tenant into the keys"
+                f" whose locks are its own. {DOCS}",
+                obj=Subject((backend.alias,)),
+                id="distlock.E106",
+            )
+            return [told]  # It is one mistake, however many backends there are.
+    return []
 
 
 @checks.register(checks.Tags.database)
@@ -95,19 +88,21 @@ def check_databases(
     One check, so that a database that is down is waited for once. What `migrate` repairs is a
     warning, because it runs these checks too and stops at errors.
     """
-    locks = {each.using for each in configured(FenceTable)}
+    locks: dict[str, list[str]] = {}
+    for backend in configured(FenceTable):
+        locks.setdefault(backend.using, []).append(backend.alias)
     found: list[checks.CheckMessage] = []
     for using in sorted({*(databases or ())}):
-        findings = _of_locks(using) if using in locks else _of_others(using)
+        aliases = locks.get(using, [])
         try:
             # One by one: what was found before the database went away is kept.
-            for each in findings:
+            for each in about(aliases, _of_locks(using) if aliases else _of_others(using)):
                 found.append(each)  # noqa: PERF402
         except Error as error:
             # Other databases are not ours to tell of.
-            if using in locks:
-                message = f"The lock tables in {using!r} cannot be looked for: {error}"
-                found.append(checks.Warning(message, hint=DOCS, id="distlock.W102"))
+            if aliases:
+                said = f"The lock tables in {using!r} cannot be looked for: {error}"
+                found += about(aliases, [checks.Warning(said, hint=DOCS, id="distlock.W102")])
     return found
 
 
@@ -122,16 +117,18 @@ def _of_locks(using: str) -> Iterator[checks.CheckMessage]:
     if missing and not (has_some and pending):
         yield _lacks_tables(using, missing)
     yield from read_only(using)
-    yield from forgetful(using)
+    if connection.vendor == "postgresql":
+        yield from forgetful(using)
     if connection.vendor == "mysql":
         yield from _mysql_findings(using)
     if has_some:
         yield from pending
         if not pending:
-            yield from several(using)
-            yield from creators(using)
-            yield from functions(using)
-            yield from readers(using)
+            if connection.vendor == "postgresql":
+                yield from several(using)
+                yield from creators(using)
+                yield from functions(using)
+                yield from readers(using)
             yield from indexes(using, [each for each in _MODELS if each not in missing])
     yield from _of_rows(using, loader)
 
@@ -143,7 +140,8 @@ def _of_others(using: str) -> Iterator[checks.CheckMessage]:
 
 
 def _of_rows(using: str, loader: MigrationLoader | None) -> Iterator[checks.CheckMessage]:
-    yield from forgetful_rows(using)
+    if connections[using].vendor == "postgresql":
+        yield from forgetful_rows(using)
     if loader is not None:
         yield from fence_triggers(using, loader)
 
@@ -169,35 +167,33 @@ def _loader(using: str) -> MigrationLoader | None:
 
 
 def _mysql_findings(using: str) -> Iterator[checks.CheckMessage]:
-    connection = connections[using]
-    if not connection.features.has_select_for_update_skip_locked:
+    if not connections[using].features.has_select_for_update_skip_locked:
         yield checks.Error(
             f"The database {using!r} cannot skip locked rows, which several leases are extended"
             " with.",
             hint=f"Use MariaDB 10.6 or MySQL 8.0.1, or newer. {DOCS}",
             id="distlock.E103",
         )
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT table_name, engine FROM information_schema.tables WHERE table_schema ="
-            " DATABASE() AND table_name IN (%s, %s) AND engine <> 'InnoDB'",
-            [HeldLock._meta.db_table, FenceCounter._meta.db_table],
+    for name, engine in ask(
+        using,
+        "SELECT table_name, engine FROM information_schema.tables WHERE table_schema ="
+        " DATABASE() AND table_name IN (%s, %s) AND engine <> 'InnoDB'",
+        HeldLock._meta.db_table,
+        FenceCounter._meta.db_table,
+    ):
+        yield checks.Warning(
+            f"The table {name} of {using!r} is kept by {engine}, which cannot lock rows: two"
+            " could hold one lock.",
+            hint=f"ALTER TABLE `{name}` ENGINE = InnoDB. {DOCS}",
+            id="distlock.W104",
         )
-        for name, engine in cursor.fetchall():
-            yield checks.Warning(
-                f"The table {name} of {using!r} is kept by {engine}, which cannot lock rows: two"
-                " could hold one lock.",
-                hint=f"ALTER TABLE `{name}` ENGINE = InnoDB. {DOCS}",
-                id="distlock.W104",
-            )
-        cursor.execute("SELECT @@innodb_flush_log_at_trx_commit")
-        if cursor.fetchone()[0] != 1:
-            yield checks.Warning(
-                f"The database {using!r} does not write its log at each commit: a crash may undo"
-                " grants, and hand out their fences again.",
-                hint=f"Set innodb_flush_log_at_trx_commit to 1, or FENCE_FLOOR. {DOCS}",
-                id="distlock.W105",
-            )
+    if ask(using, "SELECT @@innodb_flush_log_at_trx_commit") != [(1,)]:
+        yield checks.Warning(
+            f"The database {using!r} does not write its log at each commit: a crash may undo"
+            " grants, and hand out their fences again.",
+            hint=f"Set innodb_flush_log_at_trx_commit to 1, or FENCE_FLOOR. {DOCS}",
+            id="distlock.W105",
+        )
 
 
 def _shares_file(using: str) -> bool:

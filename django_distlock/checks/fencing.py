@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from django.apps import AppConfig, apps
@@ -12,7 +12,7 @@ from django.db import router
 from ..backends.database import DatabaseBackend
 from ..fencing import FencedModel
 from ..fencing.keys import KeyTemplate
-from .configured import DOCS, configured, where
+from .configured import DOCS, check_each, where
 
 
 @checks.register("distlock")
@@ -33,24 +33,17 @@ def check_fence_keys(
     return found
 
 
-@checks.register("distlock")
-def check_fence_floor(
-    app_configs: Sequence[AppConfig] | None, **_: Any
-) -> list[checks.CheckMessage]:
+@check_each(DatabaseBackend)
+def check_fence_floor(backend: DatabaseBackend) -> Iterator[checks.CheckMessage]:
     """W002: rows outlive what a failover or a restore takes back from the fence counters."""
-    if not _fenced_models(None):
-        return []
-    return [
-        checks.Warning(
+    if backend.config.fence_floor is None and _fenced_models(None):
+        yield checks.Warning(
             f"{where(backend)} has no FENCE_FLOOR, and there are models whose rows refuse stale"
             f" fences: after a failover or a restore that loses the last grants, new leases have"
             f" fences that the rows know already.",
             hint=f"Set FENCE_FLOOR to 'clock'. {DOCS}",
             id="distlock.W002",
         )
-        for backend in configured(DatabaseBackend)
-        if backend.config.fence_floor is None
-    ]
 
 
 def fenced_models_in(using: str) -> list[type[FencedModel]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
 from django.core import checks
 
 from ..core.errors import LockError
 from ..exceptions import InvalidLockBackend
-from .configured import DOCS, configured_by_path, where
+from .configured import DOCS, REDIS, check_each, where
 
 if TYPE_CHECKING:
     from ..backends.redis import RedisBackend
@@ -18,55 +18,45 @@ if TYPE_CHECKING:
 _GUARANTEES = "What it costs is in docs/explanation/guarantees.md."
 
 
-@checks.register("distlock")
-def check_redis_cache(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
+@check_each(REDIS)
+def check_redis_cache(backend: RedisBackend) -> Iterator[checks.CheckMessage]:
     """W201: nobody empties the locks together with a cache."""
-    found: list[checks.CheckMessage] = []
-    for backend in _backends():
-        from ..backends.redis.clients import database_of  # Where there is none, redis may lack.
+    # A factory may connect, which only deployment checks do.
+    if "client_factory" in backend.config.options:
+        return
+    from ..backends.redis.clients import database_of  # Where there is none, redis may lack.
 
-        # A factory may connect, which only deployment checks do.
-        made = "client_factory" in backend.config.options
-        ours = None if made else database_of(backend.store.client)
-        same = [
-            alias
-            for alias in settings.CACHES
-            # A cache for the locks alone is what the first one is there for.
-            if (alias != backend.cache or alias == "default")
-            and ours is not None
-            and ours == _database_of_cache(alias)
-        ]
-        if same:
-            found.append(
-                checks.Warning(
-                    f"{where(backend)} keeps its locks in the Redis database of the cache"
-                    f" {same[0]!r}, whose clear() removes them and their fences.",
-                    hint="Give the locks a database or a server of their own, by a url or by a"
-                    f" cache alias. {DOCS}",
-                    id="distlock.W201",
-                )
-            )
-    return found
+    ours = database_of(backend.store.client)
+    same = [
+        alias
+        for alias in settings.CACHES
+        # A cache for the locks alone is what the first one is there for.
+        if (alias != backend.cache or alias == "default")
+        and ours is not None
+        and ours == _database_of_cache(alias)
+    ]
+    if same:
+        yield checks.Warning(
+            f"{where(backend)} keeps its locks in the Redis database of the cache"
+            f" {same[0]!r}, whose clear() removes them and their fences.",
+            hint="Give the locks a database or a server of their own, by a url or by a"
+            f" cache alias. {DOCS}",
+            id="distlock.W201",
+        )
 
 
-@checks.register("distlock", deploy=True)
-def check_redis_servers(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
+@check_each(REDIS, deploy=True)
+def check_redis_servers(backend: RedisBackend) -> Iterator[checks.CheckMessage]:
     """E201 and W202 to W205: ask the servers, which `check --deploy` alone does."""
-    found: list[checks.CheckMessage] = []
-    for backend in _backends():
-        try:
-            answers = backend.store.of_each_server("INFO", "everything")
-        except LockError as error:
-            found.append(
-                checks.Warning(
-                    f"{where(backend)} cannot be asked: {error}", hint=DOCS, id="distlock.W205"
-                )
-            )
-            continue
-        for server, answer in answers.items():
-            about = f"{where(backend)}: the Redis server {server}"
-            found += _findings(backend, about, _fields(answer))
-    return found
+    try:
+        answers = backend.store.of_each_server("INFO", "everything")
+    except LockError as error:
+        said = f"{where(backend)} cannot be asked: {error}"
+        yield checks.Warning(said, hint=DOCS, id="distlock.W205")
+        return
+    for server, answer in answers.items():
+        about = f"{where(backend)}: the Redis server {server}"
+        yield from _findings(backend, about, _fields(answer))
 
 
 def _database_of_cache(alias: str) -> tuple[Any, ...] | None:
@@ -127,8 +117,3 @@ def _fields(answer: Any) -> dict[str, str]:
     text = answer if isinstance(answer, str) else str(answer, "utf-8")
     lines = (line.partition(":") for line in text.splitlines())
     return {name: value for name, colon, value in lines if colon}
-
-
-def _backends() -> Iterator[RedisBackend]:
-    found = configured_by_path("django_distlock.backends.redis.RedisBackend")
-    return cast("Iterator[RedisBackend]", found)

@@ -11,7 +11,7 @@ from django.db import connections, router
 from ..backends.tables import FenceTable
 from ..connections import database_file
 from ..models import HeldLock
-from .configured import configured, where
+from .configured import Subject, configured, where
 
 _HINT = (
     "Add a router that sends django_distlock to the database of the locks, and allows its"
@@ -35,6 +35,7 @@ def check_routers(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
                     f"{where(backend)} keeps its locks in {using!r}, and the routers let migrate"
                     f" make no tables of django_distlock there.",
                     hint=_HINT,
+                    obj=Subject((backend.alias,)),
                     id="distlock.W110",
                 )
             )
@@ -47,6 +48,7 @@ def check_routers(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
                 f" written in {written!r}: the admin shows no locks, and events are kept apart"
                 " from them.",
                 hint=_HINT,
+                obj=Subject(tuple(each.alias for each in backends.values())),
                 id="distlock.W110",
             )
         )

@@ -50,8 +50,6 @@ def functions(using: str) -> Iterator[checks.CheckMessage]:
 
     A warning, because `migrate` makes what is missing, and stops at errors.
     """
-    if connections[using].vendor != "postgresql":
-        return
     ((schema, is_there),) = ask(using, SCHEMA_OF.format(table=FenceCounter._meta.db_table))
     if not is_there:
         return
@@ -61,7 +59,7 @@ def functions(using: str) -> Iterator[checks.CheckMessage]:
     if guarded:
         wanted[fence_guard_name()] = script("fence_guard", schema)
     wrong = [*_wrong_functions(using, schema, wanted), *_lacking_secret(using, schema)]
-    if guarded and not ask(using, _TRIGGER, _GUARD, FenceCounter._meta.db_table):
+    if guarded and not ask(using, TRIGGER, _GUARD, quoted(FenceCounter._meta.db_table)):
         wrong.append(
             f"the trigger {_GUARD} is missing or disabled, which refuses to delete or lower a fence"
             " counter"
@@ -83,8 +81,6 @@ def several(using: str) -> Iterator[checks.CheckMessage]:
     A warning: the first one counts, for all connections that begin with this path. But roles with
     another one may use the other table.
     """
-    if connections[using].vendor != "postgresql":
-        return
     found = [schema for (schema,) in ask(using, _SCHEMAS, FenceCounter._meta.db_table)]
     if len(found) > 1:
         yield checks.Warning(
@@ -102,8 +98,6 @@ def creators(using: str) -> Iterator[checks.CheckMessage]:
     Our functions look nothing up there. But the statements of the ORM do, the project's own as
     well: a function or an operator that fits them better is called instead, as whoever asks.
     """
-    if connections[using].vendor != "postgresql":
-        return
     told = [
         f"in {schema}: {', '.join(roles)}"
         for schema, roles in ask(using, _CREATORS, FenceCounter._meta.db_table)
@@ -120,8 +114,6 @@ def creators(using: str) -> Iterator[checks.CheckMessage]:
 
 def readers(using: str) -> Iterator[checks.CheckMessage]:
     """W114: on PostgreSQL, not everybody may read the secret of numbers and channels."""
-    if connections[using].vendor != "postgresql":
-        return
     salt = side_table("salt")
     if ask(using, _READERS, salt):
         yield checks.Warning(
@@ -263,7 +255,8 @@ WHERE name IS NOT NULL GROUP BY nspname ORDER BY nspname
 _PLPGSQL = """
 SELECT true FROM pg_language WHERE lanname = 'plpgsql' AND has_language_privilege(oid, 'USAGE')
 """
-_TRIGGER = """
+#: Of the name of a trigger, and of the quoted name of its table.
+TRIGGER = """
 SELECT true FROM pg_trigger
-WHERE tgname = %s AND tgrelid = to_regclass(quote_ident(%s)) AND tgenabled <> 'D'
+WHERE tgname = %s AND tgrelid = to_regclass(%s) AND tgenabled <> 'D'
 """

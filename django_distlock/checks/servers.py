@@ -45,8 +45,6 @@ def forgetful(using: str) -> Iterator[checks.CheckMessage]:
 
     Its `synchronous_commit` does not matter here: each grant and each extend raises it for itself.
     """
-    if connections[using].vendor != "postgresql":
-        return
     if ask(using, "SHOW fsync") != [("on",)]:
         yield checks.Warning(
             f"The server of {using!r} does not wait for its disk (fsync): a crash may undo"
@@ -72,8 +70,6 @@ def forgetful(using: str) -> Iterator[checks.CheckMessage]:
 
 def forgetful_rows(using: str) -> Iterator[checks.CheckMessage]:
     """W108: PostgreSQL keeps, over a crash, the fences that rows of the project have seen."""
-    if connections[using].vendor != "postgresql":
-        return
     fenced = fenced_models_in(using)
     if fenced and ask(using, "SHOW synchronous_commit") == [("off",)]:
         yield checks.Warning(

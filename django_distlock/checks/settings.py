@@ -1,47 +1,62 @@
-"""`distlock.E0xx` and `W0xx`: the settings, and the process that they are read in."""
+"""`distlock.E001` and `W001` to `W006`: settings, and the process that they are read in."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 
 from .. import conf
+from ..backends.base import BaseLockBackend
 from ..core.logs import log_fields
+from ..declarations import declarations
 from ..handler import lock_backends
-from .configured import DOCS
+from ..scheduling import PREFIX, RunScope
+from .configured import DOCS, Subject, check_each, where
 
 logger = logging.getLogger("django_distlock")
+
+T = TypeVar("T")
+
+#: The part of a ttl after which two renewals fit into what is left of it.
+_MOST_OF_THE_TTL: Final = 1 / 3
+
+#: Bytes. With more, a counter takes twice the room and above that it takes behind "distlock": 258
+#: bytes for 135 on PostgreSQL, where the prefix is in the row and in the index. And it stays.
+_LONG_PREFIX: Final = 64
+
+#: Schedules that say themselves that each node may run them.
+_PER_NODE: Final = {RunScope.PREFER_GLOBAL.value, RunScope.NODE_LOCAL.value}
 
 
 @checks.register("distlock")
 def check_settings(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
     """E001: each alias of `DISTLOCK` makes a backend; the other settings keep their rules."""
     found: list[checks.CheckMessage] = []
-    backends = [partial(lock_backends.__getitem__, alias) for alias in _aliases(found)]
-    readers: list[Callable[[], object]] = [
+    aliases = _read(conf.aliases, found) or []
+    for read in (
         conf.holder_config, conf.fence_secrets, conf.fence_audiences, conf.fence_jump,
-        conf.monitor_tokens, *backends
-    ]  # fmt: skip
-    for read in readers:
-        try:
-            read()
-        except ImproperlyConfigured as error:
-            found.append(checks.Error(str(error), hint=DOCS, id="distlock.E001"))
+        conf.monitor_tokens,
+    ):  # fmt: skip
+        _read(read, found)
+    for alias in aliases:
+        _read(partial(lock_backends.__getitem__, alias), found, Subject((alias,)))
     return found
 
 
-def _aliases(found: list[checks.CheckMessage]) -> list[str]:
+def _read(
+    read: Callable[[], T], found: list[checks.CheckMessage], about: Subject | None = None
+) -> T | None:
     try:
-        return conf.aliases()
+        return read()
     except ImproperlyConfigured as error:
-        found.append(checks.Error(str(error), hint=DOCS, id="distlock.E001"))
-        return []
+        found.append(checks.Error(str(error), hint=DOCS, obj=about, id="distlock.E001"))
+        return None
 
 
 @checks.register("distlock")
@@ -65,3 +80,67 @@ def warn_of_missing_threads() -> None:
     """Log what `check_threads` finds: commands that run checks do not run inside uWSGI."""
     for message in check_threads(None):
         logger.warning("%s %s", message.msg, message.hint, extra=log_fields("misused"))
+
+
+@check_each(BaseLockBackend)
+def check_scopes(backend: BaseLockBackend) -> Iterator[checks.CheckMessage]:
+    """W003: what must run on one node only has a lock that reaches the others."""
+    if backend.distributed:
+        return
+    for each in dict.fromkeys(declaration for _, declaration in declarations()):
+        if each.scope == RunScope.REQUIRE_GLOBAL.value and each.lock.backend == backend.alias:
+            yield checks.Warning(
+                f"The schedule {each.key.removeprefix(PREFIX)!r} is to run on one node"
+                " (RunScope.REQUIRE_GLOBAL), and no other process sees the locks of"
+                f" {where(backend)}: every process runs it.",
+                hint=f"Use a backend that is distributed, or RunScope.PREFER_GLOBAL. {DOCS}",
+                id="distlock.W003",
+            )
+
+
+@check_each(BaseLockBackend)
+def check_heartbeat(backend: BaseLockBackend) -> Iterator[checks.CheckMessage]:
+    """W004: a renewal that gets no answer leaves the time for another one."""
+    if (part := backend.config.heartbeat) > _MOST_OF_THE_TTL:
+        yield checks.Warning(
+            f"{where(backend)} renews a lease after {part:.0%} of its ttl (HEARTBEAT). Where one"
+            f" renewal gets no answer, at most {1 - 2 * part:.0%} of the ttl is left when the next"
+            " one is due, less the time that the first one waited: one failure may end a lease.",
+            hint=f"Set HEARTBEAT to 1/3 or less. {DOCS}",
+            id="distlock.W004",
+        )
+
+
+@check_each(BaseLockBackend, deploy=True)
+def check_memory(backend: BaseLockBackend) -> Iterator[checks.CheckMessage]:
+    """W005: no other process sees the locks. Asked by `check --deploy` alone.
+
+    Quiet where all that is known to use a backend are schedules that may run on each node.
+    """
+    users = [each for _, each in declarations() if each.lock.backend == backend.alias]
+    strict = sorted({each.key for each in users if each.scope not in _PER_NODE})
+    if backend.distributed or (users and not strict):
+        return
+    named = f" Among others, {strict[0]!r} is locked there." if strict else ""
+    yield checks.Warning(
+        f"{where(backend)} keeps its locks in the memory of a process: no other process"
+        f" sees them, and each may hold the same key.{named}",
+        hint="Use a backend that processes share: see docs/howto/choose-a-database.md.",
+        id="distlock.W005",
+    )
+
+
+@check_each(BaseLockBackend)
+def check_prefixes(backend: BaseLockBackend) -> Iterator[checks.CheckMessage]:
+    """W006: a prefix costs its length for each key that was ever locked.
+
+    One that a store cannot take is refused, as `distlock.E001`. What is left is only wasteful.
+    """
+    if (size := len(backend.key_prefix.encode())) > _LONG_PREFIX:
+        yield checks.Warning(
+            f"{where(backend)} has a KEY_PREFIX of {size} bytes. It is kept with each key that was"
+            " ever locked, for good.",
+            hint=f"Choose one of at most {_LONG_PREFIX} bytes before there are counters: with"
+            f" another prefix, fences start anew. {DOCS}",
+            id="distlock.W006",
+        )

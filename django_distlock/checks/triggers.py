@@ -15,6 +15,8 @@ from django.db.migrations.state import ModelState
 
 from ..fencing.operations import EnforceFence
 from ..fencing.triggers import FenceTrigger
+from .configured import ask
+from .schema import TRIGGER
 
 #: MySQL's number for a trigger that is not there, whoever asks.
 _NO_TRIGGER = 1360
@@ -83,31 +85,23 @@ def _table(state: ModelState) -> str:
 
 
 def _on_postgresql(connection: BaseDatabaseWrapper, table: str, name: str) -> bool:
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT true FROM pg_trigger WHERE tgname = %s AND tgrelid = to_regclass(%s)"
-            " AND tgenabled <> 'D'",
-            [name, connection.ops.quote_name(table)],
-        )
-        return cursor.fetchone() is not None
+    return bool(ask(connection.alias, TRIGGER, name, connection.ops.quote_name(table)))
 
 
 def _on_mysql(connection: BaseDatabaseWrapper, table: str, name: str) -> bool:
     quote = connection.ops.quote_name
     schema, dot, _table = quote(table).rpartition("`.`")
     try:
-        with connection.cursor() as cursor:
-            # Where an account may not see triggers, their list is empty, and this is refused.
-            cursor.execute(f"SHOW CREATE TRIGGER {schema}{dot[:2]}{quote(name)}")
+        # Where an account may not see triggers, their list is empty, and this is refused.
+        ask(connection.alias, f"SHOW CREATE TRIGGER {schema}{dot[:2]}{quote(name)}")
     except DatabaseError as error:
         return bool(error.args) and error.args[0] != _NO_TRIGGER
     return True
 
 
 def _on_sqlite(connection: BaseDatabaseWrapper, table: str, name: str) -> bool:
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT 1 FROM sqlite_master WHERE type = 'trigger' AND name = %s", [name])
-        return cursor.fetchone() is not None
+    question = "SELECT 1 FROM sqlite_master WHERE type = 'trigger' AND name = %s"
+    return bool(ask(connection.alias, question, name))
 
 
 _LOOKS: Mapping[str, Callable[[BaseDatabaseWrapper, str, str], bool]] = {

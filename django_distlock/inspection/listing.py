@@ -161,7 +161,7 @@ def list_locks(  # noqa: PLR0913 - filters, each by its name
         None if overdue is None else number(overdue, "overdue", minimum=0, maximum=1),
         None if states is None else frozenset(map(State, states)),
     )
-    page = _page(_chosen(backends), cursor, wanted, filters, limit)
+    page = _page(chosen(backends), cursor, wanted, filters, limit)
     return replace(page, locks=tuple(_with_waits(page.locks))) if waits else page
 
 
@@ -231,7 +231,13 @@ def _spoiled(alias: str, record: Unreadable) -> Failure:
     return Failure(backend=alias, code=_UNREADABLE, message=str(record.error), key=record.key)
 
 
-def _chosen(backends: Collection[str] | None) -> tuple[str, ...]:
+def chosen(backends: Collection[str] | None) -> tuple[str, ...]:
+    """Return the aliases that are meant, in the order of the settings; None: all of them.
+
+    Raises:
+        InvalidArgument: It is one text.
+        InvalidLockBackend: There is no such alias.
+    """
     known = tuple(lock_backends)
     if backends is None:
         return known

@@ -38,61 +38,21 @@ def ids(*databases: str) -> list[str]:
 # Settings
 
 
+#: One for each place that refuses. What each refuses: `tests/unit/test_conf.py`, `test_handler.py`.
 BAD: dict[str, tuple[Any, str]] = {
     "a list": ([], "DISTLOCK"),
-    "nothing": (None, "DISTLOCK"),
     "an alias that is a path": ({"x": MEMORY}, "'x'"),
-    "an empty alias": ({"x": {}}, "BACKEND"),
     "an unknown setting": ({"x": {"BACKEND": MEMORY, "TIMEOUT": 5}}, "TIMEOUT"),
-    "a setting in lower case": ({"x": {"BACKEND": MEMORY, "ttl": 5}}, "ttl"),
-    "a setting that is no text": ({"x": {"BACKEND": MEMORY, 5: 5}}, "5"),
-    "no backend": ({"x": {"TTL": 5}}, "BACKEND"),
-    "a backend that is a class": ({"x": {"BACKEND": object}}, "BACKEND"),
-    "a backend without a module": ({"x": {"BACKEND": "MemoryBackend"}}, "MemoryBackend"),
-    "an empty path": ({"x": {"BACKEND": ""}}, "BACKEND"),
-    "a path that begins with a dot": ({"x": {"BACKEND": ".MemoryBackend"}}, "BACKEND"),
-    "a relative path": ({"x": {"BACKEND": "..backends.MemoryBackend"}}, "BACKEND"),
+    "a value": ({"x": {"BACKEND": MEMORY, "TTL": 60, "MAX_TTL": 30}}, "MAX_TTL"),
     "a backend that is not there": ({"x": {"BACKEND": f"{MEMORY}s"}}, "MemoryBackends"),
-    "a module that is not there": ({"x": {"BACKEND": "no_such.Backend"}}, "no_such"),
+    "a relative path": ({"x": {"BACKEND": "..backends.MemoryBackend"}}, "BACKEND"),
     "a backend of another kind": ({"x": {"BACKEND": "pathlib.Path"}}, "Path"),
-    "a prefix that is no text": ({"x": {"BACKEND": MEMORY, "KEY_PREFIX": 1}}, "KEY_PREFIX"),
-    "a prefix with a brace": ({"x": {"BACKEND": MEMORY, "KEY_PREFIX": "a{"}}, "KEY_PREFIX"),
-    "a prefix with NUL": ({"x": {"BACKEND": MEMORY, "KEY_PREFIX": "a\0"}}, "KEY_PREFIX"),
     "half a character": ({"x": {"BACKEND": MEMORY, "KEY_PREFIX": "\ud800"}}, "KEY_PREFIX"),
     "a long prefix": ({"x": {"BACKEND": DATABASE, "KEY_PREFIX": "a" * 128}}, "KEY_PREFIX"),
-    "a short ttl": ({"x": {"BACKEND": MEMORY, "TTL": 0.01}}, "TTL"),
-    "no ttl": ({"x": {"BACKEND": MEMORY, "TTL": None}}, "TTL"),
-    "a ttl that is text": ({"x": {"BACKEND": MEMORY, "TTL": "30"}}, "TTL"),
-    "a ttl that is no number": ({"x": {"BACKEND": MEMORY, "TTL": float("nan")}}, "TTL"),
-    "a ttl above the longest": ({"x": {"BACKEND": MEMORY, "TTL": 60, "MAX_TTL": 30}}, "MAX_TTL"),
-    "a negative wait": ({"x": {"BACKEND": MEMORY, "WAIT": -1}}, "WAIT"),
-    "a wait that is a bool": ({"x": {"BACKEND": MEMORY, "WAIT": True}}, "WAIT"),
-    "an endless longest ttl": ({"x": {"BACKEND": MEMORY, "MAX_TTL": float("inf")}}, "MAX_TTL"),
-    "no connections": ({"x": {"BACKEND": MEMORY, "LOCK_CONNECTIONS": 0}}, "LOCK_CONNECTIONS"),
-    "a bool of connections": (
-        {"x": {"BACKEND": MEMORY, "LOCK_CONNECTIONS": True}}, "LOCK_CONNECTIONS"
-    ),
-    "a retry that is a number": ({"x": {"BACKEND": MEMORY, "RETRY": 3}}, "RETRY"),
-    "an unknown retry": ({"x": {"BACKEND": MEMORY, "RETRY": {"tries": 3}}}, "RETRY"),
-    "a bad delay": ({"x": {"BACKEND": MEMORY, "RETRY": {"delay": "x"}}}, "RETRY"),
-    "a bad factor": ({"x": {"BACKEND": MEMORY, "RETRY": {"factor": -1}}}, "RETRY"),
-    "a bad cap": ({"x": {"BACKEND": MEMORY, "RETRY": {"cap": None}}}, "RETRY"),
-    "bad retries": ({"x": {"BACKEND": MEMORY, "RETRY": {"max_retries": 1.5}}}, "RETRY"),
-    "options that are a list": ({"x": {"BACKEND": MEMORY, "OPTIONS": []}}, "OPTIONS"),
-    "an unknown option": ({"x": {"BACKEND": MEMORY, "OPTIONS": {"size": 5}}}, "size"),
     "an option of another backend": (
         {"x": {"BACKEND": MEMORY, "OPTIONS": {"using": "default"}}}, "using"
     ),
-    "an option that is no text": ({"x": {"BACKEND": MEMORY, "OPTIONS": {5: 5}}}, "OPTIONS"),
     "an unknown database": ({"x": {"BACKEND": DATABASE, "OPTIONS": {"using": "y"}}}, "'y'"),
-    "a database that is no text": ({"x": {"BACKEND": DATABASE, "OPTIONS": {"using": 5}}}, "using"),
-    "an empty database": ({"x": {"BACKEND": DATABASE, "OPTIONS": {"using": ""}}}, "using"),
-    "functions that are no bool": (
-        {"x": {"BACKEND": DATABASE, "OPTIONS": {"server_functions": "no"}}}, "server_functions"
-    ),
-    "a cleanup that is no bool": (
-        {"x": {"BACKEND": DATABASE, "OPTIONS": {"cleanup_on_read": 1}}}, "cleanup_on_read"
-    ),
 }  # fmt: skip
 
 
@@ -105,26 +65,8 @@ def test_bad_setting_is_reported(kind: str) -> None:
     assert [each.id for each in messages] == ["distlock.E001"]
     assert named in messages[0].msg
     assert messages[0].is_serious()
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [
-        [],
-        "web",
-        {"name": "web"},
-        {"prefix": 5},
-        {"prefix": None},
-        {"prefix": "a\n"},
-        {"process": "x" * 101},
-    ],
-)
-def test_bad_holder_is_reported(setting: Any) -> None:
-    """Each kind of mistake in `DISTLOCK_HOLDER` is an E001."""
-    with override_settings(DISTLOCK_HOLDER=setting):
-        messages = found()
-    assert [each.id for each in messages] == ["distlock.E001"]
-    assert "DISTLOCK_HOLDER" in messages[0].msg
+    # Django prints what a message is about.
+    assert str(messages[0]).startswith("?: " if setting == [] else "x: ")
 
 
 def test_every_mistake_is_reported() -> None:
@@ -157,13 +99,9 @@ def test_check_command_fails_on_a_bad_setting() -> None:
     assert "docs/reference/checks.md" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [{"locks": "a b"}, {"locks": "same", "fences": "SAME"}, {"other": "x"}, ["x"], {"locks": 5}],
-)
-def test_bad_tables_stop_the_start(sqlite: str, names: Any) -> None:
+def test_bad_tables_stop_the_start(sqlite: str) -> None:
     """Models take their names from `DISTLOCK_TABLES`, so a mistake there ends every command."""
-    said = Project(sqlite, DISTLOCK_TABLES=names).manage("check", status=1)
+    said = Project(sqlite, DISTLOCK_TABLES={"locks": "a b"}).manage("check", status=1)
     assert "InvalidLockBackend: DISTLOCK_TABLES" in said
 
 

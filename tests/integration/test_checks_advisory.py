@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from django.core import checks
-from django.db import connections
 from django.test import override_settings
 
 from tests.backends import ADVISORY
@@ -50,11 +48,3 @@ def test_more_sessions_than_the_server_takes() -> None:
     )
     assert str(most) in found(max_connections=most)["distlock.W303"]
     assert found(max_connections=most - 1) == {}
-
-
-def test_nothing_connects_without_deploy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain check opens no connection."""
-    connections["default"].close()
-    monkeypatch.setattr("psycopg.connect", lambda *_, **__: pytest.fail("connects"))
-    monkeypatch.setattr("psycopg.Connection.connect", lambda *_, **__: pytest.fail("connects"))
-    assert found(deploy=False) == {}

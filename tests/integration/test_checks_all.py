@@ -14,7 +14,6 @@ from typing import Any
 import psycopg
 import pytest
 from django.conf import settings
-from django.core import checks
 from django.core.checks.registry import registry
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.test import override_settings
@@ -169,12 +168,3 @@ def test_every_message_was_looked_at() -> None:
     """Ids of messages that are made in another way would be missed."""
     code = "".join(each.read_text() for each in PACKAGE.rglob("*.py"))
     assert set(HINTS) == set(re.findall(r"[\"'](distlock\.[EW]\d+)[\"']", code))
-
-
-def test_hint_is_printed_with_what_is_wrong() -> None:
-    """A message that was provoked carries the address as its source has it."""
-    memory = {"BACKEND": "django_distlock.backends.memory.MemoryBackend", "HEARTBEAT": 0.5}
-    with override_settings(DISTLOCK={"x": memory}):
-        said = checks.run_checks(tags=["distlock"])
-        message = next(each for each in said if each.id == "distlock.W004")
-    assert str(message).endswith("docs/reference/checks.md.")

@@ -16,9 +16,9 @@ from .projects import Project
 from .test_checks import found, ids
 
 
-def test_missing_tables_are_a_warning(empty: str) -> None:
+def test_missing_tables_are_a_warning(postgresql: str) -> None:
     """`check --database` says what to run before the migration, which it does not stop."""
-    project = Project(empty)
+    project = Project(postgresql)
     said = project.manage("check", "--database", "default")
     assert "(distlock.W103)" in said
     for name in TABLES:
@@ -26,7 +26,7 @@ def test_missing_tables_are_a_warning(empty: str) -> None:
     assert "migrate --database default" in said
     assert "Applying django_distlock.0001_initial... OK" in project.manage("migrate")
     assert "W103" not in project.manage("check", "--database", "default")
-    renamed = Project(empty, DISTLOCK_TABLES={"locks": "AcmeLocks"})
+    renamed = Project(postgresql, DISTLOCK_TABLES={"locks": "AcmeLocks"})
     said = renamed.manage("check", "--database", "default")
     assert "(distlock.W103)" in said
     assert "has no table AcmeLocks." in said

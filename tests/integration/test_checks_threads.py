@@ -51,7 +51,6 @@ def test_nothing_is_said_outside_of_uwsgi() -> None:
     "arguments",
     [
         [],
-        ["--enable-threads"],
         ["--master", "--processes", "2", "--lazy-apps"],
     ],
     ids=lambda arguments: " ".join(arguments) or "default",
@@ -64,10 +63,9 @@ def test_threads_that_run_are_nothing_to_warn_of(tmp_path: Path, arguments: list
     assert "without threads" not in said
 
 
-@pytest.mark.parametrize("arguments", [[], ["--master"]], ids=["alone", "master"])
-def test_missing_threads_are_a_warning(tmp_path: Path, arguments: list[str]) -> None:
+def test_missing_threads_are_a_warning(tmp_path: Path) -> None:
     """W001 says what does not work and what to set; the log of the server says so by itself."""
-    answer, said = inside(tmp_path, *arguments, before=WITHOUT)
+    answer, said = inside(tmp_path, "--master", before=WITHOUT)
     assert answer["threads"] is False
     assert list(answer["found"]) == ["distlock.W001"]
     assert "heartbeat" in answer["found"]["distlock.W001"]

@@ -130,7 +130,7 @@ def test_trigger_that_refuses_nothing(shop: Path, postgresql: str) -> None:
     assert len(found(postgresql)) == 1
 
 
-@pytest.mark.parametrize("table", ["Order", "it's 100 lines", "größe", "t" * 62])
+@pytest.mark.parametrize("table", ["It's 100 Größen", "t" * 62])
 def test_odd_names_of_tables(shop: Path, empty: str, table: str) -> None:
     """They are found under any name, and so is what they lack."""
     migrate(empty)

@@ -6,32 +6,33 @@ import time
 from collections.abc import Collection
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Final
 
+from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 
 from ...backends.base import BaseLockBackend
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError, shown
 from ...handler import lock_backends
+from ..listing import chosen
 from .answers import ask, remedy
-from .checked import run
+from .checked import begun, run
 from .data_loss import accept_loss, has_lost, look_for_loss
-from .findings import ADDRESSES, Finding, Level, Look, Mark, Notes
+from .findings import ADDRESSES, Look, Mark, Notes, told
 from .kept import scan
-from .patience import begun
 
 __all__ = [
     "ADDRESSES",
     "Diagnosis",
-    "Finding",
-    "Level",
     "Look",
     "Mark",
     "accept_loss",
     "diagnose",
     "has_lost",
+    "look_for_loss",
+    "told",
 ]
 
 #: Locks, or waiters, of a backend that are looked at, at most.
@@ -54,28 +55,28 @@ class Diagnosis:
     """What was looked at, and what was found.
 
     Attributes:
-        findings: The worst first.
+        findings: Messages as of system checks, whose `obj` is a `Subject`; the worst first.
         silenced: What the project does not want to hear of (`SILENCED_SYSTEM_CHECKS`).
         looked_at: All that was looked at, by backend in the order of the settings; first what is
             about the project.
         silent: The backends whose stores did not answer.
     """
 
-    findings: tuple[Finding, ...]
-    silenced: tuple[Finding, ...]
+    findings: tuple[checks.CheckMessage, ...]
+    silenced: tuple[checks.CheckMessage, ...]
     looked_at: tuple[Look, ...]
     silent: tuple[str, ...]
 
-    def has(self, level: Level) -> bool:
+    def has(self, level: int) -> bool:
         """Whether something was found that is as bad as this, or worse."""
-        return any(each.level.is_at_least(level) for each in self.findings)
+        return any(each.level >= level for each in self.findings)
 
     def as_json(self) -> dict[str, Any]:
         """Return what JSON can carry."""
         return {
-            "findings": [each.as_json() for each in self.findings],
-            "silenced": [each.as_json() for each in self.silenced],
-            "looked_at": [each.as_json() for each in self.looked_at],
+            "findings": [told(each) for each in self.findings],
+            "silenced": [told(each) for each in self.silenced],
+            "looked_at": [asdict(each) for each in self.looked_at],
             "silent": list(self.silent),
         }
 
@@ -103,49 +104,37 @@ def diagnose(
     notes = {alias: Notes(alias) for alias in _chosen(backends)}
     began = time.monotonic()
     stores: list[BaseLockBackend] = []
-    asked: list[tuple[Notes, Future[None]]] = []
+    asked: dict[str, Future[None]] = {}
     for alias, each in notes.items():
         try:
             store = lock_backends[alias]
         except ImproperlyConfigured as error:
-            # A system check finds it as well.
-            wrong = Look(what="settings", mark=Mark.ERROR, text=str(error), backend=alias)
-            each.looks.append(wrong)
+            each.look("settings", str(error), Mark.ERROR)  # A system check finds it as well.
             continue
         stores.append(store)
         if store.distributed:
-            # What is noted too late is noted for nobody.
-            own = Notes(alias)
-            work = partial(_ask_and_scan, store, own, writes=writes, limit=limit)
-            asked.append((own, begun(work, f"distlock-doctor-{alias}")))
+            work = partial(_ask_and_scan, store, each, writes=writes, limit=limit)
+            asked[alias] = begun(work, alias)
         else:
-            each.look("store", "in the memory of each process", skipped=True)
-    for own, done in asked:
-        _hear(notes[str(own.backend)], own, done, began + PATIENCE * FOR_STORES)
+            each.skip("store", "in the memory of each process")
+    for alias, done in asked.items():
+        notes[alias] = _heard(notes[alias], done, began + PATIENCE * FOR_STORES)
     project, left = Notes(), began + PATIENCE - time.monotonic()
     run(project, notes, stores, everything=backends is None, patience=left)
     return _concluded([project, *notes.values()])
 
 
-def _chosen(backends: Collection[str] | None) -> list[str]:
+def _chosen(backends: Collection[str] | None) -> tuple[str, ...]:
     try:
-        known = list(lock_backends)
+        return chosen(backends)
     except ImproperlyConfigured:
-        if backends is None:
-            return []  # A system check says so.
-        raise
-    if backends is None:
-        return known
-    if isinstance(backends, str):
-        raise InvalidArgument(f"backends must be several aliases, not {shown(backends)}.")
-    for alias in backends:
-        if alias not in known:
-            _ = lock_backends[alias]  # It says that there is none.
-    return [alias for alias in known if alias in backends]
+        if backends is not None:
+            raise
+        return ()  # A system check says so.
 
 
-def _hear(notes: Notes, own: Notes, done: Future[None], until: float) -> None:
-    """Take what was noted about a store, once it is all, or until then (`time.monotonic`)."""
+def _heard(own: Notes, done: Future[None], until: float) -> Notes:
+    """Return what was noted about a store, once it is all, or until then (`time.monotonic`)."""
     trouble: Exception | None = None
     try:
         done.result(max(0.0, until - time.monotonic()))
@@ -154,17 +143,21 @@ def _hear(notes: Notes, own: Notes, done: Future[None], until: float) -> None:
         trouble = BackendUnavailable(late, code="network_timeout")
     except Exception as error:  # noqa: BLE001 - one backend's trouble stops no other's
         trouble = error
-    notes.looks, notes.findings = list(own.looks), list(own.findings)
+    # What is noted too late is noted for nobody.
+    notes = Notes(own.backend, list(own.looks), list(own.findings))
     if trouble is None:
-        return
+        return notes
     known = {each.what for each in notes.looks}
     if isinstance(trouble, LockError):
-        _tell(notes, trouble)
+        notes.is_silent = isinstance(trouble, BackendUnavailable)
+        silent = f"did not answer{' all' if known else ''}"
+        text = f"{silent if notes.is_silent else 'cannot be used'}: {trouble}"
+        notes.find("D011", "store", text, remedy(trouble), level=checks.ERROR)
     else:
         text = f"cannot be examined: {type(trouble).__name__}: {trouble}"
         notes.find("D013", "store", text, _MISTAKE)
-    left = ", ".join(what for what in _QUESTIONS if what not in known)
-    notes.look("not asked", left, skipped=True)
+    notes.skip("not asked", ", ".join(what for what in _QUESTIONS if what not in known))
+    return notes
 
 
 def _ask_and_scan(store: BaseLockBackend, notes: Notes, *, writes: bool, limit: int) -> None:
@@ -177,20 +170,11 @@ def _ask_and_scan(store: BaseLockBackend, notes: Notes, *, writes: bool, limit: 
         scan(store, notes, limit)
 
 
-def _tell(notes: Notes, error: LockError) -> None:
-    notes.is_silent = isinstance(error, BackendUnavailable)
-    what = f"did not answer{' all' if notes.looks else ''}" if notes.is_silent else "cannot be used"
-    text, hint = f"{what}: {error}", remedy(error)
-    notes.find("D011", "store", text, hint, level=Level.ERROR)
-
-
 def _concluded(notes: list[Notes]) -> Diagnosis:
-    found = [finding for each in notes for finding in each.findings]
-    order = list(Level)
-    found.sort(key=lambda each: order.index(each.level))
+    found = sorted((each for about in notes for each in about.findings), key=lambda e: -e.level)
     return Diagnosis(
-        findings=tuple(each for each in found if not each.is_silenced),
-        silenced=tuple(each for each in found if each.is_silenced),
+        findings=tuple(each for each in found if not each.is_silenced()),
+        silenced=tuple(each for each in found if each.is_silenced()),
         looked_at=tuple(look for each in notes for look in each.looks),
         silent=tuple(each.backend for each in notes if each.is_silent and each.backend),
     )

@@ -1,23 +1,31 @@
-"""How a store answers: whether, how fast, by which clock, and whether it wakes its waiters."""
+"""How a store answers: whether, how fast, by which clock, and with how many connections."""
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from django.core import checks
+from django.db import connections
 
 from ...backends.base import BaseLockBackend
 from ...backends.listening import Listener, NoWakeUps
+from ...backends.tables import FenceTable
+from ...checks.configured import is_redis
 from ...core.errors import LockError
 from ...core.keys import new_token
 from ...core.records import Contended
 from ...host import current_holder
-from .connected import Used, used_connections
-from .findings import Level, Notes
-from .kinds import redis_servers
+from .findings import Notes
+
+if TYPE_CHECKING:
+    from ...backends.redis import RedisBackend
 
 #: The key that is taken and given back: always the same, because its fence counter stays.
 KEY: Final = "distlock-doctor"
@@ -47,6 +55,28 @@ _REMEDIES: Final = {
 }
 
 
+# A limit of -1 is none.
+_POSTGRESQL = """
+SELECT 'the server', count(*), current_setting('max_connections')::bigint
+    - current_setting('superuser_reserved_connections')::bigint
+FROM pg_stat_activity WHERE backend_type = 'client backend'
+UNION ALL
+SELECT 'the database ' || d.datname, count(a.pid), d.datconnlimit
+FROM pg_database d LEFT JOIN pg_stat_activity a
+    ON a.datid = d.oid AND a.backend_type = 'client backend'
+WHERE d.datname = current_database() AND d.datconnlimit > 0 GROUP BY d.datname, d.datconnlimit
+UNION ALL
+SELECT 'the user ' || r.rolname, count(a.pid), r.rolconnlimit
+FROM pg_roles r LEFT JOIN pg_stat_activity a
+    ON a.usesysid = r.oid AND a.backend_type = 'client backend'
+WHERE r.rolname = current_user AND r.rolconnlimit > 0 GROUP BY r.rolname, r.rolconnlimit
+"""
+_MYSQL = """
+SELECT 'the server', VARIABLE_VALUE + 0, @@max_connections
+FROM {schema}.GLOBAL_STATUS WHERE VARIABLE_NAME = 'Threads_connected'
+"""
+
+
 class Offset(NamedTuple):
     """How far a store's clock is ahead of this host's, in seconds, and how sure that is."""
 
@@ -55,6 +85,17 @@ class Offset(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.seconds:+.3f} s ± {self.uncertainty:.3f} s"
+
+
+class Used(NamedTuple):
+    """Connections that are open, of those that may be."""
+
+    of: str
+    number: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"{self.of} has {self.number} of {self.most}"
 
 
 def ask(store: BaseLockBackend, notes: Notes, *, writes: bool) -> bool:
@@ -69,7 +110,7 @@ def ask(store: BaseLockBackend, notes: Notes, *, writes: bool) -> bool:
     _note_clocks(store, notes)
     works = _note_writing(store, notes, writes=writes)
     _note_wake_ups(store, notes)
-    _note_connections(notes, used_connections(store))
+    _note_connections(store, notes)
     return works
 
 
@@ -107,7 +148,7 @@ def _note_speed(notes: Notes, median: float) -> None:
 
 def _note_clocks(store: BaseLockBackend, notes: Notes) -> None:
     if store.time_authority == "client":
-        notes.look("clock", "leases end by this host's own", skipped=True)
+        notes.skip("clock", "leases end by this host's own")
         return
     best: dict[str, Offset] = {}
     for _ in range(TRIPS):
@@ -135,10 +176,13 @@ def _note_clocks(store: BaseLockBackend, notes: Notes) -> None:
 
 
 def _offsets(store: BaseLockBackend) -> Mapping[str, Offset]:
-    servers = redis_servers(store)
     before = host_clock()
-    seconds, told = _timed(store.clock if servers is None else partial(servers, "TIME"))
-    clocks = {"": told} if servers is None else {name: _read(each) for name, each in told.items()}
+    if is_redis(store):
+        seconds, told = _timed(partial(store.store.of_each_server, "TIME"))
+        clocks = {name: _read(each) for name, each in told.items()}
+    else:
+        seconds, told = _timed(store.clock)
+        clocks = {"": told}
     # They were read at some time in between.
     middle = before + timedelta(seconds=seconds / 2)
     return {
@@ -162,14 +206,14 @@ def _listed(offsets: Mapping[str, Offset]) -> str:
 def _note_writing(store: BaseLockBackend, notes: Notes, *, writes: bool) -> bool:
     """Take a lock and give it back; return whether that worked, or was not tried."""
     if not writes:
-        notes.look("locking", "not tried", skipped=True)
+        notes.skip("locking", "not tried")
         return True
     try:
         seconds, text = _timed(lambda: _locked(store))
     except LockError as error:
         # It has told its clock, so it is there: a replica, or a user who may only read.
         text = f"answers, and no lock can be taken: {error}"
-        notes.find("D011", "locking", text, remedy(error), level=Level.ERROR)
+        notes.find("D011", "locking", text, remedy(error), level=checks.ERROR)
         return False
     notes.look("locking", text or f"a lock was taken and given back in {seconds * 1000:.1f} ms")
     return True
@@ -188,11 +232,11 @@ def _locked(store: BaseLockBackend) -> str:
 
 def _note_wake_ups(store: BaseLockBackend, notes: Notes) -> None:
     if not store.supports_wakeups:
-        notes.look("wake-ups", "this store has none: waiters ask again and again", skipped=True)
+        notes.skip("wake-ups", "this store has none: waiters ask again and again")
         return
     listener = getattr(store, "_listener", None)
     if not isinstance(listener, Listener):
-        notes.look("wake-ups", "this store does not tell how they are heard", skipped=True)
+        notes.skip("wake-ups", "this store does not tell how they are heard")
         return
     try:
         listener._subscribe().close()
@@ -210,7 +254,14 @@ def _note_wake_ups(store: BaseLockBackend, notes: Notes) -> None:
         notes.look("wake-ups", "a connection that hears them was opened")
 
 
-def _note_connections(notes: Notes, found: list[Used]) -> None:
+def _note_connections(store: BaseLockBackend, notes: Notes) -> None:
+    found: list[Used] = []
+    # A store that does not tell is no finding.
+    with suppress(LockError):
+        if is_redis(store):
+            found = list(_of_redis(store))
+        elif isinstance(store, FenceTable):
+            found = store._ask(_of_database, writes=False, long=True)
     many = [each for each in found if each.number >= each.most * NEARLY]
     if many:
         notes.find(
@@ -222,3 +273,27 @@ def _note_connections(notes: Notes, found: list[Used]) -> None:
         )
     elif found:
         notes.look("connections", ", ".join(map(str, found)))
+
+
+def _of_redis(store: RedisBackend) -> Iterator[Used]:
+    for name, told in store.store.of_each_server("INFO", "clients").items():
+        text = told if isinstance(told, str) else str(told, "utf-8")
+        found = dict(re.findall(r"^(connected_clients|maxclients):(\d+)", text, re.MULTILINE))
+        if len(found) == 2:
+            most = int(found["maxclients"])
+            yield Used(f"the server {name}", int(found["connected_clients"]), most)
+
+
+def _of_database(using: str) -> list[Used]:
+    connection = connections[using]
+    if connection.vendor == "postgresql":
+        question = _POSTGRESQL
+    elif connection.vendor == "mysql":
+        mariadb = getattr(connection, "mysql_is_mariadb", False)
+        schema = "information_schema" if mariadb else "performance_schema"
+        question = _MYSQL.format(schema=schema.lower())
+    else:
+        return []
+    with connection.cursor() as cursor:
+        cursor.execute(question)
+        return [Used(of, int(number), int(most)) for of, number, most in cursor.fetchall()]

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 from datetime import datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
+from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error
 from django.utils.connection import ConnectionDoesNotExist
 
 from ...backends.base import BaseLockBackend
+from ...checks.configured import is_redis
 from ...core.errors import LockUsageError
 from ...core.keys import own_key
 from ...core.logs import log_fields
 from ...core.wording import instant
 from ...fencing.seen import confirm_mark, seen_at, set_mark
 from ...handler import lock_backends
-from .findings import Level, Notes
-from .kinds import is_redis
+from .findings import Mark, Notes
+
+if TYPE_CHECKING:
+    from ...backends.redis import RedisBackend
 
 logger = logging.getLogger("django_distlock")
 
@@ -43,15 +47,15 @@ def look_for_loss(store: BaseLockBackend, notes: Notes, *, writes: bool) -> None
     """
     if not is_redis(store):
         return
-    found = _redis(store).data_mark()
+    found = store.data_mark()
     try:
         text = _compared(store, found, notes, writes=writes)
     except _UNTOLD as error:
         text = f"whether it was lost cannot be told without a database that remembers: {error}"
-        notes.look(_WHAT, text, skipped=True)
+        notes.skip(_WHAT, text)
     else:
         if text:
-            notes.look(_WHAT, text, skipped=found is None and not writes)
+            notes.look(_WHAT, text, Mark.SKIPPED if found is None and not writes else Mark.OK)
 
 
 def has_lost(store: BaseLockBackend) -> bool:
@@ -62,7 +66,7 @@ def has_lost(store: BaseLockBackend) -> bool:
     """
     if not is_redis(store):
         return False
-    found = _redis(store).data_mark()
+    found = store.data_mark()
     try:
         known = seen_at(_name(store))
     except _UNTOLD:
@@ -81,7 +85,7 @@ def accept_loss(alias: str, actor: str) -> None:
     store = lock_backends[alias]
     if not is_redis(store):
         raise LockUsageError(f"{alias!r} is no backend of Redis: only those are marked.")
-    mark, at = _redis(store).mark_data()
+    mark, at = store.mark_data()
     before = set_mark(_name(store), mark)
     extra = log_fields("loss_accepted", backend=alias)
     logger.warning(
@@ -91,14 +95,14 @@ def accept_loss(alias: str, actor: str) -> None:
 
 
 def _compared(
-    store: BaseLockBackend, found: tuple[int, datetime] | None, notes: Notes, *, writes: bool
+    store: RedisBackend, found: tuple[int, datetime] | None, notes: Notes, *, writes: bool
 ) -> str:
     """Return what was seen where nothing is wrong; "": there is a finding."""
     known = seen_at(_name(store))
     if known is None:
         if not writes:
             return "not marked yet: that needs a run without --no-write"
-        mark, at = found or _redis(store).mark_data()
+        mark, at = found or store.mark_data()
         set_mark(_name(store), mark)
         return f"marked: what is lost from now on is noticed (since {instant(at)})"
     mark, seen = known
@@ -113,14 +117,10 @@ def _compared(
         f"Redis has lost its data, between {instant(seen)} and {instant(until)}: it was"
         " emptied, came back without it, or is another server",
         _LOST.format(alias=store.alias),
-        level=Level.ERROR,
+        level=checks.ERROR,
     )
     return ""
 
 
 def _name(store: BaseLockBackend) -> str:
     return own_key(f"data-mark:{store.alias}:{store.key_prefix}")
-
-
-def _redis(store: BaseLockBackend) -> Any:
-    return store

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
-from typing import Final
+from itertools import islice
+from typing import Any, Final
 
+from django.db.models import F, QuerySet
+
+from ... import vendors
 from ...backends.base import BaseLockBackend
-from ...core.records import Record
+from ...backends.database import DatabaseBackend
+from ...backends.tables import FenceTable
+from ...checks.configured import is_redis
+from ...core.holders import Holder
+from ...core.keys import prefix_end
+from ...core.records import Record, known_holder
 from ...core.wording import instant, span
+from ...models import FenceCounter, HeldLock, Waiter
 from .findings import Notes
-from .kinds import redis_servers
-from .scanned import NAMED, Some, counted, dead_or_not, scan_locks
-from .waiting import Crowd, crowd_of, over_of, paused_of
+from .scanned import NAMED, Some, counted, dead_or_not, scan_locks, whose
 
 #: Waiters of one key that are too many.
 MANY_WAITERS: Final = 100
@@ -19,6 +30,10 @@ MANY_WAITERS: Final = 100
 LONG_PAUSE: Final = 3600.0
 #: Keys of a Redis above which it is not walked through: a walk takes seconds then.
 MANY_KEYS: Final = 5_000_000
+#: Waiters of a page.
+PAGE: Final = 1000
+#: Seconds after which no further waiters are looked at.
+SECONDS: Final = 10.0
 
 
 def scan(store: BaseLockBackend, notes: Notes, limit: int) -> None:
@@ -30,78 +45,130 @@ def scan(store: BaseLockBackend, notes: Notes, limit: int) -> None:
     Raises:
         LockError: The store did not answer.
     """
-    servers = redis_servers(store)
-    keys = 0 if servers is None else sum(map(int, servers("DBSIZE").values()))
-    if keys > MANY_KEYS:
-        text = f"its Redis has {keys} keys, more than {MANY_KEYS}: not walked through"
-        notes.look("locks", text, skipped=True)
-        return
+    if is_redis(store):
+        keys = sum(map(int, store.store.of_each_server("DBSIZE").values()))
+        if keys > MANY_KEYS:
+            text = f"its Redis has {keys} keys, more than {MANY_KEYS}: not walked through"
+            notes.skip("locks", text)
+            return
     is_dead = dead_or_not()
     scan_locks(store, notes, limit, is_dead)
-    _note_over(notes, over_of(store, NAMED))
-    crowd = crowd_of(store, limit, many=MANY_WAITERS, is_dead=is_dead)
-    if crowd is not None:
-        _note_waiters(notes, crowd)
+    if isinstance(store, DatabaseBackend):
+        store._ask(lambda on: _note_over(store, on, notes), writes=False, long=True)
+        store._ask(
+            lambda on: _note_waiters(
+                notes, _waiting_in(store, on), limit, is_dead, _late_in(store, on)
+            ),
+            writes=False,
+            long=True,
+        )
+    elif is_redis(store):
+        # Its driver need not be installed for the others.
+        from .walked import waiting
+
+        _note_waiters(notes, waiting(store), limit, is_dead)
     _note_pauses(store, notes, limit)
 
 
-def _note_over(notes: Notes, over: tuple[int, list[Record], datetime] | None) -> None:
-    if over is None:
-        return
-    number, records, now = over
-    if not number:
+# Leases that nobody gave back. Redis removes their records by itself.
+
+
+def _note_over(store: DatabaseBackend, on: str, notes: Notes) -> None:
+    now = vendors.of(on).now()
+    # What is kept behind its run has ended as it was to.
+    rows = _of(HeldLock, store, on).filter(free_at__lte=now).exclude(free_at=F("expires_at"))
+    some = Some(number=rows.count())
+    for row in rows.order_by("-free_at")[:NAMED]:
+        each: Record = row.as_record()
+        ago = span((now - each.free_at).total_seconds()) if each.free_at else "-"
+        some.named[each.key] = f"{whose(each.holder)}, {ago} ago"
+    if not some.number:
         notes.look("expired leases", "none that nobody gave back")
         return
-    some = Some()
-    for each in records:
-        ago = span((now - each.free_at).total_seconds()) if each.free_at else "-"
-        some.add(
-            each.key, f"{each.holder.process}[{each.holder.pid}] on {each.holder.host}, {ago} ago"
-        )
-    some.number = number
     notes.find(
         "D004",
         "expired leases",
-        f"{counted(number, 'lease')} ended by expiry, and nobody gave them back: {some}",
+        f"{counted(some.number, 'lease')} ended by expiry, and nobody gave them back: {some}",
         "Their holders died, stood still, or work on without a lock. Look at those processes, and"
         " remove the records with distlock_cleanup.",
         keys=some.keys,
     )
 
 
-def _note_waiters(notes: Notes, crowd: Crowd) -> None:
-    cut = f" (the first {crowd.looked_at}; there are more)" if crowd.is_cut else ""
-    if crowd.over or crowd.dead:
+# Waiters
+
+
+def _note_waiters(
+    notes: Notes,
+    waiting: Iterable[tuple[str, Sequence[Holder]]],
+    limit: int,
+    is_dead: Callable[[Holder], bool],
+    late: int = 0,
+) -> None:
+    """Note who waits.
+
+    Args:
+        waiting: Keys, and who waits for them. A key may come several times.
+        limit: How many waiters to look at.
+        late: How many notes have lasted for longer than they were to.
+    """
+    crowd: Counter[str] = Counter()
+    dead: Counter[str] = Counter()
+    cut, until = "", time.monotonic() + SECONDS
+    for key, holders in waiting:
+        if crowd.total() >= limit or time.monotonic() > until:
+            cut = f" (the first {crowd.total()}; there are more)"
+            break
+        crowd[key] += len(holders)
+        dead[key] += sum(map(is_dead, holders))
+    dead = +dead
+    if late or dead:
         some = Some()
-        for key in crowd.dead:
+        for key in dead:
             some.add(key)
-        of_dead = f", {sum(crowd.dead.values())} of processes of this host that have ended"
+        of_dead = f", {dead.total()} of processes of this host that have ended: {some}"
         notes.find(
             "D002",
             "orphan waiters",
-            f"notes of waiters that died: {crowd.over} whose time is over"
-            f"{f'{of_dead}: {some}' if crowd.dead else ''}{cut}",
+            f"notes of waiters that died: {late} whose time is over{of_dead if dead else ''}{cut}",
             "They keep nobody from anything. distlock_cleanup removes those whose time is over.",
             keys=some.keys,
         )
     else:
-        notes.look("orphan waiters", f"none among {crowd.looked_at} waiters{cut}")
-    if crowd.crowded:
-        named = dict(list(crowd.crowded.items())[:NAMED])
+        notes.look("orphan waiters", f"none among {crowd.total()} waiters{cut}")
+    crowded = [(key, number) for key, number in crowd.most_common() if number >= MANY_WAITERS]
+    if crowded:
+        named = crowded[:NAMED]
         notes.find(
             "D003",
             "waiters",
-            f"{counted(len(crowd.crowded), 'key')} with {MANY_WAITERS} waiters or more: "
-            + ", ".join(f"{key!r} ({number})" for key, number in named.items()),
+            f"{counted(len(crowded), 'key')} with {MANY_WAITERS} waiters or more: "
+            + ", ".join(f"{key!r} ({number})" for key, number in named),
             "Look at who holds them, and for how long. Let waiters give up sooner, or lock less.",
-            keys=list(named),
+            keys=[key for key, _number in named],
         )
+
+
+def _late_in(store: DatabaseBackend, on: str) -> int:
+    return _of(Waiter, store, on).filter(until__lte=vendors.of(on).now()).count()
+
+
+def _waiting_in(store: DatabaseBackend, on: str) -> Iterator[tuple[str, list[Holder]]]:
+    """Yield waiters page by page: without a cursor, which no pooler keeps."""
+    rows = _of(Waiter, store, on).filter(until__gt=vendors.of(on).now()).order_by("pk")
+    prefix, last = len(store._namespace()), 0
+    while found := list(rows.filter(pk__gt=last).values_list("pk", "storage_key", "holder")[:PAGE]):
+        yield from ((name[prefix:], [known_holder(holder)]) for _pk, name, holder in found)
+        last = found[-1][0]
+
+
+# Pauses
 
 
 def _note_pauses(store: BaseLockBackend, notes: Notes, limit: int) -> None:
     now = store.clock()
     some = Some()
-    for key, until, by in paused_of(store, now + timedelta(seconds=LONG_PAUSE), limit):
+    for key, until, by in _paused(store, now + timedelta(seconds=LONG_PAUSE), limit):
         left = span((until - now).total_seconds())
         some.add(key, f"by {by or 'nobody named'} for another {left}, until {instant(until)}")
     if not some.number:
@@ -114,3 +181,31 @@ def _note_pauses(store: BaseLockBackend, notes: Notes, limit: int) -> None:
         "Ask who paused them, and resume them (inspection.resume) once that is over.",
         keys=some.keys,
     )
+
+
+def _paused(
+    store: BaseLockBackend, until: datetime, limit: int
+) -> Iterator[tuple[str, datetime, str | None]]:
+    """Yield keys that are paused until then or later: until when, and who wanted it."""
+    if isinstance(store, FenceTable):
+
+        def look(on: str) -> list[tuple[str, datetime, str | None]]:
+            rows = _of(FenceCounter, store, on).filter(paused_until__gte=until)
+            return list(rows.values_list("key", "paused_until", "paused_by")[:limit])
+
+        yield from store._ask(look, writes=False, long=True)
+    elif is_redis(store):
+        from .walked import keys_with
+
+        for key in islice(keys_with(store, "pause"), limit):
+            counter = store.counter(key)
+            if counter is not None and counter.paused_until and counter.paused_until >= until:
+                yield key, counter.paused_until, counter.paused_by
+
+
+def _of(model: type[Any], store: FenceTable, on: str) -> QuerySet[Any]:
+    """Return the rows of a backend."""
+    prefix = store._namespace()
+    rows: QuerySet[Any] = model._default_manager.using(on).filter(storage_key__gte=prefix)
+    end = prefix_end(prefix)
+    return rows if end is None else rows.filter(storage_key__lt=end)

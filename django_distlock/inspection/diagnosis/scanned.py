@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from typing import Final, NamedTuple
 
+from django.core import checks
+
 from ...backends.base import BaseLockBackend
 from ...backends.tables import FenceTable
+from ...checks.configured import is_redis
 from ...core.holders import Holder
 from ...core.keys import UNIQUE_PREFIX
 from ...core.records import Record
 from ...core.wording import instant, span
-from ...counters import FenceCounterManager
 from ...host import current_holder, is_gone
-from .findings import Level, Notes
-from .kinds import is_redis
+from .findings import Notes
 
 #: Locks of a page.
 PAGE: Final = 1000
@@ -37,7 +39,7 @@ class Trouble(NamedTuple):
 
     id: str
     what: str
-    level: Level
+    level: int
     text: str
     hint: str
 
@@ -45,14 +47,14 @@ class Trouble(NamedTuple):
 _ENDLESS: Final = Trouble(
     "D005",
     "holders",
-    Level.ERROR,
+    checks.ERROR,
     "held without expiry by processes of this host that have ended",
     "Nobody gives them back: take them with distlock_release.",
 )
 _DEAD: Final = Trouble(
     "D005",
     "holders",
-    Level.WARNING,
+    checks.WARNING,
     "held by processes of this host that have ended",
     "They become free by themselves, unless their work was handed to somebody else; or take them"
     " with distlock_release.",
@@ -60,14 +62,14 @@ _DEAD: Final = Trouble(
 _OVER: Final = Trouble(
     "D004",
     "holders",
-    Level.WARNING,
+    checks.WARNING,
     "held past the end of their leases, in the grace",
     "Their holders have not renewed them. Look whether those processes stand still.",
 )
 _HIGHER: Final = Trouble(
     "D006",
     "fences",
-    Level.ERROR,
+    checks.ERROR,
     "held with a fence above their counters, as after a restore of the store or a lost counter",
     "Once they are released, raise the counters (distlock_fence raise --all --clock), and set"
     " FENCE_FLOOR to 'clock'.",
@@ -75,7 +77,7 @@ _HIGHER: Final = Trouble(
 _SPOILED: Final = Trouble(
     "D021",
     "records",
-    Level.ERROR,
+    checks.ERROR,
     "with records that cannot be read: somebody else writes to this store",
     "Find out who shares it. Once no holder works under them any more, remove these records by"
     " hand, each behind its fence, which stays: the runbook has the statements.",
@@ -83,10 +85,13 @@ _SPOILED: Final = Trouble(
 _AHEAD: Final = Trouble(
     "D012",
     "clock",
-    Level.WARNING,
+    checks.WARNING,
     "granted in the future of the store's clock, which has stepped back",
     "Their leases last for longer than they were to. Find out what set the clock.",
 )
+
+#: Nothing is wrong: they are counted.
+_QUEUED: Final = Trouble("", "locks", checks.DEBUG, "held by queued tasks", "")
 
 
 @dataclass(slots=True)
@@ -112,20 +117,6 @@ class Some:
         return ", ".join(names) + (" …" if self.number > len(names) else "")
 
 
-@dataclass(slots=True)
-class Seen:
-    """What a scan has come across."""
-
-    locks: int = 0
-    queued: int = 0
-    is_cut: bool = False
-    wrong: dict[Trouble, Some] = field(default_factory=dict)
-
-    def add(self, trouble: Trouble, key: str, about: str) -> None:
-        """Count a lock in with which something is wrong."""
-        self.wrong.setdefault(trouble, Some()).add(key, about)
-
-
 def scan_locks(
     store: BaseLockBackend, notes: Notes, limit: int, is_dead: Callable[[Holder], bool]
 ) -> None:
@@ -139,16 +130,31 @@ def scan_locks(
         LockError: The store did not answer.
     """
     if not store.supports_listing:
-        notes.look("locks", "this store cannot list them", skipped=True)
+        notes.skip("locks", "this store cannot list them")
         return
-    seen = _scanned(store, limit, is_dead)
-    cut = "; there are more, and they were not" if seen.is_cut else ""
-    queued = f", {seen.queued} of them held by queued tasks" if seen.queued else ""
-    notes.look("locks", f"{counted(seen.locks, 'lock')} looked at{queued}{cut}")
-    for trouble, some in seen.wrong.items():
-        id, what, level, text, hint = trouble  # noqa: A001 - as Django's checks call it
-        text = f"{counted(some.number, 'key')} {text}: {some}"
-        notes.find(id, what, text, hint, level=level, keys=some.keys)
+    wrong: dict[Trouble, Some] = defaultdict(Some)
+    locks, cut, cursor, until = 0, "", None, time.monotonic() + SECONDS
+    while True:
+        page = store.list(cursor=cursor, limit=min(PAGE, limit - locks))
+        now = store.clock()
+        for spoiled in page.unreadable:
+            wrong[_SPOILED].add(spoiled.key)
+        for record, fence in zip(page.records, _fences(store, page.records), strict=True):
+            for trouble, about in _troubles(record, fence, now, is_dead):
+                wrong[trouble].add(record.key, about)
+        locks += len(page.unreadable) + len(page.records)
+        if (cursor := page.cursor) is None:
+            break
+        if locks >= limit or time.monotonic() > until:
+            cut = "; there are more, and they were not"
+            break
+    queued = wrong.pop(_QUEUED, Some()).number
+    of_tasks = f", {queued} of them held by queued tasks" if queued else ""
+    notes.look("locks", f"{counted(locks, 'lock')} looked at{of_tasks}{cut}")
+    for trouble, some in wrong.items():
+        text = f"{counted(some.number, 'key')} {trouble.text}: {some}"
+        level, hint = trouble.level, trouble.hint
+        notes.find(trouble.id, trouble.what, text, hint, level=level, keys=some.keys)
 
 
 def counted(number: int, noun: str) -> str:
@@ -182,69 +188,45 @@ def whose(holder: Holder) -> str:
     return " on ".join(each for each in (process, holder.host) if each) or "somebody"
 
 
-def _scanned(store: BaseLockBackend, limit: int, is_dead: Callable[[Holder], bool]) -> Seen:
-    seen, cursor, until = Seen(), None, time.monotonic() + SECONDS
-    while True:
-        page = store.list(cursor=cursor, limit=min(PAGE, limit - seen.locks))
-        now = store.clock()
-        fences = _fences(store, page.records)
-        for spoiled in page.unreadable:
-            seen.locks += 1
-            seen.add(_SPOILED, spoiled.key, "")
-        for record, fence in zip(page.records, fences, strict=True):
-            seen.locks += 1
-            _look(seen, record, fence, now, is_dead)
-        if (cursor := page.cursor) is None:
-            return seen
-        if seen.locks >= limit or time.monotonic() > until:
-            seen.is_cut = True
-            return seen
-
-
-def _look(
-    seen: Seen,
-    record: Record,
-    fence: int | None,
-    now: datetime,
-    is_dead: Callable[[Holder], bool],
-) -> None:
-    key, holder = record.key, record.holder
+def _troubles(
+    record: Record, fence: int | None, now: datetime, is_dead: Callable[[Holder], bool]
+) -> Iterator[tuple[Trouble, str]]:
+    """Yield what is to be said of a lock."""
+    holder, left = record.holder, record.free_at
     # A key that is kept behind its run has no process, on purpose.
     if not record.is_settled:
-        left = record.free_at
         gone = is_dead(holder)
         # A worker that ended may have left it to the retry of its task; else it ends soon.
-        is_left = gone and left is not None and key.startswith(UNIQUE_PREFIX)
-        if holder.is_queued or is_left:
-            seen.queued += 1
+        if holder.is_queued or (gone and left and record.key.startswith(UNIQUE_PREFIX)):
+            yield _QUEUED, ""
+        elif gone and left:
+            yield _DEAD, f"{whose(holder)}, free at {instant(left)}"
         elif gone:
-            ends = f"free at {instant(left)}" if left else "without an end of its own"
-            seen.add(_ENDLESS if left is None else _DEAD, key, f"{whose(holder)}, {ends}")
+            yield _ENDLESS, f"{whose(holder)}, without an end of its own"
         elif record.expires_at is not None and record.expires_at <= now:
-            seen.add(_OVER, key, whose(holder))
+            yield _OVER, whose(holder)
     if (ahead := (record.acquired_at - now).total_seconds()) > AHEAD:
-        seen.add(_AHEAD, key, f"{span(ahead)} ahead")
+        yield _AHEAD, f"{span(ahead)} ahead"
     if fence is not None and fence < record.fence:
-        seen.add(_HIGHER, key, f"held with {record.fence}, counter at {fence}")
-
-
-def _counted(counters: FenceCounterManager, names: Sequence[str]) -> dict[str, int]:
-    return dict(counters.filter(pk__in=names).values_list("pk", "fence"))
+        yield _HIGHER, f"held with {record.fence}, counter at {fence}"
 
 
 def _fences(store: BaseLockBackend, records: Sequence[Record]) -> list[int | None]:
     """Return the counters of the keys, read behind the records; None: not asked for."""
     names = [store.storage_name(each.key) for each in records]
     if isinstance(store, FenceTable):
-        found = store._ask(
-            lambda on: _counted(store._counters_on(on), names), writes=False, long=True
-        )
+
+        def look(on: str) -> dict[str, int]:
+            counters = store._counters_on(on).filter(pk__in=names)
+            return dict(counters.values_list("pk", "fence"))
+
+        found = store._ask(look, writes=False, long=True)
         return [found.get(name, 0) for name in names]
     if is_redis(store):
         # Its driver need not be installed for the others.
         from .walked import counters_of
 
-        return counters_of(store, names)  # type: ignore[arg-type]
+        return counters_of(store, names)
     asked = [store.counter(each.key) for each in records[:ONE_BY_ONE]]
     first: list[int | None] = [0 if each is None else each.fence for each in asked]
     return first + [None] * (len(records) - len(asked))

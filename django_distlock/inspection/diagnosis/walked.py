@@ -11,6 +11,7 @@ from ...backends.redis import RedisBackend
 from ...backends.redis.answers import counted
 from ...backends.redis.lines import Call
 from ...core.errors import LockError
+from ...core.holders import Holder
 
 #: Keys of a page.
 PAGE: Final = 1000
@@ -25,12 +26,20 @@ def counters_of(store: RedisBackend, names: Sequence[str]) -> list[int | None]:
     return [_fence(answer) for answer in (store.store.ask_all(calls) if calls else [])]
 
 
+def waiting(store: RedisBackend) -> Iterator[tuple[str, list[Holder]]]:
+    """Yield the keys that somebody waits for, and who."""
+    for key in keys_with(store, "waiters"):
+        yield key, [each.holder for each in store.waiters(key)]
+
+
 def keys_with(store: RedisBackend, role: str) -> Iterator[str]:
-    """Yield the keys that something is kept of, such as `"waiters"`. One may come twice."""
+    """Yield the keys that something is kept of, such as `"waiters"`, each once."""
     ours = re.compile(r"\{.{22}\}:(.*)", re.DOTALL)
+    known: set[str] = set()
     for page in store.store.walk(store._at(role, ""), "*", None, PAGE):
         for name, _place in page:
-            if match := ours.fullmatch(name):
+            if (match := ours.fullmatch(name)) and match[1] not in known:
+                known.add(match[1])
                 yield match[1]
 
 

@@ -6,18 +6,18 @@ from argparse import ArgumentTypeError
 from itertools import groupby
 from typing import Any
 
+from django.core import checks
 from django.core.management.base import CommandError, CommandParser
 from django.db import DatabaseError, InterfaceError
 
 from ...inspection.diagnosis import (
     SCANNED,
     Diagnosis,
-    Finding,
-    Level,
     Look,
     Mark,
     accept_loss,
     diagnose,
+    told,
 )
 from ..operating import OperatorCommand
 from ..statuses import UNAVAILABLE, USAGE
@@ -92,7 +92,7 @@ class Command(OperatorCommand):
         if diagnosis.silent:
             silent = ", ".join(diagnosis.silent)
             raise CommandError(f"Did not answer: {silent}.", returncode=UNAVAILABLE)
-        if diagnosis.has(Level(fail_level.lower())):
+        if diagnosis.has(getattr(checks, fail_level)):
             raise CommandError(f"Findings at or above {fail_level}.")
 
     def _accept_loss(self, alias: str) -> None:
@@ -111,9 +111,9 @@ class Command(OperatorCommand):
                 self.stdout.write(self._line(each))
             self.stdout.write("")
         for finding in diagnosis.findings:
-            self._print_finding(finding)
+            self._print_finding(told(finding))
         if diagnosis.silenced:
-            ids = ", ".join(sorted({each.id for each in diagnosis.silenced}))
+            ids = ", ".join(sorted({str(each.id) for each in diagnosis.silenced}))
             self.stdout.write(f"Silenced by SILENCED_SYSTEM_CHECKS: {ids}.")
         number = len(diagnosis.findings)
         if number:
@@ -130,15 +130,15 @@ class Command(OperatorCommand):
         word = colours.get(look.mark, str)(f"{_MARKS[look.mark]:<7}")
         return f"  {word}  {printable(look.what):<22}  {printable(look.text)}".rstrip()
 
-    def _print_finding(self, finding: Finding) -> None:
-        colours = {Level.ERROR: self.style.ERROR, Level.WARNING: self.style.WARNING}
-        head = colours.get(finding.level, str)(f"{finding.level.value.upper()} {finding.id}")
-        where = "" if finding.backend is None else f" [{printable(finding.backend)}]"
-        self.stdout.write(f"{head}{where} {printable(finding.message)}")
-        if finding.hint:
-            self.stdout.write(f"    do:   {printable(finding.hint)}")
-        self.stdout.write(f"    read: {finding.address}")
-        self.stdout.write("")
+    def _print_finding(self, finding: dict[str, Any]) -> None:
+        colours = {"error": self.style.ERROR, "warning": self.style.WARNING}
+        level, alias = finding["level"], finding["backend"]
+        head = colours.get(level, str)(f"{level.upper()} {finding['id']}")
+        where = "" if alias is None else f" [{printable(alias)}]"
+        self.stdout.write(f"{head}{where} {printable(finding['message'])}")
+        if finding["hint"]:
+            self.stdout.write(f"    do:   {printable(finding['hint'])}")
+        self.stdout.write(f"    read: {finding['address']}\n")
 
 
 def _number(text: str) -> int:
