@@ -14,7 +14,6 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from ..core.durations import seconds
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError
-from ..core.holders import Holder
 from ..core.sessions import Session
 from ..handler import lock_backends
 from ..host import current_holder
@@ -77,7 +76,7 @@ class OperatorCommand(BaseCommand):
             held.backend,
             held.key,
             (str(state.label), colours.get(state, self.style.WARNING)),
-            describe(held.holder),
+            held.holder.where or "-",
             held.holder.task_id or "-",
             span(held.held_for),
             span(held.expires_in),
@@ -169,12 +168,6 @@ def batch(text: str) -> int:
     if not (text.isdecimal() and 1 <= int(text) <= MAX_BATCH):
         raise ArgumentTypeError(f"{text!r} is no number from 1 to {MAX_BATCH}.")
     return int(text)
-
-
-def describe(holder: Holder) -> str:
-    """Return where a holder runs; "-": the store does not tell."""
-    process = f"{holder.process}[{holder.pid}]" if holder.pid else holder.process
-    return " ".join(each for each in (holder.host, process) if each) or "-"
 
 
 def named(session: Session) -> str:
