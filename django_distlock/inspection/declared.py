@@ -22,6 +22,7 @@ from django.core.management import BaseCommand, get_commands, load_command_class
 from django.utils.module_loading import module_has_submodule
 
 from ..conf import backend_config
+from ..core.documents import Document
 from ..core.errors import InvalidArgument, shown
 from ..core.keys import stored_key
 from ..declarations import Declaration, Kind, declarations, finders, head_of
@@ -33,7 +34,7 @@ _PASSED_OVER: Final = ("<", str(Path(__file__).parents[1]), str(Path(importlib._
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeclaredKey:
+class DeclaredKey(Document):
     """A key that a decorator, a class or a command declares, in the order of its JSON.
 
     Attributes:

@@ -12,6 +12,7 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
+from ..core.documents import plain
 from ..core.durations import seconds
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError
 from ..core.sessions import Session
@@ -53,12 +54,12 @@ class OperatorCommand(BaseCommand):
                 # Whoever asked well gets a document, whatever happens.
                 named = options.get("backend")
                 alias = named if isinstance(named, str) else ""
-                self.print_json({"failures": [Failure.of(alias, error).as_json()]})
+                self.print_json({"failures": [Failure.of(alias, error)]})
             raise CommandError(str(error), returncode=status) from error
 
     def print_json(self, document: Any) -> None:
         """Print one JSON document."""
-        self.stdout.write(json.dumps(document, indent=2))
+        self.stdout.write(json.dumps(plain(document), indent=2))
 
     def print_locks(self, locks: Iterable[HeldKey]) -> None:
         """Print held keys as a table."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -111,7 +111,7 @@ class Command(OperatorCommand):
 
     def _show(self, page: LockPage, *, json: bool) -> None:
         if json:
-            self.print_json(page.as_json())
+            self.print_json(page)
             return
         if page.locks:
             self.print_locks(page.locks)
@@ -145,7 +145,7 @@ class Command(OperatorCommand):
         found, missing = list_declared(prefix=prefix, backends=backends)
         if json:
             failures = [{"what": what, "message": message} for message, what in missing.items()]
-            self.print_json({"declared": [asdict(each) for each in found], "failures": failures})
+            self.print_json({"declared": found, "failures": failures})
         elif found:
             self.print_table(_DECLARED, [self._declared(each) for each in found])
         elif not missing:

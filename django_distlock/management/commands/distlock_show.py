@@ -35,7 +35,7 @@ class Command(OperatorCommand):
         refuse_memory(backend)
         view = show(key, backend)
         if json:
-            self.print_json(view.as_json())
+            self.print_json(view)
             return
         for name, text in self._lines(view):
             self.stdout.write(f"{self.style.MIGRATE_HEADING(name.ljust(12))}{printable(text)}")
