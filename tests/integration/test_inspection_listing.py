@@ -60,20 +60,15 @@ def everything(limit: int, **filters: Any) -> list[HeldKey]:
         assert re.fullmatch(r"[\w-]+", cursor, re.ASCII)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 4, 100])
-def test_pages_show_each_lock_of_each_backend_once(
-    taken: dict[str, list[Grant]], key: str, limit: int
-) -> None:
+def test_pages_show_each_lock_of_each_backend_once(taken: dict[str, list[Grant]], key: str) -> None:
     """However large the pages are, and wherever one backend ends and the next begins."""
-    found = everything(limit, backends=ALIASES, prefix=key)
-    shown = [(each.backend, each.key) for each in found]
-    expected = {(alias, grant.key) for alias, grants in taken.items() for grant in grants}
-    assert set(shown) == expected
-    # While others come and go, Redis may show a lock twice.
-    once = [each for each in shown if not each[0].startswith("redis")]
-    assert len(once) == len(set(once))
     fences = {(alias, grant.key): grant.fence for alias, all_ in taken.items() for grant in all_}
-    assert {(each.backend, each.key): each.fence for each in found} == fences
+    for limit in (1, 2, 3, 4, 100):
+        found = everything(limit, backends=ALIASES, prefix=key)
+        assert {(each.backend, each.key): each.fence for each in found} == fences
+        # While others come and go, Redis may show a lock twice.
+        once = [each.key for each in found if not each.backend.startswith("redis")]
+        assert len(once) == sum(not alias.startswith("redis") for alias, _key in fences)
 
 
 def test_all_backends_are_asked_unless_told(taken: dict[str, list[Grant]], key: str) -> None:
@@ -123,26 +118,22 @@ def test_late_heartbeats_are_a_filter(taken: dict[str, list[Grant]], key: str) -
     assert everything(2, backends=ALIASES, prefix=key, overdue=0.9) == []
 
 
-@pytest.mark.parametrize("alias", ALIASES)
-def test_lock_is_shown_whole_but_for_its_token(
-    taken: dict[str, list[Grant]], key: str, alias: str
-) -> None:
+def test_lock_is_shown_whole_but_for_its_token(taken: dict[str, list[Grant]], key: str) -> None:
     """Key, fence, times, holder: as the record has them; of the token, a hash at most."""
-    (grant, *_rest) = taken[alias]
-    (held,) = list_locks(backends=[alias], prefix=f"{key}:0").locks
-    record = lock_backends[alias].read(grant.key)
-    assert record is not None
-    for name in ("key", "fence", "ttl", "acquired_at", "renewed_at", "expires_at", "free_at"):
-        assert getattr(held, name) == getattr(record, name), name
-    assert held.holder == record.holder
-    assert held.state is State.HELD
-    assert held.acquired_at <= held.observed_at
-    assert re.fullmatch(r"[0-9a-f]{24}", held.key_hash)
-    document = json.loads(json.dumps(held.as_json()))
-    assert document["state"] == "held"
-    assert document["holder"]["host"] == "host-0"
-    for shown in (repr(held), str(held), json.dumps(document)):
-        assert grant.token not in shown
+    for alias, (grant, *_rest) in taken.items():
+        (held,) = list_locks(backends=[alias], prefix=f"{key}:0").locks
+        record = lock_backends[alias].read(grant.key)
+        assert record is not None
+        for name in ("fence", "ttl", "acquired_at", "renewed_at", "expires_at", "free_at"):
+            assert getattr(held, name) == getattr(record, name), name
+        assert (held.key, held.holder) == (record.key, record.holder)
+        assert held.state is State.HELD
+        assert held.acquired_at <= held.observed_at
+        assert re.fullmatch(r"[0-9a-f]{24}", held.key_hash)
+        document = json.loads(json.dumps(held.as_json()))
+        assert (document["state"], document["holder"]["host"]) == ("held", "host-0")
+        for shown in (repr(held), str(held), json.dumps(document)):
+            assert grant.token not in shown
 
 
 def test_silent_backend_is_reported_and_the_others_are_shown(

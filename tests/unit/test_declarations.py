@@ -306,9 +306,6 @@ class Called:
 def test_place_is_that_of_the_function_or_class(made: object, subject: object) -> None:
     """Be it a partial, a method, a view of a class, or called by `__call__`."""
     assert _place(made) == place_of(subject)
-
-
-def test_place_that_nobody_knows_has_no_line() -> None:
-    """A class that was made in memory, of a module that there is not."""
+    # A class that was made in memory, of a module that there is not.
     made = type("Made", (), {"__module__": "not.there"})
     assert _place(made) == ("", None, "not.there.Made")
