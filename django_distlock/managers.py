@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from django.apps import apps
-from django.db import IntegrityError, connections, models
+from django.db import connections, models
 from django.db.models import F, Q
 
 from . import vendors
@@ -85,31 +85,22 @@ class HeldLockManager(models.Manager["HeldLock"]):
             with self._store.short_transaction(bound, writes=False):
                 contended, row = self._look(name, replace)
             if contended is None:
-                try:
-                    with self._counters.turn(name, key, bound) as waited:
-                        if waited:
-                            contended, row = self._look(name, replace)
-                        if contended is None and (free := self._lock_free(name, replace)):
-                            counter, over, now = free
-                            fence = self._counters.advance(name, key, counter, self._floor(now))
-                            return self._grant(
-                                over,
-                                now,
-                                ttl,
-                                holder,
-                                storage_key=name,
-                                key=key,
-                                token=token,
-                                fence=fence,
-                            )
-                except IntegrityError as error:
-                    # On PostgreSQL, workers of the release before have turns of other numbers, and
-                    # may be quicker by that. Not so where the token holds another key.
-                    with self._store.short_transaction(bound, writes=False):
-                        other_key = self.filter(token=token).exclude(pk=name).exists()
-                    if other_key or not self._store.is_duplicate(error):
-                        raise
-                    continue
+                with self._counters.turn(name, key, bound) as waited:
+                    if waited:
+                        contended, row = self._look(name, replace)
+                    if contended is None and (free := self._lock_free(name, replace)):
+                        counter, over, now = free
+                        fence = self._counters.advance(name, key, counter, self._floor(now))
+                        return self._grant(
+                            over,
+                            now,
+                            ttl,
+                            holder,
+                            storage_key=name,
+                            key=key,
+                            token=token,
+                            fence=fence,
+                        )
             if contended is not None:
                 if not wanted or row is None or row.wanted:
                     return contended

@@ -159,18 +159,6 @@ MUTANTS = (
         test="tests/integration/test_waiters.py::test_tasks_in_their_queue_are_told_apart",
     ),
     Mutant(
-        "notes that the release before cannot find",
-        "postgresql", "django_distlock/backends/notes.py",
-        old=r"if found.get\(MOVING, now\) > now:", new="if False:",
-        test=f"{RUN_NOTES}::test_workers_of_both_releases_see_each_others_notes",
-    ),
-    Mutant(
-        "notes of the release before that nobody finds",
-        "sqlite", "django_distlock/backends/notes.py",
-        old=r"None if old is None else old.fence", new="None",
-        test=f"{RUN_NOTES}::test_workers_of_both_releases_see_each_others_notes",
-    ),
-    Mutant(
         "no row lock", "postgres", ACQUIRE,
         old=r"(?s) FOR UPDATE;(.*?) AND \(l.token = p_replace OR l.free_at <= t\);", new=r";\1;",
         test=f"{RACES}::test_stalled_extend_wins_over_an_acquire",
@@ -228,13 +216,6 @@ MUTANTS = (
         old=r'"\{called\}": called\("p_storage_key"\)', new='"{called}": "p_storage_key"',
         test="tests/integration/test_hostile_role.py::test_what_is_called_out_is_not_heard",
         case="",
-    ),
-    Mutant(
-        "a key that the release before grants at the same moment",
-        "postgresql", "django_distlock/sql/postgresql/acquire.sql",
-        old=r"\) ON CONFLICT \(storage_key\) DO NOTHING;", new=");",
-        test="tests/integration/test_migrations.py::test_turns_of_both_releases_do_not_grant_twice",
-        case="COMMIT-functions",
     ),
     Mutant(
         "a request to stop that is for whatever the session holds",

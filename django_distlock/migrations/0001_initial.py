@@ -1,4 +1,4 @@
-"""Tables of held locks, fence counters and events; on PostgreSQL also functions and a trigger."""
+"""All tables; on PostgreSQL also the functions and a trigger."""
 
 import django.utils.timezone
 from django.db import migrations, models
@@ -49,6 +49,12 @@ class Migration(migrations.Migration):
                 "verbose_name_plural": "held locks",
                 "db_table": table("locks"),
                 "default_permissions": ("view",),
+                "permissions": (
+                    ("force_release_heldlock", "Can take a key from its holder"),
+                    ("expire_soon_heldlock", "Can let a lease end sooner"),
+                    ("request_stop_heldlock", "Can ask a holder to finish"),
+                    ("cleanup_heldlock", "Can remove records of leases that are over"),
+                ),
             },
         ),
         migrations.CreateModel(
@@ -77,6 +83,10 @@ class Migration(migrations.Migration):
                 "db_table": table("fences"),
                 "base_manager_name": "objects",
                 "default_permissions": ("view",),
+                "permissions": (
+                    ("pause_fencecounter", "Can pause a key"),
+                    ("resume_fencecounter", "Can end the pause of a key"),
+                ),
                 "constraints": [
                     models.CheckConstraint(
                         condition=models.Q(fence__lte=900_000_000_000_000),
@@ -110,7 +120,11 @@ class Migration(migrations.Migration):
                             ("lost", "lost"),
                             ("taken_over", "taken over"),
                             ("rejected", "rejected"),
-                            ("timed_out", "timed out"),
+                            ("shortened", "shortened"),
+                            ("stop_requested", "asked to finish"),
+                            ("paused", "paused"),
+                            ("resumed", "resumed"),
+                            ("cleaned", "cleaned up"),
                         ],
                         max_length=20,
                         verbose_name="kind",
@@ -127,6 +141,95 @@ class Migration(migrations.Migration):
                 "verbose_name_plural": "lock events",
                 "db_table": table("events"),
                 "default_permissions": ("view",),
+            },
+        ),
+        migrations.CreateModel(
+            name="Waiter",
+            fields=[
+                (
+                    "id",
+                    models.BigAutoField(
+                        auto_created=True, primary_key=True, serialize=False, verbose_name="ID"
+                    ),
+                ),
+                (
+                    "storage_key",
+                    KeyField(db_index=True, max_length=640, verbose_name="storage key"),
+                ),
+                ("holder", models.JSONField(default=dict, verbose_name="holder")),
+                ("since", InstantField(verbose_name="since")),
+                ("until", InstantField(verbose_name="until")),
+                ("channel", KeyField(blank=True, max_length=63, verbose_name="channel")),
+            ],
+            options={
+                "verbose_name": "waiter",
+                "verbose_name_plural": "waiters",
+                "db_table": table("waiters"),
+                "default_permissions": ("view",),
+            },
+        ),
+        migrations.CreateModel(
+            name="SeenFence",
+            fields=[
+                (
+                    "key",
+                    KeyField(max_length=512, primary_key=True, serialize=False, verbose_name="key"),
+                ),
+                ("fence", models.PositiveBigIntegerField(verbose_name="fence")),
+                ("raised_at", InstantField(verbose_name="raised at")),
+            ],
+            options={
+                "verbose_name": "seen fence",
+                "verbose_name_plural": "seen fences",
+                "db_table": table("seen"),
+                "default_permissions": ("view",),
+            },
+        ),
+        migrations.CreateModel(
+            name="RunNote",
+            fields=[
+                (
+                    "storage_key",
+                    KeyField(
+                        max_length=640,
+                        primary_key=True,
+                        serialize=False,
+                        verbose_name="storage key",
+                    ),
+                ),
+                ("fence", models.PositiveBigIntegerField(verbose_name="fence")),
+                ("until", InstantField(db_index=True, verbose_name="until")),
+            ],
+            options={
+                "verbose_name": "run note",
+                "verbose_name_plural": "run notes",
+                "db_table": table("notes"),
+                "default_permissions": (),
+            },
+        ),
+        migrations.CreateModel(
+            name="FailedTask",
+            fields=[
+                (
+                    "task_id",
+                    KeyField(
+                        max_length=255, primary_key=True, serialize=False, verbose_name="task id"
+                    ),
+                ),
+                ("task", KeyField(max_length=255, verbose_name="task")),
+                ("backend", KeyField(max_length=100, verbose_name="backend")),
+                ("key", KeyField(blank=True, max_length=512, verbose_name="key")),
+                ("failed_at", InstantField(db_index=True, verbose_name="failed at")),
+                ("message", models.JSONField(default=dict, verbose_name="message")),
+                ("route", models.JSONField(default=dict, verbose_name="route")),
+                ("sent_at", InstantField(null=True, verbose_name="sent at")),
+                ("sent_as", KeyField(max_length=255, null=True, verbose_name="sent as")),
+            ],
+            options={
+                "verbose_name": "failed task",
+                "verbose_name_plural": "failed tasks",
+                "db_table": table("failed"),
+                "default_permissions": (),
             },
         ),
         CreateInnoDBTables(begin=False),

@@ -40,7 +40,7 @@ FROM (
 _NAMES = re.compile("|".join(sorted(DEFAULT_TABLES.values(), key=len, reverse=True)))
 #: Tables and functions, and what stands in for their schema meanwhile.
 _IDENTIFIER, _HERE = re.compile(rf'"(?:{_NAMES.pattern})\w*"'), "\x1f"
-#: The versions that a database may have. The last one is called.
+#: The versions that a database may have: those before the last one are of pre-releases.
 _VERSIONS = ("v1", "v2", "v3")
 
 

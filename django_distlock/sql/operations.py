@@ -22,8 +22,6 @@ from . import (
     side_table,
 )
 
-#: What does not come a second time: an administrator may have changed it.
-_ONCE = ("storage", "fence_guard")
 _BODY = re.compile(r"FUNCTION\s[^(]*\"(\w+)\"\s*\(.*?\$body\$(.*?)\$body\$", re.DOTALL)
 
 
@@ -32,18 +30,10 @@ class InstallScripts(Operation):
 
     Where the role may not use PL/pgSQL, functions and trigger stay away: such a project sets
     `server_functions` to False.
-
-    Args:
-        functions_only: Add functions to those that are there, and the secret where there is none.
-            Storage parameters and trigger stay as they are, and the way back leaves all of it:
-            workers of either release may run, and the first migration's way back takes it.
     """
 
     reduces_to_sql = True
     reversible = True
-
-    def __init__(self, *, functions_only: bool = False):
-        self.functions_only = functions_only
 
     def state_forwards(self, app_label: str, state: ProjectState) -> None:
         """Leave the state of the models as it is."""
@@ -61,8 +51,7 @@ class InstallScripts(Operation):
             return
         schema, _ = _schema(connection)
         for name in _allowed_scripts(connection, schema, ask=not schema_editor.collect_sql):
-            if not (self.functions_only and name in _ONCE):
-                schema_editor.execute(script(name, schema), params=None)
+            schema_editor.execute(script(name, schema), params=None)
 
     def database_backwards(
         self,
@@ -72,20 +61,18 @@ class InstallScripts(Operation):
         to_state: ProjectState,
     ) -> None:
         """Drop the functions of every version, and the secret. Triggers go with their functions."""
-        if not self.functions_only and _concerned(schema_editor.connection, app_label):
+        if _concerned(schema_editor.connection, app_label):
             for statement in removal(_schema(schema_editor.connection)[0]):
                 schema_editor.execute(statement, params=None)
 
     def describe(self) -> str:
         """Return what `migrate --plan` prints."""
-        if self.functions_only:
-            return "Install the functions (PostgreSQL)"
         return "Install the functions, the trigger and the storage parameters (PostgreSQL)"
 
     @property
     def migration_name_fragment(self) -> str:
         """Return what `makemigrations` would call a migration of this alone."""
-        return "install_functions" if self.functions_only else "install_scripts"
+        return "install_scripts"
 
 
 class CreateInnoDBTables(Operation):

@@ -15,6 +15,7 @@ import pytest
 from django.core.management import call_command
 from django.db import DatabaseError, connections
 from django.db.backends.utils import CursorWrapper
+from django.db.migrations.recorder import MigrationRecorder
 
 from django_distlock import distlock
 from tests import services
@@ -41,6 +42,11 @@ TABLES = {
 }
 #: On PostgreSQL, without models.
 SIDE_TABLES = {"django_distlock_heldlock_salt", "django_distlock_heldlock_session"}
+
+
+def forget_migration(using: str) -> None:
+    """Let Django believe that our migration is yet to be applied."""
+    MigrationRecorder(connections[using]).record_unapplied(APP, "0001_initial")
 
 
 def all_tables(using: str) -> set[str]:

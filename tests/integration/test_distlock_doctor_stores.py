@@ -31,7 +31,7 @@ from tests.redis_servers import private_redis
 from tests.settings import REDIS_BACKEND
 from tests.setups.servers import pgbouncer
 
-from .databases import ask, migrate, server
+from .databases import ask, forget_migration, migrate, server
 from .operating import run
 from .wires import READ_BYTES, wire
 
@@ -348,12 +348,13 @@ def test_database_that_only_reads(postgresql: str) -> None:
 
 def test_missing_migration(postgresql: str) -> None:
     """W106: named, with what to run."""
-    migrate(postgresql, "0003")
+    migrate(postgresql)
+    forget_migration(postgresql)
     with database(postgresql):
         found = findings()
         looks = {each.what: each.mark for each in diagnose().looked_at if each.backend}
     assert (looks["migrations"], looks["indexes"]) == ("warning", "skipped")
-    assert "0004_operators" in found["W106"].message
+    assert "0001_initial" in found["W106"].message
     assert "migrate" in found["W106"].hint
 
 

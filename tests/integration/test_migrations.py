@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,14 +17,11 @@ from django.test import override_settings
 from django_distlock import LockError, LockUsageError, distlock
 from django_distlock.conf import table
 from django_distlock.core.holders import Holder
-from django_distlock.core.keys import advisory_id, new_token
-from django_distlock.core.records import Contended, Grant
-from django_distlock.functions import ServerFunctions
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Grant
 from django_distlock.handler import lock_backends
 from django_distlock.models import FenceCounter
 from tests.contract.aliases import alias_like, locks_on
-from tests.contract.helpers import Later
-from tests.contract.locking import eventually
 
 from .databases import (
     APP,
@@ -186,135 +181,15 @@ def test_sqlmigrate_prints_the_way_back(empty: str) -> None:
 
 
 def sqlmigrate(using: str, **options: Any) -> str:
-    """Return what `sqlmigrate` prints of all migrations."""
+    """Return what `sqlmigrate` prints."""
     printed = io.StringIO()
-    migrations = [f"{number:04}" for number in range(1, 9)]
-    for name in reversed(migrations) if options.get("backwards") else migrations:
-        call_command("sqlmigrate", APP, name, database=using, stdout=printed, **options)
+    call_command("sqlmigrate", APP, "0001", database=using, stdout=printed, **options)
     return printed.getvalue()
 
 
 def test_makemigrations_has_nothing_to_do() -> None:
     """Models and migrations agree under the default names."""
     call_command("makemigrations", APP, check_changes=True, dry_run=True, verbosity=0)
-
-
-# From the release before
-
-
-class WorkerOfBefore(ServerFunctions):
-    """Calls the functions that the release before knows."""
-
-    def __init__(self, using: str):
-        super().__init__(using, '"{}"'.format)
-
-    def _call(self, operation: str, arguments: list[Any]) -> str:
-        if operation == "acquire":
-            # The number of a turn, which everybody could tell.
-            turn = advisory_id("django_distlock", arguments[0])
-            arguments = [*arguments[:2], turn, *arguments[2:]]
-        return super()._call(operation, arguments)
-
-    def _statement(self, operation: str) -> str:
-        one_more = "%s, " if operation == "acquire" else ""
-        return super()._statement(operation).replace('_v3"(', f'_v1"({one_more}')
-
-
-def be_of_the_release_before(using: str) -> dict[str, str]:
-    """Make the database that the release before made; return its functions."""
-    migrate(using, "0001")
-    for name in FUNCTIONS:
-        if name.endswith("_v3"):
-            ask(using, f"DROP FUNCTION {name}")
-    ask(using, Path(__file__).with_name("functions_v1.sql").read_text().replace("%", "%%"))
-    return bodies(using)
-
-
-def test_upgrade_leaves_what_workers_of_before_call(postgresql: str) -> None:
-    """The functions of either release stand side by side, there and back; zero takes them all."""
-    before = objects(postgresql)
-    old = be_of_the_release_before(postgresql)
-    assert {name[-3:] for name in old} == {"_v1"}
-    ask(postgresql, "ALTER TABLE django_distlock_heldlock SET (fillfactor = 70)")
-    migrate(postgresql)
-    both = bodies(postgresql)
-    assert set(both) == set(old) | FUNCTIONS
-    assert {name: both[name] for name in old} == old
-    # What an administrator has chosen is not installed a second time.
-    assert "fillfactor=70" in storage(postgresql)
-    assert "django_distlock_waiter" in tables(postgresql)
-    migrate(postgresql, "0001")
-    assert bodies(postgresql) == both
-    assert "django_distlock_waiter" not in tables(postgresql)
-    migrate(postgresql)
-    assert bodies(postgresql) == both
-    assert lock_and_release(postgresql) == 1
-    migrate(postgresql, "zero")
-    assert objects(postgresql) == before
-
-
-def test_workers_of_both_releases_exclude_each_other(postgresql: str) -> None:
-    """While a deployment rolls, either sees what the other holds, and fences count on."""
-    be_of_the_release_before(postgresql)
-    migrate(postgresql)
-    worker = WorkerOfBefore(postgresql)
-    with locks_on(postgresql) as alias:
-        backend = lock_backends[alias]
-        name = backend.storage_name("invoice:42")
-
-        def acquire(*, wanted: bool = False) -> Grant | Contended:
-            return worker.acquire(
-                name, "invoice:42", new_token(), 30, Holder(),
-                wanted=wanted, replace=None, bound=1,
-            )  # fmt: skip
-
-        old = acquire()
-        assert isinstance(old, Grant)
-        assert isinstance(backend.acquire("invoice:42", new_token(), 30, wanted=True), Contended)
-        assert isinstance(worker.extend(name, old, 30, bound=1), Grant)
-        assert worker.release(name, old, bound=1) == "released"
-        new = backend.acquire("invoice:42", new_token(), 30)
-        assert isinstance(new, Grant)
-        assert isinstance(acquire(wanted=True), Contended)
-        assert backend.release(new) is True
-        assert backend.queues.since_wanted(name) is not None
-        last = acquire()
-        assert isinstance(last, Grant)
-        assert [old.fence, new.fence, last.fence] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("functions", [True, False], ids=["functions", "orm"])
-@pytest.mark.parametrize("ends", ["COMMIT", "ROLLBACK"])
-def test_turns_of_both_releases_do_not_grant_twice(
-    postgresql: str, functions: bool, ends: str
-) -> None:
-    """Their numbers differ, and a key that never was has no row to lock: its own row decides."""
-    be_of_the_release_before(postgresql)
-    migrate(postgresql)
-    database = connections[postgresql].settings_dict["NAME"]
-    with (
-        locks_on(postgresql, OPTIONS={"using": postgresql, "server_functions": functions}) as alias,
-        server(database) as old,
-        server(database) as watch,
-    ):
-        backend = lock_backends[alias]
-        name = backend.storage_name("invoice:42")
-        old.execute("BEGIN")
-        call = (
-            "SELECT django_distlock_heldlock_acquire_v1(%s, 'invoice:42', 1, %s, 30, 1,"
-            """ '{"host": ""}', false, NULL, false, '1000')"""
-        )
-        acquired = old.execute(call, [name, new_token()]).fetchone()
-        assert acquired is not None
-        assert json.loads(acquired[0])[0] == "granted"
-        new = Later(backend.acquire, "invoice:42", new_token(), 30)
-        blocked = "SELECT 1 FROM pg_stat_activity WHERE %s = ANY(pg_blocking_pids(pid))"
-        pid = old.info.backend_pid
-        assert eventually(lambda: watch.execute(blocked, [pid]).fetchone() is not None)
-        old.execute(ends)
-        answer = new.result()
-        assert isinstance(answer, Contended if ends == "COMMIT" else Grant)
-        assert answer.fence == 1
 
 
 # Names of one's own

@@ -152,12 +152,7 @@ BEGIN
                     p_storage_key, p_key, p_token, v_fence, p_ttl, t, t, v_expires,
                     v_expires + pg_catalog.round(p_grace * 1000000)::bigint, false,
                     p_holder, p_holder->>'host', p_holder->>'task_id', NULL
-                ) ON CONFLICT (storage_key) DO NOTHING;
-                IF NOT FOUND THEN
-                    -- Granted by a worker of the release before, whose turns have other numbers.
-                    v_last := NULL;
-                    CONTINUE;
-                END IF;
+                );
             END IF;
             IF v_last IS NULL THEN
                 INSERT INTO "django_distlock_fencecounter" (storage_key, key, fence)
