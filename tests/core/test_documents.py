@@ -37,9 +37,14 @@ def test_document_has_each_field_in_its_order() -> None:
     assert told == {"since": SOON, "until": SOON, "is_woken": True}
 
 
-@pytest.mark.parametrize(
-    "secret", [Secret("s3cret"), Token("s3cret"), Grant("k", "s3cret", 1, 9, AT, AT)]
-)
+SECRETS: dict[str, object] = {
+    "a password": Secret("s3cret"),
+    "a token": Token("s3cret"),
+    "a grant": Grant("k", "s3cret", 1, 9, AT, AT),
+}
+
+
+@pytest.mark.parametrize("secret", SECRETS.values(), ids=SECRETS)
 def test_secret_goes_into_no_document(secret: object) -> None:
     """Wherever it is; and the error does not tell it either."""
     for value in (secret, {"in": [secret]}, Made(1, second=(secret,))):

@@ -21,8 +21,7 @@ from django_distlock import (
     events,
     lock_backends,
 )
-from django_distlock.core.keys import new_token
-from django_distlock.core.records import Counter, Grant
+from django_distlock.core.records import Counter
 from django_distlock.inspection import (
     Operation,
     Result,
@@ -38,6 +37,7 @@ from django_distlock.inspection import (
 )
 from django_distlock.models import HeldLock, LockEvent
 from django_distlock.signals import lock_forced, lock_operated
+from tests.contract.helpers import take
 from tests.contract.locking import Heard, rolled_back
 
 from .operating import ALIASES, DEAD, WHO, event_of, no_event_of
@@ -45,13 +45,6 @@ from .operating import ALIASES, DEAD, WHO, event_of, no_event_of
 KEPT = [alias for alias in ALIASES if alias != "memory"]
 #: A store of each sort: what each of them does to a key, the contract tells.
 SORTS = [alias for alias in ("postgres", "redis", "advisory") if alias in ALIASES]
-
-#: Backends that keep what is over, and their databases.
-TABLES: dict[str, str] = {
-    alias: using
-    for alias, using in {"sqlite": "sqlite", "postgres": "default", "mariadb": "mariadb"}.items()
-    if alias in ALIASES
-}
 
 each_backend = pytest.mark.parametrize("alias", ALIASES)
 each_sort = pytest.mark.parametrize("alias", SORTS)
@@ -242,60 +235,30 @@ def test_pause_leaves_events(key: str) -> None:
 # Cleanup
 
 
-@pytest.mark.parametrize("alias", TABLES)
-def test_cleanup_removes_what_is_over_in_batches(key: str, alias: str) -> None:
-    """Records go, counters stay, live locks stay, and what is told is how many went."""
-    locks = HeldLock.objects.using(TABLES[alias])
-    fences = {f"{key}:{number}": leave(alias, f"{key}:{number}") for number in range(5)}
-    leave(alias, f"{key}:live")
-    age(locks, key, 7200, but=f"{key}:live")
+def test_cleanup_removes_what_is_over_in_batches(key: str) -> None:
+    """Records go, counters and live locks stay; one event tells how many went."""
+    store, actor = lock_backends["postgres"], f"cron of {key}"
+    names = [f"{key}:{number}" for number in range(5)]
+    fences = [take(store, each, 60).fence for each in names]
+    take(store, f"{key}:live", 60)
+    over = HeldLock.objects.filter(key__in=names)
+    ended = store.clock() - timedelta(hours=2)
+    over.update(acquired_at=ended, renewed_at=ended, expires_at=ended, free_at=ended)
+    cleanup(backend="postgres", older_than=3 * 3600, actor="Ada")
+    assert over.count() == 5
     steps: list[int] = []
-    cleanup(backend=alias, older_than=3 * 3600, actor="Ada")
-    assert left(locks, key) == 6
-    outcome = cleanup(backend=alias, older_than=3600, batch=2, progress=steps.append, **WHO)
-    assert outcome.result is Result.DONE
+    asked: dict[str, Any] = {"backend": "postgres", "older_than": 3600, "actor": actor}
+    outcome = cleanup(batch=2, progress=steps.append, **asked)
+    assert (outcome.result, outcome.removed) == (Result.DONE, steps[-1])
     assert outcome.removed >= 5
-    assert steps == sorted(steps)
-    assert steps[-1] == outcome.removed
-    assert all(later - before <= 2 for before, later in pairwise([0, *steps]))
-    assert left(locks, key) == 1
-    for name, fence in fences.items():
-        assert lock_backends[alias].counter(name) == Counter(fence)
-
-
-def test_cleanup_leaves_an_event_where_it_removed_something(key: str) -> None:
-    """One for all of it; a run that found nothing leaves none."""
-    leave("postgres", key)
-    age(HeldLock.objects.all(), key, 7200)
-    actor = f"cron of {key}"
-    removed = cleanup(backend="postgres", older_than=3600, actor=actor).removed
-    assert cleanup(backend="postgres", older_than=3600, actor=actor).result is Result.NOTHING
+    assert all(0 < later - before <= 2 for before, later in pairwise([0, *steps]))
+    assert cleanup(**asked).result is Result.NOTHING
+    assert [each.key for each in HeldLock.objects.filter(key__startswith=key)] == [f"{key}:live"]
+    assert [store.counter(each) for each in names] == [*map(Counter, fences)]
     events.finish()
     (event,) = LockEvent.objects.filter(actor=actor)
     assert (event.kind, event.key) == (LockEvent.Kind.CLEANED, "")
-    assert event.details["removed"] == removed >= 1
-
-
-def leave(alias: str, key: str) -> int:
-    """Let a key be held by nobody who comes back; return the fence."""
-    answer = lock_backends[alias].acquire(key, new_token(), 60)
-    assert isinstance(answer, Grant)
-    return answer.fence
-
-
-def age(locks: Any, key: str, seconds: int, but: str = "") -> None:
-    """Let what is held have been granted, and have ended, so much earlier."""
-    past = timedelta(seconds=seconds)
-    for row in locks.filter(key__startswith=key).exclude(key=but):
-        locks.filter(pk=row.pk).update(
-            acquired_at=row.acquired_at - past, renewed_at=row.renewed_at - past,
-            expires_at=row.expires_at - past, free_at=row.free_at - past,
-        )  # fmt: skip
-
-
-def left(locks: Any, key: str) -> int:
-    """Count the records whose keys start like this."""
-    return int(locks.filter(key__startswith=key).count())
+    assert event.details["removed"] == outcome.removed
 
 
 # All about one key
