@@ -272,10 +272,11 @@ def test_prefix_finds_the_templates_that_may_make_such_keys(
 
 def test_list_is_narrowed_by_prefix_and_backend() -> None:
     """A class that several URLs lead to declares one key; a missing backend can be asked for."""
-    kept = [Page.as_view(), Page.as_view(), distlock("page", backend="nowhere")(work)]
+    kept = [Page.as_view(), Page.as_view(), distlock("page", backend="not-yet")(work)]
     found, _ = list_declared(prefix="page:4711")
-    assert [each.key for each in found if each.is_template] == ["page:{pk}"]
-    found, _ = list_declared(backends=["nowhere"])
+    # Other tests may have left more that makes such keys.
+    assert [each.key for each in found if each.key.startswith("page")] == ["page:{pk}"]
+    found, _ = list_declared(backends=["not-yet"])
     assert [each.key for each in found] == ["page"]
     with pytest.raises(InvalidLockBackend, match="'rediss' is not configured"):
         list_declared(backends=["rediss"])
