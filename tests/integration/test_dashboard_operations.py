@@ -113,7 +113,11 @@ def test_hostile_keys_are_text_on_the_second_page(browser: Client, operation: Op
     for each in keys:
         take("postgres", each, host="<b>host</b>")
     try:
-        asked = browser.post(OPERATE, form(operation, *targets, back="key")).content.decode()
+        for each, target in zip(keys, targets, strict=True):
+            text = browser.post(OPERATE, form(operation, target, back="key")).content.decode()
+            back = quote(each, safe="").replace("%20", "+")
+            assert f"key/?backend=postgres&amp;key={back}" in text
+        asked = browser.post(OPERATE, form(operation, *targets)).content.decode()
         sent = confirmed(operation, *targets, reason=reason)
         again = browser.post(OPERATE, sent).content.decode()
     finally:
