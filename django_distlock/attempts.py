@@ -489,8 +489,7 @@ def _contended(request: Request, outcome: Contended, took: float) -> LockNotAcqu
         why = "it is paused"
     elif holder is not None:
         held_for = outcome.held_for or 0.0
-        who = f"{holder.process or 'a process'} (pid {holder.pid}) on {holder.host}"
-        why = f"{who} has held it for {held_for:.1f} s"
+        why = f"{holder.who} has held it for {held_for:.1f} s"
     else:
         why = "a guarded transaction is in the way" if outcome.guarded else "it is held"
     slowly = f" The store answers slowly: this took it {took:.1f} s." if took >= SLOW else ""

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import enum
-import importlib
 import string
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from weakref import WeakKeyDictionary
-
-#: Where errors of the project are raised that it has made elsewhere: here, and what imports.
-_PASSED_OVER: Final = ("<", str(Path(__file__).parent), str(Path(importlib.__file__).parent))
 
 
 class Kind(enum.StrEnum):
@@ -81,31 +75,6 @@ def head_of(template: str) -> tuple[str, bool]:
     return head, True
 
 
-class Missing(NamedTuple):
-    """What could not be looked at, and may declare more.
-
-    Attributes:
-        what: A module, or a command.
-        message: Why.
-    """
-
-    what: str
-    message: str
-
-    @classmethod
-    def of(cls, what: str, error: BaseException) -> Missing:
-        """Return what an error tells, without what its traceback keeps alive."""
-        message = f"{type(error).__name__}: {error}"
-        frames = [
-            (frame.f_code.co_filename, line)
-            for frame, line in traceback.walk_tb(error.__traceback__)
-            if not frame.f_code.co_filename.startswith(_PASSED_OVER)
-        ]
-        if frames:
-            message += " ({}:{})".format(*frames[-1])
-        return cls(what, message)
-
-
 class _Declared(WeakKeyDictionary[object, tuple[Declaration, ...]]):
     """Knows when it was last added to."""
 
@@ -120,8 +89,11 @@ class _Declared(WeakKeyDictionary[object, tuple[Declaration, ...]]):
 #: What is decorated, for as long as anybody can call it, and the keys that are declared for it.
 declared: Final = _Declared()
 
-#: Who imports what a worker would import, by a name: each yields what it could not.
-finders: Final[dict[str, Callable[[], Iterator[Missing]]]] = {}
+#: Runs a step, named by a text, that may raise whatever code of the project raises.
+Attempt = Callable[[str, Callable[[], object]], object]
+
+#: Who imports what a worker would import, by a name: each attempts its steps.
+finders: Final[dict[str, Callable[[Attempt], None]]] = {}
 
 
 def declarations() -> Iterator[tuple[object, Declaration]]:
@@ -131,14 +103,6 @@ def declarations() -> Iterator[tuple[object, Declaration]]:
         made = reference()
         for each in declared.get(made, ()) if made is not None else ():
             yield made, each
-
-
-def attempt(what: str, step: Callable[[], object]) -> Iterator[Missing]:
-    """Do something that runs code of the project; yield what came of it if it failed."""
-    try:
-        step()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the project
-        yield Missing.of(what, error)
 
 
 def _named(key: Callable[..., str]) -> str:

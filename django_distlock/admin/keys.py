@@ -13,7 +13,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..core.wording import printable
 from ..inspection import KeyView, Operation
-from .rows import Row, row_of, where
+from .rows import Row, row_of
 from .targets import Pages, Target
 
 
@@ -46,11 +46,6 @@ class KeyPage:
         """The lock, as the dashboard shows it; None: nobody holds it."""
         held = self.view.held
         return None if held is None else row_of(held, self.pages)
-
-    @property
-    def last_holder(self) -> str:
-        """Where the holder ran that has not given the key back."""
-        return "" if self.view.expired is None else where(self.view.expired.holder)
 
     def fits(self, operation: Operation) -> bool:
         """Whether there is something now that it could be done to."""

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from django.utils.functional import Promise
-
-from ..core.holders import Holder
 from ..core.wording import span
 from ..inspection import HeldKey, State
 from .targets import Pages, Target
@@ -49,16 +46,6 @@ class Row:
     def icon(self) -> str:
         """A sign for the state."""
         return ICONS[self.lock.state]
-
-    @property
-    def label(self) -> Promise:
-        """The word for the state."""
-        return self.lock.state.label
-
-    @property
-    def holder(self) -> str:
-        """Where the holder runs."""
-        return where(self.lock.holder)
 
     @property
     def request(self) -> str:
@@ -115,12 +102,6 @@ class Row:
 def row_of(lock: HeldKey, pages: Pages) -> Row:
     """Return the row of a lock."""
     return Row(lock, pages.key(Target(lock.backend, lock.key)))
-
-
-def where(holder: Holder) -> str:
-    """Return where a holder runs; "": the store does not tell."""
-    process = f"{holder.process}[{holder.pid}]" if holder.pid else holder.process
-    return " ".join(each for each in (holder.host, process) if each)
 
 
 def milliseconds(instant: datetime) -> int:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Final
+from typing import Any, Final
 
 from ..core.records import Record
 
@@ -100,9 +100,18 @@ class Sizes:
     """
 
     database: str
-    tables: tuple[TableSize, ...]
     bytes: int | None = None
     made_since: datetime | None = None
+    tables: tuple[TableSize, ...]
+
+
+def counted(counts: object, kind: type[Counts | States]) -> dict[str, Any]:
+    """Return the numbers of counts for JSON; `estimated` names those that are about so."""
+    found: dict[str, Count | None]
+    found = {name: getattr(counts, name) for name in kind.__dataclass_fields__}
+    numbers = {name: None if each is None else each.number for name, each in found.items()}
+    about = [name for name, each in found.items() if each is not None and not each.is_exact]
+    return {**numbers, "estimated": about}
 
 
 def overdue(record: Record, now: datetime) -> float | None:

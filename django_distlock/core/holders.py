@@ -67,6 +67,17 @@ class Holder:
         return replace(self, pid=0, started_at=None, thread="")
 
     @property
+    def where(self) -> str:
+        """Where it runs, as tables show it; "": the store does not tell."""
+        process = f"{self.process}[{self.pid}]" if self.pid else self.process
+        return " ".join(each for each in (self.host, process) if each)
+
+    @property
+    def who(self) -> str:
+        """Who it is, as sentences name it."""
+        return f"{self.process or 'a process'} (pid {self.pid}) on {self.host or 'some host'}"
+
+    @property
     def leads(self) -> bool:
         """Whether it leads, and those stand by who do not get the key."""
         return bool(self.metadata.get("role") == LEADER["role"])

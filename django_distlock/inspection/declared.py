@@ -3,40 +3,52 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
 
+from django.apps import apps
+from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
+from django.core.management import BaseCommand, get_commands, load_command_class
+from django.utils.module_loading import module_has_submodule
 
-from ..conf import BackendConfig, backend_config
+from ..conf import backend_config
+from ..core.documents import Document
 from ..core.errors import InvalidArgument, shown
 from ..core.keys import stored_key
-from ..declarations import Declaration, Kind, Missing, declarations, head_of
+from ..declarations import Declaration, Kind, declarations, finders, head_of
 from ..locks import UNSET
 from ..scheduling import RunScope
-from .importing import import_all
-from .places import Place
+
+#: Errors of the project pass through these files: the package, and what imports.
+_PASSED_OVER: Final = ("<", str(Path(__file__).parents[1]), str(Path(importlib.__file__).parent))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeclaredKey:
-    """A key that a decorator, a class or a command declares.
+class DeclaredKey(Document):
+    """A key that a decorator, a class or a command declares, in the order of its JSON.
 
     Attributes:
         key: The template; or, where code of the project makes the key, what that is called.
         is_template: Whether it is one.
-        kind: What is locked.
         mode: What the lock does, in the words of `distlock()`.
         ttl: Seconds, the backend's where none is declared; None: no expiry, or not known.
         wait: Seconds, the backend's where none is declared; None: for ever, or not known.
-        min_hold: Seconds since the grant for which the key stays taken at least.
-        max_lifetime: Seconds since the grant until which the lease is renewed; None: no such end.
         on_conflict: What is done if somebody else has the key, in the words of the decorator.
-        backend: The alias of the lock backend.
         is_configured: Whether there is such a backend. Where there is none, its `TTL` and `WAIT`
             are not known.
-        place: Where it is declared.
+        file: As Python knows it, most often an absolute path; "": nobody knows.
+        line: Of the first decorator, or of `def` and `class` themselves; None: nobody knows.
+        name: The dotted name of the function or class.
     """
 
     key: str
@@ -50,13 +62,17 @@ class DeclaredKey:
     on_conflict: str
     backend: str
     is_configured: bool
-    place: Place
+    file: str
+    line: int | None
+    name: str
 
     @classmethod
     def of(cls, made: object, declaration: Declaration) -> DeclaredKey:
         """Return what may be shown of a declaration."""
-        lock = declaration.lock
-        config = _config_of(lock.backend)
+        lock, config = declaration.lock, None
+        with suppress(ImproperlyConfigured):
+            config = backend_config(lock.backend)
+        file, line, name = _place(made)
         return cls(
             key=declaration.key,
             is_template=declaration.is_template,
@@ -69,7 +85,9 @@ class DeclaredKey:
             on_conflict=declaration.on_conflict,
             backend=lock.backend,
             is_configured=config is not None,
-            place=Place.of(made),
+            file=file,
+            line=line,
+            name=name,
         )
 
     def may_make(self, prefix: str) -> bool:
@@ -79,42 +97,10 @@ class DeclaredKey:
         head, is_all = head_of(self.key)
         return head.startswith(prefix) or (not is_all and prefix.startswith(head))
 
-    def as_json(self) -> dict[str, Any]:
-        """Return what JSON can carry: durations in seconds."""
-        return {
-            "key": self.key,
-            "is_template": self.is_template,
-            "kind": self.kind.value,
-            "mode": list(self.mode),
-            "ttl": self.ttl,
-            "wait": self.wait,
-            "min_hold": self.min_hold,
-            "max_lifetime": self.max_lifetime,
-            "on_conflict": self.on_conflict,
-            "backend": self.backend,
-            "is_configured": self.is_configured,
-            "file": self.place.file,
-            "line": self.place.line,
-            "name": self.place.name,
-        }
 
-
-@dataclass(frozen=True, slots=True)
-class DeclaredKeys:
-    """What is declared, by key, and what could not be imported and may declare more."""
-
-    keys: tuple[DeclaredKey, ...]
-    missing: tuple[Missing, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what JSON can carry."""
-        return {
-            "declared": [each.as_json() for each in self.keys],
-            "failures": [each._asdict() for each in self.missing],
-        }
-
-
-def list_declared(*, prefix: str = "", backends: Collection[str] | None = None) -> DeclaredKeys:
+def list_declared(
+    *, prefix: str = "", backends: Collection[str] | None = None
+) -> tuple[list[DeclaredKey], dict[str, str]]:
     """Return every key that is declared, once what workers import has been imported.
 
     Runs code of the project: whatever its modules do when they are imported.
@@ -123,6 +109,9 @@ def list_declared(*, prefix: str = "", backends: Collection[str] | None = None) 
         prefix: Only what may make keys that start with this. Where code of the project makes the
             key, that may be any.
         backends: Aliases, configured or declared; None: all of them.
+
+    Returns:
+        The keys in their order; and errors with what could not be imported, and may declare more.
 
     Raises:
         InvalidArgument: `backends` is one text.
@@ -134,29 +123,61 @@ def list_declared(*, prefix: str = "", backends: Collection[str] | None = None) 
     # What a module has declared that failed to be imported in the end is gone with it.
     gc.collect()
     found = {DeclaredKey.of(made, each) for made, each in declarations()}
-    declared = {each.backend for each in found}
-    for alias in backends or ():
-        if alias not in declared:
-            backend_config(alias)
+    for alias in set(backends or ()).difference(each.backend for each in found):
+        backend_config(alias)
     wanted = stored_key(prefix) if prefix else ""
-    chosen = [
+    chosen = (
         each
         for each in found
         if (backends is None or each.backend in backends) and each.may_make(wanted)
+    )
+    return sorted(chosen, key=lambda each: (each.key, repr(each))), missing
+
+
+def import_all() -> dict[str, str]:
+    """Import the tasks, views and commands that declare; return each error, and what had it."""
+    missing: dict[str, str] = {}
+
+    def attempt(what: str, step: Callable[[], object]) -> None:
+        try:
+            step()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the project
+            # Several ways may lead to one module that is broken.
+            missing.setdefault(_told(error), what)
+
+    for app in apps.get_app_configs():
+        # As workers of most queues do it.
+        if app.module is not None and module_has_submodule(app.module, "tasks"):
+            attempt(f"{app.name}.tasks", partial(import_module, f"{app.name}.tasks"))
+    if root := getattr(settings, "ROOT_URLCONF", None):
+        # `include()` imports, too.
+        attempt(root, partial(import_module, root))
+    for name, app_name in get_commands().items():
+        # Django's own are not locked, and there are many.
+        if isinstance(app_name, BaseCommand) or not app_name.startswith("django."):
+            attempt(f"the command {name}", partial(_declare_command, name, app_name))
+    # By now, whatever the project uses has been imported.
+    for name, find in list(finders.items()):
+        attempt(f"the finder {name!r}", partial(find, attempt))
+    return missing
+
+
+def _declare_command(name: str, app: str | BaseCommand) -> None:
+    command = app if isinstance(app, BaseCommand) else load_command_class(app, name)
+    # Of `LockedCommand`, which is above this module.
+    if declare := getattr(command, "declare_lock", None):
+        declare()
+
+
+def _told(error: BaseException) -> str:
+    """Return an error, and where in the project it was raised."""
+    message = f"{type(error).__name__}: {error}"
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(_PASSED_OVER)
     ]
-    return DeclaredKeys(tuple(sorted(chosen, key=_order)), missing)
-
-
-def _order(each: DeclaredKey) -> tuple[Any, ...]:
-    place = each.place
-    return (each.key, each.kind, place.name, place.file, place.line or 0, str(each))
-
-
-def _config_of(alias: str) -> BackendConfig | None:
-    try:
-        return backend_config(alias)
-    except ImproperlyConfigured:
-        return None
+    return message + " ({}:{})".format(*frames[-1]) if frames else message
 
 
 def _mode(declaration: Declaration) -> tuple[str, ...]:
@@ -168,3 +189,32 @@ def _mode(declaration: Declaration) -> tuple[str, ...]:
     flags = ("hold", "min_hold", "max_lifetime", "reentrant", "steal_if_dead")
     words += [name for name in flags if getattr(lock, name)]
     return (*words, scope) if scope else tuple(words)
+
+
+def _place(made: Any) -> tuple[str, int | None, str]:
+    """Return file, line and name of what a decorator was put on."""
+    # What `as_view()` returns stands in Django.
+    subject = _innermost(getattr(made, "view_class", made))
+    code = getattr(subject, "__code__", None)
+    if code is None and not isinstance(subject, type):
+        subject = type(subject)
+    name = f"{subject.__module__}.{subject.__qualname__}"
+    if code is not None:
+        return code.co_filename, code.co_firstlineno, name
+    file = getattr(sys.modules.get(subject.__module__), "__file__", None) or ""
+    try:
+        return file, inspect.getsourcelines(subject)[1], name
+    except (OSError, TypeError):
+        return file, None, name
+
+
+def _innermost(made: Any) -> Any:
+    """Return the function that others are wrapped around."""
+    while not isinstance(made, type):
+        inner = getattr(made, "__wrapped__", None) or getattr(made, "__func__", None)
+        # Of a partial.
+        inner = inner or (None if inspect.isfunction(made) else getattr(made, "func", None))
+        if inner is None:
+            break
+        made = inner
+    return made

@@ -11,6 +11,7 @@ from django.utils.functional import Promise
 from django.utils.translation import gettext_lazy as _
 
 from ..backends.base import BaseLockBackend
+from ..core.documents import by_name
 from ..core.holders import Holder
 from ..core.records import Record, Waits
 from .hashes import hashed, token_hash
@@ -129,28 +130,14 @@ class HeldKey:
 
     def as_json(self) -> dict[str, Any]:
         """Return what JSON can carry: times as ISO 8601 in UTC, durations in seconds."""
+        names = (
+            "backend", "key", "key_hash", "token_hash", "fence", "state", "ttl", "acquired_at",
+            "renewed_at", "expires_at", "free_at", "held_for", "expires_in", "holder",
+            "stop_requested_at", "observed_at",
+        )  # fmt: skip
+        waits = self.waits
         return {
-            "backend": self.backend,
-            "key": self.key,
-            "key_hash": self.key_hash,
-            "token_hash": self.token_hash,
-            "fence": self.fence,
-            "state": self.state.value,
-            "ttl": self.ttl,
-            "acquired_at": iso(self.acquired_at),
-            "renewed_at": iso(self.renewed_at),
-            "expires_at": iso(self.expires_at),
-            "free_at": iso(self.free_at),
-            "held_for": self.held_for,
-            "expires_in": self.expires_in,
-            "holder": self.holder.as_json(),
-            "stop_requested_at": iso(self.stop_requested_at),
-            "observed_at": iso(self.observed_at),
-            "waiting": None if self.waits is None else self.waits.waiting,
-            "retrying": None if self.waits is None else self.waits.retrying,
+            **by_name(self, *names),
+            "waiting": None if waits is None else waits.waiting,
+            "retrying": None if waits is None else waits.retrying,
         }
-
-
-def iso(instant: datetime | None) -> str | None:
-    """Return a time as JSON carries it."""
-    return None if instant is None else instant.isoformat()

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
@@ -16,7 +16,6 @@ from django.db.models.functions import TruncMinute
 from django.utils.connection import ConnectionDoesNotExist
 
 from ..core.logs import log_fields
-from .held import iso
 
 if TYPE_CHECKING:
     from django.db.models import QuerySet
@@ -57,14 +56,6 @@ class History:
     minutes: tuple[Minute, ...]
     kinds: dict[str, int]
     at: datetime
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what JSON can carry."""
-        return {
-            "at": iso(self.at),
-            "minutes": [{"begins": iso(each.begins), **each.kinds} for each in self.minutes],
-            "day": self.kinds,
-        }
 
 
 def history() -> History | None:

@@ -13,6 +13,7 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 
 from ..backends.counts import overdue, tally
+from ..core.documents import Document, by_name
 from ..core.durations import Duration, number, seconds
 from ..core.errors import InvalidArgument, LockError, shown
 from ..core.records import Record, Unreadable, Waits
@@ -28,7 +29,7 @@ _LOOKED_AT = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class Failure(Document):
     """A backend that could not be asked, or a record of it that cannot be read.
 
     Attributes:
@@ -52,9 +53,9 @@ class Failure:
         return cls(backend=alias, code=code, message=str(error))
 
     def as_json(self) -> dict[str, Any]:
-        """Return what JSON can carry."""
-        of_key = {"key": self.key} if self.is_of_key else {}
-        return {"backend": self.backend, "code": self.code, "message": self.message, **of_key}
+        """Return what JSON can carry: the key where one record is meant."""
+        of_key = ("key",) if self.is_of_key else ()
+        return by_name(self, "backend", "code", "message", *of_key)
 
     @property
     def is_of_key(self) -> bool:
@@ -63,7 +64,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class LockPage:
+class LockPage(Document):
     """A part of a listing.
 
     Attributes:
@@ -76,14 +77,6 @@ class LockPage:
     locks: tuple[HeldKey, ...]
     cursor: str | None = None
     failures: tuple[Failure, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what JSON can carry."""
-        return {
-            "locks": [each.as_json() for each in self.locks],
-            "cursor": self.cursor,
-            "failures": [each.as_json() for each in self.failures],
-        }
 
 
 @dataclass(frozen=True, slots=True)

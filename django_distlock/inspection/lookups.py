@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, fields
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from ..backends.base import BaseLockBackend
@@ -51,9 +52,9 @@ class LockInfo(_Raw):
 
     def __reduce__(self) -> Any:
         # Copies and pickles travel: they are without raw values.
-        names = ("key_hash", "token_hash", "fence", "acquired_at", "expires_at", "renewed_at")
-        values = {name: getattr(self, name) for name in (*names, "holder", "waiters")}
-        return _rebuild, (values,)
+        return partial(
+            LockInfo, **{each.name: getattr(self, each.name) for each in fields(self)}
+        ), ()
 
     @property
     def key(self) -> str | None:
@@ -101,7 +102,3 @@ def _info(store: BaseLockBackend, record: Record | None, *, raw: bool) -> LockIn
         waiters=tuple(store.waiters(record.key)),
         raw=(record.key, record.token) if raw else None,
     )
-
-
-def _rebuild(values: dict[str, Any]) -> LockInfo:
-    return LockInfo(**values)

@@ -14,7 +14,7 @@ from ..core.holders import Session
 from ..core.keys import stored_key
 from ..core.records import Contended, Record
 from ..handler import lock_backends
-from .held import HeldKey, iso
+from .held import HeldKey
 from .journal import Order
 from .outcomes import Outcome, Result
 from .permissions import Operation
@@ -126,7 +126,7 @@ def pause(
     end = _end_of_pause(until, store.clock())
     answer = store.pause(key, end, by=order.by)
     result = Result.DONE if answer is None else Result.BUSY
-    return _about_pause(order, store, key, result, {"until": iso(end)})
+    return _about_pause(order, store, key, result, {"until": end.isoformat()})
 
 
 def resume(key: str, *, backend: str = "default", actor: Any, reason: str = "") -> Outcome:
@@ -173,7 +173,7 @@ def cleanup(
     finally:
         # Also of what went before an error.
         if removed:
-            details = {"removed": removed, "before": iso(before)}
+            details = {"removed": removed, "before": before.isoformat()}
             order.record(store, "", details=details)
     return Outcome(
         operation=order.operation,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
 
+from ..core.documents import Document
 from ..core.holders import Session
 from .held import HeldKey
 from .permissions import Operation
-from .showing import session_json
 
 
 class Result(enum.StrEnum):
@@ -26,7 +25,7 @@ class Result(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(Document):
     """What became of an operation on a key, or of a cleanup.
 
     Attributes:
@@ -63,18 +62,3 @@ class Outcome:
     def is_busy(self) -> bool:
         """Whether somebody's transaction was in the way."""
         return self.result is Result.BUSY
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what JSON can carry."""
-        sessions = self.sessions
-        return {
-            "operation": self.operation.value,
-            "backend": self.backend,
-            "key": self.key,
-            "result": self.result.value,
-            "held": None if self.held is None else self.held.as_json(),
-            "fence_before": self.fence_before,
-            "fence_after": self.fence_after,
-            "sessions": None if sessions is None else [session_json(each) for each in sessions],
-            "removed": self.removed,
-        }

@@ -12,9 +12,9 @@ from django.apps import apps
 from django.db import DatabaseError, InterfaceError, connections, models, router, transaction
 
 from .. import vendors
+from ..core.documents import Document
 from ..core.durations import MAX_BOUND, Duration, seconds
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError, shown
-from .held import iso
 from .journal import Order
 from .operations import MAX_SPAN
 from .permissions import Operation
@@ -31,7 +31,7 @@ MAX_BATCH = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pruned:
+class Pruned(Document):
     """How many events were removed, or would be.
 
     Attributes:
@@ -50,15 +50,6 @@ class Pruned:
     def removed(self) -> int:
         """How many in all."""
         return self.events + self.audit
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what JSON can carry."""
-        return {
-            "events": self.events,
-            "audit": self.audit,
-            "before": iso(self.before),
-            "audit_before": iso(self.audit_before),
-        }
 
 
 def prune_events(

@@ -12,19 +12,22 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, router, transaction
 from django.utils.connection import ConnectionDoesNotExist
 
+from ..core.documents import by_name, plain
 from ..core.holders import Session
 from ..core.keys import stored_key
 from ..core.logs import log_fields
 from ..core.records import Counter, Waiting, Waits
 from ..handler import lock_backends
 from .hashes import hashed
-from .held import HeldKey, iso
+from .held import HeldKey
 
 if TYPE_CHECKING:
     from ..models import LockEvent
 
 #: Events of a key that are shown.
 EVENTS = 10
+#: What is told of each.
+_TOLD = ("at", "kind", "fence", "holder", "actor", "reason", "details")
 
 logger = logging.getLogger("django_distlock")
 
@@ -71,20 +74,16 @@ class KeyView:
 
     def as_json(self) -> dict[str, Any]:
         """Return what JSON can carry: times as ISO 8601 in UTC, durations in seconds."""
-        counter, guards, events = self.counter, self.guards, self.events
+        events = self.events
         return {
-            "backend": self.backend,
-            "key": self.key,
-            "key_hash": self.key_hash,
-            "held": None if self.held is None else self.held.as_json(),
-            "expired": None if self.expired is None else self.expired.as_json(),
-            "fence": self.fence,
-            "paused_until": iso(self.paused_until),
-            "paused_by": None if counter is None else counter.paused_by,
-            "waiters": [_waiting(each) for each in self.waiters],
-            "guards": None if guards is None else [session_json(each) for each in guards],
-            "events": None if events is None else [_event(each) for each in events],
-            "observed_at": iso(self.observed_at),
+            **by_name(
+                self, "backend", "key", "key_hash", "held", "expired", "fence", "paused_until"
+            ),
+            "paused_by": None if self.counter is None else self.counter.paused_by,
+            "waiters": [{**plain(each), "is_retrying": each.is_retrying} for each in self.waiters],
+            "guards": plain(self.guards),
+            "events": None if events is None else [by_name(each, *_TOLD) for each in events],
+            **by_name(self, "observed_at"),
         }
 
 
@@ -146,36 +145,3 @@ def _latest(alias: str, key: str) -> tuple[LockEvent, ...] | None:
         extra = log_fields("events_unread", backend=alias, key=key)
         logger.warning("Lock events cannot be read: %s", error, extra=extra)
         return None
-
-
-def session_json(session: Session) -> dict[str, Any]:
-    """Return a session as JSON carries it."""
-    return {
-        "pid": session.pid,
-        "application": session.application,
-        "user": session.user,
-        "client": session.client,
-        "since": iso(session.since),
-    }
-
-
-def _waiting(waiting: Waiting) -> dict[str, Any]:
-    return {
-        "holder": waiting.holder.as_json(),
-        "since": iso(waiting.since),
-        "until": iso(waiting.until),
-        "is_woken": waiting.is_woken,
-        "is_retrying": waiting.is_retrying,
-    }
-
-
-def _event(event: LockEvent) -> dict[str, Any]:
-    return {
-        "at": iso(event.at),
-        "kind": event.kind,
-        "fence": event.fence,
-        "holder": event.holder,
-        "actor": event.actor,
-        "reason": event.reason,
-        "details": event.details,
-    }

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..backends.base import BaseLockBackend
-from ..backends.counts import Count, Counts, Sizes
+from ..backends.counts import Count, Counts, Sizes, counted
+from ..core.documents import by_name
 from ..handler import lock_backends
-from .held import iso
 
 #: Fence counters of a backend above which it warns: they are never deleted.
 MANY_COUNTERS = 10_000_000
@@ -49,16 +49,10 @@ class Statistics:
 
     def as_json(self) -> dict[str, Any]:
         """Return what JSON can carry: sizes in bytes, times as ISO 8601 in UTC."""
-        counts = {name: getattr(self.counts, name) for name in Counts.__dataclass_fields__}
         return {
             "backend": self.backend,
-            **{name: None if count is None else count.number for name, count in counts.items()},
-            "estimated": [
-                name for name, count in counts.items() if count is not None and not count.is_exact
-            ],
-            "memory": self.memory,
-            "sizes": None if self.sizes is None else _sizes(self.sizes),
-            "warnings": list(self.warnings),
+            **counted(self.counts, Counts),
+            **by_name(self, "memory", "sizes", "warnings"),
         }
 
 
@@ -105,22 +99,3 @@ def _listed(store: BaseLockBackend) -> Count:
         number += len(page.records)
         if (cursor := page.cursor) is None:
             return Count(number)
-
-
-def _sizes(found: Sizes) -> dict[str, Any]:
-    return {
-        "database": found.database,
-        "bytes": found.bytes,
-        "made_since": iso(found.made_since),
-        "tables": [
-            {
-                "name": each.name,
-                "bytes": each.bytes,
-                "rows": each.rows,
-                "dead": each.dead,
-                "vacuumed_at": iso(each.vacuumed_at),
-                "made": each.made,
-            }
-            for each in found.tables
-        ],
-    }

@@ -8,10 +8,10 @@ from datetime import datetime
 from typing import Any
 
 from ..backends.base import BaseLockBackend
-from ..backends.counts import Count, States, Strain, overdue, tally
+from ..backends.counts import Count, States, Strain, counted, overdue, tally
+from ..core.documents import by_name
 from ..core.durations import Duration, seconds
 from ..handler import lock_backends
-from .held import iso
 from .statistics import is_redis
 
 #: Seconds within which a lease "ends soon", where nobody says otherwise.
@@ -55,19 +55,13 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         """Return what JSON can carry. `estimated` names the numbers that are about so."""
-        counts: dict[str, Count | None] = {
-            name: getattr(self, name) for name in States.__dataclass_fields__
-        }
+        waited = [{"key": key, "waiting": number} for key, number in self.most_waited]
         return {
             "backend": self.backend,
-            **{name: None if count is None else count.number for name, count in counts.items()},
-            "estimated": [
-                name for name, count in counts.items() if count is not None and not count.is_exact
-            ],
+            **counted(self, States),
             "overdue": self.overdue,
-            "most_waited": [{"key": key, "waiting": number} for key, number in self.most_waited],
-            "soon": self.soon,
-            "observed_at": iso(self.observed_at),
+            "most_waited": waited,
+            **by_name(self, "soon", "observed_at"),
         }
 
 

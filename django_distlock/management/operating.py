@@ -12,9 +12,10 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
+from ..core.documents import plain
 from ..core.durations import seconds
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError
-from ..core.holders import Holder, Session
+from ..core.holders import Session
 from ..handler import lock_backends
 from ..host import current_holder
 from ..inspection import Failure, HeldKey, State
@@ -53,12 +54,12 @@ class OperatorCommand(BaseCommand):
                 # Whoever asked well gets a document, whatever happens.
                 named = options.get("backend")
                 alias = named if isinstance(named, str) else ""
-                self.print_json({"failures": [Failure.of(alias, error).as_json()]})
+                self.print_json({"failures": [Failure.of(alias, error)]})
             raise CommandError(str(error), returncode=status) from error
 
     def print_json(self, document: Any) -> None:
         """Print one JSON document."""
-        self.stdout.write(json.dumps(document, indent=2))
+        self.stdout.write(json.dumps(plain(document), indent=2))
 
     def print_locks(self, locks: Iterable[HeldKey]) -> None:
         """Print held keys as a table."""
@@ -76,7 +77,7 @@ class OperatorCommand(BaseCommand):
             held.backend,
             held.key,
             (str(state.label), colours.get(state, self.style.WARNING)),
-            describe(held.holder),
+            held.holder.where or "-",
             held.holder.task_id or "-",
             span(held.held_for),
             span(held.expires_in),
@@ -168,12 +169,6 @@ def batch(text: str) -> int:
     if not (text.isdecimal() and 1 <= int(text) <= MAX_BATCH):
         raise ArgumentTypeError(f"{text!r} is no number from 1 to {MAX_BATCH}.")
     return int(text)
-
-
-def describe(holder: Holder) -> str:
-    """Return where a holder runs; "-": the store does not tell."""
-    process = f"{holder.process}[{holder.pid}]" if holder.pid else holder.process
-    return " ".join(each for each in (holder.host, process) if each) or "-"
 
 
 def named(session: Session) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
+from ..core.documents import plain
 from ..inspection import Failure, HeldKey, LockPage, list_locks
 from .tables import Cell, aligned
 
@@ -56,7 +57,7 @@ def stream_json(
             text = ",\n".join(f"    {json.dumps(each.as_json())}" for each in page.locks)
             out.write(before + text, ending="")
             before = ",\n"
-    told = json.dumps([each.as_json() for each in failed])
+    told = json.dumps(plain(failed))
     out.write(f'\n  ],\n  "cursor": null,\n  "failures": {told}\n}}')
     return tuple(failed)
 

@@ -36,6 +36,5 @@ def _record(key: str, backend: str) -> Record | None:
 
 def _told(record: Record) -> str:
     holder, since = record.holder, record.acquired_at.isoformat(" ", "milliseconds")
-    who = f"{holder.process or 'a process'} (pid {holder.pid}) on {holder.host or 'some host'}"
     verb = "has kept it" if record.is_settled else "has held it"
-    return f"{who} {verb} since {since} (fence {record.fence})"
+    return f"{holder.who} {verb} since {since} (fence {record.fence})"

@@ -5,15 +5,20 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from django.contrib.auth.models import User
 from django.db import connections
+from django.test import Client
 from pytest_django import DjangoDbBlocker
 
 from django_distlock.fencing.operations import EnforceFence
+from django_distlock.inspection import Operation
 from django_distlock.models import SeenFence
 from tests.contract.aliases import alias_like
 
+from .admin_site import admin_project, browser_of, user_who_may
 from .databases import here, new_database, new_mysql_database
 from .enforcing import Bank, payment
 from .fenced_rows import without_rows
@@ -39,6 +44,34 @@ def unknown_redis() -> None:
 def key() -> str:
     """Give a text that only this test uses: a key, or the start of several."""
     return f"t{secrets.token_hex(6)}"
+
+
+@pytest.fixture
+def log() -> Iterator[type[Any]]:
+    """Serve the admin; give the model of its log."""
+    with admin_project() as log:
+        yield log
+
+
+@pytest.fixture
+def operator(log: type[Any]) -> Iterator[User]:
+    """Give somebody who may do everything that is done to keys."""
+    with user_who_may(*Operation) as user:
+        yield user
+
+
+@pytest.fixture
+def browser(operator: User) -> Client:
+    """Give their browser."""
+    return browser_of(operator)
+
+
+@pytest.fixture
+def reader(log: type[Any], key: str) -> Iterator[Client]:
+    """Give the browser of somebody who sees every page."""
+    root = User.objects.create_superuser(f"{key}-root")
+    yield browser_of(root)
+    root.delete()
 
 
 @pytest.fixture

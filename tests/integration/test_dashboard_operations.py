@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from html import escape, unescape
 from typing import Any
 from urllib.parse import parse_qs, quote
 
 import pytest
+from django.contrib.admin.utils import quote as admin_quote
 from django.contrib.auth.models import User
 from django.test import Client, override_settings
 
@@ -20,9 +20,9 @@ from tests.backends import REDIS
 from tests.contract.helpers import held
 
 from .admin_settings import LOCKS
-from .admin_site import admin_project, browser_of, user_who_may
+from .admin_site import browser_of, user_who_may
 from .operating import event_of, no_event_of, other_guard
-from .test_dashboard import HOSTILE, each_hostile, take
+from .test_dashboard import HOSTILE, take
 
 OPERATE = f"{LOCKS}operate/"
 ACTS = [
@@ -32,26 +32,6 @@ ACTS = [
     Operation.PAUSE,
     Operation.RESUME,
 ]
-
-
-@pytest.fixture
-def log() -> Iterator[type[Any]]:
-    """Serve the admin."""
-    with admin_project() as log:
-        yield log
-
-
-@pytest.fixture
-def operator(log: type[Any]) -> Iterator[User]:
-    """Give somebody who may do everything."""
-    with user_who_may(Operation.VIEW, *ACTS) as user:
-        yield user
-
-
-@pytest.fixture
-def client(operator: User) -> Client:
-    """Give their browser."""
-    return browser_of(operator)
 
 
 def form(operation: Operation, *targets: str, **more: Any) -> dict[str, Any]:
@@ -69,10 +49,10 @@ def confirmed(operation: Operation, *targets: str, **more: Any) -> dict[str, Any
     return form(operation, *targets, **{**filled, **more})
 
 
-def test_first_page_says_what_will_happen_and_does_nothing(client: Client, key: str) -> None:
+def test_first_page_says_what_will_happen_and_does_nothing(browser: Client, key: str) -> None:
     """With the fence before and after."""
     fence = take("postgres", key, host="h-1")
-    text = client.post(OPERATE, form(Operation.FORCE_RELEASE, key)).content.decode()
+    text = browser.post(OPERATE, form(Operation.FORCE_RELEASE, key)).content.decode()
     assert "The fence moves first" in text
     assert str(fence) in text
     assert f"≥ {fence + 1}" in text
@@ -81,10 +61,10 @@ def test_first_page_says_what_will_happen_and_does_nothing(client: Client, key: 
     assert no_event_of(key)
 
 
-def test_key_is_taken_with_a_reason(client: Client, operator: User, log: Any, key: str) -> None:
+def test_key_is_taken_with_a_reason(browser: Client, operator: User, log: Any, key: str) -> None:
     """The fence moves, and the event and the admin's log say who did it, and why."""
     fence = take("postgres", key)
-    answer = client.post(
+    answer = browser.post(
         OPERATE, confirmed(Operation.FORCE_RELEASE, key, reason="stuck"), follow=True
     )
     assert answer.redirect_chain == [(LOCKS, 302)]
@@ -100,14 +80,14 @@ def test_key_is_taken_with_a_reason(client: Client, operator: User, log: Any, ke
     entry = log.objects.get(object_repr=key)
     assert entry.user_id == operator.pk
     assert "stuck" in entry.change_message
-    assert client.get(f"/admin/{entry.get_admin_url().removeprefix('/admin/')}").status_code == 302
+    assert browser.get(f"/admin/{entry.get_admin_url().removeprefix('/admin/')}").status_code == 302
 
 
-def test_several_keys_at_once(client: Client, key: str) -> None:
+def test_several_keys_at_once(browser: Client, key: str) -> None:
     """Each is dealt with by itself, and what was not there is told."""
     for each in "ab":
         take("postgres", f"{key}-{each}")
-    answer = client.post(
+    answer = browser.post(
         OPERATE,
         confirmed(Operation.FORCE_RELEASE, f"{key}-a", f"{key}-gone", f"{key}-b"),
         follow=True,
@@ -118,156 +98,165 @@ def test_several_keys_at_once(client: Client, key: str) -> None:
     assert all(lock_backends["postgres"].read(f"{key}-{each}") is None for each in "ab")
 
 
-def written_out(text: str) -> list[str]:
-    """Give the keys that a second page names, as they are read; one with a tag is not whole."""
+def readable(text: str) -> str:
+    """Give a page as it is read."""
     for wrong in ("<script>alert", "<b>host"):
         assert wrong not in text
-    return [unescape(each) for each in re.findall(r'class="key"><bdi>([^<]*)</bdi>', text)]
+    return unescape(text)
 
 
-def chosen_again(text: str) -> list[str]:
-    """Give the keys that a second page sends on."""
-    values = re.findall(r'name="target" value="([^"]*)"', text)
-    return [key for each in values for key in parse_qs(unescape(each))["key"]]
-
-
-@each_hostile
 @pytest.mark.parametrize("operation", ACTS)
-def test_hostile_key_is_text_on_the_second_page(
-    client: Client, operation: Operation, hostile: str
-) -> None:
-    """Of each operation, also where it is shown again; what it sends on is the same key."""
-    take("postgres", hostile, host="<b>host</b>")
-    target, reason = quote(hostile), HOSTILE["script"] * 20
+def test_hostile_keys_are_text_on_the_second_page(browser: Client, operation: Operation) -> None:
+    """Of each operation, also where it is shown again; what it sends on are the same keys."""
+    keys, reason = [*HOSTILE.values()], HOSTILE["script"] * 20
+    targets = [quote(each) for each in keys]
+    for each in keys:
+        take("postgres", each, host="<b>host</b>")
     try:
-        asked = client.post(OPERATE, form(operation, target, back="key")).content.decode()
-        again = client.post(OPERATE, confirmed(operation, target, reason=reason)).content.decode()
+        for each, target in zip(keys, targets, strict=True):
+            text = browser.post(OPERATE, form(operation, target, back="key")).content.decode()
+            back = quote(each, safe="").replace("%20", "+")
+            assert f"key/?backend=postgres&amp;key={back}" in text
+        asked = browser.post(OPERATE, form(operation, *targets)).content.decode()
+        sent = confirmed(operation, *targets, reason=reason)
+        again = browser.post(OPERATE, sent).content.decode()
     finally:
-        lock_backends["postgres"].force_release(hostile)
+        for each in keys:
+            lock_backends["postgres"].force_release(each)
     for text in (asked, again):
-        assert written_out(text) == [printable(hostile)]
-        assert chosen_again(text) == [hostile]
-        assert escape("<b>host</b>") in text
+        named = re.findall(r'class="key"><bdi>([^<]*)</bdi>', text)
+        assert [unescape(each) for each in named] == [printable(each) for each in keys]
+        values = re.findall(r'name="target" value="([^"]*)"', text)
+        assert [parse_qs(unescape(each))["key"] for each in values] == [[each] for each in keys]
+        assert readable(text).count("<b>host</b>") == len(keys)
     assert "Nothing was changed." in again
     assert f'value="{escape(reason)}"' in again
-    assert f"key/?backend=postgres&amp;key={quote(hostile, safe='')}".replace("%20", "+") in asked
 
 
-@each_hostile
-@pytest.mark.parametrize("operation", ACTS)
-def test_hostile_key_is_text_in_messages(
-    client: Client, operation: Operation, hostile: str
-) -> None:
+def test_hostile_keys_are_text_in_messages(browser: Client) -> None:
     """Where there was nothing to do, and where the backend is down."""
-    answer = client.post(OPERATE, confirmed(Operation.RESUME, quote(hostile)), follow=True)
-    assert f"there was nothing to do: {escape(printable(hostile))}." in answer.content.decode()
+    shown, targets = [*map(printable, HOSTILE.values())], [*map(quote, HOSTILE.values())]
+    answer = browser.post(OPERATE, confirmed(Operation.RESUME, *targets), follow=True)
+    nothing = readable(answer.content.decode())
     down = {"BACKEND": REDIS, "OPTIONS": {"url": "redis://127.0.0.1:1"}}
     with override_settings(DISTLOCK={"postgres": down}):
-        asked = client.post(OPERATE, form(operation, quote(hostile))).content.decode()
-        done = client.post(OPERATE, confirmed(operation, quote(hostile)), follow=True)
-    assert f'class="errornote">{escape(printable(hostile))}: ' in asked
-    assert f"Not done to {escape(printable(hostile))}: " in done.content.decode()
-    assert "<script>alert" not in asked + done.content.decode() + answer.content.decode()
+        answer = browser.post(OPERATE, form(Operation.PAUSE, *targets))
+        asked = readable(answer.content.decode())
+        answer = browser.post(OPERATE, confirmed(Operation.PAUSE, *targets), follow=True)
+        done = readable(answer.content.decode())
+    for each in shown:
+        assert f"there was nothing to do: {each}." in nothing
+        assert f'class="errornote">{each}: ' in asked
+        assert f"Not done to {each}: " in done
 
 
 def test_key_is_shortened_asked_paused_and_resumed(
-    client: Client, operator: User, key: str
+    browser: Client, operator: User, key: str
 ) -> None:
     """From the page of the key, where the browser comes back to."""
     store = lock_backends["postgres"]
     take("postgres", key, 3600)
-    client.post(OPERATE, confirmed(Operation.EXPIRE_SOON, key, within="5"))
-    client.post(OPERATE, confirmed(Operation.REQUEST_STOP, key, reason=""))
+    browser.post(OPERATE, confirmed(Operation.EXPIRE_SOON, key, within="5"))
+    browser.post(OPERATE, confirmed(Operation.REQUEST_STOP, key, reason=""))
     record = held(store, key)
     assert record.expires_at is not None
     assert (record.expires_at - store.clock()).total_seconds() <= 5
     assert record.stop_requested_at is not None
-    answer = client.post(OPERATE, confirmed(Operation.PAUSE, key, back="key"))
+    answer = browser.post(OPERATE, confirmed(Operation.PAUSE, key, back="key"))
     assert answer["Location"] == f"{LOCKS}key/?backend=postgres&key={key}"
     counter = store.counter(key)
     assert counter is not None
     assert counter.paused_until is not None
-    assert operator.username in client.get(answer["Location"]).content.decode()
-    client.post(OPERATE, confirmed(Operation.RESUME, key))
+    assert operator.username in browser.get(answer["Location"]).content.decode()
+    browser.post(OPERATE, confirmed(Operation.RESUME, key))
     counter = store.counter(key)
     assert counter is not None
     assert counter.paused_until is None
 
 
-def test_page_of_a_key_offers_what_can_be_done(client: Client, key: str) -> None:
+def test_page_of_a_key_offers_what_can_be_done(browser: Client, key: str) -> None:
     """To a key that is held, to one that is free, and to one that is paused."""
     address = f"{LOCKS}key/?backend=postgres&key={key}"
 
     def offered() -> list[str]:
-        return [each.operation.value for each in client.get(address).context["acts"]]
+        return [each.operation.value for each in browser.get(address).context["acts"]]
 
     assert offered() == ["pause"]
     take("postgres", key)
     assert offered() == ["request_stop", "expire_soon", "force_release", "pause"]
-    client.post(OPERATE, confirmed(Operation.PAUSE, key))
-    client.post(OPERATE, confirmed(Operation.FORCE_RELEASE, key))
+    browser.post(OPERATE, confirmed(Operation.PAUSE, key))
+    browser.post(OPERATE, confirmed(Operation.FORCE_RELEASE, key))
     assert offered() == ["resume"]
 
 
-def test_guarded_key_is_busy(client: Client, key: str) -> None:
+def test_guarded_key_is_busy(browser: Client, key: str) -> None:
     """The session is named, and nothing is changed."""
     take("postgres", key)
     with other_guard("postgres", key, "elsewhere") as pid:
-        answer = client.post(OPERATE, confirmed(Operation.FORCE_RELEASE, key), follow=True)
+        answer = browser.post(OPERATE, confirmed(Operation.FORCE_RELEASE, key), follow=True)
     assert f"guarded by a transaction of session {pid}" in answer.content.decode()
     assert lock_backends["postgres"].read(key) is not None
 
 
-@pytest.mark.parametrize("operation", ACTS)
-def test_each_needs_its_own_permission(log: type[Any], key: str, operation: Operation) -> None:
+def test_each_needs_its_own_permission(log: type[Any], key: str) -> None:
     """All others do not help; and nobody is offered what they may not do."""
-    fence = take("postgres", key)
-    others = [each for each in ACTS if each is not operation]
-    with user_who_may(Operation.VIEW, *others) as user:
-        client = browser_of(user)
-        assert client.post(OPERATE, form(operation, key)).status_code == 403
-        assert client.post(OPERATE, confirmed(operation, key)).status_code == 403
-        text = client.get(LOCKS).content.decode()
-        assert f'value="{operation.value}"' not in text
-        assert all(f'value="{each.value}"' in text for each in others)
-    record, counter = lock_backends["postgres"].read(key), lock_backends["postgres"].counter(key)
+    fence, store = take("postgres", key), lock_backends["postgres"]
+    pages = (LOCKS, f"{LOCKS}?live=1", f"{LOCKS}key/?backend=postgres&key={key}")
+    for operation in (*ACTS, Operation.CLEANUP, Operation.VIEW):
+        others = [each for each in Operation if each is not operation]
+        with user_who_may(*others) as user:
+            browser, address = browser_of(user), OPERATE
+            sent = [form(operation, key), confirmed(operation, key)]
+            if operation is Operation.VIEW:
+                # The page that asks shows who holds the key.
+                sent = [form(Operation.PAUSE, key), confirmed(Operation.PAUSE, key)]
+                assert {browser.get(each).status_code for each in pages} == {403}
+            else:
+                text = browser.get(LOCKS).content.decode()
+                assert f'value="{operation.value}"' not in text
+                assert all(f'value="{each.value}"' in text for each in ACTS if each in others)
+                assert ("heldlock/cleanup/" in text) == (operation is not Operation.CLEANUP)
+            if operation is Operation.CLEANUP:
+                address = f"{LOCKS}cleanup/"
+                assert browser.get(address).status_code == 403
+            assert [browser.post(address, each).status_code for each in sent] == [403, 403]
+    record, counter = store.read(key), store.counter(key)
     assert record is not None
-    assert record.fence == fence
-    assert record.stop_requested_at is None
+    assert (record.fence, record.stop_requested_at) == (fence, None)
     assert counter is not None
     assert counter.paused_until is None
     assert no_event_of(key)
 
 
 def test_viewer_is_offered_nothing(log: type[Any], key: str) -> None:
-    """No checkbox, no button."""
+    """No checkbox, no button; who is not logged in is asked to."""
     take("postgres", key)
     with user_who_may(Operation.VIEW) as user:
-        client = browser_of(user)
-        pages = (client.get(LOCKS), client.get(f"{LOCKS}key/?backend=postgres&key={key}"))
-    for answer in pages:
-        text = answer.content.decode()
-        assert 'name="target"' not in text
-        assert 'name="operation"' not in text
+        browser = browser_of(user)
+        for address in (LOCKS, f"{LOCKS}key/?backend=postgres&key={key}"):
+            text = browser.get(address).content.decode()
+            assert 'name="target"' not in text
+            assert 'name="operation"' not in text
+    assert "login" in Client().get(LOCKS)["Location"]
 
 
 def test_form_of_another_site_is_refused(operator: User, key: str) -> None:
     """Without the token of this one."""
     take("postgres", key)
-    client = browser_of(operator, enforce_csrf_checks=True)
-    answer = client.post(OPERATE, confirmed(Operation.FORCE_RELEASE, key))
+    browser = browser_of(operator, enforce_csrf_checks=True)
+    answer = browser.post(OPERATE, confirmed(Operation.FORCE_RELEASE, key))
     assert answer.status_code == 403
     assert lock_backends["postgres"].read(key) is not None
 
 
-def test_what_is_no_order_does_nothing(client: Client, key: str) -> None:
+def test_what_is_no_order_does_nothing(browser: Client, key: str) -> None:
     """An address, a form without a reason or a key, and one that makes no sense."""
     take("postgres", key)
-    answer = client.get(OPERATE, confirmed(Operation.FORCE_RELEASE, key))
+    answer = browser.get(OPERATE, confirmed(Operation.FORCE_RELEASE, key))
     assert answer["Location"] == LOCKS
-    answer = client.post(OPERATE, confirmed(Operation.FORCE_RELEASE, key, reason="  "))
+    answer = browser.post(OPERATE, confirmed(Operation.FORCE_RELEASE, key, reason="  "))
     assert "Nothing was changed." in answer.content.decode()
-    answer = client.post(OPERATE, form(Operation.FORCE_RELEASE), follow=True)
+    answer = browser.post(OPERATE, form(Operation.FORCE_RELEASE), follow=True)
     assert "No key was chosen." in answer.content.decode()
     for wrong in (
         {"operation": "cleanup"},
@@ -275,33 +264,26 @@ def test_what_is_no_order_does_nothing(client: Client, key: str) -> None:
         {"target": ["backend=nobody&key=a"]},
     ):
         sent = {**confirmed(Operation.FORCE_RELEASE, key), **wrong}
-        assert client.post(OPERATE, sent).status_code == 404
+        assert browser.post(OPERATE, sent).status_code == 404
     assert lock_backends["postgres"].read(key) is not None
     assert no_event_of(key)
 
 
-def test_counters_and_events_are_to_read(log: type[Any], key: str) -> None:
+def test_counters_and_events_are_to_read(reader: Client, key: str) -> None:
     """Not even an owner of everything adds, changes or deletes one."""
     fence = take("postgres", key)
     LockEvent.objects.create(backend="postgres", key=key, kind=LockEvent.Kind.LOST)
-    root = User.objects.create_superuser(f"{key}-root")
-    try:
-        client = browser_of(root)
-        counter = FenceCounter.objects.get(key=key)
-        for model, pk in (("fencecounter", counter.pk), ("lockevent", event_of(key).pk)):
-            base = f"/admin/django_distlock/{model}/"
-            listed = client.get(base, {"q": key}).content.decode()
-            assert key in listed
-            assert "action-checkbox" not in listed
-            from django.contrib.admin.utils import quote
-
-            one = f"{base}{quote(pk)}/"
-            shown = client.get(f"{one}change/")
-            assert shown.status_code == 200
-            assert 'name="_save"' not in shown.content.decode()
-            assert client.get(f"{base}add/").status_code == 403
-            assert client.post(f"{one}delete/", {"post": "yes"}).status_code == 403
-            assert client.post(f"{one}change/", {"fence": 1}).status_code == 403
-        assert FenceCounter.objects.get(key=key).fence == fence
-    finally:
-        root.delete()
+    counter = FenceCounter.objects.get(key=key)
+    for model, pk in (("fencecounter", counter.pk), ("lockevent", event_of(key).pk)):
+        base = f"/admin/django_distlock/{model}/"
+        listed = reader.get(base, {"q": key}).content.decode()
+        assert key in listed
+        assert "action-checkbox" not in listed
+        one = f"{base}{admin_quote(pk)}/"
+        shown = reader.get(f"{one}change/")
+        assert shown.status_code == 200
+        assert 'name="_save"' not in shown.content.decode()
+        assert reader.get(f"{base}add/").status_code == 403
+        assert reader.post(f"{one}delete/", {"post": "yes"}).status_code == 403
+        assert reader.post(f"{one}change/", {"fence": 1}).status_code == 403
+    assert FenceCounter.objects.get(key=key).fence == fence

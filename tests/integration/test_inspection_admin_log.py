@@ -10,7 +10,6 @@ from urllib.parse import urlencode
 import pytest
 from django.contrib.auth.models import User
 from django.db import connections
-from django.test import modify_settings
 
 from django_distlock import lock_backends
 from django_distlock.core.keys import new_token
@@ -26,23 +25,6 @@ from django_distlock.models import HeldLock, LockEvent
 from tests.contract.locking import rolled_back
 
 from .operating import event_of
-
-
-@pytest.fixture
-def log() -> Iterator[Any]:
-    """Give the model of the admin's log, as a project with the admin has it."""
-    with modify_settings(INSTALLED_APPS={"append": ["django.contrib.admin"]}):
-        from django.contrib.admin.models import LogEntry
-
-        connection = connections["default"]
-        made = LogEntry._meta.db_table not in connection.introspection.table_names()
-        if made:
-            with connection.schema_editor() as editor:
-                editor.create_model(LogEntry)
-        yield LogEntry
-        if made:
-            with connection.schema_editor() as editor:
-                editor.delete_model(LogEntry)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from .operating import DEAD, run
 MANY = 25
 
 
-@pytest.fixture(params=["postgres", "redis", "sqlite"])
+@pytest.fixture(params=["postgres", "redis"])
 def alias(request: pytest.FixtureRequest, key: str) -> Iterator[str]:
     """Hold many keys on a backend."""
     name: str = request.param
@@ -36,22 +36,17 @@ def alias(request: pytest.FixtureRequest, key: str) -> Iterator[str]:
         store.release(each)
 
 
-def test_all_pages_are_one_table(alias: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its headings once, and every lock."""
+def test_all_pages_are_one_listing(alias: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table with its headings once; a document that one page would be, without a cursor."""
     monkeypatch.setattr(streaming, "PAGE", 4)
-    ran = run("distlock_list", "--all", f"--backend={alias}", "--prefix", key)
+    asked = ("distlock_list", f"--backend={alias}", "--prefix", key)
+    ran = run(*asked, "--all")
     assert (ran.status, ran.err) == (0, "")
     head, *lines = ran.out.splitlines()
     assert head.split()[:3] == ["BACKEND", "KEY", "STATE"]
     assert sorted(line.split()[1] for line in lines) == [f"{key}:{each:03}" for each in range(MANY)]
     assert {line.index(key) for line in lines} == {head.index("KEY")}
-
-
-def test_all_pages_are_one_document(alias: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that a page would be, without a cursor."""
-    monkeypatch.setattr(streaming, "PAGE", 4)
-    asked = ("distlock_list", f"--backend={alias}", "--prefix", key, "--json")
-    streamed, page = run(*asked, "--all").json, run(*asked, "--limit=1000").json
+    streamed, page = run(*asked, "--json", "--all").json, run(*asked, "--json", "--limit=1000").json
     for document in (streamed, page):
         document["locks"].sort(key=lambda each: each["key"])
         for each in document["locks"]:
@@ -85,7 +80,7 @@ def test_pages_are_printed_while_they_are_read(key: str, monkeypatch: pytest.Mon
     """So that ten times as many take no more memory."""
     grant = take(lock_backends["memory"], key, 600)
     (lock,) = list_locks(backends=["memory"], prefix=key).locks
-    few, many = (_peak(lock, pages) for pages in (20, 200))
+    few, many = (_peak(lock, pages) for pages in (5, 50))
     lock_backends["memory"].release(grant)
     assert many < 2 * few
 

@@ -22,8 +22,7 @@ from tests.contract.helpers import take
 from tests.contract.locking import eventually
 from tests.settings import REDIS_BACKEND
 
-from .databases import statements_on
-from .projects import Project
+from .databases import migrate, statements_on
 
 #: Of how many keys are held in `fill`.
 HELD = 7
@@ -81,7 +80,7 @@ def assert_strain_told(alias: str, key: str) -> None:
 def database(request: pytest.FixtureRequest) -> str:
     """Give the alias of an empty, migrated database."""
     using: str = request.getfixturevalue(request.param)
-    Project(using).manage("migrate", "--verbosity=0")
+    migrate(using)
     return using
 
 
@@ -157,7 +156,7 @@ def test_large_tables_are_estimated(
     postgresql: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PostgreSQL says what it expects, and that is marked; nothing is counted."""
-    Project(postgresql).manage("migrate", "--verbosity=0")
+    migrate(postgresql)
     configured = {"default": {"BACKEND": DATABASE, "OPTIONS": {"using": postgresql}}}
     with override_settings(DISTLOCK=configured):
         for number in range(200):

@@ -21,9 +21,9 @@ from django_distlock.contrib.celery import locked_task as celery_task
 from django_distlock.contrib.celery.declaring import find
 from django_distlock.contrib.tasks import locked_task as django_task
 from django_distlock.core.keys import OWN_MARKER
-from django_distlock.declarations import Kind, attempt, declarations, declared
-from django_distlock.inspection.declared import DeclaredKey, list_declared
-from django_distlock.inspection.places import Place
+from django_distlock.declarations import Kind, declarations, declared
+from django_distlock.exceptions import InvalidLockBackend
+from django_distlock.inspection.declared import DeclaredKey, _place, list_declared
 from django_distlock.management.locked import LockedCommand
 from django_distlock.scheduling import scheduled
 from django_distlock.views import LockedViewMixin, locked_view
@@ -68,30 +68,15 @@ def command_class(**attributes: Any) -> type[LockedCommand]:
     return made
 
 
-DOORS: dict[str, Callable[[], object]] = {
-    "function": lambda: distlock("f:{pk}")(work),
-    "view": lambda: locked_view("v:{pk}")(view),
-    "class of views": Page.as_view,
-    "Celery": lambda: celery_task("c:{pk}", unique=True)(work),
-    "class of Celery": lambda: task_class(lock="k:{pk}"),
-    "django.tasks": lambda: django_task("d:{pk}")(work),
-    "schedule": lambda: scheduled("s:{pk}", expected=9)(work),
-    "command": command_class,
-}
-doors = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
-
-
 def noted(made: object) -> list[DeclaredKey]:
     """Give what is declared for one thing."""
     return [DeclaredKey.of(each, note) for each, note in declarations() if each is made]
 
 
-def told(made: object) -> list[tuple[object, ...]]:
-    """Give the parts of it that most tests are about."""
-    return [
-        (each.kind, each.key, each.ttl, each.wait, each.on_conflict, each.mode)
-        for each in noted(made)
-    ]
+def place_of(subject: object) -> tuple[str, int, str]:
+    """Give where the source says that something stands."""
+    line = inspect.getsourcelines(subject)[1]  # type: ignore[arg-type]
+    return __file__, line, f"{__name__}.{subject.__qualname__}"  # type: ignore[attr-defined]
 
 
 # What the doors declare
@@ -135,10 +120,19 @@ DECLARED: list[tuple[Callable[[], object], list[tuple[object, ...]]]] = [
 
 
 @pytest.mark.parametrize(("make", "notes"), DECLARED)
-def test_what_is_decorated_is_noted(make: Callable[[], object], notes: object) -> None:
-    """Each of its keys, with times, conflict and mode."""
+def test_note_lives_as_long_as_what_is_decorated(make: Callable[[], object], notes: object) -> None:
+    """It has each of the keys; whoever decorates for each request does not fill the memory."""
     made = make()
-    assert told(made) == notes
+    assert [
+        (each.kind, each.key, each.ttl, each.wait, each.on_conflict, each.mode)
+        for each in noted(made)
+    ] == notes
+    gc.collect()
+    before = len(declared)
+    for _ in range(5):
+        make()
+    gc.collect()
+    assert len(declared) == before
 
 
 def test_modes_are_named_in_the_words_of_distlock() -> None:
@@ -164,19 +158,18 @@ def test_stacked_decorators_are_noted_each() -> None:
     outer = distlock("outer")(inner)
     assert [each.key for each in noted(inner)] == ["inner"]
     assert [each.key for each in noted(outer)] == ["outer"]
-    assert noted(inner)[0].place == noted(outer)[0].place
+    for made in (inner, outer):
+        assert [(each.file, each.line, each.name) for each in noted(made)] == [place_of(work)]
 
 
 def test_key_that_is_made_by_code_is_named_by_that() -> None:
-    """A dotted name, of a partial, too; and Celery's key of all arguments. A template is shown."""
+    """A dotted name, of a partial, too; and Celery's key of all arguments."""
     name = f"callable {__name__}.make_key"
     for given in (make_key, functools.partial(make_key, 1)):
         (each,) = noted(locked_view(given)(view))
         assert (each.key, each.is_template) == (name, False)
     assert [each.key for each in noted(django_task(make_key)(work))] == [name]
     assert [each.key for each in noted(celery_task(True)(work))] == ["all arguments"]
-    made = Page.as_view()
-    assert noted(made)[0].is_template
 
 
 @pytest.mark.parametrize(("acks_late", "policy"), [(True, "retry"), (False, "skip")])
@@ -187,7 +180,7 @@ def test_task_tells_what_its_function_does_not_know(acks_late: bool, policy: str
     app.task(acks_late=acks_late, autoretry_for=(OSError,), shared=False, bind=True)(made)
     app.set_current()
     try:
-        assert list(find()) == []
+        find(lambda _what, step: step())
     finally:
         Celery("other").set_current()
     assert [each.on_conflict for each in noted(made)] == [policy]
@@ -205,19 +198,6 @@ def test_backend_that_is_not_configured_is_shown_as_such() -> None:
 
 
 # How long a note lives
-
-
-@doors
-def test_note_dies_with_what_is_decorated(door: Callable[[], object]) -> None:
-    """Whoever decorates for each request does not fill the memory."""
-    kept = door()
-    assert noted(kept)
-    gc.collect()
-    before = len(declared)
-    for _ in range(50):
-        door()
-    gc.collect()
-    assert len(declared) == before
 
 
 def test_note_dies_at_once_where_no_cycle_keeps_its_function() -> None:
@@ -290,59 +270,43 @@ def test_prefix_finds_the_templates_that_may_make_such_keys(
     assert noted(made)[0].may_make(prefix) is may
 
 
-def test_equal_notes_are_one_line() -> None:
-    """A class that several URLs lead to declares one key."""
-    kept = [Page.as_view(), Page.as_view()]
-    found = list_declared(prefix="page:")
-    assert [each.key for each in found.keys if each.key == "page:{pk}"] == ["page:{pk}"]
-    assert len(kept) == 2
+def test_list_is_narrowed_by_prefix_and_backend() -> None:
+    """A class that several URLs lead to declares one key; a missing backend can be asked for."""
+    kept = [Page.as_view(), Page.as_view(), distlock("page", backend="not-yet")(work)]
+    found, _ = list_declared(prefix="page:4711")
+    # Other tests may have left more that makes such keys.
+    assert [each.key for each in found if each.key.startswith("page")] == ["page:{pk}"]
+    found, _ = list_declared(backends=["not-yet"])
+    assert [each.key for each in found] == ["page"]
+    with pytest.raises(InvalidLockBackend, match="'rediss' is not configured"):
+        list_declared(backends=["rediss"])
+    assert len(kept) == 3
 
 
 # Where it stands
 
 
-def line_of(subject: Any) -> int:
-    """Give the line where the source says that something stands."""
-    return inspect.getsourcelines(subject)[1]
+class Called:
+    """A class whose objects are called."""
+
+    def __call__(self) -> None:
+        """Be called."""
 
 
-def test_place_is_that_of_the_function() -> None:
-    """However often it is wrapped, and be it a partial or a method."""
-    here = Place(file=__file__, line=line_of(work), name=f"{__name__}.work")
-    assert Place.of(distlock("a")(distlock("b")(work))) == here
-    assert Place.of(functools.partial(work, 1)) == here
-    assert Place.of(staticmethod(work)) == here
-    place = Place.of(Page().get)
-    assert (place.line, place.name) == (line_of(Page.get), f"{__name__}.Page.get")
-
-
-def test_place_of_a_class_is_the_class() -> None:
-    """Of views, commands, and of what is called by `__call__`."""
-
-    class Callable:
-        def __call__(self) -> None:
-            """Be called."""
-
-    for made, kind in ((Page.as_view(), Page), (Page, Page), (Callable(), Callable)):
-        place = Place.of(made)
-        assert (place.file, place.name) == (__file__, f"{__name__}.{kind.__qualname__}")
-        assert place.line is not None
-        # Before Python 3.13, its first method is the nearest that one knows.
-        assert 0 <= place.line - line_of(kind) <= 7
-
-
-def test_place_that_nobody_knows_has_no_line() -> None:
-    """A class that was made in memory, of a module that there is not."""
+@pytest.mark.parametrize(
+    ("made", "subject"),
+    [
+        (functools.partial(work, 1), work),
+        (staticmethod(work), work),
+        (Page().get, Page.get),
+        (Page.as_view(), Page),
+        (Page, Page),
+        (Called(), Called),
+    ],
+)
+def test_place_is_that_of_the_function_or_class(made: object, subject: object) -> None:
+    """Be it a partial, a method, a view of a class, or called by `__call__`."""
+    assert _place(made) == place_of(subject)
+    # A class that was made in memory, of a module that there is not.
     made = type("Made", (), {"__module__": "not.there"})
-    assert Place.of(made) == Place(file="", line=None, name="not.there.Made")
-
-
-def test_failed_step_is_told_and_not_raised() -> None:
-    """Also where a module ends the program when it is imported."""
-
-    def leave() -> None:
-        raise SystemExit(3)
-
-    assert list(attempt("fine", work)) == []
-    (told,) = attempt("it", leave)
-    assert told == ("it", f"SystemExit: 3 ({__file__}:{line_of(leave) + 1})")
+    assert _place(made) == ("", None, "not.there.Made")

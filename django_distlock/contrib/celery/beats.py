@@ -60,7 +60,7 @@ class Leadership:
             self._lease = self._block.enter_context(replace(self._lock, wait=patience))
         except LockNotAcquired as error:
             holder = error.holder
-            who = f"{holder.process} (pid {holder.pid}) on {holder.host}" if holder else "another"
+            who = holder.who if holder else "another"
             self.say("follows", logging.INFO, "Beat stands by: %s leads", who)
             return False
         except BackendUnavailable as error:

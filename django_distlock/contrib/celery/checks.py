@@ -9,7 +9,7 @@ from django.core import checks
 
 from ...core.errors import LockUsageError
 from ...core.keys import begins_with_field
-from .importing import app_of_project, import_modules
+from .declaring import app_of_project, import_modules
 from .runs import require_base
 from .terms import Terms, terms_of
 

@@ -1,14 +1,22 @@
-"""Which keys the tasks of the project declare: for `distlock_list --declared`."""
+"""Import what a worker imports, and note which keys its tasks declare."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from celery import _state, signals
+from celery.fixups.django import DjangoFixup
+from celery.loaders.default import Loader
+
 from ...core.keys import UNIQUE_PREFIX
-from ...declarations import Declaration, Kind, Missing, attempt, declared, finders
-from .importing import app_of_project, failing_imports
+from ...core.logs import log_fields
+from ...declarations import Attempt, Declaration, Kind, declared, finders
 from .terms import Terms, terms_of
+
+logger = logging.getLogger("django_distlock")
 
 
 def connect() -> None:
@@ -37,15 +45,50 @@ def declare(function: Callable[..., Any], terms: Terms, *, acks_late: bool | Non
     declared[function] = tuple(found)
 
 
-def find() -> Iterator[Missing]:
+def find(attempt: Attempt) -> None:
     """Import what a worker would, and learn from the tasks what their functions do not know."""
     app = app_of_project()
-    if app is None:
+    if app is not None:
+        import_modules(app, attempt)
+        # Many tasks, and their classes, are made only now.
+        attempt("the tasks of Celery", partial(_learn, app))
+
+
+def app_of_project() -> Any:
+    """Return the current app; None: there is none yet.
+
+    To ask Celery would make one then, and make it the default of all threads.
+    """
+    return _state._tls.current_app or _state.default_app
+
+
+def _or_log(what: str, step: Callable[[], object]) -> None:
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001 - code of the project
+        logger.warning(
+            "The checks of locked tasks may not see all of them: an import fails, %r",
+            error,
+            extra=log_fields("import_failed"),
+        )
+
+
+def import_modules(app: Any, attempt: Attempt = _or_log) -> None:
+    """Import what a worker would, unless the app is the one that Celery makes for want of another.
+
+    Args:
+        attempt: Takes each module, and what imports it. By default, errors are logged.
+    """
+    if isinstance(app.loader, Loader):
         return
-    for what, error in failing_imports(app):
-        yield Missing.of(what, error)
-    # Many tasks, and their classes, are made only now.
-    yield from attempt("the tasks of Celery", lambda: _learn(app))
+    # In the order of `import_default_modules()`: the second part reads the settings of Celery.
+    signal = signals.import_modules
+    for receiver in signal._live_receivers(app):
+        # It sets Django up once more, and runs all of the checks.
+        if not isinstance(getattr(receiver, "__self__", None), DjangoFixup):
+            attempt("what Celery discovers", partial(receiver, signal=signal, sender=app))
+    for name in app.loader.default_modules:
+        attempt(name, partial(app.loader.import_task_module, name))
 
 
 def _learn(app: Any) -> None:

@@ -9,7 +9,7 @@ from celery import signals
 
 from ...core.errors import LockUsageError
 from ...core.logs import log_fields
-from .importing import app_of_project
+from .declaring import app_of_project
 from .runs import require_base
 from .terms import terms_of
 

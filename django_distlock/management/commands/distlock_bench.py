@@ -84,8 +84,8 @@ class Command(OperatorCommand):
             raise CommandError("Interrupted: the keys were released.", returncode=_INTERRUPTED)
         failed = [each for those in failures.values() for each in those]
         if json:
-            self.print_json({**_about(plan), "backends": [each.as_json() for each in found],
-                             "failures": [each.as_json() for each in failed]})  # fmt: skip
+            self.print_json({**_about(plan), "backends": found,
+                             "failures": failed})  # fmt: skip
         else:
             self._print(found)
             self.print_failures(failed)

@@ -96,8 +96,8 @@ class Command(OperatorCommand):
             self.print_json(
                 {
                     "removed": {each.backend: each.removed for each in outcomes},
-                    "events": None if pruned is None else pruned.as_json(),
-                    "failures": [each.as_json() for each in failures],
+                    "events": pruned,
+                    "failures": failures,
                 }
             )
         self.print_failures(failures)

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
 
+from ...core.errors import InvalidArgument
 from ...handler import lock_backends
 from ...inspection import Failure, LockPage, list_locks
-from ..declared import show_declared
+from ...inspection.declared import DeclaredKey, list_declared
 from ..operating import HEADINGS, OperatorCommand, duration, in_memory, raise_unavailable
 from ..streaming import every_page, stream_json, stream_table
+from ..tables import Cell, span
+
+_DECLARED: Final = ("KEY", "KIND", "MODE", "TTL", "WAIT", "ON CONFLICT", "BACKEND", "PLACE")
+#: Arguments about held keys, and what each is where nobody gave it.
+_OF_HELD: Final = {
+    "host": None, "task": None, "held_longer_than": None, "limit": 100, "cursor": None,
+    "all": False,
+}  # fmt: skip
 
 
 class Command(OperatorCommand):
@@ -53,7 +63,7 @@ class Command(OperatorCommand):
         parser.add_argument(
             "--limit",
             type=int,
-            default=100,
+            default=_OF_HELD["limit"],
             metavar="N",
             help="locks of a page, at most 10000 (default: %(default)s)",
         )
@@ -69,10 +79,12 @@ class Command(OperatorCommand):
     ) -> None:
         """Print a page, and what could not be asked; or what is declared."""
         if options["declared"]:
-            options["cursor"] = cursor
-            show_declared(
-                self, backend=backend, prefix=options["prefix"], json=json, options=options
-            )
+            given = {**options, "cursor": cursor}
+            wrong = [name for name, default in _OF_HELD.items() if given[name] != default]
+            if wrong:
+                names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+                raise InvalidArgument(f"What is declared is not held yet: leave out {names}.")
+            self._show_declared(backend, options["prefix"], json=json)
             return
         aliases = tuple(lock_backends) if backend is None else tuple(dict.fromkeys(backend))
         # Of one whose settings are wrong, the listing says so.
@@ -99,7 +111,7 @@ class Command(OperatorCommand):
 
     def _show(self, page: LockPage, *, json: bool) -> None:
         if json:
-            self.print_json(page.as_json())
+            self.print_json(page)
             return
         if page.locks:
             self.print_locks(page.locks)
@@ -127,6 +139,47 @@ class Command(OperatorCommand):
     def _print_none(self) -> None:
         configured = any(True for _ in lock_backends)
         self.stdout.write("No locks are held." if configured else "No lock backend is configured.")
+
+    def _show_declared(self, backends: list[str] | None, prefix: str, *, json: bool) -> None:
+        """Print every key that is declared; name on standard error what could not be imported."""
+        found, missing = list_declared(prefix=prefix, backends=backends)
+        if json:
+            failures = [{"what": what, "message": message} for message, what in missing.items()]
+            self.print_json({"declared": found, "failures": failures})
+        elif found:
+            self.print_table(_DECLARED, [self._declared(each) for each in found])
+        elif not missing:
+            self.stdout.write("No keys are declared.")
+        for message, what in missing.items():
+            self.stderr.write(f"{what}: {message}", self.style.WARNING)
+        if missing:
+            names = ", ".join(missing.values())
+            raise CommandError(f"Not all could be imported, and may declare more: {names}.")
+
+    def _declared(self, each: DeclaredKey) -> list[Cell]:
+        """Return a declared key as a row, with the place as an editor opens it from here."""
+        numbers = {"min_hold": each.min_hold, "max_lifetime": each.max_lifetime}
+        mode = (f"{word} {span(numbers[word])}" if word in numbers else word for word in each.mode)
+        backend: Cell = each.backend
+        if not each.is_configured:
+            backend = (f"{each.backend} (not configured)", self.style.ERROR)
+        file = Path(each.file)
+        where = str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
+        line = "" if each.line is None else f":{each.line}"
+        return [
+            each.key,
+            each.kind.replace("_", " "),
+            ", ".join(mode),
+            _seconds(each.ttl, "no expiry" if each.is_configured else "-"),
+            _seconds(each.wait, "for ever" if each.is_configured else "-"),
+            each.on_conflict,
+            backend,
+            f"{where if each.file else ''}{line} {each.name}".strip(),
+        ]
+
+
+def _seconds(number: float | None, without: str) -> str:
+    return without if number is None else span(number)
 
 
 def _is_in_memory(alias: str) -> bool:

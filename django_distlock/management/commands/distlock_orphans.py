@@ -79,9 +79,9 @@ class Command(OperatorCommand):
         if json:
             self.print_json(
                 {
-                    "orphans": [each.as_json() for each in shown],
+                    "orphans": shown,
                     "dropped": dropped,
-                    "failures": [each.as_json() for each in failures],
+                    "failures": failures,
                 }
             )
         else:

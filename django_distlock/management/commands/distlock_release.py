@@ -68,8 +68,8 @@ class Command(OperatorCommand):
                 {
                     "backend": backend,
                     "dry_run": dry_run,
-                    "found": [each.as_json() for each in found],
-                    "outcomes": [each.as_json() for each in outcomes],
+                    "found": found,
+                    "outcomes": outcomes,
                 }
             )
         else:

@@ -7,8 +7,8 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
+from ...core.documents import by_name
 from ...core.errors import BackendUnavailable, LockError
-from ...inspection.held import iso
 from ...models import FailedTask
 from ..celery import app_and
 from ..operating import OperatorCommand
@@ -127,12 +127,5 @@ class Command(OperatorCommand):
 
 def _as_json(row: FailedTask) -> dict[str, Any]:
     # Without its arguments, which may be secret.
-    return {
-        "id": row.pk,
-        "task": row.task,
-        "backend": row.backend,
-        "key": row.key,
-        "failed_at": iso(row.failed_at),
-        "sent_at": iso(row.sent_at),
-        "sent_as": row.sent_as,
-    }
+    names = ("task", "backend", "key", "failed_at", "sent_at", "sent_as")
+    return {"id": row.pk, **by_name(row, *names)}

@@ -10,7 +10,7 @@ from django.core.management.base import CommandParser
 
 from ...core.records import Waiting
 from ...inspection import HeldKey, KeyView, show
-from ..operating import OperatorCommand, describe, named, refuse_memory
+from ..operating import OperatorCommand, named, refuse_memory
 from ..tables import instant, printable, span
 
 
@@ -35,7 +35,7 @@ class Command(OperatorCommand):
         refuse_memory(backend)
         view = show(key, backend)
         if json:
-            self.print_json(view.as_json())
+            self.print_json(view)
             return
         for name, text in self._lines(view):
             self.stdout.write(f"{self.style.MIGRATE_HEADING(name.ljust(12))}{printable(text)}")
@@ -63,7 +63,7 @@ class Command(OperatorCommand):
                 ("WAITING", "TASK", "SINCE", "WOKEN"),
                 [
                     [
-                        describe(each.holder),
+                        each.holder.where or "-",
                         each.holder.task_id or "-",
                         instant(each.since),
                         _woken(each),
@@ -100,7 +100,7 @@ def _woken(waiting: Waiting) -> str:
 
 def _held(held: HeldKey) -> Iterator[tuple[str, str]]:
     yield "state", str(held.state.label)
-    yield "holder", describe(held.holder)
+    yield "holder", held.holder.where or "-"
     if held.holder.thread:
         yield "thread", held.holder.thread
     if held.holder.task_id:

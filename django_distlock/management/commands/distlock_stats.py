@@ -49,8 +49,8 @@ class Command(OperatorCommand):
         if json:
             self.print_json(
                 {
-                    "backends": [each.as_json() for each in found],
-                    "failures": [each.as_json() for each in failures],
+                    "backends": found,
+                    "failures": failures,
                 }
             )
         else:
