@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import random
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
@@ -38,6 +39,7 @@ MAX_WAIT: Final = 3600.0
 WAIT: Final = 5.0
 #: The pauses of a job that is queued again.
 RETRY: Final = Retry(delay=1.0, factor=2.0, cap=60.0)
+_PARENTHESES: Final = "Is it written without parentheses? Write @locked_task(…)."
 
 logger = logging.getLogger("django_distlock")
 
@@ -284,3 +286,38 @@ def key_maker(
     visible.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     visible.__qualname__ = function.__qualname__
     return KeyTemplate.for_function(key, visible).of
+
+
+def refuse_function(key: object) -> None:
+    """Refuse the function of a task where a key is expected, if the two can be told apart.
+
+    A function of a module that makes keys has its name there by now, and one that is being
+    decorated has not. Of functions inside of others, and of classes, nobody knows: `only_function`
+    says so when the task runs.
+
+    Raises:
+        InvalidArgument: It is no key.
+    """
+    if not inspect.isfunction(key) or not key.__qualname__.isidentifier():
+        return
+    module = sys.modules.get(key.__module__)
+    if module is not None and key.__qualname__ not in vars(module):
+        raise InvalidArgument(f"locked_task has got {key.__qualname__} for a key. {_PARENTHESES}")
+
+
+def only_function(key: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a decorator is called with, unless a task is being run.
+
+    Args:
+        key: What the decorator was given.
+        args: What it is called with.
+        kwargs: The same.
+
+    Raises:
+        InvalidArgument: These are the arguments of a task.
+    """
+    if len(args) == 1 and not kwargs and (callable(args[0]) or not callable(key)):
+        return args[0]
+    raise InvalidArgument(
+        f"locked_task wraps a function, not the arguments of a call. {_PARENTHESES}"
+    )

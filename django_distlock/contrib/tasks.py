@@ -28,9 +28,10 @@ from .jobs import (
     Queued,
     Rules,
     key_maker,
+    only_function,
     queued_again,
+    refuse_function,
 )
-from .parentheses import only_function, refuse_function
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -16,10 +16,10 @@ def app_and(name: str) -> tuple[Any, Any]:
     """
     try:
         module = import_module(f"django_distlock.contrib.celery.{name}")
-        importing = import_module("django_distlock.contrib.celery.importing")
+        declaring = import_module("django_distlock.contrib.celery.declaring")
     except ImportError as error:
         raise LockUsageError(f"Celery cannot be imported: {error}") from error
-    app = importing.app_of_project()
+    app = declaring.app_of_project()
     if app is None:
         raise LockUsageError(
             "There is no Celery app: import it in the package of the settings, as Celery's pages"

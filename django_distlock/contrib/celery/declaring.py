@@ -1,13 +1,17 @@
-"""Which keys the tasks of the project declare: for `distlock_list --declared`."""
+"""The Celery app of the project: what its workers import, and which keys its tasks declare."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
+
+from celery import _state, signals
+from celery.fixups.django import DjangoFixup
+from celery.loaders.default import Loader
 
 from ...core.keys import UNIQUE_PREFIX
 from ...declarations import Declaration, Kind, Missing, attempt, declared, finders
-from .importing import app_of_project, failing_imports
 from .terms import Terms, terms_of
 
 
@@ -63,3 +67,34 @@ def _locked(task: Any) -> Any:
         if function in declared or not hasattr(function, "__wrapped__"):
             return function
         function = function.__wrapped__
+
+
+def app_of_project() -> Any:
+    """Return the current app; None: there is none yet.
+
+    To ask Celery would make one then, and make it the default of all threads.
+    """
+    return _state._tls.current_app or _state.default_app
+
+
+def failing_imports(app: Any) -> Iterator[tuple[str, Exception]]:
+    """Import the same; yield what cannot be imported, and why."""
+    if isinstance(app.loader, Loader):
+        return
+    for what, step in _steps(app):
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - code of the project
+            yield what, error
+
+
+def _steps(app: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+    # In the order of `import_default_modules()`: the second part reads the settings of Celery.
+    signal = signals.import_modules
+    for receiver in signal._live_receivers(app):
+        # It sets Django up once more, and runs all of the checks.
+        if not isinstance(getattr(receiver, "__self__", None), DjangoFixup):
+            found = partial(receiver, signal=signal, sender=app)
+            yield "what Celery discovers", found
+    for name in app.loader.default_modules:
+        yield name, partial(app.loader.import_task_module, name)

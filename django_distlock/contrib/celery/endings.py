@@ -200,7 +200,7 @@ def _is_dead(record: Record, patience: float) -> bool:
 
 
 def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any) -> None:
-    lock, grant = terms.rules.lock, queueing.grant_of(record)
+    lock, grant = terms.rules.lock, record.grant
     kept = (lock.ttl or store.config.ttl) if lock.hold else lock.min_hold
     if kept and (terms.lock is None or record.key == _lock_key(terms, request)):
         released = store.settle(grant, kept)

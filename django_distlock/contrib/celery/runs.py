@@ -23,9 +23,15 @@ from ...host import is_gone, monotonic
 from ...leases import Lease
 from ...locks import Lock
 from ..jobs import WAIT, JobLock, Refusal
-from . import failed, inheriting, leftovers, queueing
-from .deliveries import LEASE, UNIQUE, Delivery
-from .requeueing import forget_wait, queue_again, queue_behind_itself
+from . import failed, leftovers, queueing
+from .deliveries import (
+    LEASE,
+    UNIQUE,
+    Delivery,
+    forget_wait,
+    queue_again,
+    queue_behind_itself,
+)
 from .terms import Terms
 
 logger = logging.getLogger("django_distlock")
@@ -38,7 +44,7 @@ _UID: Final = "django_distlock.contrib.celery.runs"
 def connect() -> None:
     """Hear of the ends of runs, and of what they send."""
     signals.task_postrun.connect(_ended, dispatch_uid=_UID, weak=False)
-    signals.before_task_publish.connect(inheriting.hand_down, dispatch_uid=_UID, weak=False)
+    signals.before_task_publish.connect(queueing.hand_down, dispatch_uid=_UID, weak=False)
 
 
 def run(
@@ -158,7 +164,7 @@ class Run:
             fence = self._delivery.header(LEASE)
             lease = None
             if fence is not None:
-                lease = stack.enter_context(inheriting.under(self._store, lock.key, fence))
+                lease = stack.enter_context(queueing.under(self._store, lock.key, fence))
             if lease is not None:
                 self._fence = lease.fence
                 return
@@ -172,7 +178,7 @@ class Run:
                 raise
             lease = stack.enter_context(replace(lock, steal_if_dead=True))
         self._fence = lease.fence
-        inheriting.remember(lease)
+        queueing.remember(lease)
 
     def _look(self, lock: JobLock) -> None:
         """Refuse to wait in a worker for another delivery of the same task.

@@ -27,7 +27,6 @@ GRACE: Final = 10.0
 QUEUED_FOR: Final = 3600.0
 #: Seconds for which a delivery is known to be finished.
 REDELIVERY_WINDOW: Final = 86400.0
-#: What stands before the keys of queued tasks, so that they are never those of running ones.
 
 
 @dataclass(frozen=True, slots=True)
