@@ -19,7 +19,8 @@ from ...core.interruptions import pass_on
 from ...core.logs import log_fields
 from ...handler import lock_backends
 from ...host import current_holder
-from ..jobs import Queued, Refusal, Rules
+from ...policy import Refusal
+from ..jobs import Queued, Rules
 from .terms import Call, Terms, terms_of
 
 logger = logging.getLogger("django_distlock")

@@ -30,12 +30,12 @@ from ...core.errors import (
 )
 from ...core.keys import new_token
 from ...core.logs import log_fields
-from ...core.markers import skipped
 from ...core.records import Grant, Record
 from ...handler import lock_backends
 from ...host import is_gone, monotonic
 from ...keeping import Terms as Kept
 from ...leases import Lease
+from ...policy import skip
 from ...signals import lock_acquired, tell
 from ..jobs import JobLock
 from .deliveries import LEASE, UNIQUE, Delivery, kept_headers
@@ -78,7 +78,9 @@ def send(
     lock = terms.unique_of(call_of(task, args, kwargs), task_id)
     assert lock is not None  # noqa: S101 - there is a unique key
     try:
-        grant = _reserve(lock, terms, _delay(task, options))
+        grant = _reserve(
+            lock, terms, _seconds_until(options.get("countdown") or options.get("eta"))
+        )
     except LockNotAcquired as error:
         if is_awaited:
             # Others wait for this very task: it is sent, and skipped when it comes.
@@ -103,10 +105,8 @@ def send(
             )
             return publish(args, kwargs, task_id=task_id, **options)
         if policy == "skip":
-            extra = log_fields("skipped", backend=lock.backend, task=task_id, error=error)
-            logger.error("The task %s is not queued: %s", task_id, error, extra=extra)
-            tell_skipped(lock.backend, lock.key, error)
-            return EagerResult(task_id, skipped(error, lock.key), states.SUCCESS, name=task.name)
+            marker = skip(f"The task {task_id}", error, lock.backend, lock.key, task=task_id)
+            return EagerResult(task_id, marker, states.SUCCESS, name=task.name)
         raise
     headers = {**(options.pop("headers", None) or {}), UNIQUE: f"{grant.fence:015d}"}
     try:
@@ -339,19 +339,11 @@ def _queue_ttl(terms: Terms, longest: float, delay: float) -> float:
     return min(longest, max(terms.queued_for, terms.rules.lock.ttl or 0.0) + max(0.0, delay))
 
 
-def _delay(task: Any, options: dict[str, Any]) -> float:
-    """Return the seconds until a task may be started."""
-    if options.get("countdown"):
-        return float(options["countdown"])
-    eta = options.get("eta")
-    if not eta:
-        return 0.0
-    at = maybe_make_aware(maybe_iso8601(eta), task.app.timezone)
-    return float((at - datetime.now(UTC)).total_seconds())
-
-
 def _seconds_until(when: object) -> float:
-    if isinstance(when, datetime):
-        at = when if when.tzinfo is not None else when.replace(tzinfo=UTC)
-        return (at - datetime.now(UTC)).total_seconds()
-    return float(when) if isinstance(when, (int, float)) else 0.0
+    """Return the seconds until a time; of a number, itself."""
+    if isinstance(when, int | float):
+        return float(when)
+    if not when:
+        return 0.0
+    at = maybe_make_aware(maybe_iso8601(when))
+    return float((at - datetime.now(UTC)).total_seconds())

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
-from ...core.choices import choice
 from ...core.durations import MIN_TTL, Duration, seconds
 from ...core.errors import InvalidArgument, shown
 from ...core.keys import MAX_KEY_BYTES, UNIQUE_PREFIX, KeyTemplate, own_key
 from ...core.retry import Retry
+from ...policy import choice
 from ..jobs import RETRY, JobLock, OnConflict, OnUnavailable, Rules
 
 #: What is done if the store does not answer.
