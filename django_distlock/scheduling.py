@@ -10,28 +10,23 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, ParamSpec, Protocol, TypeVar, cast, overload
 
 from .backends.base import BaseLockBackend
-from .bypassing import tell_skipped
 from .core.bodies import require_function, whole
 from .core.durations import MIN_TTL, Duration, seconds
-from .core.errors import (
-    BackendUnavailable,
-    InvalidArgument,
-    LockError,
-    LockNotAcquired,
-    shown,
-    skipped,
-)
+from .core.errors import BackendUnavailable, InvalidArgument, LockError, shown
 from .core.keys import OWN_MARKER, KeyTemplate, own_key
 from .core.logs import log_fields
 from .core.retry import Retry
 from .declarations import Declaration, Kind, declared
 from .handler import FALLBACK, lock_backends
 from .host import monotonic
+from .leases import Lease
 from .locks import Lock, distlock
+from .policy import Refusal, aattempt, attempt, skip, skipped
 
 logger = logging.getLogger("django_distlock")
 
@@ -145,14 +140,9 @@ class Schedule:
             )
         return pause
 
-    def skip(self, key: str, error: LockError) -> Skipped:
+    def skip(self, key: str, error: Refusal) -> Skipped:
         """Say that others do it, or nobody."""
-        extra = self._fields("skipped", key, error)
-        if isinstance(error, LockNotAcquired):
-            logger.info("The tick %r is left to others: %s", key, error, extra=extra)
-        else:
-            logger.error("The tick %r is skipped: %s", key, error, extra=extra)
-        tell_skipped(self.lock_of(key).backend, key, error)
+        skip(f"The tick {key!r}", error, self.lock_of(key).backend, key)
         return Skipped(key, error)
 
     def note_run(self, key: str) -> None:
@@ -166,19 +156,24 @@ class Schedule:
             extra = self._fields("note_failed", key, error)
             logger.warning("It is not known that %r has run: %s", key, error, extra=extra)
 
-    def report(self, key: str, took: float) -> None:
-        """Say so where a run took longer than the schedule allows for."""
-        allowed = cast("float", self.lock.ttl)
-        if took > allowed:
-            logger.warning(
-                "The run of %r took %.1f s, and %.1f s are declared (%.1f s expected): an overrun,"
-                " in which later ticks may have been skipped",
-                key,
-                took,
-                allowed,
-                self.expected,
-                extra=self._fields("overrun", key),
-            )
+    @contextmanager
+    def timed(self, key: str) -> Iterator[None]:
+        """Say so where a run takes longer than the schedule allows for."""
+        began = monotonic()
+        try:
+            yield
+        finally:
+            took, allowed = monotonic() - began, cast("float", self.lock.ttl)
+            if took > allowed:
+                logger.warning(
+                    "The run of %r took %.1f s, and %.1f s are declared (%.1f s expected): an"
+                    " overrun, in which later ticks may have been skipped",
+                    key,
+                    took,
+                    allowed,
+                    self.expected,
+                    extra=self._fields("overrun", key),
+                )
 
     def _fields(self, event: str, key: str, error: LockError | None = None) -> dict[str, Any]:
         return log_fields(event, backend=self.lock.backend, key=key, error=error)
@@ -304,23 +299,17 @@ def _called(
         time.sleep(schedule.pause())
         if schedule.scope is RunScope.NODE_LOCAL:
             return function(*args, **kwargs)
-        key, began = own_key(template.render(args, kwargs)), None
+        key = own_key(template.render(args, kwargs))
         pauses = schedule.retries(monotonic())
         while True:
-            try:
-                with schedule.lock_of(key):
-                    began = monotonic()
-                    schedule.note_run(key)
-                    return function(*args, **kwargs)
-            except (LockNotAcquired, BackendUnavailable) as error:
-                if began is not None:
-                    raise
-                pause = schedule.again(key, error, pauses)
-                if pause is None:
-                    return schedule.skip(key, error)
-            finally:
-                if began is not None:
-                    schedule.report(key, monotonic() - began)
+            with attempt(schedule.lock_of(key)) as answer:
+                if isinstance(answer, Lease):
+                    with schedule.timed(key):
+                        schedule.note_run(key)
+                        return function(*args, **kwargs)
+            pause = schedule.again(key, answer, pauses)
+            if pause is None:
+                return schedule.skip(key, answer)
             time.sleep(pause)
 
     return run
@@ -333,26 +322,19 @@ def _awaited(
         await asyncio.sleep(schedule.pause())
         if schedule.scope is RunScope.NODE_LOCAL:
             return await function(*args, **kwargs)
-        key, began = own_key(template.render(args, kwargs)), None
-        pauses = schedule.retries(monotonic())
+        key = own_key(template.render(args, kwargs))
+        lock, pauses = schedule.lock_of(key), schedule.retries(monotonic())
         while True:
-            try:
-                async with schedule.lock_of(key):
-                    began = monotonic()
-                    if schedule.every is not None:
-                        store = lock_backends[schedule.lock_of(key).backend]
-                        await store.run_async(schedule.note_run, key)
-                    return await function(*args, **kwargs)
-            except (LockNotAcquired, BackendUnavailable) as error:
-                if began is not None:
-                    raise
-                pause = schedule.again(key, error, pauses)
-                if pause is None:
-                    store = lock_backends[schedule.lock_of(key).backend]
-                    return await store.run_async(schedule.skip, key, error)
-            finally:
-                if began is not None:
-                    schedule.report(key, monotonic() - began)
+            async with aattempt(lock) as answer:
+                if isinstance(answer, Lease):
+                    with schedule.timed(key):
+                        if schedule.every is not None:
+                            store = lock_backends[lock.backend]
+                            await store.run_async(schedule.note_run, key)
+                        return await function(*args, **kwargs)
+            pause = schedule.again(key, answer, pauses)
+            if pause is None:
+                return await lock_backends[lock.backend].run_async(schedule.skip, key, answer)
             await asyncio.sleep(pause)
 
     return run

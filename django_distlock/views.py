@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 from urllib.parse import quote
@@ -21,20 +21,18 @@ from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonRespons
 from django.template import Context, Engine, TemplateDoesNotExist, loader
 from django.utils.translation import get_language, gettext, ngettext
 
-from .bypassing import tell_bypassed
 from .core.bodies import whole
 from .core.durations import GRACE, Duration, seconds
-from .core.errors import BackendUnavailable, InvalidArgument, LockNotAcquired, choice, shown
+from .core.errors import InvalidArgument, LockNotAcquired, shown
 from .core.holders import MAX_METADATA_BYTES, MAX_TEXT
 from .core.keys import IllegalKey, KeyTemplate, normalize_key
 from .declarations import Declaration, Kind, declared
-from .handler import lock_backends
-from .host import monotonic
 from .locks import Lock, distlock
+from .policy import Policy, Refusal
 
 View = Callable[..., Any]
 #: Makes the answer to a request that is refused.
-Refusal = Callable[[HttpRequest, Exception], HttpResponseBase]
+MakeRefusal = Callable[[HttpRequest, Exception], HttpResponseBase]
 
 TEMPLATE: Final = "django_distlock/busy.html"
 #: Seconds until one may ask again, where nobody knows when the key will be free.
@@ -51,7 +49,7 @@ def locked_view(
     on_conflict: Literal["skip", "raise", "run"] = "skip",
     on_unavailable: Literal["raise", "skip", "run"] = "raise",
     status: Literal[409, 423] = 409,
-    refusal: Refusal | None = None,
+    refusal: MakeRefusal | None = None,
     retry_after: Duration | None = None,
     **options: Any,
 ) -> Callable[[View], View]:
@@ -204,25 +202,12 @@ def refuse(request: HttpRequest, error: Exception, again_in: int) -> HttpRespons
 
 
 class _Refusing:
-    """Which errors become answers, and how."""
+    """How errors become answers."""
 
-    def __init__(
-        self,
-        conflicts: bool,
-        outages: bool,
-        status: int,
-        make: Refusal | None,
-        retry_after: float | None,
-    ):
-        self._conflicts = conflicts
-        self._outages = outages
+    def __init__(self, status: int, make: MakeRefusal | None, retry_after: float | None):
         self._status = status
         self._make = make
         self._retry_after = retry_after
-
-    def takes(self, error: Exception) -> bool:
-        """Whether the error is answered, and not raised."""
-        return self._conflicts if isinstance(error, LockNotAcquired) else self._outages
 
     def answer(self, request: HttpRequest, error: Exception) -> HttpResponseBase:
         """Return the answer."""
@@ -241,10 +226,10 @@ class _Locked:
     #: Returns the key of a request, called as the view is.
     key: Callable[..., str]
 
-    def __init__(self, lock: Lock, refusing: _Refusing, run_anyway: bool):
+    def __init__(self, lock: Lock, policy: Policy, refusing: _Refusing):
         self.lock = lock
+        self._policy = policy
         self._refusing = refusing
-        self._run_anyway = run_anyway
         self._room = _room(lock.metadata)
         #: Aliases whose transactions the view does without.
         self._not_atomic: set[str] | _Every = set()
@@ -256,7 +241,7 @@ class _Locked:
         on_conflict: Literal["skip", "raise", "run"] = "skip",
         on_unavailable: Literal["raise", "skip", "run"] = "raise",
         status: Literal[409, 423] = 409,
-        refusal: Refusal | None = None,
+        refusal: MakeRefusal | None = None,
         retry_after: Duration | None = None,
         **options: Any,
     ) -> _Locked:
@@ -265,15 +250,13 @@ class _Locked:
         Raises:
             InvalidArgument: An argument breaks a rule.
         """
-        choice("on_conflict", on_conflict, ("skip", "raise", "run"))
-        choice("on_unavailable", on_unavailable, ("raise", "skip", "run"))
+        policy = Policy.of(on_conflict, on_unavailable)
         if status not in (409, 423):
             raise InvalidArgument(f"status is 409 or 423, not {shown(status)}.")
         lock = distlock("?", on_conflict="run" if on_conflict == "run" else "raise", **options)
         if retry_after is not None:
             retry_after = seconds(retry_after, "retry_after")
-        skips = on_conflict == "skip", on_unavailable == "skip"
-        return cls(lock, _Refusing(*skips, status, refusal, retry_after), on_unavailable == "run")
+        return cls(lock, policy, _Refusing(status, refusal, retry_after))
 
     def around(self, view: View, key: Callable[..., str]) -> View:
         """Return what is called in the place of a view."""
@@ -305,39 +288,20 @@ class _Locked:
     def run(self, view: View, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         """Answer a request."""
         lock = self._lock_of(request, *args, **kwargs)
-        entered, started_at = False, monotonic()
-        try:
-            with lock:
-                entered = True
-                return self._atomic(view, request, *args, **kwargs)
-        except (LockNotAcquired, BackendUnavailable) as error:
-            # What the view itself raises is its own.
-            if entered or not self._is_answered(error):
-                raise
-            if not self._runs_without(error):
-                return self._refusing.answer(request, error)
-            refusal = error
-        tell_bypassed(lock.backend, lock.key, monotonic() - started_at, refusal)
-        return self._atomic(view, request, *args, **kwargs)
+        return self._policy.run(
+            lock,
+            partial(self._atomic, view, request, *args, **kwargs),
+            partial(self._refusing.answer, request),
+        )
 
     async def arun(self, view: View, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         """Answer a request, with awaits."""
         lock = self._lock_of(request, *args, **kwargs)
-        entered, started_at = False, monotonic()
-        try:
-            async with lock:
-                entered = True
-                return await view(request, *args, **kwargs)
-        except (LockNotAcquired, BackendUnavailable) as error:
-            if entered or not self._is_answered(error):
-                raise
-            if not self._runs_without(error):
-                return self._refusing.answer(request, error)
-            refusal = error
-        # A receiver may do what an event loop must not.
-        store, waited = lock_backends[lock.backend], monotonic() - started_at
-        await store.run_async(tell_bypassed, lock.backend, lock.key, waited, refusal)
-        return await view(request, *args, **kwargs)
+
+        async def answer(error: Refusal) -> HttpResponseBase:
+            return self._refusing.answer(request, error)
+
+        return await self._policy.arun(lock, partial(view, request, *args, **kwargs), answer)
 
     def _lock_of(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Lock:
         try:
@@ -349,12 +313,6 @@ class _Locked:
         if self._room:
             metadata = {REQUEST: _line(request)[: self._room], **metadata}
         return replace(self.lock, key=key, metadata=metadata)
-
-    def _is_answered(self, error: Exception) -> bool:
-        return self._runs_without(error) or self._refusing.takes(error)
-
-    def _runs_without(self, error: Exception) -> bool:
-        return self._run_anyway and isinstance(error, BackendUnavailable)
 
     def _atomic(self, view: View, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         """Call a view in the transactions that Django would have begun around it."""

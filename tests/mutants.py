@@ -573,7 +573,7 @@ MUTANTS = (
     Mutant(
         "queued tasks that fail where the store is away",
         "postgres", "django_distlock/contrib/celery/runs.py",
-        old=r'"retry" if is_late else "raise"', new='"raise"',
+        old=r'"retry" if self._is_late else "raise"', new='"raise"',
         test="tests/celery/test_outages.py::test_queued_tasks_outlast_an_outage",
         case="default-late",
     ),
@@ -599,8 +599,8 @@ MUTANTS = (
     ),
     Mutant(
         "a conflict of the body taken for one about the task",
-        "postgres", "django_distlock/contrib/jobs.py",
-        old=r"if entered:\n                raise", new=r"if False:\n                raise",
+        "postgres", "django_distlock/policy.py",
+        old=r"if entered:\n            raise", new=r"if False:\n            raise",
         test="tests/integration/test_tasks.py::test_conflict_of_the_bodys_own_is_raised",
         case="django_tasks",
     ),

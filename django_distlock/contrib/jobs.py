@@ -7,27 +7,21 @@ import itertools
 import logging
 import math
 import random
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
-from ..bypassing import tell_bypassed, tell_requeued, tell_skipped
 from ..core.durations import Duration, seconds
-from ..core.errors import (
-    BackendUnavailable,
-    InvalidArgument,
-    LockNotAcquired,
-    choice,
-    shown,
-    skipped,
-)
+from ..core.errors import InvalidArgument, shown
 from ..core.keys import KeyTemplate
 from ..core.logs import log_fields
 from ..core.retry import Retry
 from ..handler import lock_backends
-from ..host import monotonic
 from ..keeping import Terms
 from ..locks import Lock, distlock
+from ..policy import Policy, Refusal, skip
 
 T = TypeVar("T")
 
@@ -35,7 +29,6 @@ OnConflict: TypeAlias = Literal["skip", "retry", "wait", "raise", "run"]
 OnUnavailable: TypeAlias = Literal["raise", "skip", "run"]
 #: The result of a job whose body did not run: JSON.
 Marker: TypeAlias = dict[str, Any]
-Refusal: TypeAlias = LockNotAcquired | BackendUnavailable
 
 #: Seconds since its first attempt for which a job is queued again.
 MAX_WAIT: Final = 3600.0
@@ -43,6 +36,7 @@ MAX_WAIT: Final = 3600.0
 WAIT: Final = 5.0
 #: The pauses of a job that is queued again.
 RETRY: Final = Retry(delay=1.0, factor=2.0, cap=60.0)
+_PARENTHESES: Final = "Is it written without parentheses? Write @locked_task(…)."
 
 logger = logging.getLogger("django_distlock")
 
@@ -109,15 +103,13 @@ class Rules:
 
     Attributes:
         lock: The lock, but for key and job.
-        on_conflict: What is done if somebody else has the key.
-        on_unavailable: What is done if the store does not answer.
+        policy: What is done in place of the job.
         max_wait: Seconds since the first attempt for which a job is queued again; None: for ever.
         retry: The pauses until then.
     """
 
     lock: JobLock
-    on_conflict: OnConflict
-    on_unavailable: OnUnavailable
+    policy: Policy
     max_wait: float | None
     retry: Retry
 
@@ -133,8 +125,8 @@ class Rules:
         """Return rules that were checked.
 
         Args:
-            on_conflict: See `Rules`.
-            on_unavailable: See `Rules`.
+            on_conflict: See `Policy`.
+            on_unavailable: See `Policy`.
             max_wait: See `Rules`.
             options: Those of `distlock()`. `retry` is about the pauses in the queue, where there
                 are any. `wait` is 0 if it is left out, or 5 where the job is to wait.
@@ -142,8 +134,7 @@ class Rules:
         Raises:
             InvalidArgument: An argument breaks a rule.
         """
-        choice("on_conflict", on_conflict, ("skip", "retry", "wait", "raise", "run"))
-        choice("on_unavailable", on_unavailable, ("raise", "skip", "run"))
+        policy = Policy.of(on_conflict, on_unavailable, "retry", "wait")
         options.setdefault("wait", WAIT if on_conflict == "wait" else 0)
         lock = distlock("?", on_conflict="run" if on_conflict == "run" else "raise", **options)
         values = {each.name: getattr(lock, each.name) for each in fields(lock)}
@@ -151,8 +142,7 @@ class Rules:
             values["retry"] = None
         return cls(
             lock=JobLock(**values),
-            on_conflict=on_conflict,
-            on_unavailable=on_unavailable,
+            policy=policy,
             max_wait=None if max_wait is None else seconds(max_wait, "max_wait"),
             retry=lock.retry or RETRY,
         )
@@ -179,7 +169,7 @@ class Rules:
         return min(left, random.uniform(0, step))  # noqa: S311 - to spread load
 
     def run(
-        self, lock: Lock, body: Callable[[], T], again: Callable[[LockNotAcquired], Marker]
+        self, lock: Lock, body: Callable[[], T], again: Callable[[Refusal], Marker]
     ) -> T | Marker:
         """Call the body under its lock, or do what the rules say.
 
@@ -190,69 +180,26 @@ class Rules:
             body: The work.
             again: Queues the job again because of the error, or raises it.
         """
-        started_at, entered = monotonic(), False
-        try:
-            with lock:
-                entered = True
-                return body()
-        except (LockNotAcquired, BackendUnavailable) as error:
-            if entered:
-                raise
-            refusal = error
-        if self._runs_without(refusal):
-            tell_bypassed(lock.backend, lock.key, monotonic() - started_at, refusal)
-            return body()
-        if isinstance(refusal, LockNotAcquired) and self.on_conflict == "retry":
-            marker = again(refusal)
-            tell_requeued(lock.backend, lock.key, refusal)
-            return marker
-        return self._skip(refusal, lock)
+        return self.policy.run(lock, body, partial(self._skip, lock), again)
 
     async def arun(
         self,
         lock: Lock,
         body: Callable[[], Awaitable[T]],
-        again: Callable[[LockNotAcquired], Awaitable[Marker]],
+        again: Callable[[Refusal], Awaitable[Marker]],
     ) -> T | Marker:
         """See `run`."""
-        started_at, entered = monotonic(), False
-        try:
-            async with lock:
-                entered = True
-                return await body()
-        except (LockNotAcquired, BackendUnavailable) as error:
-            if entered:
-                raise
-            refusal = error
-        if self._runs_without(refusal):
-            store = lock_backends[lock.backend]
-            waited = monotonic() - started_at
-            await store.run_async(tell_bypassed, lock.backend, lock.key, waited, refusal)
-            return await body()
-        if isinstance(refusal, LockNotAcquired) and self.on_conflict == "retry":
-            marker = await again(refusal)
-            store = lock_backends[lock.backend]
-            await store.run_async(tell_requeued, lock.backend, lock.key, refusal)
-            return marker
-        return await lock_backends[lock.backend].run_async(self._skip, refusal, lock)
 
-    def _runs_without(self, refusal: Refusal) -> bool:
-        # A conflict that is to be run through is left to the lock.
-        return isinstance(refusal, BackendUnavailable) and self.on_unavailable == "run"
+        async def left(refusal: Refusal) -> Marker:
+            return await lock_backends[lock.backend].run_async(self._skip, lock, refusal)
 
-    def _skip(self, refusal: Refusal, lock: Lock) -> Marker:
-        """Say so, or raise what is not to be skipped."""
-        conflict = isinstance(refusal, LockNotAcquired)
-        if (self.on_conflict if conflict else self.on_unavailable) != "skip":
-            raise refusal
-        level = logging.INFO if conflict else logging.ERROR
-        extra = log_fields("skipped", backend=lock.backend, key=lock.key, error=refusal)
-        logger.log(level, "The job of %r is skipped: %s", lock.key, refusal, extra=extra)
-        tell_skipped(lock.backend, lock.key, refusal)
-        return skipped(refusal, lock.key)
+        return await self.policy.arun(lock, body, left, again)
+
+    def _skip(self, lock: Lock, refusal: Refusal) -> Marker:
+        return skip(f"The job of {lock.key!r}", refusal, lock.backend, lock.key)
 
 
-def queued_again(error: LockNotAcquired, key: str, task_id: str, pause: float) -> Marker:
+def queued_again(error: Refusal, key: str, task_id: str, pause: float) -> Marker:
     """Return the result of a job in whose place another one is in the queue, and say so."""
     logger.info(
         "The job of %r is queued again as %s, in %.1f s: %s",
@@ -289,3 +236,38 @@ def key_maker(
     visible.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     visible.__qualname__ = function.__qualname__
     return KeyTemplate.for_function(key, visible).of
+
+
+def refuse_function(key: object) -> None:
+    """Refuse the function of a task where a key is expected, if the two can be told apart.
+
+    A function of a module that makes keys has its name there by now, and one that is being
+    decorated has not. Of functions inside of others, and of classes, nobody knows: `only_function`
+    says so when the task runs.
+
+    Raises:
+        InvalidArgument: It is no key.
+    """
+    if not inspect.isfunction(key) or not key.__qualname__.isidentifier():
+        return
+    module = sys.modules.get(key.__module__)
+    if module is not None and key.__qualname__ not in vars(module):
+        raise InvalidArgument(f"locked_task has got {key.__qualname__} for a key. {_PARENTHESES}")
+
+
+def only_function(key: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a decorator is called with, unless a task is being run.
+
+    Args:
+        key: What the decorator was given.
+        args: What it is called with.
+        kwargs: The same.
+
+    Raises:
+        InvalidArgument: These are the arguments of a task.
+    """
+    if len(args) == 1 and not kwargs and (callable(args[0]) or not callable(key)):
+        return args[0]
+    raise InvalidArgument(
+        f"locked_task wraps a function, not the arguments of a call. {_PARENTHESES}"
+    )

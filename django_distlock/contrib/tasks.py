@@ -17,8 +17,9 @@ from django.utils import timezone
 
 from ..core.bodies import whole
 from ..core.durations import Duration
-from ..core.errors import InvalidArgument, LockNotAcquired, LockUsageError, shown
+from ..core.errors import InvalidArgument, LockUsageError, shown
 from ..declarations import Declaration, Kind, declared
+from ..policy import Refusal
 from .jobs import (
     MAX_WAIT,
     JobLock,
@@ -28,9 +29,10 @@ from .jobs import (
     Queued,
     Rules,
     key_maker,
+    only_function,
     queued_again,
+    refuse_function,
 )
-from .parentheses import only_function, refuse_function
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -170,7 +172,7 @@ class _Locked:
             async def asynchronous(*args: Any, **kwargs: Any) -> Any:
                 run = self._run(args, kwargs)
 
-                async def again(error: LockNotAcquired) -> Marker:
+                async def again(error: Refusal) -> Marker:
                     later = self._later(run, error)
                     result = await later.task.aenqueue(*later.args, **later.kwargs)
                     return queued_again(error, run.lock.key, str(result.id), later.pause)
@@ -185,7 +187,7 @@ class _Locked:
         def synchronous(*args: Any, **kwargs: Any) -> Any:
             run = self._run(args, kwargs)
 
-            def again(error: LockNotAcquired) -> Marker:
+            def again(error: Refusal) -> Marker:
                 later = self._later(run, error)
                 result = later.task.enqueue(*later.args, **later.kwargs)
                 return queued_again(error, run.lock.key, str(result.id), later.pause)
@@ -217,7 +219,7 @@ class _Locked:
             return result
         return None
 
-    def _later(self, run: _Run, error: LockNotAcquired) -> _Later:
+    def _later(self, run: _Run, error: Refusal) -> _Later:
         """Return what to queue; or raise the error, where nothing can be or is to be."""
         if run.result is None:
             error.add_note(

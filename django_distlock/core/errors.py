@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .secrets import without_credentials
 
@@ -123,31 +123,3 @@ class LockUsageError(LockError):
     """
 
     code = "unsupported"
-
-
-def choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Check that an argument is one of the words it may be.
-
-    Raises:
-        InvalidArgument: It is not. The message names all of them.
-    """
-    if value not in choices:
-        known = ", ".join(f'"{each}"' for each in choices)
-        raise InvalidArgument(f"{name} is one of {known}, not {shown(value)}.")
-
-
-def skipped(error: LockError, key: str | None = None) -> dict[str, Any]:
-    """Return what stands in the place of a result where work was left to others: JSON.
-
-    Args:
-        error: Why.
-        key: The key, should the error not know it.
-    """
-    holder = getattr(error, "holder", None)
-    known = ("host", "pid", "task_id")
-    return {
-        "distlock": "skipped",
-        "key": error.key or key,
-        "why": error.code,
-        "holder": None if holder is None else {name: getattr(holder, name) for name in known},
-    }

@@ -151,6 +151,16 @@ class Record:
     def __post_init__(self) -> None:
         object.__setattr__(self, "token", Token(self.token))
 
+    @property
+    def grant(self) -> Grant:
+        """What it takes to extend or release what somebody else has acquired."""
+        return Grant(self.key, self.token, self.fence, self.ttl, self.acquired_at, self.expires_at)
+
+    @property
+    def fence_token(self) -> str:
+        """See `Lease.fence_token`."""
+        return f"{self.fence:015d}"
+
     def is_live(self, now: datetime) -> bool:
         """Whether nobody else may be granted the key: the one predicate, everywhere."""
         return self.free_at is None or now < self.free_at

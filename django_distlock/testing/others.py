@@ -12,7 +12,7 @@ from ..core.durations import Duration, ttl_seconds
 from ..core.errors import LockNotAcquired, LockUsageError
 from ..core.holders import Holder
 from ..core.keys import new_token
-from ..core.records import Contended, Grant, Record
+from ..core.records import Contended, Record
 from ..handler import lock_backends
 from ..host import monotonic
 from ..keeping import Terms
@@ -108,13 +108,13 @@ def expire(key: str, *, backend: str = "default") -> None:
 
 def forget(store: BaseLockBackend, record: Record) -> None:
     """Let a store know nothing of a lease any more; the fence stays where it is, if it can."""
-    key, token = record.key, record.token
-    grant = Grant(key, token, record.fence, record.ttl, record.acquired_at, record.expires_at)
     # What is settled, and what a session holds, cannot be released by its token.
-    if token and store.release(grant):
+    if record.token and store.release(record.grant):
         return
-    if isinstance(store.force_release(key), Contended):
-        raise LockUsageError(f"A transaction keeps {key!r}: it cannot end now.", key=key)
+    if isinstance(store.force_release(record.key), Contended):
+        raise LockUsageError(
+            f"A transaction keeps {record.key!r}: it cannot end now.", key=record.key
+        )
 
 
 def taken(

@@ -37,7 +37,7 @@ from django_distlock import (
     lock_backends,
 )
 from django_distlock.contrib import prometheus
-from django_distlock.contrib.celery import LockedTask, inheriting, locked_task
+from django_distlock.contrib.celery import LockedTask, locked_task, queueing
 from django_distlock.contrib.celery.checks import check_tasks
 from django_distlock.contrib.celery.deliveries import LEASE
 from django_distlock.core.keys import own_key
@@ -245,10 +245,10 @@ def test_lease_is_not_handed_down_before_the_commit(
 
     def send() -> None:
         headers: dict[str, Any] = {}
-        inheriting.hand_down(work.name, ((7,), {}, {}), headers)
+        queueing.hand_down(work.name, ((7,), {}, {}), headers)
         sent.append(headers)
 
-    monkeypatch.setattr(inheriting, "current_app", app)
+    monkeypatch.setattr(queueing, "current_app", app)
     with distlock("key:7") as lease:
         with transaction.atomic():
             send()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from . import checks as checks
-from . import declaring, endings, runs, unseen
+from . import checks, declaring, endings, runs
 from .tasks import LockedTask, locked_task
 
 __all__ = ["LockedTask", "locked_task"]
 
 runs.connect()
 endings.connect()
-unseen.connect()
+checks.connect()
 declaring.connect()

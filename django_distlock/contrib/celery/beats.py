@@ -225,14 +225,7 @@ class Marks:
         self._renew_at = monotonic() + min(RENEW_EVERY, self._ttl / 8)
 
     def _read(self, name: str, record: Record, since: datetime, runs: int) -> Mark:
-        grant = Grant(
-            record.key,
-            record.token,
-            record.fence,
-            self._ttl,
-            record.acquired_at,
-            record.expires_at,
-        )
+        grant = replace(record.grant, ttl=self._ttl)
         now = _now()
         doubt = self._doubts.get(name)
         if doubt is not None and record.token in doubt.tokens:

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any, Final
 
+from celery import signals
 from django.core import checks
 
 from ...core.errors import LockUsageError
 from ...core.keys import begins_with_field
+from ...core.logs import log_fields
 from .declaring import app_of_project, import_modules
 from .runs import require_base
 from .terms import Terms, terms_of
 
+logger = logging.getLogger("django_distlock")
+
+_UID: Final = "django_distlock.contrib.celery.checks"
 _DOCS: Final = "See docs/howto/lock-celery-tasks.md."
 #: Brokers that deliver a message again which nobody has acknowledged for a time, and that time.
 _VISIBILITY: Final = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
+#: Unique tasks without their base of which this process has told.
+_told: set[str] = set()
+
+
+def connect() -> None:
+    """Say which unique task has not its base when a worker starts, and when the task is sent."""
+    signals.worker_init.connect(_worker_starts, dispatch_uid=_UID, weak=False)
+    signals.before_task_publish.connect(_is_sent, dispatch_uid=_UID, weak=False)
 
 
 @checks.register("distlock")
@@ -133,3 +147,26 @@ def _check_template(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
             hint=f"Begin it with a text: 'invoice:{{number}}'. {_DOCS}",
             id="distlock.W007",
         )
+
+
+def _worker_starts(sender: Any = None, **_: Any) -> None:
+    for task in list(sender.app.tasks.values()):
+        _tell(task)
+
+
+def _is_sent(sender: Any = None, **_: Any) -> None:
+    app = app_of_project()
+    # What is sent by name, by an app that knows no tasks yet, is not to finalize it.
+    if app is not None and app.finalized:
+        _tell(app.tasks.get(sender))
+
+
+def _tell(task: Any) -> None:
+    """Log it once for each task: an error that a signal's receiver raises is swallowed."""
+    terms = terms_of(task)
+    if terms is None or task.name in _told:
+        return
+    for found in _check_base(task, terms):
+        _told.add(task.name)
+        extra = log_fields("misused", error=LockUsageError(found.msg))
+        logger.error("%s", found.msg, extra=extra)

@@ -20,6 +20,7 @@ from celery.utils.imports import symbol_by_name
 
 from ...backends.base import BaseLockBackend
 from ...core.errors import LockError
+from ...core.keys import UNIQUE_PREFIX
 from ...core.logs import log_fields
 from ...core.records import Record
 from ...core.threads import start_thread
@@ -200,9 +201,9 @@ def _is_dead(record: Record, patience: float) -> bool:
 
 
 def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any) -> None:
-    lock, grant = terms.rules.lock, queueing.grant_of(record)
+    lock, grant = terms.rules.lock, record.grant
     kept = (lock.ttl or store.config.ttl) if lock.hold else lock.min_hold
-    if kept and (terms.lock is None or record.key == _lock_key(terms, request)):
+    if kept and (terms.lock is None or not record.key.startswith(UNIQUE_PREFIX)):
         released = store.settle(grant, kept)
     else:
         released = store.release(grant)
@@ -227,13 +228,6 @@ def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any)
         released=bool(released),
         cause=LockError(f"Process {record.holder.pid} is dead.", key=record.key),
     )
-
-
-def _lock_key(terms: Terms, request: Any) -> str | None:
-    if terms.lock is None or not terms.lock.is_plain:
-        return None
-    call = queueing.call_of(request.task, tuple(request.args), dict(request.kwargs))
-    return terms.lock.make(call)
 
 
 def _fields(event: str, store: BaseLockBackend, record: Record, request: Any) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
@@ -44,14 +43,6 @@ _WORDS: Final = leftovers.Words(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """What is about a task, as leftovers name it."""
-
-    backend: str
-    key: str
-
-
 def keep(delivery: Delivery, backend: str, key: str) -> None:
     """Keep a task that has failed: now, or as soon as the database answers.
 
@@ -72,7 +63,7 @@ def keep(delivery: Delivery, backend: str, key: str) -> None:
         message=_packed(task, request),
         route=_route(request.delivery_info or {}),
     )
-    leftovers.free(partial(_write, using, row), _Entry(using, str(request.id)), _WORDS)
+    leftovers.free(partial(_write, using, row), using, row.pk, _WORDS)
 
 
 def failed(*, sent: bool) -> list[FailedTask]:

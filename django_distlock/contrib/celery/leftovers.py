@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from django.db import connections
 
@@ -24,8 +24,6 @@ logger = logging.getLogger("django_distlock")
 
 #: The pauses between two attempts.
 PAUSES: Final = Retry(delay=0.5, factor=2.0, cap=15.0)
-
-
 #: What may be left at once: what comes behind it is told, and given up.
 MOST: Final = 10_000
 
@@ -51,25 +49,14 @@ _KEY: Final = Words(
 )
 
 
-class Named(Protocol):
-    """What tells whose key it is: a lock, or a lease."""
-
-    @property
-    def backend(self) -> str:
-        """The alias of the store."""
-
-    @property
-    def key(self) -> str:
-        """The key."""
-
-
-def free(release: Callable[[], object], named: Named, words: Words = _KEY) -> None:
+def free(release: Callable[[], object], backend: str, key: str, words: Words = _KEY) -> None:
     """Give a key back: now, or as soon as the store answers and this process still lives.
 
     Args:
         release: Gives it back, or finds that this is over. It may be called again, elsewhere.
+        backend: The alias of the store.
     """
-    leftover = (named.backend, named.key, release, words)
+    leftover = (backend, key, release, words)
     if not _is_done(leftover):
         _leftovers.put(leftover)
 

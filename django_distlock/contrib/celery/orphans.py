@@ -15,7 +15,6 @@ from ...core.errors import BackendUnavailable, LockError
 from ...core.keys import UNIQUE_PREFIX
 from ...core.records import Record
 from ...host import is_gone
-from .queueing import grant_of
 
 #: Messages, records or ids that are asked for at once.
 _PAGE: Final = 1000
@@ -92,7 +91,7 @@ def drop(store: BaseLockBackend, record: Record) -> bool:
     Raises:
         BackendUnavailable: The store did not answer.
     """
-    return store.release(grant_of(record)) is True
+    return store.release(record.grant) is True
 
 
 @contextmanager

@@ -1,38 +1,52 @@
-"""How a task is queued that is queued or running once at most."""
+"""How locked tasks are queued: at most once, or under the lease of their sender."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
+from weakref import WeakValueDictionary
 
-from celery import states
+from celery import current_app, states
 from celery.result import EagerResult
 from celery.utils import uuid
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
+from ... import holding, transactions
 from ...attempts import Granted
+from ...backends.base import BaseLockBackend
 from ...bypassing import tell_skipped
-from ...core.errors import BackendUnavailable, LockError, LockLost, LockNotAcquired, skipped
+from ...core.errors import (
+    BackendUnavailable,
+    InvalidArgument,
+    LockError,
+    LockLost,
+    LockNotAcquired,
+)
 from ...core.keys import new_token
 from ...core.logs import log_fields
 from ...core.records import Grant, Record
 from ...handler import lock_backends
 from ...host import is_gone, monotonic
+from ...keeping import Terms as Kept
 from ...leases import Lease
+from ...policy import skip
 from ...signals import lock_acquired, tell
 from ..jobs import JobLock
-from .deliveries import UNIQUE, Delivery, kept_headers
+from .deliveries import LEASE, UNIQUE, Delivery, kept_headers
 from .terms import Call, Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
 
 #: Options of tasks that others wait for. A chord's body is known by the id that it was given.
 _AWAITED = ("chord", "group_id", "chain", "link")
+#: The leases of tasks that run in this process, by token: one thread may send what another runs.
+_here: WeakValueDictionary[str, Lease] = WeakValueDictionary()
 
 
 def call_of(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -64,7 +78,9 @@ def send(
     lock = terms.unique_of(call_of(task, args, kwargs), task_id)
     assert lock is not None  # noqa: S101 - there is a unique key
     try:
-        grant = _reserve(lock, terms, _delay(task, options))
+        grant = _reserve(
+            lock, terms, _seconds_until(options.get("countdown") or options.get("eta"))
+        )
     except LockNotAcquired as error:
         if is_awaited:
             # Others wait for this very task: it is sent, and skipped when it comes.
@@ -89,10 +105,8 @@ def send(
             )
             return publish(args, kwargs, task_id=task_id, **options)
         if policy == "skip":
-            extra = log_fields("skipped", backend=lock.backend, task=task_id, error=error)
-            logger.error("The task %s is not queued: %s", task_id, error, extra=extra)
-            tell_skipped(lock.backend, lock.key, error)
-            return EagerResult(task_id, skipped(error, lock.key), states.SUCCESS, name=task.name)
+            marker = skip(f"The task {task_id}", error, lock.backend, lock.key, task=task_id)
+            return EagerResult(task_id, marker, states.SUCCESS, name=task.name)
         raise
     headers = {**(options.pop("headers", None) or {}), UNIQUE: f"{grant.fence:015d}"}
     try:
@@ -121,7 +135,7 @@ def take(lock: JobLock, delivery: Delivery) -> Lease:
     store = lock_backends[lock.backend]
     record = store.read(lock.key) if delivery.is_traced else None
     if record is not None and record.holder.task_id == delivery.id and not record.is_settled:
-        is_queued = f"{record.fence:015d}" == delivery.header(UNIQUE)
+        is_queued = record.fence_token == delivery.header(UNIQUE)
         if is_queued or is_gone(record.holder):
             return _replace(lock, record)
     return lock.acquire()
@@ -155,15 +169,94 @@ def free(lock: JobLock, fence: str) -> None:
     """
     store = lock_backends[lock.backend]
     record = store.read(lock.key)
-    if record is not None and f"{record.fence:015d}" == fence:
-        store.release(grant_of(record))
+    if record is not None and record.fence_token == fence:
+        store.release(record.grant)
 
 
-def grant_of(record: Record) -> Grant:
-    """Return what it takes to release what somebody else has taken."""
-    return Grant(
-        record.key, record.token, record.fence, record.ttl, record.acquired_at, record.expires_at
-    )
+def remember(lease: Lease) -> None:
+    """Let tasks of this process work under a lease."""
+    if lease.held:
+        _here[lease.token] = lease
+
+
+def hand_down(
+    sender: Any = None, body: Any = None, headers: dict[str, Any] | None = None, **_: Any
+) -> None:
+    """Tell a task under which lease it is sent: a receiver of `before_task_publish`.
+
+    Not inside a transaction: it might begin before what was written there is committed.
+    """
+    if headers is None or LEASE in headers or holding.current_lease() is None:
+        return
+    task = current_app.tasks.get(sender)
+    terms = terms_of(task)
+    if terms is None or terms.lock is None or not terms.inherit:
+        return
+    args, kwargs = body[0], body[1]
+    try:
+        key = terms.lock.make(call_of(task, tuple(args), dict(kwargs)))
+    except (InvalidArgument, TypeError):
+        return  # The task itself will say so.
+    lease = holding.holds(terms.backend, key)
+    if lease is None:
+        return
+    if transactions.open_transactions():
+        extra = log_fields("not_handed_down", backend=lease.backend, key=key)
+        logger.warning(
+            "%s is sent inside a transaction and takes %r as any other task does, not under the"
+            " lease of its sender: send it by delay_on_commit()",
+            sender,
+            key,
+            extra=extra,
+        )
+        return
+    headers[LEASE] = lease.fence_token
+
+
+@contextmanager
+def under(store: BaseLockBackend, key: str, fence: str) -> Iterator[Lease | None]:
+    """Run a block under the lease that has this fence; None where the lease has ended.
+
+    The sender of the task releases it. While both run, both renew it.
+
+    Raises:
+        LockLost: The lease ended before the block did.
+    """
+    record = store.read(key)
+    if record is None or record.is_settled or record.fence_token != fence:
+        yield None
+        return
+    theirs = _here.get(record.token)
+    if theirs is not None and theirs.held:
+        with _bound(theirs):
+            yield theirs
+        return
+    sent_at = monotonic()
+    answer = store.extend(record.grant, record.ttl)
+    if not isinstance(answer, Grant):
+        yield None
+        return
+    kept = Kept(ttl=answer.ttl, holder=record.holder, retry=store.config.retry)
+    lease = _lease(store, answer, sent_at, kept)
+    try:
+        lease.begin_block(heartbeat=True)
+        with _bound(lease):
+            yield lease
+    finally:
+        with suppress(LockError):  # It is lost: there is nothing to let go of.
+            lease.let_go()
+    if lease.is_lost:
+        raise LockLost(f"The lease on {key!r} ended before the task that worked under it.", key=key)
+
+
+@contextmanager
+def _bound(lease: Lease) -> Iterator[None]:
+    owner = object()
+    holding.bind(owner, lease, inner=True)
+    try:
+        yield
+    finally:
+        holding.unbind(owner)
 
 
 def _goes_on(task: Any, task_id: str | None, options: dict[str, Any]) -> bool:
@@ -218,43 +311,39 @@ def _give_back(lock: JobLock, grant: Grant) -> None:
 
 def _replace(lock: JobLock, record: Record) -> Lease:
     store = lock_backends[lock.backend]
-    terms = lock._terms()
+    kept = lock._terms()
     sent_at = monotonic()
-    answer = store.acquire(lock.key, new_token(), terms.ttl, terms.holder, replace=record.token)
+    answer = store.acquire(lock.key, new_token(), kept.ttl, kept.holder, replace=record.token)
     if not isinstance(answer, Grant):
         raise LockNotAcquired(
             f"{lock.key!r} was taken by somebody else.", key=lock.key, holder=answer.holder
         )
-    deadline = math.inf if answer.ttl is None else sent_at + answer.ttl
     tell(
         lock_acquired,
         type(store),
         alias=lock.backend,
         key=lock.key,
         fence=answer.fence,
-        holder=terms.holder,
+        holder=kept.holder,
         waited=monotonic() - sent_at,
     )
-    return Lease(store, Granted(answer, deadline), terms)
+    return _lease(store, answer, sent_at, kept)
+
+
+def _lease(store: BaseLockBackend, grant: Grant, sent_at: float, kept: Kept) -> Lease:
+    deadline = math.inf if grant.ttl is None else sent_at + grant.ttl
+    return Lease(store, Granted(grant, deadline), kept)
 
 
 def _queue_ttl(terms: Terms, longest: float, delay: float) -> float:
     return min(longest, max(terms.queued_for, terms.rules.lock.ttl or 0.0) + max(0.0, delay))
 
 
-def _delay(task: Any, options: dict[str, Any]) -> float:
-    """Return the seconds until a task may be started."""
-    if options.get("countdown"):
-        return float(options["countdown"])
-    eta = options.get("eta")
-    if not eta:
-        return 0.0
-    at = maybe_make_aware(maybe_iso8601(eta), task.app.timezone)
-    return float((at - datetime.now(UTC)).total_seconds())
-
-
 def _seconds_until(when: object) -> float:
-    if isinstance(when, datetime):
-        at = when if when.tzinfo is not None else when.replace(tzinfo=UTC)
-        return (at - datetime.now(UTC)).total_seconds()
-    return float(when) if isinstance(when, (int, float)) else 0.0
+    """Return the seconds until a time; of a number, itself."""
+    if isinstance(when, int | float):
+        return float(when)
+    if not when:
+        return 0.0
+    at = maybe_make_aware(maybe_iso8601(when))
+    return float((at - datetime.now(UTC)).total_seconds())

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 from celery import signals, states
-from celery.exceptions import Ignore, Retry
+from celery.exceptions import Ignore
 
 from ... import holding
-from ...bypassing import tell_bypassed, tell_requeued, tell_skipped
-from ...core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError, skipped
+from ...bypassing import tell_bypassed, tell_requeued
+from ...core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError
 from ...core.logs import log_fields
 from ...handler import lock_backends
 from ...host import is_gone, monotonic
 from ...leases import Lease
 from ...locks import Lock
-from ..jobs import WAIT, JobLock, Refusal
-from . import failed, inheriting, leftovers, queueing
-from .deliveries import LEASE, UNIQUE, Delivery
-from .requeueing import forget_wait, queue_again, queue_behind_itself
+from ...policy import Refusal, attempt, skip
+from ..jobs import WAIT, JobLock
+from . import failed, leftovers, queueing
+from .deliveries import (
+    LEASE,
+    UNIQUE,
+    Delivery,
+    forget_wait,
+    queue_again,
+    queue_behind_itself,
+)
 from .terms import Terms
 
 logger = logging.getLogger("django_distlock")
@@ -37,7 +44,7 @@ _UID: Final = "django_distlock.contrib.celery.runs"
 def connect() -> None:
     """Hear of the ends of runs, and of what they send."""
     signals.task_postrun.connect(_ended, dispatch_uid=_UID, weak=False)
-    signals.before_task_publish.connect(inheriting.hand_down, dispatch_uid=_UID, weak=False)
+    signals.before_task_publish.connect(queueing.hand_down, dispatch_uid=_UID, weak=False)
 
 
 def run(
@@ -83,29 +90,13 @@ class Run:
 
     def __call__(self) -> Any:
         """Run the body, or what is done in its place."""
-        delivery = self._delivery
         lock, unique = self._locks()
         self._key = next((each.key for each in (lock, unique) if each is not None), None)
-        refusal: Refusal
-        with ExitStack() as stack:
-            try:
-                if delivery.is_redelivered:
-                    self._refuse_if_finished(0.0)
-                if lock is not None:
-                    self._hold(stack, lock)
-                if unique is not None:
-                    self._take(stack, unique, binds=lock is None)
-                if delivery.is_redelivered or delivery.queued is not None or self._has_met:
-                    self._refuse_if_finished(_SETTLING)
-            except (LockNotAcquired, BackendUnavailable) as error:
-                refusal = error
-            else:
+        with attempt(self._held(lock, unique)) as refusal:
+            if refusal is None:
                 self._wait_no_more()
                 return self._run()
-        if isinstance(refusal, LockNotAcquired):
-            is_duplicate = unique is not None and refusal.key == unique.key
-            return self._conflict(refusal, is_duplicate=is_duplicate)
-        return self._unavailable(refusal)
+        return self._refused(refusal, unique)
 
     def end(self, state: str, retval: Any) -> None:
         """End what lasts until the result is stored, and note that it is.
@@ -126,11 +117,14 @@ class Run:
             # A task that is over, and was refused before it took its key over from the queue.
             if self._queued is not None and state in (states.SUCCESS, states.FAILURE):
                 fence = self._delivery.header(UNIQUE)
-                leftovers.free(partial(queueing.free, self._queued, fence), self._queued)
+                self._free(partial(queueing.free, self._queued, fence), self._queued.key)
         elif state == states.RETRY:
             queueing.keep(unique, self._terms, getattr(retval, "when", None))
         else:
-            leftovers.free(unique.release, unique)
+            self._free(unique.release, unique.key)
+
+    def _free(self, release: Callable[[], object], key: str) -> None:
+        leftovers.free(release, self._terms.backend, key)
 
     # The locks
 
@@ -151,13 +145,28 @@ class Run:
             lock = replace(lock, wait=longest)
         return lock, unique
 
+    @contextmanager
+    def _held(self, lock: JobLock | None, unique: JobLock | None) -> Iterator[None]:
+        """Hold what a run needs."""
+        delivery = self._delivery
+        with ExitStack() as stack:
+            if delivery.is_redelivered:
+                self._refuse_if_finished(0.0)
+            if lock is not None:
+                self._hold(stack, lock)
+            if unique is not None:
+                self._take(stack, unique, binds=lock is None)
+            if delivery.is_redelivered or delivery.queued is not None or self._has_met:
+                self._refuse_if_finished(_SETTLING)
+            yield
+
     def _hold(self, stack: ExitStack, lock: JobLock) -> None:
         """Hold the lock until the stack ends."""
         if self._terms.inherit:
             fence = self._delivery.header(LEASE)
             lease = None
             if fence is not None:
-                lease = stack.enter_context(inheriting.under(self._store, lock.key, fence))
+                lease = stack.enter_context(queueing.under(self._store, lock.key, fence))
             if lease is not None:
                 self._fence = lease.fence
                 return
@@ -171,7 +180,7 @@ class Run:
                 raise
             lease = stack.enter_context(replace(lock, steal_if_dead=True))
         self._fence = lease.fence
-        inheriting.remember(lease)
+        queueing.remember(lease)
 
     def _look(self, lock: JobLock) -> None:
         """Refuse to wait in a worker for another delivery of the same task.
@@ -252,12 +261,14 @@ class Run:
     # Refusals
 
     def _policy(self, *, is_duplicate: bool = False) -> str:
-        chosen = self._terms.on_conflict
-        if chosen is not None:
-            return chosen
-        task = self._delivery.task
         # A duplicate has nothing to do that the other one does not.
-        return "retry" if task is not None and task.acks_late and not is_duplicate else "skip"
+        is_retried = self._is_late and not is_duplicate
+        return self._terms.on_conflict or ("retry" if is_retried else "skip")
+
+    @property
+    def _is_late(self) -> bool:
+        task = self._delivery.task
+        return task is not None and bool(task.acks_late)
 
     def _is_by_itself(self, error: LockNotAcquired) -> bool:
         """Whether another run of this very task is in the way."""
@@ -268,58 +279,36 @@ class Run:
             return delivery.was_seen_running
         return error.holder.task_id == delivery.id
 
-    def _conflict(self, error: LockNotAcquired, *, is_duplicate: bool) -> Any:
-        rules, delivery = self._terms.rules, self._delivery
-        if self._is_by_itself(error):
-            raise queue_behind_itself(delivery, rules, error)
-        policy = self._policy(is_duplicate=is_duplicate)
-        if policy == "skip":
-            extra = self._fields("skipped", error)
-            logger.info("The task %s is skipped: %s", delivery.label, error, extra=extra)
-            tell_skipped(self._terms.backend, error.key or self._key or "", error)
-            return skipped(error)
-        if policy == "retry" and delivery.is_queued:
-            raise self._queue_again(error)
-        if policy == "run":
-            return self._run_without(error)
+    def _refused(self, error: Refusal, unique: JobLock | None) -> Any:
+        """Do what the terms say in place of the body."""
+        delivery, terms = self._delivery, self._terms
+        if isinstance(error, BackendUnavailable):
+            chosen: str = terms.on_unavailable or ("retry" if self._is_late else "raise")
+        elif self._is_by_itself(error):
+            raise queue_behind_itself(delivery, terms.rules, error)
+        else:
+            chosen = self._policy(is_duplicate=unique is not None and error.key == unique.key)
+        key = error.key or self._key or ""
+        if chosen == "skip":
+            return skip(f"The task {delivery.label}", error, terms.backend, key, task=delivery.id)
+        if chosen == "run":
+            tell_bypassed(terms.backend, self._key, monotonic() - self._started_at, error)
+            return self._run()
+        if chosen == "retry" and delivery.is_queued:
+            retry = queue_again(delivery, terms.rules, error)
+            tell_requeued(terms.backend, key, error)
+            raise retry
         raise error
 
-    def _unavailable(self, error: BackendUnavailable) -> Any:
-        delivery, policy = self._delivery, self._terms.on_unavailable
-        if policy is None:
-            is_late = delivery.task is not None and delivery.task.acks_late
-            policy = "retry" if is_late else "raise"
-        if policy == "retry" and delivery.is_queued:
-            raise self._queue_again(error)
-        if policy in ("retry", "raise"):
-            raise error
-        if policy == "run":
-            return self._run_without(error)
-        extra = self._fields("skipped", error)
-        logger.error("The task %s is skipped: %s", delivery.label, error, extra=extra)
-        tell_skipped(self._terms.backend, error.key or self._key or "", error)
-        return skipped(error, self._key)
-
-    def _queue_again(self, error: Refusal) -> Retry:
-        retry = queue_again(self._delivery, self._terms.rules, error)
-        tell_requeued(self._terms.backend, error.key or self._key or "", error)
-        return retry
-
-    def _fields(
-        self, event: str, error: LockError | None = None, key: str | None = None
-    ) -> dict[str, Any]:
+    def _fields(self, event: str, error: LockError | None = None) -> dict[str, Any]:
         """Return the `extra` of a log record about this run."""
         return log_fields(
             event,
             backend=self._terms.backend,
-            key=key or self._key,
+            key=self._key,
             task=self._delivery.id,
             error=error,
         )
-
-    def _run_without(self, error: LockError) -> Any:
-        tell_bypassed(self._terms.backend, self._key, monotonic() - self._started_at, error)
-        return self._run()
 
 
 def require_base(task: Any) -> None:

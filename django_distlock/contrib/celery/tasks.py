@@ -14,8 +14,7 @@ from celery.local import Proxy
 from ...core.bodies import whole
 from ...core.durations import Duration
 from ...core.errors import InvalidArgument
-from ..jobs import MAX_WAIT, OnConflict
-from ..parentheses import only_function, refuse_function
+from ..jobs import MAX_WAIT, OnConflict, only_function, refuse_function
 from . import declaring, queueing
 from .runs import run
 from .terms import KeyOf, Terms, Unavailable

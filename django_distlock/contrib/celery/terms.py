@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from ...core.durations import MIN_TTL, Duration, seconds
-from ...core.errors import InvalidArgument, choice, shown
+from ...core.errors import InvalidArgument, shown
 from ...core.keys import MAX_KEY_BYTES, UNIQUE_PREFIX, KeyTemplate, own_key
 from ...core.retry import Retry
+from ...policy import choice
 from ..jobs import RETRY, JobLock, OnConflict, OnUnavailable, Rules
 
 #: What is done if the store does not answer.
@@ -26,7 +27,6 @@ GRACE: Final = 10.0
 QUEUED_FOR: Final = 3600.0
 #: Seconds for which a delivery is known to be finished.
 REDELIVERY_WINDOW: Final = 86400.0
-#: What stands before the keys of queued tasks, so that they are never those of running ones.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,193 @@
+"""What becomes of work that does not get its lock: jobs, schedules and views share it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+)
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+from .bypassing import tell_bypassed, tell_requeued, tell_skipped
+from .core.errors import BackendUnavailable, InvalidArgument, LockError, LockNotAcquired, shown
+from .core.logs import log_fields
+from .handler import lock_backends
+from .host import monotonic
+from .leases import Lease
+from .locks import Lock
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+Refusal: TypeAlias = LockNotAcquired | BackendUnavailable
+
+logger = logging.getLogger("django_distlock")
+
+
+@contextmanager
+def attempt(lock: AbstractContextManager[T]) -> Iterator[T | Refusal]:
+    """Hold a lock around the block, or give the block the reason why it is not held.
+
+    What the block raises is its own, also where it is the refusal of another lock.
+    """
+    entered = False
+    try:
+        with lock as lease:
+            entered = True
+            yield lease
+            return
+    except (LockNotAcquired, BackendUnavailable) as error:
+        if entered:
+            raise
+        refusal: Refusal = error
+    yield refusal
+
+
+@asynccontextmanager
+async def aattempt(lock: AbstractAsyncContextManager[T]) -> AsyncIterator[T | Refusal]:
+    """See `attempt`."""
+    entered = False
+    try:
+        async with lock as lease:
+            entered = True
+            yield lease
+            return
+    except (LockNotAcquired, BackendUnavailable) as error:
+        if entered:
+            raise
+        refusal: Refusal = error
+    yield refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What is done in place of work under a lock.
+
+    Attributes:
+        on_conflict: "run", "skip" or "retry" where somebody else has the key; else it is raised.
+        on_unavailable: The same where the store does not answer.
+    """
+
+    on_conflict: str
+    on_unavailable: str
+
+    @classmethod
+    def of(cls, on_conflict: object, on_unavailable: object, *conflicts: str) -> Policy:
+        """Return a policy that was checked.
+
+        Args:
+            conflicts: Words for `on_conflict` beside "skip", "raise" and "run".
+
+        Raises:
+            InvalidArgument: A word is none of those that it may be.
+        """
+        choice("on_conflict", on_conflict, ("skip", *conflicts, "raise", "run"))
+        choice("on_unavailable", on_unavailable, ("raise", "skip", "run"))
+        return cls(str(on_conflict), str(on_unavailable))
+
+    def run(
+        self,
+        lock: Lock,
+        body: Callable[[], T],
+        skip: Callable[[Refusal], R],
+        again: Callable[[Refusal], R] | None = None,
+    ) -> T | R:
+        """Call the body under its lock, or do what the policy says.
+
+        Args:
+            skip: Returns what stands in place of a result.
+            again: Queues the work again and returns the same, or raises the refusal.
+        """
+        started_at = monotonic()
+        with attempt(lock) as answer:
+            if isinstance(answer, Lease):
+                return body()
+        chosen = self._chosen(answer)
+        if chosen == "run":
+            tell_bypassed(lock.backend, lock.key, monotonic() - started_at, answer)
+            return body()
+        if chosen == "retry" and again is not None:
+            result = again(answer)
+            tell_requeued(lock.backend, lock.key, answer)
+            return result
+        if chosen == "skip":
+            return skip(answer)
+        raise answer
+
+    async def arun(
+        self,
+        lock: Lock,
+        body: Callable[[], Awaitable[T]],
+        skip: Callable[[Refusal], Awaitable[R]],
+        again: Callable[[Refusal], Awaitable[R]] | None = None,
+    ) -> T | R:
+        """See `run`. Receivers of signals are called in a thread: they may block."""
+        started_at = monotonic()
+        async with aattempt(lock) as answer:
+            if isinstance(answer, Lease):
+                return await body()
+        chosen, tell = self._chosen(answer), lock_backends[lock.backend].run_async
+        if chosen == "run":
+            waited = monotonic() - started_at
+            await tell(tell_bypassed, lock.backend, lock.key, waited, answer)
+            return await body()
+        if chosen == "retry" and again is not None:
+            result = await again(answer)
+            await tell(tell_requeued, lock.backend, lock.key, answer)
+            return result
+        if chosen == "skip":
+            return await skip(answer)
+        raise answer
+
+    def _chosen(self, refusal: Refusal) -> str:
+        return self.on_conflict if isinstance(refusal, LockNotAcquired) else self.on_unavailable
+
+
+def skip(
+    what: str, refusal: Refusal, backend: str, key: str, *, task: str | None = None
+) -> dict[str, Any]:
+    """Say that work is skipped, and return what stands in place of its result.
+
+    Args:
+        what: The work, as the log calls it.
+        backend: The alias of the lock backend.
+        task: The id of a task.
+    """
+    level = logging.INFO if isinstance(refusal, LockNotAcquired) else logging.ERROR
+    extra = log_fields("skipped", backend=backend, key=key, task=task, error=refusal)
+    logger.log(level, "%s is skipped: %s", what, refusal, extra=extra)
+    tell_skipped(backend, key, refusal)
+    return skipped(refusal, key)
+
+
+def skipped(error: LockError, key: str | None = None) -> dict[str, Any]:
+    """Return what stands in place of the result of skipped work: JSON.
+
+    Args:
+        error: Why.
+        key: The key, should the error not know it.
+    """
+    holder = getattr(error, "holder", None)
+    known = ("host", "pid", "task_id")
+    return {
+        "distlock": "skipped",
+        "key": error.key or key,
+        "why": error.code,
+        "holder": None if holder is None else {name: getattr(holder, name) for name in known},
+    }
+
+
+def choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Check that an argument is one of the words it may be.
+
+    Raises:
+        InvalidArgument: It is not. The message names all of them.
+    """
+    if value not in choices:
+        known = ", ".join(f'"{each}"' for each in choices)
+        raise InvalidArgument(f"{name} is one of {known}, not {shown(value)}.")
