@@ -27,7 +27,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "requires(*capabilities, **values): only on backends that have these",
         "stores(*names, why): only on backends whose records these stores keep, and why",
         "aliases(*names): only on these backends",
-        "in_turn(name): the values of this parameter take turns over the tests",
         "nightly: a drill that runs long, and neither in quick runs nor in those of all tests",
         "servers(*names): needs these servers, and no others",
         "faults: starts a server of its own, to stop it or to spoil it",

@@ -33,6 +33,10 @@ OF_SHAPES = ["arguments", "keys", "raise_fences"]
 #: Backends with all cases of a test about locks. The others have one case of each test, in turn.
 FULL = ("memory", "postgres")
 
+#: Folders and files with a parameter whose values take turns over their tests: stores, where what
+#: is seen is the same above each of them.
+IN_TURN = {"celery": "store", "e2e/test_example.py": "shop"}
+
 #: The backends of a quick run.
 QUICK_BACKENDS = ("memory", "sqlite", "postgres", "redis")
 #: The folders and files of a quick run; of a file only some tests, if they are named.
@@ -133,7 +137,7 @@ def _paired(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
         test = item.nodeid.partition("[")[0]
         if alias := _alias(item):
             cases[test, alias].append(item)
-        elif value := _value_in_turn(item):
+        elif value := value_in_turn(item):
             in_turn[test][value].append(item)
         else:
             yield item
@@ -163,10 +167,11 @@ def _alias(item: pytest.Item) -> str:
     return line.alias if line and item.path.parent.name == "contract" else ""
 
 
-def _value_in_turn(item: pytest.Item) -> str:
+def value_in_turn(item: pytest.Item) -> str:
     """Return the value of the parameter whose values take turns; "": there is none."""
-    marker, callspec = item.get_closest_marker("in_turn"), getattr(item, "callspec", None)
-    return str(callspec.params.get(*marker.args, "")) if marker and callspec else ""
+    path, callspec = item.path.relative_to(ROOT), getattr(item, "callspec", None)
+    name = IN_TURN.get(path.parts[0], IN_TURN.get(path.as_posix(), ""))
+    return str(callspec.params.get(name, "")) if callspec else ""
 
 
 def _subject(item: pytest.Item) -> str:

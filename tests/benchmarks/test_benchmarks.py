@@ -41,7 +41,15 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
     return made
 
 
-@pytest.mark.parametrize("names", TOGETHER, ids=",".join)
+#: With a thousand locks, or with many processes: these run for minutes.
+LONG = {"handoff", "operators"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [pytest.param(each, marks=pytest.mark.nightly if LONG & {*each} else ()) for each in TOGETHER],
+    ids=",".join,
+)
 def test_smallest_run_is_whole(tmp_path: Path, names: tuple[str, ...]) -> None:
     """Every figure is there and positive, and ratios are those of the same rounds."""
     found = run(tmp_path, "--quick", "--fsync", "off", "--only", *names)

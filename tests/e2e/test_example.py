@@ -38,10 +38,6 @@ with connection.cursor() as cursor:
 """
 
 
-#: The demo runs on each store. What the site does above them is seen on one of them, in turn.
-on_a_store = pytest.mark.in_turn("shop")
-
-
 @pytest.fixture(params=["sqlite", "postgresql", "redis", "session"])
 def shop(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Shop]:
     """Give the shop without any table."""
@@ -76,7 +72,6 @@ def test_demo_loses_updates_without_the_lock_and_none_with_it(shop: Shop) -> Non
         assert ("The payment is captured" in said) == shop.can_pause, said
 
 
-@on_a_store
 def test_demo_stops_on_ctrl_c_while_the_processes_compete(shop: Shop) -> None:
     """The demo ends well, its processes with it, and no lock stays behind."""
     with shop.start("manage.py", "demo", "--workers=3", "--rounds=500") as process:
@@ -101,7 +96,6 @@ def test_demo_stops_on_ctrl_c_while_a_worker_is_paused(shop: Shop) -> None:
     assert "Traceback" not in said
 
 
-@on_a_store
 def test_site_captures_a_payment_once(shop: Shop) -> None:
     """The button captures, and is gone afterwards."""
     with shop.serve() as site:
@@ -111,7 +105,6 @@ def test_site_captures_a_payment_once(shop: Shop) -> None:
         assert "/payments/1/capture/" not in site.get("/").text
 
 
-@on_a_store
 def test_site_sends_away_who_comes_second(shop: Shop) -> None:
     """While another process holds the payment: 409, and when to come back."""
     # Of a lock that a session holds, nobody else sees more than that.
@@ -126,7 +119,6 @@ def test_site_sends_away_who_comes_second(shop: Shop) -> None:
         assert "/payments/1/capture/" in site.get("/").text
 
 
-@on_a_store
 def test_site_sells_in_an_asynchronous_view(shop: Shop) -> None:
     """One piece less; and 409 while another process holds the product."""
     with shop.serve() as site:
@@ -138,7 +130,6 @@ def test_site_sells_in_an_asynchronous_view(shop: Shop) -> None:
         assert _stock(site) == before - 1
 
 
-@on_a_store
 def test_site_refuses_the_write_of_a_worker_that_was_paused(shop: Shop) -> None:
     """Paused, taken over, refused: on the page, with the fences, and both processes are gone."""
     with shop.serve() as site:
@@ -224,7 +215,6 @@ def test_site_pauses_one_worker_at_a_time(shop: Shop) -> None:
         assert "One worker is paused already" in site.post("/payments/2/pause/").text
 
 
-@on_a_store
 def test_nightly_report_runs_once(shop: Shop) -> None:
     """Two processes start it at the same time: one report, no failure, and none right behind it."""
     shop.run("demo", "--no-serve", "--rounds=0")
@@ -237,7 +227,6 @@ def test_nightly_report_runs_once(shop: Shop) -> None:
     assert "has just made it" in shop.run("nightly_report")
 
 
-@on_a_store
 def test_nightly_report_does_not_wait_for_a_process_that_was_killed(shop: Shop) -> None:
     """Its successor takes over at once, although the key would be taken for a minute."""
     shop.run("demo", "--no-serve", "--rounds=0")

@@ -46,7 +46,11 @@ class Listing:
         from tests import tiers
 
         found = {
-            tier: [[each.nodeid, bool(each.get_closest_marker("nightly"))] for each in taken]
+            tier: [
+                [each.nodeid, bool(tiers.value_in_turn(each))]
+                for each in taken
+                if not each.get_closest_marker("nightly")
+            ]
             for tier in get_args(tiers.Tier)
             for taken in [tiers.taken(items, tier)]
         }
@@ -61,19 +65,19 @@ Tests = dict[str, set[str]]
 
 @pytest.fixture(scope="module")
 def tiers() -> dict[str, Tests]:
-    """Give what each tier takes, and "nightly": what only the tests that are chosen have."""
+    """Give what each tier takes, without nightly tests."""
     done = subprocess.run(
         [sys.executable, "-c", LIST_TIERS], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    found: defaultdict[str, defaultdict[str, set[str]]]
-    found = defaultdict(lambda: defaultdict(set))
     listed = json.loads(done.stdout.partition("TIERS ")[2].partition("\n")[0])
+    found: dict[str, Tests] = {}
     for tier, tests in listed.items():
-        for name, is_nightly in tests:
+        backends = defaultdict[str, set[str]](set)
+        for name, in_turn in tests:
             test, _, case = name.rstrip("]").partition("[")
-            backends = BACKENDS.keys() & set(case.split("-")) or {""}
-            found["nightly" if is_nightly else tier][test] |= backends
-    return {tier: dict(tests) for tier, tests in found.items()}
+            backends[test] |= (not in_turn and BACKENDS.keys() & set(case.split("-"))) or {""}
+        found[tier] = dict(backends)
+    return found
 
 
 def by_file(tests: Tests) -> Tests:
@@ -111,6 +115,6 @@ def test_quick_run_has_each_promise_about_backends(tiers: dict[str, Tests]) -> N
 
 
 def differences(tests: Tests, expected: Tests) -> Tests:
-    """Return the backends that tests lack. The stores of the example take turns over its tests."""
+    """Return the backends that tests lack."""
     lacking = {each: expected[each] - tests.get(each, set()) for each in expected}
-    return {test: lacks for test, lacks in lacking.items() if lacks and "/e2e/" not in test}
+    return {test: lacks for test, lacks in lacking.items() if lacks}
