@@ -13,10 +13,10 @@ from .core.holders import Holder
 from .core.retry import Retry
 from .exceptions import InvalidLockBackend
 from .handler import default_lock_backend, lock_backends
-from .holding import current_lease
 from .inspection import LockInfo
-from .leases import Lease
-from .locks import Lock, distlock
+from .locks.context import current_lease
+from .locks.lease import Lease
+from .locks.lock import Lock, distlock
 from .scheduling import RunScope
 
 __all__ = [

@@ -21,11 +21,12 @@ class DistlockConfig(AppConfig):
 
     def ready(self) -> None:
         """Register checks, keep events, install server functions behind `migrate`."""
-        from . import checks, events
-        from .managers import refuse_lower_fence
+        from . import checks
+        from .managers.lock import refuse_lower_fence
         from .models import FenceCounter, SeenFence
+        from .process import event_log
 
-        events.connect()
+        event_log.connect()
         checks.settings.warn_of_missing_threads()
         for model in (FenceCounter, SeenFence):
             pre_save.connect(refuse_lower_fence, sender=model)
@@ -45,8 +46,8 @@ def _check_tasks() -> None:
 
 def _install_server_side(*, using: str, **_: Any) -> None:
     # Beside the migration, because test runs with --nomigrations make the tables without it.
+    from .database.sql.operations import install_missing
     from .fencing.triggers import fix_path
-    from .sql.operations import install_missing
 
     install_missing(using)
     fix_path(using)

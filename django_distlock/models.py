@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from django.db import models
 from django.utils import timezone
@@ -12,10 +12,10 @@ from . import conf
 from .core.fences import FENCE_MAX
 from .core.records import Record, Waiting, known_holder
 from .core.wording import printable
-from .counters import FenceCounterManager, refuse_change
-from .fields import EventTimeField, InstantField, KeyField, NoteField
-from .managers import HeldLockManager
-from .waiters import WaiterManager
+from .database.fields import EventTimeField, InstantField, KeyField, NoteField
+from .managers.fence import FenceCounterManager, refuse_change
+from .managers.lock import HeldLockManager
+from .managers.waiter import WaiterManager
 
 #: Bytes of the longest storage key: any key of 512 bytes behind a prefix of 127 or less.
 MAX_STORAGE_KEY = 640
@@ -45,7 +45,7 @@ class HeldLock(models.Model):
     task_id = KeyField(_("task id"), max_length=255, null=True, db_index=True)
     stop_requested_at = InstantField(_("stop requested at"), null=True)
 
-    objects = HeldLockManager()
+    objects: ClassVar[HeldLockManager] = HeldLockManager()
 
     class Meta:
         db_table = conf.table("locks")
@@ -92,7 +92,7 @@ class FenceCounter(models.Model):
     paused_until = InstantField(_("paused until"), null=True)
     paused_by = KeyField(_("paused by"), max_length=200, null=True)
 
-    objects = FenceCounterManager()
+    objects: ClassVar[FenceCounterManager] = FenceCounterManager()
 
     class Meta:
         db_table = conf.table("fences")
@@ -139,7 +139,7 @@ class Waiter(models.Model):
     #: Where wake-ups are heard; "": nowhere, it asks again and again.
     channel = KeyField(_("channel"), max_length=63, blank=True)
 
-    objects = WaiterManager()
+    objects: ClassVar[WaiterManager] = WaiterManager()
 
     class Meta:
         db_table = conf.table("waiters")

@@ -16,17 +16,17 @@ from typing import Any, Final, ParamSpec, Protocol, TypeVar, cast, overload
 
 from .backends.base import BaseLockBackend
 from .core.bodies import require_function, whole
+from .core.declarations import Declaration, Kind, declared
 from .core.durations import MIN_TTL, Duration, seconds
 from .core.errors import BackendUnavailable, InvalidArgument, LockError, shown
 from .core.keys import OWN_MARKER, KeyTemplate, own_key
 from .core.logs import log_fields
 from .core.retry import Retry
-from .declarations import Declaration, Kind, declared
 from .handler import FALLBACK, lock_backends
-from .host import monotonic
-from .leases import Lease
-from .locks import Lock, distlock
+from .locks.lease import Lease
+from .locks.lock import Lock, distlock
 from .policy import Refusal, aattempt, attempt, skip, skipped
+from .process.host import monotonic
 
 logger = logging.getLogger("django_distlock")
 

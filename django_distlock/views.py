@@ -22,12 +22,12 @@ from django.template import Context, Engine, TemplateDoesNotExist, loader
 from django.utils.translation import get_language, gettext, ngettext
 
 from .core.bodies import whole
+from .core.declarations import Declaration, Kind, declared
 from .core.durations import GRACE, Duration, seconds
 from .core.errors import InvalidArgument, LockNotAcquired, shown
 from .core.holders import MAX_METADATA_BYTES, MAX_TEXT
 from .core.keys import IllegalKey, KeyTemplate, normalize_key
-from .declarations import Declaration, Kind, declared
-from .locks import Lock, distlock
+from .locks.lock import Lock, distlock
 from .policy import Policy, Refusal
 
 View = Callable[..., Any]

@@ -13,7 +13,7 @@ from django.db import connections
 from django.test.utils import setup_databases, teardown_databases
 from pytest_django import DjangoDbBlocker
 
-from django_distlock.connections import _every, before_drop
+from django_distlock.database.connections import _every, before_drop
 
 from .services_plugin import answering
 

@@ -41,17 +41,17 @@ FENCES = "tests/contract/test_fences.py"
 BLOCKS = "tests/contract/test_interrupted_blocks.py"
 RELEASE = "tests/contract/test_transaction_release.py"
 
-ACQUIRE = "django_distlock/sql/postgresql/acquire.sql"
-EXTEND = "django_distlock/sql/postgresql/extend.sql"
-DROP = "django_distlock/sql/postgresql/release.sql"
-MANAGERS = "django_distlock/managers.py"
+ACQUIRE = "django_distlock/database/sql/postgresql/acquire.sql"
+EXTEND = "django_distlock/database/sql/postgresql/extend.sql"
+DROP = "django_distlock/database/sql/postgresql/release.sql"
+MANAGERS = "django_distlock/managers/lock.py"
 MEMORY = "django_distlock/backends/memory.py"
-CONNECTIONS = "django_distlock/connections.py"
-BORROWING = "django_distlock/borrowing.py"
-POSTGRESQL = "django_distlock/vendors/postgresql.py"
-SQLITE = "django_distlock/vendors/sqlite.py"
+CONNECTIONS = "django_distlock/database/connections.py"
+BORROWING = "django_distlock/database/borrowing.py"
+POSTGRESQL = "django_distlock/database/vendors/postgresql.py"
+SQLITE = "django_distlock/database/vendors/sqlite.py"
 RECORDS = "django_distlock/core/records.py"
-TRANSACTIONS = "django_distlock/transactions.py"
+TRANSACTIONS = "django_distlock/process/deferred_release.py"
 
 COMMON = "django_distlock/backends/lua/common.lua"
 REDIS = "django_distlock/backends/redis"
@@ -102,12 +102,12 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "a transaction in the way that counts as a holder",
-        "postgres", "django_distlock/attempts.py",
+        "postgres", "django_distlock/locks/attempts.py",
         old=r"elif outcome.is_unclear:", new="elif False:",
         test="tests/contract/test_busy.py::test_locked_table_is_trouble", case="{backend}-called",
     ),
     Mutant(
-        "lookers who take each other for guards", "postgres", "django_distlock/counters.py",
+        "lookers who take each other for guards", "postgres", "django_distlock/managers/fence.py",
         old=r"if is_shared:\n +self.lock\(name\)", new="return is_shared",
         test="tests/contract/test_busy.py::test_uncommitted_delete_is_nobody",
     ),
@@ -118,7 +118,8 @@ MUTANTS = (
         test="tests/integration/test_slow_stores.py::test_call_on_a_slow_store_ends_in_its_time",
     ),
     Mutant(
-        "a note that costs who waits the rest of its time", "memory", "django_distlock/attempts.py",
+        "a note that costs who waits the rest of its time", "memory",
+        "django_distlock/locks/attempts.py",
         old=r"return due and self\._has_time_for_notes", new="return due",
         test="tests/integration/test_slow_stores.py::test_who_waits_is_not_noted_on_a_slow_store",
         case="",
@@ -154,7 +155,7 @@ MUTANTS = (
         test="tests/celery/test_traps_policies.py::test_c2_waiting_in_the_queue_is_seen",
     ),
     Mutant(
-        "a task in its queue that nobody sees", "mariadb", "django_distlock/waiters.py",
+        "a task in its queue that nobody sees", "mariadb", "django_distlock/managers/waiter.py",
         old=r"Waits\(number - retrying, retrying\)", new="Waits(number)",
         test="tests/integration/test_waiters.py::test_tasks_in_their_queue_are_told_apart",
     ),
@@ -174,7 +175,7 @@ MUTANTS = (
         test=f"{RACES}::test_stalled_extend_wins_over_an_acquire",
     ),
     Mutant(
-        "a collation that pads with spaces", "mariadb", "django_distlock/fields.py",
+        "a collation that pads with spaces", "mariadb", "django_distlock/database/fields.py",
         old=r"utf8mb4_nopad_bin", new="utf8mb4_bin",
         test="tests/integration/test_mysql.py::test_texts_that_look_alike_are_different_rows",
         case="storage_key",
@@ -207,12 +208,13 @@ MUTANTS = (
         test=f"{SESSIONS}::test_stranger_with_the_number_of_a_key", case="psql",
     ),
     Mutant(
-        "numbers that everybody can tell", "postgresql", "django_distlock/sql/__init__.py",
+        "numbers that everybody can tell", "postgresql", "django_distlock/database/sql/__init__.py",
         old=r"pg_catalog\.textcat\(s\.seed, s\.tableoid::text\)", new="''::text",
         test="tests/integration/test_traps.py::test_d20_advisory_numbers_are_salted", case="",
     ),
     Mutant(
-        "keys that are called out by name", "postgresql", "django_distlock/sql/__init__.py",
+        "keys that are called out by name", "postgresql",
+        "django_distlock/database/sql/__init__.py",
         old=r'"\{called\}": called\("p_storage_key"\)', new='"{called}": "p_storage_key"',
         test="tests/integration/test_hostile_role.py::test_what_is_called_out_is_not_heard",
         case="",
@@ -397,18 +399,19 @@ MUTANTS = (
         test="tests/core/test_renewing.py::test_third_failure_in_a_row_is_one_too_many", case="",
     ),
     Mutant(
-        "a loss that is told twice", "memory", "django_distlock/losses.py",
+        "a loss that is told twice", "memory", "django_distlock/locks/callbacks.py",
         old=r"first, self._told = not self._told, True", new="first, self._told = True, True",
         test="tests/contract/test_lost_leases.py::test_loss_is_told_once", case="{backend}-timer",
     ),
     Mutant(
-        "a loss that eats the cancellation of somebody else", "memory", "django_distlock/losses.py",
+        "a loss that eats the cancellation of somebody else", "memory",
+        "django_distlock/locks/callbacks.py",
         old=r"task.uncancel\(\) <= self._cancelling", new="task.uncancel() >= 0",
         test="tests/contract/test_lost_async.py::test_cancellation_of_somebody_else_is_not_eaten_by_a_loss",
         case="",
     ),
     Mutant(
-        "a window that ends with its work", "memory", "django_distlock/ending.py",
+        "a window that ends with its work", "memory", "django_distlock/locks/release.py",
         old=r"if self._terms.hold:", new="if False:",
         test="tests/contract/test_modes.py::test_held_key_stays_taken_for_the_ttl",
         case="in_a_block-{backend}",
@@ -419,17 +422,17 @@ MUTANTS = (
         test="tests/contract/test_takeover.py::test_window_of_a_dead_process_is_kept",
     ),
     Mutant(
-        "a stopped process that counts as dead", "all", "django_distlock/host.py",
+        "a stopped process that counts as dead", "all", "django_distlock/process/host.py",
         old=r'b"ZXx"', new='b"ZXxT"',
         test="tests/integration/test_host.py::test_stopped_process_is_not_gone", case="",
     ),
     Mutant(
-        "a number that was given out again", "all", "django_distlock/host.py",
+        "a number that was given out again", "all", "django_distlock/process/host.py",
         old=r"if _differ\(seen.started_at, started_at\):", new="if False:",
         test="tests/integration/test_host.py::test_number_that_was_given_out_again", case="",
     ),
     Mutant(
-        "a lease that is handed over twice", "memory", "django_distlock/handover.py",
+        "a lease that is handed over twice", "memory", "django_distlock/locks/transfer.py",
         old=r"self._token = new_token\(\)", new="self._token = grant.token",
         test="tests/contract/test_handing_over.py::test_text_works_once",
     ),
@@ -463,12 +466,13 @@ MUTANTS = (
         test=f"{NEW_ROWS}::test_copy_begins_without_a_fence", case="{backend}-pk and adding",
     ),
     Mutant(
-        "a row that is made again by who comes too late", "redis", "django_distlock/leases.py",
+        "a row that is made again by who comes too late", "redis", "django_distlock/locks/lease.py",
         old=r"counter is None or counter.fence <= self.fence", new="True",
         test=f"{MADE_ROWS}::test_deleted_row_is_not_made_again", case="{backend}-autocommit",
     ),
     Mutant(
-        "a row that is made while the key is granted anew", "postgres", "django_distlock/leases.py",
+        "a row that is made while the key is granted anew", "postgres",
+        "django_distlock/locks/lease.py",
         old=r"hold and self._store.guard\(self._grant, using\)", new="False",
         test=f"{MADE_ROWS}::test_nobody_is_granted_the_key_before_the_row_is_there",
         case="{backend}-create",
@@ -484,7 +488,8 @@ MUTANTS = (
         test="tests/integration/test_fence_keys.py::test_lease_of_another_key_is_refused",
     ),
     Mutant(
-        "tables of whatever schema the caller is in", "functions", "django_distlock/functions.py",
+        "tables of whatever schema the caller is in", "functions",
+        "django_distlock/database/server_functions.py",
         old=r"self._named\(function_name\(operation\)\)",
         new="'\"{}\"'.format(function_name(operation))",
         test=f"{SCHEMAS}::test_caller_that_moves_meets_the_same_lock",
@@ -502,31 +507,32 @@ MUTANTS = (
     ),
     Mutant(
         "functions that look names up by the caller's path",
-        "functions", "django_distlock/sql/__init__.py",
+        "functions", "django_distlock/database/sql/__init__.py",
         old=r"return renamed.replace\(_HERE, quoted\(schema\)\)",
         new='return renamed.replace(f"{_HERE}.", "")',
         test=f"{SCHEMAS}::test_caller_that_moves_meets_the_same_lock",
     ),
     Mutant(
-        "a guard that locks nothing", "postgres", "django_distlock/vendors/postgresql.py",
+        "a guard that locks nothing", "postgres", "django_distlock/database/vendors/postgresql.py",
         old=r" FOR SHARE OF c", new="",
         test=f"{GUARD}::test_nobody_takes_the_key_over_before_the_end",
         case="{backend}-guard",
     ),
     Mutant(
-        "a guard that locks nothing", "mariadb", "django_distlock/vendors/mysql.py",
+        "a guard that locks nothing", "mariadb", "django_distlock/database/vendors/mysql.py",
         old=r" LOCK IN SHARE MODE", new="",
         test=f"{GUARD}::test_nobody_takes_the_key_over_before_the_end",
         case="{backend}-guard",
     ),
     Mutant(
         "a guard that does not look at the fence",
-        "postgres", "django_distlock/vendors/postgresql.py",
+        "postgres", "django_distlock/database/vendors/postgresql.py",
         old=r" AND c.fence = %%s AND s.bound", new=" AND %%s > 0 AND s.bound",
         test=f"{GUARD}::test_lease_that_was_taken_over_is_refused",
     ),
     Mutant(
-        "a guard that stands for ever", "postgres", "django_distlock/vendors/postgresql.py",
+        "a guard that stands for ever", "postgres",
+        "django_distlock/database/vendors/postgresql.py",
         old=r"WHEN asked.most > 0 AND", new="WHEN false AND",
         test=f"{GUARD}::test_silent_holder_is_cut_off",
     ),
@@ -676,13 +682,13 @@ MUTANTS = (
     ),
     Mutant(
         "a lease that is renewed behind its interrupted block",
-        "memory", "django_distlock/keeping.py",
+        "memory", "django_distlock/locks/state.py",
         old=r"return is_left or ", new="return ",
         test=f"{BLOCKS}::test_lease_of_a_block_that_is_gone_is_not_renewed", case="",
     ),
     Mutant(
         "a block that nobody ends where a signal has broken out of it",
-        "redis", "django_distlock/blocks.py",
+        "redis", "django_distlock/locks/blocks.py",
         old=r"workers.when_gone\(sentinel, self._end\)", new="workers.when_gone(sentinel, int)",
         test=f"{BLOCKS}::test_interruption_at_any_line_leaves_nothing_held", case="{backend}-block",
     ),
@@ -693,7 +699,7 @@ MUTANTS = (
         test=f"{SESSIONS}::test_signals_leave_the_place_of_a_session_free", case="",
     ),
     Mutant(
-        "a time limit that a release swallows", "redis", "django_distlock/ending.py",
+        "a time limit that a release swallows", "redis", "django_distlock/locks/release.py",
         old=r"except LockError as error:", new="except Exception as error:",
         test=f"{BLOCKS}::test_signal_amid_a_release_reaches_the_caller",
         case="{backend}-nullcontext",

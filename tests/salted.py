@@ -6,13 +6,13 @@ from typing import Any
 
 from django.db import connections
 
-from django_distlock.sql import called, channel, number, side_table
+from django_distlock.database.sql import called, channel, number, side_table
 
 SALT, SESSIONS = side_table("salt"), side_table("session")
 
 
 def salted(using: str, expression: str, *arguments: Any) -> Any:
-    """Return what an expression of `django_distlock.sql` gives."""
+    """Return what an expression of `django_distlock.database.sql` gives."""
     with connections[using].cursor() as cursor:
         cursor.execute(f'SELECT {expression} FROM "{SALT}" s', arguments)
         row = cursor.fetchone()

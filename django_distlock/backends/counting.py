@@ -10,11 +10,11 @@ from typing import Any, Final, TypeVar
 from django.db import connections, models
 from django.db.models import F, Max, Q
 
-from .. import vendors
 from ..conf import DEFAULT_TABLES, table
 from ..core.durations import MAX_BOUND
 from ..core.keys import prefix_end
-from ..fields import to_microseconds
+from ..database import vendors
+from ..database.fields import to_microseconds
 from ..models import FenceCounter, HeldLock, Waiter
 from .counts import MOST, Count, Counts, Sizes, States, Strain, TableSize
 from .tables import FenceTable

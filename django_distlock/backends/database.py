@@ -11,15 +11,13 @@ from typing import Any, ClassVar
 from django.db import connections
 from django.db.utils import DatabaseError, InterfaceError
 
-from .. import vendors
-from ..borrowing import NoConnectionFree
 from ..conf import BackendConfig
-from ..connections import close_before_drop, in_test_case
 from ..core.errors import LockError
 from ..core.holders import Holder
 from ..core.records import (
     UNKNOWN,
     Contended,
+    Freed,
     Grant,
     Page,
     Record,
@@ -28,13 +26,16 @@ from ..core.records import (
     Waiting,
     Waits,
 )
+from ..database import vendors
+from ..database.borrowing import NoConnectionFree
+from ..database.connections import close_before_drop, in_test_case
+from ..database.server_functions import ServerFunctions
+from ..database.sql import side_table
+from ..database.vendors import VENDORS
 from ..exceptions import InvalidLockBackend
-from ..functions import ServerFunctions
-from ..managers import Freed, HeldLockManager
+from ..managers.lock import HeldLockManager
+from ..managers.waiter import WaiterManager
 from ..models import HeldLock, Waiter
-from ..sql import side_table
-from ..vendors import VENDORS
-from ..waiters import WaiterManager
 from .base import BaseLockBackend
 from .listening import Listener
 from .tables import FenceTable

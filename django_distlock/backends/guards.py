@@ -7,10 +7,10 @@ from typing import Any
 
 from django.db import DatabaseError, connections, transaction
 
-from .. import vendors
 from ..conf import table
 from ..core.durations import MAX_BOUND
 from ..core.holders import Session
+from ..database import vendors
 
 _LOCKERS = 'SELECT xmax::text FROM "%s" WHERE storage_key = %%s AND xmax <> 0'
 

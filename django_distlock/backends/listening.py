@@ -11,9 +11,9 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from ..connections import keep_inherited
 from ..core.logs import log_fields
 from ..core.threads import start_thread
+from ..database.connections import keep_inherited
 from .queues import Queues
 
 logger = logging.getLogger("django_distlock")

@@ -17,20 +17,11 @@ from typing import Any, ClassVar, Literal
 from django.db import DEFAULT_DB_ALIAS, connections
 
 from ..conf import BackendConfig
-from ..connections import OpenTransaction
 from ..core.errors import InvalidArgument
 from ..core.fences import clock_fence, next_fence
 from ..core.holders import Holder, Session
-from ..core.records import (
-    Contended,
-    Counter,
-    Grant,
-    Page,
-    Raised,
-    Record,
-    Unknown,
-    lease_ends,
-)
+from ..core.records import Contended, Counter, Grant, Page, Raised, Record, Unknown, lease_ends
+from ..database.connections import OpenTransaction
 from .base import BaseLockBackend
 
 

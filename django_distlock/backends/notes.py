@@ -7,11 +7,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
-from .. import vendors
 from ..core.durations import MAX_BOUND
 from ..core.keys import HASH_MARKER, storage_key
+from ..database import vendors
+from ..managers.rows import remove
 from ..models import MAX_STORAGE_KEY, RunNote
-from ..rows import remove
 
 #: One in so many notes removes what is over, and how much of it.
 _SWEEP: Final = 200

@@ -15,9 +15,9 @@ import psycopg
 from django.db import connections
 from psycopg import sql
 
-from ..connections import CONNECT_SECONDS, KEEPALIVES, own_connection
-from ..sql import channel, word
-from ..vendors.postgresql import no_secret
+from ..database.connections import CONNECT_SECONDS, KEEPALIVES, own_connection
+from ..database.sql import channel, word
+from ..database.vendors.postgresql import no_secret
 from .listening import NoWakeUps
 from .queues import Queues
 

@@ -13,21 +13,21 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, InterfaceError
 from django.utils.connection import ConnectionDoesNotExist
 
-from .. import vendors
-from ..borrowing import LONG_SECONDS, NoConnectionFree
 from ..conf import BackendConfig
-from ..connections import require_transaction, use_own_connections
 from ..core.durations import GRACE, MAX_BOUND
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
 from ..core.holders import Session
 from ..core.keys import namespace
 from ..core.records import Contended, Counter, Grant, Raised
-from ..counters import FenceCounterManager
+from ..database import vendors
+from ..database.borrowing import LONG_SECONDS, NoConnectionFree
+from ..database.connections import require_transaction, use_own_connections
+from ..database.schemas import TableConnections
+from ..database.server_functions import NeedsTransaction
+from ..database.vendors import VENDORS
 from ..exceptions import InvalidLockBackend
-from ..functions import NeedsTransaction
+from ..managers.fence import FenceCounterManager
 from ..models import MAX_STORAGE_KEY, FenceCounter, HeldLock
-from ..schemas import TableConnections
-from ..vendors import VENDORS
 from .guards import postgresql_guards
 from .notes import NoteTable
 

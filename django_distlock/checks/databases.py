@@ -17,9 +17,9 @@ from django.db.migrations.exceptions import (
 from django.db.migrations.loader import MigrationLoader
 
 from ..backends.tables import FenceTable
-from ..connections import database_file
+from ..database.connections import database_file
+from ..database.vendors import VENDORS
 from ..models import FailedTask, FenceCounter, HeldLock, LockEvent, RunNote, SeenFence, Waiter
-from ..vendors import VENDORS
 from .configured import DOCS, Subject, about, ask, check_each, configured, where
 from .schema import APP, creators, functions, indexes, readers, several, unapplied
 from .servers import forgetful, forgetful_rows, read_only

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from django.core import checks
 
+from ..core.declarations import Kind, declarations
 from ..core.keys import OWN_MARKER, begins_with_field
-from ..declarations import Kind, declarations
 from ..views import LockedViewMixin
 from .configured import DOCS
 

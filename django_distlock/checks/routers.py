@@ -9,7 +9,7 @@ from django.core import checks
 from django.db import connections, router
 
 from ..backends.tables import FenceTable
-from ..connections import database_file
+from ..database.connections import database_file
 from ..models import HeldLock
 from .configured import Subject, configured, where
 

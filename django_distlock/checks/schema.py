@@ -12,8 +12,7 @@ from django.db.migrations.loader import MigrationLoader
 from django.db.models import CheckConstraint
 
 from ..backends.database import DatabaseBackend
-from ..models import FenceCounter
-from ..sql import (
+from ..database.sql import (
     FIXED_PATH,
     FUNCTIONS,
     SCHEMA_OF,
@@ -24,6 +23,7 @@ from ..sql import (
     script,
     side_table,
 )
+from ..models import FenceCounter
 from .configured import DOCS, ask, configured
 
 APP: Final = "django_distlock"

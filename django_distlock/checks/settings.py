@@ -13,8 +13,8 @@ from django.core.exceptions import ImproperlyConfigured
 
 from .. import conf
 from ..backends.base import BaseLockBackend
+from ..core.declarations import declarations
 from ..core.logs import log_fields
-from ..declarations import declarations
 from ..handler import lock_backends
 from ..scheduling import PREFIX, RunScope
 from .configured import DOCS, Subject, check_each, where

@@ -19,8 +19,8 @@ from ..core.keys import KeyTemplate
 from ..core.logs import log_fields
 from ..core.retry import Retry
 from ..handler import lock_backends
-from ..keeping import Terms
-from ..locks import Lock, distlock
+from ..locks.lock import Lock, distlock
+from ..locks.state import Terms
 from ..policy import Policy, Refusal, skip
 
 T = TypeVar("T")

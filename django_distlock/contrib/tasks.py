@@ -16,9 +16,9 @@ from typing import Any, Final, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVa
 from django.utils import timezone
 
 from ..core.bodies import whole
+from ..core.declarations import Declaration, Kind, declared
 from ..core.durations import Duration
 from ..core.errors import InvalidArgument, LockUsageError, shown
-from ..declarations import Declaration, Kind, declared
 from ..policy import Refusal
 from .jobs import (
     MAX_WAIT,

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from .durations import GRACE
 from .errors import LockError
@@ -42,6 +42,8 @@ class Unknown(enum.Enum):
 #: The store did not get to answer within the bound: the record stands as it did. False in a
 #: condition, and not the same as None or False, which mean that the lease is gone.
 UNKNOWN: Final = Unknown.UNKNOWN
+#: What became of a lease that was given back: "wanted" says that somebody waits for its key.
+Freed = Literal["released", "wanted", "gone"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from ..core.errors import FenceRejected, LockUsageError
 from ..core.fences import validate_fence
 from ..core.keys import stored_key
 from ..handler import lock_backends
-from ..leases import Lease
+from ..locks.lease import Lease
 from ..signals import fence_rejected, tell
 
 

@@ -11,15 +11,16 @@ from typing import Final
 
 from django.db import IntegrityError, connections, router
 
-from .. import conf, vendors
-from ..borrowing import NoConnectionFree
+from .. import conf
 from ..core.durations import MAX_BOUND
 from ..core.errors import BackendUnavailable, InvalidArgument, LockUsageError
 from ..core.fences import clock_fence, validate_fence
 from ..core.keys import stored_key
 from ..core.logs import log_fields
+from ..database import vendors
+from ..database.borrowing import NoConnectionFree
+from ..database.schemas import TableConnections
 from ..models import SeenFence
-from ..schemas import TableConnections
 from .rejecting import Fenced, require_fence
 
 #: How many connections a process opens at most, where the thread's own cannot be used.

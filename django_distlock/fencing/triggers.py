@@ -16,7 +16,7 @@ from django.db.backends.utils import names_digest
 from django.db.migrations.state import ModelState
 from django.db.models.constraints import BaseConstraint
 
-from ..sql import FIXED_PATH
+from ..database.sql import FIXED_PATH
 
 #: PostgreSQL's function. One serves all tables; a changed one gets another name.
 FUNCTION = "django_distlock_enforce_fence_v1"

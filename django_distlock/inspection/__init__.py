@@ -9,14 +9,7 @@ from ..core.keys import own_key
 from .held import HeldKey, State
 from .listing import Failure, LockPage, list_locks
 from .lookups import LockInfo, get_by_key, get_by_token, owns
-from .operations import (
-    cleanup,
-    expire_soon,
-    force_release,
-    pause,
-    request_stop,
-    resume,
-)
+from .operations import cleanup, expire_soon, force_release, pause, request_stop, resume
 from .outcomes import Outcome, Result
 from .permissions import Operation, may
 from .pruning import Pruned, prune_events

@@ -22,11 +22,11 @@ from django.core.management import BaseCommand, get_commands, load_command_class
 from django.utils.module_loading import module_has_submodule
 
 from ..conf import backend_config
+from ..core.declarations import Declaration, Kind, declarations, finders, head_of
 from ..core.documents import Document
 from ..core.errors import InvalidArgument, shown
 from ..core.keys import stored_key
-from ..declarations import Declaration, Kind, declarations, finders, head_of
-from ..locks import UNSET
+from ..locks.lock import UNSET
 from ..scheduling import RunScope
 
 #: Errors of the project pass through these files: the package, and what imports.

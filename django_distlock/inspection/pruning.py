@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from django.apps import apps
 from django.db import DatabaseError, InterfaceError, connections, models, router, transaction
 
-from .. import vendors
 from ..core.documents import Document
 from ..core.durations import MAX_BOUND, Duration, seconds
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError, shown
+from ..database import vendors
 from .journal import Order
 from .operations import MAX_SPAN
 from .permissions import Operation

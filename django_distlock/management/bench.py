@@ -14,7 +14,7 @@ from typing import Any, Self
 from django.db import connections
 
 from ..backends.base import BaseLockBackend
-from ..locks import Lock, distlock
+from ..locks.lock import Lock, distlock
 
 PARTS = ("pair", "handoff")
 

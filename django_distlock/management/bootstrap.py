@@ -17,11 +17,11 @@ from django.db.migrations.recorder import MigrationRecorder
 from django.db.migrations.state import ProjectState
 from django.db.utils import Error, OperationalError
 
-from .. import vendors
 from ..conf import table
 from ..core.errors import BackendUnavailable, LockError, LockNotAcquired
 from ..core.keys import advisory_id, key_hash
 from ..core.logs import log_fields
+from ..database import vendors
 from ..models import HeldLock
 
 logger = logging.getLogger("django_distlock")

@@ -13,8 +13,8 @@ from typing import Any
 from ..backends.base import BaseLockBackend
 from ..core.errors import FenceRejected, LockError, LockNotAcquired, LockUsageError
 from ..core.records import Record
-from ..leases import Lease
-from ..locks import distlock
+from ..locks.lease import Lease
+from ..locks.lock import distlock
 from .late import TTL, Late
 from .targets import target_of
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from ..core.errors import FenceRejected, LockLost
 from ..handler import lock_backends
-from ..locks import distlock
+from ..locks.lock import distlock
 from .targets import target_of
 
 COMMAND = "distlock_drill"

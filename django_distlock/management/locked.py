@@ -14,18 +14,12 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from ..core.bodies import whole
+from ..core.declarations import Declaration, Kind, declared
 from ..core.durations import Duration, wait_seconds
-from ..core.errors import (
-    BackendUnavailable,
-    InvalidArgument,
-    LockError,
-    LockLost,
-    LockNotAcquired,
-)
+from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockLost, LockNotAcquired
 from ..core.keys import KeyTemplate
-from ..declarations import Declaration, Kind, declared
-from ..leases import Lease
-from ..locks import UNSET, Lock, distlock
+from ..locks.lease import Lease
+from ..locks.lock import UNSET, Lock, distlock
 from .statuses import BUSY, UNAVAILABLE, who_holds
 
 

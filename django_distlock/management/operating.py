@@ -17,8 +17,8 @@ from ..core.durations import seconds
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError
 from ..core.holders import Session
 from ..handler import lock_backends
-from ..host import current_holder
 from ..inspection import Failure, HeldKey, State
+from ..process.host import current_holder
 from .statuses import UNAVAILABLE, USAGE
 from .tables import Cell, aligned, instant, span
 

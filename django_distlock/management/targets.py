@@ -9,10 +9,10 @@ from typing import Any
 from django.db import connections, router, transaction
 from django.db.utils import DatabaseError, InterfaceError
 
-from .. import vendors
 from ..backends.base import BaseLockBackend
 from ..backends.tables import FenceTable
 from ..core.errors import BackendUnavailable, LockError
+from ..database import vendors
 from ..fencing.rejecting import Fenced, reject
 from ..fencing.seen import mark_of, see
 from ..inspection.statistics import is_redis

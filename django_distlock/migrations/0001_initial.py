@@ -4,8 +4,8 @@ import django.utils.timezone
 from django.db import migrations, models
 
 from django_distlock.conf import table
-from django_distlock.fields import InstantField, KeyField, NoteField
-from django_distlock.sql.operations import CreateInnoDBTables, InstallScripts
+from django_distlock.database.fields import InstantField, KeyField, NoteField
+from django_distlock.database.sql.operations import CreateInnoDBTables, InstallScripts
 
 
 class Migration(migrations.Migration):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .. import transactions
 from ..core.records import Record
 from ..handler import lock_backends
+from ..process import deferred_release
 
 
 def assert_locked(key: str, *, backend: str = "default") -> None:
@@ -30,7 +30,7 @@ def assert_not_locked(key: str, *, backend: str = "default") -> None:
 
 def _record(key: str, backend: str) -> Record | None:
     # What this process has given up in a rollback is not held any more.
-    transactions.flush((backend, key))
+    deferred_release.flush((backend, key))
     return lock_backends[backend].read(key)
 
 

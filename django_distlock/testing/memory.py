@@ -206,14 +206,14 @@ class _InMemory:
         lock_backends._backends.update(self._before)
 
 
-_EVENTS = "django_distlock.events"
+_EVENTS = "django_distlock.process.event_log"
 
 
 def _keep_events() -> None:
-    from .. import events
+    from ..process import event_log
 
-    lock_taken_over.connect(events._note_takeover, dispatch_uid=_EVENTS)
-    lock_lost.connect(events._note_loss, dispatch_uid=_EVENTS)
+    lock_taken_over.connect(event_log._note_takeover, dispatch_uid=_EVENTS)
+    lock_lost.connect(event_log._note_loss, dispatch_uid=_EVENTS)
 
 
 def _end_threads(store: BaseLockBackend) -> None:

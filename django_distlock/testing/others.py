@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..attempts import Granted
 from ..backends.base import BaseLockBackend
 from ..core.durations import Duration, ttl_seconds
 from ..core.errors import LockNotAcquired, LockUsageError
@@ -14,9 +13,10 @@ from ..core.holders import Holder
 from ..core.keys import new_token
 from ..core.records import Contended, Record
 from ..handler import lock_backends
-from ..host import monotonic
-from ..keeping import Terms
-from ..leases import Lease
+from ..locks.attempts import Granted
+from ..locks.lease import Lease
+from ..locks.state import Terms
+from ..process.host import monotonic
 
 #: Who holds a key where a test does not say.
 ELSEWHERE = Holder(host="elsewhere", process="another process", pid=1)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 
-from ..alarms import alarms
 from ..core.durations import GRACE, Duration
 from ..core.durations import seconds as in_seconds
 from ..core.errors import LockUsageError
-from ..host import monotonic
-from ..leases import Lease
+from ..locks.lease import Lease
+from ..process.deadlines import alarms
+from ..process.host import monotonic
 from .others import OthersLease, forget, steal, taken
 from .telling import telling_here
 from .timeline import Timeline, current

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 
 from django.db import connections
 
-from .. import keeping, transactions
-from ..connections import before_drop
-from ..losses import apart
+from ..database.connections import before_drop
+from ..locks import state
+from ..locks.callbacks import apart
+from ..process import deferred_release
 
 #: Seconds that somebody who is told may take, where a thread is waited for.
 PATIENCE = 10.0
@@ -34,15 +35,15 @@ def telling_here() -> Iterator[Teller]:
         TimeoutError: One of them, called apart, has not returned in 10 seconds.
     """
     with _one_at_a_time:
-        teller, before = Teller(), vars(keeping)["apart"]
-        vars(keeping)["apart"] = teller
+        teller, before = Teller(), vars(state)["apart"]
+        vars(state)["apart"] = teller
         try:
             yield teller
             # Of renewals a thread of the package tells, and another one writes down events.
-            for finish in (transactions._teller.finish, *before_drop):
+            for finish in (deferred_release._teller.finish, *before_drop):
                 finish()
         finally:
-            vars(keeping)["apart"] = before
+            vars(state)["apart"] = before
             teller.close()
 
 

@@ -8,19 +8,19 @@ from collections.abc import Iterator, Set
 from contextlib import ExitStack
 from threading import Thread, current_thread
 
-from .. import alarms as timers
-from .. import heartbeat as beats
-from .. import host
-from ..alarms import Alarms, alarms
 from ..backends import base
 from ..backends.base import BaseLockBackend
 from ..core.durations import MAX_BOUND, Duration
 from ..core.durations import seconds as in_seconds
 from ..core.errors import LockUsageError
-from ..exits import held_here
-from ..heartbeat import Heartbeat
-from ..host import monotonic
-from ..keeping import KeptLease
+from ..locks.state import KeptLease
+from ..process import deadlines as timers
+from ..process import heartbeat as beats
+from ..process import host
+from ..process.at_exit import held_here
+from ..process.deadlines import Alarms, alarms
+from ..process.heartbeat import Heartbeat
+from ..process.host import monotonic
 from .telling import Teller, telling_here
 
 #: The innermost comes last.

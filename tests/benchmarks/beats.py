@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any
 
 from django_distlock import Lease, Retry, lock_backends
-from django_distlock.attempts import Granted
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.records import Grant
-from django_distlock.exits import held_here
-from django_distlock.heartbeat import Heartbeat
-from django_distlock.host import current_holder, monotonic
-from django_distlock.keeping import Terms
+from django_distlock.locks.attempts import Granted
+from django_distlock.locks.state import Terms
+from django_distlock.process.at_exit import held_here
+from django_distlock.process.heartbeat import Heartbeat
+from django_distlock.process.host import current_holder, monotonic
 
 from .candidates import waist
 from .databases import LONG_TTL, create, drop, fill, filled_grant, take

@@ -19,8 +19,8 @@ from django_distlock import distlock, lock_backends
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
-from django_distlock.functions import ServerFunctions
-from django_distlock.host import current_holder
+from django_distlock.database.server_functions import ServerFunctions
+from django_distlock.process.host import current_holder
 
 from . import floor
 from .databases import ask, hold

@@ -20,7 +20,7 @@ from django_distlock import lock_backends
 from django_distlock.conf import table
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
-from django_distlock.host import current_holder
+from django_distlock.process.host import current_holder
 
 from .clients import Team, Work, hire
 from .databases import LIVE, LONG_TTL, ask, create, drop, fill, filled_grant, hold

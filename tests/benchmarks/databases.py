@@ -21,7 +21,7 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.conf import table
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
-from django_distlock.host import current_holder
+from django_distlock.process.host import current_holder
 from tests.services import (
     Server,
     folder,

@@ -13,7 +13,7 @@ from django_distlock import lock_backends
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
-from django_distlock.host import current_holder
+from django_distlock.process.host import current_holder
 
 from .candidates import HOT, KEYS, TTL, NoLock
 from .databases import LONG_TTL, hold

@@ -15,14 +15,14 @@ from django.db import connections
 from redis import Redis
 
 from django_distlock import LockNotAcquired, distlock, lock_backends
-from django_distlock.attempts import Request
 from django_distlock.backends.lua import script
-from django_distlock.blocks import Block
 from django_distlock.conf import table
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended
-from django_distlock.host import current_holder
-from django_distlock.waiting import acquire
+from django_distlock.locks.acquire import acquire
+from django_distlock.locks.attempts import Request
+from django_distlock.locks.blocks import Block
+from django_distlock.process.host import current_holder
 
 from .candidates import HOT, KEYS, TTL
 from .databases import take

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from django_distlock import LockError, inspection
 from django_distlock.handler import lock_backends
-from django_distlock.host import monotonic
+from django_distlock.process.host import monotonic
 from tests.backends import BACKENDS
 
 from .crew import Crew, Member

@@ -24,7 +24,7 @@ from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from django_distlock import Lease, Lock, LockError, LockLost, current_lease, distlock
 from django_distlock.handler import lock_backends
-from django_distlock.host import monotonic
+from django_distlock.process.host import monotonic
 
 from .history import EXPECTED, Writer
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from django_distlock import Lease, Lock, LockError, LockLost, distlock, signals
 from django_distlock.handler import lock_backends
-from django_distlock.heartbeat import heartbeat_of
-from django_distlock.host import monotonic
+from django_distlock.process.heartbeat import heartbeat_of
+from django_distlock.process.host import monotonic
 
 from .aliases import in_a_fork, outcome
 

@@ -13,14 +13,9 @@ from typing import Any
 
 from django.db import connections
 
-from django_distlock import (
-    BackendUnavailable,
-    blocks,
-    current_lease,
-    distlock,
-    lock_backends,
-    vendors,
-)
+from django_distlock import BackendUnavailable, current_lease, distlock, lock_backends
+from django_distlock.database import vendors
+from django_distlock.locks import blocks
 
 from .aliases import abandon_connections, alias_like, in_a_fork, locks_on, outcome
 from .locking import eventually

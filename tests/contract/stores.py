@@ -21,11 +21,11 @@ from django_distlock import conf
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.memory import MemoryBackend
-from django_distlock.borrowing import LockConnections
-from django_distlock.connections import _every
 from django_distlock.core.keys import normalize_key
+from django_distlock.database.borrowing import LockConnections
+from django_distlock.database.connections import _every
+from django_distlock.database.sql import number
 from django_distlock.handler import lock_backends
-from django_distlock.sql import number
 from tests.backends import Registered
 from tests.salted import SALT
 

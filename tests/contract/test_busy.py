@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from django_distlock import BackendUnavailable, Lease, Lock, LockNotAcquired, signals
-from django_distlock.attempts import BUSY_SECONDS
+from django_distlock.locks.attempts import BUSY_SECONDS
 from tests.backends import Registered
 
 from .helpers import Later, at_once, prompt, take

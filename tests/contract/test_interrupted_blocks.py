@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 from django.db.transaction import atomic
 
-from django_distlock import Lease, Lock, blocks, signals, transactions
-from django_distlock.alarms import alarms
-from django_distlock.exits import held_here
+from django_distlock import Lease, Lock, signals
 from django_distlock.handler import lock_backends
-from django_distlock.heartbeat import heartbeat_of
+from django_distlock.locks import blocks
+from django_distlock.process import deferred_release
+from django_distlock.process.at_exit import held_here
+from django_distlock.process.deadlines import alarms
+from django_distlock.process.heartbeat import heartbeat_of
 from tests.backends import BACKENDS, Registered
 from tests.processes import spawn
 
@@ -52,7 +54,7 @@ def left_of(lock: Lock) -> list[str]:
     found += ["queued"] * len(store.queues)
     name = (lock.backend, lock.key)
     found += ["open" for block in list(blocks.every) if block.name == name]
-    found += ["kept for a transaction" for _deferred in transactions._waiting.of(name)]
+    found += ["kept for a transaction" for _deferred in deferred_release._waiting.of(name)]
     return found + ["taken"] * (store.read(lock.key) is not None)
 
 
@@ -164,11 +166,13 @@ def test_interrupted_block_in_a_transaction_keeps_the_key_to_its_end(
 def test_interrupted_release_behind_a_transaction_is_not_remembered(key: str, line: int) -> None:
     """What is not registered with all transactions waits for none: neither for this, nor later."""
     lock = lock_of(BACKENDS["memory"], key, ttl=60)
-    making: Any = transactions.Deferred.__init__
+    making: Any = deferred_release.Deferred.__init__
     with atomic():
         was_reached = interrupt_at(line, lambda: block(lock), making)
         # Other keys are kept until the end by nobody but those who have registered.
-        assert eventually(lambda: len(transactions._waiting.of((lock.backend, key))) == 1, PATIENT)
+        assert eventually(
+            lambda: len(deferred_release._waiting.of((lock.backend, key))) == 1, PATIENT
+        )
     assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
     assert was_reached or line > 15
 
@@ -189,7 +193,7 @@ def test_interrupted_look_at_the_context_holds_up_no_other_thread(line: int) -> 
     left = [line]
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename.endswith(("asgiref/local.py", "transactions.py")):
+        if frame.f_code.co_filename.endswith(("asgiref/local.py", "deferred_release.py")):
             left[0] -= event == "line"
             if event == "line" and left[0] == 0:
                 raise TimeIsUp
@@ -198,9 +202,9 @@ def test_interrupted_look_at_the_context_holds_up_no_other_thread(line: int) -> 
 
     sys.settrace(trace)
     with suppress(TimeIsUp):
-        transactions.home()
+        deferred_release.home()
     sys.settrace(None)
-    assert Later(transactions.home).result(PATIENT)
+    assert Later(deferred_release.home).result(PATIENT)
 
 
 def test_lease_of_a_block_that_is_gone_is_not_renewed(key: str) -> None:

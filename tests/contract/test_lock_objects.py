@@ -8,14 +8,7 @@ from typing import Any
 
 import pytest
 
-from django_distlock import (
-    InvalidLockBackend,
-    Lease,
-    Lock,
-    LockUsageError,
-    Retry,
-    distlock,
-)
+from django_distlock import InvalidLockBackend, Lease, Lock, LockUsageError, Retry, distlock
 from tests.backends import Registered
 
 from .helpers import at_once

@@ -27,12 +27,12 @@ from django_distlock import (
     LockNotAcquired,
     LockUsageError,
     Retry,
-    attempts,
     distlock,
     signals,
 )
 from django_distlock.core.records import UNKNOWN
 from django_distlock.handler import lock_backends
+from django_distlock.locks import attempts
 from tests.backends import Registered
 from tests.integration.wires import Wire
 

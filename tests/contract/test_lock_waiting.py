@@ -13,7 +13,7 @@ import pytest
 
 from django_distlock import Lease, Lock, LockNotAcquired, Retry
 from django_distlock.handler import lock_backends
-from django_distlock.host import monotonic
+from django_distlock.process.host import monotonic
 from tests.backends import Registered
 
 from .conftest import TWINS

@@ -14,7 +14,7 @@ import pytest
 
 from django_distlock import Lease, Lock, LockLost, signals
 from django_distlock.handler import lock_backends
-from django_distlock.host import monotonic
+from django_distlock.process.host import monotonic
 from tests.backends import Registered
 from tests.integration.wires import Wire
 

@@ -13,15 +13,7 @@ from typing import Any
 import pytest
 from django.db import transaction
 
-from django_distlock import (
-    InvalidArgument,
-    Lease,
-    Lock,
-    LockLost,
-    LockUsageError,
-    Retry,
-    distlock,
-)
+from django_distlock import InvalidArgument, Lease, Lock, LockLost, LockUsageError, Retry, distlock
 from django_distlock.handler import lock_backends
 from django_distlock.inspection import get_by_key
 from tests.backends import Registered

@@ -16,13 +16,7 @@ import pytest
 from django.conf import settings
 from django.test import override_settings
 
-from django_distlock import (
-    BackendUnavailable,
-    Lock,
-    Retry,
-    current_lease,
-    distlock,
-)
+from django_distlock import BackendUnavailable, Lock, Retry, current_lease, distlock
 from django_distlock.handler import lock_backends
 from tests.backends import Registered
 from tests.integration.wires import Wire

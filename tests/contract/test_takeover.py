@@ -21,7 +21,7 @@ from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
 from django_distlock.handler import lock_backends
-from django_distlock.host import current_holder
+from django_distlock.process.host import current_holder
 from tests.backends import Registered
 from tests.processes import spawn, spawn_by
 
@@ -235,7 +235,7 @@ def test_block_that_was_taken_over_fails(
     """A holder that was alive after all releases nothing of its successor's, and is told."""
     lock = lock_of(registered, key, ttl=60)
     with monkeypatch.context() as patch:
-        patch.setattr("django_distlock.locks.current_holder", lambda *_: dead)
+        patch.setattr("django_distlock.locks.lock.current_holder", lambda *_: dead)
         alive = lock.__enter__()
     successor = Later(thief(registered, key).acquire).result()
     assert successor.fence > alive.fence

@@ -14,15 +14,9 @@ import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import transaction
 
-from django_distlock import (
-    Lock,
-    LockLost,
-    LockNotAcquired,
-    LockUsageError,
-    distlock,
-    transactions,
-)
+from django_distlock import Lock, LockLost, LockNotAcquired, LockUsageError, distlock
 from django_distlock.handler import lock_backends
+from django_distlock.process import deferred_release
 from tests.backends import Registered
 
 from .helpers import Later, prompt
@@ -259,7 +253,7 @@ def test_note_behind_a_commit_is_no_key(key: str) -> None:
     """Events wait for the end of a transaction as releases do, and nobody waits for them."""
     lock = distlock(key, backend="memory", wait=None)
     with transaction.atomic():
-        transactions.defer(("", f"{key}:event"), None, lambda: True)
+        deferred_release.defer(("", f"{key}:event"), None, lambda: True)
         with lock:
             pass
     assert grantable(lock)

@@ -12,14 +12,7 @@ import pytest
 from asgiref.sync import async_to_sync
 from django.db import connections, transaction
 
-from django_distlock import (
-    Lease,
-    Lock,
-    LockUsageError,
-    Retry,
-    current_lease,
-    signals,
-)
+from django_distlock import Lease, Lock, LockUsageError, Retry, current_lease, signals
 from tests.backends import Registered
 from tests.shop.models import Row
 

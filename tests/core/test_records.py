@@ -9,13 +9,7 @@ import pytest
 
 from django_distlock.core.durations import GRACE
 from django_distlock.core.holders import Holder
-from django_distlock.core.records import (
-    UNKNOWN,
-    Contended,
-    Grant,
-    Record,
-    lease_ends,
-)
+from django_distlock.core.records import UNKNOWN, Contended, Grant, Record, lease_ends
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 TOKEN = "s3cret-s3cret-s3cret-s"

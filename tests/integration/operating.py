@@ -15,9 +15,10 @@ from django.conf import settings
 from django.core.management import CommandError, call_command
 from django.db import connections
 
-from django_distlock import events, lock_backends
+from django_distlock import lock_backends
 from django_distlock.conf import table
 from django_distlock.models import LockEvent
+from django_distlock.process import event_log
 from tests.backends import REDIS
 from tests.contract.locking import eventually
 
@@ -73,7 +74,7 @@ def event_of(key: str) -> LockEvent:
 
 def no_event_of(key: str) -> bool:
     """Say whether nothing was told about a key, once all is written."""
-    events.finish()
+    event_log.finish()
     return written(key) == 0
 
 

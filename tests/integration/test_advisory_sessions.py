@@ -17,12 +17,12 @@ from django.db.backends.base.base import NO_DB_ALIAS
 from django.test import override_settings
 
 from django_distlock import BackendUnavailable, LockLost, distlock
-from django_distlock import connections as distlock_connections
 from django_distlock.backends.advisory import AdvisoryBackend
 from django_distlock.backends.advisory import session as sessions_module
 from django_distlock.backends.advisory.session import Session
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import UNKNOWN, Contended, Grant
+from django_distlock.database import connections as distlock_connections
 from django_distlock.handler import lock_backends
 from django_distlock.signals import lock_lost
 from tests.backends import ADVISORY

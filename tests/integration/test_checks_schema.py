@@ -12,7 +12,7 @@ from django.core.management import call_command
 from django.db import connections
 from django.test import override_settings
 
-from django_distlock.sql import FUNCTIONS, fence_guard_name, function_name
+from django_distlock.database.sql import FUNCTIONS, fence_guard_name, function_name
 from tests.contract.aliases import alias_like, locks_on
 from tests.salted import SALT
 

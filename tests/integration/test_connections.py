@@ -20,11 +20,11 @@ import pytest
 from django.db import connections, transaction
 
 from django_distlock import Lock, Retry, distlock
-from django_distlock import connections as distlock_connections
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.borrowing import is_readable
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
+from django_distlock.database import connections as distlock_connections
+from django_distlock.database.borrowing import is_readable
 from django_distlock.handler import lock_backends
 from django_distlock.models import FenceCounter, HeldLock
 from tests.contract.aliases import (

@@ -13,13 +13,14 @@ from django.contrib.auth.models import User
 from django.db import models
 from django.test import Client, override_settings
 
-from django_distlock import events, lock_backends
+from django_distlock import lock_backends
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant, Record
 from django_distlock.inspection import Operation, pause, summary
 from django_distlock.inspection.diagnosis import accept_loss, diagnose
 from django_distlock.models import FenceCounter, HeldLock, LockEvent
+from django_distlock.process import event_log
 from tests.contract.locking import eventually
 from tests.redis_servers import private_redis
 
@@ -65,7 +66,7 @@ def test_next_holder_is_not_the_one_that_was_seen(browser: Client, key: str) -> 
         browser.post(OPERATE, confirmed(operation, key, target=[again]))
         assert store.read(key) != before
         store.force_release(key)
-        events.finish()
+        event_log.finish()
         LockEvent.objects.filter(key=key).delete()
 
 

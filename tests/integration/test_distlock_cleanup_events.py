@@ -14,9 +14,10 @@ from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from django_distlock import InvalidArgument, events
+from django_distlock import InvalidArgument
 from django_distlock.inspection import prune_events
 from django_distlock.models import LockEvent
+from django_distlock.process import event_log
 from tests.contract.aliases import DATABASE
 
 from .databases import migrate
@@ -29,7 +30,7 @@ Kind = LockEvent.Kind
 @pytest.fixture(autouse=True)
 def _nothing_else() -> Iterator[None]:
     """Let no event of another test be counted, and leave none."""
-    events.finish()
+    event_log.finish()
     LockEvent.objects.all().delete()
     yield
     LockEvent.objects.all().delete()

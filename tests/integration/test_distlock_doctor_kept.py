@@ -20,10 +20,10 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.memory import MemoryBackend
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import UNIQUE_PREFIX, own_key
-from django_distlock.host import current_holder
 from django_distlock.inspection.diagnosis import Mark, kept, scanned, told
 from django_distlock.inspection.diagnosis.findings import Notes
 from django_distlock.models import HeldLock
+from django_distlock.process.host import current_holder
 from tests.contract.aliases import DATABASE
 from tests.contract.helpers import take
 from tests.contract.locking import eventually

@@ -21,10 +21,10 @@ from redis import Redis
 
 from django_distlock import LockError, lock_backends
 from django_distlock.conf import table
-from django_distlock.host import current_holder
 from django_distlock.inspection import diagnosis
 from django_distlock.inspection.diagnosis import Mark, answers, diagnose, look_for_loss
 from django_distlock.inspection.diagnosis.findings import Notes, told
+from django_distlock.process.host import current_holder
 from tests.backends import ADVISORY
 from tests.contract.aliases import DATABASE, alias_like
 from tests.contract.helpers import PROMPT, at_once

@@ -21,13 +21,14 @@ import pytest
 from django.db import connections
 from django.test import TestCase, override_settings
 
-from django_distlock import Holder, LockLost, distlock, events
+from django_distlock import Holder, LockLost, distlock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.memory import MemoryBackend
 from django_distlock.handler import lock_backends
-from django_distlock.host import current_holder
 from django_distlock.models import LockEvent
+from django_distlock.process import event_log
+from django_distlock.process.host import current_holder
 from django_distlock.signals import lock_lost, lock_taken_over
 from tests.contract.aliases import abandon_connections, alias_like, counted_alias, sessions
 from tests.contract.locking import eventually, grantable, rolled_back, take_away
@@ -46,7 +47,7 @@ def key(key: str) -> Iterator[str]:
     lose(f"{key}:first")
     assert eventually(lambda: written(f"{key}:first") == 1, PATIENCE)
     yield key
-    events.finish()
+    event_log.finish()
     LockEvent.objects.filter(key__startswith=key).delete()
 
 
@@ -94,7 +95,7 @@ def kept_in(using: str) -> Iterator[None]:
         try:
             yield
         finally:
-            events.finish()
+            event_log.finish()
 
 
 @contextmanager
@@ -242,7 +243,7 @@ def test_row_is_rolled_back_with_a_test_case(key: str) -> None:
     result = unittest.TextTestRunner(report).run(cases)
     assert result.wasSuccessful(), report.getvalue()
     assert result.testsRun == 2
-    events.finish()
+    event_log.finish()
     assert written(key) == 0
 
 
@@ -297,7 +298,7 @@ def told_once(using: str, key: str, caplog: pytest.LogCaptureFixture) -> Iterato
     with kept_in(using):
         for _ in range(3):
             lose(key)
-            events.finish()
+            event_log.finish()
         assert eventually(lambda: len(warnings_in(caplog)) == 1, PATIENCE)
         assert repr(using) in warnings_in(caplog)[0]
         yield
@@ -318,7 +319,7 @@ def test_missing_table_is_logged_once(
         pass
     # What happens to locks of one process is no row.
     lose(key, sender=MemoryBackend)
-    events.finish()
+    event_log.finish()
     assert written(key) == 0
     lose(key)
     assert row(key).fence == 7
@@ -329,7 +330,7 @@ def test_router_that_fails_is_logged_once(
 ) -> None:
     """What the project's router does wrong costs the row, and no more."""
     # Another test may have had it told already.
-    monkeypatch.setattr(events._writer, "_told", False)
+    monkeypatch.setattr(event_log._writer, "_told", False)
 
     class Fails:
         def db_for_write(self, model: Any, **_: Any) -> str:
@@ -399,12 +400,12 @@ def test_event_is_written_where_no_thread_starts(key: str, monkeypatch: pytest.M
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    events.finish()
+    event_log.finish()
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         lose(key)
         assert written(key) == 0
-        events.finish()
+        event_log.finish()
     assert written(key) == 1
 
 
@@ -420,12 +421,12 @@ def lose_over_a_fork(key: str) -> int:
                 abandon_connections()
                 lose(f"{key}:child")
                 for _ in range(PATIENCE):
-                    events.finish()
+                    event_log.finish()
             os._exit(0)
         raw.execute("COMMIT")
         os.waitpid(child, 0)
         for _ in range(PATIENCE):
-            events.finish()
+            event_log.finish()
     return child
 
 

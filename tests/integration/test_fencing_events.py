@@ -9,8 +9,9 @@ import pytest
 from django.db import connections, transaction
 from django.test import override_settings
 
-from django_distlock import FenceRejected, distlock, events
+from django_distlock import FenceRejected, distlock
 from django_distlock.models import LockEvent
+from django_distlock.process import event_log
 from django_distlock.signals import fence_rejected
 from tests.contract.locking import Heard, eventually, rolled_back
 from tests.shop.models import Account
@@ -34,7 +35,7 @@ def using(request: pytest.FixtureRequest, key: str) -> Iterator[str]:
     routers = [f"{__name__}.EventsOnSQLite"] if request.param == "sqlite" else []
     with override_settings(DATABASE_ROUTERS=routers):
         yield request.param
-        events.finish()
+        event_log.finish()
         LockEvent.objects.using(request.param).filter(key=key).delete()
     Account.objects.using(request.param).filter(name=key).delete()
 

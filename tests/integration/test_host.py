@@ -18,7 +18,7 @@ import pytest
 from django.test import override_settings
 
 from django_distlock.core.holders import Holder
-from django_distlock.host import current_holder, is_gone
+from django_distlock.process.host import current_holder, is_gone
 from tests.conftest import DECLARED
 from tests.contract.locking import eventually
 from tests.processes import Process, spawn, spawn_by

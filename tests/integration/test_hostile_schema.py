@@ -12,10 +12,10 @@ from django.db import IntegrityError, connections
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
+from django_distlock.database.sql import FIXED_PATH
 from django_distlock.fencing.operations import EnforceFence
 from django_distlock.fencing.triggers import FUNCTION
 from django_distlock.handler import lock_backends
-from django_distlock.sql import FIXED_PATH
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.helpers import take
 

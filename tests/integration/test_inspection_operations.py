@@ -18,7 +18,6 @@ from django_distlock import (
     InvalidLockBackend,
     LockUsageError,
     distlock,
-    events,
     lock_backends,
 )
 from django_distlock.core.records import Counter
@@ -36,6 +35,7 @@ from django_distlock.inspection import (
     show,
 )
 from django_distlock.models import HeldLock, LockEvent
+from django_distlock.process import event_log
 from django_distlock.signals import lock_forced, lock_operated
 from tests.contract.helpers import take
 from tests.contract.locking import Heard, rolled_back
@@ -255,7 +255,7 @@ def test_cleanup_removes_what_is_over_in_batches(key: str) -> None:
     assert cleanup(**asked).result is Result.NOTHING
     assert [each.key for each in HeldLock.objects.filter(key__startswith=key)] == [f"{key}:live"]
     assert [store.counter(each) for each in names] == [*map(Counter, fences)]
-    events.finish()
+    event_log.finish()
     (event,) = LockEvent.objects.filter(actor=actor)
     assert (event.kind, event.key) == (LockEvent.Kind.CLEANED, "")
     assert event.details["removed"] == outcome.removed

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from django.db import connections, transaction
 
-from django_distlock import borrowing
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core import budgets
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
+from django_distlock.database import borrowing
 from django_distlock.handler import lock_backends
 from tests.contract.aliases import counted_alias, locks_on, sessions
 from tests.contract.helpers import Later
@@ -29,8 +29,8 @@ from tests.shop.models import Row
 #: Which connection a statement runs on.
 MODULES = (
     "django_distlock.backends.tables",
-    "django_distlock.borrowing",
-    "django_distlock.connections",
+    "django_distlock.database.borrowing",
+    "django_distlock.database.connections",
 )
 #: By what they are called here: an alias, and whether functions are called.
 PATHS = {"functions": ("default", True), "orm": ("default", False), "mariadb": ("mariadb", False)}

@@ -10,13 +10,7 @@ import pytest
 from django.core.management import BaseCommand, CommandError, call_command
 from django.core.management.base import LabelCommand
 
-from django_distlock import (
-    LockLost,
-    LockUsageError,
-    current_lease,
-    distlock,
-    lock_backends,
-)
+from django_distlock import LockLost, LockUsageError, current_lease, distlock, lock_backends
 from django_distlock.management.locked import LockedCommand
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.helpers import Later, held, prompt

@@ -21,8 +21,8 @@ from opentelemetry.trace import StatusCode
 from django_distlock import LockLost, LockNotAcquired, distlock, lock_backends
 from django_distlock.contrib import opentelemetry
 from django_distlock.contrib.metrics.instruments import INSTRUMENTS
+from django_distlock.core.declarations import declared
 from django_distlock.core.keys import own_key
-from django_distlock.declarations import declared
 from django_distlock.scheduling import scheduled
 from tests.contract.helpers import Later
 from tests.contract.locking import eventually, held_elsewhere

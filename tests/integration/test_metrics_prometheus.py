@@ -26,16 +26,16 @@ from django_distlock import (
     LockLost,
     LockNotAcquired,
     distlock,
-    events,
     lock_backends,
 )
-from django_distlock.bypassing import tell_requeued
 from django_distlock.contrib import prometheus
 from django_distlock.contrib.metrics.instruments import INSTRUMENTS
 from django_distlock.contrib.metrics.recording import CAUSES, OUTCOMES, REASONS
 from django_distlock.core.holders import LEADER, Holder
 from django_distlock.core.keys import new_token, own_key
 from django_distlock.inspection import force_release
+from django_distlock.locks.no_lease import tell_requeued
+from django_distlock.process import event_log
 from django_distlock.scheduling import scheduled
 from django_distlock.testing import lose_connection
 from tests.contract.helpers import Later
@@ -139,7 +139,7 @@ def test_lease_that_was_taken_away_is_lost_and_forced(
     labels = of(key, alias)
     assert scraped.value("forced_total", **labels) == 1
     assert scraped.value("lost_total", cause="gone", **labels) == 1
-    events.finish()
+    event_log.finish()
 
 
 def test_session_that_is_gone_is_no_deadline(key: str, scraped: Scraped) -> None:
@@ -184,7 +184,7 @@ def test_rejected_write_is_counted(key: str, scraped: Scraped) -> None:
             old.fenced(row)
     assert scraped.value("fence_rejected_total", **of(key, "postgres")) == 1
     assert old.release() is False
-    events.finish()
+    event_log.finish()
 
 
 def test_rare_counters_are_there_before_they_count(key: str, scraped: Scraped) -> None:

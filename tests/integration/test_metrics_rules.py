@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from django_distlock import LockNotAcquired, distlock
 from django_distlock.contrib import prometheus
 from django_distlock.contrib.metrics.instruments import INSTRUMENTS
-from django_distlock.declarations import declared
+from django_distlock.core.declarations import declared
 from django_distlock.scheduling import scheduled
 from tests.contract.helpers import Later
 

@@ -21,9 +21,9 @@ from django_distlock.core.fences import FENCE_MAX
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import UNKNOWN, Contended, Grant
+from django_distlock.database.vendors.mysql import MySQL
 from django_distlock.handler import lock_backends
 from django_distlock.models import FenceCounter, HeldLock, LockEvent
-from django_distlock.vendors.mysql import MySQL
 from tests import services
 from tests.backends import DATABASE, Registered
 from tests.contract.aliases import alias_like, locks_on

@@ -33,8 +33,8 @@ from django_distlock import (
     lock_backends,
 )
 from django_distlock.conf import table
+from django_distlock.core.declarations import declared
 from django_distlock.core.keys import own_key
-from django_distlock.declarations import declared
 from django_distlock.scheduling import Skipped, scheduled
 from django_distlock.testing import advance, lose_connection, memory_locks
 from tests.contract.helpers import Later, at_once, prompt

@@ -11,10 +11,10 @@ import pytest
 from django.db import connections, transaction
 
 from django_distlock import BackendUnavailable, LockUsageError
-from django_distlock.borrowing import LockConnections
-from django_distlock.connections import in_test_case
 from django_distlock.core.errors import FenceRejected
 from django_distlock.core.fences import FENCE_MAX, clock_fence
+from django_distlock.database.borrowing import LockConnections
+from django_distlock.database.connections import in_test_case
 from django_distlock.fencing import seen
 from django_distlock.fencing.rejecting import Fence
 from django_distlock.fencing.seen import FenceJump, mark_of, see, set_mark

@@ -17,7 +17,8 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import OperationalError, connections, transaction
 
-from django_distlock import BackendUnavailable, LockError, borrowing, distlock
+from django_distlock import BackendUnavailable, LockError, distlock
+from django_distlock.database import borrowing
 from django_distlock.handler import lock_backends
 from django_distlock.inspection import statistics, summary
 from tests.contract.aliases import alias_like, locks_on

@@ -19,15 +19,9 @@ from django.db import connections, transaction
 from django.test import SimpleTestCase, TestCase, TransactionTestCase
 from django.test.runner import DiscoverRunner
 
-from django_distlock import (
-    BackendUnavailable,
-    Lease,
-    LockLost,
-    LockNotAcquired,
-    distlock,
-    host,
-)
+from django_distlock import BackendUnavailable, Lease, LockLost, LockNotAcquired, distlock
 from django_distlock.models import HeldLock, LockEvent
+from django_distlock.process import host
 from django_distlock.testing import (
     Locks,
     advance,

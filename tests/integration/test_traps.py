@@ -21,12 +21,12 @@ from django.db import close_old_connections, connections, transaction
 from django.test import override_settings
 
 from django_distlock import BackendUnavailable, Lease, distlock
-from django_distlock.attempts import BUSY_SECONDS
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
 from django_distlock.handler import lock_backends
+from django_distlock.locks.attempts import BUSY_SECONDS
 from django_distlock.models import HeldLock
 from tests.backends import DATABASE
 from tests.contract.aliases import alias_like, locks_on

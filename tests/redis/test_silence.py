@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from django_distlock import transactions
-from django_distlock.attempts import Request
 from django_distlock.backends.redis import clients
-from django_distlock.blocks import Block
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
-from django_distlock.host import current_holder
-from django_distlock.waiting import acquire
+from django_distlock.locks.acquire import acquire
+from django_distlock.locks.attempts import Request
+from django_distlock.locks.blocks import Block
+from django_distlock.process import deferred_release
+from django_distlock.process.host import current_holder
 from tests.contract.helpers import Later, held, take
 from tests.integration.wires import Wire
 from tests.keeper import Server
@@ -157,7 +157,7 @@ def test_grant_behind_both_releases_ends_by_its_ttl(
     backend = backend_on(url)
     _warm(backend, key)
     # Both releases find the server silent.
-    monkeypatch.setattr(transactions, "later", lambda work, seconds=0.0: work())
+    monkeypatch.setattr(deferred_release, "later", lambda work, seconds=0.0: work())
     request = Request(
         key=key, ttl=1.0, wait=0.0, holder=current_holder(), retry=backend.config.retry
     )

@@ -9,7 +9,8 @@ from typing import Any
 
 from django.db import connections
 
-from django_distlock import FenceRejected, LockError, LockLost, distlock, events
+from django_distlock import FenceRejected, LockError, LockLost, distlock
+from django_distlock.process import event_log
 from tests.shop.models import Account
 
 #: Seconds at most until an event is written.
@@ -66,7 +67,7 @@ def write(key: str, pk: int, value: int) -> dict[str, Any]:
         except FenceRejected as error:
             # This process ends at once, and waits for no event longer than a second.
             for _ in range(PATIENCE):
-                events.finish()
+                event_log.finish()
             return {"refused": error.current, "fence": lease.fence}
     return {"fence": lease.fence}
 

@@ -12,7 +12,7 @@ import pytest
 from django.db import connections, transaction
 
 from django_distlock import BackendUnavailable, distlock
-from django_distlock import connections as distlock_connections
+from django_distlock.database import connections as distlock_connections
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.helpers import Later
 from tests.contract.locking import eventually

@@ -10,8 +10,8 @@ import pytest
 from django.db import transaction
 
 from django_distlock import Lock, distlock
-from django_distlock import connections as distlock_connections
 from django_distlock.backends import listening
+from django_distlock.database import connections as distlock_connections
 from django_distlock.handler import lock_backends
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.helpers import Later

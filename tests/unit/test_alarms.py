@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from django_distlock import alarms as module
 from django_distlock import distlock
-from django_distlock.alarms import Alarms, alarms
-from django_distlock.exits import held_here
-from django_distlock.host import monotonic
+from django_distlock.process import deadlines as module
+from django_distlock.process.at_exit import held_here
+from django_distlock.process.deadlines import Alarms, alarms
+from django_distlock.process.host import monotonic
 from tests.contract.helpers import Later
 from tests.contract.locking import eventually
 

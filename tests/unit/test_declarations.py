@@ -20,8 +20,8 @@ from django_distlock.contrib.celery import LockedTask
 from django_distlock.contrib.celery import locked_task as celery_task
 from django_distlock.contrib.celery.declaring import find
 from django_distlock.contrib.tasks import locked_task as django_task
+from django_distlock.core.declarations import Kind, declarations, declared
 from django_distlock.core.keys import OWN_MARKER
-from django_distlock.declarations import Kind, declarations, declared
 from django_distlock.exceptions import InvalidLockBackend
 from django_distlock.inspection.declared import DeclaredKey, _place, list_declared
 from django_distlock.management.locked import LockedCommand

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from django_distlock import heartbeat as module
 from django_distlock.backends.memory import MemoryBackend
 from django_distlock.conf import BackendConfig
 from django_distlock.core import threads as threads_module
@@ -21,8 +20,9 @@ from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant, Unknown
 from django_distlock.core.renewing import Renewing
 from django_distlock.core.threads import Bell
-from django_distlock.heartbeat import LAG_SECONDS, Answer, Heartbeat, heartbeat_of
-from django_distlock.host import monotonic
+from django_distlock.process import heartbeat as module
+from django_distlock.process.heartbeat import LAG_SECONDS, Answer, Heartbeat, heartbeat_of
+from django_distlock.process.host import monotonic
 from tests.contract.locking import eventually
 
 INTERVAL = 0.2

@@ -27,9 +27,9 @@ from django_distlock.backends.redis.store import RedisStore
 from django_distlock.conf import BackendConfig
 from django_distlock.core.errors import LockError
 from django_distlock.core.retry import Retry
-from django_distlock.locks import UNSET
+from django_distlock.database.vendors import VENDORS, mysql, postgresql, sqlite
+from django_distlock.locks.lock import UNSET
 from django_distlock.scheduling import RunScope
-from django_distlock.vendors import VENDORS, mysql, postgresql, sqlite
 
 ROOT = Path(__file__).parents[2]
 CODE = ROOT / "django_distlock"

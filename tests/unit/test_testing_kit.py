@@ -26,15 +26,15 @@ from django_distlock import (
     Retry,
     current_lease,
     distlock,
-    host,
     lock_backends,
-    waiting,
 )
-from django_distlock.alarms import alarms
 from django_distlock.backends.memory import MemoryBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
-from django_distlock.exits import held_here
+from django_distlock.locks import acquire
+from django_distlock.process import host
+from django_distlock.process.at_exit import held_here
+from django_distlock.process.deadlines import alarms
 from django_distlock.signals import lock_acquired, lock_extended, lock_lost, lock_released
 from django_distlock.testing import (
     Locks,
@@ -457,7 +457,7 @@ def test_time_is_one_for_the_process(locks: Locks, *, heartbeat: bool) -> None:
 @pytest.fixture
 def sound_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let those who wait sleep for as long as they can: nothing but a ring wakes them in time."""
-    monkeypatch.setattr(waiting, "NOTE_AFTER", 0.0)
+    monkeypatch.setattr(acquire, "NOTE_AFTER", 0.0)
 
 
 def waiters() -> int:

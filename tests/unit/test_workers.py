@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from django_distlock.workers import Worker
+from django_distlock.database.workers import Worker
 from tests.contract.locking import eventually
 
 from .test_heartbeat_thread import Interrupted, interrupted_starts, threads

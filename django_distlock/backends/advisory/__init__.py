@@ -14,8 +14,8 @@ from ...core import budgets
 from ...core.durations import MAX_BOUND
 from ...core.holders import Holder
 from ...core.records import UNKNOWN, Contended, Grant, Unknown
+from ...database.schemas import TableConnections
 from ...exceptions import InvalidLockBackend
-from ...schemas import TableConnections
 from ..base import BaseLockBackend
 from .attempts import SessionAttempts, Wish, second_key
 from .holdings import Holding, Holdings, Pong, ping

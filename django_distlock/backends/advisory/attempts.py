@@ -13,8 +13,8 @@ from ...core.errors import BackendUnavailable, InvalidArgument, LockError, LockU
 from ...core.fences import FENCE_MAX, check_fence
 from ...core.holders import Holder
 from ...core.records import Contended, Grant, Record
-from ...sql import side_table
-from ...vendors.postgresql import is_busy, is_overflow, no_secret
+from ...database.sql import side_table
+from ...database.vendors.postgresql import is_busy, is_overflow, no_secret
 from .holdings import Holding
 from .session import NoAnswer, PoolerInBetween, Row, Session
 from .sessions import AllInUse, Sessions

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from django.db import Error
 
 from ...core.records import UNKNOWN, Record, Unknown
-from ...vendors.postgresql import is_busy
+from ...database.vendors.postgresql import is_busy
 from .session import NoAnswer, Row, Session
 from .sql import instant
 

@@ -19,15 +19,15 @@ import psycopg
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg.pq import ConnStatus, ExecStatus
 
-from ...borrowing import Opening, cut
-from ...connections import (
+from ...core import budgets
+from ...database.borrowing import Opening, cut
+from ...database.connections import (
     CONNECT_SECONDS,
     KEEPALIVES,
     bound_opening,
     keep_inherited,
     own_connection,
 )
-from ...core import budgets
 
 #: Seconds to wait for an answer that the server does not put off: then it is not there.
 ANSWER_SECONDS = 5.0

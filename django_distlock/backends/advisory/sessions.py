@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from django.db import connections
 
-from ...connections import IdleConnections, close_before_drop
 from ...core import budgets
 from ...core.durations import MAX_BOUND
 from ...core.threads import Bell
-from ...workers import Gone, when_gone
+from ...database.connections import IdleConnections, close_before_drop
+from ...database.workers import Gone, when_gone
 from .session import Session
 
 #: Seconds between two looks for a free place: of several who wait, a wake-up may reach another one.

@@ -9,8 +9,8 @@ from typing import Any
 
 from ...core.holders import Holder
 from ...core.records import Record
-from ...fields import from_microseconds, to_microseconds
-from ...sql import number
+from ...database.fields import from_microseconds, to_microseconds
+from ...database.sql import number
 
 _NOW = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint"
 #: The locks of this database: `l`.

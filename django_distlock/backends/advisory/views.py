@@ -10,15 +10,15 @@ from typing import Any
 
 from django.db import DatabaseError, Error, InterfaceError, connections
 
-from ... import vendors
-from ...borrowing import NoConnectionFree
 from ...core.durations import MAX_BOUND
 from ...core.errors import BackendUnavailable
 from ...core.records import Contended, Page, Record
-from ...fields import to_microseconds
-from ...schemas import TableConnections
-from ...sql import side_table
-from ...vendors.postgresql import no_secret
+from ...database import vendors
+from ...database.borrowing import NoConnectionFree
+from ...database.fields import to_microseconds
+from ...database.schemas import TableConnections
+from ...database.sql import side_table
+from ...database.vendors.postgresql import no_secret
 from ..tables import FenceTable
 from .holdings import Holdings
 from .sql import Seen, Statements, instant

@@ -33,8 +33,8 @@ from ...core.records import (
     Unreadable,
 )
 from ...core.secrets import Token
+from ...database.fields import from_microseconds, to_microseconds
 from ...exceptions import InvalidLockBackend
-from ...fields import from_microseconds, to_microseconds
 from ..listening import Listener
 from ..lua import script
 from .answers import counted, extended, granted, held, overflow

@@ -13,7 +13,7 @@ from ...core.fences import FENCE_MAX, check_fence
 from ...core.holders import Holder
 from ...core.logs import log_fields
 from ...core.records import SPOILED, Contended, Counter, Grant, Record
-from ...fields import from_microseconds
+from ...database.fields import from_microseconds
 
 logger = logging.getLogger("django_distlock")
 

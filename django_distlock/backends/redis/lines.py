@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from redis import exceptions
 
-from ...borrowing import Opening, is_readable
 from ...core import budgets
+from ...database.borrowing import Opening, is_readable
 from ..lua import Script
 from .clients import address_of
 

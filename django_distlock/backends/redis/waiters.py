@@ -11,7 +11,7 @@ from typing import ClassVar
 from ...core.errors import LockError
 from ...core.holders import Holder
 from ...core.records import SPOILED, Waiting, Waits
-from ...fields import from_microseconds
+from ...database.fields import from_microseconds
 from ..base import BaseLockBackend
 from ..listening import Listener
 from ..lua import script

@@ -15,9 +15,9 @@ from ...core.holders import Holder
 from ...core.keys import MAX_KEY_BYTES, OWN_MARKER, new_token, own_key
 from ...core.logs import log_fields
 from ...core.records import Grant, Record
-from ...host import current_holder, monotonic
-from ...leases import Lease
-from ...locks import Lock
+from ...locks.lease import Lease
+from ...locks.lock import Lock
+from ...process.host import current_holder, monotonic
 
 logger = logging.getLogger("django_distlock")
 

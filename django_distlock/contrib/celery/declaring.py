@@ -11,9 +11,9 @@ from celery import _state, signals
 from celery.fixups.django import DjangoFixup
 from celery.loaders.default import Loader
 
+from ...core.declarations import Attempt, Declaration, Kind, declared, finders
 from ...core.keys import UNIQUE_PREFIX
 from ...core.logs import log_fields
-from ...declarations import Attempt, Declaration, Kind, declared, finders
 from .terms import Terms, terms_of
 
 logger = logging.getLogger("django_distlock")

@@ -13,13 +13,13 @@ from celery import Task
 from celery._state import get_current_task
 from celery.exceptions import Ignore, Reject, Retry
 
-from ...attempts import NOTE_LIVES
 from ...core.errors import BackendUnavailable, LockError, LockNotAcquired
 from ...core.interruptions import pass_on
 from ...core.logs import log_fields
 from ...handler import lock_backends
-from ...host import current_holder
+from ...locks.attempts import NOTE_LIVES
 from ...policy import Refusal
+from ...process.host import current_holder
 from ..jobs import Queued, Rules
 from .terms import Call, Terms, terms_of
 

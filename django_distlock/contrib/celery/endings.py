@@ -25,7 +25,7 @@ from ...core.logs import log_fields
 from ...core.records import Record
 from ...core.threads import start_thread
 from ...handler import lock_backends
-from ...host import current_holder, is_gone
+from ...process.host import current_holder, is_gone
 from ...signals import lock_released, tell
 from . import queueing
 from .deliveries import UNIQUE

@@ -17,11 +17,11 @@ from django.db import DatabaseError, InterfaceError, connections, router
 from kombu.exceptions import EncodeError, OperationalError
 from kombu.serialization import dumps, loads, prepare_accept_content
 
-from ... import vendors
-from ...borrowing import NoConnectionFree
 from ...core.durations import MAX_BOUND
 from ...core.errors import BackendUnavailable, LockError, LockUsageError
-from ...schemas import TableConnections
+from ...database import vendors
+from ...database.borrowing import NoConnectionFree
+from ...database.schemas import TableConnections
 from . import leftovers
 from .deliveries import Delivery
 

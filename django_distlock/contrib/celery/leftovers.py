@@ -14,11 +14,11 @@ from typing import Final, NamedTuple
 
 from django.db import connections
 
-from ...connections import use_own_connections
 from ...core.errors import BackendUnavailable, LockError
 from ...core.logs import log_fields
 from ...core.retry import Retry
 from ...core.threads import start_thread
+from ...database.connections import use_own_connections
 
 logger = logging.getLogger("django_distlock")
 

@@ -14,7 +14,7 @@ from ...backends.base import BaseLockBackend
 from ...core.errors import BackendUnavailable, LockError
 from ...core.keys import UNIQUE_PREFIX
 from ...core.records import Record
-from ...host import is_gone
+from ...process.host import is_gone
 
 #: Messages, records or ids that are asked for at once.
 _PAGE: Final = 1000

@@ -17,25 +17,20 @@ from celery.result import EagerResult
 from celery.utils import uuid
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from ... import holding, transactions
-from ...attempts import Granted
 from ...backends.base import BaseLockBackend
-from ...bypassing import tell_skipped
-from ...core.errors import (
-    BackendUnavailable,
-    InvalidArgument,
-    LockError,
-    LockLost,
-    LockNotAcquired,
-)
+from ...core.errors import BackendUnavailable, InvalidArgument, LockError, LockLost, LockNotAcquired
 from ...core.keys import new_token
 from ...core.logs import log_fields
 from ...core.records import Grant, Record
 from ...handler import lock_backends
-from ...host import is_gone, monotonic
-from ...keeping import Terms as Kept
-from ...leases import Lease
+from ...locks import context
+from ...locks.attempts import Granted
+from ...locks.lease import Lease
+from ...locks.no_lease import tell_skipped
+from ...locks.state import Terms as Kept
 from ...policy import skip
+from ...process import deferred_release
+from ...process.host import is_gone, monotonic
 from ...signals import lock_acquired, tell
 from ..jobs import JobLock
 from .deliveries import LEASE, UNIQUE, Delivery, kept_headers
@@ -186,7 +181,7 @@ def hand_down(
 
     Not inside a transaction: it might begin before what was written there is committed.
     """
-    if headers is None or LEASE in headers or holding.current_lease() is None:
+    if headers is None or LEASE in headers or context.current_lease() is None:
         return
     task = current_app.tasks.get(sender)
     terms = terms_of(task)
@@ -197,10 +192,10 @@ def hand_down(
         key = terms.lock.make(call_of(task, tuple(args), dict(kwargs)))
     except (InvalidArgument, TypeError):
         return  # The task itself will say so.
-    lease = holding.holds(terms.backend, key)
+    lease = context.holds(terms.backend, key)
     if lease is None:
         return
-    if transactions.open_transactions():
+    if deferred_release.open_transactions():
         extra = log_fields("not_handed_down", backend=lease.backend, key=key)
         logger.warning(
             "%s is sent inside a transaction and takes %r as any other task does, not under the"
@@ -252,11 +247,11 @@ def under(store: BaseLockBackend, key: str, fence: str) -> Iterator[Lease | None
 @contextmanager
 def _bound(lease: Lease) -> Iterator[None]:
     owner = object()
-    holding.bind(owner, lease, inner=True)
+    context.bind(owner, lease, inner=True)
     try:
         yield
     finally:
-        holding.unbind(owner)
+        context.unbind(owner)
 
 
 def _goes_on(task: Any, task_id: str | None, options: dict[str, Any]) -> bool:

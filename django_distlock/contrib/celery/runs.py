@@ -13,25 +13,18 @@ from typing import Any, Final
 from celery import signals, states
 from celery.exceptions import Ignore
 
-from ... import holding
-from ...bypassing import tell_bypassed, tell_requeued
 from ...core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError
 from ...core.logs import log_fields
 from ...handler import lock_backends
-from ...host import is_gone, monotonic
-from ...leases import Lease
-from ...locks import Lock
+from ...locks import context
+from ...locks.lease import Lease
+from ...locks.lock import Lock
+from ...locks.no_lease import tell_bypassed, tell_requeued
 from ...policy import Refusal, attempt, skip
+from ...process.host import is_gone, monotonic
 from ..jobs import WAIT, JobLock
 from . import failed, leftovers, queueing
-from .deliveries import (
-    LEASE,
-    UNIQUE,
-    Delivery,
-    forget_wait,
-    queue_again,
-    queue_behind_itself,
-)
+from .deliveries import LEASE, UNIQUE, Delivery, forget_wait, queue_again, queue_behind_itself
 from .terms import Terms
 
 logger = logging.getLogger("django_distlock")
@@ -205,8 +198,8 @@ class Run:
         lease.begin_block(heartbeat=lock.heartbeat)
         if binds:
             self._fence = lease.fence
-            holding.bind(self, lease)
-            stack.callback(holding.unbind, self)
+            context.bind(self, lease)
+            stack.callback(context.unbind, self)
 
     # The body
 

@@ -23,7 +23,7 @@ from ...core.holders import LEADER
 from ...core.keys import own_key
 from ...exceptions import InvalidLockBackend
 from ...handler import lock_backends
-from ...locks import distlock
+from ...locks.lock import distlock
 from .beats import Leadership, Mark, Marks, Moved, NotNow, mark_key
 
 #: Seconds that a beat which stands by waits in one go, and that a leader sleeps at most.

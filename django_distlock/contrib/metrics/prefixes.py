@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Final
 
+from ...core.declarations import declarations, declared, head_of
 from ...core.errors import InvalidArgument, shown
 from ...core.keys import OWN_MARKER, nfc
-from ...declarations import declarations, declared, head_of
 
 #: Prefixes that are told apart, unless an exporter is installed with another number.
 MOST: Final = 100

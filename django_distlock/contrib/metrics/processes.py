@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from django.core.exceptions import ImproperlyConfigured
 
-from ... import blocks
-from ...exits import held_here
 from ...handler import lock_backends
-from ...heartbeat import heartbeat_of
-from ...leases import Lease
+from ...locks import blocks
+from ...locks.lease import Lease
+from ...process.at_exit import held_here
+from ...process.heartbeat import heartbeat_of
 from .instruments import ACTIVE, LAG, OVERDUE, PROCESS_GAUGES, WAITING, Instrument
 
 

@@ -10,7 +10,7 @@ from django.dispatch import Signal
 
 from ...core.errors import BackendUnavailable, LockNotAcquired
 from ...core.keys import UNIQUE_PREFIX
-from ...keeping import GONE, OVER_AT_LAST
+from ...locks.state import GONE, OVER_AT_LAST
 from ...signals import (
     fence_rejected,
     lock_acquired,

@@ -13,17 +13,17 @@ from typing import Final, TypeVar
 from django.core.exceptions import ImproperlyConfigured
 from django.db.models import F, Q
 
-from ... import vendors
 from ...backends.base import BaseLockBackend
 from ...backends.database import DatabaseBackend
+from ...core.declarations import declarations
 from ...core.errors import LockError
 from ...core.holders import Holder
 from ...core.keys import OWN_MARKER
 from ...core.records import SPOILED, Record
-from ...declarations import declarations
+from ...database import vendors
 from ...handler import lock_backends
+from ...managers.rows import between
 from ...models import HeldLock
-from ...rows import between
 from ...scheduling import overdue
 from .asking import ask_each, begin_each
 from .instruments import HELD_PAST_EXPIRY, LOCKS_HELD, OLDEST, OVERDUE_TICK, STORE_UP, Instrument

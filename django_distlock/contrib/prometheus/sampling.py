@@ -9,8 +9,8 @@ import weakref
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from ... import attempts
 from ...core.threads import start_thread
+from ...locks import attempts
 from ..metrics.instruments import LAG, PROCESS_GAUGES
 from ..metrics.processes import process_numbers
 

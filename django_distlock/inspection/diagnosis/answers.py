@@ -21,7 +21,7 @@ from ...checks.configured import is_redis
 from ...core.errors import LockError
 from ...core.keys import new_token
 from ...core.records import Contended
-from ...host import current_holder
+from ...process.host import current_holder
 from .findings import Notes
 
 if TYPE_CHECKING:

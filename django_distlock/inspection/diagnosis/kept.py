@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from django.db.models import F, QuerySet
 
-from ... import vendors
 from ...backends.base import BaseLockBackend
 from ...backends.database import DatabaseBackend
 from ...backends.tables import FenceTable
@@ -20,6 +19,7 @@ from ...core.holders import Holder
 from ...core.keys import prefix_end
 from ...core.records import Record, known_holder
 from ...core.wording import instant, span
+from ...database import vendors
 from ...models import FenceCounter, HeldLock, Waiter
 from .findings import Notes
 from .scanned import NAMED, Some, counted, dead_or_not, scan_locks, whose

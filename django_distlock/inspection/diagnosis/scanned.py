@@ -19,7 +19,7 @@ from ...core.holders import Holder
 from ...core.keys import UNIQUE_PREFIX
 from ...core.records import Record
 from ...core.wording import instant, span
-from ...host import current_holder, is_gone
+from ...process.host import current_holder, is_gone
 from .findings import Notes
 
 #: Locks of a page.

@@ -10,15 +10,7 @@ from django.core import checks
 from django.core.management.base import CommandError, CommandParser
 from django.db import DatabaseError, InterfaceError
 
-from ...inspection.diagnosis import (
-    SCANNED,
-    Diagnosis,
-    Look,
-    Mark,
-    accept_loss,
-    diagnose,
-    told,
-)
+from ...inspection.diagnosis import SCANNED, Diagnosis, Look, Mark, accept_loss, diagnose, told
 from ..operating import OperatorCommand
 from ..statuses import UNAVAILABLE, USAGE
 from ..tables import printable

@@ -9,13 +9,7 @@ from django.core.management.base import CommandError, CommandParser
 
 from ...core.errors import BackendUnavailable
 from ...core.keys import stored_key
-from ...inspection import (
-    HeldKey,
-    Outcome,
-    force_release,
-    list_locks,
-    show,
-)
+from ...inspection import HeldKey, Outcome, force_release, list_locks, show
 from ..operating import OperatorCommand, named, refuse_memory
 from ..statuses import BUSY, UNAVAILABLE, USAGE
 from ..tables import printable

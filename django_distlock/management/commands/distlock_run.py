@@ -19,17 +19,11 @@ from django.db import connections
 
 from ...backends.tables import FenceTable
 from ...core.durations import seconds, ttl_seconds
-from ...core.errors import (
-    InvalidArgument,
-    LockError,
-    LockLost,
-    LockNotAcquired,
-    LockUsageError,
-)
+from ...core.errors import InvalidArgument, LockError, LockLost, LockNotAcquired, LockUsageError
 from ...handler import lock_backends
-from ...host import monotonic
-from ...leases import Lease
-from ...locks import UNSET, Lock, distlock
+from ...locks.lease import Lease
+from ...locks.lock import UNSET, Lock, distlock
+from ...process.host import monotonic
 from ..bootstrap import ensure_tables
 from ..leash import Leash, end
 from ..locked import wait_option

@@ -1,0 +1,1 @@
+"""How statements reach a database: connections, dialects, server functions."""

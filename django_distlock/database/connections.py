@@ -1,0 +1,421 @@
+"""What a connection is doing, and which ones are ours.
+
+A lock that nobody sees before the caller commits is no lock, and a rollback would hand the same
+fence out twice. So a lock statement runs where it commits by itself: see `borrowing`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from copy import copy
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from django.db import connections
+from django.db.backends.base.base import NO_DB_ALIAS, BaseDatabaseWrapper
+from django.db.backends.signals import connection_created
+
+from ..core import budgets
+from ..core.errors import LockUsageError
+from ..core.threads import start_thread
+
+#: Seconds after which an unused connection of our own is closed.
+IDLE_SECONDS = 10.0
+
+#: Seconds to wait at least for the place of SQLite's one writer. It is taken for milliseconds, by
+#: whoever locks any key: without this, trying once for a free key would fail now and then.
+WRITER_SECONDS = 0.1
+
+#: What tells a connection of our own to PostgreSQL about a server that vanished, in half a minute:
+#: without it, a statement on a dead network hangs for a quarter of an hour.
+KEEPALIVES: dict[str, Any] = {
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+}
+
+#: Seconds that PostgreSQL may take to let us in: the driver waits for ever, unless it is told.
+CONNECT_SECONDS = 5
+
+#: What has to come to an end before a database can be dropped.
+before_drop: list[Callable[[], None]] = []
+
+#: What libpq calls a connection with a statement, with a transaction, and with a failed one.
+_OPEN = (1, 2, 3)
+#: And one that takes a statement: without a transaction, or in the middle of one.
+_ANSWERING = (0, 2)
+#: What MySQL's protocol calls a session with a transaction.
+_IN_TRANSACTION = 1
+
+_own_threads = threading.local()
+_every: weakref.WeakSet[Closing] = weakref.WeakSet()
+#: Connections that a fork copied. Kept, so that no destructor speaks on the parent's socket.
+_inherited: list[Any] = []
+#: The connections of threads that were opened. No set or dictionary of weak references: those are
+#: cleared by functions of Python's, in which an exception that a signal raises would be lost.
+_opened: list[weakref.ref[BaseDatabaseWrapper]] = []
+#: The attributes of a connection that say which process has opened it, and what `servers_isolation`
+#: has found, in which session.
+_PROCESS = "_django_distlock_process"
+_ISOLATION = "_django_distlock_isolation"
+
+
+def use_own_connections(*, keeps_leases: bool = False) -> None:
+    """Say that this thread is ours: nobody closes its connections at the end of a request.
+
+    Args:
+        keeps_leases: It renews or releases what others hold, so it must not wait for those who
+            want something.
+    """
+    _own_threads.active, _own_threads.keeps_leases = True, keeps_leases
+
+
+def keeps_leases() -> bool:
+    """Whether this thread waits for no connection that others use."""
+    return getattr(_own_threads, "keeps_leases", False)
+
+
+def in_test_case(connection: BaseDatabaseWrapper) -> bool:
+    """Whether the outermost transaction is a `TestCase`'s, which is always rolled back."""
+    blocks = connection.atomic_blocks
+    return bool(blocks) and getattr(blocks[0], "_from_testcase", False)
+
+
+def in_transaction(connection: BaseDatabaseWrapper) -> bool:
+    """Whether the caller has a transaction open, other than that of a `TestCase`."""
+    return connection.in_atomic_block and not in_test_case(connection)
+
+
+def has_open_transaction(connection: BaseDatabaseWrapper) -> bool:
+    """Whether the driver says that a transaction is open, or a statement: it asks no server.
+
+    mysqlclient does not tell.
+    """
+    raw = connection.connection
+    if raw is None:
+        return False
+    if connection.vendor == "postgresql":
+        return raw.info.transaction_status in _OPEN
+    if connection.vendor == "sqlite":
+        return bool(raw.in_transaction)
+    return bool(getattr(raw, "server_status", 0) & _IN_TRANSACTION)
+
+
+def servers_isolation(connection: BaseDatabaseWrapper) -> str:
+    """Return the isolation level of PostgreSQL's transactions where Django asks for none.
+
+    A role or a database may have been given another one. Each session is asked once, from the
+    thread that it belongs to, and by a statement that takes no snapshot. "": it cannot be asked.
+    """
+    raw = connection.connection
+    session, level = vars(connection).get(_ISOLATION, (None, ""))
+    if session is None or session() is not raw:
+        here = connection._thread_ident == threading.get_ident()  # type: ignore[attr-defined]
+        if raw is None or raw.info.transaction_status not in _ANSWERING or not here:
+            return ""
+        database: Any = connection.Database  # type: ignore[attr-defined]
+        try:
+            # Past Django: it is no query of the caller's.
+            with raw.cursor() as cursor:
+                cursor.execute("SHOW default_transaction_isolation")
+                level = str(cursor.fetchone()[0])
+        except database.Error:
+            return ""  # The caller's next statement says why.
+        vars(connection)[_ISOLATION] = (weakref.ref(raw), level)
+    return str(level)
+
+
+def is_free(connection: BaseDatabaseWrapper, *, single: bool) -> bool:
+    """Whether the thread's connection may be used.
+
+    Args:
+        single: For one statement, which commits by itself. For a transaction it may not: a signal
+            in the middle would leave it open, or autocommit off.
+    """
+    if getattr(_own_threads, "active", False) or connection.in_atomic_block:
+        return False
+    if connection.vendor == "sqlite":
+        # A database in memory is only seen by the connections that share it.
+        return bool(connection.is_in_memory_db())  # type: ignore[attr-defined]
+    if not single:
+        return False
+    # Django opens it to tell.
+    _open_in_time(connection)
+    return connection.get_autocommit() and not has_open_transaction(connection)
+
+
+def require_transaction(connection: BaseDatabaseWrapper) -> Any:
+    """Return the outermost block of `atomic()`, other than a `TestCase`'s.
+
+    Raises:
+        LockUsageError: None is open.
+    """
+    blocks = [
+        each for each in connection.atomic_blocks if not getattr(each, "_from_testcase", False)
+    ]
+    if not (connection.in_atomic_block and blocks):
+        raise LockUsageError(
+            f"guard() holds until a transaction ends, and none is open on {connection.alias!r}:"
+            f" call it inside of atomic(), or use lease.atomic()."
+        )
+    return blocks[0]
+
+
+class OpenTransaction:
+    """The outermost transaction of a connection, other than a `TestCase`'s.
+
+    Raises:
+        LockUsageError: None is open.
+    """
+
+    def __init__(self, connection: BaseDatabaseWrapper):
+        block = require_transaction(connection)
+        self._connection = weakref.ref(connection)
+        # A decorator enters the same block with each call. This one is told from the next by a
+        # copy in its place; blocks leave by their place.
+        self._block = copy(block)
+        blocks = connection.atomic_blocks
+        blocks[blocks.index(block)] = self._block
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it goes on; from any thread."""
+        connection = self._connection()
+        return connection is not None and self._block in connection.atomic_blocks
+
+
+class Closing(Protocol):
+    """What has connections open that are in the way of dropping a database."""
+
+    def close_all(self) -> None:
+        """Close them."""
+
+
+def close_before_drop(these: Closing) -> None:
+    """Let a test run close these connections before it drops its database."""
+    _every.add(these)
+    connection_created.connect(_close_before_drop, dispatch_uid="django_distlock")
+
+
+def keep_inherited(connection: Any) -> None:
+    """Leave a connection that a fork copied to its owner, for as long as this process lives."""
+    _inherited.append(connection)
+
+
+C = TypeVar("C")
+
+
+class IdleConnections(Generic[C]):
+    """Connections that nobody uses right now. Each is closed when it has idled for a while.
+
+    May be closed by a finaliser, so nothing here takes a lock.
+
+    Args:
+        close: Closes one, from wherever a finaliser may run.
+    """
+
+    def __init__(self, close: Callable[[C], None]):
+        self._close = close
+        self._idle: deque[tuple[C, float]] = deque()
+        self._reaper: threading.Timer | None = None
+
+    def __iter__(self) -> Iterator[C]:
+        return iter([connection for connection, _since in self._idle])
+
+    def keep(self, connection: C) -> None:
+        """Take a connection that is not needed any more."""
+        self._idle.append((connection, time.monotonic()))
+        if self._reaper is None:
+            self._start_reaper()
+
+    def take(self) -> C | None:
+        """Give the one that was used last; None: there is none."""
+        try:
+            return self._idle.pop()[0]
+        except IndexError:
+            return None
+
+    def close_all(self) -> None:
+        """Close them."""
+        while self._idle:
+            try:
+                connection, _since = self._idle.popleft()
+            except IndexError:
+                return
+            self._close(connection)
+
+    def _start_reaper(self) -> None:
+        self._reaper = threading.Timer(IDLE_SECONDS, self._reap)
+        self._reaper.daemon = True
+        try:
+            start_thread(self._reaper)
+        except RuntimeError:
+            self._reaper = None  # The interpreter ends, and takes no new threads.
+
+    def _reap(self) -> None:
+        self._reaper = None
+        before = time.monotonic() - IDLE_SECONDS
+        for _ in range(len(self._idle)):
+            try:
+                connection, since = self._idle.popleft()
+            except IndexError:
+                break
+            if since <= before:
+                self._close(connection)
+            else:
+                self._idle.append((connection, since))
+        if self._idle:
+            self._start_reaper()
+
+
+def _note_process(connection: BaseDatabaseWrapper, **_: Any) -> None:
+    if is_own(connection):
+        return
+    is_new = _PROCESS not in vars(connection)
+    vars(connection)[_PROCESS] = os.getpid()
+    if is_new:
+        for each in [each for each in list(_opened) if each() is None]:
+            with suppress(ValueError):
+                _opened.remove(each)
+        _opened.append(weakref.ref(connection))
+
+
+connection_created.connect(_note_process, dispatch_uid="django_distlock.process")
+
+
+def opened_in(thread: int) -> list[BaseDatabaseWrapper]:
+    """Return the connections that another thread has opened, without those of our own."""
+    # A copy in one step: that thread goes on opening some.
+    known = [reference() for reference in list(_opened)]
+    return [
+        each
+        for each in known
+        if each is not None
+        and each._thread_ident == thread  # type: ignore[attr-defined]
+        and vars(each)[_PROCESS] == os.getpid()
+    ]
+
+
+def is_own(connection: BaseDatabaseWrapper) -> bool:
+    """Whether nobody's work is in a connection but ours."""
+    return isinstance(connection.settings_dict, _OwnSettings)
+
+
+def leave_to_parent(connection: BaseDatabaseWrapper) -> None:
+    """Let go of a connection that a fork copied: two processes would read each other's answers."""
+    if connection.vendor == "sqlite" or connection.connection is None or connection.in_atomic_block:
+        return
+    if vars(connection).get(_PROCESS, os.getpid()) != os.getpid():
+        _inherited.append(connection.connection)
+        connection.connection = None
+
+
+def _open_in_time(connection: BaseDatabaseWrapper) -> None:
+    """Open a connection of the project's with a bound, where its settings give none."""
+    settings = connection.settings_dict
+    options = settings["OPTIONS"]
+    if connection.connection is not None or connection.vendor != "postgresql":
+        return
+    if "pool" in options:
+        return
+    more = {**options, "connect_timeout": _opening_seconds(options)}
+    connection.settings_dict = {**settings, "OPTIONS": more}
+    try:
+        connection.ensure_connection()
+    except BaseException:
+        # Interrupted before Django has switched autocommit on, it would keep what is saved.
+        connection.close()
+        raise
+    finally:
+        connection.settings_dict = settings
+
+
+def _opening_seconds(options: Mapping[str, Any]) -> Any:
+    """Return `connect_timeout`: the project's, or as much of it as the call has left."""
+    given = options.get("connect_timeout", CONNECT_SECONDS)
+    if (left := budgets.left()) == math.inf:
+        return given
+    # Drivers take whole seconds, and two at least.
+    return max(2, int(min(left, float(given) or left)))
+
+
+def bound_opening(own: BaseDatabaseWrapper, options: Mapping[str, Any]) -> None:
+    """Let a connection of our own be opened in the time that the call has.
+
+    Args:
+        options: What the project says.
+    """
+    if own.vendor in ("postgresql", "mysql"):
+        own.settings_dict["OPTIONS"]["connect_timeout"] = _opening_seconds(options)
+
+
+def own_connection(template: BaseDatabaseWrapper, **defaults: Any) -> BaseDatabaseWrapper:
+    """Return a connection of our own to the database of another one; it is not open yet.
+
+    Args:
+        defaults: `OPTIONS` where the project's settings say nothing else.
+    """
+    return type(template)(_own_settings(template, defaults), template.alias)
+
+
+class _OwnSettings(dict[str, Any]):
+    """The settings of a connection of our own: nobody's work is in it."""
+
+
+def _own_settings(template: BaseDatabaseWrapper, defaults: dict[str, Any]) -> _OwnSettings:
+    options = {**defaults, **template.settings_dict["OPTIONS"]}
+    # A pooled connection keeps what a session left on it, and the project counted its own.
+    options.pop("pool", None)
+    if template.vendor == "sqlite":
+        options["transaction_mode"] = "IMMEDIATE"
+    return _OwnSettings(
+        {
+            **template.settings_dict,
+            "OPTIONS": options,
+            "AUTOCOMMIT": True,
+            "CONN_MAX_AGE": None,
+            "CONN_HEALTH_CHECKS": False,
+        }
+    )
+
+
+def refuse_self_block(connection: BaseDatabaseWrapper) -> None:
+    """Refuse to wait for a writer of SQLite's that waits for us.
+
+    Raises:
+        LockUsageError: A transaction of this thread has the file of the locks.
+    """
+    if connection.vendor != "sqlite":
+        return
+    file = database_file(connection)
+    for other in connections.all(initialized_only=True):
+        if in_transaction(other) and other.vendor == "sqlite" and database_file(other) == file:
+            raise LockUsageError(
+                f"SQLite has one writer per file, and this thread has a transaction open on the"
+                f" file of the locks, through the alias {other.alias!r} ({file}). Take the lock"
+                f" outside of atomic(), or give the locks an alias with a file of its own.",
+                code="self_blocked",
+            )
+
+
+def database_file(connection: BaseDatabaseWrapper) -> str:
+    """Return what tells one SQLite database from another."""
+    name = str(connection.settings_dict["NAME"])
+    return name if name.startswith(("file:", ":memory:")) else str(Path(name).resolve())
+
+
+def _close_before_drop(connection: BaseDatabaseWrapper, **_: Any) -> None:
+    # A test run that drops its database first connects to none: ours would be in the way.
+    if connection.alias == NO_DB_ALIAS:
+        for finish in before_drop:
+            finish()
+        for each in list(_every):
+            each.close_all()

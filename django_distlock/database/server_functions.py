@@ -1,0 +1,183 @@
+"""The lock's transactions as PostgreSQL functions: one statement, one round trip.
+
+The same operations as `HeldLockManager` has, with the same answers; the bodies are in
+`sql/postgresql/`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from copy import copy
+from typing import Any, cast
+
+from django.db import connections, transaction
+from django.db.utils import DatabaseError
+
+from ..core.durations import GRACE, MAX_BOUND
+from ..core.errors import LockError
+from ..core.fences import FENCE_MAX, check_fence
+from ..core.holders import Holder
+from ..core.records import UNKNOWN, Contended, Freed, Grant, Unknown, known_holder
+from . import vendors
+from .connections import is_own
+from .fields import from_microseconds
+from .sql import function_name
+from .vendors.postgresql import milliseconds, sqlstate
+
+
+class NeedsTransaction(Exception):
+    """The server's default is another isolation level: it has to be said in a transaction."""
+
+
+#: What stands for the arguments of each function.
+_PLACEHOLDERS = {
+    "acquire": f"%s, %s, %s, %s, {GRACE}, %s::jsonb, %s, %s, %s, %s",
+    "extend": f"%s, %s, %s, {GRACE}, %s",
+    "extend_many": f"%s::text[], %s::text[], %s::double precision[], {GRACE}, %s",
+    "release": "%s, %s, %s, %s",
+}
+
+
+class ServerFunctions:
+    """Acquire, extend and release by one function call each.
+
+    Args:
+        using: The alias that is called on.
+        named: Gives the name of a function as it is called: quoted, with its schema.
+        follows_clock: Whether no fence is below what the store's clock says.
+    """
+
+    def __init__(self, using: str, named: Callable[[str], str], *, follows_clock: bool = False):
+        self._using = using
+        self._named = named
+        self._follows_clock = follows_clock
+
+    def db_manager(self, using: str) -> ServerFunctions:
+        """Return the same functions on another alias."""
+        other = copy(self)
+        other._using = using
+        return other
+
+    def acquire(
+        self,
+        name: str,
+        key: str,
+        token: str,
+        ttl: float | None,
+        holder: Holder,
+        *,
+        wanted: bool,
+        replace: str | None,
+        bound: float,
+    ) -> Grant | Contended:
+        """Grant the key if it is free."""
+        arguments = [
+            name, key, token, ttl, json.dumps(holder.as_json()), wanted, replace,
+            self._follows_clock, _bound(bound),
+        ]  # fmt: skip
+        outcome, now, *record = _parts(self._call("acquire", arguments), 7)
+        fence, acquired_at, expires_at, free_at, told = record
+        if outcome == "granted":
+            check_fence(key, fence)
+            ends = _instant(expires_at)
+            return Grant(key, token, fence, ttl, from_microseconds(acquired_at), ends)
+        if outcome == "overflow":
+            raise LockError(f"The key {key!r} has used up its fences ({FENCE_MAX}).", key=key)
+        return Contended(
+            holder=None if told is None else known_holder(told),
+            fence=fence,
+            acquired_at=_instant(acquired_at),
+            expires_at=_instant(expires_at),
+            free_at=_instant(free_at),
+            observed_at=_instant(now),
+            busy=outcome == "busy",
+            paused=outcome == "paused",
+        )
+
+    def extend(
+        self, name: str, grant: Grant, ttl: float | None, *, bound: float
+    ) -> Grant | Unknown | None:
+        """Replace the ttl of a lease."""
+        arguments = [name, grant.token, ttl, _bound(bound)]
+        return _extended(grant, ttl, *_parts(self._call("extend", arguments), 5))
+
+    def extend_many(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
+        """Extend each lease by its own ttl; a row that somebody holds is skipped as unknown."""
+        arguments = [
+            [name for name, _grant in named],
+            [grant.token for _name, grant in named],
+            [grant.ttl for _name, grant in named],
+            _bound(MAX_BOUND),
+        ]
+        answers = json.loads(self._call("extend_many", arguments))
+        return [
+            _extended(grant, grant.ttl, *_padded(answer, 5))
+            for (_name, grant), answer in zip(named, answers, strict=True)
+        ]
+
+    def release(
+        self, name: str, grant: Grant, *, held: float | None = None, bound: float
+    ) -> Freed | Unknown:
+        """Give the key back, or keep it taken for `held` seconds since the grant."""
+        arguments = [name, grant.token, held, _bound(bound)]
+        outcome = self._call("release", arguments)
+        return UNKNOWN if outcome == "busy" else cast("Freed", outcome)
+
+    def _call(self, operation: str, arguments: list[Any]) -> str:
+        statement = self._statement(operation)
+        connection = connections[self._using]
+        try:
+            # In a test case's transaction, an error must not take the test's own work with it.
+            savepoint = transaction.atomic(self._using) if connection.in_atomic_block else None
+            with savepoint or nullcontext(), connection.cursor() as cursor:
+                cursor.execute(statement, arguments)
+                return str(cursor.fetchone()[0])
+        except DatabaseError as error:
+            if sqlstate(error) != "25001" or connection.in_atomic_block:
+                raise
+            if not is_own(connection):
+                raise NeedsTransaction from error
+        with vendors.of(self._using).short_transaction(MAX_BOUND), connection.cursor() as cursor:
+            cursor.execute(statement, arguments)
+            return str(cursor.fetchone()[0])
+
+    def _statement(self, operation: str) -> str:
+        # The caller's connection may look for names in another schema.
+        function = self._named(function_name(operation)).replace("%", "%%")
+        return f"SELECT {function}({_PLACEHOLDERS[operation]})"
+
+
+def _bound(seconds: float) -> str:
+    return str(milliseconds(seconds))
+
+
+def _parts(answer: str, length: int) -> list[Any]:
+    """Return a JSON array, with None for what is left out at its end."""
+    return _padded(json.loads(answer), length)
+
+
+def _padded(parts: list[Any], length: int) -> list[Any]:
+    return parts + [None] * (length - len(parts))
+
+
+def _extended(
+    grant: Grant,
+    ttl: float | None,
+    outcome: str,
+    fence: int,
+    acquired_at: int,
+    expires_at: int | None,
+    stop_requested: bool,
+) -> Grant | Unknown | None:
+    if outcome != "extended":
+        return UNKNOWN if outcome == "busy" else None
+    granted_at = from_microseconds(acquired_at)
+    return Grant(
+        grant.key, grant.token, fence, ttl, granted_at, _instant(expires_at), stop_requested
+    )
+
+
+def _instant(value: int | None) -> Any:
+    return None if value is None else from_microseconds(value)

@@ -1,0 +1,138 @@
+"""What lives in PostgreSQL beside the models' tables: functions, a trigger, two more tables.
+
+The files are plain SQL over the default table names; `script()` puts the configured ones in their
+place, and expressions of a secret. Names start with the locks' table; those of functions end with a
+version: a worker of the release before keeps calling the version it knows.
+
+Everybody who may connect can take any advisory lock, listen to any channel, and read the numbers of
+locks and the names of sessions. So numbers and channels are hashes of a secret, which the server
+alone computes: docs/decisions/numbers-and-channels-have-a-secret.md.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+from ...conf import DEFAULT_TABLES, table
+
+#: What is called for locks.
+FUNCTIONS = ("acquire", "extend", "extend_many", "release")
+#: How PostgreSQL notes where each function looks names up: nobody else may create there.
+FIXED_PATH = "search_path=pg_catalog, pg_temp"
+#: In the order of installation.
+SCRIPTS = ("secret", "storage", "fence_guard", *FUNCTIONS)
+#: Tables without models: the secret, and what each session with a lock of its own holds.
+SIDE_TABLES = ("salt", "session")
+
+#: Where a session finds `{table}`, and whether it does: else, where it would make it.
+SCHEMA_OF = """
+SELECT coalesce(found.schema, pg_catalog.current_schema(), 'public'), found.schema IS NOT NULL
+FROM (
+    SELECT (
+        SELECT n.nspname FROM pg_catalog.pg_class c
+        JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
+        WHERE c.oid = pg_catalog.to_regclass('"{table}"')
+    ) AS schema
+) found
+"""
+
+_NAMES = re.compile("|".join(sorted(DEFAULT_TABLES.values(), key=len, reverse=True)))
+#: Tables and functions, and what stands in for their schema meanwhile.
+_IDENTIFIER, _HERE = re.compile(rf'"(?:{_NAMES.pattern})\w*"'), "\x1f"
+#: The versions that a database may have: those before the last one are of pre-releases.
+_VERSIONS = ("v1", "v2", "v3")
+
+
+def function_name(operation: str, version: str = _VERSIONS[-1]) -> str:
+    """Return the name of the function for an operation, such as `"acquire"`."""
+    return f"{table('locks')}_{operation}_{version}"
+
+
+def side_table(what: str) -> str:
+    """Return the name of one of the tables without models, such as `"salt"`."""
+    return f"{table('locks')}_{what}"
+
+
+def number(use: str, name: str) -> str:
+    """Return an expression for the number of an advisory lock, in a query `FROM` the salt as `s`.
+
+    Args:
+        use: What for: two uses of one name have two numbers.
+        name: An expression for the storage key.
+    """
+    first = f"pg_catalog.left({_digest(use, name)}, 16)"
+    return f"pg_catalog.textcat('x', {first})::bit(64)::bigint"
+
+
+def channel() -> str:
+    """Return an expression for the channel of wake-ups, as `number` does."""
+    return f"pg_catalog.textcat('distlock_', pg_catalog.left({_digest('channel')}, 32))"
+
+
+def word() -> str:
+    """Return an expression for what names are hashed with that are called out, as `number` does."""
+    return _digest("word")
+
+
+def called(name: str) -> str:
+    """Return an expression for what is called out of a storage key, as `number` does."""
+    return f"pg_catalog.left({_hashed(f'pg_catalog.textcat({word()}, {name})')}, 32)"
+
+
+def _digest(use: str, name: str = "''") -> str:
+    # The table's own number as well: a copy of the schema has the same seed.
+    seed = "pg_catalog.textcat(s.seed, s.tableoid::text)"
+    return _hashed(f"pg_catalog.textcat({seed}, pg_catalog.textcat(':{use}:', {name}))")
+
+
+def _hashed(text: str) -> str:
+    return f"pg_catalog.encode(pg_catalog.sha256(pg_catalog.convert_to({text}, 'UTF8')), 'hex')"
+
+
+def script(name: str, schema: str) -> str:
+    """Return one file of SQL with the configured table names.
+
+    Args:
+        schema: That of the tables. The names in a function's body are looked up when it is called,
+            by whatever path the caller has.
+    """
+    text = (files(__package__) / "postgresql" / f"{name}.sql").read_text(encoding="utf-8")
+    salted = {
+        "{turn}": number("turn", "p_storage_key"),
+        "{channel}": channel(),
+        "{called}": called("p_storage_key"),
+    }
+    for stands_for, expression in salted.items():
+        text = text.replace(stands_for, expression)
+    configured = {default: table(what) for what, default in DEFAULT_TABLES.items()}
+    # Two steps, because the schema may be called like a table.
+    within = _IDENTIFIER.sub(rf"{_HERE}.\g<0>", text)
+    renamed = _NAMES.sub(lambda match: configured[match[0]], within)
+    return renamed.replace(_HERE, quoted(schema))
+
+
+def removal(schema: str) -> list[str]:
+    """Return the statements that take away what the scripts of any version installed.
+
+    Triggers and storage parameters go with their tables.
+    """
+    within = quoted(schema)
+    return [
+        f'DROP FUNCTION IF EXISTS {within}."{function_name(operation, version)}"'
+        for version in _VERSIONS
+        for operation in FUNCTIONS
+    ] + [
+        f'DROP FUNCTION IF EXISTS {within}."{fence_guard_name()}" CASCADE',
+        *(f'DROP TABLE IF EXISTS {within}."{side_table(each)}"' for each in SIDE_TABLES),
+    ]
+
+
+def quoted(name: str) -> str:
+    """Return a name as an identifier of PostgreSQL."""
+    return '"{}"'.format(name.replace('"', '""'))
+
+
+def fence_guard_name() -> str:
+    """Return the name of the trigger function that keeps the fence counters."""
+    return f"{table('fences')}_guard_v1"

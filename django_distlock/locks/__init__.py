@@ -1,0 +1,1 @@
+"""Locks and leases, as callers see them."""

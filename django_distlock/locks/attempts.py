@@ -1,0 +1,503 @@
+"""The attempts of one caller: one token, and what became of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+
+from django.dispatch import Signal
+
+from ..backends.base import BaseLockBackend
+from ..backends.queues import Turn
+from ..core import budgets
+from ..core.acquiring import SAFETY_SECONDS, Attempt, Outcome, Steps, acquiring
+from ..core.durations import MAX_BOUND
+from ..core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError
+from ..core.holders import Holder
+from ..core.keys import new_token
+from ..core.logs import log_fields
+from ..core.records import UNKNOWN, Contended, Grant, Record
+from ..core.retry import Retry
+from ..process import deferred_release
+from ..process.deadlocks import Name, Wait, waits
+from ..process.host import is_gone, monotonic
+from ..signals import lock_acquired, lock_not_acquired, lock_taken_over, tell
+
+logger = logging.getLogger("django_distlock")
+
+#: Seconds at most that a process leaves a key to others whose wake-up it has just sent.
+MOST_REST = 1.0
+#: Seconds without a question of the waiter in front, after which those behind it ask as well.
+PATIENCE = SAFETY_SECONDS + 1.0
+
+#: Seconds in which a key is asked for again where others are in the way in the store and nobody is
+#: known to hold it: behind that it is trouble.
+BUSY_SECONDS = 1.0
+
+#: Seconds from which on an answer is a slow one, which whoever waited in vain is told.
+SLOW = 1.0
+
+#: Seconds of waiting before people can see who waits: shorter waits are not worth a row.
+NOTE_AFTER = 1.0
+#: Seconds that a note lives unless it is renewed, and when that is done.
+NOTE_LIVES, NOTE_RENEWED_AT = 60.0, 30.0
+#: How many attempts may take as long as a note does: it opens a connection, and a transaction.
+NOTE_COSTS = 10
+
+#: Called when a caller begins to wait, also in the thread of an event loop: nothing here may block.
+when_waiting: list[Callable[[], None]] = []
+
+
+class KeptHere(LockError):
+    """The transactions that the caller works in keep the key: its lease is gone on with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a caller asks for: a key, for how long, and how long to keep trying.
+
+    Attributes:
+        since: When the call began, by `host.monotonic`; what came before the first attempt is a
+            part of `wait`.
+        home: Whose transactions the caller works in.
+        inside: What is held by the blocks that it cannot leave before.
+        passed: A release behind those transactions that nobody can go on with.
+    """
+
+    key: str
+    ttl: float | None
+    wait: float | None
+    holder: Holder
+    retry: Retry
+    steal_if_dead: bool = False
+    since: float | None = None
+    home: int = 0
+    inside: tuple[Name, ...] = ()
+    passed: deferred_release.Deferred | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A grant, and by when its holder must have stopped.
+
+    Attributes:
+        deadline: By `host.monotonic`. It counts from before the request was sent: the store
+            cannot have granted earlier than that.
+    """
+
+    grant: Grant
+    deadline: float
+
+
+class Attempts:
+    """What one caller does in the store until it is granted a key or gives up."""
+
+    def __init__(self, backend: BaseLockBackend, request: Request):
+        self.backend = backend
+        self.request = request
+        self.concluded = False
+        now = monotonic()
+        self._started = now if request.since is None else request.since
+        wait = math.inf if request.wait is None else request.wait
+        # Of all that is asked of the store, by `time.monotonic`.
+        self._end = time.monotonic() + self._started - now + wait + budgets.PATIENCE
+        self._took = 0.0
+        self._token = new_token()
+        self._sent_at = self._started
+        # Whether an attempt got no answer: it may have been granted.
+        self._unanswered = False
+        self._granted: Grant | None = None
+        self._in_the_way: Holder | None = None
+        self._taken_from: Holder | None = None
+        self._abandoned = False
+        # Held by an attempt in flight, so that whoever gives up waits for it and undoes it.
+        self._mutex = threading.Lock()
+        self._turn: Turn | None = None
+        self._wait: Wait | None = None
+        self._note: str | None = None
+        self._noted_at = -math.inf
+
+    def steps(self) -> Steps:
+        """Return the algorithm that drives these attempts."""
+        request, queues = self.request, self.backend.queues
+        name = self.backend.storage_name(request.key)
+        return acquiring(
+            now=self._started,
+            wait=request.wait,
+            pauses=request.retry.pauses(),
+            # Who limits retries counts on their pauses to pass.
+            safety=SAFETY_SECONDS if request.retry.max_retries is None else None,
+            rest=self._rest(name),
+            others_wait=lambda: name in queues,
+            is_gone=is_gone if request.steal_if_dead else None,
+            margin=BUSY_SECONDS,
+        )
+
+    def attempt(self, step: Attempt) -> Outcome:
+        """Ask the store once."""
+        request = self.request
+        if (instead := self.instead) is not None:
+            return instead
+        with self._mutex:
+            if self._abandoned:
+                return Contended(busy=True)
+            self._sent_at = monotonic()
+            if self._turn is not None:
+                self._turn.asked_at = time.monotonic()
+            # Until an answer has come: a signal's handler may raise before it is kept.
+            unanswered, self._unanswered = self._unanswered, True
+            try:
+                outcome: Outcome = budgets.spend(
+                    self._end,
+                    self.backend.acquire,
+                    request.key,
+                    self._token,
+                    request.ttl,
+                    request.holder,
+                    wanted=step.wanted,
+                    # A grant whose reply was lost is in our own way: it is ours to take over.
+                    replace=step.replace or (self._token if unanswered else None),
+                    bound=step.bound,
+                )
+            except BackendUnavailable as error:
+                return error
+            except LockError:
+                self._unanswered = unanswered
+                raise
+            finally:
+                self._took = monotonic() - self._sent_at
+            if isinstance(outcome, Grant):
+                self._granted = outcome
+                self._taken_from = self._in_the_way if step.replace else None
+            elif isinstance(outcome, Contended):
+                self._in_the_way = outcome.holder
+            self._unanswered = unanswered
+            return outcome
+
+    def read(self) -> Record | None:
+        """Return the record of the key; None: nobody holds it, or the store does not answer."""
+        try:
+            return budgets.spend(self._end, self.backend.read, self.request.key)
+        except BackendUnavailable:
+            return None
+
+    # Waiting in this process
+
+    def join(self, ring: Callable[[], bool]) -> bool:
+        """Queue up; return whether somebody was in front."""
+        # Kept first: interrupted behind this, it can leave whatever it has joined.
+        self._turn = Turn(self.backend.storage_name(self.request.key), ring)
+        self.backend.queues.join(self._turn)
+        request = self.request
+        self._wait = Wait(
+            name=self._name,
+            home=request.home,
+            inside=request.inside,
+            until=math.inf if request.wait is None else self._started + request.wait,
+            ring=ring,
+        )
+        waits.begin(self._wait)
+        for call in when_waiting:
+            call()
+        return not self.is_first
+
+    @property
+    def instead(self) -> LockError | None:
+        """Return why there is nothing to wait for; None: there may be.
+
+        All of it comes of the transactions that the caller works in, which keep keys until they
+        end: this one, or others that somebody waits for.
+        """
+        request = self.request
+        kept = deferred_release.waiting_release(self._name, request.home)
+        if kept is not None and kept is not request.passed:
+            return KeptHere(f"The transaction keeps {request.key!r}.", key=request.key)
+        if self._wait is not None and self._wait.in_vain_for is not None:
+            return self._in_vain(self._wait.in_vain_for)
+        if request.wait is None:
+            other = deferred_release.kept_beside(self._name, request.home)
+            return None if other is None else _endless(request.key, other)
+        return None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is this caller's turn to ask the store."""
+        return self._turn is not None and self.backend.queues.is_first(self._turn)
+
+    @property
+    def queues(self) -> bool:
+        """Whether to leave the questions to others in front."""
+        return not self.is_first and self.instead is None
+
+    @property
+    def patience(self) -> float:
+        """Seconds until the waiter in front has been silent for too long: it may be stuck."""
+        front = self.backend.queues.front(self.backend.storage_name(self.request.key))
+        return PATIENCE if front is None else PATIENCE - (time.monotonic() - front.asked_at)
+
+    @property
+    def may_be_noted(self) -> bool:
+        """Whether to let people see by now, or still, that this caller waits."""
+        now = monotonic()
+        due = now - self._started >= NOTE_AFTER and now - self._noted_at >= NOTE_RENEWED_AT
+        return due and self._has_time_for_notes
+
+    @property
+    def _has_time_for_notes(self) -> bool:
+        """Whether a note takes little of the time in which nobody else would be heard."""
+        left = self._end - budgets.PATIENCE - time.monotonic()
+        return self._took * NOTE_COSTS <= min(left, SAFETY_SECONDS)
+
+    def note(self) -> None:
+        """Let people see that this caller waits."""
+        self._noted_at = monotonic()
+        request = self.request
+        # No decision rests on it, and it takes nothing of the time of the last attempt.
+        with suppress(LockError):
+            self._note = budgets.spend(
+                self._end - budgets.PATIENCE,
+                self.backend.note_waiter,
+                *(request.key, request.holder, self._note_lives(), self._note),
+            )
+
+    def leave(self) -> Callable[[], None] | None:
+        """Wait no more; return what is left to do in the store, if anything."""
+        if self._wait is not None:
+            waits.end(self._wait)
+        if self._turn is not None:
+            self.backend.queues.leave(self._turn)
+            self._turn = None
+        return None if self._note is None else partial(self._drop, self._note)
+
+    def _drop(self, note: str) -> None:
+        drop = partial(self.backend.drop_waiter, self.request.key, note)
+        self._note = None
+        # In somebody's way, or on a slow store, it ends by itself.
+        if self._took * NOTE_COSTS <= SAFETY_SECONDS:
+            with suppress(LockError):
+                budgets.spend(self._end, drop)
+
+    # The end
+
+    def give_back(self, grant: Grant) -> None:
+        """Release a grant that nobody will use."""
+        answered = not self._unanswered
+        try:
+            released = budgets.spend(self._end, self.backend.release, grant)
+            answered = released is not UNKNOWN and answered
+        except BackendUnavailable:
+            answered = False
+            logger.warning(
+                "%r was granted but not used, and could not be released",
+                grant.key,
+                extra=log_fields(
+                    "unused_grant", backend=self.backend.alias, key=grant.key, fence=grant.fence
+                ),
+            )
+        if not answered:
+            self._release_later()
+        # A release that is still on its way must not end the next grant.
+        self._token, self._unanswered = new_token(), False
+        # Behind it: interrupted before, whoever cleans up gives it back.
+        self._granted = None
+
+    def conclude(self, outcome: Outcome) -> Granted:
+        """Return the grant, or raise why there is none."""
+        self.concluded = True
+        request = self.request
+        if isinstance(outcome, Grant):
+            self._tell(lock_acquired, fence=outcome.fence, holder=request.holder)
+            if self._taken_from is not None:
+                self._tell_takeover(outcome, self._taken_from)
+            return Granted(
+                outcome, math.inf if outcome.ttl is None else self._sent_at + outcome.ttl
+            )
+        if self._unanswered:
+            self._release_later()
+        if isinstance(outcome, KeptHere):
+            raise outcome
+        if isinstance(outcome, BackendUnavailable) and time.monotonic() >= self._end:
+            error: LockError = self._too_slow(outcome)
+        elif isinstance(outcome, LockError):
+            error = outcome
+        elif outcome.is_unclear:
+            error = self._in_the_way_of_all()
+        else:
+            error = _contended(request, outcome, self._took)
+        holder = getattr(error, "holder", None)
+        self._tell_refusal(error, holder)
+        raise error
+
+    def fail(self, error: BaseException) -> None:
+        """Leave nothing held, and tell."""
+        turn, rest = self._turn, self.leave()
+        if turn is not None:
+            # Where it was interrupted, it may have left without waking the next.
+            self.backend.queues.ring(turn.name)
+        with self._mutex:
+            self._abandoned = True
+            if self._granted is not None:
+                self.give_back(self._granted)
+        if rest is not None:
+            rest()
+        if self._unanswered:
+            self._release_later()
+        if not self.concluded:
+            self.concluded = True
+            self._tell_refusal(error, None)
+
+    def has_listeners(self) -> bool:
+        """Whether somebody is told of the end."""
+        sender = type(self.backend)
+        told = [lock_acquired, lock_not_acquired]
+        if self._taken_from is not None:
+            told.append(lock_taken_over)
+        return any(each.has_listeners(sender) for each in told)
+
+    @property
+    def _name(self) -> Name:
+        return self.backend.alias, self.request.key
+
+    def _in_vain(self, kept: str) -> LockNotAcquired:
+        key = self.request.key
+        return LockNotAcquired(
+            f"The key {key!r} was not granted: whoever has it waits for {kept!r}, which is kept"
+            " here until a block or transaction ends. Take the keys in the same order everywhere,"
+            " or outside of atomic().",
+            key=key,
+            holder=self._in_the_way,
+        )
+
+    def _in_the_way_of_all(self) -> BackendUnavailable:
+        key, took = self.request.key, monotonic() - self._started
+        return BackendUnavailable(
+            f"The lock store {self.backend.alias!r} could not say within {took:.1f} s whether"
+            f" {key!r} is free: a transaction is in the way, such as one that has a table locked.",
+            key=key,
+            code="network_timeout",
+        )
+
+    def _too_slow(self, cause: BackendUnavailable) -> BackendUnavailable:
+        key, took = self.request.key, monotonic() - self._started
+        error = BackendUnavailable(
+            f"The lock store {self.backend.alias!r} answers too slowly: it did not say within"
+            f" {took:.1f} s whether {key!r} is free.",
+            key=key,
+            code="network_timeout",
+        )
+        error.__cause__ = cause
+        return error
+
+    def _rest(self, name: str) -> float:
+        """Return the seconds to leave a key to others whose wake-up this process has just sent.
+
+        Who released it would win each time: the others have yet to hear of it.
+        """
+        since = self.backend.queues.since_wanted(name)
+        if since is None:
+            return 0.0
+        return min(MOST_REST, next(self.request.retry.pauses(), 0.0)) - since
+
+    def _note_lives(self) -> float:
+        if self.request.wait is None:
+            return NOTE_LIVES
+        left = self._started + self.request.wait - monotonic()
+        return min(NOTE_LIVES, max(1.0, left))
+
+    def _release_later(self) -> None:
+        """Release what an attempt without answer may have been granted, now and once more.
+
+        A server that lost its client goes on waiting for its turn, and may grant behind the first
+        release: as long as the bound for each of the two rows that it waits for.
+        """
+        release = partial(self._release_unanswered, self._token)
+        deferred_release.later(release)
+        deferred_release.later(release, 2.5 * MAX_BOUND)
+
+    def _release_unanswered(self, token: str) -> None:
+        request, now = self.request, datetime.now(UTC)
+        try:
+            self.backend.release(Grant(request.key, token, 1, request.ttl, now, None))
+        except BackendUnavailable:
+            logger.debug(
+                "%r may stay taken for its ttl: the store is away",
+                request.key,
+                extra=log_fields("release_failed", backend=self.backend.alias, key=request.key),
+            )
+
+    def _tell_takeover(self, grant: Grant, previous: Holder) -> None:
+        who = f"{previous.process or 'a process'} (pid {previous.pid}) on {previous.host}"
+        alias, fence = self.backend.alias, grant.fence
+        logger.warning(
+            "%r was taken over from %s, which is gone",
+            grant.key,
+            who,
+            extra=log_fields(
+                "taken_over", backend=alias, key=grant.key, fence=fence, holder=previous
+            ),
+        )
+        tell(
+            lock_taken_over,
+            type(self.backend),
+            alias=self.backend.alias,
+            key=grant.key,
+            fence=grant.fence,
+            holder=self.request.holder,
+            previous=previous,
+            cause="its holder is gone",
+        )
+
+    def _tell_refusal(self, error: BaseException, holder: Holder | None) -> None:
+        wait = self.request.wait
+        self._tell(lock_not_acquired, fence=None, holder=holder, cause=error, wait=wait)
+
+    def _tell(self, signal: Signal, **facts: object) -> None:
+        tell(
+            signal,
+            type(self.backend),
+            alias=self.backend.alias,
+            key=self.request.key,
+            waited=monotonic() - self._started,
+            **facts,
+        )
+
+
+def _endless(key: str, kept: str) -> LockUsageError:
+    return LockUsageError(
+        f"Waiting for {key!r} without an end is refused: this transaction keeps {kept!r} until it"
+        f" ends, and whoever has {key!r} may wait for that. Give a wait, or take the locks outside"
+        " of atomic().",
+        key=key,
+        code="unsupported",
+    )
+
+
+def _contended(request: Request, outcome: Contended, took: float) -> LockNotAcquired:
+    if request.wait is None:
+        waited = "by the last retry"
+    else:
+        waited = f"within {request.wait:g} s" if request.wait else "at once"
+    holder = outcome.holder
+    if outcome.paused:
+        why = "it is paused"
+    elif holder is not None:
+        held_for = outcome.held_for or 0.0
+        why = f"{holder.who} has held it for {held_for:.1f} s"
+    else:
+        why = "a guarded transaction is in the way" if outcome.guarded else "it is held"
+    slowly = f" The store answers slowly: this took it {took:.1f} s." if took >= SLOW else ""
+    return LockNotAcquired(
+        f"The key {request.key!r} was not granted {waited}: {why}.{slowly}",
+        key=request.key,
+        holder=holder,
+        held_for=outcome.held_for,
+        expires_in=outcome.expires_in,
+        settled=outcome.settled,
+    )

@@ -1,0 +1,216 @@
+"""What a block of code has taken from a store, and what ends that when the block is gone.
+
+The handler of a signal (a time limit, Ctrl-C) may raise between any two steps of the main thread,
+also at the first line of `__exit__`, and inside of every `finally`. So nothing here rests on Python
+code that must run when a block is left. A block is open for as long as an object lives that the
+interpreter itself keeps on its stack, and drops in whatever way the block is left: its sentinel. If
+it dies before the block has closed, a thread of ours ends what the block has.
+
+See docs/decisions/what-a-signal-can-interrupt.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from contextvars import Context, copy_context
+from typing import Any, Protocol
+
+from ..backends.base import BaseLockBackend
+from ..core.durations import MAX_BOUND
+from ..core.errors import LockError
+from ..database import workers
+from ..process import deferred_release
+from ..process.at_exit import Ending, held_here
+
+
+class Trying(Protocol):
+    """What an acquire has to have to be given up here."""
+
+    backend: BaseLockBackend
+
+    def fail(self, error: BaseException) -> None:
+        """Leave nothing held, and tell."""
+
+
+class Held(Ending, Protocol):
+    """What a lease has to have to be ended here."""
+
+    def end_left_block(self, thread: int) -> None:
+        """Release behind a block of a thread that was left without its end."""
+
+
+class Block:
+    """A block of code, from before it asks for its key until it has given it back.
+
+    Attributes:
+        owner: Whose block it is; None: not known yet.
+        name: The backend and the key.
+        lease: What it holds.
+        inner: Whether a block around it holds the lease, and will release it.
+        attempts: What asks for the key.
+        adopting: The release behind a transaction whose lease it goes on with.
+    """
+
+    name: tuple[str, str] | None = None
+    lease: Any = None
+    inner = False
+    attempts: Trying | None = None
+    adopting: deferred_release.Deferred | None = None
+    _thread = 0
+    _context: Context | None = None
+
+    def __init__(self, owner: object):
+        self.owner = owner
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has neither closed nor gone."""
+        sentinel = every.get(self)
+        return sentinel is not None and sentinel() is not None
+
+    def enter(self, name: tuple[str, str]) -> None:
+        """Say which key is asked for, in the thread that will work under it."""
+        self.name = name
+        self._thread, self._context = threading.get_ident(), copy_context()
+
+    def watch(self, sentinel: Any) -> None:
+        """Be open for as long as an object lives, in the place of the one before."""
+        every[self] = workers.when_gone(sentinel, self._end)
+
+    def watched(self) -> object:
+        """Return an object for as long as which the block is open."""
+        sentinel = functools.partial(bool)
+        self.watch(sentinel)
+        return sentinel
+
+    def stay_open(self) -> None:
+        """Be open until it is closed, for who enters and leaves it by calls."""
+        every[self] = _lives
+
+    def close(self) -> None:
+        """Say that nothing is left to end."""
+        # Without its weak reference, the death of the sentinel wakes nobody.
+        every.pop(self, None)
+
+    # In the worker's thread
+
+    def _end(self) -> None:
+        """End what is left of a block that is gone."""
+        lease, attempts, adopting = self.lease, self.attempts, self.adopting
+        if self.inner:
+            pass
+        elif lease is not None and lease in held_here:
+            if adopting is not None:
+                adopting.settle()
+            lease.end_left_block(self._home())
+        elif adopting is not None:
+            adopting.give_back()
+        elif attempts is not None:
+            # It may have to wait for an attempt in flight, and others here must not.
+            _giving_up[self] = [attempts]
+            try:
+                attempts.backend.run_apart(self._give_up)
+            except RuntimeError:
+                # No thread starts: the interpreter ends, or there are too many.
+                self._give_up()
+            return
+        elif lease is not None:
+            lease.end_left_block(self._home())
+        self.close()
+
+    def _home(self) -> int:
+        home = functools.partial(deferred_release.home, self._thread)
+        return home() if self._context is None else self._context.run(home)
+
+    def _give_up(self) -> None:
+        try:
+            attempts = _giving_up[self].pop()
+        except (KeyError, IndexError):
+            return  # It was done in place of a thread that did not start.
+        try:
+            attempts.fail(LockError("The acquire was interrupted.", code="aborted"))
+        finally:
+            self.close()
+            _giving_up.pop(self, None)
+
+
+def _lives() -> bool:
+    return True
+
+
+#: Blocks that are quickly looked through.
+FEW = 32
+#: What is open, or gone and not ended yet.
+every: dict[Block, Callable[[], object]] = {}
+#: What asks for keys that nobody waits for any more.
+_giving_up: dict[Block, list[Trying]] = {}
+_opening = threading.local()
+
+
+class Leaving:
+    """Is `__exit__` or `__aexit__`: the statement `with` gets one of its own each time.
+
+    The interpreter asks for it before it calls `__enter__`, and keeps what it gets on its stack for
+    as long as the block is open, where no traceback refers to it.
+
+    Args:
+        leave: Is called with the block, whose it is, and what `with` says of its end.
+    """
+
+    def __init__(self, leave: Callable[..., Any]):
+        self._leave = leave
+
+    def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:
+        block = _opening.block = Block(owner)
+        if owner is None:
+            sentinel = functools.partial(self._leave_by_class, block)
+        else:
+            sentinel = functools.partial(self._leave, block, owner)
+        block.watch(sentinel)
+        return sentinel
+
+    def _leave_by_class(self, block: Block, owner: object, *end: object) -> Any:
+        # Frames of an `ExitStack` refer to what it calls, and its errors to its frames.
+        return (block.watched(), self._leave(block, owner, *end))[1]
+
+
+def opened(owner: object) -> Block:
+    """Return the block that `owner` enters: that of the statement `with`, or a new one."""
+    block: Block | None = getattr(_opening, "block", None)
+    _opening.block = None
+    if (
+        block is None
+        or block.name is not None
+        or not (block.owner is None or block.owner is owner)
+        or not block.is_open
+    ):
+        block = Block(owner)
+        block.stay_open()
+    block.owner = owner
+    return block
+
+
+def flush(name: tuple[str, str]) -> None:
+    """Wait until blocks on this key have ended that were left without their end.
+
+    A store that hangs holds it up for a second at most.
+    """
+    until = time.monotonic() + MAX_BOUND
+    while _is_left(name) and time.monotonic() < until:
+        time.sleep(0.001)
+
+
+async def aflush(backend: BaseLockBackend, name: tuple[str, str]) -> None:
+    """See `flush`. The event loop's thread does not wait."""
+    if _is_left(name):
+        await backend.run_async(flush, name)
+
+
+def _is_left(name: tuple[str, str]) -> bool:
+    # Where there are many, they are looked through only if one has gone.
+    if len(every) > FEW and not (workers.has_gone() or _giving_up):
+        return False
+    return any(block.name == name and gone() is None for block, gone in list(every.items()))

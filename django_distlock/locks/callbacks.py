@@ -1,0 +1,170 @@
+"""Who gets to know that a lease is lost, or about to be."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from django.db import connections
+
+from ..core.errors import InvalidArgument, shown
+from ..core.interruptions import pass_on
+from ..core.logs import log_fields
+from ..core.threads import start_thread
+
+logger = logging.getLogger("django_distlock")
+
+#: Is given the lease.
+Callback = Callable[[Any], object]
+
+
+class Losses:
+    """What one lease tells of its end: each thing once, and nothing behind a clean release."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._told = False
+        self._on_lost: list[Callback] = []
+        self._on_danger: list[tuple[float, Callback]] = []
+        #: The deadline before which a warning has been given, by its number of seconds.
+        self._warned: dict[int, float] = {}
+        self._task: asyncio.Task[Any] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._cancelled = False
+        self._cancelling = 0
+
+    def claim(self) -> bool:
+        """Return True once: to the one who has to tell that the lease is lost."""
+        with self._mutex:
+            first, self._told = not self._told, True
+            return first
+
+    def on_lost(self, callback: Callback, lease: Any) -> None:
+        """Call back when the lease is lost; at once, if it is."""
+        _validate(callback)
+        with self._mutex:
+            if not self._told:
+                self._on_lost.append(callback)
+                return
+        _call(callback, lease)
+
+    def on_danger(self, callback: Callback, before: float) -> None:
+        """Call back so many seconds before the lease would be lost."""
+        _validate(callback)
+        self._on_danger.append((before, callback))
+
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether anybody is to be called back."""
+        return bool(self._on_lost or self._on_danger)
+
+    def call(self, lease: Any) -> None:
+        """Call those back who wait for the loss."""
+        for callback in self._on_lost:
+            _call(callback, lease)
+
+    def next_warning(self, deadline: float) -> float:
+        """Return when a callback has to be warned; infinite: all have been."""
+        return min(
+            (
+                deadline - before
+                for index, (before, _callback) in enumerate(self._on_danger)
+                if self._warned.get(index) != deadline
+            ),
+            default=math.inf,
+        )
+
+    def warnings(self, deadline: float, now: float) -> list[Callback]:
+        """Return who has to be warned now. A renewal makes a new deadline, and so a new warning."""
+        found: list[Callback] = []
+        for index, (before, callback) in enumerate(self._on_danger):
+            if deadline - before <= now and self._warned.get(index) != deadline:
+                self._warned[index] = deadline
+                found.append(callback)
+        return found
+
+    # The awaiting task
+
+    def cancels(self, task: asyncio.Task[Any] | None) -> None:
+        """Cancel a task when the lease is lost."""
+        if task is not None:
+            self._task, self._loop = task, task.get_loop()
+            self._cancelling = task.cancelling()
+
+    def cancels_only(self, task: asyncio.Task[Any] | None) -> bool:
+        """Whether this is the task to cancel; None: whether there is none."""
+        return self._task is task
+
+    @property
+    def is_orphaned(self) -> bool:
+        """Whether the loop was closed whose task is in the block: nobody will leave it."""
+        return self._task is not None and self._loop is not None and self._loop.is_closed()
+
+    def cancel(self) -> None:
+        """Cancel the task, from any thread."""
+        loop = self._loop
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self._cancel)
+            except RuntimeError:
+                self._loop = None  # The loop was closed, and the task with it.
+
+    def _cancel(self) -> None:
+        # In the loop's thread, as `left_block`: a block that was left is not cancelled any more.
+        if self._task is not None and not self._cancelled:
+            self._cancelled = True
+            self._task.cancel("The lease is lost.")
+
+    def left_block(self, error: BaseException | None) -> bool:
+        """Say that the task has left its block; return whether `error` is our cancellation."""
+        task, self._task = self._task, None
+        if task is None or not self._cancelled:
+            return False
+        # As asyncio.timeout does: somebody else's cancellation goes on.
+        return task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError)
+
+
+def warn(callbacks: list[Callback], lease: Any) -> None:
+    """Call callbacks, each whatever becomes of the others."""
+    for callback in callbacks:
+        _call(callback, lease)
+
+
+def apart(work: Callable[[], None]) -> None:
+    """Do what may take long in a thread of its own: a timer's thread must not wait for it."""
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            # What a receiver opened in this thread, no end of a request would ever close.
+            connections.close_all()
+
+    try:
+        start_thread(threading.Thread(target=run, name="distlock-lost", daemon=True))
+    except RuntimeError:
+        work()  # The interpreter ends, or there are too many threads.
+
+
+def _call(callback: Callback, lease: Any) -> None:
+    try:
+        callback(lease)
+    except Exception as error:
+        pass_on(error)
+        extra = log_fields(
+            "callback_failed", backend=lease.backend, key=lease.key, fence=lease.fence
+        )
+        logger.exception("A callback of %r failed", lease, extra=extra)
+
+
+def _validate(callback: object) -> None:
+    if not callable(callback) or inspect.iscoroutinefunction(callback):
+        raise InvalidArgument(
+            f"A callback is a function that takes the lease and is not awaited, not"
+            f" {shown(callback)}."
+        )

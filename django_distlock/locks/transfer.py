@@ -1,0 +1,196 @@
+"""How a lease goes from one process to another."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final, TypeVar
+
+from django.core import signing
+
+from ..backends.base import BaseLockBackend
+from ..core.errors import (
+    BackendUnavailable,
+    InvalidArgument,
+    LockLost,
+    LockNotAcquired,
+    LockUsageError,
+)
+from ..core.holders import Holder
+from ..core.insisting import Answer
+from ..core.keys import new_token
+from ..core.records import Contended, Grant
+from ..handler import lock_backends
+from ..process.host import current_holder, monotonic
+from .acquire import insist
+from .attempts import Granted
+
+A = TypeVar("A", bound=Answer)
+
+_SALT: Final = "django_distlock.lease"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A lease that was taken over.
+
+    Attributes:
+        hold: Seconds from the new grant for which the key stays taken behind a release.
+        ttl: Seconds of an extend that does not say; None: no expiry.
+    """
+
+    store: BaseLockBackend
+    granted: Granted
+    holder: Holder
+    hold: float
+    ttl: float | None
+
+
+def dump(store: BaseLockBackend, grant: Grant, *, hold: float, ttl: float | None) -> str:
+    """Return a text with all that another process needs, signed.
+
+    Raises:
+        LockUsageError: The backend keeps its leases in the process that took them.
+    """
+    if store.distributed and not store.supports_ttl:
+        raise LockUsageError(
+            f"The lock backend {store.alias!r} ({type(store).__name__}) holds a lease by a"
+            " connection of this process, which no other one can take over.",
+            key=grant.key,
+            code="unsupported",
+        )
+    return signing.dumps(
+        {
+            "backend": store.alias,
+            "key": grant.key,
+            "token": str(grant.token),
+            "fence": grant.fence,
+            "ttl": grant.ttl,
+            "acquired_at": grant.acquired_at.isoformat(),
+            "hold": hold,
+            "extend_by": ttl,
+        },
+        salt=_SALT,
+    )
+
+
+def load(text: str) -> Loaded:
+    """Take over what `dump` describes.
+
+    The lease gets a new token and a higher fence, so that whoever gave it away cannot write any
+    more. A text works once, however often it is delivered: the old lease is settled first, which
+    spends its token, and keeps the key from everybody else until the new one has taken its place.
+
+    Raises:
+        InvalidArgument: It is no such text, or was signed with another secret.
+        LockLost: The lease is over, or somebody has loaded it.
+        LockNotAcquired: The key is paused. The text stays good while the lease lives.
+        BackendUnavailable: The store did not answer.
+    """
+    given = _read(text)
+    store = lock_backends[given["backend"]]
+    acquired_at = datetime.fromisoformat(given["acquired_at"])
+    grant = Grant(given["key"], given["token"], given["fence"], given["ttl"], acquired_at, None)
+    taking = _Taking(store, grant)
+    granted = taking.take()
+    moved = (granted.grant.acquired_at - acquired_at).total_seconds()
+    # The window began with the first grant.
+    hold = max(0.0, given["hold"] - moved)
+    return Loaded(store, granted, taking.holder, hold, given["extend_by"])
+
+
+class _Taking:
+    """Puts a new lease in the place of one that was given away."""
+
+    def __init__(self, store: BaseLockBackend, grant: Grant):
+        self.holder = current_holder()
+        self._store = store
+        self._grant = grant
+        self._token = new_token()
+        self._retry = store.config.retry
+        # What has no expiry gets one while it changes hands.
+        self._seconds = grant.ttl or store.config.ttl
+        self._until = monotonic() + self._seconds
+
+    def take(self) -> Granted:
+        """Return the new grant."""
+        extended = self._insist(
+            lambda bound: self._store.extend(self._grant, self._seconds, bound=bound)
+        )
+        if not isinstance(extended, Grant) or extended.expires_at is None:
+            raise self._over()
+        self._look()
+        lasts = (extended.expires_at - extended.acquired_at).total_seconds()
+        spent = self._insist(lambda bound: self._store.settle(self._grant, lasts, bound=bound))
+        if spent is not True:
+            raise self._over()
+        return self._replace()
+
+    def _look(self) -> None:
+        """Refuse while the key is paused, as long as the text can be kept for later."""
+        seen = self._acquire(replace=None)
+        if isinstance(seen, Grant):
+            # Taken away by an operator just now.
+            self._store.release(seen)
+            raise self._over()
+        if seen.paused:
+            raise LockNotAcquired(
+                f"The lease on {self._grant.key!r} cannot be taken over: the key is paused.",
+                key=self._grant.key,
+                holder=seen.holder,
+            )
+
+    def _replace(self) -> Granted:
+        # A reply may have been lost: then the record has our token already.
+        ours, theirs = self._token, self._grant.token
+        replace, pauses = theirs, self._retry.pauses()
+        refused, unanswered = 0, False
+        while True:
+            sent_at = monotonic()
+            try:
+                answer = self._acquire(replace=replace)
+            except BackendUnavailable:
+                if sent_at >= self._until:
+                    raise
+                replace, refused, unanswered = ours, 0, True
+            else:
+                if isinstance(answer, Grant):
+                    if monotonic() >= self._until:
+                        # The old lease may have ended before: then this is another one.
+                        self._store.release(answer)
+                        raise self._over()
+                    ttl = answer.ttl
+                    return Granted(answer, math.inf if ttl is None else sent_at + ttl)
+                if not (answer.busy or answer.paused):
+                    refused += 1
+                    replace = theirs if replace == ours else ours
+                if refused > unanswered or sent_at >= self._until:
+                    raise self._over()
+            time.sleep(next(pauses, 1.0) if not refused else 0.0)
+
+    def _acquire(self, *, replace: str | None) -> Grant | Contended:
+        given = self._grant
+        return self._store.acquire(given.key, self._token, given.ttl, self.holder, replace=replace)
+
+    def _insist(self, question: Callable[[float], A]) -> A:
+        return insist(question, self._until, self._retry)
+
+    def _over(self) -> LockLost:
+        return LockLost(
+            f"The lease on {self._grant.key!r} (fence {self._grant.fence}) is over, or somebody has"
+            " loaded it.",
+            key=self._grant.key,
+        )
+
+
+def _read(text: str) -> dict[str, Any]:
+    try:
+        given: dict[str, Any] = signing.loads(text, salt=_SALT)
+    except (signing.BadSignature, TypeError, ValueError, AttributeError):
+        raise InvalidArgument(
+            "This is no text that Lease.dump() made with this project's SECRET_KEY."
+        ) from None
+    return given

@@ -1,0 +1,1 @@
+"""Managers of the models: each operation is a transaction of its own."""

@@ -1,0 +1,225 @@
+"""The fence counters: rows that only ever count up, and pauses beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from django.apps import apps
+from django.db import DatabaseError, IntegrityError, connections, models
+from django.db.models import Q
+
+from ..core.durations import MAX_BOUND
+from ..core.errors import LockUsageError
+from ..core.fences import clock_fence, next_fence
+from ..core.records import Counter, Raised
+from ..database import vendors
+from ..database.vendors.base import LOOK_SECONDS
+from .rows import between, by_key, only
+
+if TYPE_CHECKING:
+    from ..models import FenceCounter
+
+
+class FenceCounterQuerySet(models.QuerySet["FenceCounter"]):
+    """Rows that only ever count up: what could take a fence back is refused."""
+
+    def delete(self) -> NoReturn:
+        """Refuse."""
+        refuse_change("deleted")
+
+    def update(self, **values: Any) -> int:
+        """Change what is no fence and no key."""
+        if {"fence", "storage_key", "pk"} & set(values):
+            refuse_change("changed")
+        return super().update(**values)
+
+    def bulk_create(
+        self,
+        objs: Any,
+        batch_size: int | None = None,
+        ignore_conflicts: bool = False,
+        update_conflicts: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[FenceCounter]:
+        """Make rows that are not there."""
+        if update_conflicts:
+            refuse_change("changed")
+        return super().bulk_create(objs, batch_size, ignore_conflicts, *args, **kwargs)
+
+
+class FenceCounterManager(models.Manager.from_queryset(FenceCounterQuerySet)):  # type: ignore[misc]
+    """Operations on fence counters, inside the transaction of a lock's operation."""
+
+    #: Tells, on an alias, which of these storage keys are held; None: those with a live record.
+    who_is_held: Callable[[str, Sequence[str]], Collection[str]] | None = None
+
+    @property
+    def _store(self) -> vendors.Vendor:
+        return vendors.of(self.db)
+
+    @contextmanager
+    def turn(self, name: str, key: str, bound: float) -> Iterator[bool]:
+        """Open a transaction in which nobody else acquires the key once its counter is locked.
+
+        Yields:
+            Whether somebody may have been waited for.
+        """
+        store = self._store
+        if store.turns_by_counter:
+            with store.short_transaction(bound, writes=False):
+                is_there = self.filter(pk=name).exists()
+            if not is_there:
+                with suppress(IntegrityError), store.short_transaction(bound):
+                    self.create(pk=name, key=key, fence=0)
+        with store.short_transaction(bound):
+            yield store.take_turn(name)
+
+    def lock(self, name: str) -> FenceCounter | None:
+        """Lock the counter of a key at once, or raise: a guard may hold it for long."""
+        # Its key never changes, so the weaker lock does: foreign keys to it could go on.
+        rows = self.select_for_update(nowait=True, no_key=self._has_no_key_locks)
+        return only(rows.filter(pk=name))
+
+    def is_guarded(self, name: str, fences: str) -> bool:
+        """Whether the counter of a key is shared by guarded transactions, and not by us alone.
+
+        Only others who look are waited for. Whoever else locks the row, for as long as a statement
+        waits, say, does not share it.
+
+        Args:
+            fences: The table of the fence counters, quoted and with its schema.
+        """
+        store, is_shared = self._store, False
+        try:
+            with store.short_transaction(LOOK_SECONDS), store.looking(name) as is_alone:
+                fence = self.filter(pk=name).values_list("fence", flat=True).first()
+                if fence is None or not is_alone:
+                    return False
+                is_shared = store.guard(fences, name, fence, 0, None)
+                if is_shared:
+                    self.lock(name)
+        except DatabaseError as error:
+            if is_shared and store.is_busy(error):
+                return True
+            raise
+        return False
+
+    def advance(
+        self, name: str, key: str, counter: FenceCounter | None, floor: datetime | None
+    ) -> int:
+        """Return the next fence of a key, of which `counter` is the locked row.
+
+        Args:
+            floor: The time that it is not to be below; None: it just counts.
+        """
+        fence = next_fence(key, 0 if counter is None else counter.fence, floor)
+        if counter is None:
+            self.create(pk=name, key=key, fence=fence)
+        else:
+            models.QuerySet.update(self.filter(pk=name), fence=fence)
+        return fence
+
+    def raise_one(self, fence: int | None, name: str, key: str) -> Raised:
+        """Raise the counter of a key, which is made where there is none."""
+        with self.turn(name, key, MAX_BOUND):
+            self._lock_or_make(name, key)
+            return self._raise([name], fence)
+
+    def raise_page(self, fence: int | None, prefix: str, after: str | None, limit: int) -> Raised:
+        """Raise a page of the counters whose storage keys start with `prefix`, in their order."""
+        rows = between(self.all(), prefix, after).order_by("pk")
+        with self._store.short_transaction(MAX_BOUND):
+            names = list(rows.values_list("pk", flat=True)[: limit + 1])
+            raised = self._raise(names[:limit], fence)
+        return replace(raised, cursor=names[limit - 1] if len(names) > limit else None)
+
+    def _raise(self, names: Sequence[str], fence: int | None) -> Raised:
+        store, rows = self._store, self.filter(pk__in=names)
+        unlocked = rows.select_for_update(skip_locked=True, no_key=self._has_no_key_locks)
+        locked = {row.pk for row in unlocked.order_by("pk")}
+        fence = clock_fence(store.now()) if fence is None else fence
+        # Nobody acquires what is locked here, so who holds nothing now will not before the end.
+        if self.who_is_held is None:
+            held = self._with_live_record(names)
+        else:
+            held = self.who_is_held(self.db, names)
+        free = locked.difference(held)
+        low = dict(rows.filter(fence__lt=fence).values_list("pk", "key"))
+        store.make_durable()
+        raised = free & low.keys()
+        for rows in by_key(self, sorted(raised)):
+            models.QuerySet.update(rows, fence=fence)
+        return Raised(len(raised), tuple(low[each] for each in sorted(low.keys() - free)))
+
+    def _lock_or_make(self, name: str, key: str) -> None:
+        if self.lock(name) is None:
+            # Locks that last for a session make their counters out of turn.
+            self.bulk_create([self.model(pk=name, key=key, fence=0)], ignore_conflicts=True)
+            self.lock(name)
+
+    def _with_live_record(self, names: Sequence[str]) -> Collection[str]:
+        locks = apps.get_model("django_distlock", "HeldLock").objects.db_manager(self.db)
+        now = self._store.now()
+        live = locks.filter(Q(free_at__isnull=True) | Q(free_at__gt=now), pk__in=names)
+        return list(live.values_list("pk", flat=True))
+
+    def paused_until(self, name: str) -> datetime | None:
+        """Return until when a key is paused, if it ever was."""
+        rows = self.filter(pk=name).values_list("paused_until", flat=True)
+        until: datetime | None = rows.first()
+        return until
+
+    def look(self, name: str) -> Counter | None:
+        """Return the fence and the pause of a key; None: it has neither."""
+        with self._store.short_transaction(MAX_BOUND, writes=False):
+            rows = self.filter(pk=name).values_list("fence", "paused_until", "paused_by")
+            row = rows.first()
+            if row is None:
+                return None
+            fence, until, by = row
+            if until is not None and self._store.now() < until:
+                return Counter(fence, until, by)
+            return Counter(fence) if fence else None
+
+    def pause(self, name: str, key: str, until: datetime, by: str | None, *, bound: float) -> None:
+        """Let nobody be granted the key until then."""
+        with self.turn(name, key, bound):
+            self._lock_or_make(name, key)
+            self.filter(pk=name).update(paused_until=until, paused_by=by)
+
+    def resume(self, name: str, *, bound: float) -> bool:
+        """End a pause; return whether there was one."""
+        with self._store.short_transaction(bound):
+            # Always: whoever was told of a pause of a free key has left no mark.
+            self._store.call_out(name)
+            counter = self.lock(name)
+            if counter is None or counter.paused_until is None:
+                return False
+            self.filter(pk=name).update(paused_until=None, paused_by=None)
+            was_paused: bool = self._store.now() < counter.paused_until
+            return was_paused
+
+    @property
+    def _has_no_key_locks(self) -> bool:
+        return bool(connections[self.db].features.has_select_for_no_key_update)
+
+
+def refuse_lower_fence(instance: FenceCounter, using: str, raw: bool, **_: Any) -> None:
+    """Refuse a fixture (`loaddata`) that is older than the counter it would overwrite."""
+    if raw:
+        stored = type(instance).objects.using(using).filter(pk=instance.pk)
+        if stored.filter(fence__gt=instance.fence).exists():
+            refuse_change("lowered")
+
+
+def refuse_change(what: str) -> NoReturn:
+    """Refuse what could make a counter hand out a fence again."""
+    raise LockUsageError(
+        f"Fence counters are never {what}: the same fences would be handed out again, and stale"
+        f" writers would pass. They are counted up by grants alone."
+    )

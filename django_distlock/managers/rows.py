@@ -1,0 +1,49 @@
+"""How the managers get at rows, on any database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from django.db import models
+
+from ..core.keys import prefix_end
+from ..database import vendors
+
+M = TypeVar("M", bound=models.Model)
+
+
+def only(rows: models.QuerySet[M]) -> M | None:
+    """Return the one row, if it is there.
+
+    Not by `first()`: its LIMIT cannot be locked on every database.
+    """
+    return next(iter(rows), None)
+
+
+def between(rows: models.QuerySet[M], prefix: str, after: str | None) -> models.QuerySet[M]:
+    """Return the rows whose storage keys start with `prefix` and come after another."""
+    rows = rows.filter(pk__gte=prefix)
+    if (end := prefix_end(prefix)) is not None:
+        rows = rows.filter(pk__lt=end)
+    return rows if after is None else rows.filter(pk__gt=after)
+
+
+def by_key(manager: models.Manager[M], names: Sequence[object]) -> Iterator[models.QuerySet[M]]:
+    """Return the rows with these keys, which are locked already, in as few querysets as may be."""
+    if vendors.of(manager.db).locks_what_it_scans:
+        yield from (manager.filter(pk=name) for name in names)
+    else:
+        yield manager.filter(pk__in=names)
+
+
+def remove(over: models.QuerySet[M], limit: int) -> int:
+    """Delete up to `limit` of these rows, the first ones, skipping locked ones; return how many.
+
+    Inside of a transaction.
+    """
+    # In statements of their own: not every database can lock what LIMIT leaves.
+    found = list(over.values_list("pk", flat=True)[:limit])
+    unlocked = over.select_for_update(skip_locked=True).filter(pk__in=found).order_by("pk")
+    names = list(unlocked.values_list("pk", flat=True))
+    return vendors.of(over.db).delete(over.model._default_manager.using(over.db), names)

@@ -1,0 +1,1 @@
+"""What a process does for the leases that it holds."""

@@ -1,0 +1,105 @@
+"""Waiters of this process that wait for each other, and so would wait in vain.
+
+A key that was locked inside `atomic()` stays taken until the transaction ends. So a transaction
+that waits for its next key has those before: two that go on in opposite order never end.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from . import deferred_release
+
+#: The alias of a backend, and a key.
+Name = tuple[str, str]
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Wait:
+    """One caller who waits for a key.
+
+    Attributes:
+        name: What it waits for.
+        home: Whose transactions it works in: see `transactions.home`.
+        inside: What is held by the blocks that it cannot leave before.
+        until: When it gives up, by `host.monotonic`.
+        ring: Wakes it.
+        in_vain_for: The key that it has and that is waited for, where it waits in vain.
+    """
+
+    name: Name
+    home: int
+    inside: tuple[Name, ...]
+    until: float
+    ring: Callable[[], object]
+    in_vain_for: str | None = None
+
+    def is_for(self, other: Wait) -> bool:
+        """Whether it cannot end before another one does."""
+        if self.name in other.inside:
+            return True
+        # What its own transactions keep is nothing to wait for: a block goes on with it.
+        return self.home != other.home and other.home in deferred_release.keepers(self.name)
+
+
+class _Waits:
+    """All who wait in this process."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget everybody: in a forked child, the waiters are its parent's."""
+        self._mutex = threading.Lock()
+        self._all: set[Wait] = set()
+
+    def begin(self, wait: Wait) -> None:
+        """Let a caller wait; where a circle is closed by that, somebody in it is told."""
+        with self._mutex:
+            self._all.add(wait)
+            self._break(wait)
+
+    def end(self, wait: Wait) -> None:
+        """Say that a caller does not wait any more."""
+        self._all.discard(wait)
+
+    def deferred(self, name: Name) -> None:
+        """Say that the transactions of the running code keep a key from now on.
+
+        Those who wait for it in the same transactions can go on with it, and are woken.
+        """
+        if not self._all:
+            return
+        home = deferred_release.home()
+        with self._mutex:
+            for wait in [each for each in self._all if each.home == home]:
+                if wait.name == name:
+                    wait.ring()
+                else:
+                    self._break(wait)
+
+    def _break(self, wait: Wait) -> None:
+        """Tell the one of a circle who gives up first: until then, nobody in it can go on."""
+        while (circle := next(self._circles([wait]), None)) is not None:
+            first = min(circle, key=lambda each: each.until)
+            first.in_vain_for = circle[circle.index(first) - 1].name[1]
+            first.ring()
+
+    def _circles(self, path: list[Wait]) -> Iterator[list[Wait]]:
+        """Yield the circles of waits, each for the next one, that begin with a path."""
+        for each in list(self._all):
+            if each.in_vain_for is not None or not path[-1].is_for(each):
+                continue
+            if each is path[0]:
+                yield path
+            elif each not in path:
+                yield from self._circles([*path, each])
+
+
+waits = _Waits()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=waits.forget)

@@ -1,0 +1,401 @@
+"""Releases that wait for the caller's transactions to end.
+
+A key that becomes free before the data is committed protects nothing: the next holder would read
+what was there before. Django tells about a commit, and about a rollback only by dropping what was
+registered; both end the wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from asgiref.sync import AsyncToSync
+from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from ..backends.base import BaseLockBackend
+from ..core.durations import MAX_BOUND
+from ..core.errors import LockUsageError
+from ..core.interruptions import Underway
+from ..core.threads import Bell, start_thread
+from ..database import workers
+from ..database.connections import (
+    before_drop,
+    has_open_transaction,
+    in_transaction,
+    opened_in,
+    servers_isolation,
+)
+from ..database.workers import Gone, Worker, when_gone
+
+logger = logging.getLogger("django_distlock")
+
+
+def home(thread: int | None = None) -> int:
+    """Return the thread whose transactions the running code works in.
+
+    Asynchronous code that a thread waits for in `async_to_sync` works in those of that thread. They
+    are looked at from here: to ask in the thread itself would wait for whatever else it does.
+
+    Args:
+        thread: The one that runs it; None: this one.
+    """
+    executors: Any = AsyncToSync.executors
+    # Not through its own `__getattr__`, which a signal's exception can leave locked, for everybody.
+    storage = getattr(executors, "_storage", executors)
+    waiting = getattr(getattr(storage, "current", None), "_work_thread", None)
+    if waiting is not None:
+        return int(waiting.ident)
+    return threading.get_ident() if thread is None else thread
+
+
+def _connections(thread: int | None = None) -> list[BaseDatabaseWrapper]:
+    if thread is not None:
+        return opened_in(thread)
+    here = list(connections.all(initialized_only=True))
+    thread = home()
+    return here if thread == threading.get_ident() else [*here, *opened_in(thread)]
+
+
+def refuse_manual_transactions() -> None:
+    """Refuse where a transaction is managed by hand: nobody would tell when it ends.
+
+    Raises:
+        LockUsageError: A connection of this thread has autocommit off, or a transaction open,
+            outside of `atomic()`.
+    """
+    for connection in _connections():
+        if _is_manual(connection):
+            how = (
+                "has a transaction open that Django does not know (BEGIN, or the driver's own)"
+                if connection.autocommit
+                else "manages its transactions by hand (set_autocommit(False))"
+            )
+            raise LockUsageError(
+                f"The connection {connection.alias!r} {how}, so nothing tells when one is"
+                f" committed, and the key would be free before the data is. Use atomic().",
+                code="unsupported",
+            )
+
+
+def open_transactions(thread: int | None = None) -> list[BaseDatabaseWrapper]:
+    """Return the connections with a transaction, other than a `TestCase`'s: see `home`.
+
+    One that is managed by hand since the acquire counts: its hooks run as well, or are swept.
+
+    Args:
+        thread: Those that this one has opened; None: those of the running code.
+    """
+    return [each for each in _connections(thread) if _is_open(each)]
+
+
+def _is_open(connection: BaseDatabaseWrapper) -> bool:
+    return in_transaction(connection) or _is_manual(connection)
+
+
+def _is_manual(connection: BaseDatabaseWrapper) -> bool:
+    if connection.connection is None:
+        return False
+    if connection.autocommit:
+        return has_open_transaction(connection)
+    # Where autocommit was off before atomic(), that does not commit at its end.
+    return not (connection.in_atomic_block and connection.commit_on_exit)
+
+
+def reads_a_snapshot(connection: BaseDatabaseWrapper) -> bool:
+    """Whether a transaction goes on seeing what was committed when it began to read."""
+    level = getattr(connection, "isolation_level", None)
+    if connection.vendor == "mysql":
+        # None is the server's default, which is this. What is serializable locks what it reads.
+        return level in ("repeatable read", None)
+    if connection.vendor != "postgresql":
+        return False
+    if "isolation_level" not in connection.settings_dict["OPTIONS"]:
+        # Django takes the server's default for READ COMMITTED.
+        return servers_isolation(connection) in ("repeatable read", "serializable")
+    return getattr(level, "name", "") in ("REPEATABLE_READ", "SERIALIZABLE")
+
+
+class Deferred:
+    """A release that waits for all transactions that are open in this thread now.
+
+    Args:
+        name: What is released: backend and key.
+        owner: Who is released, for whoever goes on with it.
+        release: Releases, in any thread; False: not yet, ask again.
+        thread: Whose transactions they are, by `home`.
+    """
+
+    _is_registered = False
+
+    def __init__(
+        self,
+        name: tuple[str, str],
+        owner: Any,
+        release: Callable[[], bool],
+        transactions: list[BaseDatabaseWrapper],
+        thread: int | None = None,
+    ):
+        self.owner = owner
+        self.thread = home() if thread is None else thread
+        self.done = Bell()
+        self._name = name
+        self._release = release
+        self._transactions = len(transactions)
+        self._ends: list[tuple[BaseDatabaseWrapper, Gone]] = []
+        self._mutex = threading.Lock()
+        self._claimed_by: object = None
+        self._registering = Underway()
+        with self._registering:
+            _waiting.add(name, self)
+            for connection in transactions:
+                # No savepoint ids: a savepoint that is rolled back does not end the transaction.
+                hooks: list[Any] = connection.run_on_commit
+                end = _End(self)
+                # Not "robust": Django would swallow the exception of a signal that comes amid it.
+                hooks.append((set(), end, False))
+                self._ends.append((connection, when_gone(end, partial(self._dropped, end.claim))))
+                if not _is_open(connection):
+                    end.is_over = True  # It ended meanwhile, in its own thread.
+            if any(each.autocommit for each in transactions):
+                self._poll()
+            self._is_registered = True
+
+    @property
+    def waits(self) -> bool:
+        """Whether the transactions will tell it of their ends; False: a signal came before."""
+        return self._is_registered or bool(self._registering)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last of the transactions has ended."""
+        ends = [gone() for _connection, gone in self._ends]
+        return len(ends) >= self._transactions and all(end is None or end.is_over for end in ends)
+
+    def sweep(self) -> None:
+        """Release if the transactions are over, and nobody or the garbage collector tells."""
+        for connection, gone in self._ends:
+            end = gone()
+            if end is None or end.is_over:
+                continue
+            if all(each[1] is not end for each in connection.run_on_commit) or not (
+                connection.in_atomic_block or _is_manual(connection)
+            ):
+                end.is_over = True
+                _worker.put(self.release_if_over)
+
+    def _poll(self) -> None:
+        """Look again and again: Django tells of no end of a transaction that it does not know."""
+        self.sweep()
+        if not self.is_over:
+            later(self._poll, MAX_BOUND)
+
+    def claim(self, claim: object = True) -> bool:
+        """Take the release over; False: somebody did, or it has been carried out.
+
+        Args:
+            claim: Who takes it over.
+        """
+        with self._mutex:
+            if self._claimed_by is None:
+                self._claimed_by = claim
+                return True
+            return False
+
+    def unclaim(self) -> None:
+        """Undo a claim."""
+        with self._mutex:
+            self._claimed_by = None
+
+    def give_back(self) -> None:
+        """Undo a claim, behind which the transactions may have ended."""
+        self.unclaim()
+        if self.is_over:
+            _worker.put(self.release_if_over)
+
+    def settle(self) -> None:
+        """Say that the claimed release is needed no more."""
+        _waiting.remove(self._name, self)
+        # Nobody has to be told of their ends any more.
+        self._ends = []
+        self.done.ring()
+
+    def release_if_over(self, claim: object = True) -> None:
+        """Release once, when all transactions have ended."""
+        if not (self.is_over and self.claim(claim)):
+            return
+        if self._release():
+            self.settle()
+        else:
+            # Somebody holds the record. Others shall not wait behind it.
+            self.done.ring()
+            self.unclaim()
+            later(self.release_if_over, MAX_BOUND)
+
+    def _dropped(self, claim: object) -> None:
+        """Release if that was the last end; also what was interrupted in the midst of a release."""
+        if self._claimed_by is claim:
+            self.unclaim()
+        self.release_if_over()
+
+
+class _End:
+    """Called when a transaction is committed, dropped when it is rolled back."""
+
+    def __init__(self, deferred: Deferred):
+        self.is_over = False
+        #: What stands for it where it must not be kept alive.
+        self.claim = object()
+        self._deferred = deferred
+
+    def __call__(self) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self._deferred.release_if_over(self.claim)
+
+
+class _Waiting:
+    """The releases that wait for transactions, by name."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self._mutex = threading.Lock()
+        self._by_name: dict[tuple[str, str], list[Deferred]] = {}
+
+    def add(self, name: tuple[str, str], deferred: Deferred) -> None:
+        with self._mutex:
+            self._by_name.setdefault(name, []).append(deferred)
+
+    def remove(self, name: tuple[str, str], deferred: Deferred) -> None:
+        with self._mutex:
+            left = [each for each in self._by_name.pop(name, []) if each is not deferred]
+            if left:
+                self._by_name[name] = left
+
+    def all(self) -> list[Deferred]:
+        if not self._by_name:
+            return []
+        with self._mutex:
+            every = [each for deferred in self._by_name.values() for each in deferred]
+        return self._left(every)
+
+    def of(self, name: tuple[str, str]) -> list[Deferred]:
+        if not self._by_name:
+            return []
+        with self._mutex:
+            those = list(self._by_name.get(name, []))
+        return self._left(those)
+
+    def _left(self, those: list[Deferred]) -> list[Deferred]:
+        # Who was interrupted registers anew, if there is anything left to release.
+        for each in those:
+            if not each.waits:
+                self.remove(each._name, each)
+        return [each for each in those if each.waits]
+
+
+_waiting = _Waiting()
+_worker = workers.releases
+#: A receiver may take its time: no key waits for it.
+_teller = Worker("distlock-signals")
+before_drop.append(_worker.finish)
+
+
+def defer(name: tuple[str, str], owner: Any, release: Callable[[], bool]) -> bool:
+    """Let `release` wait if a transaction is open in this thread; return whether it does."""
+    transactions = open_transactions()
+    if transactions:
+        Deferred(name, owner, release, transactions)
+    return bool(transactions)
+
+
+def defer_for(
+    thread: int, name: tuple[str, str], owner: Any, release: Callable[[], bool]
+) -> Deferred:
+    """Let `release` wait for the transactions of another thread, if there are any."""
+    return Deferred(name, owner, release, open_transactions(thread), thread)
+
+
+def waiting_release(name: tuple[str, str], thread: int | None = None) -> Deferred | None:
+    """Return the release of this name that waits for a transaction of this thread: see `home`.
+
+    Args:
+        name: Backend and key.
+        thread: Another one.
+    """
+    if not (waiting := _waiting.of(name)):
+        return None
+    thread = home() if thread is None else thread
+    return next((each for each in waiting if each.thread == thread), None)
+
+
+def keepers(name: tuple[str, str]) -> set[int]:
+    """Return the threads whose transactions keep what is called so for as long as they last."""
+    kept = _waiting.of(name)
+    return {each.thread for each in kept if not each.is_over and each.owner.lasts}
+
+
+def kept_beside(name: tuple[str, str], thread: int) -> str | None:
+    """Return another key that the transactions of a thread keep; None: they keep none."""
+    # Events wait as well. They are nobody's lease.
+    leases = (each for each in _waiting.all() if each.owner is not None)
+    kept = (each for each in leases if each.thread == thread and not each.is_over)
+    return next((each._name[1] for each in kept if each._name != name), None)
+
+
+def flush(name: tuple[str, str]) -> None:
+    """Wait until releases of this name, whose transactions have ended, are carried out.
+
+    After a rollback the next acquire must not meet the lease that the rollback gave up. A store
+    that hangs holds it up for a second at most.
+    """
+    for deferred in _waiting.of(name):
+        if deferred.is_over:
+            deferred.done.wait(MAX_BOUND)
+
+
+def sweep() -> None:
+    """Find the transactions that were rolled back unnoticed: something still refers to them."""
+    for deferred in _waiting.all():
+        deferred.sweep()
+
+
+async def aflush(backend: BaseLockBackend, name: tuple[str, str]) -> None:
+    """See `flush`. The event loop's thread does not wait."""
+    if any(each.is_over for each in _waiting.of(name)):
+        await backend.run_async(flush, name)
+
+
+def later(work: Callable[[], None], seconds: float = 0.0) -> None:
+    """Let the worker do it, in some seconds."""
+    _worker.start()
+    if seconds:
+        timer = threading.Timer(seconds, _worker.put, (work,))
+        timer.daemon = True
+        start_thread(timer)
+    else:
+        _worker.put(work)
+
+
+def tell_later(work: Callable[[], None]) -> None:
+    """Let what others have to say to a signal take its time in a thread for that."""
+    _teller.start()
+    _teller.put(work)
+
+
+def _forget_parent() -> None:
+    # The parent's threads may have held the locks, and its releases are its own.
+    _waiting.forget()
+    _worker.forget()
+    _teller.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parent)

@@ -1,0 +1,252 @@
+"""What an operator needs to know afterwards, kept as rows of `LockEvent`.
+
+Signals are sent by timers and amid requests, so a row is written by a thread of its own, on a
+connection of its own: it delays nobody, and no rollback of a caller takes it back. A database that
+hangs holds up the other events, and nothing else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connections, router, transaction
+
+from ..backends.base import BaseLockBackend
+from ..core.durations import MAX_BOUND
+from ..core.holders import Holder
+from ..core.interruptions import pass_on
+from ..core.logs import log_fields
+from ..core.threads import start_thread
+from ..database import vendors
+from ..database.connections import before_drop, in_test_case
+from ..models import LockEvent
+from ..signals import fence_rejected, lock_forced, lock_lost, lock_operated, lock_taken_over
+from . import deferred_release
+
+logger = logging.getLogger("django_distlock")
+
+#: Events that wait to be written. Further ones are dropped: the table tells what happened, and a
+#: thousand rows of one outage tell as much as more.
+MAX_WAITING = 1000
+#: Rows of one statement.
+BATCH = 100
+
+_KINDS = {
+    "expire_soon": LockEvent.Kind.SHORTENED,
+    "request_stop": LockEvent.Kind.STOP_REQUESTED,
+    "pause": LockEvent.Kind.PAUSED,
+    "resume": LockEvent.Kind.RESUMED,
+    "cleanup": LockEvent.Kind.CLEANED,
+}
+
+
+def connect() -> None:
+    """Keep what happens from now on.
+
+    Called when the app is ready, so before anybody locks: what the leases that are released at the
+    end of the interpreter have to tell is written behind them. That takes a second at most, and
+    what is not written by then is lost, as it is with a process that is killed.
+    """
+    lock_taken_over.connect(_note_takeover, dispatch_uid="django_distlock.process.event_log")
+    lock_lost.connect(_note_loss, dispatch_uid="django_distlock.process.event_log")
+    fence_rejected.connect(_note_rejection, dispatch_uid="django_distlock.process.event_log")
+    lock_forced.connect(_note_force, dispatch_uid="django_distlock.process.event_log")
+    lock_operated.connect(_note_operation, dispatch_uid="django_distlock.process.event_log")
+    before_drop.append(finish)
+    atexit.register(finish)
+
+
+def finish() -> None:
+    """Wait until what happened so far is written, for a second at most."""
+    _writer.finish()
+
+
+def _note_takeover(*, previous: Holder | None = None, **facts: Any) -> None:
+    details = {"previous": previous.as_json() if previous else {}}
+    _note(LockEvent.Kind.TAKEN_OVER, details, **facts)
+
+
+def _note_loss(*, held_for: float | None = None, **facts: Any) -> None:
+    _note(LockEvent.Kind.LOST, {"held_for": held_for}, **facts)
+
+
+def _note_rejection(*, current: int | None, model: str, pk: Any, **facts: Any) -> None:
+    details = {"current": current, "model": model, "pk": None if pk is None else str(pk)}
+    _note(LockEvent.Kind.REJECTED, details, **facts)
+
+
+def _note_force(*, reason: str, **facts: Any) -> None:
+    _note(LockEvent.Kind.FORCED, {}, cause=reason, **facts)
+
+
+def _note_operation(*, operation: str, reason: str, details: Any, **facts: Any) -> None:
+    _note(_KINDS[operation], dict(details), cause=reason, **facts)
+
+
+def _note(
+    kind: LockEvent.Kind,
+    details: dict[str, Any],
+    *,
+    sender: type[BaseLockBackend],
+    alias: str,
+    key: str,
+    fence: int | None,
+    holder: Holder | None,
+    cause: object,
+    **more: Any,
+) -> None:
+    if not sender.distributed:
+        return  # In memory: a test, or a developer's machine.
+    using = ""
+    try:
+        event = LockEvent(
+            backend=alias[:100],
+            key=key,
+            kind=kind,
+            fence=fence,
+            holder=holder.as_json() if holder else {},
+            actor=_plain(more.get("actor", "")),
+            reason=_plain(str(cause)),
+            details=details,
+        )
+        using = router.db_for_write(LockEvent)
+        if in_test_case(connections[using]):
+            # Here the test sees it, and with all else it is rolled back.
+            with transaction.atomic(using=using):
+                event.save(using=using)
+        elif not _waits_for_the_writer(using, event):
+            _writer.put(using, event)
+    except Exception as error:  # noqa: BLE001 - an event is told, or logged
+        pass_on(error)
+        _writer.tell(using, error)
+
+
+def _waits_for_the_writer(using: str, event: LockEvent) -> bool:
+    """Let an event wait for the end of this thread's transaction, where no other one can write."""
+    if connections[using].vendor != "sqlite":
+        return False
+
+    def put() -> bool:
+        _writer.put(using, event)
+        return True
+
+    return deferred_release.defer(("", event.key), None, put)
+
+
+def _plain(text: str) -> str:
+    """Return what every database can keep of an error's text."""
+    return text.encode("utf-8", "replace").decode().replace("\0", "")
+
+
+class _Writer:
+    """Writes events in a thread that lives while there are any."""
+
+    def __init__(self) -> None:
+        self._told = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, in a forked child: what waits is written by its parent."""
+        self._pid = os.getpid()
+        # Reentrant, because a signal's handler may interrupt its holder, and lose a lease.
+        self._mutex = threading.RLock()
+        self._waiting: deque[tuple[str, LockEvent]] = deque()
+        self._is_running = False
+        self._is_full = False
+        self._idle = threading.Event()
+        self._idle.set()
+
+    def put(self, using: str, event: LockEvent) -> None:
+        """Let an event be written, unless too many are waiting."""
+        if self._pid != os.getpid():
+            self.forget()
+        with self._mutex:
+            if len(self._waiting) < MAX_WAITING:
+                self._waiting.append((using, event))
+            elif not self._is_full:
+                self._is_full = True
+                logger.warning(
+                    "%d lock events wait to be written to %r; further ones are not kept",
+                    MAX_WAITING,
+                    using,
+                    extra=log_fields("events_dropped"),
+                )
+            if not self._is_running:
+                self._start()
+
+    def finish(self) -> None:
+        """Wait until there is nothing to write, for a second at most."""
+        if self._pid != os.getpid():
+            return
+        with self._mutex:
+            is_stuck = bool(self._waiting) and not self._is_running
+        if is_stuck:
+            # At the end of the interpreter, Python 3.12 starts no thread any more.
+            self._run(MAX_BOUND)
+        self._idle.wait(MAX_BOUND)
+
+    def tell(self, using: str, error: Exception) -> None:
+        """Say that events are not kept: once, until they are again.
+
+        A project without databases, whose locks are elsewhere, is not bothered at all.
+        """
+        quietly = self._told or isinstance(error, ImproperlyConfigured)
+        self._told = True
+        logger.log(
+            logging.DEBUG if quietly else logging.WARNING,
+            "Lock events are not kept in %s: %s",
+            repr(using) if using else "any database",
+            error,
+            extra=log_fields("events_dropped", error=error),
+        )
+
+    def _start(self) -> None:
+        try:
+            start_thread(threading.Thread(target=self._run, name="distlock-events", daemon=True))
+        except RuntimeError:
+            return  # No more threads now, or ever: `finish` writes what waits.
+        self._is_running = True
+        self._idle.clear()
+
+    def _run(self, bound: float | None = None) -> None:
+        while batch := self._take():
+            for using in dict.fromkeys(alias for alias, _event in batch):
+                self._write(using, [event for alias, event in batch if alias == using], bound)
+
+    def _take(self) -> list[tuple[str, LockEvent]]:
+        """Return all that waits; nothing, when the thread is to end."""
+        with self._mutex:
+            batch = list(self._waiting)
+            self._waiting.clear()
+            self._is_full = False
+            if not batch:
+                self._is_running = False
+                self._idle.set()
+            return batch
+
+    def _write(self, using: str, events: list[LockEvent], bound: float | None) -> None:
+        """Write events to a database, and wait for locks of others so many seconds at most."""
+        try:
+            try:
+                with _bounded(using, bound):
+                    LockEvent.objects.using(using).bulk_create(events, batch_size=BATCH)
+            finally:
+                connections.close_all()
+        except Exception as error:  # noqa: BLE001
+            self.tell(using, error)
+        else:
+            self._told = False
+
+
+def _bounded(using: str, bound: float | None) -> AbstractContextManager[None]:
+    return nullcontext() if bound is None else vendors.of(using).short_transaction(bound)
+
+
+_writer = _Writer()
