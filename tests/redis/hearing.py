@@ -92,7 +92,8 @@ def waiting(backend: Any, key: str) -> Iterator[Waiter]:
     was_listening = backend.is_listening
     waiter = Waiter(backend, key)
     try:
-        assert backend.listen(PATIENCE)
+        # A server that has just been promoted ends what is connected once more.
+        eventually(lambda: backend.listen(PATIENCE), "wake-ups are heard")
         # A new subscription rings once, since something may have gone unheard before.
         eventually(lambda: was_listening or waiter.rung, "the subscription rings")
         waiter.rung.clear()

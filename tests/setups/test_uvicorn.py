@@ -49,8 +49,11 @@ def test_many_requests_share_few_connections(key: str, tmp_path: Path) -> None:
     held: set[str] = set()
     seen: list[int] = []
     with uvicorn(tmp_path, database=named(key)) as site:
-        holding = [site.request("await_alone", key=f"{key}:{each}") for each in range(clients)]
+        holding = []
         try:
+            for each in range(clients):
+                holding.append(site.request("await_alone", key=f"{key}:{each}"))
+                seen.append(len(sessions(key)))
 
             def all_hold() -> bool:
                 seen.append(len(sessions(key)))
