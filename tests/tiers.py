@@ -30,7 +30,8 @@ OF_BACKENDS = """
 """.split()  # noqa: SIM905 - as a list it would be a page
 #: Files in which the shape of an argument is tested, which is checked above the backends.
 OF_SHAPES = ["arguments", "keys", "raise_fences"]
-#: Backends with all cases of a test about locks. The others have one case of each test, in turn.
+#: Backends with all cases of a test about locks. The others take turns over the tests of a file,
+#: with one case each.
 FULL = ("memory", "postgres")
 
 #: Folders and files with a parameter whose values take turns over their tests: stores, where what
@@ -130,31 +131,47 @@ def _is_quick(item: pytest.Item) -> bool:
 
 def _paired(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
     """Leave out, of the products of cases and backends, what others of them prove."""
-    cases: defaultdict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
-    in_turn: defaultdict[str, defaultdict[str, list[pytest.Item]]]
-    in_turn = defaultdict(lambda: defaultdict(list))
-    for item in items:
+    files: defaultdict[Path, defaultdict[str, defaultdict[str, list[pytest.Item]]]]
+    files = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    # Whatever the order of this run is, it takes the same cases as another one.
+    for item in sorted(items, key=lambda each: each.nodeid):
         test = item.nodeid.partition("[")[0]
-        if alias := _alias(item):
-            cases[test, alias].append(item)
-        elif value := value_in_turn(item):
-            in_turn[test][value].append(item)
+        if value := _alias(item) or value_in_turn(item):
+            files[item.path][test][value].append(item)
         else:
             yield item
-    for turn, values in enumerate(in_turn.values()):
-        yield from [*values.values()][turn % len(values)]
+    for tests in files.values():
+        yield from _taking_turns([*tests.values()])
+
+
+def _taking_turns(tests: list[dict[str, list[pytest.Item]]]) -> Iterator[pytest.Item]:
+    """Give, of the tests of a file, all cases on some values, and one case on one other value.
+
+    A value that has had no turn behind the last test has one more test to itself.
+    """
     turns: Counter[str] = Counter()
-    for (_, alias), several in cases.items():
-        if alias in _full(several[0]):
-            yield from several
-        else:
-            yield several[turns[alias] % len(several)]
-            turns[alias] += 1
+    left: dict[str, list[pytest.Item]] = {}
+    for cases in tests:
+        full = _full(next(iter(cases.values()))[0])
+        others = [value for value in cases if value not in full]
+        for value in cases.keys() & set(full):
+            yield from cases[value]
+        for value in others:
+            left.setdefault(value, cases[value])
+        if others:
+            value = min(others, key=turns.__getitem__)
+            yield cases[value][turns[value] % len(cases[value])]
+            turns[value] += 1
+    for value, several in left.items():
+        if not turns[value]:
+            yield several[0]
 
 
 def _full(item: pytest.Item) -> Collection[str]:
     """Return the backends with all cases of a test."""
     name = _subject(item)
+    if not _alias(item):
+        return ()
     if name in OF_SHAPES:
         return ("memory",)
     return BACKENDS if name in OF_BACKENDS else FULL
