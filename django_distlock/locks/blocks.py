@@ -11,6 +11,7 @@ See docs/decisions/what-a-signal-can-interrupt.md.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import threading
 import time
@@ -23,7 +24,7 @@ from ..core.durations import MAX_BOUND
 from ..core.errors import LockError
 from ..database import workers
 from ..process import deferred_release
-from ..process.at_exit import Ending, held_here
+from ..process.at_exit import EXIT_PATIENCE, Ending, held_here
 
 
 class Trying(Protocol):
@@ -214,3 +215,13 @@ def _is_left(name: tuple[str, str]) -> bool:
     if len(every) > FEW and not (workers.has_gone() or _giving_up):
         return False
     return any(block.name == name and gone() is None for block, gone in list(every.items()))
+
+
+def _finish() -> None:
+    """Let acquires that were interrupted a moment ago be given up: the interpreter ends."""
+    until = time.monotonic() + EXIT_PATIENCE
+    while (_giving_up or (every and workers.has_gone())) and time.monotonic() < until:
+        time.sleep(0.001)
+
+
+atexit.register(_finish)

@@ -131,7 +131,7 @@ def _leave(**what: Any) -> _Attempts:
     """Leave a block without its end."""
     block, attempts = blocks.Block(None), _Attempts()
     block.enter(("memory", "key"))
-    vars(block).update(attempts=attempts, **what)
+    vars(block).update({"attempts": attempts, **what})
     block.watched()
     return attempts
 
@@ -148,6 +148,26 @@ def leave_while_no_thread_starts() -> dict[str, Any]:
     runs = threading.Event()
     _Attempts.backend.run_apart(runs.set)
     return {"is_ended": is_ended, "runs": runs.wait(10), "given_up": attempts.given_up}
+
+
+class _AtTheEnd(_Attempts):
+    """Is given up by a thread that needs a while, and that can start no other one any more."""
+
+    @property
+    def backend(self) -> Any:  # type: ignore[override]
+        return self
+
+    def run_apart(self, _operation: object) -> None:
+        time.sleep(0.3)
+        raise RuntimeError
+
+    def fail(self, error: BaseException) -> None:
+        print("given up")
+
+
+def leave_at_the_very_end() -> None:
+    """Let an acquire be interrupted, and end this process."""
+    _leave(attempts=_AtTheEnd())
 
 
 def ask_first_behind_a_fork(address: dict[str, str], key: str) -> str:

@@ -303,3 +303,9 @@ def test_interrupted_acquire_is_given_up_where_no_thread_starts() -> None:
     """At the end of the interpreter, or with too many threads: here, and once."""
     with spawn("tests.contract.lock_workers:leave_while_no_thread_starts") as worker:
         assert worker.result() == {"is_ended": True, "runs": True, "given_up": 1}
+
+
+def test_acquire_that_is_interrupted_at_the_very_end_is_given_up() -> None:
+    """The interpreter waits for the thread that does it, which is slow here."""
+    with spawn("tests.contract.lock_workers:leave_at_the_very_end") as worker:
+        worker.wait_for("given up")

@@ -356,13 +356,14 @@ django.setup()
 from django_distlock.backends.memory import MemoryBackend
 class Elsewhere(MemoryBackend):
     distributed = True
-from django_distlock import LockLost, distlock, events, lock_backends
+from django_distlock import LockLost, distlock, lock_backends
+from django_distlock.process import event_log
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 try:
     with distlock("a") as lease:
         lock_backends["default"].force_release("a")
 except LockLost:
-    events.finish()
+    event_log.finish()
     print("lost")
 """
 
