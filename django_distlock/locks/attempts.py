@@ -48,6 +48,8 @@ SLOW = 1.0
 NOTE_AFTER = 1.0
 #: Seconds that a note lives unless it is renewed, and when that is done.
 NOTE_LIVES, NOTE_RENEWED_AT = 60.0, 30.0
+#: Seconds to the next try where the store was too busy to take a note.
+NOTE_TRIED_AGAIN = 5.0
 #: How many attempts may take as long as a note does: it opens a connection, and a transaction.
 NOTE_COSTS = 10
 
@@ -266,6 +268,8 @@ class Attempts:
                 self.backend.note_waiter,
                 *(request.key, request.holder, self._note_lives(), self._note),
             )
+        if self._note is None:
+            self._noted_at += NOTE_TRIED_AGAIN - NOTE_RENEWED_AT
 
     def leave(self) -> Callable[[], None] | None:
         """Wait no more; return what is left to do in the store, if anything."""

@@ -33,7 +33,8 @@ def waiter(site: Site, key: str, number: int = 1) -> Iterator[Process]:
     """Let threads of a process wait for a key, until all of them are seen to do so."""
     with site.start("tests.runbooks.workers:wait_in_threads", key, number) as process:
         process.wait_for("waiting", PATIENCE)
-        assert eventually(lambda: len(shown(site, key).waiters) >= number, PATIENCE)
+        noted = eventually(lambda: len(shown(site, key).waiters) >= number, PATIENCE)
+        assert noted, shown(site, key).waiters
         yield process
 
 
