@@ -43,7 +43,8 @@ def note(backend: Any, key: str, host: str = "", seconds: float = 60, again: str
 def test_waiter_is_shown(store: RedisStore, key: str) -> None:
     """With all that is known of it, since when, until when, and that it asks by itself."""
     # Whoever waited here a moment ago may still be listening.
-    store.backend._listener.close_all()
+    backend: Any = store.backend
+    backend._listener.close_all()
     assert store.backend.waiters(key) == []
     before = store.now()
     assert store.backend.note_waiter(key, HOLDER, 60)
