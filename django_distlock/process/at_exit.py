@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from contextlib import ExitStack
 from typing import Protocol
 
 from .host import monotonic
@@ -50,10 +51,18 @@ class HeldHere:
             self._by_token.pop(lease.token, None)
 
     def release_all(self) -> None:
-        """Release what is still held: the interpreter ends."""
+        """Release what is still held: the interpreter ends.
+
+        What one release raises keeps no other lease from its own.
+        """
         until = monotonic() + EXIT_PATIENCE
-        for lease in list(self._by_token.values()):
+
+        def release(lease: Ending) -> None:
             lease.release_at_exit(max(0.0, until - monotonic()))
+
+        with ExitStack() as stack:
+            for lease in reversed([*self._by_token.values()]):
+                stack.callback(release, lease)
 
     def _sweep(self) -> None:
         """Forget what is over: whoever takes leases and drops them leaves them to the ttl."""
