@@ -155,17 +155,19 @@ class MemoryBackend(BaseLockBackend):
     def _list(
         self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
     ) -> Page:
-        with self._mutex:
-            now = self._now()
-            names = [
-                name
-                for name, record in sorted(self._records.items())
-                if (cursor is None or name > cursor)
+        def is_wanted(name: str) -> bool:
+            record = self._records[name]
+            return (
+                (cursor is None or name > cursor)
                 and record.is_live(now)
                 and record.key.startswith(prefix)
                 and host in (None, record.holder.host)
                 and task_id in (None, record.holder.task_id)
-            ]
+            )
+
+        with self._mutex:
+            now = self._now()
+            names = sorted(filter(is_wanted, self._records))
             shown = names[:limit]
             records = tuple(self._records[name] for name in shown)
             return Page(records, shown[-1] if len(names) > limit else None)
@@ -173,11 +175,8 @@ class MemoryBackend(BaseLockBackend):
     def _expired(self, name: str | None, limit: int) -> Sequence[Record]:
         with self._mutex:
             now = self._now()
-            found = [
-                record
-                for each, record in self._records.items()
-                if name in (None, each) and record.is_expired(now)
-            ]
+            records = [*self._records.items()]
+        found = [each for key, each in records if name in (None, key) and each.is_expired(now)]
         return sorted(found, key=lambda each: each.expires_at or now, reverse=True)[:limit]
 
     def _shorten(
@@ -251,22 +250,23 @@ class MemoryBackend(BaseLockBackend):
             fence = clock_fence(now) if to is None else to
             if name is not None:
                 self._fences.setdefault(name, 0)
-            rest = [each for each in sorted(self._fences) if cursor is None or each > cursor]
+            rest = sorted(filter(lambda each: cursor is None or each > cursor, self._fences))
             names = rest[:limit] if name is None else [name]
-            low = [each for each in names if self._fences[each] < fence]
-            held = {each: self._records[each].key for each in low if self._live(each, now)}
-            self._fences |= dict.fromkeys(set(low) - held.keys(), fence)
+            low = set(filter(lambda each: self._fences[each] < fence, names))
+            held = sorted(filter(lambda each: self._live(each, now), low))
+            self._fences |= dict.fromkeys(low.difference(held), fence)
             more = name is None and len(rest) > limit
-            return Raised(len(low) - len(held), tuple(held.values()), names[-1] if more else None)
+            keys = tuple(self._records[each].key for each in held)
+            return Raised(len(low) - len(held), keys, names[-1] if more else None)
 
     def _cleanup(self, before: datetime, limit: int) -> int:
+        def is_over(name: str) -> bool:
+            free_at = self._records[name].free_at
+            return free_at is not None and free_at <= before
+
         with self._mutex:
             before = min(before, self._now())
-            over = [
-                name
-                for name, record in sorted(self._records.items())
-                if record.free_at is not None and record.free_at <= before
-            ]
+            over = sorted(filter(is_over, self._records))
             for name in over[:limit]:
                 self._drop(name)
             return len(over[:limit])
@@ -274,7 +274,7 @@ class MemoryBackend(BaseLockBackend):
     def _note(self, name: str, fence: int, seconds: float) -> None:
         with self._mutex:
             now = self._now()
-            self._notes = {name: note for name, note in self._notes.items() if note[1] > now}
+            self._notes = dict(filter(lambda each: each[1][1] > now, self._notes.items()))
             self._notes[name] = (fence, now + timedelta(seconds=seconds))
 
     def _noted(self, name: str) -> int | None:

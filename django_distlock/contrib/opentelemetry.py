@@ -79,9 +79,9 @@ def install(
 def uninstall() -> None:
     """Measure and trace no more, for any provider: for tests."""
     with _mutex:
-        while _installed:
-            _name, each = _installed.popitem()
+        for each in _installed.values():
             each.close()
+        _installed.clear()
 
 
 class _Installed:
@@ -187,7 +187,7 @@ class _Spans:
     ) -> None:
         with self._mutex:
             self._held[alias, key, fence] = get_current()
-            while len(self._held) > MOST_HELD:
+            if len(self._held) > MOST_HELD:
                 self._held.popitem(last=False)
         if waited >= self._least:
             about = {"outcome": "acquired", "waited": waited, "fence": fence}

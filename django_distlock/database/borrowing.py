@@ -457,7 +457,7 @@ class LockConnections:
         for own in [each for each in self._every if each.is_abandoned]:
             _close(own.connection)
             with self._mutex:
-                self._every = [each for each in self._every if each is not own]
+                self._every = list(filter(lambda each: each is not own, self._every))
             self._tell_waiting()
 
     def look(self) -> float | None:
@@ -470,16 +470,20 @@ class LockConnections:
             if not self._every:
                 _sweeping().pools.pop(self, None)
                 return None
-            ends = [each.idle_since for each in self._every if each.user is None]
+            every = [*self._every]
+        ends = [each.idle_since for each in every if each.user is None]
         since = min(ends, default=time.monotonic())
         return max(0.01, since + settings.IDLE_SECONDS - time.monotonic())
 
     def _doom_idle(self, idle_for: float = 0.0) -> None:
         before = time.monotonic() - idle_for
+
+        def is_idle(own: Own) -> bool:
+            return own.user is None and own.idle_since <= before
+
         with self._mutex:
-            for own in self._every:
-                if own.user is None and own.idle_since <= before:
-                    own.user = _nobody
+            for own in filter(is_idle, self._every):
+                own.user = _nobody
 
     def _taken(self, template: BaseDatabaseWrapper, user: Any) -> Own | None:
         with self._mutex:
@@ -487,15 +491,10 @@ class LockConnections:
             counts = not keeps_leases()
             if counts and sum(own.takes_place for own in self._every) >= self.limit:
                 return None
-            for own in reversed(self._every):
-                if own.user is None:
-                    # A test run renames its databases under the same alias.
-                    same = own.connection.settings_dict["NAME"] == template.settings_dict["NAME"]
-                    if same and not _has_ended(own.connection):
-                        own.is_counted = counts
-                        own.user = user
-                        return own
-                    own.user = _nobody
+            if (own := self._spare(template)) is not None:
+                own.is_counted = counts
+                own.user = user
+                return own
             own = self._made(template, user)
             own.is_counted = counts
             self._every.append(own)
@@ -503,6 +502,16 @@ class LockConnections:
             sweeping.pools[self] = None
         sweeping.gone.put(None)
         return own
+
+    def _spare(self, template: BaseDatabaseWrapper) -> Own | None:
+        for own in reversed(self._every):
+            if own.user is None:
+                # A test run renames its databases under the same alias.
+                same = own.connection.settings_dict["NAME"] == template.settings_dict["NAME"]
+                if same and not _has_ended(own.connection):
+                    return own
+                own.user = _nobody
+        return None
 
     def _made(self, template: BaseDatabaseWrapper, user: Any) -> Own:
         made = own_connection(template, **_BOUNDS.get(template.vendor, {}))

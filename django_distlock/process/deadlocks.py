@@ -75,7 +75,7 @@ class _Waits:
             return
         home = deferred_release.home()
         with self._mutex:
-            for wait in [each for each in self._all if each.home == home]:
+            for wait in list(filter(lambda each: each.home == home, self._all)):
                 if wait.name == name:
                     wait.ring()
                 else:

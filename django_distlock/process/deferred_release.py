@@ -275,9 +275,11 @@ class _Waiting:
 
     def remove(self, name: tuple[str, str], deferred: Deferred) -> None:
         with self._mutex:
-            left = [each for each in self._by_name.pop(name, []) if each is not deferred]
-            if left:
-                self._by_name[name] = left
+            those = self._by_name.get(name, [])
+            if deferred in those:
+                those.remove(deferred)
+            if not those:
+                self._by_name.pop(name, None)
 
     def all(self) -> list[Deferred]:
         if not self._by_name:

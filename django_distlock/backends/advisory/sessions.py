@@ -117,7 +117,7 @@ class Sessions:
         """Return a place for one more session; None: there are as many as there may be."""
         self._changed.clear()
         with self._mutex:
-            self._places = [each for each in self._places if each() is not None]
+            self._places = list(filter(_lives, self._places))
             if len(self._places) >= self.limit:
                 return None
             place = Place()
@@ -136,13 +136,18 @@ class Sessions:
     def _opened(self) -> Session:
         session = Session(connections[self.alias], self._prepared())
         with self._mutex:
-            self._open[:] = [each for each in self._open if _is_living(each())]
+            self._open[:] = filter(_is_open, self._open)
             # Interrupted, it may hold a lock, and nobody refers to it any more.
             self._open.append(when_gone(session, session.ended()))
         return session
 
 
-def _is_living(session: Session | None) -> bool:
+def _lives(place: weakref.ref[Place]) -> bool:
+    return place() is not None
+
+
+def _is_open(gone: Gone) -> bool:
+    session = gone()
     return session is not None and not session.closed
 
 
