@@ -11,6 +11,7 @@ The function talks by `print` and `input`, and returns something that JSON can c
 from __future__ import annotations
 
 import faulthandler
+import io
 import json
 import os
 import queue
@@ -23,7 +24,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import django
 from django.core.management import execute_from_command_line
@@ -152,6 +153,8 @@ class Process:
 
 def main(target: str, arguments: str) -> None:
     """Be the process: call the function and print what it returns."""
+    # A line in one piece: what other threads log shall not come between it and its end.
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True, write_through=False)
     django.setup()
     module, _, function = target.partition(":")
     result = getattr(import_module(module), function)(*json.loads(arguments))

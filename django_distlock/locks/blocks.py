@@ -220,7 +220,8 @@ def _is_left(name: tuple[str, str]) -> bool:
 def _finish() -> None:
     """Let acquires that were interrupted a moment ago be given up: the interpreter ends."""
     until = time.monotonic() + EXIT_PATIENCE
-    while (_giving_up or (every and workers.has_gone())) and time.monotonic() < until:
+    # What the worker has just taken from its queue is neither there nor begun, but still here.
+    while any(gone() is None for gone in list(every.values())) and time.monotonic() < until:
         time.sleep(0.001)
 
 

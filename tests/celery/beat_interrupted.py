@@ -23,6 +23,12 @@ def told_to(do: str) -> bool:
 class Interrupted(DistlockScheduler):
     """A scheduler to which things happen at the worst of times."""
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """Stand still before it begins, if told so."""
+        if told_to("stop before it begins"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        super().__init__(*arguments, **named)
+
     def is_due(self, entry: Any) -> Any:
         """Stand still behind the decision to send, if told so."""
         state = super().is_due(entry)

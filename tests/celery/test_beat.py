@@ -115,13 +115,19 @@ def test_clean_end_hands_over_at_once(tmp_path: Path, key: str, store: str) -> N
 def test_tick_of_the_gap_is_sent_by_who_began_behind_it(tmp_path: Path, key: str) -> None:
     """A beat without a file, and which did not run when the tick was due, still sends it."""
     site = Site(tmp_path, key, "postgres", every=6, ttl=0.5)
-    with site.worker():
-        with site.beat() as first:
+    with site.worker(), site.beat() as first:
+        first.says("Beat leads")
+        site.tell("stop before it begins")
+        # All that takes a beat its time is behind it when the tick falls due.
+        with site.beat(INTERRUPTED) as second:
+            eventually(lambda: state_of(second.pid) == "T", "the second one stands still")
             site.wait_for_ticks(1)
+            site.wait_into(0.5)
             first.kill()
-        site.wait_into(0.05)
-        with site.beat():
-            site.wait_for_ticks(2)
+            count = len(site.ran())
+            site.wait_into(0.05)
+            second.signal(signal.SIGCONT)
+            site.wait_for_ticks(count + 1)
             assert in_a_row(site.ticks()), site.ticks()
 
 

@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any
 
 from django.db import connections
 
 from django_distlock import BackendUnavailable, current_lease, distlock, lock_backends
-from django_distlock.database import vendors
+from django_distlock.database import vendors, workers
 from django_distlock.locks import blocks
 
 from .aliases import abandon_connections, alias_like, in_a_fork, locks_on, outcome
@@ -165,8 +166,18 @@ class _AtTheEnd(_Attempts):
         print("given up")
 
 
+class _Late(SimpleQueue[Any]):
+    """Takes a while between its last entry and who asked for it."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        entry = super().get(block, timeout)
+        time.sleep(0.3)
+        return entry
+
+
 def leave_at_the_very_end() -> None:
     """Let an acquire be interrupted, and end this process."""
+    workers.releases.queue = _Late()
     _leave(attempts=_AtTheEnd())
 
 
