@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 import django_distlock
 
@@ -45,7 +46,7 @@ def jumps_without_handler(source: str) -> set[int]:
     ]
     found = set()
     for code in codes_of(compile(source, "", "exec")):
-        read = dis.Bytecode(code)
+        read: Any = dis.Bytecode(code)
         for each in read:
             line = each.positions and each.positions.lineno
             if (
