@@ -52,6 +52,7 @@ from tests.processes import spawn
 from .acting import play
 from .brokers import Broker
 from .crews import Crew
+from .current import current
 from .workers import ROOT, working
 
 #: Where workers find the tasks of this file.
@@ -604,13 +605,8 @@ def checked(app: Celery, **task: Any) -> list[str]:
     @locked_task(**{"lock": "work:{number}", **terms})
     def work(number: int) -> None: ...
 
-    before = Celery("none", set_as_current=False)
-    app.set_current()
-    try:
+    with current(app):
         return [str(each.id) for each in check_tasks(None) if "checked" in each.msg]
-    finally:
-        before.set_current()
-        before.close()
 
 
 @pytest.mark.parametrize(
@@ -669,11 +665,8 @@ def test_attributes_without_their_base(app: Celery) -> None:
         @app.task(shared=False, name=name, **options)
         def work(number: int) -> None: ...
 
-    app.set_current()
-    try:
+    with current(app):
         found = [each for each in check_tasks(None) if "described." in each.msg]
-    finally:
-        Celery("none").close()
     assert [(each.id, each.msg.split(" says ")[0]) for each in found] == [
         ("distlock.E401", f"The task described.{name}")
         for name in ("class", "lock", "options", "unique")

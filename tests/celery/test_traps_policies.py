@@ -22,6 +22,7 @@ from tests.contract.locking import held_elsewhere
 
 from .brokers import Broker
 from .crews import Crew
+from .current import current
 from .project import create
 from .workers import working
 
@@ -175,7 +176,7 @@ def test_c7_tasks_sent_by_name_run_one_at_a_time(prefork: Crew, broker: Broker) 
 def test_c10_the_lock_goes_below_the_task() -> None:
     """Around a task, where it would guard the sending alone, it is refused at once."""
     app = create({})
-    with pytest.raises(InvalidArgument, match="below"):
+    with current(app), pytest.raises(InvalidArgument, match="below"):
 
         @locked_task("wrong:{key}")
         @shared_task(name="wrong order")

@@ -229,6 +229,8 @@ def test_connections_are_closed_from_an_event_loop_too(
 ) -> None:
     """Where the end of Django's connection is noticed in an event loop, ours go with it quietly."""
     unraisable: list[str] = []
+    # What other tests have left is not told here.
+    gc.collect()
     # As text, because the error would keep alive what it is about.
     monkeypatch.setattr(
         sys, "unraisablehook", lambda said: unraisable.append(f"{said.exc_value!r}")

@@ -263,11 +263,11 @@ def test_own_keys_are_told_apart(key: str, alias: str) -> None:
     """A schedule is told by its name, and by its kind alone where that comes from a caller."""
     scraped = Scraped()
 
-    @scheduled(key, expected=1, hold=False, backend=alias)
+    @scheduled(key, expected=20, hold=False, backend=alias)
     def tick() -> None:
         """Run."""
 
-    @scheduled(key + "-{of}", expected=1, hold=False, backend=alias)
+    @scheduled(key + "-{of}", expected=20, hold=False, backend=alias)
     def tick_of(of: str) -> None:
         """Run for somebody."""
 

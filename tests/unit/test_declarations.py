@@ -27,6 +27,7 @@ from django_distlock.inspection.declared import DeclaredKey, _place, list_declar
 from django_distlock.management.locked import LockedCommand
 from django_distlock.scheduling import scheduled
 from django_distlock.views import LockedViewMixin, locked_view
+from tests.celery.current import current
 
 
 def work(pk: int = 0) -> int:
@@ -178,11 +179,8 @@ def test_task_tells_what_its_function_does_not_know(acks_late: bool, policy: str
     made = celery_task("c:{pk}")(work)
     app = Celery("told", set_as_current=False)
     app.task(acks_late=acks_late, autoretry_for=(OSError,), shared=False, bind=True)(made)
-    app.set_current()
-    try:
+    with current(app):
         find(lambda _what, step: step())
-    finally:
-        Celery("other").set_current()
     assert [each.on_conflict for each in noted(made)] == [policy]
 
 
