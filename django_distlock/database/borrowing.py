@@ -159,7 +159,7 @@ class Use:
         own.use = self
         bound_opening(own.connection, template.settings_dict["OPTIONS"])
         self._watch(own.connection)
-        self._open(own.connection)
+        self._open(own)
         return own.name
 
     __exit__ = _Leaving()
@@ -260,20 +260,24 @@ class Use:
         if self._is_watched:
             self.was_cut = _sweeping().watched.pop(self, None) is None
 
-    def _open(self, connection: BaseDatabaseWrapper) -> None:
+    def _open(self, own: Own) -> None:
+        connection = own.connection
         try:
-            is_new = connection.connection is None
-            connection.ensure_connection()
+            if connection.connection is None:
+                own.bound = None
+                connection.ensure_connection()
             self.begin_statement()
             if connection.vendor == "sqlite":
                 wait = max(budgets.left(self._bound), WRITER_SECONDS)
-                limit = f"PRAGMA busy_timeout = {int(wait * 1000)}"
-            elif connection.vendor == "mysql" and is_new:
-                limit = _standstill_of(connection)
+                bound = f"PRAGMA busy_timeout = {int(wait * 1000)}"
+            elif connection.vendor == "mysql":
+                bound = _standstill_of(connection)
             else:
                 return
-            with connection.cursor() as cursor:
-                cursor.execute(limit)
+            if bound != own.bound:
+                with connection.cursor() as cursor:
+                    cursor.execute(bound)
+                own.bound = bound
         except DjangoDatabaseError as error:
             self.leave(type(error), error)
             raise
@@ -286,7 +290,10 @@ class Own:
         name: The alias under which its borrower finds it.
         user: Tells whether its borrower is still there; None: nobody uses it.
         is_counted: Whether its present use takes one of the places.
+        bound: What the session was told last of how long to wait for others.
     """
+
+    bound: str | None = None
 
     def __init__(self, connection: BaseDatabaseWrapper, name: str, user: Callable[[], object]):
         self.connection = connection
@@ -294,7 +301,9 @@ class Own:
         self.user: Callable[[], object] | None = user
         self.is_counted = True
         self.use: Use | None = None
-        connection.execute_wrappers.append(self._begin_statement)
+        # A file does not fall silent.
+        if connection.vendor != "sqlite":
+            connection.execute_wrappers.append(self._begin_statement)
         self.idle_since = 0.0
 
     @property

@@ -395,9 +395,10 @@ def refuse_self_block(connection: BaseDatabaseWrapper) -> None:
     """
     if connection.vendor != "sqlite":
         return
-    file = database_file(connection)
     for other in connections.all(initialized_only=True):
-        if in_transaction(other) and other.vendor == "sqlite" and database_file(other) == file:
+        if other.vendor != "sqlite" or not in_transaction(other):
+            continue
+        if (file := database_file(connection)) == database_file(other):
             raise LockUsageError(
                 f"SQLite has one writer per file, and this thread has a transaction open on the"
                 f" file of the locks, through the alias {other.alias!r} ({file}). Take the lock"

@@ -78,17 +78,18 @@ class HeldLockManager(models.Manager["HeldLock"]):
         bound: float,
     ) -> Grant | Contended:
         """Grant the key if it is free."""
+        store, counters = self._store, self._counters
         while True:
             # Read first: whoever loses takes no lock and writes nothing.
-            with self._store.short_transaction(bound, writes=False):
+            with store.short_transaction(bound, writes=False):
                 contended, row = self._look(name, replace)
             if contended is None:
-                with self._counters.turn(name, key, bound) as waited:
+                with counters.turn(name, key, bound) as waited:
                     if waited:
                         contended, row = self._look(name, replace)
                     if contended is None and (free := self._lock_free(name, replace)):
                         counter, over, now = free
-                        fence = self._counters.advance(name, key, counter, self._floor(now))
+                        fence = counters.advance(name, key, counter, self._floor(now))
                         return self._grant(
                             over,
                             now,
