@@ -56,6 +56,7 @@ BACKENDS: Mapping[str, Registered] = {
     for each in (
         Registered(alias="memory", path=MEMORY, store="memory"),
         Registered(alias="sqlite", path=DATABASE, store="sqlite", using="sqlite"),
+        Registered(alias="sqlite_orm", path=DATABASE, store="sqlite", using="sqlite"),
         Registered(alias="postgres", path=DATABASE, store="postgresql", using="default"),
         Registered(alias="postgres_orm", path=DATABASE, store="postgresql", using="default"),
         Registered(alias="mariadb", path=DATABASE, store="mysql", using="mariadb"),

@@ -46,6 +46,7 @@ EXTEND = "django_distlock/database/sql/postgresql/extend.sql"
 DROP = "django_distlock/database/sql/postgresql/release.sql"
 MANAGERS = "django_distlock/managers/lock.py"
 MEMORY = "django_distlock/backends/memory.py"
+COMPACT = "django_distlock/managers/compact.py"
 CONNECTIONS = "django_distlock/database/connections.py"
 BORROWING = "django_distlock/database/borrowing.py"
 POSTGRESQL = "django_distlock/database/vendors/postgresql.py"
@@ -245,7 +246,14 @@ MUTANTS = (
         case="{backend}-expired",
     ),
     Mutant(
-        "transaction time for the clock", "sqlite", SQLITE,
+        "transaction time for the clock", "sqlite", COMPACT,
+        old=r"( +)(with transaction.atomic\(self.db\):\n +contended, last, )now =",
+        new=r"\1now = datetime.now(UTC)\n\1\2_ =",
+        test=f"{RACES}::test_waiter_gets_its_full_ttl",
+        case="{backend}-expired",
+    ),
+    Mutant(
+        "transaction time for the clock", "sqlite_orm", SQLITE,
         old=r"(?s)return datetime.now\(UTC\)(.*?)( +)with super\(\).short_transaction\(bound\):",
         new=r"return getattr(self.connection, 'began', None) or datetime.now(UTC)\1"
             r"\2self.connection.began = datetime.now(UTC)\n"
@@ -305,6 +313,12 @@ MUTANTS = (
         "counter deleted with the lock", "postgres", DROP,
         old=r"(v_outcome := 'released';)",
         new=r'\1 DELETE FROM "django_distlock_fencecounter" WHERE storage_key = p_storage_key;',
+        test=f"{FENCES}::test_fences_grow_over_releases",
+    ),
+    Mutant(
+        "counter deleted with the lock", "sqlite", COMPACT,
+        old=r"( +)(cursor.execute\(self._statements.)delete(, \[name\]\))",
+        new=r"\1\2delete\3\n\1\2delete.replace('heldlock', 'fencecounter')\3",
         test=f"{FENCES}::test_fences_grow_over_releases",
     ),
     Mutant(

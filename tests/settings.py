@@ -81,6 +81,11 @@ DISTLOCK: dict[str, dict[str, Any]] = {
     "default": {"BACKEND": DATABASE_BACKEND, "OPTIONS": {"using": "default"}},
     "memory": {"BACKEND": "django_distlock.backends.memory.MemoryBackend"},
     "sqlite": {"BACKEND": DATABASE_BACKEND, "OPTIONS": {"using": "sqlite"}},
+    "sqlite_orm": {
+        "BACKEND": DATABASE_BACKEND,
+        "KEY_PREFIX": "distlock-orm",
+        "OPTIONS": {"using": "sqlite", "server_functions": False},
+    },
     "postgres": {"BACKEND": DATABASE_BACKEND, "OPTIONS": {"using": "default"}},
     "postgres_orm": {
         "BACKEND": DATABASE_BACKEND,

@@ -33,6 +33,8 @@ OF_SHAPES = ["arguments", "keys", "raise_fences"]
 #: Backends with all cases of a test about locks. The others take turns over the tests of a file,
 #: with one case each.
 FULL = ("memory", "postgres")
+#: Backends whose code two others prove together.
+SAME_CODE = {"sqlite_orm"}
 
 #: Folders and files with a parameter whose values take turns over their tests: stores, where what
 #: is seen is the same above each of them.
@@ -174,7 +176,7 @@ def _full(item: pytest.Item) -> Collection[str]:
         return ()
     if name in OF_SHAPES:
         return ("memory",)
-    return BACKENDS if name in OF_BACKENDS else FULL
+    return BACKENDS.keys() - SAME_CODE if name in OF_BACKENDS else FULL
 
 
 def _alias(item: pytest.Item) -> str:

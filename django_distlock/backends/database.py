@@ -33,6 +33,7 @@ from ..database.server_functions import ServerFunctions
 from ..database.sql import side_table
 from ..database.vendors import VENDORS
 from ..exceptions import InvalidLockBackend
+from ..managers.compact import CompactLockManager
 from ..managers.lock import HeldLockManager
 from ..managers.waiter import WaiterManager
 from ..models import HeldLock, Waiter
@@ -46,8 +47,9 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
 
     Args:
         using: The alias of the database; None: `default`, which no router may contradict.
-        server_functions: On PostgreSQL, call the functions that the migration installs; False
-            runs the same transactions as ORM code, where functions may not be created.
+        server_functions: On PostgreSQL, call the functions that the migration installs, and on
+            SQLite run a few statements of SQL; False runs the same transactions as ORM code, as on
+            MySQL, also where functions may not be created.
         cleanup_on_read: Remove the expired record that a read comes across.
         listen_using: On PostgreSQL, the alias that wake-ups are heard on, where `using` goes
             through a connection pooler; None: `using`.
@@ -85,13 +87,13 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         self._waiting: WaiterManager = Waiter.objects.db_manager(self.using)
         self._locks: HeldLockManager = HeldLock.objects.db_manager(self.using)
         self._locks.follows_clock = config.fence_floor == "clock"
-        self._hot: HeldLockManager | ServerFunctions = (
-            ServerFunctions(
+        self._hot: HeldLockManager | ServerFunctions = self._locks
+        if self._single:
+            self._hot = ServerFunctions(
                 self.using, self._connections.named, follows_clock=self._locks.follows_clock
             )
-            if self._single
-            else self._locks
-        )
+        elif server_functions and vendor == "sqlite":
+            self._hot = CompactLockManager.of(self._locks)
 
     @property
     def supports_wakeups(self) -> bool:  # type: ignore[override]

@@ -119,14 +119,14 @@ def swallowed(lock: Lock) -> None:
 def on_two_databases(lock: Lock) -> None:
     """End the transaction on another database first."""
     # SQLite has one writer: there the second database of the caller is another.
-    other = "serializable" if lock.backend == "sqlite" else "sqlite"
+    other = "serializable" if lock.backend.startswith("sqlite") else "sqlite"
     with transaction.atomic(using=other), lock:
         pass
 
 
 def undone_elsewhere(lock: Lock) -> None:
     """Roll the transaction on another database back first."""
-    with rolled_back("serializable" if lock.backend == "sqlite" else "sqlite"), lock:
+    with rolled_back("serializable" if lock.backend.startswith("sqlite") else "sqlite"), lock:
         pass
 
 

@@ -25,7 +25,7 @@ FEWER = {
     "tests/contract/test_failures.py": IS_OF_ONE_PROCESS,
     "tests/contract/test_heartbeat_processes.py": IS_OF_ONE_PROCESS,
     "tests/contract/test_interrupted_blocks.py": {
-        "postgres_orm", "redis_cluster", "sqlite", "mariadb",
+        "postgres_orm", "redis_cluster", "sqlite", "sqlite_orm", "mariadb",
     },
     "tests/contract/test_lock_processes.py": IS_OF_ONE_PROCESS,
     "tests/contract/test_takeover.py": HAS_NO_TTL,

@@ -1,0 +1,216 @@
+"""What locks do all the time, in a few statements of SQL: on SQLite.
+
+Most of the time that the ORM takes there goes into making its statements. The operations are those
+of `HeldLockManager`, step for step and with the same answers, and it does what is left.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from django.db import connections, transaction
+
+from ..core.fences import next_fence
+from ..core.holders import Holder
+from ..core.records import Contended, Freed, Grant, Record, known_holder, lease_ends
+from ..database.fields import from_microseconds, to_microseconds
+from .lock import HeldLockManager
+
+if TYPE_CHECKING:
+    from django.db.backends.utils import CursorWrapper
+
+_NOBODY = Holder()
+
+_LOOK = """
+SELECT c.fence, c.paused_until, l.token, l.fence, l.acquired_at, l.expires_at, l.free_at, l.holder
+FROM (SELECT %s AS storage_key) asked
+LEFT JOIN {fences} c ON c.storage_key = asked.storage_key
+LEFT JOIN {locks} l ON l.storage_key = asked.storage_key
+"""
+_ADVANCE = """
+INSERT INTO {fences} (storage_key, "key", fence) VALUES (%s, %s, %s)
+ON CONFLICT (storage_key) DO UPDATE SET fence = excluded.fence
+"""
+_GRANT = """
+INSERT INTO {locks} (
+    storage_key, "key", token, fence, ttl, acquired_at, renewed_at, expires_at, free_at, wanted,
+    holder, holder_host, task_id, stop_requested_at
+) VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, 0, %s, %s, %s, NULL)
+ON CONFLICT (storage_key) DO UPDATE SET
+    token = excluded.token, fence = excluded.fence, ttl = excluded.ttl,
+    acquired_at = excluded.acquired_at, renewed_at = excluded.renewed_at,
+    expires_at = excluded.expires_at, free_at = excluded.free_at, wanted = 0,
+    holder = excluded.holder, holder_host = excluded.holder_host, task_id = excluded.task_id,
+    stop_requested_at = NULL
+"""
+_LEASE = """
+SELECT token, fence, ttl, acquired_at, renewed_at, expires_at, free_at, stop_requested_at, wanted
+FROM {locks} WHERE storage_key = %s
+"""
+_EXTEND = """
+UPDATE {locks} SET ttl = %s, renewed_at = %s, expires_at = %s, free_at = %s WHERE storage_key = %s
+"""
+_SETTLE = "UPDATE {locks} SET expires_at = %s, free_at = %s WHERE storage_key = %s"
+_DELETE = "DELETE FROM {locks} WHERE storage_key = %s"
+
+
+class _Statements(NamedTuple):
+    look: str = _LOOK
+    advance: str = _ADVANCE
+    grant: str = _GRANT
+    lease: str = _LEASE
+    extend: str = _EXTEND
+    settle: str = _SETTLE
+    delete: str = _DELETE
+
+
+class CompactLockManager(HeldLockManager):
+    """Operations on held locks, those of each lock without the ORM. For SQLite.
+
+    It has one writer for a file, who has it from the beginning of the transaction: what was read
+    there is what is changed. It wakes nobody.
+    """
+
+    @classmethod
+    def of(cls, locks: HeldLockManager) -> CompactLockManager:
+        """Return one in the place of another manager of the same rows."""
+        compact = cls()
+        compact.model, compact._db = locks.model, locks._db
+        compact.follows_clock = locks.follows_clock
+        return compact
+
+    def acquire(
+        self,
+        name: str,
+        key: str,
+        token: str,
+        ttl: float | None,
+        holder: Holder,
+        *,
+        wanted: bool,
+        replace: str | None,
+        bound: float,
+    ) -> Grant | Contended:
+        """Grant the key if it is free."""
+        if wanted:
+            return super().acquire(
+                name, key, token, ttl, holder, wanted=wanted, replace=replace, bound=bound
+            )
+        with connections[self.db].cursor() as cursor:
+            # Read first: whoever loses takes no lock and writes nothing.
+            contended = self._in_the_way(cursor, name, replace)[0]
+            if contended is not None:
+                return contended
+            with transaction.atomic(self.db):
+                contended, last, now = self._in_the_way(cursor, name, replace)
+                if contended is not None:
+                    return contended
+                fence = next_fence(key, last, self._floor(now))
+                expires_at, free_at = lease_ends(now, ttl)
+                at, told = to_microseconds(now), json.dumps(holder.as_json())
+                values: list[Any] = [
+                    name, key, token, fence, ttl, at, at, _stored(expires_at), _stored(free_at),
+                    told, holder.host, holder.task_id,
+                ]  # fmt: skip
+                cursor.execute(self._statements.advance, [name, key, fence])
+                cursor.execute(self._statements.grant, values)
+        return Grant(key, token, fence, ttl, now, expires_at)
+
+    def extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
+        """Replace the ttl of a lease; None: it is gone."""
+        with transaction.atomic(self.db), connections[self.db].cursor() as cursor:
+            record, now = self._owned_record(cursor, name, grant)
+            extended = None if record is None else record.extended(now, ttl)
+            if record is None or extended is None:
+                return None
+            ends = _stored(extended.expires_at), _stored(extended.free_at)
+            cursor.execute(self._statements.extend, [ttl, to_microseconds(now), *ends, name])
+        stop_requested = record.stop_requested_at is not None
+        expires_at = lease_ends(now, ttl)[0]
+        return Grant(
+            grant.key, record.token, record.fence, ttl, record.acquired_at, expires_at,
+            stop_requested,
+        )  # fmt: skip
+
+    def release(self, name: str, grant: Grant, *, held: float | None = None, bound: float) -> Freed:
+        """Give the key back, or keep it taken for `held` seconds since the grant."""
+        with transaction.atomic(self.db), connections[self.db].cursor() as cursor:
+            record, now = self._owned_record(cursor, name, grant)
+            if record is None:
+                return "gone"
+            until = None if held is None else record.acquired_at + timedelta(seconds=held)
+            if until is None or until <= now:
+                cursor.execute(self._statements.delete, [name])
+            else:
+                cursor.execute(self._statements.settle, [_stored(until), _stored(until), name])
+        return "wanted" if record.wanted else "released"
+
+    @cached_property
+    def _statements(self) -> _Statements:
+        quote = connections[self.db].ops.quote_name
+        tables = {
+            "locks": quote(self.model._meta.db_table),
+            "fences": quote(self._counters.model._meta.db_table),
+        }
+        return _Statements(*(each.format(**tables) for each in _Statements()))
+
+    def _in_the_way(
+        self, cursor: CursorWrapper, name: str, replace: str | None
+    ) -> tuple[Contended | None, int, datetime]:
+        """Return why the key cannot be had, if so, its last fence, and the time."""
+        cursor.execute(self._statements.look, [name])
+        last, paused_until, token, fence, acquired_at, expires_at, free_at, told = cursor.fetchone()
+        now = datetime.now(UTC)
+        at = to_microseconds(now)
+        paused = paused_until is not None and at < paused_until
+        if token is None or (free_at is not None and free_at <= at):
+            contended = Contended(observed_at=now, paused=True) if paused else None
+        elif token == replace and not paused:
+            contended = None
+        else:
+            contended = Contended(
+                holder=known_holder(json.loads(told)),
+                fence=fence,
+                acquired_at=_instant(acquired_at),
+                expires_at=_instant(expires_at),
+                free_at=_instant(free_at),
+                observed_at=now,
+                paused=paused,
+            )
+        return contended, last or 0, now
+
+    def _owned_record(
+        self, cursor: CursorWrapper, name: str, grant: Grant
+    ) -> tuple[Record | None, datetime]:
+        """Return the record of a grant, without who holds it, and the time; None: it is gone."""
+        cursor.execute(self._statements.lease, [name])
+        row = cursor.fetchone()
+        now = datetime.now(UTC)
+        if row is None:
+            return None, now
+        token, fence, ttl, acquired_at, renewed_at, expires_at, free_at, stop, wanted = row
+        record = Record(
+            key=grant.key,
+            token=token,
+            fence=fence,
+            ttl=ttl,
+            acquired_at=from_microseconds(acquired_at),
+            renewed_at=from_microseconds(renewed_at),
+            expires_at=_instant(expires_at),
+            free_at=_instant(free_at),
+            holder=_NOBODY,
+            wanted=bool(wanted),
+            stop_requested_at=_instant(stop),
+        )
+        return record if record.is_owned(grant.token, now) else None, now
+
+
+def _instant(value: Any) -> datetime | None:
+    return None if value is None else from_microseconds(value)
+
+
+def _stored(instant: datetime | None) -> int | None:
+    return None if instant is None else to_microseconds(instant)
