@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections, transaction
@@ -74,12 +73,20 @@ class CompactLockManager(HeldLockManager):
     there is what is changed. It wakes nobody.
     """
 
+    _statements: _Statements
+
     @classmethod
     def of(cls, locks: HeldLockManager) -> CompactLockManager:
         """Return one in the place of another manager of the same rows."""
         compact = cls()
         compact.model, compact._db = locks.model, locks._db
         compact.follows_clock = locks.follows_clock
+        quote = connections[locks.db].ops.quote_name
+        tables = {
+            "locks": quote(locks.model._meta.db_table),
+            "fences": quote(locks._counters.model._meta.db_table),
+        }
+        compact._statements = _Statements(*(each.format(**tables) for each in _Statements()))
         return compact
 
     def acquire(
@@ -147,15 +154,6 @@ class CompactLockManager(HeldLockManager):
             else:
                 cursor.execute(self._statements.settle, [_stored(until), _stored(until), name])
         return "wanted" if record.wanted else "released"
-
-    @cached_property
-    def _statements(self) -> _Statements:
-        quote = connections[self.db].ops.quote_name
-        tables = {
-            "locks": quote(self.model._meta.db_table),
-            "fences": quote(self._counters.model._meta.db_table),
-        }
-        return _Statements(*(each.format(**tables) for each in _Statements()))
 
     def _in_the_way(
         self, cursor: CursorWrapper, name: str, replace: str | None
