@@ -330,11 +330,11 @@ def _awaited(
                     with schedule.timed(key):
                         if schedule.every is not None:
                             store = lock_backends[lock.backend]
-                            await store.run_async(schedule.note_run, key)
+                            await store.threads.run(schedule.note_run, key)
                         return await function(*args, **kwargs)
             pause = schedule.again(key, answer, pauses)
             if pause is None:
-                return await lock_backends[lock.backend].run_async(schedule.skip, key, answer)
+                return await lock_backends[lock.backend].threads.run(schedule.skip, key, answer)
             await asyncio.sleep(pause)
 
     return run

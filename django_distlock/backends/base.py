@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace as changed
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
+from typing import Any, ClassVar, Literal
 
 from ..conf import BackendConfig
 from ..core import durations
@@ -28,9 +27,6 @@ _every: weakref.WeakSet[BaseLockBackend] = weakref.WeakSet()
 #: Who asks where nobody says.
 _NOBODY = Holder()
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 
 class BaseLockBackend:
     """A store of locks, asked once per call.
@@ -43,7 +39,7 @@ class BaseLockBackend:
     An operation that would have to wait longer than `bound` seconds for somebody else's
     transaction answers `Contended(busy=True)`, or `UNKNOWN` where it is about a lease of one's own.
 
-    Operations have twins in async with the prefix `a`, which run on threads of this backend.
+    Asynchronous code runs any of them by `threads.run`.
 
     Args:
         config: What `DISTLOCK` says about the alias.
@@ -82,7 +78,8 @@ class BaseLockBackend:
             self.key_prefix = normalize_prefix(config.key_prefix, self.storage_key_limit)
         except InvalidArgument as error:
             raise InvalidLockBackend(f"DISTLOCK[{self.alias!r}]: KEY_PREFIX: {error}") from None
-        self._threads = CallThreads(f"distlock-{self.alias}", self._own_thread)
+        #: Where calls are made for asynchronous code.
+        self.threads = CallThreads(f"distlock-{self.alias}", self._own_thread)
         #: Who waits in this process, by storage key.
         self.queues = Queues()
         _every.add(self)
@@ -502,36 +499,6 @@ class BaseLockBackend:
             self.queues.ring(name)
         return answer
 
-    # The same, awaited
-
-    async def aacquire(self, *args: Any, **kwargs: Any) -> Grant | Contended:
-        """See `acquire`."""
-        return await self.run_async(self.acquire, *args, **kwargs)
-
-    async def aextend(self, *args: Any, **kwargs: Any) -> Grant | Unknown | None:
-        """See `extend`."""
-        return await self.run_async(self.extend, *args, **kwargs)
-
-    async def arelease(self, *args: Any, **kwargs: Any) -> bool | Unknown:
-        """See `release`."""
-        return await self.run_async(self.release, *args, **kwargs)
-
-    async def aread(self, key: str) -> Record | None:
-        """See `read`."""
-        return await self.run_async(self.read, key)
-
-    async def run_async(self, operation: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a call on a thread of this backend. Cancelling the await does not cancel the call."""
-        call = asyncio.wrap_future(self._threads.submit(operation, *args, **kwargs))
-        # Who is cancelled does not ask for its error, of which the event loop would complain.
-        call.add_done_callback(_hear)
-        await asyncio.wait((call,))
-        return call.result()
-
-    def run_apart(self, operation: Callable[[], object]) -> None:
-        """Run a call on a thread of this backend, for somebody who cannot wait for its end."""
-        self._threads.submit(operation)
-
     # What a backend defines
 
     def _own_thread(self, *, keeps_leases: bool = False) -> None:
@@ -674,11 +641,6 @@ class BaseLockBackend:
                 f"The lock backend {self.alias!r} ({type(self).__name__}) cannot {what}.",
                 code="unsupported",
             )
-
-
-def _hear(call: asyncio.Future[Any]) -> None:
-    if not call.cancelled():
-        call.exception()
 
 
 def _bound(bound: Duration) -> float:

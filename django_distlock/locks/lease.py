@@ -221,7 +221,7 @@ class Lease(EndingLease):
 
     async def aextend(self, ttl: Duration | None = None) -> None:
         """See `extend`."""
-        await self._store.run_async(self.extend, ttl)
+        await self._store.threads.run(self.extend, ttl)
 
     # Fencing at the write
 

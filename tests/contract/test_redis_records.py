@@ -204,7 +204,7 @@ def test_cluster_finds_nothing_by_token(store: RedisStore, key: str) -> None:
 CALLS: dict[str, Callable[[BaseLockBackend, Grant], object]] = {
     "acquire": lambda backend, grant: backend.acquire(f"{grant.key}-b", new_token(), 30),
     "aacquire": lambda backend, grant: asyncio.run(
-        backend.aacquire(f"{grant.key}-b", new_token(), 30)
+        backend.threads.run(backend.acquire, f"{grant.key}-b", new_token(), 30)
     ),
     "extend": lambda backend, grant: backend.extend(grant),
     "extend_many": lambda backend, grant: backend.extend_many([grant])[0],

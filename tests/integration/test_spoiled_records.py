@@ -125,7 +125,7 @@ def test_one_key_is_an_error_of_locks(spoiled: str) -> None:
     with pytest.raises(LockError):
         store.read(spoiled)
     with pytest.raises(LockError):
-        asyncio.run(store.aread(spoiled))
+        asyncio.run(store.threads.run(store.read, spoiled))
     try:
         answer = store.acquire(spoiled, new_token(), 60)
     except LockError as error:

@@ -264,9 +264,9 @@ def test_asynchronous_code_can_note(backend: DatabaseBackend, key: str) -> None:
     """On the threads of the backend, as all that asks the store."""
 
     async def note() -> list[str]:
-        made = await backend.run_async(noted, backend, key, "a")
-        seen = await backend.run_async(waiting, backend, key)
-        await backend.run_async(backend.drop_waiter, key, made)
+        made = await backend.threads.run(noted, backend, key, "a")
+        seen = await backend.threads.run(waiting, backend, key)
+        await backend.threads.run(backend.drop_waiter, key, made)
         return seen
 
     assert asyncio.run(note()) == ["a"]

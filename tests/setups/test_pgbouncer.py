@@ -171,9 +171,9 @@ def use_every_operation(backend: BaseLockBackend, using: str, key: str) -> None:
 
 
 async def _awaited(backend: BaseLockBackend, key: str) -> bool | Unknown:
-    grant = await backend.aacquire(key, new_token(), 30)
+    grant = await backend.threads.run(backend.acquire, key, new_token(), 30)
     assert isinstance(grant, Grant)
-    return await backend.arelease(grant)
+    return await backend.threads.run(backend.release, grant)
 
 
 def test_session_is_given_on_as_it_was(key: str, server_functions: bool) -> None:

@@ -255,5 +255,5 @@ def _do(store: BaseLockBackend, operation: Callable[[], None]) -> None:
         finally:
             done.set()
 
-    store.run_apart(attempt)
+    store.threads.submit(attempt)
     done.wait(_PATIENCE)
