@@ -473,7 +473,7 @@ MUTANTS = (
     Mutant(
         "a row that is made while the key is granted anew", "postgres",
         "django_distlock/locks/lease.py",
-        old=r"hold and self._store.guard\(self._grant, using\)", new="False",
+        old=r"hold and self._store.guards.hold\(self._grant, using\)", new="False",
         test=f"{MADE_ROWS}::test_nobody_is_granted_the_key_before_the_row_is_there",
         case="{backend}-create",
     ),
@@ -617,7 +617,7 @@ MUTANTS = (
     ),
     Mutant(
         "a shortened lease whose key is free before its holder knows",
-        "redis", "django_distlock/backends/lua/shorten.lua",
+        "redis", "django_distlock/backends/lua/request_stop.lua",
         old=r"if settled then", new="if true then",
         test=f"{OPERATORS}::test_shortened_key_stays_with_a_holder_who_may_not_know",
     ),

@@ -18,6 +18,7 @@ from ..core.holders import Holder, Session, is_plain_text
 from ..core.keys import normalize_prefix, storage_key, stored_key, validate_token
 from ..core.records import Contended, Counter, Grant, Page, Raised, Record, Unknown, Waiting, Waits
 from ..exceptions import InvalidLockBackend
+from .groups import Guards, Notes, Waiters
 from .queues import Queues
 from .threads import CallThreads
 
@@ -63,6 +64,8 @@ class BaseLockBackend:
     supports_listing: ClassVar[bool] = True
     # Can a lock be found by its token?
     supports_token_lookup: ClassVar[bool] = True
+    # Can another thread extend what this one takes?
+    can_renew: bool = True
     # Whose clock decides when a lease ends?
     time_authority: Literal["server", "client"] = "server"
     # How many bytes does the longest storage key have?
@@ -81,7 +84,8 @@ class BaseLockBackend:
         #: Where calls are made for asynchronous code.
         self.threads = CallThreads(f"distlock-{self.alias}", self._own_thread)
         #: Who waits in this process, by storage key.
-        self.queues = Queues()
+        self.queues = Queues(lambda key: self._name(stored_key(key)))
+        self.guards, self.waiters, self.notes = Guards(self), Waiters(self), Notes(self)
         _every.add(self)
 
     # Operations
@@ -165,11 +169,23 @@ class BaseLockBackend:
             self._ttl(grant.ttl)
         return self._extend_many(named) if named else []
 
-    def release(self, grant: Grant, *, bound: Duration = MAX_BOUND) -> bool | Unknown:
-        """Give the key back. Return True once, False if the lease is gone, or `UNKNOWN`."""
+    def release(
+        self, grant: Grant, held: Duration | None = None, *, bound: Duration = MAX_BOUND
+    ) -> bool | Unknown:
+        """Give the key back. Return True once, False if the lease is gone, or `UNKNOWN`.
+
+        Args:
+            held: Settle instead: end the work, but keep the key taken, without grace, for so many
+                seconds since the grant. If that is past, the key goes at once. `supports_ttl`.
+        """
         validate_token(grant.token)
         name = self._name(stored_key(grant.key))
-        return self._freed(name, self._release(name, grant, bound=_bound(bound)))
+        if held is not None:
+            held = durations.seconds(held, "held", maximum=self.config.max_ttl)
+        seconds = _bound(bound)
+        if held is not None:
+            self._require("supports_ttl", "keep a key taken until a time: no lease ends by itself")
+        return self._freed(name, self._release(name, grant, held, bound=seconds))
 
     def is_cut_off(self, grant: Grant) -> bool:
         """Whether the store has said, without being asked, that the lease is gone.
@@ -178,53 +194,6 @@ class BaseLockBackend:
         says nothing by itself, and about a lease that this process does not hold.
         """
         return False
-
-    def settle(
-        self, grant: Grant, seconds: Duration, *, bound: Duration = MAX_BOUND
-    ) -> bool | Unknown:
-        """End the work but keep the key taken, without grace, for `seconds` since the grant.
-
-        If that is past, the key goes at once. The answer is that of `release`. `supports_ttl`.
-        """
-        validate_token(grant.token)
-        held = durations.seconds(seconds, "seconds", maximum=self.config.max_ttl)
-        name, bound = self._name(stored_key(grant.key)), _bound(bound)
-        self._require("supports_ttl", "keep a key taken until a time: no lease ends by itself")
-        return self._freed(name, self._settle(name, grant, held, bound=bound))
-
-    def guarded_alias(self, using: str | None = None) -> str:
-        """Return the alias whose transactions `guard` is about. `supports_guard`.
-
-        Args:
-            using: Another alias of the same database; None: that of the locks.
-
-        Raises:
-            LockUsageError: It is an alias of another database.
-        """
-        self._require(
-            "supports_guard",
-            "hold a takeover off for a transaction: write through FencedModel, whose rows refuse"
-            " stale fences",
-        )
-        return self._guarded_alias(using)
-
-    def guard(self, grant: Grant, using: str | None = None, *, bound: Duration = MAX_BOUND) -> bool:
-        """Keep the key from being granted anew until the caller's transaction ends.
-
-        Args:
-            using: See `guarded_alias`.
-
-        Returns:
-            Whether the fence is still that of the grant; if not, nothing is held off.
-
-        Raises:
-            LockUsageError: No transaction is open there, or one that may only read.
-            BackendUnavailable: Somebody was in the way for longer than the bound.
-        """
-        using = self.guarded_alias(using)
-        name = self._name(stored_key(grant.key))
-        seconds = durations.seconds(bound, "bound", maximum=MAX_BOUND)
-        return self._guard(name, grant, using, bound=seconds)
 
     def read(self, key: str) -> Record | None:
         """Return the record of a held key; None: nobody holds it."""
@@ -250,17 +219,6 @@ class BaseLockBackend:
         """
         name = self._name(stored_key(key))
         return self._counter(name) if beside is None else self._counter_beside(name, beside)
-
-    def guards(self, key: str) -> tuple[Session, ...] | None:
-        """Return the sessions whose open transactions keep a key from being granted anew.
-
-        A look, for people: one may end, and another begin, a moment later.
-
-        Returns:
-            The sessions, the longest one first; None: the store cannot tell.
-        """
-        name = self._name(stored_key(key))
-        return self._guards_of(name) if self.supports_guard else ()
 
     def list(
         self,
@@ -302,45 +260,14 @@ class BaseLockBackend:
         _positive(limit, "limit", 10_000)
         return self._expired(None if key is None else self._name(stored_key(key)), limit)
 
-    def shorten(
-        self,
-        key: str,
-        seconds: Duration,
-        token: str | None = None,
-        *,
-        fence: int | None = None,
-        bound: Duration = MAX_BOUND,
-    ) -> Record | Contended | None:
-        """Let a lease be renewed for `seconds` at the most. `supports_ttl`.
-
-        Its holder sees `stop_requested` at its next extend, and is refused behind that end. Nobody
-        else is granted the key before the holder must have noticed: it is free at its release, or
-        at the end that the last extend promised. An end never gets later, and a lease without
-        expiry stays as it is. A settled key has no holder any more: it is free at the new end.
-
-        Args:
-            token: Only if this is the holder's token.
-            fence: Only if this is the holder's fence; none that is held has 0.
-
-        Returns:
-            The record as it is now; None: nobody holds it (or not by that token, or fence); busy.
-        """
-        key = stored_key(key)
-        if token is not None:
-            token = validate_token(token)
-        _seen(fence)
-        left = durations.seconds(seconds, "seconds", maximum=self.config.max_ttl)
-        bound = _bound(bound)
-        self._require("supports_ttl", "end a lease at a time: no lease ends by itself")
-        return self._shorten(self._name(key), left, token, fence, bound=bound)
-
     def force_release(
         self, key: str, *, fence: int | None = None, bound: Duration = MAX_BOUND
     ) -> Record | Contended | None:
         """Take a key from its holder: the fence moves on first, then the record goes.
 
         Args:
-            fence: Only if this is the holder's fence, compared in the same step; see `shorten`.
+            fence: Only if this is the holder's fence, compared in the same step; none that is held
+                has 0.
 
         Returns:
             The record that was removed; None: nobody held it (or not by that fence); busy: a
@@ -351,39 +278,63 @@ class BaseLockBackend:
         return self._force_release(self._name(key), key, fence, bound=_bound(bound))
 
     def request_stop(
-        self, key: str, *, fence: int | None = None, bound: Duration = MAX_BOUND
+        self,
+        key: str,
+        within: Duration | None = None,
+        token: str | None = None,
+        *,
+        fence: int | None = None,
+        bound: Duration = MAX_BOUND,
     ) -> Record | Contended | None:
         """Ask the holder to finish: its next extend says `stop_requested`.
 
         Args:
+            within: Let its lease be renewed for so many seconds at the most. `supports_ttl`.
+                Behind that end its holder is refused. Nobody else is granted the key before the
+                holder must have noticed: it is free at its release, or at the end that the last
+                extend promised. An end never gets later, and a lease without expiry stays as it
+                is. A settled key has no holder any more: it is free at the new end.
+            token: Only if this is the holder's token.
             fence: See `force_release`.
 
         Returns:
-            The record as it is now; None: nobody holds the key (or not by that fence); busy.
+            The record as it is now; None: nobody holds it (or not by that token, or fence); busy.
         """
+        key = stored_key(key)
+        if token is not None:
+            token = validate_token(token)
         _seen(fence)
-        return self._request_stop(self._name(stored_key(key)), fence, bound=_bound(bound))
+        if within is not None:
+            within = durations.seconds(within, "within", maximum=self.config.max_ttl)
+        seconds = _bound(bound)
+        if within is not None:
+            self._require("supports_ttl", "end a lease at a time: no lease ends by itself")
+        return self._request_stop(self._name(key), within, token, fence, bound=seconds)
 
     def pause(
-        self, key: str, until: datetime, by: str | None = None, *, bound: Duration = MAX_BOUND
-    ) -> Contended | None:
+        self,
+        key: str,
+        until: datetime | None,
+        by: str | None = None,
+        *,
+        bound: Duration = MAX_BOUND,
+    ) -> bool | Contended:
         """Grant the key to nobody until `until`, by the store's clock. A holder keeps its lease.
 
         Args:
-            until: An aware datetime.
+            until: An aware datetime; None: end the pause.
             by: Who wants it so, for people to read; at most 200 characters.
 
         Returns:
-            None: done; busy: nothing was changed.
+            Whether the key is paused now, or was if the pause is ended; busy: nothing was changed.
         """
         key = stored_key(key)
+        if until is None:
+            return self._resume(self._name(key), bound=_bound(bound))
         until = _aware(until, "until")
         _text(by, "by", 200)
-        return self._pause(self._name(key), key, until, by, bound=_bound(bound))
-
-    def resume(self, key: str, *, bound: Duration = MAX_BOUND) -> bool | Contended:
-        """End a pause. Return whether the key was paused, or busy."""
-        return self._resume(self._name(stored_key(key)), bound=_bound(bound))
+        answer = self._pause(self._name(key), key, until, by, bound=_bound(bound))
+        return True if answer is None else answer
 
     def cleanup(self, before: datetime, limit: int = 1000) -> int:
         """Remove leases, and notes, that were over before `before`; return how many records went.
@@ -396,22 +347,6 @@ class BaseLockBackend:
         """
         _positive(limit, "limit", 100_000)
         return self._cleanup(_aware(before, "before"), limit)
-
-    def note(self, name: str, fence: int, seconds: Duration) -> None:
-        """Keep a fence under a name beside the locks, for `seconds`: that something is done.
-
-        No key reaches it, no listing shows it, and nothing of it stays. A further note of the name
-        takes its place. Where a store keeps no notes, nothing happens.
-
-        Args:
-            name: Text that a key could be.
-        """
-        name = stored_key(name)
-        self._note(name, validate_fence(fence), durations.seconds(seconds, "seconds"))
-
-    def noted(self, name: str) -> int | None:
-        """Return the fence that was noted under a name; None: none was, or its time is over."""
-        return self._noted(stored_key(name))
 
     def raise_fences(
         self,
@@ -439,11 +374,6 @@ class BaseLockBackend:
         name = None if key is None else self._name(key)
         return self._raise_fences(to, name, key, cursor=cursor, limit=limit)
 
-    @property
-    def can_renew(self) -> bool:
-        """Whether another thread can extend what this one takes."""
-        return True
-
     # Waiting
 
     @property
@@ -463,35 +393,6 @@ class BaseLockBackend:
             Whether wake-ups come: `is_listening`.
         """
         return self.is_listening
-
-    def note_waiter(
-        self, key: str, holder: Holder, seconds: float, note: str | None = None
-    ) -> str | None:
-        """Let people see who waits for a key, for `seconds` at most.
-
-        Args:
-            note: What an earlier call returned, to let it be seen for longer.
-
-        Returns:
-            What `drop_waiter` takes; None: the store shows no waiters.
-        """
-        return self._note_waiter(self.storage_name(key), holder, seconds, note)
-
-    def drop_waiter(self, key: str, note: str) -> None:
-        """Forget who waited."""
-        self._drop_waiter(self.storage_name(key), note)
-
-    def waiters(self, key: str) -> Sequence[Waiting]:
-        """Return who waits for a key, the first to come first."""
-        return self._waiters(self.storage_name(key))
-
-    def count_waiters(self, keys: Sequence[str]) -> Sequence[Waits]:
-        """Return how many wait for each of these keys, in their order, in one round trip."""
-        return self._count_waiters([self.storage_name(key) for key in keys])
-
-    def storage_name(self, key: str) -> str:
-        """Return what a key is called in the store, and in `queues`."""
-        return self._name(stored_key(key))
 
     def _freed(self, name: str, answer: bool | Unknown) -> bool | Unknown:
         # Without wake-ups, at least those who wait in this process need not wait for longer.
@@ -534,10 +435,9 @@ class BaseLockBackend:
     def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> Sequence[Grant | Unknown | None]:
         raise NotImplementedError
 
-    def _release(self, name: str, grant: Grant, *, bound: float) -> bool | Unknown:
-        raise NotImplementedError
-
-    def _settle(self, name: str, grant: Grant, seconds: float, *, bound: float) -> bool | Unknown:
+    def _release(
+        self, name: str, grant: Grant, held: float | None, *, bound: float
+    ) -> bool | Unknown:
         raise NotImplementedError
 
     def _guarded_alias(self, using: str | None) -> str:
@@ -576,18 +476,19 @@ class BaseLockBackend:
     def _expired(self, name: str | None, limit: int) -> Sequence[Record]:
         return ()
 
-    def _shorten(
-        self, name: str, seconds: float, token: str | None, fence: int | None, *, bound: float
-    ) -> Record | Contended | None:
-        raise NotImplementedError
-
     def _force_release(
         self, name: str, key: str, fence: int | None, *, bound: float
     ) -> Record | Contended | None:
         raise NotImplementedError
 
     def _request_stop(
-        self, name: str, fence: int | None, *, bound: float
+        self,
+        name: str,
+        within: float | None,
+        token: str | None,
+        fence: int | None,
+        *,
+        bound: float,
     ) -> Record | Contended | None:
         raise NotImplementedError
 

@@ -98,7 +98,7 @@ def show(key: str, backend: str = "default") -> KeyView:
     key, store = stored_key(key), lock_backends[backend]
     record = store.read(key)
     now = store.clock()
-    waiters = tuple(store.waiters(key))
+    waiters = tuple(store.waiters.of(key))
     held = None if record is None else HeldKey.of(store, record, now)
     over = [HeldKey.of(store, each, now) for each in store.expired(key, limit=1)]
     return KeyView(
@@ -109,7 +109,7 @@ def show(key: str, backend: str = "default") -> KeyView:
         expired=over[0] if over else None,
         counter=store.counter(key),
         waiters=waiters,
-        guards=store.guards(key),
+        guards=store.guards.sessions(key),
         events=_latest(store.alias, key),
         observed_at=now,
     )

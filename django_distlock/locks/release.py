@@ -230,7 +230,7 @@ class EndingLease(KeptLease):
 
     def _ask_to_end(self, bound: float) -> bool | Unknown:
         if self._terms.hold:
-            return self._store.settle(self._grant, self._terms.hold, bound=bound)
+            return self._store.release(self._grant, self._terms.hold, bound=bound)
         return self._store.release(self._grant, bound=bound)
 
     def _release_deferred(self) -> bool:

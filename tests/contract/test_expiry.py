@@ -86,9 +86,9 @@ def test_lease_is_gone_behind_the_grace(
     before = backend.read(key)
     assert (before is not None) is followed
     assert finds(backend, old.token, None)
-    assert backend.shorten(key, 1, token=old.token) is None
+    assert backend.request_stop(key, 1, token=old.token) is None
     assert backend.extend_many([old]) == [None]
-    assert backend.settle(old, 100) is False
+    assert backend.release(old, 100) is False
     assert backend.extend(old, 100) is None
     assert backend.release(old) is False
     assert backend.read(key) == before

@@ -66,7 +66,7 @@ def test_fences_grow_over_an_end(
         # Before anybody is next.
         assert store.fence(key) > old.fence
     elif end == "settle":
-        assert backend.settle(old, 5)
+        assert backend.release(old, 5)
     store.elapse(6.1)
     while end == "cleanup" and backend.cleanup(store.now()):
         pass
@@ -151,8 +151,8 @@ def test_only_grants_use_up_fences(backend: BaseLockBackend, store: Store, key: 
     backend.extend(grant)
     backend.extend_many([grant])
     if backend.supports_ttl:
-        backend.shorten(key, 5)
-        backend.settle(grant, 0)
+        backend.request_stop(key, 5)
+        backend.release(grant, 0)
     backend.release(grant)
     assert store.fence(key) == grant.fence
     assert store.registered.is_next(take(backend, key).fence, grant.fence)

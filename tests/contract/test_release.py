@@ -45,9 +45,9 @@ def test_other_token_changes_nothing(backend: BaseLockBackend, key: str, token: 
     assert backend.extend(wrong) is None
     assert backend.extend_many([wrong]) == [None]
     if backend.supports_ttl:
-        assert backend.settle(wrong, 0) is False
-        assert backend.settle(wrong, 100) is False
-        assert backend.shorten(key, 1, token=wrong.token) is None
+        assert backend.release(wrong, 0) is False
+        assert backend.release(wrong, 100) is False
+        assert backend.request_stop(key, 1, token=wrong.token) is None
     assert finds(backend, wrong.token, None)
     contend(backend, key, replace=wrong.token)
     assert held(backend, key) == record
@@ -70,7 +70,7 @@ def test_missing_record_is_gone(backend: BaseLockBackend, key: str) -> None:
     assert backend.release(never) is False
     assert backend.extend(never) is None
     assert backend.extend_many([never]) == [None]
-    assert not backend.supports_ttl or backend.settle(never, 10) is False
+    assert not backend.supports_ttl or backend.release(never, 10) is False
     assert backend.read(f"{key}-b") is None
 
 
@@ -89,7 +89,7 @@ def test_settle_keeps_the_key_until_the_time_is_over(
 ) -> None:
     """Settled, a key stays taken until acquired_at + seconds, exactly and without grace."""
     grant = take(backend, key, ttl)
-    assert backend.settle(grant, 100) is True
+    assert backend.release(grant, 100) is True
     record = held(backend, key)
     assert record.expires_at == record.free_at == grant.acquired_at + timedelta(seconds=100)
     assert record.fence == grant.fence
@@ -107,7 +107,7 @@ def test_settle_counts_from_the_grant(backend: BaseLockBackend, elapse: Elapse, 
     grant = take(backend, key, 30)
     elapse(20)
     extended = extend(backend, grant, 60)
-    assert backend.settle(extended, 40) is True
+    assert backend.release(extended, 40) is True
     assert held(backend, key).free_at == extended.acquired_at + timedelta(seconds=40)
 
 
@@ -119,7 +119,7 @@ def test_settle_in_the_past_frees_the_key(
     """If the time is over already, the key goes at once."""
     grant = take(backend, key, 30)
     store.elapse(5.1)
-    assert backend.settle(grant, seconds) is True
+    assert backend.release(grant, seconds) is True
     assert not store.has_record(key)
     take(backend, key)
 
@@ -128,12 +128,12 @@ def test_settle_in_the_past_frees_the_key(
 def test_settle_ends_the_lease(backend: BaseLockBackend, key: str) -> None:
     """Settle answers as release does: True once. A late heartbeat does not undo it."""
     grant = take(backend, key, 30)
-    assert backend.settle(grant, 10) is True
+    assert backend.release(grant, 10) is True
     settled = held(backend, key)
     assert backend.extend(grant) is None
     assert backend.extend_many([grant]) == [None]
     assert backend.release(grant) is False
-    assert backend.settle(grant, 20) is False
+    assert backend.release(grant, 20) is False
     assert held(backend, key) == settled
 
 
@@ -141,7 +141,7 @@ def test_settle_ends_the_lease(backend: BaseLockBackend, key: str) -> None:
 def test_settled_key_can_be_taken_over_by_force(backend: BaseLockBackend, key: str) -> None:
     """A settled record is a record: it is read, listed and removed as others are."""
     grant = take(backend, key, 30)
-    backend.settle(grant, 10)
+    backend.release(grant, 10)
     assert [each.key for each in backend.list(key).records] == [key]
     forced = backend.force_release(key)
     assert isinstance(forced, Record)

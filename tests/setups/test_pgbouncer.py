@@ -157,7 +157,7 @@ def use_every_operation(backend: BaseLockBackend, using: str, key: str) -> None:
         assert record.token == token
         assert backend.read_token(token) == record
         assert [each.key for each in backend.list(key).records] == [key]
-        assert backend.shorten(key, 20) is not None
+        assert backend.request_stop(key, 20) is not None
         assert backend.request_stop(key) is not None
         assert backend.release(grant) is True
         taken_away = backend.acquire(key, new_token(), 30)
@@ -166,7 +166,7 @@ def use_every_operation(backend: BaseLockBackend, using: str, key: str) -> None:
         assert backend.force_release(key) is not None
         backend.pause(key, taken_away.acquired_at + timedelta(seconds=60), "a test")
         assert isinstance(backend.acquire(key, new_token(), 30), Contended)
-        assert backend.resume(key) is True
+        assert backend.pause(key, None) is True
         assert asyncio.run(_awaited(backend, key)) is True
 
 

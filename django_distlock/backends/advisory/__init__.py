@@ -128,7 +128,7 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
         stop = record.stop_requested_at is not None
         return Grant(grant.key, grant.token, record.fence, ttl, record.acquired_at, None, stop)
 
-    def _release(self, name: str, grant: Grant, *, bound: float) -> bool:
+    def _release(self, name: str, grant: Grant, held: float | None, *, bound: float) -> bool:
         holding = self._holdings.of_token(grant.token, name)
         if holding is None:
             return False

@@ -153,13 +153,7 @@ class RedisBackend(RedisWaiters):
         tokens = [self._token(grant.token)]
         return Call(script("extend"), [self._at("lock", name)], arguments, tokens)
 
-    def _release(self, name: str, grant: Grant, *, bound: float) -> bool:
-        return self._give_back(name, grant)
-
-    def _settle(self, name: str, grant: Grant, seconds: float, *, bound: float) -> bool:
-        return self._give_back(name, grant, repr(seconds))
-
-    def _give_back(self, name: str, grant: Grant, *seconds: str) -> bool:
+    def _release(self, name: str, grant: Grant, held: float | None, *, bound: float) -> bool:
         def read(answer: str) -> bool:
             if answer == "wanted":
                 self.queues.note_wanted(name)
@@ -169,7 +163,7 @@ class RedisBackend(RedisWaiters):
                 return False
             return True
 
-        arguments = (grant.token, self._channel, *seconds)
+        arguments = (grant.token, self._channel, *([] if held is None else [repr(held)]))
         tokens = [self._token(grant.token)]
         question = Call(script("release"), [self._at("lock", name)], arguments, tokens)
         return self._run(question, read, grant.key)
@@ -226,13 +220,6 @@ class RedisBackend(RedisWaiters):
         again = lambda lock: self._run(self._reading(lock), held)  # noqa: E731
         return self.store.live_records(line, [self._at("lock", name) for name in names], again)
 
-    def _shorten(
-        self, name: str, seconds: float, token: str | None, fence: int | None, *, bound: float
-    ) -> Record | None:
-        tokens = [] if token is None else [self._token(token)]
-        arguments = (repr(seconds), token or "", self._channel, _fence(fence))
-        return self._run(Call(script("shorten"), [self._at("lock", name)], arguments, tokens), held)
-
     def _force_release(
         self, name: str, key: str, fence: int | None, *, bound: float
     ) -> Record | None:
@@ -252,9 +239,18 @@ class RedisBackend(RedisWaiters):
         with suppress(LockError):
             self.store.command("DEL", self._token(record.token))
 
-    def _request_stop(self, name: str, fence: int | None, *, bound: float) -> Record | None:
-        arguments = (_fence(fence),)
-        return self._run(Call(script("request_stop"), [self._at("lock", name)], arguments), held)
+    def _request_stop(
+        self,
+        name: str,
+        within: float | None,
+        token: str | None,
+        fence: int | None,
+        *,
+        bound: float,
+    ) -> Record | None:
+        keys = [self._at("lock", name), *([] if token is None else [self._token(token)])]
+        arguments = (_seconds(within), token or "", self._channel, _fence(fence))
+        return self._run(Call(script("request_stop"), keys[:1], arguments, keys[1:]), held)
 
     def _pause(self, name: str, key: str, until: datetime, by: str | None, *, bound: float) -> None:
         arguments = (str(to_microseconds(until)), by or "")

@@ -213,7 +213,7 @@ def _troubles(
 
 def _fences(store: BaseLockBackend, records: Sequence[Record]) -> list[int | None]:
     """Return the counters of the keys, read behind the records; None: not asked for."""
-    names = [store.storage_name(each.key) for each in records]
+    names = [store.queues.name_of(each.key) for each in records]
     if isinstance(store, FenceTable):
 
         def look(on: str) -> dict[str, int]:

@@ -29,7 +29,7 @@ def counters_of(store: RedisBackend, names: Sequence[str]) -> list[int | None]:
 def waiting(store: RedisBackend) -> Iterator[tuple[str, list[Holder]]]:
     """Yield the keys that somebody waits for, and who."""
     for key in keys_with(store, "waiters"):
-        yield key, [each.holder for each in store.waiters(key)]
+        yield key, [each.holder for each in store.waiters.of(key)]
 
 
 def keys_with(store: RedisBackend, role: str) -> Iterator[str]:
