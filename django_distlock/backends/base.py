@@ -18,6 +18,7 @@ from ..core.holders import Holder, Session, is_plain_text
 from ..core.keys import normalize_prefix, storage_key, stored_key, validate_token
 from ..core.records import Contended, Counter, Grant, Page, Raised, Record, Unknown, Waiting, Waits
 from ..exceptions import InvalidLockBackend
+from .counts import Count, Counts, States, Strain, every_record, listed_states
 from .groups import Guards, Notes, Waiters
 from .queues import Queues
 from .threads import CallThreads
@@ -27,6 +28,15 @@ _every: weakref.WeakSet[BaseLockBackend] = weakref.WeakSet()
 
 #: Who asks where nobody says.
 _NOBODY = Holder()
+
+
+#: What a backend can do, by the method that it has for it.
+_SHOWN_BY = {
+    "supports_guard": "_guard",
+    "supports_listing": "_list",
+    "supports_operators": "_force_release",
+    "supports_token_lookup": "_read_token",
+}
 
 
 class BaseLockBackend:
@@ -58,18 +68,27 @@ class BaseLockBackend:
     supports_ttl: ClassVar[bool] = True
     # Does the store wake its waiters?
     supports_wakeups: ClassVar[bool] = False
-    # Can a transaction keep a key from being taken over until its end?
+    # Can a transaction keep a key from being taken over until its end? Who has `_guard` can.
     supports_guard: bool = False
-    # Can held locks be listed?
-    supports_listing: ClassVar[bool] = True
-    # Can a lock be found by its token?
-    supports_token_lookup: ClassVar[bool] = True
+    # Can held locks be listed? Who has `_list` can.
+    supports_listing: ClassVar[bool] = False
+    # Can a lock be found by its token? Who has `_read_token` can.
+    supports_token_lookup: ClassVar[bool] = False
+    # Can somebody else end a lease, or pause a key? Who has `_force_release` can.
+    supports_operators: ClassVar[bool] = False
     # Can another thread extend what this one takes?
     can_renew: bool = True
     # Whose clock decides when a lease ends?
     time_authority: Literal["server", "client"] = "server"
     # How many bytes does the longest storage key have?
     storage_key_limit: ClassVar[int] = 1000
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for capability, hook in _SHOWN_BY.items():
+            is_its_own = getattr(cls, hook) is not getattr(BaseLockBackend, hook)
+            if is_its_own and getattr(cls, capability) is False:
+                setattr(cls, capability, True)
 
     def __init__(self, config: BackendConfig, **unknown: Any):
         self.config = config
@@ -88,7 +107,7 @@ class BaseLockBackend:
         self.guards, self.waiters, self.notes = Guards(self), Waiters(self), Notes(self)
         _every.add(self)
 
-    # Operations
+    # Required
 
     def acquire(
         self,
@@ -155,20 +174,6 @@ class BaseLockBackend:
         name = self._name(stored_key(grant.key))
         return self._extend(name, grant, self._ttl(ttl), bound=_bound(bound))
 
-    def extend_many(self, grants: Sequence[Grant]) -> Sequence[Grant | Unknown | None]:
-        """Extend several leases, each by its own ttl, in one round trip.
-
-        A record that a transaction holds is skipped as `UNKNOWN`.
-
-        Returns:
-            An answer as `extend` gives it for each grant, in the order of `grants`.
-        """
-        named = [(self._name(stored_key(grant.key)), grant) for grant in grants]
-        for grant in grants:
-            validate_token(grant.token)
-            self._ttl(grant.ttl)
-        return self._extend_many(named) if named else []
-
     def release(
         self, grant: Grant, held: Duration | None = None, *, bound: Duration = MAX_BOUND
     ) -> bool | Unknown:
@@ -187,6 +192,26 @@ class BaseLockBackend:
             self._require("supports_ttl", "keep a key taken until a time: no lease ends by itself")
         return self._freed(name, self._release(name, grant, held, bound=seconds))
 
+    def read(self, key: str) -> Record | None:
+        """Return the record of a held key; None: nobody holds it."""
+        return self._read(self._name(stored_key(key)))
+
+    # Leases
+
+    def extend_many(self, grants: Sequence[Grant]) -> Sequence[Grant | Unknown | None]:
+        """Extend several leases, each by its own ttl, in one round trip.
+
+        A record that a transaction holds is skipped as `UNKNOWN`.
+
+        Returns:
+            An answer as `extend` gives it for each grant, in the order of `grants`.
+        """
+        named = [(self._name(stored_key(grant.key)), grant) for grant in grants]
+        for grant in grants:
+            validate_token(grant.token)
+            self._ttl(grant.ttl)
+        return self._extend_many(named) if named else []
+
     def is_cut_off(self, grant: Grant) -> bool:
         """Whether the store has said, without being asked, that the lease is gone.
 
@@ -195,30 +220,11 @@ class BaseLockBackend:
         """
         return False
 
-    def read(self, key: str) -> Record | None:
-        """Return the record of a held key; None: nobody holds it."""
-        return self._read(self._name(stored_key(key)))
-
-    def read_token(self, token: str) -> Record | None:
-        """Return the record that this token holds; None: none. `supports_token_lookup`."""
-        token = validate_token(token)
-        self._require("supports_token_lookup", "find a lock by its token")
-        return self._read_token(token)
-
     def clock(self) -> datetime:
         """Return the time by which leases end here: the store's, where `time_authority` says so."""
         return self._time()
 
-    def counter(self, key: str, *, beside: str | None = None) -> Counter | None:
-        """Return a key's fence and its pause; None: it was never granted, and is not paused.
-
-        A pause that is over is none.
-
-        Args:
-            beside: The database of a transaction that has written, and may keep others out.
-        """
-        name = self._name(stored_key(key))
-        return self._counter(name) if beside is None else self._counter_beside(name, beside)
+    # Listing and tokens
 
     def list(
         self,
@@ -259,6 +265,53 @@ class BaseLockBackend:
         """
         _positive(limit, "limit", 10_000)
         return self._expired(None if key is None else self._name(stored_key(key)), limit)
+
+    def read_token(self, token: str) -> Record | None:
+        """Return the record that this token holds; None: none. `supports_token_lookup`."""
+        token = validate_token(token)
+        self._require("supports_token_lookup", "find a lock by its token")
+        return self._read_token(token)
+
+    # Fences
+
+    def counter(self, key: str, *, beside: str | None = None) -> Counter | None:
+        """Return a key's fence and its pause; None: it was never granted, and is not paused.
+
+        A pause that is over is none.
+
+        Args:
+            beside: The database of a transaction that has written, and may keep others out.
+        """
+        name = self._name(stored_key(key))
+        return self._counter(name) if beside is None else self._counter_beside(name, beside)
+
+    def raise_fences(
+        self,
+        to: int | None = None,
+        *,
+        key: str | None = None,
+        cursor: str | None = None,
+        limit: int = 1000,
+    ) -> Raised:
+        """Raise fence counters, after a store was changed or restored.
+
+        A key that somebody holds is left alone: its holder's guarded writes would fail.
+
+        Args:
+            to: The fence that the next grant exceeds; None: what the store's clock says.
+            key: The counter of this key, which is made where there is none; None: a page of all.
+            cursor: The `cursor` of the page before.
+            limit: The size of the page, from 1 to 10 000.
+        """
+        if to is not None:
+            validate_fence(to)
+        _positive(limit, "limit", 10_000)
+        _text(cursor, "cursor")
+        key = None if key is None else stored_key(key)
+        name = None if key is None else self._name(key)
+        return self._raise_fences(to, name, key, cursor=cursor, limit=limit)
+
+    # Operators
 
     def force_release(
         self, key: str, *, fence: int | None = None, bound: Duration = MAX_BOUND
@@ -348,33 +401,7 @@ class BaseLockBackend:
         _positive(limit, "limit", 100_000)
         return self._cleanup(_aware(before, "before"), limit)
 
-    def raise_fences(
-        self,
-        to: int | None = None,
-        *,
-        key: str | None = None,
-        cursor: str | None = None,
-        limit: int = 1000,
-    ) -> Raised:
-        """Raise fence counters, after a store was changed or restored.
-
-        A key that somebody holds is left alone: its holder's guarded writes would fail.
-
-        Args:
-            to: The fence that the next grant exceeds; None: what the store's clock says.
-            key: The counter of this key, which is made where there is none; None: a page of all.
-            cursor: The `cursor` of the page before.
-            limit: The size of the page, from 1 to 10 000.
-        """
-        if to is not None:
-            validate_fence(to)
-        _positive(limit, "limit", 10_000)
-        _text(cursor, "cursor")
-        key = None if key is None else stored_key(key)
-        name = None if key is None else self._name(key)
-        return self._raise_fences(to, name, key, cursor=cursor, limit=limit)
-
-    # Waiting
+    # Wake-ups
 
     @property
     def is_listening(self) -> bool:
@@ -394,24 +421,21 @@ class BaseLockBackend:
         """
         return self.is_listening
 
-    def _freed(self, name: str, answer: bool | Unknown) -> bool | Unknown:
-        # Without wake-ups, at least those who wait in this process need not wait for longer.
-        if answer is True and not self.is_listening:
-            self.queues.ring(name)
-        return answer
+    # Counts
 
-    # What a backend defines
+    def counts(self) -> Counts:
+        """Count what the store keeps: locks, waiters, fence counters, bytes. It only reads."""
+        return self._counts()
 
-    def _own_thread(self, *, keeps_leases: bool = False) -> None:
-        """Prepare a thread that runs asynchronous operations.
+    def states(self, soon: Duration) -> tuple[States, Strain]:
+        """Count what is held by its state, or estimate it, and say where it is tight.
 
         Args:
-            keeps_leases: It renews what others hold instead, and waits for none of them.
+            soon: Seconds within which a lease ends to be counted as ending soon.
         """
+        return self._states(durations.seconds(soon, "soon"))
 
-    def _begin_in_child(self) -> None:
-        """Forget what a fork copied: waiters, leases and words on sockets are the parent's."""
-        self.queues.forget()
+    # What a backend defines: the first four, and what else its store can do
 
     def _acquire(
         self,
@@ -432,54 +456,47 @@ class BaseLockBackend:
     ) -> Grant | Unknown | None:
         raise NotImplementedError
 
-    def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> Sequence[Grant | Unknown | None]:
-        raise NotImplementedError
-
     def _release(
         self, name: str, grant: Grant, held: float | None, *, bound: float
     ) -> bool | Unknown:
         raise NotImplementedError
 
-    def _guarded_alias(self, using: str | None) -> str:
-        raise NotImplementedError
-
-    def _guard(self, name: str, grant: Grant, using: str, *, bound: float) -> bool:
-        raise NotImplementedError
-
     def _read(self, name: str) -> Record | None:
         raise NotImplementedError
 
-    def _read_token(self, token: str) -> Record | None:
-        raise NotImplementedError
+    def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> Sequence[Grant | Unknown | None]:
+        return [self._extend(name, grant, grant.ttl, bound=MAX_BOUND) for name, grant in named]
 
     def _time(self) -> datetime:
-        raise NotImplementedError
-
-    def _counter(self, name: str) -> Counter | None:
-        raise NotImplementedError
-
-    def _counter_beside(self, name: str, using: str) -> Counter | None:
-        return self._counter(name)
-
-    def _is_guarded(self, name: str) -> bool:
-        """Whether a guarded transaction keeps the key. False where the store cannot tell now."""
-        raise NotImplementedError
-
-    def _guards_of(self, name: str) -> tuple[Session, ...] | None:
-        raise NotImplementedError
+        return datetime.now(UTC)
 
     def _list(
         self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
     ) -> Page:
-        raise NotImplementedError
+        raise self._cannot("list its locks")
 
     def _expired(self, name: str | None, limit: int) -> Sequence[Record]:
         return ()
 
+    def _read_token(self, token: str) -> Record | None:
+        raise self._cannot("find a lock by its token")
+
+    def _counter(self, name: str) -> Counter | None:
+        record = self._read(name)
+        return None if record is None else Counter(record.fence)
+
+    def _counter_beside(self, name: str, using: str) -> Counter | None:
+        return self._counter(name)
+
+    def _raise_fences(
+        self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
+    ) -> Raised:
+        raise self._cannot("raise its fences")
+
     def _force_release(
         self, name: str, key: str, fence: int | None, *, bound: float
     ) -> Record | Contended | None:
-        raise NotImplementedError
+        raise self._cannot("take a key from its holder")
 
     def _request_stop(
         self,
@@ -490,29 +507,39 @@ class BaseLockBackend:
         *,
         bound: float,
     ) -> Record | Contended | None:
-        raise NotImplementedError
+        raise self._cannot("ask a holder to finish")
 
     def _pause(
         self, name: str, key: str, until: datetime, by: str | None, *, bound: float
     ) -> Contended | None:
-        raise NotImplementedError
+        raise self._cannot("pause a key")
 
     def _resume(self, name: str, *, bound: float) -> bool | Contended:
-        raise NotImplementedError
+        return False
 
     def _cleanup(self, before: datetime, limit: int) -> int:
+        return 0
+
+    def _counts(self) -> Counts:
+        return Counts(held=Count(sum(1 for _each in every_record(self))))
+
+    def _states(self, soon: float) -> tuple[States, Strain]:
+        return listed_states(self, soon)
+
+    # Guards, waiters and notes: see `groups`
+
+    def _guarded_alias(self, using: str | None) -> str:
         raise NotImplementedError
 
-    def _note(self, name: str, fence: int, seconds: float) -> None:
-        pass
+    def _guard(self, name: str, grant: Grant, using: str, *, bound: float) -> bool:
+        raise NotImplementedError
 
-    def _noted(self, name: str) -> int | None:
+    def _is_guarded(self, name: str) -> bool:
+        """Whether a guarded transaction keeps the key. False where the store cannot tell now."""
+        return False
+
+    def _guards_of(self, name: str) -> tuple[Session, ...] | None:
         return None
-
-    def _raise_fences(
-        self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
-    ) -> Raised:
-        raise NotImplementedError
 
     def _note_waiter(
         self, name: str, holder: Holder, seconds: float, note: str | None
@@ -522,13 +549,38 @@ class BaseLockBackend:
     def _drop_waiter(self, name: str, note: str) -> None:
         pass
 
-    def _count_waiters(self, names: Sequence[str]) -> Sequence[Waits]:
-        return [Waits.of(self._waiters(name)) for name in names]
-
     def _waiters(self, name: str) -> Sequence[Waiting]:
         return ()
 
-    # Checks
+    def _count_waiters(self, names: Sequence[str]) -> Sequence[Waits]:
+        return [Waits.of(self._waiters(name)) for name in names]
+
+    def _note(self, name: str, fence: int, seconds: float) -> None:
+        pass
+
+    def _noted(self, name: str) -> int | None:
+        return None
+
+    # Threads and forks
+
+    def _own_thread(self, *, keeps_leases: bool = False) -> None:
+        """Prepare a thread that runs asynchronous operations.
+
+        Args:
+            keeps_leases: It renews what others hold instead, and waits for none of them.
+        """
+
+    def _begin_in_child(self) -> None:
+        """Forget what a fork copied: waiters, leases and words on sockets are the parent's."""
+        self.queues.forget()
+
+    # What these share
+
+    def _freed(self, name: str, answer: bool | Unknown) -> bool | Unknown:
+        # Without wake-ups, at least those who wait in this process need not wait for longer.
+        if answer is True and not self.is_listening:
+            self.queues.ring(name)
+        return answer
 
     def _name(self, key: str) -> str:
         return storage_key(self.key_prefix, key, self.storage_key_limit)
@@ -538,10 +590,13 @@ class BaseLockBackend:
 
     def _require(self, capability: str, what: str) -> None:
         if not getattr(self, capability):
-            raise LockUsageError(
-                f"The lock backend {self.alias!r} ({type(self).__name__}) cannot {what}.",
-                code="unsupported",
-            )
+            raise self._cannot(what)
+
+    def _cannot(self, what: str) -> LockUsageError:
+        return LockUsageError(
+            f"The lock backend {self.alias!r} ({type(self).__name__}) cannot {what}.",
+            code="unsupported",
+        )
 
 
 def _bound(bound: Duration) -> float:

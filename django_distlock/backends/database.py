@@ -37,6 +37,8 @@ from ..managers.lock import HeldLockManager
 from ..managers.waiter import WaiterManager
 from ..models import HeldLock, Waiter
 from .base import BaseLockBackend
+from .counting import count_rows, count_states
+from .counts import Counts, States, Strain
 from .listening import Listener
 from .tables import FenceTable
 
@@ -229,6 +231,12 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         with suppress(LockError):
             self._ask(lambda on: self._waiters_on(on).cleanup(limit), busy=lambda: None, long=True)
         return gone + (self._remove_notes(before, limit - gone) if gone < limit else 0)
+
+    def _counts(self) -> Counts:
+        return count_rows(self, locks=True)
+
+    def _states(self, soon: float) -> tuple[States, Strain]:
+        return count_states(self, soon)
 
     def _note_waiter(
         self, name: str, holder: Holder, seconds: float, note: str | None

@@ -37,7 +37,6 @@ class MemoryBackend(BaseLockBackend):
     supports_wakeups: ClassVar[bool] = True
     time_authority: Literal["server", "client"] = "client"
     storage_key_limit: ClassVar[int] = 10_000
-    supports_guard: bool = True
 
     def __init__(
         self,

@@ -11,11 +11,11 @@ from django.db.utils import DatabaseError, InterfaceError
 
 from ..backends.base import BaseLockBackend
 from ..backends.tables import FenceTable
+from ..checks.configured import is_redis
 from ..core.errors import BackendUnavailable, LockError
 from ..database import vendors
 from ..fencing.rejecting import Fenced, reject
 from ..fencing.seen import mark_of, see
-from ..inspection.statistics import is_redis
 from ..models import SeenFence
 
 #: Seconds that a value in Redis is kept: nothing of it stays where a drill was killed.

@@ -40,18 +40,6 @@ def test_grant_stores_its_fence(backend: BaseLockBackend, store: Store, key: str
         backend.release(grant)
 
 
-def test_fences_grow_over_releases(backend: BaseLockBackend, key: str) -> None:
-    """Each grant behind a release has a higher fence, as a number and as text of 15 digits."""
-    fences = []
-    for _ in range(11):
-        grant = take(backend, key)
-        fences.append(grant.fence)
-        backend.release(grant)
-    assert fences == sorted(set(fences))
-    texts = [f"{fence:015d}" for fence in fences]
-    assert texts == sorted(set(texts))
-
-
 @pytest.mark.parametrize(
     "end",
     ["force_release", *(pytest.param(e, marks=HAS_TTL) for e in ("expiry", "cleanup", "settle"))],

@@ -149,6 +149,14 @@ def test_backend_can_do_what_the_table_says(column: str, monkeypatch: pytest.Mon
     assert told == {name: written(getattr(backend, name)) for name in table}
 
 
+def test_every_method_of_a_backend_is_listed() -> None:
+    """There are few of them, and each has its place on the page."""
+    public = {name for name in vars(BaseLockBackend) if not name.startswith("_")}
+    methods = public - set(BaseLockBackend.__annotations__)
+    assert len(methods) <= 20
+    assert methods - names(section(page("api"), "`lock_backends`, `default_lock_backend`")) == set()
+
+
 def test_classes_are_importable_by_their_paths() -> None:
     """The path of each class is right."""
     paths = re.findall(r"^\|[^|]*\| `(django_distlock\.[\w.]+)` \|", page("backends"), re.MULTILINE)

@@ -35,12 +35,15 @@ from ...core.records import (
 from ...core.secrets import Token
 from ...database.fields import from_microseconds, to_microseconds
 from ...exceptions import InvalidLockBackend
+from ..counts import Counts, States, Strain
 from ..listening import Listener
 from ..lua import script
 from .answers import counted, extended, granted, held, overflow
 from .bulk import key_of
 from .clients import client_source
+from .counting import count_keys
 from .lines import Call, ThreadLines
+from .sampling import sampled_states
 from .store import RedisStore, escaped, text
 from .waiters import RedisWaiters
 
@@ -313,6 +316,12 @@ class RedisBackend(RedisWaiters):
     def _cleanup(self, before: datetime, limit: int) -> int:
         # Redis removes records by itself when their time has come.
         return 0
+
+    def _counts(self) -> Counts:
+        return count_keys(self)
+
+    def _states(self, soon: float) -> tuple[States, Strain]:
+        return sampled_states(self, soon)
 
     def _raise_fences(
         self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
