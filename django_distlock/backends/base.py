@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace as changed
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from ..conf import BackendConfig
 from ..core import durations
@@ -29,6 +29,9 @@ _every: weakref.WeakSet[BaseLockBackend] = weakref.WeakSet()
 #: Who asks where nobody says.
 _NOBODY = Holder()
 
+
+#: Counters that are asked for one by one at most, where a store knows no other way.
+ONE_BY_ONE: Final = 100
 
 #: What a backend can do, by the method that it has for it.
 _SHOWN_BY = {
@@ -82,6 +85,9 @@ class BaseLockBackend:
     time_authority: Literal["server", "client"] = "server"
     # How many bytes does the longest storage key have?
     storage_key_limit: ClassVar[int] = 1000
+
+    #: The alias of the database that keeps its fences, and its locks where they are rows.
+    using = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -470,6 +476,10 @@ class BaseLockBackend:
     def _time(self) -> datetime:
         return datetime.now(UTC)
 
+    def _clocks(self) -> Mapping[str, datetime]:
+        """Return the time of each server, by its name; "" where there is one."""
+        return {"": self._time()}
+
     def _list(
         self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
     ) -> Page:
@@ -487,6 +497,12 @@ class BaseLockBackend:
 
     def _counter_beside(self, name: str, using: str) -> Counter | None:
         return self._counter(name)
+
+    def _fences_of(self, names: Sequence[str]) -> Sequence[int | None]:
+        """Return the fences of these keys; 0: never granted; None: not asked for, or spoiled."""
+        asked = map(self._counter, names[:ONE_BY_ONE])
+        first: list[int | None] = [0 if each is None else each.fence for each in asked]
+        return first + [None] * len(names[ONE_BY_ONE:])
 
     def _raise_fences(
         self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int

@@ -6,9 +6,9 @@ import json
 import logging
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import lru_cache, partial
 from itertools import compress
 from typing import Any, ClassVar, Final, TypeVar
@@ -268,9 +268,23 @@ class RedisBackend(RedisWaiters):
         question = Call(script("clock"), [self._at("lock", self._name("clock"))], ())
         return self._run(question, lambda answer: from_microseconds(int(answer)))
 
+    def _clocks(self) -> Mapping[str, datetime]:
+        told = self.store.of_each_server("TIME")
+        return {
+            name: datetime.fromtimestamp(int(seconds), UTC).replace(microsecond=int(microseconds))
+            for name, (seconds, microseconds) in told.items()
+        }
+
     def _counter(self, name: str) -> Counter | None:
         keys = [self._at("fence", name), self._at("pause", name)]
         return self._run(Call(script("counter"), keys, ()), counted)
+
+    def _fences_of(self, names: Sequence[str]) -> Sequence[int | None]:
+        calls = [
+            Call(script("counter"), [self._at("fence", name), self._at("pause", name)], ())
+            for name in names
+        ]
+        return [_counted_fence(each) for each in (self.store.ask_all(calls) if calls else [])]
 
     def _note(self, name: str, fence: int, seconds: float) -> None:
         milliseconds = str(max(1, math.ceil(seconds * 1000)))
@@ -394,6 +408,13 @@ def _or_raise(answer: str | LockError) -> str:
     if isinstance(answer, LockError):
         raise answer
     return answer
+
+
+def _counted_fence(answer: str | LockError) -> int | None:
+    if isinstance(answer, LockError):
+        return None
+    found = counted(answer)
+    return 0 if found is None else found.fence
 
 
 def _fence(fence: int | None) -> str:
