@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace as changed
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Final, Literal
@@ -77,7 +78,7 @@ class BaseLockBackend:
     supports_listing: ClassVar[bool] = False
     # Can a lock be found by its token? Who has `_read_token` can.
     supports_token_lookup: ClassVar[bool] = False
-    # Can somebody else end a lease, or pause a key? Who has `_force_release` can.
+    # Can somebody else end a lease? Who has `_force_release` can.
     supports_operators: ClassVar[bool] = False
     # Can another thread extend what this one takes?
     can_renew: bool = True
@@ -492,17 +493,22 @@ class BaseLockBackend:
         raise self._cannot("find a lock by its token")
 
     def _counter(self, name: str) -> Counter | None:
-        record = self._read(name)
-        return None if record is None else Counter(record.fence)
+        if (record := self._read(name)) is None:
+            # Who is late must not take it for "nobody came after me".
+            raise self._cannot("tell the last fence of a key that nobody holds")
+        return Counter(record.fence)
 
     def _counter_beside(self, name: str, using: str) -> Counter | None:
         return self._counter(name)
 
     def _fences_of(self, names: Sequence[str]) -> Sequence[int | None]:
         """Return the fences of these keys; 0: never granted; None: not asked for, or spoiled."""
-        asked = map(self._counter, names[:ONE_BY_ONE])
-        first: list[int | None] = [0 if each is None else each.fence for each in asked]
-        return first + [None] * len(names[ONE_BY_ONE:])
+        found: list[int | None] = [None] * len(names)
+        for number, name in enumerate(names[:ONE_BY_ONE]):
+            with suppress(LockUsageError):
+                counter = self._counter(name)
+                found[number] = 0 if counter is None else counter.fence
+        return found
 
     def _raise_fences(
         self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int

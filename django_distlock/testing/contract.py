@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, ClassVar, TypeVar
@@ -27,7 +28,7 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 
 from ..backends.base import BaseLockBackend
-from ..core.errors import InvalidArgument
+from ..core.errors import InvalidArgument, LockUsageError
 from ..core.holders import Holder
 from ..core.keys import new_token
 from ..core.records import Contended, Grant, Record
@@ -567,6 +568,18 @@ class BackendContract:
         backend.cleanup(backend.clock())
         fences.append(take(backend, key).fence)
         assert fences == sorted(set(fences))
+
+    def test_counter_is_never_behind(self, backend: BaseLockBackend, key: str) -> None:
+        """It has the fence of the last grant; of a free key, it may be refused instead."""
+        grant = take(backend, key)
+        counter = backend.counter(key)
+        assert counter is not None
+        assert counter.fence == grant.fence
+        backend.release(grant)
+        with suppress(LockUsageError):
+            counter = backend.counter(key)
+            assert counter is not None
+            assert counter.fence >= grant.fence
 
     # Races
 

@@ -21,7 +21,7 @@ USE_TZ = True
 LOCKS = """
 import asyncio
 import pytest
-from django_distlock import LockNotAcquired, distlock
+from django_distlock import LockNotAcquired, distlock, inspection
 
 def test_lock_is_held_waited_for_and_kept():
     with distlock("invoice:1", ttl=5) as first:
@@ -32,6 +32,8 @@ def test_lock_is_held_waited_for_and_kept():
     with pytest.raises(LockNotAcquired) as caught, distlock("invoice:1", wait=0):
         pass
     assert caught.value.settled
+    assert inspection.show("invoice:1").held.fence == second.fence
+    assert inspection.show("never").held is None
 
 def test_coroutines_wait_for_each_other():
     async def work():
