@@ -5,7 +5,8 @@ from django_distlock.testing.contract import BackendContract
 class TestMine(BackendContract):
     alias = "mine"
 
-It needs pytest and an alias in `DISTLOCK`. Tests of what a backend cannot do are skipped.
+It needs pytest, and settings with the alias in `DISTLOCK`. Tests of what a backend cannot do are
+skipped.
 """
 
 # ruff: noqa: S101 - these are tests
