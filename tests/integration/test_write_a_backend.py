@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from . import test_testing_kit_projects
 from .test_testing_kit_projects import project, run_pytest
 
 __all__ = ["project"]
@@ -53,7 +54,7 @@ def test_coroutines_wait_for_each_other():
     ],
 )
 def test_backend_of_the_how_to_keeps_the_contract(
-    project: Path, defined: str, skipped: set[str]
+    project: Path, defined: str, skipped: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With all of its methods, and with the four that are required, every promise holds.
 
@@ -65,6 +66,8 @@ def test_backend_of_the_how_to_keeps_the_contract(
         code = re.sub(
             r"    # What it can do beside\n.*?(?=    # Files\n)", "", code, flags=re.DOTALL
         )
+    # Leases end while it waits for them, also on a busy machine.
+    monkeypatch.setattr(test_testing_kit_projects, "PATIENCE", 300)
     (project / "myproject").mkdir()
     (project / "myproject/locks.py").write_text(code)
     folder = settings.replace("/var/lib/myproject/locks", str(project / "locks"))
