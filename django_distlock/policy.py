@@ -131,7 +131,7 @@ class Policy:
         async with aattempt(lock) as answer:
             if isinstance(answer, Lease):
                 return await body()
-        chosen, tell = self._chosen(answer), lock_backends[lock.backend].run_async
+        chosen, tell = self._chosen(answer), lock_backends[lock.backend].threads.run
         if chosen == "run":
             waited = monotonic() - started_at
             await tell(tell_bypassed, lock.backend, lock.key, waited, answer)

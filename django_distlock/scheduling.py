@@ -273,7 +273,7 @@ def note_run(store: BaseLockBackend, name: str) -> None:
     Raises:
         LockError: The store did not do it.
     """
-    store.note(name, int(store.clock().timestamp() * 1000), KNOWN)
+    store.notes.put(name, int(store.clock().timestamp() * 1000), KNOWN)
 
 
 def overdue(store: BaseLockBackend, schedule: Declaration) -> float:
@@ -284,7 +284,7 @@ def overdue(store: BaseLockBackend, schedule: Declaration) -> float:
     Raises:
         LockError: The store did not answer.
     """
-    noted = store.noted(schedule.key)
+    noted = store.notes.get(schedule.key)
     if noted is None:
         note_run(store, schedule.key)
         return 0.0
@@ -330,11 +330,11 @@ def _awaited(
                     with schedule.timed(key):
                         if schedule.every is not None:
                             store = lock_backends[lock.backend]
-                            await store.run_async(schedule.note_run, key)
+                            await store.threads.run(schedule.note_run, key)
                         return await function(*args, **kwargs)
             pause = schedule.again(key, answer, pauses)
             if pause is None:
-                return await lock_backends[lock.backend].run_async(schedule.skip, key, answer)
+                return await lock_backends[lock.backend].threads.run(schedule.skip, key, answer)
             await asyncio.sleep(pause)
 
     return run

@@ -38,6 +38,7 @@ EXPIRY = "tests/contract/test_expiry.py"
 OPERATORS = "tests/contract/test_operators.py"
 TRAPS = "tests/integration/test_dashboard_traps.py"
 FENCES = "tests/contract/test_fences.py"
+CONTRACT = "tests/contract/test_grants.py::TestBackend"
 BLOCKS = "tests/contract/test_interrupted_blocks.py"
 RELEASE = "tests/contract/test_transaction_release.py"
 
@@ -307,13 +308,13 @@ MUTANTS = (
         "counter deleted with the lock", "memory", MEMORY,
         old=r"(        del self._records\[name\]\n)",
         new=r"\1        self._fences.pop(name, None)\n",
-        test=f"{FENCES}::test_fences_grow_over_releases",
+        test=f"{CONTRACT}::test_fences_grow_over_releases",
     ),
     Mutant(
         "counter deleted with the lock", "postgres", DROP,
         old=r"(v_outcome := 'released';)",
         new=r'\1 DELETE FROM "django_distlock_fencecounter" WHERE storage_key = p_storage_key;',
-        test=f"{FENCES}::test_fences_grow_over_releases",
+        test=f"{CONTRACT}::test_fences_grow_over_releases",
     ),
     Mutant(
         "counter deleted with the lock", "sqlite", COMPACT,
@@ -325,7 +326,7 @@ MUTANTS = (
         "counter deleted with the lock", "postgres_orm", MANAGERS,
         old=r"(                self.filter\(pk=name\).delete\(\))",
         new=r"\1\n                models.QuerySet.delete(self._counters.filter(pk=name))",
-        test=f"{FENCES}::test_fences_grow_over_releases",
+        test=f"{CONTRACT}::test_fences_grow_over_releases",
     ),
     Mutant(
         "release before the caller's commit", "memory", TRANSACTIONS,
@@ -347,7 +348,7 @@ MUTANTS = (
     Mutant(
         "a token that nobody compares", "redis", COMMON,
         old=r"held\[1\] ~= token", new="false",
-        test="tests/contract/test_release.py::test_other_token_changes_nothing",
+        test=f"{CONTRACT}::test_other_token_changes_nothing",
         case="{backend}-another",
     ),
     Mutant(
@@ -366,7 +367,7 @@ MUTANTS = (
         "keys of a lock on several servers", "redis_cluster", f"{REDIS}/__init__.py",
         old=r'return f"\{\{\{key_hash\(prefix \+ key\)\}\}\}:\{key\}"',
         new='return f"{key_hash(prefix + key)}:{key}"',
-        test="tests/contract/test_grants.py::test_free_key_is_granted",
+        test=f"{CONTRACT}::test_free_key_is_granted",
     ),
     Mutant(
         "an unlock whose answer nobody reads", "advisory", f"{ADVISORY}/__init__.py",
@@ -487,7 +488,7 @@ MUTANTS = (
     Mutant(
         "a row that is made while the key is granted anew", "postgres",
         "django_distlock/locks/lease.py",
-        old=r"hold and self._store.guard\(self._grant, using\)", new="False",
+        old=r"hold and self._store.guards.hold\(self._grant, using\)", new="False",
         test=f"{MADE_ROWS}::test_nobody_is_granted_the_key_before_the_row_is_there",
         case="{backend}-create",
     ),
@@ -631,7 +632,7 @@ MUTANTS = (
     ),
     Mutant(
         "a shortened lease whose key is free before its holder knows",
-        "redis", "django_distlock/backends/lua/shorten.lua",
+        "redis", "django_distlock/backends/lua/request_stop.lua",
         old=r"if settled then", new="if true then",
         test=f"{OPERATORS}::test_shortened_key_stays_with_a_holder_who_may_not_know",
     ),

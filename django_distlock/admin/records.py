@@ -16,7 +16,6 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
-from ..backends.tables import FenceTable
 from ..core.wording import printable
 from ..handler import lock_backends
 from ..models import FenceCounter, HeldLock, LockEvent
@@ -104,8 +103,8 @@ class FenceCounterAdmin(ReadOnlyAdmin):
         locks = []
         for alias in lock_backends:
             with suppress(ImproperlyConfigured):
-                store = lock_backends[alias]
-                locks += [store.using] if isinstance(store, FenceTable) else []
+                using = lock_backends[alias].using
+                locks += [using] if using else []
         return routed if routed in locks or not locks else locks[0]
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace as changed
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
+from typing import Any, ClassVar, Final, Literal
 
 from ..conf import BackendConfig
 from ..core import durations
@@ -19,6 +19,8 @@ from ..core.holders import Holder, Session, is_plain_text
 from ..core.keys import normalize_prefix, storage_key, stored_key, validate_token
 from ..core.records import Contended, Counter, Grant, Page, Raised, Record, Unknown, Waiting, Waits
 from ..exceptions import InvalidLockBackend
+from .counts import Count, Counts, States, Strain, every_record, listed_states
+from .groups import Guards, Notes, Waiters
 from .queues import Queues
 from .threads import CallThreads
 
@@ -28,8 +30,17 @@ _every: weakref.WeakSet[BaseLockBackend] = weakref.WeakSet()
 #: Who asks where nobody says.
 _NOBODY = Holder()
 
-P = ParamSpec("P")
-T = TypeVar("T")
+
+#: Counters that are asked for one by one at most, where a store knows no other way.
+ONE_BY_ONE: Final = 100
+
+#: What a backend can do, by the method that it has for it.
+_SHOWN_BY = {
+    "supports_guard": "_guard",
+    "supports_listing": "_list",
+    "supports_operators": "_force_release",
+    "supports_token_lookup": "_read_token",
+}
 
 
 class BaseLockBackend:
@@ -43,7 +54,7 @@ class BaseLockBackend:
     An operation that would have to wait longer than `bound` seconds for somebody else's
     transaction answers `Contended(busy=True)`, or `UNKNOWN` where it is about a lease of one's own.
 
-    Operations have twins in async with the prefix `a`, which run on threads of this backend.
+    Asynchronous code runs any of them by `threads.run`.
 
     Args:
         config: What `DISTLOCK` says about the alias.
@@ -61,16 +72,30 @@ class BaseLockBackend:
     supports_ttl: ClassVar[bool] = True
     # Does the store wake its waiters?
     supports_wakeups: ClassVar[bool] = False
-    # Can a transaction keep a key from being taken over until its end?
+    # Can a transaction keep a key from being taken over until its end? Who has `_guard` can.
     supports_guard: bool = False
-    # Can held locks be listed?
-    supports_listing: ClassVar[bool] = True
-    # Can a lock be found by its token?
-    supports_token_lookup: ClassVar[bool] = True
+    # Can held locks be listed? Who has `_list` can.
+    supports_listing: ClassVar[bool] = False
+    # Can a lock be found by its token? Who has `_read_token` can.
+    supports_token_lookup: ClassVar[bool] = False
+    # Can somebody else end a lease? Who has `_force_release` can.
+    supports_operators: ClassVar[bool] = False
+    # Can another thread extend what this one takes?
+    can_renew: bool = True
     # Whose clock decides when a lease ends?
     time_authority: Literal["server", "client"] = "server"
     # How many bytes does the longest storage key have?
     storage_key_limit: ClassVar[int] = 1000
+
+    #: The alias of the database that keeps its fences, and its locks where they are rows.
+    using = ""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for capability, hook in _SHOWN_BY.items():
+            is_its_own = getattr(cls, hook) is not getattr(BaseLockBackend, hook)
+            if is_its_own and getattr(cls, capability) is False:
+                setattr(cls, capability, True)
 
     def __init__(self, config: BackendConfig, **unknown: Any):
         self.config = config
@@ -82,12 +107,14 @@ class BaseLockBackend:
             self.key_prefix = normalize_prefix(config.key_prefix, self.storage_key_limit)
         except InvalidArgument as error:
             raise InvalidLockBackend(f"DISTLOCK[{self.alias!r}]: KEY_PREFIX: {error}") from None
-        self._threads = CallThreads(f"distlock-{self.alias}", self._own_thread)
+        #: Where calls are made for asynchronous code.
+        self.threads = CallThreads(f"distlock-{self.alias}", self._own_thread)
         #: Who waits in this process, by storage key.
-        self.queues = Queues()
+        self.queues = Queues(lambda key: self._name(stored_key(key)))
+        self.guards, self.waiters, self.notes = Guards(self), Waiters(self), Notes(self)
         _every.add(self)
 
-    # Operations
+    # Required
 
     def acquire(
         self,
@@ -154,6 +181,30 @@ class BaseLockBackend:
         name = self._name(stored_key(grant.key))
         return self._extend(name, grant, self._ttl(ttl), bound=_bound(bound))
 
+    def release(
+        self, grant: Grant, held: Duration | None = None, *, bound: Duration = MAX_BOUND
+    ) -> bool | Unknown:
+        """Give the key back. Return True once, False if the lease is gone, or `UNKNOWN`.
+
+        Args:
+            held: Settle instead: end the work, but keep the key taken, without grace, for so many
+                seconds since the grant. If that is past, the key goes at once. `supports_ttl`.
+        """
+        validate_token(grant.token)
+        name = self._name(stored_key(grant.key))
+        if held is not None:
+            held = durations.seconds(held, "held", maximum=self.config.max_ttl)
+        seconds = _bound(bound)
+        if held is not None:
+            self._require("supports_ttl", "keep a key taken until a time: no lease ends by itself")
+        return self._freed(name, self._release(name, grant, held, bound=seconds))
+
+    def read(self, key: str) -> Record | None:
+        """Return the record of a held key; None: nobody holds it."""
+        return self._read(self._name(stored_key(key)))
+
+    # Leases
+
     def extend_many(self, grants: Sequence[Grant]) -> Sequence[Grant | Unknown | None]:
         """Extend several leases, each by its own ttl, in one round trip.
 
@@ -168,12 +219,6 @@ class BaseLockBackend:
             self._ttl(grant.ttl)
         return self._extend_many(named) if named else []
 
-    def release(self, grant: Grant, *, bound: Duration = MAX_BOUND) -> bool | Unknown:
-        """Give the key back. Return True once, False if the lease is gone, or `UNKNOWN`."""
-        validate_token(grant.token)
-        name = self._name(stored_key(grant.key))
-        return self._freed(name, self._release(name, grant, bound=_bound(bound)))
-
     def is_cut_off(self, grant: Grant) -> bool:
         """Whether the store has said, without being asked, that the lease is gone.
 
@@ -182,88 +227,11 @@ class BaseLockBackend:
         """
         return False
 
-    def settle(
-        self, grant: Grant, seconds: Duration, *, bound: Duration = MAX_BOUND
-    ) -> bool | Unknown:
-        """End the work but keep the key taken, without grace, for `seconds` since the grant.
-
-        If that is past, the key goes at once. The answer is that of `release`. `supports_ttl`.
-        """
-        validate_token(grant.token)
-        held = durations.seconds(seconds, "seconds", maximum=self.config.max_ttl)
-        name, bound = self._name(stored_key(grant.key)), _bound(bound)
-        self._require("supports_ttl", "keep a key taken until a time: no lease ends by itself")
-        return self._freed(name, self._settle(name, grant, held, bound=bound))
-
-    def guarded_alias(self, using: str | None = None) -> str:
-        """Return the alias whose transactions `guard` is about. `supports_guard`.
-
-        Args:
-            using: Another alias of the same database; None: that of the locks.
-
-        Raises:
-            LockUsageError: It is an alias of another database.
-        """
-        self._require(
-            "supports_guard",
-            "hold a takeover off for a transaction: write through FencedModel, whose rows refuse"
-            " stale fences",
-        )
-        return self._guarded_alias(using)
-
-    def guard(self, grant: Grant, using: str | None = None, *, bound: Duration = MAX_BOUND) -> bool:
-        """Keep the key from being granted anew until the caller's transaction ends.
-
-        Args:
-            using: See `guarded_alias`.
-
-        Returns:
-            Whether the fence is still that of the grant; if not, nothing is held off.
-
-        Raises:
-            LockUsageError: No transaction is open there, or one that may only read.
-            BackendUnavailable: Somebody was in the way for longer than the bound.
-        """
-        using = self.guarded_alias(using)
-        name = self._name(stored_key(grant.key))
-        seconds = durations.seconds(bound, "bound", maximum=MAX_BOUND)
-        return self._guard(name, grant, using, bound=seconds)
-
-    def read(self, key: str) -> Record | None:
-        """Return the record of a held key; None: nobody holds it."""
-        return self._read(self._name(stored_key(key)))
-
-    def read_token(self, token: str) -> Record | None:
-        """Return the record that this token holds; None: none. `supports_token_lookup`."""
-        token = validate_token(token)
-        self._require("supports_token_lookup", "find a lock by its token")
-        return self._read_token(token)
-
     def clock(self) -> datetime:
         """Return the time by which leases end here: the store's, where `time_authority` says so."""
         return self._time()
 
-    def counter(self, key: str, *, beside: str | None = None) -> Counter | None:
-        """Return a key's fence and its pause; None: it was never granted, and is not paused.
-
-        A pause that is over is none.
-
-        Args:
-            beside: The database of a transaction that has written, and may keep others out.
-        """
-        name = self._name(stored_key(key))
-        return self._counter(name) if beside is None else self._counter_beside(name, beside)
-
-    def guards(self, key: str) -> tuple[Session, ...] | None:
-        """Return the sessions whose open transactions keep a key from being granted anew.
-
-        A look, for people: one may end, and another begin, a moment later.
-
-        Returns:
-            The sessions, the longest one first; None: the store cannot tell.
-        """
-        name = self._name(stored_key(key))
-        return self._guards_of(name) if self.supports_guard else ()
+    # Listing and tokens
 
     def list(
         self,
@@ -305,116 +273,24 @@ class BaseLockBackend:
         _positive(limit, "limit", 10_000)
         return self._expired(None if key is None else self._name(stored_key(key)), limit)
 
-    def shorten(
-        self,
-        key: str,
-        seconds: Duration,
-        token: str | None = None,
-        *,
-        fence: int | None = None,
-        bound: Duration = MAX_BOUND,
-    ) -> Record | Contended | None:
-        """Let a lease be renewed for `seconds` at the most. `supports_ttl`.
+    def read_token(self, token: str) -> Record | None:
+        """Return the record that this token holds; None: none. `supports_token_lookup`."""
+        token = validate_token(token)
+        self._require("supports_token_lookup", "find a lock by its token")
+        return self._read_token(token)
 
-        Its holder sees `stop_requested` at its next extend, and is refused behind that end. Nobody
-        else is granted the key before the holder must have noticed: it is free at its release, or
-        at the end that the last extend promised. An end never gets later, and a lease without
-        expiry stays as it is. A settled key has no holder any more: it is free at the new end.
+    # Fences
+
+    def counter(self, key: str, *, beside: str | None = None) -> Counter | None:
+        """Return a key's fence and its pause; None: it was never granted, and is not paused.
+
+        A pause that is over is none.
 
         Args:
-            token: Only if this is the holder's token.
-            fence: Only if this is the holder's fence; none that is held has 0.
-
-        Returns:
-            The record as it is now; None: nobody holds it (or not by that token, or fence); busy.
+            beside: The database of a transaction that has written, and may keep others out.
         """
-        key = stored_key(key)
-        if token is not None:
-            token = validate_token(token)
-        _seen(fence)
-        left = durations.seconds(seconds, "seconds", maximum=self.config.max_ttl)
-        bound = _bound(bound)
-        self._require("supports_ttl", "end a lease at a time: no lease ends by itself")
-        return self._shorten(self._name(key), left, token, fence, bound=bound)
-
-    def force_release(
-        self, key: str, *, fence: int | None = None, bound: Duration = MAX_BOUND
-    ) -> Record | Contended | None:
-        """Take a key from its holder: the fence moves on first, then the record goes.
-
-        Args:
-            fence: Only if this is the holder's fence, compared in the same step; see `shorten`.
-
-        Returns:
-            The record that was removed; None: nobody held it (or not by that fence); busy: a
-            guarded transaction of the holder is open, nothing was changed.
-        """
-        key = stored_key(key)
-        _seen(fence)
-        return self._force_release(self._name(key), key, fence, bound=_bound(bound))
-
-    def request_stop(
-        self, key: str, *, fence: int | None = None, bound: Duration = MAX_BOUND
-    ) -> Record | Contended | None:
-        """Ask the holder to finish: its next extend says `stop_requested`.
-
-        Args:
-            fence: See `force_release`.
-
-        Returns:
-            The record as it is now; None: nobody holds the key (or not by that fence); busy.
-        """
-        _seen(fence)
-        return self._request_stop(self._name(stored_key(key)), fence, bound=_bound(bound))
-
-    def pause(
-        self, key: str, until: datetime, by: str | None = None, *, bound: Duration = MAX_BOUND
-    ) -> Contended | None:
-        """Grant the key to nobody until `until`, by the store's clock. A holder keeps its lease.
-
-        Args:
-            until: An aware datetime.
-            by: Who wants it so, for people to read; at most 200 characters.
-
-        Returns:
-            None: done; busy: nothing was changed.
-        """
-        key = stored_key(key)
-        until = _aware(until, "until")
-        _text(by, "by", 200)
-        return self._pause(self._name(key), key, until, by, bound=_bound(bound))
-
-    def resume(self, key: str, *, bound: Duration = MAX_BOUND) -> bool | Contended:
-        """End a pause. Return whether the key was paused, or busy."""
-        return self._resume(self._name(stored_key(key)), bound=_bound(bound))
-
-    def cleanup(self, before: datetime, limit: int = 1000) -> int:
-        """Remove leases, and notes, that were over before `before`; return how many records went.
-
-        What a transaction holds is skipped. Fence counters are never touched.
-
-        Args:
-            before: An aware datetime. A future one counts as now: no live record goes.
-            limit: How many to remove at most, from 1 to 100 000.
-        """
-        _positive(limit, "limit", 100_000)
-        return self._cleanup(_aware(before, "before"), limit)
-
-    def note(self, name: str, fence: int, seconds: Duration) -> None:
-        """Keep a fence under a name beside the locks, for `seconds`: that something is done.
-
-        No key reaches it, no listing shows it, and nothing of it stays. A further note of the name
-        takes its place. Where a store keeps no notes, nothing happens.
-
-        Args:
-            name: Text that a key could be.
-        """
-        name = stored_key(name)
-        self._note(name, validate_fence(fence), durations.seconds(seconds, "seconds"))
-
-    def noted(self, name: str) -> int | None:
-        """Return the fence that was noted under a name; None: none was, or its time is over."""
-        return self._noted(stored_key(name))
+        name = self._name(stored_key(key))
+        return self._counter(name) if beside is None else self._counter_beside(name, beside)
 
     def raise_fences(
         self,
@@ -442,12 +318,97 @@ class BaseLockBackend:
         name = None if key is None else self._name(key)
         return self._raise_fences(to, name, key, cursor=cursor, limit=limit)
 
-    @property
-    def can_renew(self) -> bool:
-        """Whether another thread can extend what this one takes."""
-        return True
+    # Operators
 
-    # Waiting
+    def force_release(
+        self, key: str, *, fence: int | None = None, bound: Duration = MAX_BOUND
+    ) -> Record | Contended | None:
+        """Take a key from its holder: the fence moves on first, then the record goes.
+
+        Args:
+            fence: Only if this is the holder's fence, compared in the same step; none that is held
+                has 0.
+
+        Returns:
+            The record that was removed; None: nobody held it (or not by that fence); busy: a
+            guarded transaction of the holder is open, nothing was changed.
+        """
+        key = stored_key(key)
+        _seen(fence)
+        return self._force_release(self._name(key), key, fence, bound=_bound(bound))
+
+    def request_stop(
+        self,
+        key: str,
+        within: Duration | None = None,
+        token: str | None = None,
+        *,
+        fence: int | None = None,
+        bound: Duration = MAX_BOUND,
+    ) -> Record | Contended | None:
+        """Ask the holder to finish: its next extend says `stop_requested`.
+
+        Args:
+            within: Let its lease be renewed for so many seconds at the most. `supports_ttl`.
+                Behind that end its holder is refused. Nobody else is granted the key before the
+                holder must have noticed: it is free at its release, or at the end that the last
+                extend promised. An end never gets later, and a lease without expiry stays as it
+                is. A settled key has no holder any more: it is free at the new end.
+            token: Only if this is the holder's token.
+            fence: See `force_release`.
+
+        Returns:
+            The record as it is now; None: nobody holds it (or not by that token, or fence); busy.
+        """
+        key = stored_key(key)
+        if token is not None:
+            token = validate_token(token)
+        _seen(fence)
+        if within is not None:
+            within = durations.seconds(within, "within", maximum=self.config.max_ttl)
+        seconds = _bound(bound)
+        if within is not None:
+            self._require("supports_ttl", "end a lease at a time: no lease ends by itself")
+        return self._request_stop(self._name(key), within, token, fence, bound=seconds)
+
+    def pause(
+        self,
+        key: str,
+        until: datetime | None,
+        by: str | None = None,
+        *,
+        bound: Duration = MAX_BOUND,
+    ) -> bool | Contended:
+        """Grant the key to nobody until `until`, by the store's clock. A holder keeps its lease.
+
+        Args:
+            until: An aware datetime; None: end the pause.
+            by: Who wants it so, for people to read; at most 200 characters.
+
+        Returns:
+            Whether the key is paused now, or was if the pause is ended; busy: nothing was changed.
+        """
+        key = stored_key(key)
+        if until is None:
+            return self._resume(self._name(key), bound=_bound(bound))
+        until = _aware(until, "until")
+        _text(by, "by", 200)
+        answer = self._pause(self._name(key), key, until, by, bound=_bound(bound))
+        return True if answer is None else answer
+
+    def cleanup(self, before: datetime, limit: int = 1000) -> int:
+        """Remove leases, and notes, that were over before `before`; return how many records went.
+
+        What a transaction holds is skipped. Fence counters are never touched.
+
+        Args:
+            before: An aware datetime. A future one counts as now: no live record goes.
+            limit: How many to remove at most, from 1 to 100 000.
+        """
+        _positive(limit, "limit", 100_000)
+        return self._cleanup(_aware(before, "before"), limit)
+
+    # Wake-ups
 
     @property
     def is_listening(self) -> bool:
@@ -467,83 +428,21 @@ class BaseLockBackend:
         """
         return self.is_listening
 
-    def note_waiter(
-        self, key: str, holder: Holder, seconds: float, note: str | None = None
-    ) -> str | None:
-        """Let people see who waits for a key, for `seconds` at most.
+    # Counts
+
+    def counts(self) -> Counts:
+        """Count what the store keeps: locks, waiters, fence counters, bytes. It only reads."""
+        return self._counts()
+
+    def states(self, soon: Duration) -> tuple[States, Strain]:
+        """Count what is held by its state, or estimate it, and say where it is tight.
 
         Args:
-            note: What an earlier call returned, to let it be seen for longer.
-
-        Returns:
-            What `drop_waiter` takes; None: the store shows no waiters.
+            soon: Seconds within which a lease ends to be counted as ending soon.
         """
-        return self._note_waiter(self.storage_name(key), holder, seconds, note)
+        return self._states(durations.seconds(soon, "soon"))
 
-    def drop_waiter(self, key: str, note: str) -> None:
-        """Forget who waited."""
-        self._drop_waiter(self.storage_name(key), note)
-
-    def waiters(self, key: str) -> Sequence[Waiting]:
-        """Return who waits for a key, the first to come first."""
-        return self._waiters(self.storage_name(key))
-
-    def count_waiters(self, keys: Sequence[str]) -> Sequence[Waits]:
-        """Return how many wait for each of these keys, in their order, in one round trip."""
-        return self._count_waiters([self.storage_name(key) for key in keys])
-
-    def storage_name(self, key: str) -> str:
-        """Return what a key is called in the store, and in `queues`."""
-        return self._name(stored_key(key))
-
-    def _freed(self, name: str, answer: bool | Unknown) -> bool | Unknown:
-        # Without wake-ups, at least those who wait in this process need not wait for longer.
-        if answer is True and not self.is_listening:
-            self.queues.ring(name)
-        return answer
-
-    # The same, awaited
-
-    async def aacquire(self, *args: Any, **kwargs: Any) -> Grant | Contended:
-        """See `acquire`."""
-        return await self.run_async(self.acquire, *args, **kwargs)
-
-    async def aextend(self, *args: Any, **kwargs: Any) -> Grant | Unknown | None:
-        """See `extend`."""
-        return await self.run_async(self.extend, *args, **kwargs)
-
-    async def arelease(self, *args: Any, **kwargs: Any) -> bool | Unknown:
-        """See `release`."""
-        return await self.run_async(self.release, *args, **kwargs)
-
-    async def aread(self, key: str) -> Record | None:
-        """See `read`."""
-        return await self.run_async(self.read, key)
-
-    async def run_async(self, operation: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a call on a thread of this backend. Cancelling the await does not cancel the call."""
-        call = asyncio.wrap_future(self._threads.submit(operation, *args, **kwargs))
-        # Who is cancelled does not ask for its error, of which the event loop would complain.
-        call.add_done_callback(_hear)
-        await asyncio.wait((call,))
-        return call.result()
-
-    def run_apart(self, operation: Callable[[], object]) -> None:
-        """Run a call on a thread of this backend, for somebody who cannot wait for its end."""
-        self._threads.submit(operation)
-
-    # What a backend defines
-
-    def _own_thread(self, *, keeps_leases: bool = False) -> None:
-        """Prepare a thread that runs asynchronous operations.
-
-        Args:
-            keeps_leases: It renews what others hold instead, and waits for none of them.
-        """
-
-    def _begin_in_child(self) -> None:
-        """Forget what a fork copied: waiters, leases and words on sockets are the parent's."""
-        self.queues.forget()
+    # What a backend defines: the first four, and what else its store can do
 
     def _acquire(
         self,
@@ -564,14 +463,92 @@ class BaseLockBackend:
     ) -> Grant | Unknown | None:
         raise NotImplementedError
 
+    def _release(
+        self, name: str, grant: Grant, held: float | None, *, bound: float
+    ) -> bool | Unknown:
+        raise NotImplementedError
+
+    def _read(self, name: str) -> Record | None:
+        raise NotImplementedError
+
     def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> Sequence[Grant | Unknown | None]:
-        raise NotImplementedError
+        return [self._extend(name, grant, grant.ttl, bound=MAX_BOUND) for name, grant in named]
 
-    def _release(self, name: str, grant: Grant, *, bound: float) -> bool | Unknown:
-        raise NotImplementedError
+    def _time(self) -> datetime:
+        return datetime.now(UTC)
 
-    def _settle(self, name: str, grant: Grant, seconds: float, *, bound: float) -> bool | Unknown:
-        raise NotImplementedError
+    def _clocks(self) -> Mapping[str, datetime]:
+        """Return the time of each server, by its name; "" where there is one."""
+        return {"": self._time()}
+
+    def _list(
+        self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
+    ) -> Page:
+        raise self._cannot("list its locks")
+
+    def _expired(self, name: str | None, limit: int) -> Sequence[Record]:
+        return ()
+
+    def _read_token(self, token: str) -> Record | None:
+        raise self._cannot("find a lock by its token")
+
+    def _counter(self, name: str) -> Counter | None:
+        if (record := self._read(name)) is None:
+            # Who is late must not take it for "nobody came after me".
+            raise self._cannot("tell the last fence of a key that nobody holds")
+        return Counter(record.fence)
+
+    def _counter_beside(self, name: str, using: str) -> Counter | None:
+        return self._counter(name)
+
+    def _fences_of(self, names: Sequence[str]) -> Sequence[int | None]:
+        """Return the fences of these keys; 0: never granted; None: not asked for, or spoiled."""
+        found: list[int | None] = [None] * len(names)
+        for number, name in enumerate(names[:ONE_BY_ONE]):
+            with suppress(LockUsageError):
+                counter = self._counter(name)
+                found[number] = 0 if counter is None else counter.fence
+        return found
+
+    def _raise_fences(
+        self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
+    ) -> Raised:
+        raise self._cannot("raise its fences")
+
+    def _force_release(
+        self, name: str, key: str, fence: int | None, *, bound: float
+    ) -> Record | Contended | None:
+        raise self._cannot("take a key from its holder")
+
+    def _request_stop(
+        self,
+        name: str,
+        within: float | None,
+        token: str | None,
+        fence: int | None,
+        *,
+        bound: float,
+    ) -> Record | Contended | None:
+        raise self._cannot("ask a holder to finish")
+
+    def _pause(
+        self, name: str, key: str, until: datetime, by: str | None, *, bound: float
+    ) -> Contended | None:
+        raise self._cannot("pause a key")
+
+    def _resume(self, name: str, *, bound: float) -> bool | Contended:
+        return False
+
+    def _cleanup(self, before: datetime, limit: int) -> int:
+        return 0
+
+    def _counts(self) -> Counts:
+        return Counts(held=Count(sum(1 for _each in every_record(self))))
+
+    def _states(self, soon: float) -> tuple[States, Strain]:
+        return listed_states(self, soon)
+
+    # Guards, waiters and notes: see `groups`
 
     def _guarded_alias(self, using: str | None) -> str:
         raise NotImplementedError
@@ -579,72 +556,12 @@ class BaseLockBackend:
     def _guard(self, name: str, grant: Grant, using: str, *, bound: float) -> bool:
         raise NotImplementedError
 
-    def _read(self, name: str) -> Record | None:
-        raise NotImplementedError
-
-    def _read_token(self, token: str) -> Record | None:
-        raise NotImplementedError
-
-    def _time(self) -> datetime:
-        raise NotImplementedError
-
-    def _counter(self, name: str) -> Counter | None:
-        raise NotImplementedError
-
-    def _counter_beside(self, name: str, using: str) -> Counter | None:
-        return self._counter(name)
-
     def _is_guarded(self, name: str) -> bool:
         """Whether a guarded transaction keeps the key. False where the store cannot tell now."""
-        raise NotImplementedError
+        return False
 
     def _guards_of(self, name: str) -> tuple[Session, ...] | None:
-        raise NotImplementedError
-
-    def _list(
-        self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
-    ) -> Page:
-        raise NotImplementedError
-
-    def _expired(self, name: str | None, limit: int) -> Sequence[Record]:
-        return ()
-
-    def _shorten(
-        self, name: str, seconds: float, token: str | None, fence: int | None, *, bound: float
-    ) -> Record | Contended | None:
-        raise NotImplementedError
-
-    def _force_release(
-        self, name: str, key: str, fence: int | None, *, bound: float
-    ) -> Record | Contended | None:
-        raise NotImplementedError
-
-    def _request_stop(
-        self, name: str, fence: int | None, *, bound: float
-    ) -> Record | Contended | None:
-        raise NotImplementedError
-
-    def _pause(
-        self, name: str, key: str, until: datetime, by: str | None, *, bound: float
-    ) -> Contended | None:
-        raise NotImplementedError
-
-    def _resume(self, name: str, *, bound: float) -> bool | Contended:
-        raise NotImplementedError
-
-    def _cleanup(self, before: datetime, limit: int) -> int:
-        raise NotImplementedError
-
-    def _note(self, name: str, fence: int, seconds: float) -> None:
-        pass
-
-    def _noted(self, name: str) -> int | None:
         return None
-
-    def _raise_fences(
-        self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
-    ) -> Raised:
-        raise NotImplementedError
 
     def _note_waiter(
         self, name: str, holder: Holder, seconds: float, note: str | None
@@ -654,13 +571,38 @@ class BaseLockBackend:
     def _drop_waiter(self, name: str, note: str) -> None:
         pass
 
-    def _count_waiters(self, names: Sequence[str]) -> Sequence[Waits]:
-        return [Waits.of(self._waiters(name)) for name in names]
-
     def _waiters(self, name: str) -> Sequence[Waiting]:
         return ()
 
-    # Checks
+    def _count_waiters(self, names: Sequence[str]) -> Sequence[Waits]:
+        return [Waits.of(self._waiters(name)) for name in names]
+
+    def _note(self, name: str, fence: int, seconds: float) -> None:
+        pass
+
+    def _noted(self, name: str) -> int | None:
+        return None
+
+    # Threads and forks
+
+    def _own_thread(self, *, keeps_leases: bool = False) -> None:
+        """Prepare a thread that runs asynchronous operations.
+
+        Args:
+            keeps_leases: It renews what others hold instead, and waits for none of them.
+        """
+
+    def _begin_in_child(self) -> None:
+        """Forget what a fork copied: waiters, leases and words on sockets are the parent's."""
+        self.queues.forget()
+
+    # What these share
+
+    def _freed(self, name: str, answer: bool | Unknown) -> bool | Unknown:
+        # Without wake-ups, at least those who wait in this process need not wait for longer.
+        if answer is True and not self.is_listening:
+            self.queues.ring(name)
+        return answer
 
     def _name(self, key: str) -> str:
         return storage_key(self.key_prefix, key, self.storage_key_limit)
@@ -670,15 +612,13 @@ class BaseLockBackend:
 
     def _require(self, capability: str, what: str) -> None:
         if not getattr(self, capability):
-            raise LockUsageError(
-                f"The lock backend {self.alias!r} ({type(self).__name__}) cannot {what}.",
-                code="unsupported",
-            )
+            raise self._cannot(what)
 
-
-def _hear(call: asyncio.Future[Any]) -> None:
-    if not call.cancelled():
-        call.exception()
+    def _cannot(self, what: str) -> LockUsageError:
+        return LockUsageError(
+            f"The lock backend {self.alias!r} ({type(self).__name__}) cannot {what}.",
+            code="unsupported",
+        )
 
 
 def _bound(bound: Duration) -> float:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from django.db import connections, models
 from django.db.models import F, Max, Q
@@ -17,7 +18,9 @@ from ..database import vendors
 from ..database.fields import to_microseconds
 from ..models import FenceCounter, HeldLock, Waiter
 from .counts import MOST, Count, Counts, Sizes, States, Strain, TableSize
-from .tables import FenceTable
+
+if TYPE_CHECKING:
+    from .tables import FenceTable
 
 T = TypeVar("T")
 
@@ -52,12 +55,8 @@ def count_rows(store: FenceTable, *, locks: bool) -> Counts:
     Args:
         locks: Whether its locks are rows as well.
     """
-    return _asked(store, lambda on: _count(store, on, locks=locks))
-
-
-def sizes(store: FenceTable) -> Sizes:
-    """Return what the tables take, without looking into them."""
-    return _asked(store, lambda on: _sizes(on, store))
+    counts = _asked(store, lambda on: _count(store, on, locks=locks))
+    return replace(counts, sizes=_asked(store, lambda on: _sizes(on, store)))
 
 
 def count_states(store: FenceTable, soon: float) -> tuple[States, Strain]:

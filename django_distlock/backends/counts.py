@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ..core.records import Record
+
+if TYPE_CHECKING:
+    from .base import BaseLockBackend
 
 #: Keys that are named, of those that most wait for.
 MOST: Final = 8
@@ -26,12 +30,16 @@ class Count:
 class Counts:
     """How much a backend keeps; None: its store cannot tell, or has nothing of the kind.
 
+    The numbers are of this backend alone.
+
     Attributes:
         held: Keys that nobody else can have now.
         expired: Records of leases that are over, which nobody has removed yet.
         waiters: Who waits, and is noted.
         counters: Fence counters.
         highest: The highest fence.
+        sizes: Of the tables that it shares with others of its database.
+        memory: Bytes that its servers use for all that they keep.
     """
 
     held: Count | None = None
@@ -39,6 +47,8 @@ class Counts:
     waiters: Count | None = None
     counters: Count | None = None
     highest: Count | None = None
+    sizes: Sizes | None = None
+    memory: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +117,41 @@ class Sizes:
 
 def counted(counts: object, kind: type[Counts | States]) -> dict[str, Any]:
     """Return the numbers of counts for JSON; `estimated` names those that are about so."""
-    found: dict[str, Count | None]
-    found = {name: getattr(counts, name) for name in kind.__dataclass_fields__}
+    names = [name for name in kind.__dataclass_fields__ if name not in ("sizes", "memory")]
+    found: dict[str, Count | None] = {name: getattr(counts, name) for name in names}
     numbers = {name: None if each is None else each.number for name, each in found.items()}
     about = [name for name, each in found.items() if each is not None and not each.is_exact]
     return {**numbers, "estimated": about}
+
+
+def every_record(store: BaseLockBackend) -> Iterator[Record]:
+    """Yield what is held, page by page.
+
+    Raises:
+        LockUsageError: The backend cannot list its locks.
+    """
+    cursor = None
+    while True:
+        page = store.list(cursor=cursor, limit=1000)
+        yield from page.records
+        if (cursor := page.cursor) is None:
+            return
+
+
+def listed_states(store: BaseLockBackend, soon: float) -> tuple[States, Strain]:
+    """Count page by page: of stores that cannot count."""
+    found: Counter[str] = Counter()
+    late: list[float | None] = []
+    now = store.clock()
+    for record in every_record(store):
+        found.update(tally(record, now, soon))
+        late.append(overdue(record, now))
+    # Those that are free again are in no listing.
+    found["past_expiry"] = max(found["past_expiry"], len(store.expired(limit=10_000)))
+    if not store.supports_ttl:
+        found["no_expiry"] = 0  # They end with their sessions.
+    counts = {name: Count(found[name]) for name in States.__dataclass_fields__ if name != "waiting"}
+    return States(waiting=None, **counts), Strain.of(late, ())
 
 
 def overdue(record: Record, now: datetime) -> float | None:

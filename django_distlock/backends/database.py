@@ -38,6 +38,8 @@ from ..managers.lock import HeldLockManager
 from ..managers.waiter import WaiterManager
 from ..models import HeldLock, Waiter
 from .base import BaseLockBackend
+from .counting import count_rows, count_states
+from .counts import Counts, States, Strain
 from .listening import Listener
 from .tables import FenceTable
 
@@ -147,14 +149,8 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
             single=self._single,
         )
 
-    def _release(self, name: str, grant: Grant, *, bound: float) -> bool | Unknown:
-        return self._given_back(name, grant, bound=bound)
-
-    def _settle(self, name: str, grant: Grant, seconds: float, *, bound: float) -> bool | Unknown:
-        return self._given_back(name, grant, held=seconds, bound=bound)
-
-    def _given_back(
-        self, name: str, grant: Grant, *, held: float | None = None, bound: float
+    def _release(
+        self, name: str, grant: Grant, held: float | None, *, bound: float
     ) -> bool | Unknown:
         def release(on: str) -> Freed | Unknown:
             return self._hot.db_manager(on).release(name, grant, held=held, bound=bound)
@@ -203,14 +199,6 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
 
         return self._ask(look, writes=False, long=True)
 
-    def _shorten(
-        self, name: str, seconds: float, token: str | None, fence: int | None, *, bound: float
-    ) -> Record | Contended | None:
-        def shorten(on: str) -> Record | Contended | None:
-            return self._locks_on(on).shorten(name, seconds, token, fence, bound=bound)
-
-        return self._ask(shorten, bound=bound, busy=partial(self._busy, name))
-
     def _force_release(
         self, name: str, key: str, fence: int | None, *, bound: float
     ) -> Record | Contended | None:
@@ -220,10 +208,16 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         return self._ask(force, bound=bound, busy=partial(self._busy, name), key=key)
 
     def _request_stop(
-        self, name: str, fence: int | None, *, bound: float
+        self,
+        name: str,
+        within: float | None,
+        token: str | None,
+        fence: int | None,
+        *,
+        bound: float,
     ) -> Record | Contended | None:
         def request(on: str) -> Record | Contended | None:
-            return self._locks_on(on).request_stop(name, fence, bound=bound)
+            return self._locks_on(on).request_stop(name, within, token, fence, bound=bound)
 
         return self._ask(request, bound=bound, busy=partial(self._busy, name))
 
@@ -239,6 +233,12 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         with suppress(LockError):
             self._ask(lambda on: self._waiters_on(on).cleanup(limit), busy=lambda: None, long=True)
         return gone + (self._remove_notes(before, limit - gone) if gone < limit else 0)
+
+    def _counts(self) -> Counts:
+        return count_rows(self, locks=True)
+
+    def _states(self, soon: float) -> tuple[States, Strain]:
+        return count_states(self, soon)
 
     def _note_waiter(
         self, name: str, holder: Holder, seconds: float, note: str | None
@@ -272,7 +272,7 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
             self._listener.forget()
 
     @property
-    def can_renew(self) -> bool:
+    def can_renew(self) -> bool:  # type: ignore[override]
         """Not inside of a `TestCase`: no other connection sees what it has not committed."""
         return not self._in_test_case()
 

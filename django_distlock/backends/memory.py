@@ -37,7 +37,6 @@ class MemoryBackend(BaseLockBackend):
     supports_wakeups: ClassVar[bool] = True
     time_authority: Literal["server", "client"] = "client"
     storage_key_limit: ClassVar[int] = 10_000
-    supports_guard: bool = True
 
     def __init__(
         self,
@@ -109,25 +108,17 @@ class MemoryBackend(BaseLockBackend):
         with self._mutex:
             return [self._extend(name, grant, grant.ttl, bound=0) for name, grant in named]
 
-    def _release(self, name: str, grant: Grant, *, bound: float) -> bool:
-        with self._mutex:
-            record = self._owned(name, grant.token, self._now())
-            if record is None:
-                return False
-            self._given_up(record, name)
-            self._drop(name)
-            return True
-
-    def _settle(self, name: str, grant: Grant, seconds: float, *, bound: float) -> bool:
+    def _release(self, name: str, grant: Grant, held: float | None, *, bound: float) -> bool:
         with self._mutex:
             now = self._now()
             record = self._owned(name, grant.token, now)
             if record is None:
                 return False
-            until = record.acquired_at + timedelta(seconds=seconds)
+            until = now if held is None else record.acquired_at + timedelta(seconds=held)
             self._given_up(record, name)
-            self._put(name, changed(record, expires_at=until, free_at=until))
-            if until <= now:
+            if now < until:
+                self._put(name, changed(record, expires_at=until, free_at=until))
+            else:
                 self._drop(name)
             return True
 
@@ -179,19 +170,6 @@ class MemoryBackend(BaseLockBackend):
         found = [each for key, each in records if name in (None, key) and each.is_expired(now)]
         return sorted(found, key=lambda each: each.expires_at or now, reverse=True)[:limit]
 
-    def _shorten(
-        self, name: str, seconds: float, token: str | None, fence: int | None, *, bound: float
-    ) -> Record | None:
-        with self._mutex:
-            now = self._now()
-            record = self._owned(name, token, now)
-            if record is None or not record.is_seen(fence):
-                return None
-            shortened = record.shortened(now, seconds)
-            self._put(name, shortened)
-            self._wake_if_sooner(record, name)
-            return shortened
-
     def _force_release(
         self, name: str, key: str, fence: int | None, *, bound: float
     ) -> Record | Contended | None:
@@ -207,15 +185,24 @@ class MemoryBackend(BaseLockBackend):
             self._drop(name)
             return record
 
-    def _request_stop(self, name: str, fence: int | None, *, bound: float) -> Record | None:
+    def _request_stop(
+        self,
+        name: str,
+        within: float | None,
+        token: str | None,
+        fence: int | None,
+        *,
+        bound: float,
+    ) -> Record | None:
         with self._mutex:
             now = self._now()
-            record = self._live(name, now)
+            record = self._owned(name, token, now)
             if record is None or not record.is_seen(fence):
                 return None
-            record = changed(record, stop_requested_at=record.stop_requested_at or now)
-            self._put(name, record)
-            return record
+            asked = record.asked_to_stop(now, within)
+            self._put(name, asked)
+            self._wake_if_sooner(record, name)
+            return asked
 
     def _pause(self, name: str, key: str, until: datetime, by: str | None, *, bound: float) -> None:
         with self._mutex:

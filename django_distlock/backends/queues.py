@@ -33,9 +33,14 @@ class Turn:
 
 
 class Queues:
-    """The queues of one backend's keys, first come first served."""
+    """The queues of one backend's keys, first come first served.
 
-    def __init__(self) -> None:
+    Args:
+        name_of: Returns what a key is called in the store, and here.
+    """
+
+    def __init__(self, name_of: Callable[[str], str] = str) -> None:
+        self.name_of = name_of
         self.forget()
 
     def forget(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -141,6 +141,14 @@ class FenceTable(NoteTable):
             found: Counter | None = self._counters.db_manager(using).look(name)
             return found
         return self._counter(name)
+
+    def _fences_of(self, names: Sequence[str]) -> Sequence[int | None]:
+        def look(on: str) -> dict[str, int]:
+            counters = self._counters_on(on).filter(pk__in=names)
+            return dict(counters.values_list("pk", "fence"))
+
+        found = self._ask(look, writes=False, long=True)
+        return [found.get(name, 0) for name in names]
 
     def _guards_of(self, name: str) -> tuple[Session, ...] | None:
         if connections[self.using].vendor != "postgresql":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from django.db import connections
 
@@ -40,6 +41,14 @@ class CallThreads:
             self._executor = (os.getpid(), pool)
         return self._executor[1].submit(_run, call, *args, **kwargs)
 
+    async def run(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Await a call. Cancelling the await does not cancel the call."""
+        running = asyncio.wrap_future(self.submit(call, *args, **kwargs))
+        # Who is cancelled does not ask for its error, of which the event loop would complain.
+        running.add_done_callback(_hear)
+        await asyncio.wait((running,))
+        return running.result()
+
 
 def _run(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     try:
@@ -47,3 +56,8 @@ def _run(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     finally:
         # What a signal's receiver opened here, no end of a request would ever close.
         connections.close_all()
+
+
+def _hear(call: asyncio.Future[Any]) -> None:
+    if not call.cancelled():
+        call.exception()

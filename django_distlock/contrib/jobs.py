@@ -191,7 +191,7 @@ class Rules:
         """See `run`."""
 
         async def left(refusal: Refusal) -> Marker:
-            return await lock_backends[lock.backend].run_async(self._skip, lock, refusal)
+            return await lock_backends[lock.backend].threads.run(self._skip, lock, refusal)
 
         return await self.policy.arun(lock, body, left, again)
 

@@ -193,17 +193,21 @@ class Record:
             return False
         return self.free_at != self.expires_at + _GRACE
 
-    def shortened(self, now: datetime, seconds: float) -> Record:
-        """Return the record with an end in `seconds` at the latest; it never gets longer.
+    def asked_to_stop(self, now: datetime, within: float | None) -> Record:
+        """Return the record of a holder that is asked to finish.
 
-        The holder is asked to finish. Until it knows of the new end, the old one stands for it.
+        Args:
+            within: Seconds in which it ends at the latest; it never gets longer. Until the holder
+                knows of the new end, the old one stands for it. None: it ends when it did.
         """
-        expires_at = now + timedelta(seconds=seconds)
+        asked_at = self.stop_requested_at or now
+        if within is None:
+            return replace(self, stop_requested_at=asked_at)
+        expires_at = now + timedelta(seconds=within)
         if self.expires_at is None or self.expires_at <= expires_at:
             return self
         if self.is_settled:
             return replace(self, expires_at=expires_at, free_at=expires_at)
-        asked_at = self.stop_requested_at or now
         return replace(self, expires_at=expires_at, stop_requested_at=asked_at)
 
     def extended(self, now: datetime, ttl: float | None) -> Record | None:

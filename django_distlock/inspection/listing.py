@@ -191,7 +191,7 @@ def _with_waits(locks: tuple[HeldKey, ...]) -> list[HeldKey]:
     for alias in dict.fromkeys(each.backend for each in locks):
         keys = [each.key for each in locks if each.backend == alias]
         with suppress(LockError):
-            counted = lock_backends[alias].count_waiters(keys)
+            counted = lock_backends[alias].waiters.count(keys)
             found |= {(alias, key): waits for key, waits in zip(keys, counted, strict=True)}
     return [replace(each, waits=found.get((each.backend, each.key))) for each in locks]
 

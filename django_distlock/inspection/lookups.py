@@ -99,6 +99,6 @@ def _info(store: BaseLockBackend, record: Record | None, *, raw: bool) -> LockIn
         expires_at=record.expires_at,
         renewed_at=record.renewed_at,
         holder=record.holder,
-        waiters=tuple(store.waiters(record.key)),
+        waiters=tuple(store.waiters.of(record.key)),
         raw=(record.key, record.token) if raw else None,
     )

@@ -77,7 +77,7 @@ def expire_soon(
     order, left = Order(Operation.EXPIRE_SOON, actor, reason), seconds(within, "within")
 
     def shorten(store: BaseLockBackend) -> Record | Contended | None:
-        record = store.shorten(key, left, fence=fence)
+        record = store.request_stop(key, left, fence=fence)
         if isinstance(record, Record) and record.expires_at is None:
             raise LockUsageError(
                 f"The lease on {key!r} has no expiry, and its holder would not notice one. Ask it"
@@ -125,7 +125,7 @@ def pause(
     key = stored_key(key)
     end = _end_of_pause(until, store.clock())
     answer = store.pause(key, end, by=order.by)
-    result = Result.DONE if answer is None else Result.BUSY
+    result = Result.BUSY if isinstance(answer, Contended) else Result.DONE
     return _about_pause(order, store, key, result, {"until": end.isoformat()})
 
 
@@ -138,7 +138,7 @@ def resume(key: str, *, backend: str = "default", actor: Any, reason: str = "") 
     """
     order, store = Order(Operation.RESUME, actor, reason), lock_backends[backend]
     key = stored_key(key)
-    answer = store.resume(key)
+    answer = store.pause(key, None)
     if isinstance(answer, Contended):
         return _about_pause(order, store, key, Result.BUSY)
     return _about_pause(order, store, key, Result.DONE if answer else Result.NOTHING)
@@ -268,7 +268,7 @@ def _held(store: BaseLockBackend, key: str, now: datetime) -> HeldKey | None:
 
 def _sessions(store: BaseLockBackend, key: str) -> tuple[Session, ...] | None:
     with suppress(LockError):
-        return store.guards(key)
+        return store.guards.sessions(key)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,9 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, router, transaction
 from django.utils.connection import ConnectionDoesNotExist
 
+from ..backends.base import BaseLockBackend
 from ..core.documents import by_name, plain
+from ..core.errors import LockUsageError
 from ..core.holders import Session
 from ..core.keys import stored_key
 from ..core.logs import log_fields
@@ -98,7 +101,7 @@ def show(key: str, backend: str = "default") -> KeyView:
     key, store = stored_key(key), lock_backends[backend]
     record = store.read(key)
     now = store.clock()
-    waiters = tuple(store.waiters(key))
+    waiters = tuple(store.waiters.of(key))
     held = None if record is None else HeldKey.of(store, record, now)
     over = [HeldKey.of(store, each, now) for each in store.expired(key, limit=1)]
     return KeyView(
@@ -107,9 +110,9 @@ def show(key: str, backend: str = "default") -> KeyView:
         key_hash=hashed(key),
         held=held and replace(held, waits=Waits.of(waiters)),
         expired=over[0] if over else None,
-        counter=store.counter(key),
+        counter=_counter(store, key),
         waiters=waiters,
-        guards=store.guards(key),
+        guards=store.guards.sessions(key),
         events=_latest(store.alias, key),
         observed_at=now,
     )
@@ -131,6 +134,13 @@ def expired_locks(backend: str = "default", *, limit: int = 100) -> tuple[HeldKe
     found = store.expired(limit=limit)
     now = store.clock()
     return tuple(HeldKey.of(store, each, now) for each in found)
+
+
+def _counter(store: BaseLockBackend, key: str) -> Counter | None:
+    # A backend of somebody else need not know the fence of a key that nobody holds.
+    with suppress(LockUsageError):
+        return store.counter(key)
+    return None
 
 
 def _latest(alias: str, key: str) -> tuple[LockEvent, ...] | None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from ..backends.base import BaseLockBackend
-from ..backends.counts import Count, States, Strain, counted, overdue, tally
+from ..backends.counts import Count, States, counted
 from ..core.documents import by_name
 from ..core.durations import Duration, seconds
 from ..handler import lock_backends
-from .statistics import is_redis
 
 #: Seconds within which a lease "ends soon", where nobody says otherwise.
 SOON = 10.0
@@ -79,22 +76,9 @@ def summary(backend: str = "default", *, soon: Duration = SOON) -> Summary:
         BackendUnavailable: The store did not answer.
         LockUsageError: The backend cannot list its locks.
     """
-    # With these come the models, which are there when the apps are ready.
-    from ..backends.counting import count_states
-    from ..backends.database import DatabaseBackend
-
     store, within = lock_backends[backend], seconds(soon, "soon")
     now = store.clock()
-    if isinstance(store, DatabaseBackend):
-        found = count_states(store, within)
-    elif is_redis(store):
-        # Its driver need not be installed for the others.
-        from ..backends.redis.sampling import sampled_states
-
-        found = sampled_states(store, within)  # type: ignore[arg-type]
-    else:
-        found = _listed(store, within)
-    states, strain = found
+    states, strain = store.states(within)
     return Summary(
         backend=store.alias,
         overdue=strain.overdue,
@@ -103,24 +87,3 @@ def summary(backend: str = "default", *, soon: Duration = SOON) -> Summary:
         observed_at=now,
         **{name: getattr(states, name) for name in States.__dataclass_fields__},
     )
-
-
-def _listed(store: BaseLockBackend, soon: float) -> tuple[States, Strain]:
-    """Count page by page: of stores whose locks are in a process, or in sessions."""
-    found: Counter[str] = Counter()
-    late: list[float | None] = []
-    cursor = None
-    while True:
-        page = store.list(cursor=cursor, limit=1000)
-        now = store.clock()
-        for record in page.records:
-            found.update(tally(record, now, soon))
-            late.append(overdue(record, now))
-        if (cursor := page.cursor) is None:
-            break
-    # Those that are free again are in no listing.
-    found["past_expiry"] = max(found["past_expiry"], len(store.expired(limit=10_000)))
-    if not store.supports_ttl:
-        found["no_expiry"] = 0  # They end with their sessions.
-    counts = {name: Count(found[name]) for name in States.__dataclass_fields__ if name != "waiting"}
-    return States(waiting=None, **counts), Strain.of(late, ())

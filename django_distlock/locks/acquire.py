@@ -53,12 +53,12 @@ async def aacquire(backend: BaseLockBackend, request: Request, block: Block) -> 
         if attempts.has_listeners():
             # Receivers run on our threads: one that blocks must not stop the event loop. They see
             # the caller's context, as those of `sync_to_async` do.
-            return await backend.run_async(copy_context().run, attempts.conclude, outcome)
+            return await backend.threads.run(copy_context().run, attempts.conclude, outcome)
         return attempts.conclude(outcome)
     except (Exception, asyncio.CancelledError) as error:
         # Cancelled behind the grant: nobody gets to know of it, so nobody would release it.
         if not attempts.concluded or isinstance(error, asyncio.CancelledError):
-            await backend.run_async(copy_context().run, attempts.fail, error)
+            await backend.threads.run(copy_context().run, attempts.fail, error)
         raise
 
 
@@ -180,11 +180,11 @@ class _Awaits:
         # Ended otherwise, it leaves where the attempts fail.
         rest = self._attempts.leave()
         if rest is not None:
-            await self._backend.run_async(rest)
+            await self._backend.threads.run(rest)
         return outcome
 
     async def _do(self, step: Step) -> Reply:
-        attempts, run = self._attempts, self._backend.run_async
+        attempts, run = self._attempts, self._backend.threads.run
         if isinstance(step, Attempt):
             self._woken.clear()
             outcome = await run(attempts.attempt, step)
@@ -208,7 +208,7 @@ class _Awaits:
         listening = self._backend.is_listening
         if attempts.is_first and not listening:
             bound = min(MAX_BOUND, max(0.0, until - monotonic()))
-            listening = await self._backend.run_async(self._backend.listen, bound)
+            listening = await self._backend.threads.run(self._backend.listen, bound)
         return Reply(monotonic(), listening=listening, queued=queued)
 
     async def _pause(self, step: Pause) -> Reply:
@@ -222,7 +222,7 @@ class _Awaits:
         if seconds > NOTE_AFTER and not self._attempts.may_be_noted:
             await self._wait(NOTE_AFTER)
         if self._attempts.may_be_noted and not self._woken.is_set():
-            await self._backend.run_async(self._attempts.note)
+            await self._backend.threads.run(self._attempts.note)
         await self._wait(min(_LONGEST, max(0.0, until - monotonic())))
 
     async def _wait(self, seconds: float) -> None:

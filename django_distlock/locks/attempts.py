@@ -129,7 +129,7 @@ class Attempts:
     def steps(self) -> Steps:
         """Return the algorithm that drives these attempts."""
         request, queues = self.request, self.backend.queues
-        name = self.backend.storage_name(request.key)
+        name = self.backend.queues.name_of(request.key)
         return acquiring(
             now=self._started,
             wait=request.wait,
@@ -195,7 +195,7 @@ class Attempts:
     def join(self, ring: Callable[[], bool]) -> bool:
         """Queue up; return whether somebody was in front."""
         # Kept first: interrupted behind this, it can leave whatever it has joined.
-        self._turn = Turn(self.backend.storage_name(self.request.key), ring)
+        self._turn = Turn(self.backend.queues.name_of(self.request.key), ring)
         self.backend.queues.join(self._turn)
         request = self.request
         self._wait = Wait(
@@ -241,7 +241,7 @@ class Attempts:
     @property
     def patience(self) -> float:
         """Seconds until the waiter in front has been silent for too long: it may be stuck."""
-        front = self.backend.queues.front(self.backend.storage_name(self.request.key))
+        front = self.backend.queues.front(self.backend.queues.name_of(self.request.key))
         return PATIENCE if front is None else PATIENCE - (time.monotonic() - front.asked_at)
 
     @property
@@ -265,7 +265,7 @@ class Attempts:
         with suppress(LockError):
             self._note = budgets.spend(
                 self._end - budgets.PATIENCE,
-                self.backend.note_waiter,
+                self.backend.waiters.note,
                 *(request.key, request.holder, self._note_lives(), self._note),
             )
         if self._note is None:
@@ -281,7 +281,7 @@ class Attempts:
         return None if self._note is None else partial(self._drop, self._note)
 
     def _drop(self, note: str) -> None:
-        drop = partial(self.backend.drop_waiter, self.request.key, note)
+        drop = partial(self.backend.waiters.drop, self.request.key, note)
         self._note = None
         # In somebody's way, or on a slow store, it ends by itself.
         if self._took * NOTE_COSTS <= SAFETY_SECONDS:

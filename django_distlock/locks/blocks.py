@@ -113,7 +113,7 @@ class Block:
             # It may have to wait for an attempt in flight, and others here must not.
             _giving_up[self] = [attempts]
             try:
-                attempts.backend.run_apart(self._give_up)
+                attempts.backend.threads.submit(self._give_up)
             except RuntimeError:
                 # No thread starts: the interpreter ends, or there are too many.
                 self._give_up()
@@ -207,7 +207,7 @@ def flush(name: tuple[str, str]) -> None:
 async def aflush(backend: BaseLockBackend, name: tuple[str, str]) -> None:
     """See `flush`. The event loop's thread does not wait."""
     if _is_left(name):
-        await backend.run_async(flush, name)
+        await backend.threads.run(flush, name)
 
 
 def _is_left(name: tuple[str, str]) -> bool:

@@ -139,7 +139,7 @@ async def aadopt(
     if waiting is None:
         return None
     store = lock_backends[backend]
-    adopting = asyncio.ensure_future(store.run_async(_adopt, waiting, terms, wait, block))
+    adopting = asyncio.ensure_future(store.threads.run(_adopt, waiting, terms, wait, block))
     try:
         return await asyncio.shield(adopting)
     except asyncio.CancelledError:

@@ -221,7 +221,7 @@ class Lease(EndingLease):
 
     async def aextend(self, ttl: Duration | None = None) -> None:
         """See `extend`."""
-        await self._store.run_async(self.extend, ttl)
+        await self._store.threads.run(self.extend, ttl)
 
     # Fencing at the write
 
@@ -245,16 +245,16 @@ class Lease(EndingLease):
             BackendUnavailable: The store did not answer within a second, or the time left.
         """
         # A wrong use is told before the state of the lease.
-        self._store.guarded_alias(using)
+        self._store.guards.alias(using)
         self.check()
-        if not self._store.guard(self._grant, using, bound=min(MAX_BOUND, self.remaining())):
+        if not self._store.guards.hold(self._grant, using, bound=min(MAX_BOUND, self.remaining())):
             self._state = "lost"
             self._lose(GONE)
 
     @contextmanager
     def atomic(self, using: str | None = None) -> Iterator[None]:
         """Open a transaction, and guard it: see `guard`."""
-        with transaction.atomic(using=self._store.guarded_alias(using)):
+        with transaction.atomic(using=self._store.guards.alias(using)):
             self.guard(using)
             yield
 
@@ -419,7 +419,7 @@ class Lease(EndingLease):
         """
         # Many a backend cannot, and none can in the database of another.
         with suppress(LockUsageError):
-            if hold and self._store.guard(self._grant, using):
+            if hold and self._store.guards.hold(self._grant, using):
                 return None
         counter = self._store.counter(self.key, beside=using)
         return None if counter is None or counter.fence <= self.fence else counter.fence

@@ -201,7 +201,7 @@ class Lock:
     async def alocked(self) -> bool:
         """See `locked`."""
         await deferred_release.aflush(self._store, (self.backend, self.key))
-        return await self._store.aread(self.key) is not None
+        return await self._store.threads.run(self._store.read, self.key) is not None
 
     def __enter__(self) -> Lease:
         block = context.enter(self, self.backend, self.key)
@@ -296,7 +296,7 @@ class Lock:
             lease = await self._aacquire(self._wait(), block)
         except LockNotAcquired as error:
             waited = monotonic() - started_at
-            lease = await self._store.run_async(self._bypass, error, waited)
+            lease = await self._store.threads.run(self._bypass, error, waited)
         lease.begin_block(heartbeat=self.heartbeat, task=asyncio.current_task(), block=block)
         return lease
 

@@ -65,7 +65,7 @@ class EndingLease(KeptLease):
                 return False
             self._state = "released"
             return True
-        return await self._store.run_async(self._release_now) is True
+        return await self._store.threads.run(self._release_now) is True
 
     # Blocks
 
@@ -99,7 +99,7 @@ class EndingLease(KeptLease):
             self._keep_for_transactions()
         else:
             # Cancelled here, it is carried out all the same, and ends what keeps the lease.
-            await self._store.run_async(self._release_quietly)
+            await self._store.threads.run(self._release_quietly)
             self._end_keeping()
             was_lost = was_lost or self._state == "lost"
         self._end_of_block(None if cancelled else error, was_lost=was_lost)
@@ -230,7 +230,7 @@ class EndingLease(KeptLease):
 
     def _ask_to_end(self, bound: float) -> bool | Unknown:
         if self._terms.hold:
-            return self._store.settle(self._grant, self._terms.hold, bound=bound)
+            return self._store.release(self._grant, self._terms.hold, bound=bound)
         return self._store.release(self._grant, bound=bound)
 
     def _release_deferred(self) -> bool:

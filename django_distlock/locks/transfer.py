@@ -124,7 +124,7 @@ class _Taking:
             raise self._over()
         self._look()
         lasts = (extended.expires_at - extended.acquired_at).total_seconds()
-        spent = self._insist(lambda bound: self._store.settle(self._grant, lasts, bound=bound))
+        spent = self._insist(lambda bound: self._store.release(self._grant, lasts, bound=bound))
         if spent is not True:
             raise self._over()
         return self._replace()

@@ -10,12 +10,11 @@ from django.db import connections, router, transaction
 from django.db.utils import DatabaseError, InterfaceError
 
 from ..backends.base import BaseLockBackend
-from ..backends.tables import FenceTable
+from ..checks.configured import is_redis
 from ..core.errors import BackendUnavailable, LockError
 from ..database import vendors
 from ..fencing.rejecting import Fenced, reject
 from ..fencing.seen import mark_of, see
-from ..inspection.statistics import is_redis
 from ..models import SeenFence
 
 #: Seconds that a value in Redis is kept: nothing of it stays where a drill was killed.
@@ -111,7 +110,7 @@ def target_of(store: BaseLockBackend, key: str) -> TableTarget | RedisTarget:
     """Return what a drill on a backend writes to: beside the locks, as far as that is possible."""
     if is_redis(store):
         return RedisTarget(key, store)
-    if isinstance(store, FenceTable) and router.allow_migrate_model(store.using, SeenFence):
+    if store.using and router.allow_migrate_model(store.using, SeenFence):
         return TableTarget(key, store.using)
     using = router.db_for_write(SeenFence)
     _ = connections[using]  # It says that there is none.

@@ -189,15 +189,21 @@ class HeldLockManager(models.Manager["HeldLock"]):
                 rows = rows.filter(pk=name)
             return [row.as_record() for row in rows.order_by("-expires_at")[:limit]]
 
-    def shorten(
-        self, name: str, seconds: float, token: str | None, fence: int | None, *, bound: float
+    def request_stop(
+        self,
+        name: str,
+        within: float | None,
+        token: str | None,
+        fence: int | None,
+        *,
+        bound: float,
     ) -> Record | None:
-        """Let a lease be renewed for `seconds` at the most."""
+        """Mark the record for its holder to see, and let it be renewed for `within` at the most."""
         with self._store.short_transaction(bound):
             row, now = self._owned(name, token, fence)
             if row is None:
                 return None
-            record = row.as_record().shortened(now, seconds)
+            record = row.as_record().asked_to_stop(now, within)
             self.filter(pk=name).update(
                 expires_at=record.expires_at,
                 free_at=record.free_at,
@@ -222,16 +228,6 @@ class HeldLockManager(models.Manager["HeldLock"]):
             self._counters.advance(name, key, counter, self._floor(now))
             self.filter(pk=name).delete()
             self._call_out(row)
-            return row.as_record()
-
-    def request_stop(self, name: str, fence: int | None, *, bound: float) -> Record | None:
-        """Mark the record for its holder to see."""
-        with self._store.short_transaction(bound):
-            row, now = self._owned(name, None, fence)
-            if row is None:
-                return None
-            row.stop_requested_at = row.stop_requested_at or now
-            self.filter(pk=name).update(stop_requested_at=row.stop_requested_at)
             return row.as_record()
 
     def cleanup(self, before: datetime, limit: int, after: str | None) -> tuple[int, str | None]:

@@ -372,7 +372,7 @@ def sweep() -> None:
 async def aflush(backend: BaseLockBackend, name: tuple[str, str]) -> None:
     """See `flush`. The event loop's thread does not wait."""
     if any(each.is_over for each in _waiting.of(name)):
-        await backend.run_async(flush, name)
+        await backend.threads.run(flush, name)
 
 
 def later(work: Callable[[], None], seconds: float = 0.0) -> None:

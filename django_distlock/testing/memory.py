@@ -217,6 +217,6 @@ def _keep_events() -> None:
 
 
 def _end_threads(store: BaseLockBackend) -> None:
-    executor, store._threads._executor = store._threads._executor, None
+    executor, store.threads._executor = store.threads._executor, None
     if executor is not None:
         executor[1].shutdown(wait=False)

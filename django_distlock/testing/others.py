@@ -31,7 +31,7 @@ class OthersLease(Lease):
 
     async def arelease(self) -> bool:
         """See `release`."""
-        return await self._store.run_async(self.release)
+        return await self._store.threads.run(self.release)
 
     def _tell(self, signal: Any, **facts: Any) -> None:
         """Say nothing: it is told elsewhere."""

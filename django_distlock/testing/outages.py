@@ -13,8 +13,8 @@ from ..handler import lock_backends
 
 #: What a backend asks its store.
 OPERATIONS = (
-    "_acquire", "_extend", "_extend_many", "_release", "_settle", "_read", "_read_token", "_list",
-    "_shorten", "_force_release", "_request_stop", "_pause", "_resume", "_cleanup",
+    "_acquire", "_extend", "_extend_many", "_release", "_read", "_read_token", "_list",
+    "_force_release", "_request_stop", "_pause", "_resume", "_cleanup",
     "_raise_fences", "_note_waiter", "_drop_waiter", "_waiters",
     "_note", "_noted", "_expired",
 )  # fmt: skip

@@ -17,9 +17,12 @@ MARK = "memory_locks"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark."""
+    """Register the marks."""
     config.addinivalue_line(
         "markers", f"{MARK}(**settings): what every alias of DISTLOCK says in the fixture {MARK}"
+    )
+    config.addinivalue_line(
+        "markers", "distlock_needs(*attributes): of `testing.contract`: only where a backend has it"
     )
 
 

@@ -117,7 +117,7 @@ class Tables:
         return using
 
     def _name(self, key: str) -> str:
-        name: str = self._store.storage_name(key)
+        name: str = self._store.queues.name_of(key)
         return name
 
     def _lock(
@@ -186,7 +186,7 @@ class Keys:
         new = range(self._filled + 1, locks + 1)
         copy(self._store, self._client, grant, new, _holder)
         for number in (each for each in new if each % WANTED == 0):
-            self._store.note_waiter(key_of(number), holder_of(number), 3600)
+            self._store.waiters.note(key_of(number), holder_of(number), 3600)
         self._store.release(grant)
         self._filled = locks
 

@@ -75,14 +75,14 @@ def _waist(backend: BaseLockBackend, keys: Sequence[str]) -> AwaitedOperations:
     holder = current_holder()
 
     async def attempt(key: str) -> Grant | None:
-        answer = await backend.aacquire(key, new_token(), TTL, holder)
+        answer = await backend.threads.run(backend.acquire, key, new_token(), TTL, holder)
         return answer if isinstance(answer, Grant) else None
 
     async def extend(grant: Grant) -> bool:
-        return isinstance(await backend.aextend(grant, TTL), Grant)
+        return isinstance(await backend.threads.run(backend.extend, grant, TTL), Grant)
 
     async def release(grant: Grant) -> bool:
-        return await backend.arelease(grant) is True
+        return await backend.threads.run(backend.release, grant) is True
 
     return AwaitedOperations(attempt=attempt, release=release, extend=extend, keys=keys)
 

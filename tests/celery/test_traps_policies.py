@@ -103,18 +103,18 @@ def test_c2_waiting_in_the_queue_is_seen(prefork: Crew) -> None:
     store = lock_backends[prefork.store]
 
     def waits() -> Waits:
-        return store.count_waiters([prefork.key])[0]
+        return store.waiters.count([prefork.key])[0]
 
     with held_elsewhere(lock_of(prefork)):
         results = [prefork.send("retry", "wait go") for _ in range(2)]
         ending = prefork.send("retry_for_a_second")
         prefork.until(lambda: waits() == Waits(0, 3), "three are seen")
-        note = store.note_waiter(prefork.key, Holder(host="web-7", pid=7), 60)
+        note = store.waiters.note(prefork.key, Holder(host="web-7", pid=7), 60)
         assert note is not None
         (held,) = list_locks(backends=[prefork.store], prefix=prefork.key, waits=True).locks
         assert held.waits == waits()
         assert waits().waiting == 1
-        store.drop_waiter(prefork.key, note)
+        store.waiters.drop(prefork.key, note)
         assert prefork.outcome(ending) == "FAILURE"
         prefork.until(lambda: waits() == Waits(0, 2), "who gave up is gone")
         counted, before = set(), len(prefork.stage.told("refused"))
@@ -125,7 +125,7 @@ def test_c2_waiting_in_the_queue_is_seen(prefork: Crew) -> None:
 
         prefork.until(several, "several attempts")
         assert counted == {Waits(0, 2)}
-        seen = {each.holder.task_id: each for each in store.waiters(prefork.key)}
+        seen = {each.holder.task_id: each for each in store.waiters.of(prefork.key)}
         assert set(seen) == {each.id for each in results}
         assert all(each.is_retrying for each in seen.values())
     prefork.begun()

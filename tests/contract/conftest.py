@@ -16,6 +16,7 @@ from django_distlock import Lease, Lock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.handler import lock_backends
+from django_distlock.testing.contract import NEEDS
 from tests.backends import BACKENDS, Registered
 from tests.conftest import DECLARED
 from tests.services import NO_MARIADB
@@ -78,7 +79,7 @@ def _has_what_is_tested(registered: Registered, test: pytest.Item) -> bool:
     if not _is_here(registered):
         return True  # To be skipped, and counted.
     try:
-        return not _lacks(registered, test.get_closest_marker("requires"))
+        return not _lacks(registered, test)
     except BackendUnavailable:
         return True  # Redis only knows once it answers.
 
@@ -87,9 +88,11 @@ def _is_here(registered: Registered) -> bool:
     return not registered.using or registered.using in connections.settings
 
 
-def _lacks(registered: Registered, requires: pytest.Mark | None) -> str:
+def _lacks(registered: Registered, test: pytest.Item) -> str:
     """Say what a backend has not or is not, of what a test requires; "": nothing."""
-    wanted = {**dict.fromkeys(requires.args, True), **requires.kwargs} if requires else {}
+    wanted: dict[str, Any] = {}
+    for mark in (test.get_closest_marker("requires"), test.get_closest_marker(NEEDS)):
+        wanted |= {**dict.fromkeys(mark.args, True), **mark.kwargs} if mark else {}
     backend = lock_backends[registered.alias]
     told = ((name, getattr(backend, name), value) for name, value in wanted.items())
     return next((f"{name} is {is_so!r}" for name, is_so, value in told if is_so != value), "")
@@ -105,7 +108,7 @@ def _possible(registered: Registered) -> Any:
 def registered(request: pytest.FixtureRequest) -> Registered:
     """Give the line of the registry that the test runs on."""
     registered: Registered = request.param
-    if lack := _lacks(registered, request.node.get_closest_marker("requires")):
+    if lack := _lacks(registered, request.node):
         pytest.skip(f"{DECLARED}{registered.alias}: {lack}")
     return registered
 

@@ -141,7 +141,7 @@ def stop_before_a_transaction(
     The second is behind the look at its own deadline by then: the store alone can refuse it.
     """
     backend = lock_backends[alias]
-    guard = backend.guard
+    guard = backend.guards.hold
     said = {}
 
     def late(*arguments: Any, **more: Any) -> bool:
@@ -162,9 +162,9 @@ def stop_before_a_transaction(
     with suppress(LockLost), distlock(f"{key}:before", backend=alias, ttl=ttl, wait=20) as before:
         lock = distlock(f"{key}:amid", backend=alias, ttl=ttl, wait=20)
         with suppress(LockLost), lock as amid:
-            backend.guard = late  # type: ignore[method-assign]
+            backend.guards.hold = late  # type: ignore[method-assign]
             said["amid"] = write(amid)
-            backend.guard = guard  # type: ignore[method-assign]
+            backend.guards.hold = guard  # type: ignore[method-assign]
             said["before"] = write(before)
     return said
 

@@ -14,8 +14,11 @@ import pytest
 from django.db import connections
 
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.core.keys import new_token
-from django_distlock.core.records import Contended, Grant, Record
+from django_distlock.testing.contract import contend as contend
+from django_distlock.testing.contract import extend as extend
+from django_distlock.testing.contract import finds as finds
+from django_distlock.testing.contract import held as held
+from django_distlock.testing.contract import take as take
 from tests.processes import Process, spawn
 
 P = ParamSpec("P")
@@ -47,41 +50,6 @@ NOISE = 2.0
 PATIENCE = 120
 #: A bound to wait for in tests.
 SHORT = 0.05
-
-
-def take(
-    backend: BaseLockBackend, key: str, ttl: float | None = 30, token: str = "", **more: Any
-) -> Grant:
-    """Acquire a key that is free."""
-    answer = backend.acquire(key, token or new_token(), ttl, **more)
-    assert isinstance(answer, Grant)
-    return answer
-
-
-def contend(backend: BaseLockBackend, key: str, ttl: float | None = 30, **more: Any) -> Contended:
-    """Try to acquire a key that somebody holds."""
-    answer = backend.acquire(key, new_token(), ttl, **more)
-    assert isinstance(answer, Contended)
-    return answer
-
-
-def extend(backend: BaseLockBackend, grant: Grant, ttl: Any = None) -> Grant:
-    """Extend a lease that stands."""
-    answer = backend.extend(grant, ttl)
-    assert isinstance(answer, Grant)
-    return answer
-
-
-def finds(backend: BaseLockBackend, token: str, record: Record | None) -> bool:
-    """Say whether a token finds just this record, where a token finds any."""
-    return not backend.supports_token_lookup or backend.read_token(token) == record
-
-
-def held(backend: BaseLockBackend, key: str) -> Record:
-    """Read the record of a key that somebody holds."""
-    record = backend.read(key)
-    assert record is not None
-    return record
 
 
 def listed(backend: BaseLockBackend, prefix: str = "", **filters: Any) -> list[str]:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 from django.db import connections
@@ -147,7 +148,7 @@ def leave_while_no_thread_starts() -> dict[str, Any]:
     threading.stack_size(usual)
     # Behind whatever was left to this thread, too.
     runs = threading.Event()
-    _Attempts.backend.run_apart(runs.set)
+    _Attempts.backend.threads.submit(runs.set)
     return {"is_ended": is_ended, "runs": runs.wait(10), "given_up": attempts.given_up}
 
 
@@ -156,9 +157,9 @@ class _AtTheEnd(_Attempts):
 
     @property
     def backend(self) -> Any:  # type: ignore[override]
-        return self
+        return SimpleNamespace(threads=self)
 
-    def run_apart(self, _operation: object) -> None:
+    def submit(self, _operation: object) -> None:
         time.sleep(0.3)
         raise RuntimeError
 

@@ -44,15 +44,15 @@ BY_KEY: Calls = {
     "extend": lambda backend, key: backend.extend(grant(key)),
     "extend_many": lambda backend, key: backend.extend_many([grant(), grant(key)]),
     "release": lambda backend, key: backend.release(grant(key)),
-    "settle": lambda backend, key: backend.settle(grant(key), 5),
+    "settle": lambda backend, key: backend.release(grant(key), 5),
     "read": lambda backend, key: backend.read(key),
     "counter": lambda backend, key: backend.counter(key),
-    "guards": lambda backend, key: backend.guards(key),
-    "shorten": lambda backend, key: backend.shorten(key, 5),
+    "guards": lambda backend, key: backend.guards.sessions(key),
+    "shorten": lambda backend, key: backend.request_stop(key, 5),
     "force_release": lambda backend, key: backend.force_release(key),
     "request_stop": lambda backend, key: backend.request_stop(key),
     "pause": lambda backend, key: backend.pause(key, NOW),
-    "resume": lambda backend, key: backend.resume(key),
+    "resume": lambda backend, key: backend.pause(key, None),
 }
 BY_TOKEN: Calls = {
     "acquire": lambda backend, token: backend.acquire("key", token, 30),
@@ -60,9 +60,9 @@ BY_TOKEN: Calls = {
     "extend": lambda backend, token: backend.extend(grant(token=token)),
     "extend_many": lambda backend, token: backend.extend_many([grant(), grant(token=token)]),
     "release": lambda backend, token: backend.release(grant(token=token)),
-    "settle": lambda backend, token: backend.settle(grant(token=token), 5),
+    "settle": lambda backend, token: backend.release(grant(token=token), 5),
     "read_token": lambda backend, token: backend.read_token(token),
-    "shorten": lambda backend, token: backend.shorten("key", 5, token=token),
+    "shorten": lambda backend, token: backend.request_stop("key", 5, token=token),
 }
 BY_TTL: Calls = {
     "acquire": lambda backend, ttl: backend.acquire("key", TOKEN, ttl),
@@ -70,19 +70,19 @@ BY_TTL: Calls = {
     "extend_many": lambda backend, ttl: backend.extend_many([grant(), grant(ttl=ttl)]),
 }
 BY_SECONDS: Calls = {
-    "settle": lambda backend, seconds: backend.settle(grant(), seconds),
-    "shorten": lambda backend, seconds: backend.shorten("key", seconds),
+    "settle": lambda backend, seconds: backend.release(grant(), seconds),
+    "shorten": lambda backend, seconds: backend.request_stop("key", seconds),
 }
 BY_BOUND: Calls = {
     "acquire": lambda backend, bound: backend.acquire("key", TOKEN, 30, bound=bound),
     "extend": lambda backend, bound: backend.extend(grant(), bound=bound),
     "release": lambda backend, bound: backend.release(grant(), bound=bound),
-    "settle": lambda backend, bound: backend.settle(grant(), 5, bound=bound),
-    "shorten": lambda backend, bound: backend.shorten("key", 5, bound=bound),
+    "settle": lambda backend, bound: backend.release(grant(), 5, bound=bound),
+    "shorten": lambda backend, bound: backend.request_stop("key", 5, bound=bound),
     "force_release": lambda backend, bound: backend.force_release("key", bound=bound),
     "request_stop": lambda backend, bound: backend.request_stop("key", bound=bound),
     "pause": lambda backend, bound: backend.pause("key", NOW, bound=bound),
-    "resume": lambda backend, bound: backend.resume("key", bound=bound),
+    "resume": lambda backend, bound: backend.pause("key", None, bound=bound),
 }
 BY_TIME: Calls = {
     "pause": lambda backend, when: backend.pause("key", when),
@@ -105,9 +105,9 @@ NOT_SECONDS = [
     "5", True, False, math.nan, math.inf, -math.inf, -1, -0.001, timedelta(seconds=-1), 10**400, 1j,
 ]  # fmt: skip
 BAD_TTLS = [*NOT_SECONDS, 0, 0.0999, timedelta(milliseconds=99), 604_800.001, 604_801, 1e300]
-BAD_SECONDS = [*NOT_SECONDS, None, 604_801]
+BAD_SECONDS = [*NOT_SECONDS, 604_801]
 BAD_BOUNDS = [*NOT_SECONDS, None]
-BAD_TIMES = [None, 0, 1e9, "2026-01-01", datetime(2026, 1, 1), timedelta(1)]  # noqa: DTZ001
+BAD_TIMES = [0, 1e9, "2026-01-01", datetime(2026, 1, 1), timedelta(1)]  # noqa: DTZ001
 BAD_TEXTS: list[Any] = [7, b"a", "a\0", "\ud800"]
 BAD_LIMITS = [0, -1, True, 1.5, "10", None, 100_001]
 
@@ -134,6 +134,7 @@ REFUSED = {
         ("seconds", BY_SECONDS, BAD_SECONDS),
         ("bound", BY_BOUND, BAD_BOUNDS),
         ("time", BY_TIME, BAD_TIMES),
+        ("no time", {"cleanup": BY_TIME["cleanup"]}, [None]),
         ("limit", BY_LIMIT, BAD_LIMITS),
         (
             "prefix",
@@ -198,6 +199,6 @@ def test_refused_calls_leave_a_holder_alone(backend: BaseLockBackend, key: str) 
     before = backend.read(key)
     refuse(lambda: backend.extend(mine, 0))
     refuse(lambda: backend.extend_many([mine, replace(mine, ttl=-1)]))
-    refuse(lambda: backend.settle(mine, -1))
+    refuse(lambda: backend.release(mine, -1))
     refuse(lambda: backend.release(mine, bound=-1))
     assert backend.read(key) == before

@@ -15,41 +15,43 @@ from django_distlock.core.records import Contended, Grant
 
 async def test_twins_answer_alike(backend: BaseLockBackend, key: str) -> None:
     """Acquire, extend, read and release can be awaited, with the same answers."""
-    grant = await backend.aacquire(key, new_token(), 30)
+    grant = await backend.threads.run(backend.acquire, key, new_token(), 30)
     assert isinstance(grant, Grant)
-    assert isinstance(await backend.aacquire(key, new_token(), 30), Contended)
-    extended = await backend.aextend(grant, 60, bound=0.5)
+    assert isinstance(await backend.threads.run(backend.acquire, key, new_token(), 30), Contended)
+    extended = await backend.threads.run(backend.extend, grant, 60, bound=0.5)
     assert isinstance(extended, Grant)
     assert extended.ttl == 60
-    record = await backend.aread(key)
+    record = await backend.threads.run(backend.read, key)
     assert record is not None
     assert record.expires_at == extended.expires_at
-    assert await backend.arelease(grant) is True
-    assert await backend.arelease(grant) is False
-    assert await backend.aread(key) is None
+    assert await backend.threads.run(backend.release, grant) is True
+    assert await backend.threads.run(backend.release, grant) is False
+    assert await backend.threads.run(backend.read, key) is None
 
 
 async def test_bad_arguments_are_refused(backend: BaseLockBackend) -> None:
     """Awaited, a bad argument is the same error."""
     with pytest.raises(InvalidArgument):
-        await backend.aacquire("", new_token(), 30)
+        await backend.threads.run(backend.acquire, "", new_token(), 30)
 
 
 async def test_other_operations_can_be_awaited(backend: BaseLockBackend, key: str) -> None:
     """Every operation can be run on the backend's own threads."""
-    grant = await backend.aacquire(key, new_token(), 30)
+    grant = await backend.threads.run(backend.acquire, key, new_token(), 30)
     assert isinstance(grant, Grant)
-    page = await backend.run_async(backend.list, key)
+    page = await backend.threads.run(backend.list, key)
     assert [record.key for record in page.records] == [key]
-    name = await backend.run_async(lambda: threading.current_thread().name)
+    name = await backend.threads.run(lambda: threading.current_thread().name)
     assert name != threading.current_thread().name
-    assert await backend.run_async(backend.force_release, key)
+    assert await backend.threads.run(backend.force_release, key)
 
 
 async def test_many_acquires_have_one_winner(backend: BaseLockBackend, key: str) -> None:
     """Tasks of one loop exclude each other as threads do."""
-    answers = await asyncio.gather(*(backend.aacquire(key, new_token(), 30) for _ in range(8)))
+    answers = await asyncio.gather(
+        *(backend.threads.run(backend.acquire, key, new_token(), 30) for _ in range(8))
+    )
     (winner,) = (answer for answer in answers if isinstance(answer, Grant))
-    record = await backend.aread(key)
+    record = await backend.threads.run(backend.read, key)
     assert record is not None
     assert record.fence == winner.fence

@@ -26,8 +26,8 @@ def operations(backend: BaseLockBackend, grant: Grant) -> dict[str, Callable[[fl
     return {
         "extend": lambda bound: backend.extend(grant, bound=bound),
         "release": lambda bound: backend.release(grant, bound=bound),
-        "settle": lambda bound: backend.settle(grant, 0, bound=bound),
-        "shorten": lambda bound: backend.shorten(grant.key, 0, bound=bound),
+        "settle": lambda bound: backend.release(grant, 0, bound=bound),
+        "shorten": lambda bound: backend.request_stop(grant.key, 0, bound=bound),
         "force_release": lambda bound: backend.force_release(grant.key, bound=bound),
         "request_stop": lambda bound: backend.request_stop(grant.key, bound=bound),
         "takeover": lambda bound: backend.acquire(
@@ -119,18 +119,18 @@ def test_pause_and_resume_are_bounded(
     take(backend, key)
     until = store.now() + timedelta(minutes=1)
     if operation == "resume":
-        assert backend.pause(key, until) is None
+        assert backend.pause(key, until) is True
     stranger.guard(key)
     with prompt(SHORT):
         answer = (
             backend.pause(key, until, bound=SHORT)
             if operation == "pause"
-            else backend.resume(key, bound=SHORT)
+            else backend.pause(key, None, bound=SHORT)
         )
     assert isinstance(answer, Contended)
     assert answer.busy
     stranger.rollback()
-    assert backend.resume(key) is (operation == "resume")
+    assert backend.pause(key, None) is (operation == "resume")
 
 
 @HAS_ROW_LOCKS
@@ -201,7 +201,7 @@ def test_open_guard_does_not_delay_the_holder(
     with prompt():
         assert isinstance(backend.extend(grant), Grant)
         assert all(isinstance(each, Grant) for each in backend.extend_many([grant]))
-        assert not backend.supports_ttl or isinstance(backend.shorten(key, 20), Record)
+        assert not backend.supports_ttl or isinstance(backend.request_stop(key, 20), Record)
         assert isinstance(backend.request_stop(key), Record)
         assert backend.release(grant) is True
 

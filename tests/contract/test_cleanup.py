@@ -38,7 +38,7 @@ def test_cleanup_spares_live_records(backend: BaseLockBackend, store: Store, key
     """Held, settled, in their grace and endless: what is live stays as it is."""
     take(backend, f"{key}-held", 50)
     take(backend, f"{key}-endless", None)
-    backend.settle(take(backend, f"{key}-settled"), 50)
+    backend.release(take(backend, f"{key}-settled"), 50)
     sweep(backend, store)
     take(backend, f"{key}-grace", 5)
     store.elapse(5.05)
@@ -88,7 +88,7 @@ def test_cleanup_leaves_the_counters(backend: BaseLockBackend, store: Store, key
     sweep(backend, store)
     assert store.fence(key) >= grant.fence, "a fence fell"
     assert store.fence(key) == grant.fence
-    assert backend.resume(f"{key}-paused") is True
+    assert backend.pause(f"{key}-paused", None) is True
     fence = take(backend, key).fence
     assert fence > grant.fence, "a fence came again"
     assert store.registered.is_next(fence, grant.fence)

@@ -133,8 +133,8 @@ def test_wanted_survives_extends(backend: BaseLockBackend, key: str) -> None:
     contend(backend, key, wanted=True)
     backend.extend(grant)
     backend.extend_many([grant])
-    backend.shorten(key, 20)
-    backend.settle(grant, 20)
+    backend.request_stop(key, 20)
+    backend.release(grant, 20)
     assert held(backend, key).wanted is True
 
 

@@ -13,8 +13,8 @@ from django_distlock.conf import BackendConfig
 from django_distlock.core.records import Grant
 from tests.processes import spawn
 
-from .helpers import PATIENCE, contend, extend, finds, held, take
-from .stores import Elapse, Store
+from .helpers import PATIENCE, contend, held, take
+from .stores import Store
 
 pytestmark = pytest.mark.requires("supports_ttl")
 
@@ -32,17 +32,6 @@ def test_grace_lasts_one_second(backend: BaseLockBackend, key: str) -> None:
     take(backend, key)
 
 
-def test_store_says_when_the_key_is_free(backend: BaseLockBackend, key: str) -> None:
-    """`free_at` is a second behind `expires_at`; without a ttl, an extend gives the same again."""
-    grant = take(backend, key, 7)
-    for ttl, expected in ((None, 7), (3, 3), (None, 3)):
-        record = held(backend, key)
-        assert record.expires_at is not None
-        assert record.free_at == record.expires_at + timedelta(seconds=1)
-        grant = extend(backend, grant, ttl)
-        assert grant.ttl == expected
-
-
 def test_record_is_live_before_its_end_only() -> None:
     """At `free_at` the key is free; a microsecond before, it is not."""
     clock = [1000.0]
@@ -54,65 +43,6 @@ def test_record_is_live_before_its_end_only() -> None:
     clock[0] = 1009.0
     assert backend.read("key") is None
     take(backend, "key")
-
-
-def test_holder_is_honoured_in_the_grace(
-    backend: BaseLockBackend, elapse: Elapse, key: str
-) -> None:
-    """In the second behind `expires_at` it may extend and release, and nobody else is granted."""
-    grant = take(backend, key, 5)
-    for _ in range(3):
-        elapse(5.2)
-        contend(backend, key)
-        assert extend(backend, grant).fence == grant.fence
-    elapse(5.2)
-    assert backend.read(key) is not None
-    assert backend.release(grant) is True
-    take(backend, key)
-
-
-@pytest.mark.parametrize("followed", [False, True])
-def test_lease_is_gone_behind_the_grace(
-    backend: BaseLockBackend, elapse: Elapse, key: str, followed: bool
-) -> None:
-    """Past `free_at` it is never resurrected: the key is free, or its successor's."""
-    old = take(backend, key, 5)
-    elapse(6.1)
-    if followed:
-        assert take(backend, key, 50).fence > old.fence
-    else:
-        for gone in (backend.request_stop, backend.force_release):
-            assert gone(key) is None
-    before = backend.read(key)
-    assert (before is not None) is followed
-    assert finds(backend, old.token, None)
-    assert backend.shorten(key, 1, token=old.token) is None
-    assert backend.extend_many([old]) == [None]
-    assert backend.settle(old, 100) is False
-    assert backend.extend(old, 100) is None
-    assert backend.release(old) is False
-    assert backend.read(key) == before
-    assert followed or take(backend, key).fence > old.fence
-
-
-def test_extend_moves_the_end(backend: BaseLockBackend, store: Store, key: str) -> None:
-    """The new end is the store's now + ttl; fence, grant and holder stay."""
-    grant = take(backend, key, 5)
-    store.elapse(3)
-    granted = held(backend, key)
-    before = store.now()
-    extended = backend.extend(grant, 8)
-    after = store.now()
-    assert isinstance(extended, Grant)
-    assert extended.expires_at is not None
-    assert before <= extended.expires_at - timedelta(seconds=8) <= after
-    record = held(backend, key)
-    assert extended.acquired_at == record.acquired_at == granted.acquired_at
-    assert extended.fence == record.fence == grant.fence
-    assert extended.ttl == record.ttl == 8
-    assert record.expires_at == extended.expires_at
-    assert record.renewed_at == extended.expires_at - timedelta(seconds=8)
-    assert record.holder == granted.holder
 
 
 @pytest.mark.requires("distributed", "supports_ttl", time_authority="server")

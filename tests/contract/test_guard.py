@@ -62,7 +62,7 @@ def test_atomic_rolls_back(registered: Registered, key: str) -> None:
             raise ZeroDivisionError
         assert not Row.objects.using(using_of(registered)).filter(name=key).exists()
         # It holds nothing off any more.
-        assert lock_backends[registered.alias].guarded_alias() == using_of(registered)
+        assert lock_backends[registered.alias].guards.alias() == using_of(registered)
 
 
 @CAN
@@ -166,7 +166,7 @@ def test_callers_settings_stay(registered: Registered, key: str, before: str, af
 def test_wait_for_whoever_counts_is_bounded(registered: Registered, key: str) -> None:
     """Somebody who holds the counter holds a guard up for a second, and is no loss."""
     with lock_of(registered, key) as lease, alias_like(using_of(registered)) as other:
-        name = lock_backends[registered.alias].storage_name(key)
+        name = lock_backends[registered.alias].queues.name_of(key)
         with transaction.atomic(using=other):
             table = lock_backends[registered.alias]._counters.using(other)  # type: ignore[attr-defined]
             assert table.select_for_update().filter(pk=name).first() is not None

@@ -402,7 +402,7 @@ def test_waiter_is_woken_when_the_loaded_lease_ends(registered: Registered, key:
     lease = Later(lock.acquire).result()
     waiting = Later(lock.acquire)
     backend = lock_backends[registered.alias]
-    assert eventually(lambda: backend.storage_name(key) in backend.queues)
+    assert eventually(lambda: backend.queues.name_of(key) in backend.queues)
     time.sleep(0.2)
     loaded = Later(lambda: Lease.load(lease.dump())).result()
     time.sleep(0.2)
@@ -426,10 +426,10 @@ def test_paused_key_is_not_lost(registered: Registered, key: str) -> None:
     except LockLost:
         pytest.fail("said to be lost")
     except LockError:
-        backend.resume(key)
+        backend.pause(key, None)
         loaded = Lease.load(text)
     finally:
-        backend.resume(key)
+        backend.pause(key, None)
     assert loaded.release() is True
 
 

@@ -24,7 +24,7 @@ def test_shorten_brings_the_end_nearer(backend: BaseLockBackend, store: Store, k
     grant = take(backend, key, 100)
     promised = held(backend, key).free_at
     before = store.now()
-    record = backend.shorten(key, 50)
+    record = backend.request_stop(key, 50)
     after = store.now()
     assert isinstance(record, Record)
     assert record == held(backend, key)
@@ -42,7 +42,7 @@ def test_shortened_key_stays_with_a_holder_who_may_not_know(
 ) -> None:
     """Nobody else is granted it before the end that its holder was promised."""
     take(backend, key, 100)
-    backend.shorten(key, 0)
+    backend.request_stop(key, 0)
     elapse(50)
     contend(backend, key)
     elapse(50)
@@ -58,7 +58,7 @@ def test_shortened_lease_is_renewed_until_its_end(
     """Before the end its holder learns that it is to finish; behind it, that the lease is gone."""
     grant = take(backend, key, 100)
     other = take(backend, f"{key}-other", 100)
-    backend.shorten(key, 50)
+    backend.request_stop(key, 50)
     elapse(20)
     renewed = extend(backend, grant)
     assert renewed.stop_requested
@@ -83,7 +83,7 @@ def test_holder_frees_a_shortened_key_by_its_release(
 ) -> None:
     """It is not renewed behind its end; who knows that gives it back, and it is free at once."""
     grant = take(backend, key, 100)
-    backend.shorten(key, 0)
+    backend.request_stop(key, 0)
     assert backend.extend(grant) is None
     elapse(6)
     contend(backend, key)
@@ -99,7 +99,7 @@ def test_shorten_never_lengthens(
     """An end that is nearer stays; and so does no end, whose holder looks at no clock."""
     grant = take(backend, key, ttl)
     before = held(backend, key)
-    assert backend.shorten(key, seconds) == before
+    assert backend.request_stop(key, seconds) == before
     assert held(backend, key) == before
     extend(backend, grant)
 
@@ -109,8 +109,8 @@ def test_shorten_ends_what_is_kept_behind_its_run(
     backend: BaseLockBackend, elapse: Elapse, key: str
 ) -> None:
     """A settled key has no holder any more: it is free at the new end."""
-    assert backend.settle(take(backend, key, 100), 90) is True
-    record = backend.shorten(key, 5)
+    assert backend.release(take(backend, key, 100), 90) is True
+    record = backend.request_stop(key, 5)
     assert isinstance(record, Record)
     assert record.is_settled
     assert record.stop_requested_at is None
@@ -121,12 +121,12 @@ def test_shorten_ends_what_is_kept_behind_its_run(
 @HAS_TTL
 def test_shorten_spares_other_tokens(backend: BaseLockBackend, key: str) -> None:
     """With a token, only its own lease is shortened; where nobody holds the key, nothing."""
-    assert backend.shorten(key, 5) is None
+    assert backend.request_stop(key, 5) is None
     grant = take(backend, key, 100)
     before = held(backend, key)
-    assert backend.shorten(key, 1, token=new_token()) is None
+    assert backend.request_stop(key, 1, token=new_token()) is None
     assert held(backend, key) == before
-    assert backend.shorten(key, 1, token=grant.token)
+    assert backend.request_stop(key, 1, token=grant.token)
     assert held(backend, key) != before
 
 
@@ -179,8 +179,9 @@ def test_operation_is_for_the_fence_that_was_seen(
     now, fence = held(backend, key), store.fence(key)
 
     def act(seen: int) -> Any:
-        arguments = (key, 5) if operation == "shorten" else (key,)
-        return getattr(backend, operation)(*arguments, fence=seen)
+        if operation == "force_release":
+            return backend.force_release(key, fence=seen)
+        return backend.request_stop(key, 5 if operation == "shorten" else None, fence=seen)
 
     for seen in (before.fence, grant.fence + 1, 0):
         assert act(seen) is None
@@ -236,7 +237,7 @@ def test_paused_key_is_granted_to_nobody(backend: BaseLockBackend, store: Store,
     """A free key that is paused is contended, says why, and uses up no fence."""
     grant = take(backend, key)
     backend.release(grant)
-    assert backend.pause(key, store.now() + timedelta(minutes=1), by="ops") is None
+    assert backend.pause(key, store.now() + timedelta(minutes=1), by="ops") is True
     contended = contend(backend, key)
     assert (contended.paused, contended.busy) == (True, False)
     assert contended.holder is None
@@ -249,11 +250,11 @@ def test_paused_key_is_granted_to_nobody(backend: BaseLockBackend, store: Store,
 
 def test_key_that_never_was_can_be_paused(backend: BaseLockBackend, store: Store, key: str) -> None:
     """Resume says whether it was, and the first fence is the one behind it."""
-    assert backend.resume(key) is False
-    assert backend.pause(key, store.now() + timedelta(minutes=1)) is None
+    assert backend.pause(key, None) is False
+    assert backend.pause(key, store.now() + timedelta(minutes=1)) is True
     assert contend(backend, key).paused
-    assert backend.resume(key) is True
-    assert backend.resume(key) is False
+    assert backend.pause(key, None) is True
+    assert backend.pause(key, None) is False
     assert store.fence(key) == 0
     assert store.registered.is_next(take(backend, key).fence)
 
@@ -297,7 +298,7 @@ def test_pause_ends_by_itself(backend: BaseLockBackend, store: Store, key: str) 
     assert contend(backend, key).paused
     store.elapse(10)
     grant = take(backend, key)
-    assert backend.resume(key) is False
+    assert backend.pause(key, None) is False
     assert backend.release(grant) is True
     backend.pause(key, store.now() - timedelta(seconds=60))
     take(backend, key)
@@ -341,7 +342,7 @@ def test_counter_shows_a_pause_and_who_wanted_it(
     until = (store.now() + timedelta(minutes=1)).replace(microsecond=0)
     backend.pause(key, until, by="Ada of the night shift")
     assert backend.counter(key) == Counter(0, until, "Ada of the night shift")
-    backend.resume(key)
+    backend.pause(key, None)
     assert backend.counter(key) is None
     grant = take(backend, key)
     backend.pause(key, until)
@@ -354,13 +355,13 @@ def test_counter_shows_a_pause_and_who_wanted_it(
 def test_nobody_guards_a_key_that_is_only_held(backend: BaseLockBackend, key: str) -> None:
     """Where the store can tell, there is no session to name; nor for a key that nobody has."""
     take(backend, key)
-    assert backend.guards(key) in ((), None)
-    assert backend.guards(f"{key}-other") in ((), None)
+    assert backend.guards.sessions(key) in ((), None)
+    assert backend.guards.sessions(f"{key}-other") in ((), None)
 
 
 def test_looking_uses_nothing_up(backend: BaseLockBackend, store: Store, key: str) -> None:
     """Clock, counter and guards make no counter, and no record."""
-    for look in (backend.counter, backend.guards):
+    for look in (backend.counter, backend.guards.sessions):
         look(key)
     assert not store.has_record(key)
     assert store.fence(key) == 0

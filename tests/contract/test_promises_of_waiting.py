@@ -71,7 +71,7 @@ def waiting(alias: str, key: str, wait: float | None) -> Later[float]:
 
     waiter = Later(run)
     backend = lock_backends[alias]
-    assert eventually(lambda: backend.storage_name(key) in backend.queues, timeout=10)
+    assert eventually(lambda: backend.queues.name_of(key) in backend.queues, timeout=10)
     time.sleep(0.3)
     return waiter
 
@@ -202,7 +202,7 @@ def fork_beside_a_waiter(alias: str, key: str) -> dict[str, Any]:
     waiter = threading.Thread(target=take_and_give_back, args=(lock,))
     waiter.start()
     backend = lock_backends[alias]
-    while backend.storage_name(key) not in backend.queues:
+    while backend.queues.name_of(key) not in backend.queues:
         time.sleep(0.01)
     child = os.fork()
     if child == 0:

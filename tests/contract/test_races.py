@@ -203,7 +203,7 @@ def test_lease_that_ends_while_waiting_is_gone(
     calls: dict[str, Callable[[], object]] = {
         "extend": lambda: backend.extend(nearly_over, 20),
         "release": lambda: backend.release(nearly_over),
-        "settle": lambda: backend.settle(nearly_over, 500),
+        "settle": lambda: backend.release(nearly_over, 500),
     }
     stranger.hold(nearly_over.key)
     call = Later(calls[operation])
@@ -225,8 +225,8 @@ def test_successor_is_safe_from_those_who_waited(
     calls: dict[str, Callable[[], object]] = {
         "extend": lambda: backend.extend(grant, 500),
         "release": lambda: backend.release(grant),
-        "settle": lambda: backend.settle(grant, 0),
-        "shorten": lambda: backend.shorten(key, 0, token=grant.token),
+        "settle": lambda: backend.release(grant, 0),
+        "shorten": lambda: backend.request_stop(key, 0, token=grant.token),
     }
     stranger.hold(key)
     stranger.give_to(key, successor)
@@ -328,7 +328,7 @@ def test_pause_and_acquire_have_an_order(
     answer = waiter.result()
     assert isinstance(answer, Contended)
     assert answer.paused
-    assert backend.resume(key) is True
+    assert backend.pause(key, None) is True
 
 
 @pytest.mark.stores("mysql", why="nobody waits for a fence: the acquirers queue elsewhere")
@@ -349,7 +349,7 @@ def test_pause_of_a_new_key_and_acquire_have_an_order(
     answer = waiter.result()
     assert isinstance(answer, Contended)
     assert answer.paused
-    assert backend.resume(key) is True
+    assert backend.pause(key, None) is True
     assert take(backend, key).fence == 1
 
 

@@ -63,9 +63,9 @@ def test_record_leaves_when_its_key_is_free(store: RedisStore, key: str) -> None
     assert removed_when_free(store, key)
     assert isinstance(store.backend.extend(grant, 70), Grant)
     assert removed_when_free(store, key)
-    store.backend.shorten(key, 5)
+    store.backend.request_stop(key, 5)
     assert removed_when_free(store, key)
-    store.backend.settle(grant, 50)
+    store.backend.release(grant, 50)
     assert removed_when_free(store, key)
 
 
@@ -111,8 +111,8 @@ LATE: dict[str, Callable[[BaseLockBackend, Grant], object]] = {
     "extend": lambda backend, grant: backend.extend(grant),
     "extend_many": lambda backend, grant: backend.extend_many([grant])[0],
     "release": lambda backend, grant: backend.release(grant) or None,
-    "settle": lambda backend, grant: backend.settle(grant, 500) or None,
-    "shorten": lambda backend, grant: backend.shorten(grant.key, 1),
+    "settle": lambda backend, grant: backend.release(grant, 500) or None,
+    "shorten": lambda backend, grant: backend.request_stop(grant.key, 1),
     "request_stop": lambda backend, grant: backend.request_stop(grant.key),
     "force_release": lambda backend, grant: backend.force_release(grant.key),
 }
@@ -148,7 +148,7 @@ def test_pause_that_redis_is_late_to_remove_is_over(store: RedisStore, key: str)
     assert contend(store.backend, key).paused
     store.outlast(10)
     take(store.backend, key)
-    assert store.backend.resume(key) is False
+    assert store.backend.pause(key, None) is False
 
 
 def test_cleanup_is_left_to_redis(store: RedisStore, key: str) -> None:
@@ -174,7 +174,7 @@ def test_token_is_forgotten_with_its_lease(
     if how == "release":
         store.backend.release(grant)
     elif how == "settle":
-        store.backend.settle(grant, 20)
+        store.backend.release(grant, 20)
     elif how == "force-release":
         store.backend.force_release(key)
     elif how == "takeover":
@@ -204,7 +204,7 @@ def test_cluster_finds_nothing_by_token(store: RedisStore, key: str) -> None:
 CALLS: dict[str, Callable[[BaseLockBackend, Grant], object]] = {
     "acquire": lambda backend, grant: backend.acquire(f"{grant.key}-b", new_token(), 30),
     "aacquire": lambda backend, grant: asyncio.run(
-        backend.aacquire(f"{grant.key}-b", new_token(), 30)
+        backend.threads.run(backend.acquire, f"{grant.key}-b", new_token(), 30)
     ),
     "extend": lambda backend, grant: backend.extend(grant),
     "extend_many": lambda backend, grant: backend.extend_many([grant])[0],

@@ -183,7 +183,7 @@ def test_holder_of_whom_nothing_is_proven_is_waited_for(
 def test_window_of_a_dead_process_is_kept(registered: Registered, key: str, dead: Holder) -> None:
     """What was given up in order and is kept for its time is nobody's to take over."""
     backend = lock_backends[registered.alias]
-    assert backend.settle(left_by(dead, registered, key), 60) is True
+    assert backend.release(left_by(dead, registered, key), 60) is True
     with pytest.raises(LockNotAcquired):
         thief(registered, key, wait=0.3).acquire()
     assert held(backend, key).is_settled
@@ -206,7 +206,7 @@ def test_of_many_that_take_over_one_wins(
     for lease in won:
         assert lease.fence > left.fence
         assert Later(lease.release).result() is True
-    backend.resume(key)
+    backend.pause(key, None)
 
 
 def test_two_waiters_take_over_in_turn(registered: Registered, key: str, left: Grant) -> None:
@@ -257,7 +257,7 @@ def test_thief_behind_a_patient_waiter_takes_over(
     """Whoever may take over does not stand behind one that may not, in its own process."""
     patient = Later(lock_of(registered, key, ttl=60, wait=12, retry=LAZY).acquire)
     backend = lock_backends[registered.alias]
-    assert eventually(lambda: backend.storage_name(key) in backend.queues)
+    assert eventually(lambda: backend.queues.name_of(key) in backend.queues)
     with prompt(5):
         lease = Later(thief(registered, key, wait=10, retry=LAZY).acquire).result()
     assert lease.fence > left.fence

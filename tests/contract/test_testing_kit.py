@@ -143,7 +143,7 @@ def test_answer_that_is_lost_was_carried_out(
 
     def ask(operation: str, *arguments: Any) -> Any:
         if awaited:
-            return asyncio.run(getattr(backend, f"a{operation}")(*arguments))
+            return asyncio.run(backend.threads.run(getattr(backend, operation), *arguments))
         return getattr(backend, operation)(*arguments)
 
     with lose_connection(registered.alias), pytest.raises(BackendUnavailable):

@@ -29,7 +29,7 @@ SOON = 5
 def has_waiters(lock: Lock) -> bool:
     """Say whether somebody of this process waits for a key."""
     backend = lock_backends[lock.backend]
-    return backend.storage_name(lock.key) in backend.queues
+    return backend.queues.name_of(lock.key) in backend.queues
 
 
 async def waits(lock: Lock) -> None:

@@ -40,7 +40,7 @@ class Line:
         self.backend: BaseLockBackend = lock_backends[registered.alias]
         self.lock = lock_of(registered, key, ttl=60, wait=20, retry=LAZY)
         self.order: list[int] = []
-        self._name = self.backend.storage_name(key)
+        self._name = self.backend.queues.name_of(key)
 
     @property
     def length(self) -> int:
@@ -224,7 +224,7 @@ def test_last_attempt_is_made_by_one_who_was_never_first(
     line: Line, registered: Registered, acquire: Callable[[Lock], Lease]
 ) -> None:
     """Who waits behind somebody that does not ask has the key at its own deadline."""
-    never = Turn(line.backend.storage_name(line.lock.key), lambda: True)
+    never = Turn(line.backend.queues.name_of(line.lock.key), lambda: True)
     line.backend.queues.join(never)
     try:
         with prompt(0.8, least=0.79):
@@ -373,7 +373,11 @@ def test_lazy_waiter_does_not_slow_the_quick_one_behind_it(
     line.joined(2)
     # As another process does: it rings nobody here.
     released = Later(
-        line.backend._release, line.backend.storage_name(line.lock.key), lease._grant, bound=1.0
+        line.backend._release,
+        line.backend.queues.name_of(line.lock.key),
+        lease._grant,
+        None,
+        bound=1.0,
     ).result()
     assert released is True
     freed_at = time.monotonic()

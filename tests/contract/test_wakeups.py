@@ -92,7 +92,7 @@ def settle(lease: Lease) -> float:
     """Keep the key taken for another second, without grace."""
     backend = lock_backends[lease.backend]
     held_for = (backend_now(lease) - lease.acquired_at).total_seconds()
-    assert backend.settle(lease._grant, held_for + 1.0) is True
+    assert backend.release(lease._grant, held_for + 1.0) is True
     return 1.0
 
 
@@ -171,11 +171,11 @@ def test_end_of_a_pause_wakes_who_waits(registered: Registered, key: str, how: s
     """An operator's `resume` is called out, though there is no grant to mark."""
     backend = lock_backends[registered.alias]
     with waiter_of(registered, key, how) as waiter:
-        assert backend.pause(key, datetime.now(UTC) + timedelta(hours=1)) is None
+        assert backend.pause(key, datetime.now(UTC) + timedelta(hours=1)) is True
         waiter.begin()
         # Until its attempt behind the subscription has been made.
         time.sleep(0.7)
-        assert backend.resume(key) is True
+        assert backend.pause(key, None) is True
         free_at = time.monotonic()
         grant_is_late(waiter.granted_at(), free_at)
 
@@ -220,7 +220,7 @@ async def test_cancelled_waiter_leaves_the_wake_up_to_others(
         first = asyncio.create_task(lock.aacquire())
         assert await asyncio.to_thread(eventually, partial(marked, lease))
         second = Later(granted_at, lock, "acquire")
-        name = lock_backends[registered.alias].storage_name(key)
+        name = lock_backends[registered.alias].queues.name_of(key)
         queue = lock_backends[registered.alias].queues._queues[name]
         assert await asyncio.to_thread(eventually, partial(_has, queue, 2))
         assert await asyncio.to_thread(Later(lease.release).result) is True

@@ -49,7 +49,7 @@ def granted_at(lock: Lock, how: str) -> float:
 def waits(lock: Lock) -> bool:
     """Say whether somebody in this process waits for a lock, and is woken."""
     backend = lock_backends[lock.backend]
-    return backend.storage_name(lock.key) in backend.queues and backend.is_listening
+    return backend.queues.name_of(lock.key) in backend.queues and backend.is_listening
 
 
 def _tell_when_waiting(lock: Lock) -> None:

@@ -251,7 +251,7 @@ for (backend, key), (ttl, holder) in held.items():
 request_stop("report:nightly", backend="jobs", actor="ada")
 for key, number in (("invoice:42", 7), ("invoice:41", 3), ("import:customers", 1)):
     for each in range(number):
-        lock_backends["default"].note_waiter(key, Holder(host=f"web-{each % 3}", **web), 600)
+        lock_backends["default"].waiters.note(key, Holder(host=f"web-{each % 3}", **web), 600)
 kinds = ["taken_over", "paused", "resumed", "lost", "rejected"]
 for minute in range(58):
     for each in range(minute * 7 % 6 if minute % 3 else 0):

@@ -81,7 +81,7 @@ def no_event_of(key: str) -> bool:
 @contextmanager
 def other_guard(alias: str, key: str, application: str) -> Iterator[int]:
     """Let another session of PostgreSQL guard a key; give the server's number for it."""
-    name = lock_backends[alias].storage_name(key)
+    name = lock_backends[alias].queues.name_of(key)
     database = str(connections["default"].settings_dict["NAME"])
     with server(database, application_name=application) as raw, raw.transaction():
         share(raw, name)

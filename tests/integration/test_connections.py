@@ -326,7 +326,7 @@ def _asker(where: str, backend: BaseLockBackend, using: str) -> Callable[..., An
             return operation(*args)
 
     def awaited(operation: Callable[..., Any], *args: Any) -> Any:
-        return asyncio.run(backend.run_async(operation, *args))
+        return asyncio.run(backend.threads.run(operation, *args))
 
     def plain(operation: Callable[..., Any], *args: Any) -> Any:
         return operation(*args)

@@ -72,7 +72,7 @@ def test_lock_is_in_the_list(browser: Client, alias: str, key: str) -> None:
         metadata={"request": "POST /pay"},
     )  # fmt: skip
     for host in ("a", "b"):
-        assert lock_backends[alias].note_waiter(key, Holder(host=host), 60)
+        assert lock_backends[alias].waiters.note(key, Holder(host=host), 60)
     text = page(browser, backend=alias, begins=key)
     for told in (key, "h-1 web[7]", "t-1", "POST /pay", str(fence), ">2</td>", "<progress"):
         assert told in text
@@ -86,7 +86,7 @@ def test_page_of_a_key_tells_all(browser: Client, alias: str, key: str) -> None:
     assert "Nothing that is kept." in key_page(browser, alias, key)
     holder = Holder(host="h-1", thread="MainThread", metadata={"user": "ann"})
     fence = store.acquire(key, token, 60, holder).fence
-    store.note_waiter(key, Holder(host="h-2", process="w", pid=3), 60)
+    store.waiters.note(key, Holder(host="h-2", process="w", pid=3), 60)
     text = key_page(browser, alias, key)
     for told in (
         key, str(fence), "h-1", "MainThread", "ann", "h-2 w[3]", "granted",
@@ -116,9 +116,9 @@ def test_hostile_texts_are_text(browser: Client, reader: Client) -> None:
             backend="postgres", key=hostile, kind=LockEvent.Kind.FORCED, actor=hostile[:50],
             reason=hostile, holder={"metadata": {hostile: "<b>host"}}, details={"why": hostile},
         )  # fmt: skip
-        counter, rows = quote(store.storage_name(hostile)), "/admin/django_distlock/"
+        counter, rows = quote(store.queues.name_of(hostile)), "/admin/django_distlock/"
         try:
-            assert FenceCounter.objects.get(key=hostile).pk == store.storage_name(hostile)
+            assert FenceCounter.objects.get(key=hostile).pk == store.queues.name_of(hostile)
             pages = [page(browser, backend="postgres", begins=hostile)]
             pages += [key_page(browser, "postgres", hostile)]
             pages += [
@@ -288,7 +288,7 @@ def test_events_are_counted(browser: Client, key: str) -> None:
 def test_most_contended_keys_are_named(browser: Client, key: str) -> None:
     """With a bar each, the longest first, and a link to the key."""
     for number in range(40):
-        lock_backends["postgres"].note_waiter(f"{key}-hot", Holder(host=f"h-{number}"), 60)
+        lock_backends["postgres"].waiters.note(f"{key}-hot", Holder(host=f"h-{number}"), 60)
     answer = browser.get(LOCKS)
     (hot,) = [
         each for each in answer.context["overview"].contended

@@ -82,7 +82,8 @@ def test_next_holder_of_the_last_moment_is_spared(
     first = store.acquire(key, new_token(), 60)
     assert isinstance(first, Grant)
     target = [urlencode({"backend": "postgres", "key": key, "fence": first.fence})]
-    name = "_shorten" if operation is Operation.EXPIRE_SOON else f"_{operation.value}"
+    is_asked = operation in (Operation.EXPIRE_SOON, Operation.REQUEST_STOP)
+    name = "_request_stop" if is_asked else f"_{operation.value}"
     asked = getattr(store, name)
     after: list[Record | None] = []
 

@@ -103,7 +103,7 @@ def test_sound_store_has_nothing(store: BaseLockBackend) -> None:
     # A process of the same number elsewhere proves nothing, nor does one before a restart.
     take(store, "theirs", 60, holder=ELSEWHERE)
     take(store, "before", 60, holder=replace(current_holder(), boot_id="before/1", pid=2**22 - 1))
-    store.note_waiter("mine", current_holder(), 60)
+    store.waiters.note("mine", current_holder(), 60)
     store.pause("report", store.clock() + timedelta(minutes=5), "Ada")
     assert ids(store) == []
 
@@ -111,12 +111,12 @@ def test_sound_store_has_nothing(store: BaseLockBackend) -> None:
 def test_what_dead_processes_leave(store: BaseLockBackend, dead: Holder) -> None:
     """D005, an error where a key never becomes free by itself; D002: notes of who waits no more."""
     take(store, "alive", 60, holder=current_holder())
-    store.note_waiter("alive", current_holder(), 60)
+    store.waiters.note("alive", current_holder(), 60)
     take(store, "invoice:42", 60, holder=dead)
     take(store, "ledger", None, holder=dead)
     # Its process is gone on purpose.
-    store.settle(take(store, "settled", 60, holder=dead), 60)
-    store.note_waiter("invoice:1", dead, 60)
+    store.release(take(store, "settled", 60, holder=dead), 60)
+    store.waiters.note("invoice:1", dead, 60)
     leased, endless = found(store, "D005"), found(store, "D005", "error")
     assert (leased["keys"], endless["keys"]) == (["invoice:42"], ["ledger"])
     assert "1 key held by processes of this host that have ended" in leased["message"]
@@ -162,10 +162,10 @@ def test_what_no_process_holds_is_not_dead(like: str, key: str) -> None:
 def test_what_is_over_and_was_not_removed(alias: str, key: str) -> None:
     """D004 of leases and D002 of waiters; after a cleanup nothing is found."""
     with examined(here(alias), key) as made:
-        made.note_waiter("invoice:1", ELSEWHERE, 0.1)
+        made.waiters.note("invoice:1", ELSEWHERE, 0.1)
         for number in range(5):
             take(made, f"invoice:{number}", 0.1, holder=current_holder())
-        made.settle(take(made, "settled", 60), 0.1)
+        made.release(take(made, "settled", 60), 0.1)
         assert eventually(
             lambda: all(made.read(f"invoice:{n}") is None for n in range(5)), PATIENCE
         )
@@ -204,9 +204,9 @@ def test_very_many_waiters(store: BaseLockBackend, monkeypatch: pytest.MonkeyPat
     """D003: a key that is fought for is named, with how many wait; one with fewer is not."""
     monkeypatch.setattr(kept, "MANY_WAITERS", 6)
     for number in range(6):
-        store.note_waiter("invoice:42", Holder(host=f"web-{number}"), 60)
+        store.waiters.note("invoice:42", Holder(host=f"web-{number}"), 60)
         if number:
-            store.note_waiter("invoice:43", Holder(host=f"web-{number}"), 60)
+            store.waiters.note("invoice:43", Holder(host=f"web-{number}"), 60)
     finding = found(store, "D003")
     assert finding["keys"] == ["invoice:42"]
     assert "'invoice:42' (6)" in finding["message"]
@@ -266,7 +266,7 @@ def test_long_pause(store: BaseLockBackend) -> None:
     finding = found(store, "D007")
     assert finding["keys"] == ["report"]
     assert "by Ada for another 1 d 5 h" in finding["message"]
-    store.resume("report")
+    store.pause("report", None)
     assert ids(store) == []
 
 
@@ -277,7 +277,7 @@ def test_scan_is_bounded(store: BaseLockBackend, monkeypatch: pytest.MonkeyPatch
     """It stops at the limit, or when its time is over, and says that there is more."""
     for number in range(4):
         take(store, f"invoice:{number}", 60)
-        store.note_waiter(f"invoice:{number}", ELSEWHERE, 60)
+        store.waiters.note(f"invoice:{number}", ELSEWHERE, 60)
     more, bounded = "; there are more, and they were not", scan(store, 3)
     assert look(bounded, "locks")[1] == f"3 locks looked at{more}"
     said = "none among 3 waiters (the first 3; there are more)"

@@ -129,7 +129,7 @@ def test_wake_ups_behind_a_pooler(key: str) -> None:
         assert "connection pooler" in message
         assert "listen_using" in message
         with database(using, listen_using="default"):
-            lock_backends["locks"].note_waiter(key, current_holder(), 60)
+            lock_backends["locks"].waiters.note(key, current_holder(), 60)
             assert "D008" not in of(asked())
         connections[using].close()
 

@@ -190,9 +190,9 @@ def test_waiters_are_shown(key: str) -> None:
     """Who waits, since when, and whether it is woken."""
     store = lock_backends["postgres"]
     with held_elsewhere(distlock(key, backend="postgres", ttl=60)):
-        store.note_waiter(key, Holder(host="web-7", process="mailer", pid=77), 60)
+        store.waiters.note(key, Holder(host="web-7", process="mailer", pid=77), 60)
         queued = Holder(host="web-8", process="worker", pid=8, task_id="5f6d").as_queued()
-        store.note_waiter(key, queued, 60)
+        store.waiters.note(key, queued, 60)
         out = run("distlock_show", key, OF).out
         assert "web-7 mailer[77]" in out
         assert re.search(r"web-8 worker +5f6d .* queued again", out)

@@ -154,7 +154,7 @@ def test_waits_for_its_turn(project: Project, key: str, end: str) -> None:
     """It runs the program when the holder gives the key back, unless it is told to end before."""
     lease = distlock(key).acquire()
     with Run(project, key, "--wait", "none", *shell("echo ran")) as run:
-        eventually(lambda: bool(lock_backends["default"].waiters(key)), "somebody waits")
+        eventually(lambda: bool(lock_backends["default"].waiters.of(key)), "somebody waits")
         assert run.said == ""
         if end == "release":
             lease.release()

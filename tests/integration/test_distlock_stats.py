@@ -42,7 +42,7 @@ def fill(alias: str, key: str) -> int:
     store = lock_backends[alias]
     grants = [take(store, f"{key}:{name}", 60) for name in "abc"]
     store.release(grants[2])
-    store.note_waiter(f"{key}:a", Holder(host="web-7"), 60)
+    store.waiters.note(f"{key}:a", Holder(host="web-7"), 60)
     return max(each.fence for each in grants)
 
 
@@ -74,7 +74,7 @@ def test_each_database_counts_what_is_its_own(empty: str, key: str) -> None:
             assert len(tables) == 7
             assert tables["django_distlock_fencecounter"]["bytes"] > 0
         # Zeros, and no fence, are no error. What is noted beside the locks is none.
-        lock_backends["fresh"].note("done", 7, 60)
+        lock_backends["fresh"].notes.put("done", 7, 60)
         told = stats("fresh")
     assert (told["held"], told["expired"], told["waiters"], told["counters"]) == (0, 0, 0, 0)
     assert told["highest"] is None

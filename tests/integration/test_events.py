@@ -213,8 +213,8 @@ async def test_event_loop_does_not_wait(key: str) -> None:
     """In asynchronous code nothing refuses the row, and nothing blocks for it."""
     with table_locked():
         lose(key)
-        assert await lock_backends["default"].run_async(eventually, somebody_waits, PATIENCE)
-    event = await lock_backends["default"].run_async(row, key)
+        assert await lock_backends["default"].threads.run(eventually, somebody_waits, PATIENCE)
+    event = await lock_backends["default"].threads.run(row, key)
     assert event.fence == 7
 
 

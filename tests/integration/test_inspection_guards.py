@@ -28,7 +28,7 @@ POSTGRES = ["postgres", "postgres_orm", "advisory"]
 
 def using_of(alias: str) -> str:
     """Return the database whose transactions guard the locks of a backend."""
-    return lock_backends[alias].guarded_alias()
+    return lock_backends[alias].guards.alias()
 
 
 def hold(alias: str, key: str) -> Lease:
@@ -97,14 +97,14 @@ def test_all_sessions_that_guard_are_named(key: str, alias: str) -> None:
         other_guard(alias, key, "mail") as second,
         lease.atomic(),
     ):
-        sessions = Later(lock_backends[alias].guards, key).result()
+        sessions = Later(lock_backends[alias].guards.sessions, key).result()
         assert sessions is not None
         mine = session_of(using_of(alias))
         assert {each.pid for each in sessions} == {first, second, mine}
         assert {each.application for each in sessions} >= {"billing", "mail"}
         starts = [each.since for each in sessions if each.since is not None]
         assert starts == sorted(starts)
-    assert lock_backends[alias].guards(key) == ()
+    assert lock_backends[alias].guards.sessions(key) == ()
     lease.release()
 
 
@@ -112,7 +112,7 @@ def test_transaction_that_guards_another_key_is_not_named(key: str) -> None:
     """A session in a transaction is no reason by itself."""
     lease, other = hold("postgres", key), hold("postgres", f"{key}-other")
     with other.atomic():
-        assert Later(lock_backends["postgres"].guards, key).result() == ()
+        assert Later(lock_backends["postgres"].guards.sessions, key).result() == ()
         assert Later(force_release, key, backend="postgres", **WHO).result().is_done
     assert lease.release() is False
     other.release()
@@ -158,13 +158,13 @@ def test_command_ends_with_busy_and_names_the_session(key: str) -> None:
 def test_looking_for_sessions_waits_for_nobody(key: str) -> None:
     """Also while somebody has the whole counter locked for an update."""
     lease = hold("postgres", key)
-    name = lock_backends["postgres"].storage_name(key)
+    name = lock_backends["postgres"].queues.name_of(key)
     with transaction.atomic():
         statement = "SELECT 1 FROM django_distlock_fencecounter WHERE storage_key = %s FOR UPDATE"
         ask("default", statement, name)
         mine = session_of("default")
         with prompt():
-            sessions = Later(lock_backends["postgres"].guards, key).result()
+            sessions = Later(lock_backends["postgres"].guards.sessions, key).result()
         assert [each.pid for each in sessions or ()] == [mine]
     lease.release()
 

@@ -89,7 +89,7 @@ def test_times_are_filters(taken: dict[str, list[Grant]], key: str) -> None:
     # Who never renewed has no beat, and what has no expiry never ends.
     store.extend(taken["postgres"][1], 60)
     for number, moved, seconds in ((1, "renewed_at", 40), (2, "acquired_at", 7200)):
-        row = HeldLock.objects.filter(pk=store.storage_name(f"{key}:{number}"))
+        row = HeldLock.objects.filter(pk=store.queues.name_of(f"{key}:{number}"))
         row.update(**{moved: store.clock() - timedelta(seconds=seconds)})
     for alias in ("postgres", "redis"):
         lock_backends[alias].acquire(f"{key}:soon", new_token(), 9)

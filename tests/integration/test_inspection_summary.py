@@ -38,11 +38,11 @@ def fill(alias: str, key: str) -> None:
     take(store, f"{key}:endless", None)
     take(store, f"{key}:stop", 600)
     store.request_stop(f"{key}:stop")
-    store.settle(take(store, f"{key}:settled", 600), 500)
+    store.release(take(store, f"{key}:settled", 600), 500)
     take(store, f"{key}:over", 600)
-    store.shorten(f"{key}:over", 0.0)
+    store.request_stop(f"{key}:over", 0.0)
     store.release(take(store, f"{key}:left", 600))
-    store.note_waiter(f"{key}:held:1", Holder(host="web-7"), 60)
+    store.waiters.note(f"{key}:held:1", Holder(host="web-7"), 60)
 
 
 def numbers(found: Summary) -> dict[str, int]:
@@ -64,7 +64,7 @@ def assert_strain_told(alias: str, key: str) -> None:
     store = lock_backends[alias]
     assert summary(alias).overdue is None
     for _ in range(3):
-        store.note_waiter(f"{key}:held:2", Holder(host="web-7"), 60)
+        store.waiters.note(f"{key}:held:2", Holder(host="web-7"), 60)
     grant = store.extend(take(store, f"{key}:beating", 600), 4)
     assert isinstance(grant, Grant)
     pause(1)
@@ -93,7 +93,7 @@ def test_each_database_counts_states_in_one_statement(database: str, key: str) -
     }
     with override_settings(DISTLOCK=configured):
         fill("theirs", key)
-        lock_backends["mine"].note("done", 7, 60)
+        lock_backends["mine"].notes.put("done", 7, 60)
         fill("mine", key)
         with statements_on(database) as queries:
             found = summary("mine", soon=60)

@@ -94,15 +94,15 @@ def do_all(limited: str, **options: Any) -> None:
         if backend.supports_guard:
             with distlock("guarded", backend=alias) as lease, lease.atomic(using=limited):
                 ask(limited, "SELECT 1")
-        backend.note("done", 7, 60)
-        backend.note("over", 7, 0)
-        assert backend.noted("done") == 7
+        backend.notes.put("done", 7, 60)
+        backend.notes.put("over", 7, 0)
+        assert backend.notes.get("done") == 7
         assert backend.cleanup(backend.clock()) >= 1
         grant = take(backend, "waited for")
-        note = backend.note_waiter("waited for", Holder(host="host"), 30)
+        note = backend.waiters.note("waited for", Holder(host="host"), 30)
         assert note is not None
-        assert len(backend.waiters("waited for")) == 1
-        backend.drop_waiter("waited for", note)
+        assert len(backend.waiters.of("waited for")) == 1
+        backend.waiters.drop("waited for", note)
         assert backend.release(grant) is True
         for question in (summary, statistics):
             question(backend=alias)

@@ -413,7 +413,7 @@ def fork(key: str, unseen: bool) -> dict[str, Any]:
             gc.collect()
             said = {
                 "listened": backend.is_listening,
-                "queued": backend.storage_name(key) in backend.queues,
+                "queued": backend.queues.name_of(key) in backend.queues,
             }
             with Rung(backend, f"{key}-child") as own:
                 listens = backend.listen(10)

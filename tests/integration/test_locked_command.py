@@ -155,7 +155,7 @@ def test_waits_as_long_as_it_is_told(key: str) -> None:
         with pytest.raises(SystemExit), prompt():
             made.run_from_argv(["manage.py", "report", "--lock-wait=0"])
         waiting = Later(made.run_from_argv, ["manage.py", "report", "--lock-wait", "none"])
-        eventually(lambda: bool(lock_backends["default"].waiters(f"{key}1")), "it waits")
+        eventually(lambda: bool(lock_backends["default"].waiters.of(f"{key}1")), "it waits")
     waiting.result()
     assert not made.skipped
 

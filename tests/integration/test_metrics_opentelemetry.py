@@ -110,7 +110,7 @@ def test_gauges_are_asked_for(key: str, told: Told) -> None:
     with override_settings(DISTLOCK=settings.DISTLOCK), distlock(f"{key}:1", backend="memory"):
         work = scheduled(key, expected=1, every=60, backend="sqlite")(lambda: None)
         long_ago = lock_backends["sqlite"].clock() - timedelta(seconds=100)
-        lock_backends["sqlite"].note(name, int(long_ago.timestamp() * 1000), 60)
+        lock_backends["sqlite"].notes.put(name, int(long_ago.timestamp() * 1000), 60)
         assert work in declared
         assert told.point("active", backend="memory").value >= 1
         assert told.point("store_up", backend="memory").value == 1

@@ -519,7 +519,7 @@ def test_schedule_that_nothing_starts_is_overdue(key: str, alias: str, awaited: 
     store = lock_backends[alias]
     assert late() == 0, "a new one counts from now on"
     long_ago = store.clock() - timedelta(seconds=60 + 30 + 500)
-    store.note(name, int(long_ago.timestamp() * 1000), 3600)
+    store.notes.put(name, int(long_ago.timestamp() * 1000), 3600)
     found = late()
     assert found is not None
     assert 500 <= found < 560

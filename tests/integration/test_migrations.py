@@ -236,12 +236,12 @@ def _ask_everything(alias: str) -> None:
     assert backend.read_token(token) is not None
     assert [record.key for record in backend.list("invoice").records] == [key]
     assert backend.request_stop(key) is not None
-    assert backend.shorten(key, 20) is not None
-    note = backend.note_waiter(key, Holder(host="somewhere"), 30)
+    assert backend.request_stop(key, 20) is not None
+    note = backend.waiters.note(key, Holder(host="somewhere"), 30)
     assert note is not None
-    assert [each.holder.host for each in backend.waiters(key)] == ["somewhere"]
-    backend.drop_waiter(key, note)
-    assert backend.settle(grant, 10) is True
+    assert [each.holder.host for each in backend.waiters.of(key)] == ["somewhere"]
+    backend.waiters.drop(key, note)
+    assert backend.release(grant, 10) is True
     assert backend.force_release(key) is not None
     grant = backend.acquire(key, token, 30)
     assert isinstance(grant, Grant)

@@ -228,7 +228,7 @@ def test_database_of_another_character_set_takes_any_text(store: DatabaseStore, 
     ):
         assert [each.key for each in found.records] == [text]
     assert backend.release(grant) is True
-    assert backend.pause(key, store.now() + timedelta(minutes=1), by=TEXT) is None
+    assert backend.pause(key, store.now() + timedelta(minutes=1), by=TEXT) is True
     assert FenceCounter.objects.using(using).get(key=key).paused_by == TEXT
     event = LockEvent(
         backend="default", key=TEXT, kind="forced", holder={"user": TEXT}, actor=TEXT,
@@ -270,12 +270,12 @@ OPERATIONS: dict[str, Callable[[BaseLockBackend, Grant, float], object]] = {
     "extend": lambda backend, grant, bound: backend.extend(grant, bound=bound),
     "extend_many": lambda backend, grant, bound: backend.extend_many([grant]),
     "release": lambda backend, grant, bound: backend.release(grant, bound=bound),
-    "settle": lambda backend, grant, bound: backend.settle(grant, 60, bound=bound),
-    "shorten": lambda backend, grant, bound: backend.shorten(grant.key, 20, bound=bound),
+    "settle": lambda backend, grant, bound: backend.release(grant, 60, bound=bound),
+    "shorten": lambda backend, grant, bound: backend.request_stop(grant.key, 20, bound=bound),
     "request_stop": lambda backend, grant, bound: backend.request_stop(grant.key, bound=bound),
     "force_release": lambda backend, grant, bound: backend.force_release(grant.key, bound=bound),
     "pause": lambda backend, grant, bound: backend.pause(grant.key, grant.acquired_at, bound=bound),
-    "resume": lambda backend, grant, bound: backend.resume(grant.key, bound=bound),
+    "resume": lambda backend, grant, bound: backend.pause(grant.key, None, bound=bound),
     "read": lambda backend, grant, bound: backend.read(grant.key),
     "read_token": lambda backend, grant, bound: backend.read_token(grant.token),
     "list": lambda backend, grant, bound: backend.list(),

@@ -47,17 +47,17 @@ def test_note_is_no_row_of_the_locks(
     using = request.getfixturevalue(kind)
     migrate(using)
     with opened(using, BACKEND=backend) as store:
-        store.note(NAME, 7, 60)
-        store.note("over", 7, 0.0)
-        assert store.noted(NAME) == 7
+        store.notes.put(NAME, 7, 60)
+        store.notes.put("over", 7, 0.0)
+        assert store.notes.get(NAME) == 7
         assert locked(using) == []
         # Also where no record of a lease is ever left.
         assert store.cleanup(store.clock(), 10) == 1
-        assert store.noted(NAME) == 7
+        assert store.notes.get(NAME) == 7
         # One in many notes removes what is over, without any command.
-        store.note("over", 9, 0.0)
+        store.notes.put("over", 9, 0.0)
         monkeypatch.setattr("random.randrange", lambda _: 0)
-        store.note("another", 8, 60)
+        store.notes.put("another", 8, 60)
     rows = RunNote.objects.using(using).order_by("fence")
     assert [row.fence for row in rows] == [7, 8]
 

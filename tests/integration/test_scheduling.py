@@ -104,10 +104,10 @@ def test_run_that_cannot_be_noted_is_run(
     def lost(*_: object) -> None:
         raise BackendUnavailable("The store is away.")
 
-    monkeypatch.setattr(lock_backends["default"], "note", lost)
+    monkeypatch.setattr(lock_backends["default"].notes, "put", lost)
     assert tick(key, every=60)()
     assert [each.distlock_event for each in caplog.records] == ["note_failed"]  # type: ignore[attr-defined]
-    assert lock_backends["default"].noted(own_key(f"schedule:{key}")) is None
+    assert lock_backends["default"].notes.get(own_key(f"schedule:{key}")) is None
 
 
 def test_one_of_several_processes_runs(key: str) -> None:

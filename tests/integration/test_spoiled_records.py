@@ -74,7 +74,7 @@ def spoiled(request: pytest.FixtureRequest, key: str) -> Iterator[str]:
     assert isinstance(store, RedisBackend)
     for each in (key, f"{key}:sound"):
         assert isinstance(store.acquire(each, new_token(), 60), Grant)
-    name = store._at("lock", store.storage_name(key))
+    name = store._at("lock", store.queues.name_of(key))
     WAYS[request.param](store, name)
     yield key
     store.store.command("DEL", name)
@@ -125,7 +125,7 @@ def test_one_key_is_an_error_of_locks(spoiled: str) -> None:
     with pytest.raises(LockError):
         store.read(spoiled)
     with pytest.raises(LockError):
-        asyncio.run(store.aread(spoiled))
+        asyncio.run(store.threads.run(store.read, spoiled))
     try:
         answer = store.acquire(spoiled, new_token(), 60)
     except LockError as error:
@@ -246,7 +246,7 @@ def test_spoiled_numbers_in_redis_are_no_error_of_the_page(
     """Nor where they can be read as numbers."""
     store: Any = lock_backends[ALIAS]
     grant = store.acquire(key, new_token(), 60)
-    name = store._at("lock", store.storage_name(key))
+    name = store._at("lock", store.queues.name_of(key))
     store.store.command("HSET", name, "renewed_at", "1", *spoiled)
     try:
         assert client.get(LOCKS).status_code == 200
@@ -261,13 +261,13 @@ def test_spoiled_waiter_is_no_error_of_its_key(client: Client, key: str, alias: 
     """Somebody waits, whoever that is."""
     store: Any = lock_backends[alias]
     with changed_by_hand(alias, key, "wanted = wanted"):
-        note = store.note_waiter(key, Holder(host="h"), 60)
+        note = store.waiters.note(key, Holder(host="h"), 60)
         with connections[TABLES[alias]].cursor() as cursor:
-            where = [store.storage_name(key)]
+            where = [store.queues.name_of(key)]
             waiters = table("waiters")
             cursor.execute(f"UPDATE {waiters} SET holder = '[1]' WHERE storage_key = %s", where)
         answer = client.get(f"{LOCKS}key/", {"backend": alias, "key": key})
-        store.drop_waiter(key, note)
+        store.waiters.drop(key, note)
     assert answer.status_code == 200
 
 

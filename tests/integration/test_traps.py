@@ -206,8 +206,8 @@ LOCKING: dict[str, Callable[[DatabaseBackend, Grant], object]] = {
     "extend": lambda backend, grant: backend.extend(grant),
     "extend_many": lambda backend, grant: backend.extend_many([grant]),
     "release": lambda backend, grant: backend.release(grant),
-    "settle": lambda backend, grant: backend.settle(grant, 60),
-    "shorten": lambda backend, grant: backend.shorten(grant.key, 1),
+    "settle": lambda backend, grant: backend.release(grant, 60),
+    "shorten": lambda backend, grant: backend.request_stop(grant.key, 1),
     "force_release": lambda backend, grant: backend.force_release(grant.key),
     "request_stop": lambda backend, grant: backend.request_stop(grant.key),
     "acquire": lambda backend, grant: backend.acquire(
@@ -364,7 +364,7 @@ def test_d18_locks_are_never_read_from_a_replica(
             backend.read_token(grant.token)
             backend.list("invoice")
             backend.pause(key, grant.acquired_at)
-            backend.resume(key)
+            backend.pause(key, None)
             backend.cleanup(grant.acquired_at)
             backend.force_release(key)
         with distlock(key) as lease:

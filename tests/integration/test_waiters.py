@@ -57,14 +57,14 @@ def end_listening(backend: DatabaseBackend) -> None:
 
 def noted(backend: DatabaseBackend, key: str, host: str, seconds: float = 60) -> str:
     """Let somebody wait for a key."""
-    note = backend.note_waiter(key, Holder(host=host), seconds)
+    note = backend.waiters.note(key, Holder(host=host), seconds)
     assert note is not None
     return note
 
 
 def waiting(backend: DatabaseBackend, key: str) -> list[str]:
     """Return the hosts of those who wait for a key."""
-    return [each.holder.host for each in backend.waiters(key)]
+    return [each.holder.host for each in backend.waiters.of(key)]
 
 
 def end(backend: DatabaseBackend, note: str) -> None:
@@ -77,8 +77,8 @@ def test_waiter_is_shown(backend: DatabaseBackend, key: str) -> None:
     """With all that is known of it, by the store's clock."""
     grant = take(backend, f"{key}-clock")
     holder = Holder(host="somewhere", pid=42, task_id="nightly", metadata={"user": "ann é🔒"})
-    assert backend.note_waiter(key, holder, 30) is not None
-    (seen,) = backend.waiters(key)
+    assert backend.waiters.note(key, holder, 30) is not None
+    (seen,) = backend.waiters.of(key)
     assert isinstance(seen, Waiting)
     assert seen.holder == holder
     assert timedelta(0) <= seen.since - grant.acquired_at < timedelta(seconds=20)
@@ -91,7 +91,7 @@ def test_waiters_are_shown_in_order(backend: DatabaseBackend, key: str) -> None:
     """The first to come first, also when it was noted again since; others' keys do not matter."""
     notes = [noted(backend, key, host) for host in ("a", "b", "c")]
     noted(backend, f"{key}-other", "elsewhere")
-    assert backend.note_waiter(key, Holder(host="a"), 600, notes[0]) == notes[0]
+    assert backend.waiters.note(key, Holder(host="a"), 600, notes[0]) == notes[0]
     assert waiting(backend, key) == ["a", "b", "c"]
     assert waiting(backend, f"{key}-other") == ["elsewhere"]
     assert waiting(backend, f"{key}-nobody") == []
@@ -100,9 +100,9 @@ def test_waiters_are_shown_in_order(backend: DatabaseBackend, key: str) -> None:
 def test_waiter_is_noted_again(backend: DatabaseBackend, key: str) -> None:
     """It is seen for longer, since the time that it came, and no second time."""
     note = noted(backend, key, "a", 30)
-    (before,) = backend.waiters(key)
-    assert backend.note_waiter(key, Holder(host="a"), 60, note) == note
-    (after,) = backend.waiters(key)
+    (before,) = backend.waiters.of(key)
+    assert backend.waiters.note(key, Holder(host="a"), 60, note) == note
+    (after,) = backend.waiters.of(key)
     assert after.since == before.since
     assert after.until - before.until >= timedelta(seconds=30)
 
@@ -113,14 +113,14 @@ def test_note_that_went_is_made_anew(backend: DatabaseBackend, key: str) -> None
     end(backend, note)
     assert waiting(backend, key) == []
     # Where nobody has cleaned up meanwhile, it is the same one.
-    assert backend.note_waiter(key, Holder(host="a"), 200, note) == note
+    assert backend.waiters.note(key, Holder(host="a"), 200, note) == note
     assert waiting(backend, key) == ["a"]
     end(backend, note)
     backend.cleanup(datetime.now(UTC))
-    again = backend.note_waiter(key, Holder(host="a"), 60, note)
+    again = backend.waiters.note(key, Holder(host="a"), 60, note)
     assert again is not None
     assert waiting(backend, key) == ["a"]
-    backend.drop_waiter(key, again)
+    backend.waiters.drop(key, again)
     assert waiting(backend, key) == []
 
 
@@ -128,9 +128,9 @@ def test_waiter_is_forgotten(backend: DatabaseBackend, key: str) -> None:
     """That one alone, and as often as one likes."""
     notes = [noted(backend, key, host) for host in ("a", "b")]
     other = noted(backend, f"{key}-other", "c")
-    backend.drop_waiter(key, other)
+    backend.waiters.drop(key, other)
     for _ in range(2):
-        backend.drop_waiter(key, notes[0])
+        backend.waiters.drop(key, notes[0])
     assert waiting(backend, key) == ["b"]
     assert waiting(backend, f"{key}-other") == ["c"]
 
@@ -148,7 +148,7 @@ def test_notes_of_the_dead_are_cleaned_up(backend: DatabaseBackend, key: str) ->
         # Others' locks may be over too; none of them was before this.
         assert backend.cleanup(long_ago, 2) == 0
         found = f"SELECT id FROM {WAITERS} WHERE storage_key = %s"
-        rows = ask(backend.using, found, backend.storage_name(key))
+        rows = ask(backend.using, found, backend.queues.name_of(key))
         left.append([str(pk) for (pk,) in rows])
     assert len(left[0]) == 2
     assert left[1] == notes[:1]
@@ -180,7 +180,7 @@ def test_note_outlives_the_transaction_of_the_caller(backend: DatabaseBackend, k
     assert waiting(backend, key) == ["a"]
     with transaction.atomic(using=backend.using):
         ask(backend.using, "SELECT 1")
-        backend.drop_waiter(key, note)
+        backend.waiters.drop(key, note)
         transaction.set_rollback(True, using=backend.using)
     assert waiting(backend, key) == []
 
@@ -191,7 +191,7 @@ def test_note_from_within_a_transaction_on_its_file_is_refused(key: str) -> None
     with transaction.atomic(using="sqlite"):
         ask("sqlite", "SELECT 1")
         with prompt(), pytest.raises(LockUsageError) as caught:
-            backend.note_waiter(key, Holder(host="a"), 60)
+            backend.waiters.note(key, Holder(host="a"), 60)
     assert caught.value.code == "self_blocked"
 
 
@@ -201,10 +201,10 @@ def test_note_in_somebodys_way_is_left(backend: DatabaseBackend, key: str) -> No
     note = noted(backend, key, "a")
     with transaction.atomic(using=backend.using):
         rows = Waiter.objects.using(backend.using).select_for_update()
-        assert rows.get(pk=int(note)).storage_key == backend.storage_name(key)
+        assert rows.get(pk=int(note)).storage_key == backend.queues.name_of(key)
         with prompt(2 * MAX_BOUND):
-            again = Later(backend.note_waiter, key, Holder(host="a"), 200, note).result()
-            Later(backend.drop_waiter, key, note).result()
+            again = Later(backend.waiters.note, key, Holder(host="a"), 200, note).result()
+            Later(backend.waiters.drop, key, note).result()
     assert again == note
     assert waiting(backend, key) == ["a"]
 
@@ -228,7 +228,7 @@ def wait_until_told(alias: str, key: str) -> list[str]:
     note = noted(backend, key, "there")
     print("noted")
     input()
-    backend.drop_waiter(key, note)
+    backend.waiters.drop(key, note)
     return waiting(backend, key)
 
 
@@ -238,17 +238,17 @@ def test_whoever_is_woken_is_shown_so(key: str) -> None:
     assert isinstance(backend, DatabaseBackend)
     end_listening(backend)
     note = noted(backend, key, "a")
-    assert [each.is_woken for each in backend.waiters(key)] == [False]
+    assert [each.is_woken for each in backend.waiters.of(key)] == [False]
     assert backend.listen(10) is True
     try:
-        assert backend.note_waiter(key, Holder(host="a"), 60, note) == note
-        assert [each.is_woken for each in backend.waiters(key)] == [True]
+        assert backend.waiters.note(key, Holder(host="a"), 60, note) == note
+        assert [each.is_woken for each in backend.waiters.of(key)] == [True]
         found = f"SELECT channel FROM {WAITERS} WHERE id = %s"
         assert ask("default", found, int(note)) == [("LISTEN",)]
     finally:
         end_listening(backend)
-    assert backend.note_waiter(key, Holder(host="a"), 60, note) == note
-    assert [each.is_woken for each in backend.waiters(key)] == [False]
+    assert backend.waiters.note(key, Holder(host="a"), 60, note) == note
+    assert [each.is_woken for each in backend.waiters.of(key)] == [False]
 
 
 @pytest.mark.parametrize("key_bytes", [1, 512])
@@ -257,16 +257,16 @@ def test_key_of_any_length_can_be_waited_for(backend: DatabaseBackend, key_bytes
     key = "k" * key_bytes
     note = noted(backend, key, "a")
     assert "a" in waiting(backend, key)
-    backend.drop_waiter(key, note)
+    backend.waiters.drop(key, note)
 
 
 def test_asynchronous_code_can_note(backend: DatabaseBackend, key: str) -> None:
     """On the threads of the backend, as all that asks the store."""
 
     async def note() -> list[str]:
-        made = await backend.run_async(noted, backend, key, "a")
-        seen = await backend.run_async(waiting, backend, key)
-        await backend.run_async(backend.drop_waiter, key, made)
+        made = await backend.threads.run(noted, backend, key, "a")
+        seen = await backend.threads.run(waiting, backend, key)
+        await backend.threads.run(backend.waiters.drop, key, made)
         return seen
 
     assert asyncio.run(note()) == ["a"]
@@ -281,7 +281,7 @@ def test_notes_leave_no_session_behind(key: str) -> None:
         with transaction.atomic(using=using):
             ask(using, "SELECT 1")
             for _ in range(5):
-                backend.drop_waiter(key, noted(backend, key, "a"))
+                backend.waiters.drop(key, noted(backend, key, "a"))
             assert len(sessions(using)) == 2
         backend._connections.close_all()
         assert eventually(lambda: len(sessions(using)) == 1, timeout=10)
@@ -293,8 +293,8 @@ def test_tasks_in_their_queue_are_told_apart(alias: str, key: str) -> None:
     store = lock_backends[alias]
     here = Holder(host="a", pid=7, task_id="5f6d")
     for holder in (here, here.as_queued(), replace(here, task_id="6f6d").as_queued()):
-        assert store.note_waiter(key, holder, 60) is not None
-    assert store.note_waiter(f"{key}-b", Holder(host="a"), 60) is not None
-    counted = store.count_waiters([key, f"{key}-b", f"{key}-c"])
+        assert store.waiters.note(key, holder, 60) is not None
+    assert store.waiters.note(f"{key}-b", Holder(host="a"), 60) is not None
+    counted = store.waiters.count([key, f"{key}-b", f"{key}-c"])
     assert list(counted) == [Waits(1, 2), Waits(1, 0), Waits()]
-    assert [each.is_retrying for each in store.waiters(key)].count(True) == 2
+    assert [each.is_retrying for each in store.waiters.of(key)].count(True) == 2

@@ -36,7 +36,7 @@ def ear(key: str) -> Iterator[Ear]:
 
 def over(backend: DatabaseBackend, key: str) -> None:
     """Let the lease of a key be over, and its grace."""
-    name = backend.storage_name(key)
+    name = backend.queues.name_of(key)
     columns = ("acquired_at", "renewed_at", "expires_at", "free_at")
     changes = ", ".join(f"{column} = {column} - 100000000" for column in columns)
     ask("default", f"UPDATE {LOCKS} SET {changes} WHERE storage_key = %s", name)
@@ -53,9 +53,9 @@ Event = Callable[[DatabaseBackend, str, Grant], object]
 #: What ends a grant, replaces it, or lets its key be free sooner.
 EVENTS: dict[str, Event] = {
     "release": lambda backend, key, grant: backend.release(grant),
-    "settle": lambda backend, key, grant: backend.settle(grant, 20),
-    "settle for longer": lambda backend, key, grant: backend.settle(grant, 100),
-    "settle at once": lambda backend, key, grant: backend.settle(grant, 0),
+    "settle": lambda backend, key, grant: backend.release(grant, 20),
+    "settle for longer": lambda backend, key, grant: backend.release(grant, 100),
+    "settle at once": lambda backend, key, grant: backend.release(grant, 0),
     "extend by less": lambda backend, key, grant: backend.extend(grant, 5),
     "force_release": lambda backend, key, grant: backend.force_release(key),
     "takeover": lambda backend, key, grant: take(backend, key, replace=grant.token),
@@ -69,9 +69,9 @@ NO_EVENTS: dict[str, Event] = {
         Grant(key, grant.token, 1, None, grant.acquired_at, None)
     ),
     "extend_many": lambda backend, key, grant: backend.extend_many([grant]),
-    "shorten": lambda backend, key, grant: backend.shorten(key, 5),
-    "shorten by token": lambda backend, key, grant: backend.shorten(key, 5, grant.token),
-    "shorten by nothing": lambda backend, key, grant: backend.shorten(key, 1000),
+    "shorten": lambda backend, key, grant: backend.request_stop(key, 5),
+    "shorten by token": lambda backend, key, grant: backend.request_stop(key, 5, grant.token),
+    "shorten by nothing": lambda backend, key, grant: backend.request_stop(key, 1000),
     "request_stop": lambda backend, key, grant: backend.request_stop(key),
     "pause": lambda backend, key, grant: backend.pause(
         key, grant.acquired_at + timedelta(seconds=60)
@@ -81,7 +81,7 @@ NO_EVENTS: dict[str, Event] = {
     "release by another token": lambda backend, key, grant: backend.release(
         Grant(key, new_token(), 1, 30, grant.acquired_at, None)
     ),
-    "settle by another token": lambda backend, key, grant: backend.settle(
+    "settle by another token": lambda backend, key, grant: backend.release(
         Grant(key, new_token(), 1, 30, grant.acquired_at, None), 10
     ),
     "cleanup": lambda backend, key, grant: backend.cleanup(grant.acquired_at),
@@ -106,7 +106,7 @@ def test_event_calls_out_the_key_that_is_wanted(
         contend(backend, name, wanted=True)
         assert ear.heard() == []
         assert EVENTS[event](backend, name, grant)
-        assert ear.heard() == [backend.storage_name(name)]
+        assert ear.heard() == [backend.queues.name_of(name)]
 
 
 @pytest.mark.parametrize("event", NO_EVENTS)
@@ -128,9 +128,9 @@ def test_end_of_a_lease_without_expiry_is_sooner(
     grant = take(backend, key, ttl=None)
     contend(backend, key, wanted=True)
     assert isinstance(backend.extend(grant, 600), Grant)
-    assert ear.heard() == [backend.storage_name(key)]
+    assert ear.heard() == [backend.queues.name_of(key)]
     assert isinstance(backend.extend(grant, 5), Grant)
-    assert ear.heard() == [backend.storage_name(key)]
+    assert ear.heard() == [backend.queues.name_of(key)]
 
 
 @pytest.mark.parametrize("paused", ["paused", "over", "never paused"])
@@ -140,8 +140,8 @@ def test_resume_always_calls_out(backend: DatabaseBackend, key: str, ear: Ear, p
         now = take(backend, f"{key}-other").acquired_at
         until = now + timedelta(seconds=60 if paused == "paused" else -60)
         backend.pause(key, until)
-    assert backend.resume(key) is (paused == "paused")
-    assert ear.heard() == [backend.storage_name(key)]
+    assert backend.pause(key, None) is (paused == "paused")
+    assert ear.heard() == [backend.queues.name_of(key)]
 
 
 def test_uncontended_use_sends_nothing(backend: DatabaseBackend, key: str, ear: Ear) -> None:
@@ -172,10 +172,10 @@ def test_settled_key_can_still_be_called_out(backend: DatabaseBackend, key: str,
     """The mark outlives the settling: an operator who frees the key sooner wakes as well."""
     grant = take(backend, key)
     contend(backend, key, wanted=True)
-    assert backend.settle(grant, 20) is True
-    assert ear.heard() == [backend.storage_name(key)]
-    assert backend.shorten(key, 5)
-    assert ear.heard() == [backend.storage_name(key)]
+    assert backend.release(grant, 20) is True
+    assert ear.heard() == [backend.queues.name_of(key)]
+    assert backend.request_stop(key, 5)
+    assert ear.heard() == [backend.queues.name_of(key)]
 
 
 def test_settling_of_what_was_over_is_silent(backend: DatabaseBackend, key: str, ear: Ear) -> None:
@@ -183,7 +183,7 @@ def test_settling_of_what_was_over_is_silent(backend: DatabaseBackend, key: str,
     grant = take(backend, key)
     contend(backend, key, wanted=True)
     over(backend, key)
-    assert backend.settle(grant, 20) is False
+    assert backend.release(grant, 20) is False
     assert ear.heard() == []
 
 
@@ -194,8 +194,8 @@ def test_release_of_what_was_over_calls_out(key: str, ear: Ear) -> None:
         contend(backend, key, wanted=True)
         over(backend, key)
         assert backend.release(grant) is False
-        assert ear.heard() == [backend.storage_name(key)]
-        assert backend.queues.since_wanted(backend.storage_name(key)) is None
+        assert ear.heard() == [backend.queues.name_of(key)]
+        assert backend.queues.since_wanted(backend.queues.name_of(key)) is None
 
 
 @pytest.mark.parametrize("end", ["release", "settle"])
@@ -203,7 +203,7 @@ def test_process_remembers_that_it_freed_a_wanted_key(
     backend: DatabaseBackend, key: str, end: str
 ) -> None:
     """The answer is still True; who frees a key that others wait for can be told of it."""
-    name = backend.storage_name(key)
+    name = backend.queues.name_of(key)
     grant = take(backend, key)
     assert EVENTS[end](backend, key, grant) is True
     assert backend.queues.since_wanted(name) is None
@@ -222,7 +222,8 @@ def test_busy_answers_call_nothing_out(backend: DatabaseBackend, key: str, ear: 
     contend(backend, key, wanted=True)
     with server(str(connections["default"].settings_dict["NAME"])) as raw, raw.transaction():
         raw.execute(
-            f"SELECT 1 FROM {LOCKS} WHERE storage_key = %s FOR UPDATE", [backend.storage_name(key)]
+            f"SELECT 1 FROM {LOCKS} WHERE storage_key = %s FOR UPDATE",
+            [backend.queues.name_of(key)],
         )
         assert backend.release(grant, bound=0.05) is UNKNOWN
         assert backend.extend(grant, 5, bound=0.05) is UNKNOWN
@@ -231,13 +232,13 @@ def test_busy_answers_call_nothing_out(backend: DatabaseBackend, key: str, ear: 
         assert answer.busy
     assert ear.heard() == []
     assert backend.release(grant) is True
-    assert ear.heard() == [backend.storage_name(key)]
+    assert ear.heard() == [backend.queues.name_of(key)]
 
 
 def test_waiter_is_told_the_end_as_of_its_mark(backend: DatabaseBackend, key: str) -> None:
     """What shortened the lease between the look and the mark called nobody, and so is told."""
     take(backend, key)
-    name = backend.storage_name(key)
+    name = backend.queues.name_of(key)
     with server(str(connections["default"].settings_dict["NAME"])) as raw, raw.transaction():
         raw.execute(
             f"UPDATE {LOCKS} SET expires_at = acquired_at + 5000000,"

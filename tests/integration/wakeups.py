@@ -83,7 +83,7 @@ class Rung:
     def __init__(self, backend: DatabaseBackend, key: str):
         self._backend = backend
         self._rung = threading.Event()
-        self._turn = Turn(backend.storage_name(key), self._ring)
+        self._turn = Turn(backend.queues.name_of(key), self._ring)
         backend.queues.join(self._turn)
 
     def __enter__(self) -> Rung:

@@ -46,8 +46,8 @@ def tell_story(backend: Any, key: str) -> None:
     _pause(backend, key, grant)
     replaced = take(backend, key, replace=grant.token)
     assert backend.release(grant) is False
-    assert backend.settle(replaced, 60) is True
-    assert backend.settle(replaced, 60) is False
+    assert backend.release(replaced, 60) is True
+    assert backend.release(replaced, 60) is False
     assert held(backend, key).is_settled
     _take_away(backend, key)
     assert backend.release(other) is True
@@ -59,11 +59,11 @@ def tell_story(backend: Any, key: str) -> None:
 def _wait(backend: Any, key: str) -> None:
     with waiting(backend, key) as waiter:
         hand_over(backend, backend, waiter, key)
-    note = backend.note_waiter(key, Holder(host="there"), 30)
-    again = backend.note_waiter(key, Holder(host="there"), 60, note)
-    assert [each.holder.host for each in backend.waiters(key)] == ["there"]
-    backend.drop_waiter(key, again)
-    assert backend.waiters(key) == []
+    note = backend.waiters.note(key, Holder(host="there"), 30)
+    again = backend.waiters.note(key, Holder(host="there"), 60, note)
+    assert [each.holder.host for each in backend.waiters.of(key)] == ["there"]
+    backend.waiters.drop(key, again)
+    assert backend.waiters.of(key) == []
 
 
 def _meddle(backend: Any, key: str, grant: Grant) -> None:
@@ -72,17 +72,17 @@ def _meddle(backend: Any, key: str, grant: Grant) -> None:
     for token in (None, grant.token):
         before = held(backend, key).free_at
         assert before is not None
-        assert backend.shorten(key, 20, token).free_at <= before
-    assert backend.shorten(key, 5, new_token()) is None
+        assert backend.request_stop(key, 20, token).free_at <= before
+    assert backend.request_stop(key, 5, new_token()) is None
 
 
 def _pause(backend: Any, key: str, grant: Grant) -> None:
-    assert backend.pause(key, datetime.now(UTC) + timedelta(hours=1), "somebody") is None
+    assert backend.pause(key, datetime.now(UTC) + timedelta(hours=1), "somebody") is True
     answer = backend.acquire(key, new_token(), 30, replace=grant.token)
     assert isinstance(answer, Contended)
     assert answer.paused
-    assert backend.resume(key) is True
-    assert backend.resume(key) is False
+    assert backend.pause(key, None) is True
+    assert backend.pause(key, None) is False
 
 
 def _take_away(backend: Any, key: str) -> None:

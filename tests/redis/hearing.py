@@ -65,7 +65,7 @@ class Waiter:
         self.rung: list[bool] = []
         self._backend = backend
         self._changed = threading.Event()
-        self._turn = Turn(backend.storage_name(key), self._ring)
+        self._turn = Turn(backend.queues.name_of(key), self._ring)
         backend.queues.join(self._turn)
 
     def _ring(self) -> bool:

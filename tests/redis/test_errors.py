@@ -102,11 +102,11 @@ def test_full_server(backend: Any, client: Any, key: str) -> None:
     client.config_set("maxmemory", 1)
     assert is_unavailable(attempt(backend, f"{key}-c"), "rate_limited")
     assert isinstance(backend.extend(grant, 40), Grant)
-    assert backend.shorten(key, 20, grant.token) is not None
+    assert backend.request_stop(key, 20, grant.token) is not None
     assert isinstance(backend.acquire(key, new_token(), 30), Contended)
     assert backend.read(key).token == grant.token
     assert backend.release(grant) is True
-    assert backend.settle(settled, 60) is True
+    assert backend.release(settled, 60) is True
     assert client.exists(f"distlock:lock:{backend._name(f'{key}-c')}") == 0
     assert client.exists(f"distlock:fence:{backend._name(f'{key}-c')}") == 0
     client.config_set("maxmemory", 0)

@@ -35,7 +35,7 @@ def test_record_expires_when_its_key_is_free(store: RedisStore, key: str, ttl: f
     assert expires_with_the_lock(store, key)
     changes: list[Callable[[], object]] = [
         lambda: store.backend.extend(grant, ttl),
-        lambda: store.backend.shorten(key, ttl / 2, grant.token),
+        lambda: store.backend.request_stop(key, ttl / 2, grant.token),
         lambda: take(store.backend, key, ttl, replace=grant.token),
     ]
     for change in changes:
@@ -68,7 +68,7 @@ def test_counter_never_expires(store: RedisStore, key: str) -> None:
     assert backend.release(grant) is True
     assert stays(grant.fence)
     grant = take(backend, key, replace=take(backend, key).token)
-    assert backend.settle(grant, 0) is True
+    assert backend.release(grant, 0) is True
     assert stays(grant.fence)
     grant = take(backend, key)
     assert backend.force_release(key) is not None
@@ -133,7 +133,7 @@ def test_script_says_why_not(store: RedisStore, key: str) -> None:
     assert answers(grant.token) == {"expired"}
     assert answers(new_token()) == {"other"}
     grant = take(store.backend, key)
-    assert store.backend.settle(grant, 60) is True
+    assert store.backend.release(grant, 60) is True
     assert answers(grant.token) == {"settled"}
     store.client.delete(lock)
     assert answers(grant.token) == {"missing"}

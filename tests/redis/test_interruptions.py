@@ -92,8 +92,8 @@ def test_settled_record_that_is_ended_at_once_is_gone(store: RedisStore, key: st
     for number in range(30):
         grant = take(store.backend, f"{key}-{number}")
         assert isinstance(grant, Grant)
-        store.backend.settle(grant, 60)
-        record = store.backend.shorten(grant.key, 0)
+        store.backend.release(grant, 60)
+        record = store.backend.request_stop(grant.key, 0)
         assert record is not None
         assert isinstance(record, Record)
         assert record.token == grant.token

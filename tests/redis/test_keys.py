@@ -48,7 +48,7 @@ def test_pause_is_of_one_key(backend: Any) -> None:
             answer = backend.acquire(key, new_token(), 30)
             assert isinstance(answer, Contended if key == paused else Grant)
             assert key == paused or backend.release(answer) is True
-        assert backend.resume(paused) is True
+        assert backend.pause(paused, None) is True
 
 
 def test_prefix_of_a_listing_is_literal(backend: Any) -> None:

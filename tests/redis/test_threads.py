@@ -66,10 +66,10 @@ async def test_coroutines_share_the_connections_of_threads(
     backend = backend_on(with_query(private.url, client_name=NAME), lock_connections=2)
 
     async def cycle(name: str) -> None:
-        grant = await backend.aacquire(name, new_token(), 30)
+        grant = await backend.threads.run(backend.acquire, name, new_token(), 30)
         assert isinstance(grant, Grant)
-        assert (await backend.aread(name)).token == grant.token
-        assert await backend.arelease(grant) is True
+        assert (await backend.threads.run(backend.read, name)).token == grant.token
+        assert await backend.threads.run(backend.release, grant) is True
 
     await asyncio.gather(*(cycle(f"{key}-{number}") for number in range(100)))
     await asyncio.to_thread(asyncio.run, cycle(key))

@@ -25,17 +25,17 @@ HOLDER = Holder(host="there", process="worker", pid=7, task_id="t", metadata={"w
 
 def at(backend: Any, key: str) -> str:
     """Return the name under which the waiters of a key are kept."""
-    return f"distlock:waiters:{backend.storage_name(key)}"
+    return f"distlock:waiters:{backend.queues.name_of(key)}"
 
 
 def shown(backend: Any, key: str) -> list[str]:
     """Return the hosts of those who wait, in the order in which they are shown."""
-    return [each.holder.host for each in backend.waiters(key)]
+    return [each.holder.host for each in backend.waiters.of(key)]
 
 
 def note(backend: Any, key: str, host: str = "", seconds: float = 60, again: str = "") -> str:
     """Note a waiter."""
-    noted = backend.note_waiter(key, Holder(host=host), seconds, again or None)
+    noted = backend.waiters.note(key, Holder(host=host), seconds, again or None)
     assert isinstance(noted, str)
     return noted
 
@@ -45,35 +45,35 @@ def test_waiter_is_shown(store: RedisStore, key: str) -> None:
     # Whoever waited here a moment ago may still be listening.
     backend: Any = store.backend
     backend._listener.close_all()
-    assert store.backend.waiters(key) == []
+    assert store.backend.waiters.of(key) == []
     before = store.now()
-    assert store.backend.note_waiter(key, HOLDER, 60)
-    (waiting_,) = store.backend.waiters(key)
+    assert store.backend.waiters.note(key, HOLDER, 60)
+    (waiting_,) = store.backend.waiters.of(key)
     assert waiting_.holder == HOLDER
     assert before <= waiting_.since <= store.now()
     assert waiting_.until == waiting_.since + timedelta(seconds=60)
     assert waiting_.is_woken is False
-    assert store.backend.waiters(f"{key}-b") == []
+    assert store.backend.waiters.of(f"{key}-b") == []
 
 
 def test_note_is_renewed(backend: Any, key: str) -> None:
     """It lives for longer, and tells of the same beginning and of wake-ups as they are now."""
     first = note(backend, key, "a", 10)
-    (before,) = backend.waiters(key)
+    (before,) = backend.waiters.of(key)
     with waiting(backend, key) as waiter:
         again = note(backend, key, "a", 100, first)
         hand_over(backend, backend, waiter, key)
-    (after,) = backend.waiters(key)
+    (after,) = backend.waiters.of(key)
     assert after.since == before.since
     assert after.until > before.until + timedelta(seconds=89)
     assert (before.is_woken, after.is_woken) == (False, True)
-    backend.drop_waiter(key, first)
+    backend.waiters.drop(key, first)
     assert shown(backend, key) == ["a"]
-    backend.drop_waiter(key, again)
+    backend.waiters.drop(key, again)
     assert shown(backend, key) == []
     # One that was renewed too late, or lost with the data, begins where its waiter did.
     note(backend, key, "a", 60, again)
-    assert backend.waiters(key)[0].since == before.since
+    assert backend.waiters.of(key)[0].since == before.since
 
 
 def test_dropped_waiter_leaves_nothing(
@@ -94,8 +94,8 @@ def test_dropped_waiter_leaves_nothing(
         note(backend, key, "d")
     assert caught.value.code == "rate_limited"
     for each, left in zip(notes, (["b", "c"], ["c"], []), strict=True):
-        backend.drop_waiter(key, each)
-        backend.drop_waiter(key, each)
+        backend.waiters.drop(key, each)
+        backend.waiters.drop(key, each)
         assert shown(backend, key) == left
     assert client.dbsize() == 0
 
@@ -106,7 +106,7 @@ def test_dead_waiter_goes_by_itself(backend: Any, client: Any, key: str) -> None
     note(backend, key, "long", 60)
     note(backend, key, "short too", 1.5)
     eventually(lambda: shown(backend, key) == ["long"], "they are not shown any more")
-    (left,) = backend.waiters(key)
+    (left,) = backend.waiters.of(key)
     until = left.until.timestamp() * 1000
     assert 0 <= client.pexpiretime(at(backend, key)) - until < 1
     assert client.zcard(at(backend, key)) == 3

@@ -25,8 +25,8 @@ Heard = Callable[[], list[tuple[str, str]]]
 #: What ends a grant, or lets it end sooner than its waiters were told.
 ENDS: dict[str, Callable[[Any, Grant], object]] = {
     "release": lambda backend, grant: backend.release(grant),
-    "settle": lambda backend, grant: backend.settle(grant, 60),
-    "settle what is past": lambda backend, grant: backend.settle(grant, 0),
+    "settle": lambda backend, grant: backend.release(grant, 60),
+    "settle what is past": lambda backend, grant: backend.release(grant, 0),
     "force_release": lambda backend, grant: backend.force_release(grant.key),
     "takeover": lambda backend, grant: take(backend, grant.key, replace=grant.token),
     "shortening extend": lambda backend, grant: backend.extend(grant, 5),
@@ -38,12 +38,14 @@ STAYS: dict[str, Callable[[Any, Grant], object]] = {
     "extend": lambda backend, grant: backend.extend(grant, 60),
     "extend without end": lambda backend, grant: backend.extend(grant, 604_800),
     "extends": lambda backend, grant: backend.extend_many([grant]),
-    "shorten": lambda backend, grant: backend.shorten(grant.key, 5),
-    "shorten a token's": lambda backend, grant: backend.shorten(grant.key, 5, grant.token),
-    "shorten to more": lambda backend, grant: backend.shorten(grant.key, 600),
-    "shorten another token's": lambda backend, grant: backend.shorten(grant.key, 5, new_token()),
+    "shorten": lambda backend, grant: backend.request_stop(grant.key, 5),
+    "shorten a token's": lambda backend, grant: backend.request_stop(grant.key, 5, grant.token),
+    "shorten to more": lambda backend, grant: backend.request_stop(grant.key, 600),
+    "shorten another token's": lambda backend, grant: backend.request_stop(
+        grant.key, 5, new_token()
+    ),
     "release another's": lambda backend, grant: backend.release(_of_another(grant)),
-    "settle another's": lambda backend, grant: backend.settle(_of_another(grant), 5),
+    "settle another's": lambda backend, grant: backend.release(_of_another(grant), 5),
     "extend another's": lambda backend, grant: backend.extend(_of_another(grant), 5),
     "takeover of another": lambda backend, grant: contend(
         backend, grant.key, replace=new_token(), wanted=True
@@ -84,9 +86,9 @@ def test_end_of_a_marked_grant_is_called_out(
         assert backend.release(other) is True
         grant = take(backend, key, ttl)
         contend(backend, key, wanted=True)
-        assert heard() == [("distlock:wake", backend.storage_name(other.key))]
+        assert heard() == [("distlock:wake", backend.queues.name_of(other.key))]
         assert end(backend, grant)
-        assert heard() == [("distlock:wake", backend.storage_name(key))]
+        assert heard() == [("distlock:wake", backend.queues.name_of(key))]
         backend.force_release(key)
         heard()
 
@@ -100,8 +102,8 @@ def test_marked_grant_that_stays_is_silent(backend: Any, heard: Heard, key: str)
         assert heard() == []
         assert held(backend, key).wanted
         assert backend.release(grant) is True
-        assert heard() == [("distlock:wake", backend.storage_name(key))]
-        backend.resume(key)
+        assert heard() == [("distlock:wake", backend.queues.name_of(key))]
+        backend.pause(key, None)
         heard()
 
 
@@ -110,8 +112,8 @@ def test_end_of_a_pause_is_called_out(backend: Any, heard: Heard, key: str) -> N
     backend.pause(key, datetime.now(UTC) + timedelta(hours=1))
     assert contend(backend, key, wanted=True).paused
     for resumed in (True, False):
-        assert backend.resume(key) is resumed
-        assert heard() == [("distlock:wake", backend.storage_name(key))]
+        assert backend.pause(key, None) is resumed
+        assert heard() == [("distlock:wake", backend.queues.name_of(key))]
 
 
 def test_mark_is_of_one_grant(backend: Any, heard: Heard, key: str) -> None:
@@ -130,12 +132,12 @@ def test_mark_is_of_one_grant(backend: Any, heard: Heard, key: str) -> None:
     # Who was woken by a settlement, and marked what is left, is woken by its end.
     grant = take(backend, key)
     contend(backend, key, wanted=True)
-    assert backend.settle(grant, 600) is True
+    assert backend.release(grant, 600) is True
     contend(backend, key, wanted=True)
     assert len(heard()) == 1
-    assert backend.shorten(key, 5) is not None
+    assert backend.request_stop(key, 5) is not None
     assert backend.force_release(key) is not None
-    assert heard() == [("distlock:wake", backend.storage_name(key))] * 2
+    assert heard() == [("distlock:wake", backend.queues.name_of(key))] * 2
 
 
 def test_expired_grant_is_called_out_by_nobody(store: RedisStore, key: str) -> None:
@@ -157,7 +159,7 @@ def test_expired_grant_is_called_out_by_nobody(store: RedisStore, key: str) -> N
 
 def test_process_knows_that_it_gave_up_a_wanted_key(backend: Any, key: str) -> None:
     """So that it may let the others go first; a key that nobody waited for is none of these."""
-    name = backend.storage_name(key)
+    name = backend.queues.name_of(key)
     grant = take(backend, key)
     assert backend.release(grant) is True
     assert backend.queues.since_wanted(name) is None
@@ -168,8 +170,8 @@ def test_process_knows_that_it_gave_up_a_wanted_key(backend: Any, key: str) -> N
     assert backend.release(grant) is True
     assert 0 <= backend.queues.since_wanted(name) < 60
     assert backend.release(grant) is False
-    assert backend.settle(settled, 60) is True
-    assert backend.queues.since_wanted(backend.storage_name(settled.key)) is not None
+    assert backend.release(settled, 60) is True
+    assert backend.queues.since_wanted(backend.queues.name_of(settled.key)) is not None
 
 
 def test_without_a_subscription_waiters_of_the_process_are_rung(backend: Any, key: str) -> None:
@@ -189,12 +191,12 @@ def test_odd_names_are_called_out_whole(private: Server, heard: Heard, prefix: s
     channel = f"{prefix}:wake" if prefix else "wake"
     with waiting(backend, "waits") as waiter:
         hand_over(other, backend, waiter, "waits")
-    assert heard() == [(channel, backend.storage_name("waits"))]
+    assert heard() == [(channel, backend.queues.name_of("waits"))]
     for name in ODD:
         grant = take(other, name)
         contend(backend, name, wanted=True)
         assert other.release(grant) is True
-        assert heard() == [(channel, backend.storage_name(name))]
+        assert heard() == [(channel, backend.queues.name_of(name))]
 
 
 @pytest.mark.parametrize(
@@ -213,8 +215,8 @@ def test_user_who_may_not_publish_releases(
         assert len(heard()) == may
         backend.force_release(key)
         heard()
-    assert backend.resume(key) is False
-    assert backend.queues.since_wanted(backend.storage_name(key)) is not None
+    assert backend.pause(key, None) is False
+    assert backend.queues.since_wanted(backend.queues.name_of(key)) is not None
 
 
 def test_full_server_calls_out(backend: Any, client: Any, heard: Heard, key: str) -> None:
@@ -226,4 +228,4 @@ def test_full_server_calls_out(backend: Any, client: Any, heard: Heard, key: str
     client.config_set("maxmemory", 1)
     for grant, end in zip(grants, ends, strict=True):
         assert end(backend, grant)
-        assert heard() == [("distlock:wake", backend.storage_name(grant.key))]
+        assert heard() == [("distlock:wake", backend.queues.name_of(grant.key))]

@@ -157,7 +157,7 @@ def use_every_operation(backend: BaseLockBackend, using: str, key: str) -> None:
         assert record.token == token
         assert backend.read_token(token) == record
         assert [each.key for each in backend.list(key).records] == [key]
-        assert backend.shorten(key, 20) is not None
+        assert backend.request_stop(key, 20) is not None
         assert backend.request_stop(key) is not None
         assert backend.release(grant) is True
         taken_away = backend.acquire(key, new_token(), 30)
@@ -166,14 +166,14 @@ def use_every_operation(backend: BaseLockBackend, using: str, key: str) -> None:
         assert backend.force_release(key) is not None
         backend.pause(key, taken_away.acquired_at + timedelta(seconds=60), "a test")
         assert isinstance(backend.acquire(key, new_token(), 30), Contended)
-        assert backend.resume(key) is True
+        assert backend.pause(key, None) is True
         assert asyncio.run(_awaited(backend, key)) is True
 
 
 async def _awaited(backend: BaseLockBackend, key: str) -> bool | Unknown:
-    grant = await backend.aacquire(key, new_token(), 30)
+    grant = await backend.threads.run(backend.acquire, key, new_token(), 30)
     assert isinstance(grant, Grant)
-    return await backend.arelease(grant)
+    return await backend.threads.run(backend.release, grant)
 
 
 def test_session_is_given_on_as_it_was(key: str, server_functions: bool) -> None:

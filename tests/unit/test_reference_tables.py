@@ -149,6 +149,17 @@ def test_backend_can_do_what_the_table_says(column: str, monkeypatch: pytest.Mon
     assert told == {name: written(getattr(backend, name)) for name in table}
 
 
+def test_every_method_of_a_backend_is_listed() -> None:
+    """There are few of them, and each has its place on the page."""
+    methods = {
+        name
+        for name, each in vars(BaseLockBackend).items()
+        if not name.startswith("_") and (callable(each) or isinstance(each, property))
+    }
+    assert len(methods) <= 20
+    assert methods - names(section(page("api"), "`lock_backends`, `default_lock_backend`")) == set()
+
+
 def test_classes_are_importable_by_their_paths() -> None:
     """The path of each class is right."""
     paths = re.findall(r"^\|[^|]*\| `(django_distlock\.[\w.]+)` \|", page("backends"), re.MULTILINE)

@@ -463,7 +463,7 @@ def sound_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
 def waiters() -> int:
     """Return how many wait for the key."""
     backend = lock_backends["default"]
-    return len(backend.queues._queues.get(backend.storage_name(KEY), []))
+    return len(backend.queues._queues.get(backend.queues.name_of(KEY), []))
 
 
 @contextmanager
@@ -854,7 +854,7 @@ def test_caller_waits_for_the_end_of_an_outage(locks: Locks) -> None:
     quick = Retry(delay=0.01, cap=0.02)
     with lose_connection():
         caller = Later(distlock(KEY, wait=60, retry=quick).acquire)
-        name = lock_backends["default"].storage_name(KEY)
+        name = lock_backends["default"].queues.name_of(KEY)
         assert eventually(lambda: name in lock_backends["default"].queues)
     assert caller.result(10).held
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from typing import Any, ClassVar
@@ -17,6 +18,8 @@ from ...core.records import UNKNOWN, Contended, Grant, Unknown
 from ...database.schemas import TableConnections
 from ...exceptions import InvalidLockBackend
 from ..base import BaseLockBackend
+from ..counting import count_rows
+from ..counts import Counts
 from .attempts import SessionAttempts, Wish, second_key
 from .holdings import Holding, Holdings, Pong, ping
 from .session import NoAnswer
@@ -45,7 +48,6 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
 
     distributed: ClassVar[bool] = True
     supports_ttl: ClassVar[bool] = False
-    supports_token_lookup: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
         stop = record.stop_requested_at is not None
         return Grant(grant.key, grant.token, record.fence, ttl, record.acquired_at, None, stop)
 
-    def _release(self, name: str, grant: Grant, *, bound: float) -> bool:
+    def _release(self, name: str, grant: Grant, held: float | None, *, bound: float) -> bool:
         holding = self._holdings.of_token(grant.token, name)
         if holding is None:
             return False
@@ -192,6 +194,10 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
         # No record outlives its lock: beside notes, what goes is what ended sessions have left.
         self._ask(lambda on: rows_of(on, self._statements.forget_ended()), busy=list)
         return self._remove_notes(before, limit)
+
+    def _counts(self) -> Counts:
+        # What is held is in no table.
+        return replace(count_rows(self, locks=False), held=super()._counts().held)
 
     def _begin_in_child(self) -> None:
         super()._begin_in_child()

@@ -1,11 +1,39 @@
--- Ask the holder to finish.
+-- Ask the holder to finish, and let it renew for so many seconds at the most; '': as long as it may.
 --
--- KEYS: record. Answers: held now record | free
-local lock, seen = KEYS[1], ARGV[1]
+-- It never gets longer, and the key stays its own until the end that it was promised. What is
+-- settled has no holder any more, and ends.
+--
+-- KEYS: record; where tokens are indexed, that of the token, which stays as it is.
+-- Answers: held now record | free
+local lock = KEYS[1]
+local seconds, token, channel, seen = unpack(ARGV)
 
-local free_at = redis.call('HGET', lock, 'free_at')
-if not free_at or not is_live(free_at) or not is_seen(lock, seen) then
+local held = redis.call('HMGET', lock, 'free_at', 'expires_at', 'wanted')
+local free_at, expires_at, settled = held[1], held[2], held[1] == held[2] and held[1] ~= ''
+if not free_at or not is_live(free_at) or token ~= '' and refused(lock, token)
+    or not is_seen(lock, seen) then
     return 'free'
 end
-redis.call('HSETNX', lock, 'stop_requested_at', text(now))
-return 'held ' .. text(now) .. ' ' .. described(lock)
+if seconds == '' then
+    redis.call('HSETNX', lock, 'stop_requested_at', text(now))
+    return 'held ' .. text(now) .. ' ' .. described(lock)
+end
+local sooner = lease_ends(seconds, 0)
+if expires_at == '' or not is_sooner(sooner, expires_at) then
+    return 'held ' .. text(now) .. ' ' .. described(lock)
+end
+begin(lock)
+redis.call('HSET', lock, 'expires_at', sooner)
+if settled then
+    redis.call('HSET', lock, 'free_at', sooner)
+    free_at = sooner
+else
+    redis.call('HSETNX', lock, 'stop_requested_at', text(now))
+end
+-- Before it may go at once.
+local record = described(lock)
+remove_at(lock, free_at)
+if settled and held[3] then
+    wake(channel, lock)
+end
+return 'held ' .. text(now) .. ' ' .. record

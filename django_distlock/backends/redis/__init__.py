@@ -6,9 +6,9 @@ import json
 import logging
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import lru_cache, partial
 from itertools import compress
 from typing import Any, ClassVar, Final, TypeVar
@@ -35,12 +35,15 @@ from ...core.records import (
 from ...core.secrets import Token
 from ...database.fields import from_microseconds, to_microseconds
 from ...exceptions import InvalidLockBackend
+from ..counts import Counts, States, Strain
 from ..listening import Listener
 from ..lua import script
 from .answers import counted, extended, granted, held, overflow
 from .bulk import key_of
 from .clients import client_source
+from .counting import count_keys
 from .lines import Call, ThreadLines
+from .sampling import sampled_states
 from .store import RedisStore, escaped, text
 from .waiters import RedisWaiters
 
@@ -153,13 +156,7 @@ class RedisBackend(RedisWaiters):
         tokens = [self._token(grant.token)]
         return Call(script("extend"), [self._at("lock", name)], arguments, tokens)
 
-    def _release(self, name: str, grant: Grant, *, bound: float) -> bool:
-        return self._give_back(name, grant)
-
-    def _settle(self, name: str, grant: Grant, seconds: float, *, bound: float) -> bool:
-        return self._give_back(name, grant, repr(seconds))
-
-    def _give_back(self, name: str, grant: Grant, *seconds: str) -> bool:
+    def _release(self, name: str, grant: Grant, held: float | None, *, bound: float) -> bool:
         def read(answer: str) -> bool:
             if answer == "wanted":
                 self.queues.note_wanted(name)
@@ -169,7 +166,7 @@ class RedisBackend(RedisWaiters):
                 return False
             return True
 
-        arguments = (grant.token, self._channel, *seconds)
+        arguments = (grant.token, self._channel, *([] if held is None else [repr(held)]))
         tokens = [self._token(grant.token)]
         question = Call(script("release"), [self._at("lock", name)], arguments, tokens)
         return self._run(question, read, grant.key)
@@ -226,13 +223,6 @@ class RedisBackend(RedisWaiters):
         again = lambda lock: self._run(self._reading(lock), held)  # noqa: E731
         return self.store.live_records(line, [self._at("lock", name) for name in names], again)
 
-    def _shorten(
-        self, name: str, seconds: float, token: str | None, fence: int | None, *, bound: float
-    ) -> Record | None:
-        tokens = [] if token is None else [self._token(token)]
-        arguments = (repr(seconds), token or "", self._channel, _fence(fence))
-        return self._run(Call(script("shorten"), [self._at("lock", name)], arguments, tokens), held)
-
     def _force_release(
         self, name: str, key: str, fence: int | None, *, bound: float
     ) -> Record | None:
@@ -252,9 +242,18 @@ class RedisBackend(RedisWaiters):
         with suppress(LockError):
             self.store.command("DEL", self._token(record.token))
 
-    def _request_stop(self, name: str, fence: int | None, *, bound: float) -> Record | None:
-        arguments = (_fence(fence),)
-        return self._run(Call(script("request_stop"), [self._at("lock", name)], arguments), held)
+    def _request_stop(
+        self,
+        name: str,
+        within: float | None,
+        token: str | None,
+        fence: int | None,
+        *,
+        bound: float,
+    ) -> Record | None:
+        keys = [self._at("lock", name), *([] if token is None else [self._token(token)])]
+        arguments = (_seconds(within), token or "", self._channel, _fence(fence))
+        return self._run(Call(script("request_stop"), keys[:1], arguments, keys[1:]), held)
 
     def _pause(self, name: str, key: str, until: datetime, by: str | None, *, bound: float) -> None:
         arguments = (str(to_microseconds(until)), by or "")
@@ -269,9 +268,23 @@ class RedisBackend(RedisWaiters):
         question = Call(script("clock"), [self._at("lock", self._name("clock"))], ())
         return self._run(question, lambda answer: from_microseconds(int(answer)))
 
+    def _clocks(self) -> Mapping[str, datetime]:
+        told = self.store.of_each_server("TIME")
+        return {
+            name: datetime.fromtimestamp(int(seconds), UTC).replace(microsecond=int(microseconds))
+            for name, (seconds, microseconds) in told.items()
+        }
+
     def _counter(self, name: str) -> Counter | None:
         keys = [self._at("fence", name), self._at("pause", name)]
         return self._run(Call(script("counter"), keys, ()), counted)
+
+    def _fences_of(self, names: Sequence[str]) -> Sequence[int | None]:
+        calls = [
+            Call(script("counter"), [self._at("fence", name), self._at("pause", name)], ())
+            for name in names
+        ]
+        return [_counted_fence(each) for each in (self.store.ask_all(calls) if calls else [])]
 
     def _note(self, name: str, fence: int, seconds: float) -> None:
         milliseconds = str(max(1, math.ceil(seconds * 1000)))
@@ -317,6 +330,12 @@ class RedisBackend(RedisWaiters):
     def _cleanup(self, before: datetime, limit: int) -> int:
         # Redis removes records by itself when their time has come.
         return 0
+
+    def _counts(self) -> Counts:
+        return count_keys(self)
+
+    def _states(self, soon: float) -> tuple[States, Strain]:
+        return sampled_states(self, soon)
 
     def _raise_fences(
         self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
@@ -389,6 +408,13 @@ def _or_raise(answer: str | LockError) -> str:
     if isinstance(answer, LockError):
         raise answer
     return answer
+
+
+def _counted_fence(answer: str | LockError) -> int | None:
+    if isinstance(answer, LockError):
+        return None
+    found = counted(answer)
+    return 0 if found is None else found.fence
 
 
 def _fence(fence: int | None) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from contextlib import suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ...core.errors import LockError
 from ..counts import Count, Counts
-from . import RedisBackend
 from .lines import ThreadLines
 from .store import text
+
+if TYPE_CHECKING:
+    from . import RedisBackend
 
 #: Keys that are asked about at once.
 _PAGE: Final = 1000
@@ -45,10 +47,11 @@ def count_keys(store: RedisBackend) -> Counts:
         waiters=Count(waiters, is_exact=False),
         counters=Count(found["fence"], is_exact=False),
         highest=Count(highest, is_exact=False) if highest else None,
+        memory=_used_memory(store),
     )
 
 
-def used_memory(store: RedisBackend) -> int | None:
+def _used_memory(store: RedisBackend) -> int | None:
     """Return the bytes that the servers use for all that they keep; None: they do not tell."""
     with suppress(LockError):
         told = store.store.of_each_server("INFO", "memory")

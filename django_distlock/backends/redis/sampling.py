@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ...core.records import Record, Unreadable
 from ..counts import Count, States, Strain, overdue, tally
-from . import RedisBackend
+
+if TYPE_CHECKING:
+    from . import RedisBackend
 
 #: Keys of the servers that are looked at: all, where there are no more.
 LOOKED_AT: Final = 10_000

@@ -210,7 +210,7 @@ def forget_wait(alias: str, waits: tuple[str, str] | None) -> None:
     if waits is not None:
         # Left there, the note ends by itself. That of another kind of store is no number.
         with suppress(LockError, ValueError):
-            lock_backends[alias].drop_waiter(*waits)
+            lock_backends[alias].waiters.drop(*waits)
 
 
 def _note(delivery: Delivery, rules: Rules, error: Refusal, pause: float) -> tuple[str, str] | None:
@@ -225,7 +225,7 @@ def _note(delivery: Delivery, rules: Rules, error: Refusal, pause: float) -> tup
     earlier = None if waits is None else waits[1]
     # No decision rests on it.
     with suppress(LockError, ValueError):
-        note = lock_backends[alias].note_waiter(error.key, holder, pause + NOTE_LIVES, earlier)
+        note = lock_backends[alias].waiters.note(error.key, holder, pause + NOTE_LIVES, earlier)
         return None if note is None else (error.key, note)
     return waits
 

@@ -204,7 +204,7 @@ def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any)
     lock, grant = terms.rules.lock, record.grant
     kept = (lock.ttl or store.config.ttl) if lock.hold else lock.min_hold
     if kept and (terms.lock is None or not record.key.startswith(UNIQUE_PREFIX)):
-        released = store.settle(grant, kept)
+        released = store.release(grant, kept)
     else:
         released = store.release(grant)
     if released is False:
@@ -255,5 +255,5 @@ def _do(store: BaseLockBackend, operation: Callable[[], None]) -> None:
         finally:
             done.set()
 
-    store.run_apart(attempt)
+    store.threads.submit(attempt)
     done.wait(_PATIENCE)

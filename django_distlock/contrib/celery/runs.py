@@ -220,7 +220,7 @@ class Run:
         if not (self._terms.redelivery_window and delivery.is_acked_late):
             return
         until = monotonic() + (patience if delivery.was_seen_running or self._has_met else 0.0)
-        while (fence := self._store.noted(delivery.note)) is None:
+        while (fence := self._store.notes.get(delivery.note)) is None:
             if monotonic() >= until:
                 return
             time.sleep(0.1)
@@ -242,7 +242,7 @@ class Run:
         if not (self._terms.redelivery_window and delivery.is_acked_late and self._fence):
             return
         try:
-            self._store.note(delivery.note, self._fence, self._terms.redelivery_window)
+            self._store.notes.put(delivery.note, self._fence, self._terms.redelivery_window)
         except LockError as error:
             logger.warning(
                 "Delivered again, the task %s will run again: %s",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from django.core import checks
@@ -177,23 +176,13 @@ def _note_clocks(store: BaseLockBackend, notes: Notes) -> None:
 
 def _offsets(store: BaseLockBackend) -> Mapping[str, Offset]:
     before = host_clock()
-    if is_redis(store):
-        seconds, told = _timed(partial(store.store.of_each_server, "TIME"))
-        clocks = {name: _read(each) for name, each in told.items()}
-    else:
-        seconds, told = _timed(store.clock)
-        clocks = {"": told}
+    seconds, clocks = _timed(store._clocks)
     # They were read at some time in between.
     middle = before + timedelta(seconds=seconds / 2)
     return {
         name: Offset((clock - middle).total_seconds(), seconds / 2)
         for name, clock in clocks.items()
     }
-
-
-def _read(answer: Sequence[Any]) -> datetime:
-    seconds, microseconds = map(int, answer)
-    return datetime.fromtimestamp(seconds, UTC).replace(microsecond=microseconds)
 
 
 def _listed(offsets: Mapping[str, Offset]) -> str:

@@ -168,7 +168,7 @@ def _databases(
     notes: Mapping[str, Notes], stores: Sequence[BaseLockBackend], *, everything: bool
 ) -> list[str]:
     """Return the databases to look into, without those that are silent anyway."""
-    tables = [store for store in stores if isinstance(store, FenceTable)]
+    tables = [store for store in stores if store.using]
     wanted = {store.using for store in tables}
     if everything:
         # Rows that refuse stale fences may be anywhere.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
@@ -13,8 +13,6 @@ from typing import Final, NamedTuple
 from django.core import checks
 
 from ...backends.base import BaseLockBackend
-from ...backends.tables import FenceTable
-from ...checks.configured import is_redis
 from ...core.holders import Holder
 from ...core.keys import UNIQUE_PREFIX
 from ...core.records import Record
@@ -30,8 +28,6 @@ NAMED: Final = 3
 SECONDS: Final = 20.0
 #: Seconds by which a grant may lie ahead of the store's clock: that of a cluster is several.
 AHEAD: Final = 1.0
-#: Counters that are asked for one by one, where a store knows no other way.
-ONE_BY_ONE: Final = 100
 
 
 class Trouble(NamedTuple):
@@ -139,7 +135,8 @@ def scan_locks(
         now = store.clock()
         for spoiled in page.unreadable:
             wrong[_SPOILED].add(spoiled.key)
-        for record, fence in zip(page.records, _fences(store, page.records), strict=True):
+        fences = store._fences_of([store.queues.name_of(each.key) for each in page.records])
+        for record, fence in zip(page.records, fences, strict=True):
             for trouble, about in _troubles(record, fence, now, is_dead):
                 wrong[trouble].add(record.key, about)
         locks += len(page.unreadable) + len(page.records)
@@ -209,24 +206,3 @@ def _troubles(
         yield _AHEAD, f"{span(ahead)} ahead"
     if fence is not None and fence < record.fence:
         yield _HIGHER, f"held with {record.fence}, counter at {fence}"
-
-
-def _fences(store: BaseLockBackend, records: Sequence[Record]) -> list[int | None]:
-    """Return the counters of the keys, read behind the records; None: not asked for."""
-    names = [store.storage_name(each.key) for each in records]
-    if isinstance(store, FenceTable):
-
-        def look(on: str) -> dict[str, int]:
-            counters = store._counters_on(on).filter(pk__in=names)
-            return dict(counters.values_list("pk", "fence"))
-
-        found = store._ask(look, writes=False, long=True)
-        return [found.get(name, 0) for name in names]
-    if is_redis(store):
-        # Its driver need not be installed for the others.
-        from .walked import counters_of
-
-        return counters_of(store, names)
-    asked = [store.counter(each.key) for each in records[:ONE_BY_ONE]]
-    first: list[int | None] = [0 if each is None else each.fence for each in asked]
-    return first + [None] * (len(records) - len(asked))

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
-from ...backends.lua import script
 from ...backends.redis import RedisBackend
-from ...backends.redis.answers import counted
-from ...backends.redis.lines import Call
-from ...core.errors import LockError
 from ...core.holders import Holder
 
 #: Keys of a page.
 PAGE: Final = 1000
 
 
-def counters_of(store: RedisBackend, names: Sequence[str]) -> list[int | None]:
-    """Return the fence counters of these storage keys; 0: there is none; None: it is spoiled."""
-    calls = [
-        Call(script("counter"), [store._at("fence", name), store._at("pause", name)], ())
-        for name in names
-    ]
-    return [_fence(answer) for answer in (store.store.ask_all(calls) if calls else [])]
-
-
 def waiting(store: RedisBackend) -> Iterator[tuple[str, list[Holder]]]:
     """Yield the keys that somebody waits for, and who."""
     for key in keys_with(store, "waiters"):
-        yield key, [each.holder for each in store.waiters(key)]
+        yield key, [each.holder for each in store.waiters.of(key)]
 
 
 def keys_with(store: RedisBackend, role: str) -> Iterator[str]:
@@ -41,10 +28,3 @@ def keys_with(store: RedisBackend, role: str) -> Iterator[str]:
             if (match := ours.fullmatch(name)) and match[1] not in known:
                 known.add(match[1])
                 yield match[1]
-
-
-def _fence(answer: str | LockError) -> int | None:
-    if isinstance(answer, LockError):
-        return None
-    found = counted(answer)
-    return 0 if found is None else found.fence

@@ -17,7 +17,6 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import connections
 
-from ...backends.tables import FenceTable
 from ...core.durations import seconds, ttl_seconds
 from ...core.errors import InvalidArgument, LockError, LockLost, LockNotAcquired, LockUsageError
 from ...handler import lock_backends
@@ -139,7 +138,7 @@ class Command(BaseCommand):
             hold=options["hold"],
             metadata={"program": command[0].encode(errors="replace").decode()[:200]},
         )
-        if not isinstance(store, FenceTable):
+        if not store.using:
             return lock
         started_at = monotonic()
         ensure_tables(store.using, wait)

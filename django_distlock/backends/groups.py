@@ -1,0 +1,124 @@
+"""What a backend may do beside its locks, in groups of their own: guards, waiters, notes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..core import durations
+from ..core.durations import MAX_BOUND, Duration
+from ..core.fences import validate_fence
+from ..core.holders import Holder, Session
+from ..core.keys import stored_key
+from ..core.records import Grant, Waiting, Waits
+
+if TYPE_CHECKING:
+    from .base import BaseLockBackend
+
+
+class Guards:
+    """Transactions that keep a key from being granted anew. `supports_guard`."""
+
+    def __init__(self, backend: BaseLockBackend):
+        self._backend = backend
+
+    def alias(self, using: str | None = None) -> str:
+        """Return the alias whose transactions `hold` is about.
+
+        Args:
+            using: Another alias of the same database; None: that of the locks.
+
+        Raises:
+            LockUsageError: It is an alias of another database.
+        """
+        self._backend._require(
+            "supports_guard",
+            "hold a takeover off for a transaction: write through FencedModel, whose rows refuse"
+            " stale fences",
+        )
+        return self._backend._guarded_alias(using)
+
+    def hold(self, grant: Grant, using: str | None = None, *, bound: Duration = MAX_BOUND) -> bool:
+        """Keep the key from being granted anew until the caller's transaction ends.
+
+        Args:
+            using: See `alias`.
+
+        Returns:
+            Whether the fence is still that of the grant; if not, nothing is held off.
+
+        Raises:
+            LockUsageError: No transaction is open there, or one that may only read.
+            BackendUnavailable: Somebody was in the way for longer than the bound.
+        """
+        using = self.alias(using)
+        name = self._backend._name(stored_key(grant.key))
+        seconds = durations.seconds(bound, "bound", maximum=MAX_BOUND)
+        return self._backend._guard(name, grant, using, bound=seconds)
+
+    def sessions(self, key: str) -> tuple[Session, ...] | None:
+        """Return the sessions whose open transactions keep a key from being granted anew.
+
+        A look, for people: one may end, and another begin, a moment later.
+
+        Returns:
+            The sessions, the longest one first; None: the store cannot tell.
+        """
+        name = self._backend._name(stored_key(key))
+        return self._backend._guards_of(name) if self._backend.supports_guard else ()
+
+
+class Waiters:
+    """Who waits for a key, for people to see. Without hooks of its own, a backend shows nobody."""
+
+    def __init__(self, backend: BaseLockBackend):
+        self._backend = backend
+
+    def note(self, key: str, holder: Holder, seconds: float, note: str | None = None) -> str | None:
+        """Let people see who waits for a key, for `seconds` at most.
+
+        Args:
+            note: What an earlier call returned, to let it be seen for longer.
+
+        Returns:
+            What `drop` takes; None: the store shows no waiters.
+        """
+        return self._backend._note_waiter(self._name(key), holder, seconds, note)
+
+    def drop(self, key: str, note: str) -> None:
+        """Forget who waited."""
+        self._backend._drop_waiter(self._name(key), note)
+
+    def of(self, key: str) -> Sequence[Waiting]:
+        """Return who waits for a key, the first to come first."""
+        return self._backend._waiters(self._name(key))
+
+    def count(self, keys: Sequence[str]) -> Sequence[Waits]:
+        """Return how many wait for each of these keys, in their order, in one round trip."""
+        return self._backend._count_waiters([self._name(key) for key in keys])
+
+    def _name(self, key: str) -> str:
+        return self._backend._name(stored_key(key))
+
+
+class Notes:
+    """Fences that are kept under a name beside the locks, for a time: that something is done.
+
+    No key reaches one, no listing shows it, and nothing of it stays.
+    """
+
+    def __init__(self, backend: BaseLockBackend):
+        self._backend = backend
+
+    def put(self, name: str, fence: int, seconds: Duration) -> None:
+        """Note a fence, in the place of what was noted. Where a store keeps none, nothing happens.
+
+        Args:
+            name: Text that a key could be.
+        """
+        name = stored_key(name)
+        self._backend._note(name, validate_fence(fence), durations.seconds(seconds, "seconds"))
+
+    def get(self, name: str) -> int | None:
+        """Return the fence that was noted under a name; None: none was, or its time is over."""
+        return self._backend._noted(stored_key(name))
