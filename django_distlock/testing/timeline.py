@@ -13,7 +13,7 @@ from ..backends.base import BaseLockBackend
 from ..core.durations import MAX_BOUND, Duration
 from ..core.durations import seconds as in_seconds
 from ..core.errors import LockUsageError
-from ..locks.state import KeptLease
+from ..locks.state import Holding
 from ..process import deadlines as timers
 from ..process import heartbeat as beats
 from ..process import host
@@ -72,12 +72,12 @@ class Timeline:
     def end(self) -> None:
         """Take back the time, and leave nothing that was held, and no thread."""
         for lease in self.leases():
-            lease._end_keeping()
+            lease.end_keeping()
             held_here.discard(lease)
-            if lease._state == "held":
-                lease._state = "released"
+            if lease.state == "held":
+                lease.state = "released"
         for watched in list(alarms._watched.values()):
-            if isinstance(watched, KeptLease) and self.owns(watched):
+            if isinstance(watched, Holding) and self.owns(watched):
                 alarms.drop(watched)
         for heartbeat in self._heartbeats():
             heartbeat._leases.clear()
@@ -106,7 +106,7 @@ class Timeline:
         self.go_on()
 
     def pass_until(
-        self, until: float, teller: Teller, *, standing: Set[KeptLease] = frozenset()
+        self, until: float, teller: Teller, *, standing: Set[Holding] = frozenset()
     ) -> None:
         """Let time pass, and do what is due meanwhile.
 
@@ -121,7 +121,7 @@ class Timeline:
             teller.tell()
         self._go_to(until)
 
-    def do_what_is_due(self, standing: Set[KeptLease] = frozenset()) -> None:
+    def do_what_is_due(self, standing: Set[Holding] = frozenset()) -> None:
         """Renew leases and ring alarms whose time has come, in this thread."""
         if not standing:
             alarms.ring()
@@ -142,13 +142,13 @@ class Timeline:
 
     # What there is
 
-    def leases(self) -> list[KeptLease]:
+    def leases(self) -> list[Holding]:
         """Return what is held in its stores."""
         return [each for each in _all_leases() if self.owns(each)]
 
-    def owns(self, lease: KeptLease) -> bool:
+    def owns(self, lease: Holding) -> bool:
         """Whether a lease is one of its stores'."""
-        return self._is_clock_of(lease._store)
+        return self._is_clock_of(lease.store)
 
     def stores(self) -> list[BaseLockBackend]:
         """Return what it is the clock of."""
@@ -162,7 +162,7 @@ class Timeline:
 
     # Its clock
 
-    def _next_event(self, standing: Set[KeptLease]) -> float:
+    def _next_event(self, standing: Set[Holding]) -> float:
         """Return when something is due next, by `host.monotonic`."""
         times = [
             lease.renewing.due_at
@@ -174,7 +174,7 @@ class Timeline:
             times += [
                 each.next_alarm()
                 for each in list(alarms._watched.values())
-                if isinstance(each, KeptLease) and self.owns(each)
+                if isinstance(each, Holding) and self.owns(each)
             ]
         return min(times, default=math.inf)
 
@@ -189,21 +189,21 @@ class Timeline:
         others = [each for each in _all_leases() if not self.owns(each)]
         with ExitStack() as unchanged:
             for lease in others:
-                unchanged.enter_context(lease._mutex)
+                unchanged.enter_context(lease.mutex)
             # A deadline may be too late for a moment, and never too soon.
             if step < 0:
                 host.ahead = ahead
             for lease in others:
                 lease.deadline += step
-                lease._granted_at += step
+                lease.granted_at += step
                 lease.renewing.due_at += step
                 lease.renewing.ends_at += step
             self._ahead = host.ahead = ahead
 
 
-def _all_leases() -> Iterator[KeptLease]:
-    held = list(held_here._by_token.values())
-    return (each for each in held if isinstance(each, KeptLease))
+def _all_leases() -> Iterator[Holding]:
+    held = [each.holding for each in list(held_here._by_token.values())]
+    return (each for each in held if isinstance(each, Holding))
 
 
 def _wake_timers() -> list[Alarms | Heartbeat]:

@@ -603,7 +603,7 @@ def test_release_that_is_interrupted_does_not_hide_the_end(
     """Behind it the deadline counts as before: nobody works under a lease that is over."""
     lease = distlock(key, backend="memory", ttl=0.3).acquire()
     with monkeypatch.context() as patched:
-        patched.setattr(lease, "_mutex", Interrupted())
+        patched.setattr(lease._holding, "mutex", Interrupted())
         with pytest.raises(KeyboardInterrupt):
             lease.release()
     assert lease.held

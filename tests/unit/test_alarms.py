@@ -171,10 +171,10 @@ def test_lease_that_ends_while_it_is_watched_anew_is_forgotten(
     monkeypatch.setattr(alarms, "watch", ended_meanwhile)
     lease.extend()
     try:
-        assert eventually(lambda: id(lease) not in alarms._watched)
+        assert eventually(lambda: id(lease._holding) not in alarms._watched)
         assert used_in(1.0) < 0.5
     finally:
-        alarms.drop(lease)
+        alarms.drop(lease._holding)
     assert lease.is_released is (how == "released")
     assert told == ([] if how == "released" else [lease])
     lease.release()

@@ -623,7 +623,7 @@ def test_somebody_else_holds_the_key(locks: Locks) -> None:
     with failed, hold(KEY) as other:
         with pytest.raises(LockNotAcquired) as raised:
             distlock(KEY).acquire()
-        assert raised.value.holder == other._terms.holder
+        assert raised.value.holder == other.holder
         assert raised.value.expires_in == pytest.approx(30, abs=5)
         # It is no block of this context, so nothing is entered again.
         assert current_lease() is None
