@@ -193,8 +193,9 @@ class Release:
                 if holding not in held_here:
                     holding.end_keeping()  # Given up by a release that was interrupted.
                     return False
-                until = min(holding.deadline, monotonic() + patience)
-                held_for = monotonic() - holding.granted_at
+                now = monotonic()
+                held_for = now - holding.granted_at
+                until = min(holding.deadline, now + patience)
                 answer = self._give_up(until, held_for, was_over=was_over)
             finally:
                 if has_turn:

@@ -27,7 +27,7 @@ from ..core.retry import Retry
 from ..process import deferred_release
 from ..process.at_exit import held_here
 from ..process.deadlines import alarms
-from ..process.heartbeat import Answer, heartbeat_of
+from ..process.heartbeat import Answer, Heartbeat, heartbeat_of
 from ..process.host import monotonic
 from ..signals import lock_extended, lock_lost, tell
 from .attempts import Granted
@@ -101,6 +101,7 @@ class Holding:
             else self.deadline - (self.grant.ttl or 0.0) + terms.max_lifetime,
         )
         self._is_renewed = self._is_watched = False
+        self._heartbeat: Heartbeat | None = None
         self.releasing = Underway()
         #: What it is renewed for; None: for whoever said so, or a transaction.
         self.block: Block | None = None
@@ -206,7 +207,8 @@ class Holding:
         if self.store.can_renew:
             self._is_renewed = True
             self.renewing.renewed(self.deadline - self.grant.ttl, self.grant.ttl)
-            heartbeat_of(self.store).add(self)
+            self._heartbeat = heartbeat_of(self.store)
+            self._heartbeat.add(self)
 
     def begin_renewal(self) -> Grant | None:
         """Return the grant with the ttl to extend it by; None: not now."""
@@ -282,7 +284,7 @@ class Holding:
         # Also without an end: an extend may give it one.
         self._is_watched = True
         if self.deadline < math.inf:
-            alarms.watch(self)
+            alarms.add(self)
 
     def next_alarm(self) -> float:
         """Return when there is something to tell."""
@@ -327,18 +329,19 @@ class Holding:
 
     def keep_on(self) -> None:
         """Tell the timers that the lease may end sooner, or at all."""
-        if self._is_renewed:
-            heartbeat_of(self.store).add(self)
+        if self._is_renewed and self._heartbeat is not None:
+            self._heartbeat.add(self)
         if self._is_watched and self.deadline < math.inf:
-            alarms.watch(self)
+            alarms.add(self)
         if self._ended():
             self.end_keeping()  # It crossed with an end.
 
     def end_keeping(self) -> None:
         """Neither renew nor watch the lease any more."""
         self._is_renewed = self._is_watched = False
-        heartbeat_of(self.store).discard(self)
-        alarms.drop(self)
+        if self._heartbeat is not None:
+            self._heartbeat.discard(self)
+        alarms.discard(self)
 
     # The loss
 

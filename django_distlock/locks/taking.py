@@ -59,7 +59,7 @@ async def aby_call(lock: Lock, wait: float | Unset | None) -> Lease:
 
 def _by_call(lock: Lock, wait: float | Unset | None, block: Block) -> Lease:
     try:
-        lease = _take(lock, wait, block)
+        lease = _take(lock, wait, block, monotonic())
     except LockError:
         block.close()
         raise
@@ -70,7 +70,7 @@ def _by_call(lock: Lock, wait: float | Unset | None, block: Block) -> Lease:
 
 async def _aby_call(lock: Lock, wait: float | Unset | None, block: Block) -> Lease:
     try:
-        lease = await _atake(lock, wait, block)
+        lease = await _atake(lock, wait, block, monotonic())
     except (LockError, asyncio.CancelledError):
         block.close()
         raise
@@ -90,7 +90,7 @@ def enter(lock: Lock) -> Lease:
             return again
         since = monotonic()
         try:
-            lease = _take(lock, lock.wait, block)
+            lease = _take(lock, lock.wait, block, since)
         except LockNotAcquired as error:
             return _bypass(lock, error, since, block)
         lease._holding.begin_block(heartbeat=lock.heartbeat, block=block)
@@ -109,7 +109,7 @@ async def aenter(lock: Lock) -> Lease:
             return again
         since = monotonic()
         try:
-            lease = await _atake(lock, lock.wait, block)
+            lease = await _atake(lock, lock.wait, block, since)
         except LockNotAcquired as error:
             run = lock_backends[lock.backend].run_async
             return await run(_bypass, lock, error, since, block)
@@ -204,8 +204,8 @@ def _bypass(lock: Lock, error: LockNotAcquired, since: float, block: Block) -> L
 # The taking
 
 
-def _take(lock: Lock, wait: float | Unset | None, block: Block) -> Lease:
-    since, store = monotonic(), lock_backends[lock.backend]
+def _take(lock: Lock, wait: float | Unset | None, block: Block, since: float) -> Lease:
+    store = lock_backends[lock.backend]
     terms = _begin(lock, store)
     name = block.name = lock.backend, lock.key
     # What a rollback or an interruption has left must not be in the way of who comes next.
@@ -219,11 +219,11 @@ def _take(lock: Lock, wait: float | Unset | None, block: Block) -> Lease:
         return Lease(store, acquire(store, request, block), terms, block)
     except KeptHere:
         # Meanwhile another block has left it to the transaction.
-        return _take(lock, _left(request.wait, since), block)
+        return _take(lock, _left(request.wait, since), block, monotonic())
 
 
-async def _atake(lock: Lock, wait: float | Unset | None, block: Block) -> Lease:
-    since, store = monotonic(), lock_backends[lock.backend]
+async def _atake(lock: Lock, wait: float | Unset | None, block: Block, since: float) -> Lease:
+    store = lock_backends[lock.backend]
     terms = _begin(lock, store)
     name = block.name = lock.backend, lock.key
     await blocks.aflush(store, name)
@@ -235,7 +235,7 @@ async def _atake(lock: Lock, wait: float | Unset | None, block: Block) -> Lease:
     try:
         return Lease(store, await aacquire(store, request, block), terms, block)
     except KeptHere:
-        return await _atake(lock, _left(request.wait, since), block)
+        return await _atake(lock, _left(request.wait, since), block, monotonic())
 
 
 def _begin(lock: Lock, store: BaseLockBackend) -> Terms:

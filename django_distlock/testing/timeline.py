@@ -14,7 +14,6 @@ from ..core.durations import MAX_BOUND, Duration
 from ..core.durations import seconds as in_seconds
 from ..core.errors import LockUsageError
 from ..locks.state import Holding
-from ..process import deadlines as timers
 from ..process import heartbeat as beats
 from ..process import host
 from ..process.at_exit import held_here
@@ -76,16 +75,16 @@ class Timeline:
             held_here.discard(lease)
             if lease.state == "held":
                 lease.state = "released"
-        for watched in list(alarms._watched.values()):
+        for watched in list(alarms._leases.values()):
             if isinstance(watched, Holding) and self.owns(watched):
-                alarms.drop(watched)
+                alarms.discard(watched)
         for heartbeat in self._heartbeats():
             heartbeat._leases.clear()
         threads = [each._thread for each in self._heartbeats()]
-        if not alarms._watched:
+        if not alarms._leases:
             threads.append(alarms._thread)
         # They linger for a while when there is nothing to do. That while is over.
-        self._put_ahead(self._ahead + max(timers.LINGER_SECONDS, beats.LINGER_SECONDS))
+        self._put_ahead(self._ahead + max(Alarms.linger, Heartbeat.linger))
         _wake_timers()
         for thread in threads:
             _wait_for(thread)
@@ -173,7 +172,7 @@ class Timeline:
         if not standing:
             times += [
                 each.next_alarm()
-                for each in list(alarms._watched.values())
+                for each in list(alarms._leases.values())
                 if isinstance(each, Holding) and self.owns(each)
             ]
         return min(times, default=math.inf)

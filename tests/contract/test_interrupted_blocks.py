@@ -49,7 +49,7 @@ def left_of(lock: Lock) -> list[str]:
     kept: dict[str, list[Any]] = {
         "held": [each.holding for each in list(held_here._by_token.values())],
         "renewed": list(heartbeat_of(store)._leases.values()),
-        "watched": list(alarms._watched.values()),
+        "watched": list(alarms._leases.values()),
     }
     found = [name for name, leases in kept.items() if any(each.key == lock.key for each in leases)]
     found += ["queued"] * len(store.queues)
