@@ -208,7 +208,7 @@ class Release:
             logger.warning(
                 "%r stays taken while a transaction holds its record",
                 holding.key,
-                extra=holding.fields("release_failed"),
+                extra=holding.log_fields("release_failed"),
             )
         holding.tell(lock_released, held_for=held_for, released=bool(answer), cause=None)
         return holding.state == "released"
@@ -273,6 +273,6 @@ class Release:
                 "%r could not be released and stays taken for its ttl: %s",
                 self.holding.key,
                 error,
-                extra=self.holding.fields("release_failed", error),
+                extra=self.holding.log_fields("release_failed", error),
             )
             return False

@@ -363,7 +363,7 @@ class Holding:
         if not self.tells:
             return
         held_for = monotonic() - self.granted_at
-        extra = self.fields("lost")
+        extra = self.log_fields("lost")
         logger.warning(
             "The lease on %r (fence %d) is lost: %s", self.key, self.fence, cause, extra=extra
         )
@@ -403,7 +403,7 @@ class Holding:
                 **facts,
             )
 
-    def fields(self, event: str, error: BaseException | None = None) -> dict[str, Any]:
+    def log_fields(self, event: str, error: BaseException | None = None) -> dict[str, Any]:
         """Return the `extra` of a log record about this lease."""
         return log_fields(
             event,
