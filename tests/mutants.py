@@ -427,7 +427,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window that ends with its work", "memory", "django_distlock/locks/release.py",
-        old=r"if self._terms.hold:", new="if False:",
+        old=r"if holding.terms.hold:", new="if False:",
         test="tests/contract/test_modes.py::test_held_key_stays_taken_for_the_ttl",
         case="in_a_block-{backend}",
     ),
@@ -481,14 +481,14 @@ MUTANTS = (
         test=f"{NEW_ROWS}::test_copy_begins_without_a_fence", case="{backend}-pk and adding",
     ),
     Mutant(
-        "a row that is made again by who comes too late", "redis", "django_distlock/locks/lease.py",
+        "a row that is made again by who comes too late", "redis", "django_distlock/locks/state.py",
         old=r"counter is None or counter.fence <= self.fence", new="True",
         test=f"{MADE_ROWS}::test_deleted_row_is_not_made_again", case="{backend}-autocommit",
     ),
     Mutant(
         "a row that is made while the key is granted anew", "postgres",
-        "django_distlock/locks/lease.py",
-        old=r"hold and self._store.guards.hold\(self._grant, using\)", new="False",
+        "django_distlock/locks/state.py",
+        old=r"hold and self.store.guards.hold\(self.grant, using\)", new="False",
         test=f"{MADE_ROWS}::test_nobody_is_granted_the_key_before_the_row_is_there",
         case="{backend}-create",
     ),

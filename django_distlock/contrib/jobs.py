@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
 
+from ..backends.base import BaseLockBackend
 from ..core.durations import Duration, seconds
 from ..core.errors import InvalidArgument, shown
 from ..core.keys import KeyTemplate
@@ -54,9 +55,9 @@ class JobLock(Lock):
     task_id: str | None = None
     is_queued: bool = False
 
-    def _terms(self) -> Terms:
+    def _terms(self, store: BaseLockBackend) -> Terms:
         # By name: a class with slots is made anew, and `super()` would mean the first one.
-        terms = Lock._terms(self)
+        terms = Lock._terms(self, store)
         holder = replace(terms.holder, task_id=self.task_id)
         if self.is_queued:
             holder = holder.as_queued()

@@ -1,7 +1,7 @@
 """The algorithm of waiting for a key, without clock, store or sleep.
 
-`acquiring()` yields what to do next and is sent what came of it. One driver does that with calls
-(`waiting.acquire`), the other with awaits (`waiting.aacquire`): the algorithm exists once.
+`acquiring()` yields what to do next and is sent what came of it. `locks/acquire.py` does that with
+calls and with awaits; the algorithm exists once.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ class Attempt:
 class LineUp:
     """Queue up behind the waiters of this process; go on when first, or at the time `until`.
 
-    Also when the one in front has not asked the store for too long.
-
-    Whoever is first then lets wake-ups come.
+    Also when the one in front has not asked the store for too long. Whoever is first then lets
+    wake-ups come.
     """
 
     until: float
@@ -109,10 +108,9 @@ def acquiring(
 
     The first attempt is made at once and the last one at the deadline, unless the store left one
     without an answer until behind it, answered it more than a second behind it, or said nothing
-    about the key. Between them a caller sleeps
-    until the earliest of: a wake-up, the moment the key becomes free, the next step of
-    `pauses`, the deadline. While wake-ups come, `safety` takes the place of a step, except behind
-    a busy or paused answer, which leaves no mark for a wake-up.
+    about the key. Between them a caller sleeps until the earliest of: a wake-up, the moment the key
+    becomes free, the next step of `pauses`, the deadline. While wake-ups come, `safety` takes the
+    place of a step, except behind a busy or paused answer, which leaves no mark for a wake-up.
 
     No wake-up is lost: the caller is in the queue, and wake-ups come, before the attempt that marks
     the grant in its way, and whatever comes behind the attempt ends the sleep.
@@ -149,7 +147,9 @@ def acquiring(
             # It had no time to wait in the store, and the one before may have told more.
             known = before if _leaves_mark(before) else outcome
             return (yield from _clear(known, now, until, pauses, is_gone=is_gone))
-        if is_last or _is_final(outcome) or _has_used_up(outcome, now, deadline):
+        # A store without an answer may have taken the time of the last attempt, too.
+        has_time = now < deadline or not isinstance(outcome, BackendUnavailable)
+        if is_last or _is_final(outcome) or not has_time:
             return outcome
         before = outcome
         if pause is None and (pause := next(pauses, None)) is None:
@@ -165,11 +165,6 @@ def acquiring(
         seconds = _sleep(outcome, pause, safety if listening else None)
         reply = yield Pause(max(0.0, min(seconds, deadline - now)))
         now, listening, pause = reply.now, reply.listening, None
-
-
-def _has_used_up(outcome: Outcome, now: float, deadline: float) -> bool:
-    """Whether a store without an answer took the time of the last attempt, too."""
-    return isinstance(outcome, BackendUnavailable) and now >= deadline
 
 
 def _clear(

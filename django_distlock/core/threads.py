@@ -1,14 +1,20 @@
-"""Threads that a signal's exception neither leaves half started nor is lost in."""
+"""Threads that a signal's exception neither leaves half started nor is lost in.
+
+Also the loop of those that wait for times, of which each process has a few.
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 from _thread import start_new_thread
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from .durations import MAX_BOUND
 
@@ -49,6 +55,85 @@ class Bell:
         with suppress(Empty):
             self._rung.get(timeout=max(0.0, seconds))
             self._rung.put(None)
+
+
+class TimerThread(ABC, Generic[T]):
+    """Does what is due, in a thread of its own, which lives while there is anything.
+
+    A child that was forked begins anew: what is due to its parent is the parent's.
+
+    Args:
+        name: What the thread is called.
+        due: Tells when something is due, by `clock`.
+        clock: Answers seconds.
+    """
+
+    #: Seconds that the thread stays when there is nothing to do: leases come and go quickly.
+    linger = 10.0
+    #: Seconds of one wait at most.
+    longest_wait = 10.0
+
+    def __init__(self, name: str, due: Callable[[T], float], clock: Callable[[], float]):
+        self._name = name
+        self._due = due
+        self._clock = clock
+        self.forget()
+
+    def forget(self) -> None:
+        """Have nothing to do, and no thread."""
+        self._pid = os.getpid()
+        # Entered by itself: `Condition.__enter__` is Python, where a signal's exception leaks it.
+        self._mutex = threading.RLock()
+        self._changed = threading.Condition(self._mutex)
+        self._leases: dict[int, T] = {}
+        self._thread: threading.Thread | None = None
+        # When the thread looks next.
+        self._looks_at = 0.0
+
+    def add(self, lease: T) -> None:
+        """See to a lease from now on; again, when it may have become due sooner."""
+        if self._pid != os.getpid():
+            self.forget()  # Not everybody who forks tells Python of it: uWSGI does not.
+        with self._mutex:
+            self._leases[id(lease)] = lease
+            if self._thread is None or not self._thread.is_alive():
+                # Kept before it starts: a signal's handler may raise behind that.
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._looks_at = 0.0
+                start_thread(self._thread)
+            elif self._due(lease) < self._looks_at:
+                self._changed.notify()
+
+    def discard(self, lease: T) -> None:
+        """See to a lease no more."""
+        self._leases.pop(id(lease), None)
+
+    @abstractmethod
+    def _look(self, now: float, due: float) -> None:
+        """Do what is due, from `due` on; behind `now` the thread may have slept."""
+
+    def _begin(self) -> None:
+        """Prepare the thread."""
+
+    def _run(self) -> None:
+        self._begin()
+        idle_since = self._clock()
+        while True:
+            with self._mutex:
+                if self._thread is not threading.current_thread():
+                    return  # Another one was started in its place.
+                now = self._clock()
+                if self._leases:
+                    idle_since = now
+                elif now - idle_since >= self.linger:
+                    self._thread = None
+                    return
+                due = min(map(self._due, list(self._leases.values())), default=math.inf)
+                longest = self.longest_wait if self._leases else self.linger
+                self._looks_at = min(due, now + longest)
+                if self._looks_at > now:
+                    self._changed.wait(self._looks_at - now)
+            self._look(now, due)
 
 
 def start_thread(thread: threading.Thread) -> None:

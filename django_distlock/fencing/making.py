@@ -36,7 +36,7 @@ def refuse_overtaken(by: Fenced, using: str, model: type[models.Model]) -> None:
         FenceRejected: It was.
         BackendUnavailable: The lock store did not answer.
     """
-    overtaken = getattr(by, "overtaken", None)
+    overtaken = getattr(getattr(by, "_holding", by), "overtaken", None)
     if overtaken is None:
         return
     ours = any(isinstance(each, _Making) for each in connections[using].atomic_blocks)

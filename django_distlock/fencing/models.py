@@ -9,7 +9,7 @@ from asgiref.sync import sync_to_async
 from django.db import connections, models, router, transaction
 
 from ..core.errors import LockUsageError
-from ..locks.lock import UNSET
+from ..locks.taking import UNSET
 from . import relations
 from .fields import FENCE, FenceField, Mark
 from .keys import template_of

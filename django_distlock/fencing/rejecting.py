@@ -61,7 +61,7 @@ def require_fence(by: Fenced) -> int:
             key=getattr(by, "key", None),
         )
     if isinstance(by, Lease):
-        by.require_process()
+        by._holding.require_process()
     return fence
 
 

@@ -26,7 +26,7 @@ from ..core.declarations import Declaration, Kind, declarations, finders, head_o
 from ..core.documents import Document
 from ..core.errors import InvalidArgument, shown
 from ..core.keys import stored_key
-from ..locks.lock import UNSET
+from ..locks.taking import UNSET
 from ..scheduling import RunScope
 
 #: Errors of the project pass through these files: the package, and what imports.

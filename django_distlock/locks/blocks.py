@@ -37,7 +37,7 @@ class Trying(Protocol):
 
 
 class Held(Ending, Protocol):
-    """What a lease has to have to be ended here."""
+    """What the release of a lease has to have to be begun here."""
 
     def end_left_block(self, thread: int) -> None:
         """Release behind a block of a thread that was left without its end."""
@@ -49,7 +49,8 @@ class Block:
     Attributes:
         owner: Whose block it is; None: not known yet.
         name: The backend and the key.
-        lease: What it holds.
+        lease: What it holds, for the code inside.
+        release: What ends that.
         inner: Whether a block around it holds the lease, and will release it.
         attempts: What asks for the key.
         adopting: The release behind a transaction whose lease it goes on with.
@@ -57,6 +58,7 @@ class Block:
 
     name: tuple[str, str] | None = None
     lease: Any = None
+    release: Any = None
     inner = False
     attempts: Trying | None = None
     adopting: deferred_release.Deferred | None = None
@@ -100,13 +102,13 @@ class Block:
 
     def _end(self) -> None:
         """End what is left of a block that is gone."""
-        lease, attempts, adopting = self.lease, self.attempts, self.adopting
+        release, attempts, adopting = self.release, self.attempts, self.adopting
         if self.inner:
             pass
-        elif lease is not None and lease in held_here:
+        elif release is not None and release.holding in held_here:
             if adopting is not None:
                 adopting.settle()
-            lease.end_left_block(self._home())
+            release.end_left_block(self._home())
         elif adopting is not None:
             adopting.give_back()
         elif attempts is not None:
@@ -118,8 +120,8 @@ class Block:
                 # No thread starts: the interpreter ends, or there are too many.
                 self._give_up()
             return
-        elif lease is not None:
-            lease.end_left_block(self._home())
+        elif release is not None:
+            release.end_left_block(self._home())
         self.close()
 
     def _home(self) -> int:

@@ -12,15 +12,18 @@ from typing import Any
 
 from django.db import connections
 
+from ..core.durations import Duration, seconds
 from ..core.errors import InvalidArgument, shown
 from ..core.interruptions import pass_on
 from ..core.logs import log_fields
+from ..core.renewing import DANGER_PART
 from ..core.threads import start_thread
 
 logger = logging.getLogger("django_distlock")
 
 #: Is given the lease.
 Callback = Callable[[Any], object]
+Call = tuple[Callback, Any]
 
 
 class Losses:
@@ -29,8 +32,8 @@ class Losses:
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._told = False
-        self._on_lost: list[Callback] = []
-        self._on_danger: list[tuple[float, Callback]] = []
+        self._on_lost: list[Call] = []
+        self._on_danger: list[tuple[float, Call]] = []
         #: The deadline before which a warning has been given, by its number of seconds.
         self._warned: dict[int, float] = {}
         self._task: asyncio.Task[Any] | None = None
@@ -49,52 +52,50 @@ class Losses:
         _validate(callback)
         with self._mutex:
             if not self._told:
-                self._on_lost.append(callback)
+                self._on_lost.append((callback, lease))
                 return
         _call(callback, lease)
 
-    def on_danger(self, callback: Callback, before: float) -> None:
+    def on_danger(self, callback: Callback, before: float, lease: Any) -> None:
         """Call back so many seconds before the lease would be lost."""
         _validate(callback)
-        self._on_danger.append((before, callback))
+        self._on_danger.append((before, (callback, lease)))
 
     @property
     def has_callbacks(self) -> bool:
         """Whether anybody is to be called back."""
         return bool(self._on_lost or self._on_danger)
 
-    def call(self, lease: Any) -> None:
+    def call(self) -> None:
         """Call those back who wait for the loss."""
-        for callback in self._on_lost:
-            _call(callback, lease)
+        warn(self._on_lost)
 
     def next_warning(self, deadline: float) -> float:
         """Return when a callback has to be warned; infinite: all have been."""
         return min(
             (
                 deadline - before
-                for index, (before, _callback) in enumerate(self._on_danger)
+                for index, (before, _call) in enumerate(self._on_danger)
                 if self._warned.get(index) != deadline
             ),
             default=math.inf,
         )
 
-    def warnings(self, deadline: float, now: float) -> list[Callback]:
+    def warnings(self, deadline: float, now: float) -> list[Call]:
         """Return who has to be warned now. A renewal makes a new deadline, and so a new warning."""
-        found: list[Callback] = []
-        for index, (before, callback) in enumerate(self._on_danger):
+        found: list[Call] = []
+        for index, (before, call) in enumerate(self._on_danger):
             if deadline - before <= now and self._warned.get(index) != deadline:
                 self._warned[index] = deadline
-                found.append(callback)
+                found.append(call)
         return found
 
     # The awaiting task
 
-    def cancels(self, task: asyncio.Task[Any] | None) -> None:
+    def cancels(self, task: asyncio.Task[Any]) -> None:
         """Cancel a task when the lease is lost."""
-        if task is not None:
-            self._task, self._loop = task, task.get_loop()
-            self._cancelling = task.cancelling()
+        self._task, self._loop = task, task.get_loop()
+        self._cancelling = task.cancelling()
 
     def cancels_only(self, task: asyncio.Task[Any] | None) -> bool:
         """Whether this is the task to cancel; None: whether there is none."""
@@ -129,9 +130,31 @@ class Losses:
         return task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError)
 
 
-def warn(callbacks: list[Callback], lease: Any) -> None:
+def before_end(before: Duration | None, ttl: float | None, key: str) -> float:
+    """Return how many seconds before its end a lease is in danger.
+
+    Args:
+        before: None: a part of its ttl.
+        ttl: None: it has no expiry.
+
+    Raises:
+        InvalidArgument: Not below the ttl.
+    """
+    if before is None:
+        before = 0.0 if ttl is None else ttl * DANGER_PART
+    before = seconds(before, "before")
+    if ttl is not None and before >= ttl:
+        raise InvalidArgument(
+            f"before ({before:g} s) must be below the ttl ({ttl:g} s), or it would be called with"
+            " every renewal.",
+            key=key,
+        )
+    return before
+
+
+def warn(calls: list[Call]) -> None:
     """Call callbacks, each whatever becomes of the others."""
-    for callback in callbacks:
+    for callback, lease in calls:
         _call(callback, lease)
 
 

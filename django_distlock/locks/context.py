@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 
+from ..backends.base import BaseLockBackend
+from ..core import budgets
 from ..core.errors import LockError, LockUsageError
 from ..core.keys import stored_key
-from ..handler import lock_backends
-from ..process import deferred_release
+from ..core.records import Grant, Unknown
+from ..process.host import monotonic
 from . import blocks
+from .acquire import insist
+from .attempts import Granted, Request
 from .blocks import Block
+from .extending import ask_to_extend
 from .lease import Lease
-from .state import Terms
+from .state import Holding, Terms
 
 #: The blocks around the code that runs, the innermost last. A tuple, because a context that was
 #: copied for a task or a thread must not see what its original changes.
@@ -43,23 +51,8 @@ def entered_here() -> tuple[tuple[str, str], ...]:
         task = asyncio.current_task()
     except RuntimeError:
         task = None
-    mine = (each for each in _held() if each.lasts and each.is_entered_by(task))
-    return tuple((each.backend, each.key) for each in mine)
-
-
-def refuse_reentry(backend: str, key: str) -> None:
-    """Refuse a key that the current context holds: it would wait for itself.
-
-    Raises:
-        LockUsageError: A block around this one holds it.
-    """
-    if holds(backend, key) is not None:
-        raise LockUsageError(
-            f"A block around this one holds {key!r}: waiting for it would never end."
-            " Use reentrant=True to enter it again, or current_lease() to work under it.",
-            key=key,
-            code="reentrant",
-        )
+    held = [each._holding for each in _held()]
+    return tuple(each.name for each in held if each.lasts and each.is_entered_by(task))
 
 
 def enter(owner: object, backend: str, key: str) -> Block:
@@ -79,7 +72,7 @@ def bind(owner: object, lease: Lease, *, inner: bool = False) -> Lease:
         inner: A block around this one holds it, and releases it.
     """
     block = enter(owner, lease.backend, lease.key)
-    block.lease, block.inner = lease, inner
+    block.lease, block.release, block.inner = lease, lease._release, inner
     return lease
 
 
@@ -120,46 +113,23 @@ def drop(block: Block) -> None:
     block.close()
 
 
-def adopt(backend: str, key: str, terms: Terms, wait: float | None, block: Block) -> Lease | None:
+def adopt(store: BaseLockBackend, request: Request, terms: Terms, block: Block) -> Lease | None:
     """Return a lease that goes on with one that waits for a transaction of this thread to end.
 
+    None: there is none, or the store does not know it any more, or does not answer in time.
+
     Args:
-        wait: Seconds to keep trying where a transaction holds its record.
         block: What ends it where it does not reach who asked for it.
     """
-    waiting = deferred_release.waiting_release((backend, key))
-    return None if waiting is None else _adopt(waiting, terms, wait, block)
-
-
-async def aadopt(
-    backend: str, key: str, terms: Terms, wait: float | None, block: Block
-) -> Lease | None:
-    """See `adopt`."""
-    waiting = deferred_release.waiting_release((backend, key))
-    if waiting is None:
-        return None
-    store = lock_backends[backend]
-    adopting = asyncio.ensure_future(store.threads.run(_adopt, waiting, terms, wait, block))
-    try:
-        return await asyncio.shield(adopting)
-    except asyncio.CancelledError:
-        adopted = await adopting
-        if adopted is not None:
-            await adopted.arelease()
-        raise
-
-
-def _adopt(
-    waiting: deferred_release.Deferred, terms: Terms, wait: float | None, block: Block
-) -> Lease | None:
+    waiting = request.passed
     # Claimed first: the end of the transaction must not release what goes on.
     block.adopting = waiting
-    if not waiting.claim(block):
+    if waiting is None or not waiting.claim(block):
         block.adopting = None
         return None
     adopted: Lease | None = None
     try:
-        adopted = waiting.owner.adopt(terms, wait, block)
+        adopted = _successor(waiting.owner, store, terms, request.wait, block)
     except LockError:
         waiting.give_back()
         block.adopting = None
@@ -169,6 +139,45 @@ def _adopt(
     else:
         waiting.settle()
     block.adopting = None
+    return adopted
+
+
+async def aadopt(
+    store: BaseLockBackend, request: Request, terms: Terms, block: Block
+) -> Lease | None:
+    """See `adopt`."""
+    if request.passed is None:
+        return None
+    adopting = asyncio.ensure_future(store.threads.run(adopt, store, request, terms, block))
+    try:
+        return await asyncio.shield(adopting)
+    except asyncio.CancelledError:
+        adopted = await adopting
+        if adopted is not None:
+            await adopted.arelease()
+        raise
+
+
+def _successor(
+    kept: Holding, store: BaseLockBackend, terms: Terms, wait: float | None, block: Block
+) -> Lease | None:
+    with kept.mutex:
+        sent_at = monotonic()
+        until = kept.deadline if wait is None else min(kept.deadline, sent_at + wait)
+
+        def question(bound: float) -> Grant | Unknown | None:
+            return ask_to_extend(kept, terms.ttl, bound)
+
+        end = time.monotonic() + (math.inf if wait is None else wait) + budgets.PATIENCE
+        answer = budgets.spend(end, insist, question, until, terms.retry)
+        if not isinstance(answer, Grant):
+            return None
+        kept.end_keeping()
+    deadline = sent_at + kept.counted(answer.ttl)
+    # What this one has promised, its successor keeps.
+    terms = replace(terms, hold=max(terms.hold, kept.terms.hold), holder=kept.terms.holder)
+    adopted = Lease(store, Granted(answer, deadline), terms, block)
+    adopted._holding.unheard = kept.unheard
     return adopted
 
 

@@ -1,38 +1,32 @@
-"""A lease: one holding of a lock, from its grant to its end."""
+"""A lease: the right to work on a key until a deadline, as its holder sees it.
+
+It shows how it stands, and passes on what it is asked for: to its `Holding` and its `Release`.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import math
-import os
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.db import transaction
 
-from ..core import budgets
-from ..core.durations import MAX_BOUND, Duration, seconds, ttl_seconds
-from ..core.errors import InvalidArgument, LockError, LockUsageError
+from ..backends.base import BaseLockBackend
+from ..core.durations import MAX_BOUND, Duration
+from ..core.errors import LockUsageError
 from ..core.holders import Holder
-from ..core.records import Grant, Unknown
-from ..core.renewing import DANGER_PART
 from ..process import deferred_release
 from ..process.at_exit import held_here
 from ..process.host import monotonic
-from ..signals import lock_extended
 from . import transfer
-from .acquire import insist
 from .attempts import Granted
 from .blocks import Block
-from .callbacks import Callback
-from .release import EndingLease
-from .state import GONE, Terms
+from .callbacks import Callback, before_end
+from .extending import extend
+from .release import Release
+from .state import GONE, Holding, Terms
 
 Fenceable = TypeVar("Fenceable", bound="HasFence")
 
@@ -44,7 +38,7 @@ class HasFence(Protocol):
         """Raise its fence to that of a lease, and load the row anew."""
 
 
-class Lease(EndingLease):
+class Lease:
     """The right to work on a key until a deadline.
 
     Made by `Lock`; a lease belongs to the process that took it. Times of the store (`acquired_at`,
@@ -55,9 +49,21 @@ class Lease(EndingLease):
         backend: The alias of its backend.
         token: The proof of ownership. A bearer secret: not in the lease's `repr`.
         fence: Grows with every grant of the key.
-        deadline: When to stop, in seconds of this process's monotonic clock (`host.monotonic`);
-            infinite without expiry. Counted from before the request, so never too late.
     """
+
+    def __init__(
+        self, store: BaseLockBackend, granted: Granted, terms: Terms, block: Block | None = None
+    ):
+        holding = self._holding = Holding(store, granted, terms)
+        self._release = Release(holding)
+        self.key, self.backend = granted.grant.key, store.alias
+        self.token, self.fence = granted.grant.token, granted.grant.fence
+        if block is not None:
+            block.lease, block.release = self, self._release
+        held_here.add(self._release)
+        if block is not None:
+            # From here on the lease stands for the grant.
+            block.attempts = None
 
     def __repr__(self) -> str:
         state = "lost" if self.is_lost else "held" if self.held else "released"
@@ -76,24 +82,52 @@ class Lease(EndingLease):
         return f"{self.fence:015d}"
 
     @property
-    def acquired_at(self) -> datetime:
-        """When the key was granted, by the store's clock, aware."""
-        return self._grant.acquired_at
+    def held(self) -> bool:
+        """Whether it can be worked under: neither released, nor lost, nor another process's."""
+        return self._holding.held
 
     @property
-    def expires_at(self) -> datetime | None:
-        """When the lease ends if nobody extends it, by the store's clock; None: no expiry."""
-        return self._grant.expires_at
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether an operator asked the holder to finish, as of the last extend."""
-        return self._grant.stop_requested
+    def is_lost(self) -> bool:
+        """Whether it ended before it was released. Once True it stays so."""
+        return self._holding.is_lost
 
     @property
     def is_released(self) -> bool:
         """Whether it was given up. Inside a transaction the key is freed at its end."""
-        return self._state == "released"
+        return self._holding.state == "released"
+
+    @property
+    def deadline(self) -> float:
+        """When to stop, in seconds of this process's monotonic clock; infinite without expiry.
+
+        Counted from before the request, so never too late.
+        """
+        return self._holding.deadline
+
+    @property
+    def ttl(self) -> float | None:
+        """Seconds that the last grant or extend gave; None: no expiry."""
+        return self._holding.grant.ttl
+
+    @property
+    def holder(self) -> Holder:
+        """Who holds it, as the store shows it to others."""
+        return self._holding.terms.holder
+
+    @property
+    def acquired_at(self) -> datetime:
+        """When the key was granted, by the store's clock, aware."""
+        return self._holding.grant.acquired_at
+
+    @property
+    def expires_at(self) -> datetime | None:
+        """When the lease ends if nobody extends it, by the store's clock; None: no expiry."""
+        return self._holding.grant.expires_at
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether an operator asked the holder to finish, as of the last extend."""
+        return self._holding.grant.stop_requested
 
     def remaining(self) -> float:
         """Return the seconds left, at least 0; infinite without expiry."""
@@ -106,11 +140,7 @@ class Lease(EndingLease):
             LockLost: It ended first.
             LockUsageError: It was released, or belongs to another process.
         """
-        self.require_process()
-        if self._state == "released":
-            raise LockUsageError(f"The lease on {self.key!r} was released.", key=self.key)
-        if self.is_lost:
-            self._lose(self._why_over())
+        self._holding.check()
 
     def on_lost(self, callback: Callback) -> None:
         """Call `callback(lease)` when the lease is lost, at its deadline at the latest.
@@ -121,12 +151,13 @@ class Lease(EndingLease):
         Raises:
             InvalidArgument: It cannot be called, or would have to be awaited.
         """
-        self.require_process()
-        self._losses.on_lost(callback, self)
-        if self.is_lost:
-            self.report_lost(self._why_over())
-        elif self._state == "held":
-            self.watch()
+        holding = self._holding
+        holding.require_process()
+        holding.losses.on_lost(callback, self)
+        if holding.is_lost:
+            holding.report_lost(holding.why_over())
+        elif holding.state == "held":
+            holding.watch()
 
     def on_danger(self, callback: Callback, before: Duration | None = None) -> None:
         """Call `callback(lease)` when the lease will be lost soon, unless it is extended by then.
@@ -140,20 +171,11 @@ class Lease(EndingLease):
         Raises:
             InvalidArgument: The callback cannot be called, or `before` breaks a rule.
         """
-        self.require_process()
-        ttl = math.inf if self._grant.ttl is None else self._grant.ttl
-        if before is None:
-            before = 0.0 if ttl == math.inf else ttl * DANGER_PART
-        before = seconds(before, "before")
-        if before >= ttl:
-            raise InvalidArgument(
-                f"before ({before:g} s) must be below the ttl ({ttl:g} s), or it would be called"
-                " with every renewal.",
-                key=self.key,
-            )
-        self._losses.on_danger(callback, before)
-        if self._state == "held":
-            self.watch()
+        holding = self._holding
+        holding.require_process()
+        holding.losses.on_danger(callback, before_end(before, self.ttl, self.key), self)
+        if holding.state == "held":
+            holding.watch()
 
     def extend(self, ttl: Duration | None = None) -> None:
         """Make the lease end `ttl` seconds from now, be it later or sooner than before.
@@ -170,70 +192,35 @@ class Lease(EndingLease):
             InvalidArgument: `ttl` breaks a rule.
             LockUsageError: It was released, or belongs to another process.
         """
-        with self._mutex:
-            self.check()
-            longest = self._store.config.max_ttl
-            new = self._terms.ttl if ttl is None else ttl_seconds(ttl, maximum=longest)
-            before, sent_at, deadline = self.deadline, 0.0, self.deadline
-
-            def question(bound: float) -> Grant | Unknown | None:
-                nonlocal sent_at, deadline
-                sent_at = monotonic()
-                deadline = sent_at + self._counted(new)
-                # A shorter lease may begin with the request and its answer be lost.
-                if deadline < self.deadline:
-                    self.deadline = deadline
-                    # The heartbeat has to ask in time, whatever interrupts this.
-                    self.renewing.due_at = min(self.renewing.due_at, monotonic())
-                    self._keep_on()
-                return self._ask_to_extend(new, bound)
-
-            try:
-                answer = insist(question, before, self._terms.retry)
-            except LockError as error:
-                # Its end may have come nearer: the heartbeat has to ask in time.
-                self.renewing.due_at = min(self.renewing.due_at, monotonic())
-                self._keep_on()
-                self._tell(lock_extended, ttl=new, slack=_left(before), cause=error)
-                raise
-            slack = _left(before)
-            if isinstance(answer, Grant):
-                self._grant = answer
-            # Seen as lost by anybody, it stays lost, whatever the store says now.
-            if not isinstance(answer, Grant) or self._state == "lost" or monotonic() >= deadline:
-                self._state = "lost"
-                self._lose(GONE if answer is None else "no answer came before its deadline")
-            self.deadline = deadline
-            self.renewing.renewed(sent_at, self._counted(answer.ttl))
-        self._keep_on()
-        self._tell(lock_extended, ttl=answer.ttl, slack=slack, cause=None)
-
-    def _ask_to_extend(self, ttl: float | None, bound: float) -> Grant | Unknown | None:
-        answered = False
-        try:
-            # With a ttl in the grant: an argument of None would mean that of the last extend.
-            answer = self._store.extend(replace(self._grant, ttl=ttl), bound=bound)
-            answered = True
-            return answer
-        finally:
-            if not answered:
-                self._unheard = self._counted(ttl)
+        extend(self._holding, ttl)
 
     async def aextend(self, ttl: Duration | None = None) -> None:
         """See `extend`."""
-        await self._store.threads.run(self.extend, ttl)
+        await self._holding.store.threads.run(self.extend, ttl)
 
-    # Fencing at the write
+    def release(self) -> bool:
+        """Give the key back: at once, or when the transactions of this thread have ended.
+
+        Returns:
+            True once, for the call that gave it up; False if it was given up, over or gone before.
+            What was over is given back all the same, if nobody else has the key by now.
+
+        Raises:
+            BackendUnavailable: The store did not answer. May be called again.
+        """
+        return self._release.by_call()
+
+    async def arelease(self) -> bool:
+        """See `release`. Once begun, it is carried out whatever is cancelled."""
+        return await self._release.aby_call()
 
     def guard(self, using: str | None = None) -> None:
         """Let nobody else be granted the key until the caller's transaction ends.
 
-        Or the savepoint that it was called in is rolled back.
-
-        Call it inside of `atomic()`, on the database of the locks: what is read and written from
-        here to the commit is done under the lock, whatever becomes of the lease meanwhile. The
-        heartbeat goes on; a takeover waits. On PostgreSQL, the server ends the transaction where
-        this process sends no statement for longer than the ttl and a second.
+        Or until the savepoint that it was called in is rolled back. Call it inside of `atomic()`,
+        on the database of the locks: what is read and written from here to the commit is done
+        under the lock, whatever becomes of the lease meanwhile. A takeover waits. PostgreSQL ends
+        the transaction where no statement comes for longer than the ttl and a second.
 
         Args:
             using: Another alias of that database; None: the one of the locks.
@@ -245,16 +232,18 @@ class Lease(EndingLease):
             BackendUnavailable: The store did not answer within a second, or the time left.
         """
         # A wrong use is told before the state of the lease.
-        self._store.guards.alias(using)
+        holding = self._holding
+        holding.store.guards.alias(using)
         self.check()
-        if not self._store.guards.hold(self._grant, using, bound=min(MAX_BOUND, self.remaining())):
-            self._state = "lost"
-            self._lose(GONE)
+        bound = min(MAX_BOUND, self.remaining())
+        if not holding.store.guards.hold(holding.grant, using, bound=bound):
+            holding.state = "lost"
+            holding.lose(GONE)
 
     @contextmanager
     def atomic(self, using: str | None = None) -> Iterator[None]:
         """Open a transaction, and guard it: see `guard`."""
-        with transaction.atomic(using=self._store.guards.alias(using)):
+        with transaction.atomic(using=self._holding.store.guards.alias(using)):
             self.guard(using)
             yield
 
@@ -284,8 +273,6 @@ class Lease(EndingLease):
         """See `fenced`."""
         return await sync_to_async(self.fenced)(instance)
 
-    # Handing it over
-
     def dump(self) -> str:
         """Give the lease away, as a text for `Lease.load` in another process.
 
@@ -306,23 +293,11 @@ class Lease(EndingLease):
                 key=self.key,
                 code="unsupported",
             )
-        return self.let_go()
+        return self._let_go()
 
-    def let_go(self) -> str:
-        """Neither renew nor release the lease any more; return what `dump` does.
-
-        Raises:
-            LockError: See `dump`, which also refuses inside of transactions.
-        """
-        with self._mutex:
-            self.check()
-            text = transfer.dump(
-                self._store, self._grant, hold=self._terms.hold, ttl=self._terms.ttl
-            )
-            self._end_keeping()
-            held_here.discard(self)
-            self._state = "released"
-            return text
+    def _let_go(self) -> str:
+        """Neither renew nor release the lease any more; see `dump`, also inside of transactions."""
+        return transfer.dump(self._holding)
 
     @classmethod
     def load(cls, text: str) -> Lease:
@@ -340,105 +315,3 @@ class Lease(EndingLease):
         retry = loaded.store.config.retry
         terms = Terms(ttl=loaded.ttl, holder=loaded.holder, retry=retry, hold=loaded.hold)
         return cls(loaded.store, loaded.granted, terms)
-
-    # For holding, which binds leases to blocks
-
-    def begin_block(
-        self,
-        *,
-        heartbeat: bool,
-        task: asyncio.Task[object] | None = None,
-        block: Block | None = None,
-    ) -> None:
-        """Let a block hold the lease.
-
-        Args:
-            heartbeat: Renew it while it does.
-            task: What to cancel when the lease is lost.
-            block: Renew it for as long as this one is open; None: until somebody ends that.
-        """
-        self._block = block
-        self._losses.cancels(task)
-        if heartbeat:
-            self.keep()
-        self.watch()
-
-    @property
-    def lasts(self) -> bool:
-        """Whether it does not end by itself for as long as this process lives."""
-        is_renewed = self._is_renewed and self.renewing.ends_at == math.inf
-        return is_renewed or self.deadline == math.inf
-
-    def is_entered_by(self, task: asyncio.Task[object] | None) -> bool:
-        """Whether a block of this thread holds it, or one of a task of this thread."""
-        return self._thread is threading.current_thread() and self._losses.cancels_only(task)
-
-    def adopt(self, terms: Terms, wait: float | None, block: Block) -> Lease | None:
-        """Return a lease that goes on with this one, which a transaction keeps from its end.
-
-        None: the store does not know it any more, or does not answer within `wait`.
-
-        Args:
-            block: What ends it where it does not reach who asked for it.
-        """
-        with self._mutex:
-            sent_at = monotonic()
-            until = self.deadline if wait is None else min(self.deadline, sent_at + wait)
-
-            def question(bound: float) -> Grant | Unknown | None:
-                return self._ask_to_extend(terms.ttl, bound)
-
-            end = time.monotonic() + (math.inf if wait is None else wait) + budgets.PATIENCE
-            answer = budgets.spend(end, insist, question, until, terms.retry)
-            if not isinstance(answer, Grant):
-                return None
-            self._end_keeping()
-        deadline = sent_at + self._counted(answer.ttl)
-        # What this one has promised, its successor keeps.
-        terms = replace(terms, hold=max(terms.hold, self._terms.hold), holder=self._terms.holder)
-        adopted = Lease(self._store, Granted(answer, deadline), terms, block)
-        adopted._unheard = self._unheard
-        return adopted
-
-    # For fencing
-
-    @property
-    def holder(self) -> Holder:
-        """Who holds it, as the store shows it to others."""
-        return self._terms.holder
-
-    def overtaken(self, using: str, *, hold: bool) -> int | None:
-        """Return the fence of the key, if somebody was granted it since; None: nobody was.
-
-        Args:
-            using: The database of a transaction that has made a row.
-            hold: Let nobody be granted the key from here to its end, if the locks are there, too.
-
-        Raises:
-            BackendUnavailable: The store did not answer.
-        """
-        # Many a backend cannot, and none can in the database of another.
-        with suppress(LockUsageError):
-            if hold and self._store.guards.hold(self._grant, using):
-                return None
-        counter = self._store.counter(self.key, beside=using)
-        return None if counter is None or counter.fence <= self.fence else counter.fence
-
-    def require_process(self) -> None:
-        """Refuse to be used by a fork of the process that took it.
-
-        Raises:
-            LockUsageError: It is.
-        """
-        if self._pid != os.getpid():
-            raise LockUsageError(
-                f"The lease on {self.key!r} belongs to process {self._pid}, not to this fork of it."
-                " Take the lock in the process that does the work.",
-                key=self.key,
-                code="foreign_context",
-            )
-
-
-def _left(deadline: float) -> float | None:
-    """Return the seconds until a deadline; None: there is none."""
-    return None if deadline == math.inf else max(0.0, deadline - monotonic())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -15,7 +14,6 @@ from ..core.errors import LockError, LockUsageError
 from ..core.holders import Holder
 from ..handler import lock_backends
 from ..signals import lock_bypassed, tell, work_requeued, work_skipped
-from .blocks import Block
 from .callbacks import Callback
 from .lease import Lease
 
@@ -75,10 +73,19 @@ class NoLease(Lease):
         self.backend = backend
         self.token = ""
         self.fence = 0
-        self.deadline = 0.0
 
     def __repr__(self) -> str:
         return f"<Lease {self.key!r} not held>"
+
+    @property
+    def deadline(self) -> float:
+        """Long ago."""
+        return 0.0
+
+    @property
+    def ttl(self) -> float | None:
+        """Raise: there is nothing to expire."""
+        self._refuse("has a ttl")
 
     @property
     def held(self) -> bool:
@@ -154,35 +161,6 @@ class NoLease(Lease):
     def dump(self) -> NoReturn:
         """Raise: there is nothing to give away."""
         self._refuse("can be given away")
-
-    def let_go(self) -> NoReturn:
-        """Raise: there is nothing to give away."""
-        self._refuse("can be given away")
-
-    # For holding
-
-    def begin_block(
-        self,
-        *,
-        heartbeat: bool,
-        task: asyncio.Task[object] | None = None,
-        block: Block | None = None,
-    ) -> None:
-        """Let a block have it."""
-        if block is not None:
-            block.lease = self
-
-    def end_block(self, error: BaseException | None) -> None:
-        """Do nothing."""
-
-    async def aend_block(self, error: BaseException | None) -> None:
-        """Do nothing."""
-
-    def end_left_block(self, thread: int) -> None:
-        """Do nothing."""
-
-    def end_inner_block(self, error: BaseException | None) -> None:
-        """Do nothing."""
 
     def _refuse(self, what: str) -> NoReturn:
         raise LockUsageError(

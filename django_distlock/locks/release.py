@@ -1,4 +1,7 @@
-"""How a lease ends: by a release now or behind a transaction, with its block or its interpreter."""
+"""How a lease ends: by a call, with its block, behind a transaction, or with the interpreter.
+
+`Release` asks the store once, and takes the answer; it works on the `Holding` of the lease.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import math
 import os
 import threading
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 from ..core.errors import BackendUnavailable, LockError, LockLost
 from ..core.records import UNKNOWN, Unknown
@@ -16,56 +20,48 @@ from ..process.deadlocks import waits
 from ..process.host import monotonic
 from ..signals import lock_released
 from .acquire import insist
-from .state import GONE, KeptLease
+from .state import GONE, Holding
 
 logger = logging.getLogger("django_distlock")
-
 
 #: Seconds to wait for an extend in flight, before a lease is released whose block is gone.
 LEFT_PATIENCE = 0.05
 
 
-class EndingLease(KeptLease):
-    """A lease that can be given up, once."""
+@dataclass(eq=False)
+class Release:
+    """The end of a holding, which comes once."""
 
+    holding: Holding
     #: Whether the block that took it has been left.
-    _left = False
+    _left: bool = False
     #: Whether it was left without its end.
-    _is_left = False
+    _is_left: bool = False
     #: Whether a release behind a transaction is going on, or was interrupted.
-    _is_ending = False
+    _is_ending: bool = False
 
-    def release(self) -> bool:
-        """Give the key back: at once, or when the transactions of this thread have ended.
+    def by_call(self) -> bool:
+        """Give the key back: see `Lease.release`."""
+        answer = self._by_transaction()
+        return self.now() is True if answer is None else answer
 
-        Returns:
-            True once, for the call that gave it up; False if it was given up, over or gone before.
-            What was over is given back all the same, if nobody else has the key by now.
+    async def aby_call(self) -> bool:
+        """See `by_call`."""
+        answer = self._by_transaction()
+        if answer is None:
+            return await self.holding.store.threads.run(self.now) is True
+        return answer
 
-        Raises:
-            BackendUnavailable: The store did not answer. May be called again.
-        """
-        if self._pid != os.getpid() or self._state == "released":
+    def _by_transaction(self) -> bool | None:
+        """Leave the release to the transactions of this thread; None: none is open."""
+        if self._is_over:
             return False
-        if deferred_release.defer(self._name, self, self._release_deferred):
-            self._keep_for_transactions()
-            if self.is_lost:
-                return False
-            self._state = "released"
-            return True
-        return self._release_now() is True
-
-    async def arelease(self) -> bool:
-        """See `release`. Once begun, it is carried out whatever is cancelled."""
-        if self._pid != os.getpid() or self._state == "released":
+        if not self._defer():
+            return None
+        if self.holding.is_lost:
             return False
-        if deferred_release.defer(self._name, self, self._release_deferred):
-            self._keep_for_transactions()
-            if self.is_lost:
-                return False
-            self._state = "released"
-            return True
-        return await self._store.threads.run(self._release_now) is True
+        self.holding.state = "released"
+        return True
 
     # Blocks
 
@@ -75,33 +71,29 @@ class EndingLease(KeptLease):
         Raises:
             LockLost: The block succeeded, but the lease had ended before.
         """
-        if self._pid != os.getpid() or self._state == "released":
+        if self._is_over:
             return
-        self._left = True
-        was_lost = self.is_lost
-        if deferred_release.defer(self._name, self, self._release_deferred):
-            self._keep_for_transactions()
-        else:
-            self._release_quietly()
-            self._end_keeping()
+        holding, self._left = self.holding, True
+        was_lost = holding.is_lost
+        if not self._defer():
+            self.quietly()
+            holding.end_keeping()
             # Not by its deadline: the body has ended in time, whatever its release took.
-            was_lost = was_lost or self._state == "lost"
+            was_lost = was_lost or holding.state == "lost"
         self._end_of_block(error, was_lost=was_lost)
 
     async def aend_block(self, error: BaseException | None) -> None:
         """See `end_block`. A task that was cancelled for the loss gets to know of the loss."""
-        if self._pid != os.getpid() or self._state == "released":
+        if self._is_over:
             return
-        self._left = True
-        cancelled = self._losses.left_block(error)
-        was_lost = self.is_lost
-        if deferred_release.defer(self._name, self, self._release_deferred):
-            self._keep_for_transactions()
-        else:
+        holding, self._left = self.holding, True
+        cancelled = holding.losses.left_block(error)
+        was_lost = holding.is_lost
+        if not self._defer():
             # Cancelled here, it is carried out all the same, and ends what keeps the lease.
-            await self._store.threads.run(self._release_quietly)
-            self._end_keeping()
-            was_lost = was_lost or self._state == "lost"
+            await holding.store.threads.run(self.quietly)
+            holding.end_keeping()
+            was_lost = was_lost or holding.state == "lost"
         self._end_of_block(None if cancelled else error, was_lost=was_lost)
 
     def end_left_block(self, thread: int) -> None:
@@ -109,39 +101,40 @@ class EndingLease(KeptLease):
 
         As the end does: behind the transactions of that thread which are still open.
         """
-        self._is_left = True
-        self._end_keeping()
-        if self not in held_here:
+        holding, self._is_left = self.holding, True
+        holding.end_keeping()
+        if holding not in held_here:
             return  # Interrupted behind its release.
-        release = deferred_release.defer_for(thread, self._name, self, self._release_deferred)
+        release = deferred_release.defer_for(thread, holding.name, holding, self._deferred)
         if not release.is_over:
             self._keep_for_transactions()
-        if self._state == "held":
-            self._state = "released"
+        if holding.state == "held":
+            holding.state = "released"
         release.release_if_over()
 
     def end_inner_block(self, error: BaseException | None) -> None:
         """Leave a block that entered the lock again: what the outer one holds goes on."""
-        if self._pid != os.getpid() or error is not None:
+        holding = self.holding
+        if holding.pid != os.getpid() or error is not None:
             return
-        if self._state != "released":
-            if self.is_lost:
-                self._lose(self._why_over())
+        if holding.state != "released":
+            if holding.is_lost:
+                holding.lose(holding.why_over())
         elif self._left:
             # In a task or a thread of its own: from then on it worked without the lock.
             raise LockLost(
-                f"The lease on {self.key!r} (fence {self.fence}) was given up by the block around"
-                " this one, which ended first.",
-                key=self.key,
+                f"The lease on {holding.key!r} (fence {holding.fence}) was given up by the block"
+                " around this one, which ended first.",
+                key=holding.key,
             )
 
     def _end_of_block(self, error: BaseException | None, *, was_lost: bool) -> None:
         if not was_lost:
-            self._state = "released"
+            self.holding.state = "released"
             return
-        self._state = "lost"
+        self.holding.state = "lost"
         try:
-            self._lose("it ended before the block did")
+            self.holding.lose("it ended before the block did")
         except LockLost:
             # The body's own exception says more about what went wrong, and is never hidden.
             if error is None:
@@ -149,19 +142,30 @@ class EndingLease(KeptLease):
 
     # The end
 
+    @property
+    def _is_over(self) -> bool:
+        return self.holding.pid != os.getpid() or self.holding.state == "released"
+
+    def _defer(self) -> bool:
+        """Leave the release to the transactions that are open in this thread, if there are any."""
+        holding = self.holding
+        is_deferred = deferred_release.defer(holding.name, holding, self._deferred)
+        if is_deferred:
+            self._keep_for_transactions()
+        return is_deferred
+
     def _keep_for_transactions(self) -> None:
         """Keep the lease alive, which its holder has given up, until the data is committed."""
-        self._block = None
-        if self._state == "held":
-            self.keep()
-            self.watch()
-        waits.deferred(self._name)
+        holding = self.holding
+        holding.block = None
+        if holding.state == "held":
+            holding.keep()
+            holding.watch()
+            if holding not in held_here:
+                holding.end_keeping()  # It crossed with an end, in another thread.
+        waits.deferred(holding.name)
 
-    @property
-    def _name(self) -> tuple[str, str]:
-        return self.backend, self.key
-
-    def _release_now(self, patience: float = math.inf) -> bool | Unknown:
+    def now(self, patience: float = math.inf) -> bool | Unknown:
         """Ask the store, and tell what came of it.
 
         Args:
@@ -171,97 +175,104 @@ class EndingLease(KeptLease):
         Returns:
             Whether the lease was held until now; `UNKNOWN`: its record is held, and it is not over.
         """
-        if self._pid != os.getpid():
+        holding = self.holding
+        if holding.pid != os.getpid():
             return False
-        in_time = min(max(patience, 1.0), max(1.0, self.deadline - monotonic()), 1e6)
-        was_over = self.is_over()
+        in_time = min(max(patience, 1.0), max(1.0, holding.deadline - monotonic()), 1e6)
+        was_over = holding.is_over()
         # A release that is sent in time is a clean one, whenever its answer comes.
-        with nullcontext() if was_over else self._releasing:
+        with nullcontext() if was_over else holding.releasing:
             # A block that was left may have been interrupted with the mutex in its hands.
-            has_turn = self._mutex.acquire(timeout=LEFT_PATIENCE if self._is_left else in_time)
+            has_turn = holding.mutex.acquire(timeout=LEFT_PATIENCE if self._is_left else in_time)
             if not (has_turn or self._is_left):
                 raise BackendUnavailable(
-                    f"{self.key!r} cannot be released: an extend of it has no answer.",
-                    key=self.key,
+                    f"{holding.key!r} cannot be released: an extend of it has no answer.",
+                    key=holding.key,
                 )
             try:
-                if self not in held_here:
-                    self._end_keeping()  # Given up by a release that was interrupted.
+                if holding not in held_here:
+                    holding.end_keeping()  # Given up by a release that was interrupted.
                     return False
-                until = min(self.deadline, monotonic() + patience)
-                answer = self._give_up(until, was_over=was_over)
+                now = monotonic()
+                held_for = now - holding.granted_at
+                until = min(holding.deadline, now + patience)
+                answer = self._give_up(until, held_for, was_over=was_over)
             finally:
                 if has_turn:
-                    self._mutex.release()
-                if self in held_here:
-                    self._keep_on()
-        if answer is UNKNOWN and self in held_here:
+                    holding.mutex.release()
+                if holding in held_here:
+                    holding.keep_on()
+        if answer is UNKNOWN and holding in held_here:
             return UNKNOWN
         if answer is UNKNOWN:
             logger.warning(
                 "%r stays taken while a transaction holds its record",
-                self.key,
-                extra=self._fields("release_failed"),
+                holding.key,
+                extra=holding.log_fields("release_failed"),
             )
-        self._tell(lock_released, held_for=self._held_for, released=bool(answer), cause=None)
-        return self._state == "released"
+        holding.tell(lock_released, held_for=held_for, released=bool(answer), cause=None)
+        return holding.state == "released"
 
-    def _give_up(self, until: float, *, was_over: bool) -> bool | Unknown:
+    def _give_up(self, until: float, held_for: float, *, was_over: bool) -> bool | Unknown:
         """Ask the store to release the lease, or to settle it, and take the answer."""
-        self._held_for = monotonic() - self._granted_at
+        holding = self.holding
         try:
-            answer = insist(self._ask_to_end, until, self._terms.retry)
-            if answer is UNKNOWN and monotonic() < self.deadline:
+            answer = insist(self._ask, until, holding.terms.retry)
+            if answer is UNKNOWN and monotonic() < holding.deadline:
                 return UNKNOWN
             # Gone in its time: a release was interrupted that the store has heard.
             answer = answer or (self._is_left and not was_over)
-            held_here.discard(self)
+            held_here.discard(holding)
         except LockError as error:
-            self._tell(lock_released, held_for=self._held_for, released=False, cause=error)
+            holding.tell(lock_released, held_for=held_for, released=False, cause=error)
             raise
-        self._end_keeping()
+        holding.end_keeping()
         if was_over or not answer:
             # Over before it was given up; or taken away, by an operator or a store's loss.
-            self._state = "lost"
-            self.report_lost(GONE if answer is False and not was_over else self._why_over())
-        elif self._state != "lost":
-            self._state = "released"
+            holding.state = "lost"
+            is_gone = answer is False and not was_over
+            holding.report_lost(GONE if is_gone else holding.why_over())
+        elif holding.state != "lost":
+            holding.state = "released"
         return answer
 
-    def _ask_to_end(self, bound: float) -> bool | Unknown:
-        if self._terms.hold:
-            return self._store.release(self._grant, self._terms.hold, bound=bound)
-        return self._store.release(self._grant, bound=bound)
+    def _ask(self, bound: float) -> bool | Unknown:
+        holding = self.holding
+        if holding.terms.hold:
+            return holding.store.release(holding.grant, holding.terms.hold, bound=bound)
+        return holding.store.release(holding.grant, bound=bound)
 
-    def _release_deferred(self) -> bool:
+    def _deferred(self) -> bool:
         """Release behind a transaction; False: the record is held, try again later."""
         # Interrupted, it has not come to its last line: the mutex may be locked for ever.
         self._is_left = self._is_left or self._is_ending
         self._is_ending = True
-        is_done = self._release_quietly(0.0) is not UNKNOWN
+        is_done = self.quietly(0.0) is not UNKNOWN
         self._is_ending = False
         return is_done
 
-    def release_at_exit(self, patience: float) -> None:
+    def at_exit(self, patience: float) -> None:
         """Release although a transaction may be open: with the process it rolls back.
 
         Not where a thread still works under it, a daemon: what it does in its last moments is
         protected by the ttl.
         """
-        if self._thread is threading.current_thread() or not self._thread.is_alive():
-            self._release_quietly(patience)
+        thread = self.holding.thread
+        if thread is threading.current_thread() or not thread.is_alive():
+            self.quietly(patience)
 
-    def _release_quietly(self, patience: float = math.inf) -> bool | Unknown:
+    def quietly(self, patience: float = math.inf) -> bool | Unknown:
+        """See `now`; an error of the store is logged, and answers False."""
         # Whatever goes wrong here must not replace what the block has raised or returned.
         try:
-            return self._release_now(patience)
+            return self.now(patience)
         except LockError as error:
             # Nobody has it any more: kept alive, it would never end.
-            self._end_keeping()
+            self.holding.end_keeping()
             logger.warning(
                 "%r could not be released and stays taken for its ttl: %s",
-                self.key,
+                self.holding.key,
                 error,
-                extra=self._fields("release_failed", error),
+                extra=self.holding.log_fields("release_failed", error),
             )
             return False

@@ -1,17 +1,23 @@
-"""What keeps a lease alive, and what notices when it is not: the part that timers talk to."""
+"""The state of one holding of a key: until when it is held, and how it was lost.
+
+The heartbeat and the timer work on it. It knows neither the `Lease` that its user has, nor the
+`Release` that ends it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NoReturn
 
 from ..backends.base import BaseLockBackend
-from ..core.errors import BackendUnavailable, LockError, LockLost
+from ..core.errors import BackendUnavailable, LockError, LockLost, LockUsageError
 from ..core.holders import Holder
 from ..core.interruptions import Underway
 from ..core.logs import log_fields
@@ -21,7 +27,7 @@ from ..core.retry import Retry
 from ..process import deferred_release
 from ..process.at_exit import held_here
 from ..process.deadlines import alarms
-from ..process.heartbeat import Answer, heartbeat_of
+from ..process.heartbeat import Answer, Heartbeat, heartbeat_of
 from ..process.host import monotonic
 from ..signals import lock_extended, lock_lost, tell
 from .attempts import Granted
@@ -56,63 +62,54 @@ class Terms:
     basic: bool = False
 
 
-class KeptLease:
-    """The state of a lease: until when it is held, and how it was lost.
+class Holding:
+    """One holding of a key, from its grant to its end.
 
     Args:
         granted: The grant, and by when its holder must have stopped.
-        block: What ends it where it does not reach who asked for it.
     """
 
-    def __init__(
-        self,
-        backend: BaseLockBackend,
-        granted: Granted,
-        terms: Terms,
-        block: Block | None = None,
-    ):
+    #: Whether this process tells what becomes of it; not of what a test lets somebody else hold.
+    tells = True
+
+    def __init__(self, store: BaseLockBackend, granted: Granted, terms: Terms):
         self.key = granted.grant.key
-        self.backend = backend.alias
+        self.backend = store.alias
+        self.name = store.alias, granted.grant.key
         self.token = granted.grant.token
         self.fence = granted.grant.fence
         self.deadline = granted.deadline
-        self._store = backend
-        self._grant = granted.grant
-        self._terms = terms
-        self._granted_at = monotonic()
-        self._held_for = 0.0
-        self._pid = os.getpid()
-        self._state: Literal["held", "lost", "released"] = "held"
-        self._losses = Losses()
+        self.store = store
+        self.grant = granted.grant
+        self.terms = terms
+        self.granted_at = monotonic()
+        self.pid = os.getpid()
+        self.state: Literal["held", "lost", "released"] = "held"
+        self.losses = Losses()
         # What a renewal said of it, where its time has not passed.
-        self._lost_by: str | None = None
+        self.lost_by: str | None = None
         # Seconds of the shortest extend that got no answer: the store may hear it behind others.
-        self._unheard = math.inf
-        self._thread = threading.current_thread()
+        self.unheard = math.inf
+        self.thread = threading.current_thread()
         # Held while the store is asked, so that an extend, a renewal and a release cannot cross.
         # Whoever only looks does not take it: the store may hang.
-        self._mutex = threading.RLock()
+        self.mutex = threading.RLock()
         self.renewing = Renewing(
-            backend.config.heartbeat,
+            store.config.heartbeat,
             math.inf
             if terms.max_lifetime is None
-            else self.deadline - (self._grant.ttl or 0.0) + terms.max_lifetime,
+            else self.deadline - (self.grant.ttl or 0.0) + terms.max_lifetime,
         )
         self._is_renewed = self._is_watched = False
-        self._releasing = Underway()
+        self._heartbeat: Heartbeat | None = None
+        self.releasing = Underway()
         #: What it is renewed for; None: for whoever said so, or a transaction.
-        self._block: Block | None = None
-        if block is not None:
-            block.lease = self
-        held_here.add(self)
-        if block is not None:
-            # From here on the lease stands for the grant.
-            block.attempts = None
+        self.block: Block | None = None
 
     @property
     def held(self) -> bool:
         """Whether the lease can be worked under: neither released, nor lost, nor another's."""
-        return self._pid == os.getpid() and self._state == "held" and not self.is_lost
+        return self.pid == os.getpid() and self.state == "held" and not self.is_lost
 
     @property
     def is_lost(self) -> bool:
@@ -121,34 +118,105 @@ class KeptLease:
         It ends by its deadline, or by what the store says without being asked, if it does that.
         """
         # What a fork copied says nothing, and a release that was sent in time is a clean one.
-        says = self._pid == os.getpid() and not self._releasing
-        if self._state == "held" and says and self.is_over():
-            self._state = "lost"
-        return self._state == "lost"
+        says = self.pid == os.getpid() and not self.releasing
+        if self.state == "held" and says and self.is_over():
+            self.state = "lost"
+        return self.state == "lost"
 
     @property
     def is_watched(self) -> bool:
         """Whether somebody has to be told of its end."""
         return self._is_watched
 
+    @property
+    def lasts(self) -> bool:
+        """Whether it does not end by itself for as long as this process lives."""
+        is_renewed = self._is_renewed and self.renewing.ends_at == math.inf
+        return is_renewed or self.deadline == math.inf
+
+    def is_entered_by(self, task: asyncio.Task[object] | None) -> bool:
+        """Whether a block of this thread holds it, or one of a task of this thread."""
+        return self.thread is threading.current_thread() and self.losses.cancels_only(task)
+
+    def begin_block(
+        self,
+        *,
+        heartbeat: bool,
+        task: asyncio.Task[object] | None = None,
+        block: Block | None = None,
+    ) -> None:
+        """Let a block hold the lease.
+
+        Args:
+            heartbeat: Renew it while it does.
+            task: What to cancel when the lease is lost.
+            block: Renew it for as long as this one is open; None: until somebody ends that.
+        """
+        self.block = block
+        if task is not None:
+            self.losses.cancels(task)
+        if heartbeat:
+            self.keep()
+        self.watch()
+
+    def require_process(self) -> None:
+        """Refuse to be used by a fork of the process that took it.
+
+        Raises:
+            LockUsageError: It is.
+        """
+        if self.pid != os.getpid():
+            raise LockUsageError(
+                f"The lease on {self.key!r} belongs to process {self.pid}, not to this fork of it."
+                " Take the lock in the process that does the work.",
+                key=self.key,
+                code="foreign_context",
+            )
+
+    def check(self) -> None:
+        """Raise unless the lease is held: see `Lease.check`."""
+        self.require_process()
+        if self.state == "released":
+            raise LockUsageError(f"The lease on {self.key!r} was released.", key=self.key)
+        if self.is_lost:
+            self.lose(self.why_over())
+
+    def overtaken(self, using: str, *, hold: bool) -> int | None:
+        """Return the fence of the key, if somebody was granted it since; None: nobody was.
+
+        Args:
+            using: The database of a transaction that has made a row.
+            hold: Let nobody be granted the key from here to its end, if the locks are there, too.
+
+        Raises:
+            BackendUnavailable: The store did not answer.
+        """
+        # Many a backend cannot, and none can in the database of another.
+        with suppress(LockUsageError):
+            if hold and self.store.guards.hold(self.grant, using):
+                return None
+        counter = self.store.counter(self.key, beside=using)
+        return None if counter is None or counter.fence <= self.fence else counter.fence
+
     # For the heartbeat
 
     def keep(self) -> None:
         """Let the heartbeat renew the lease until it ends."""
-        if self._grant.ttl is None or self._terms.basic or self._is_renewed:
+        if self.grant.ttl is None or self.terms.basic or self._is_renewed:
             return
-        if self._store.can_renew:
+        if self.store.can_renew:
             self._is_renewed = True
-            self.renewing.renewed(self.deadline - self._grant.ttl, self._grant.ttl)
-            heartbeat_of(self._store).add(self)
+            self.renewing.renewed(self.deadline - self.grant.ttl, self.grant.ttl)
+            self._heartbeat = heartbeat_of(self.store)
+            self._heartbeat.add(self)
 
     def begin_renewal(self) -> Grant | None:
         """Return the grant with the ttl to extend it by; None: not now."""
-        now, ttl = monotonic(), self._grant.ttl
-        is_over = self._ended() or now >= self.deadline or self._losses.is_orphaned
+        now, ttl = monotonic(), self.grant.ttl
+        is_over = self._ended() or now >= self.deadline or self.losses.is_orphaned
         if ttl is None or is_over:
             # Put back by an extend that another thread's release has overtaken, or over.
-            heartbeat_of(self._store).discard(self)
+            heartbeat_of(self.store).discard(self)
             return None
         seconds = self.renewing.ttl(now, ttl)
         # A renewal never shortens: without its reply, the holder would not know. And what the
@@ -157,15 +225,15 @@ class KeptLease:
             self.renewing.due_at = math.inf
             return None
         # Who extends it right now renews it, and who releases it ends it.
-        if not self._mutex.acquire(blocking=False):
+        if not self.mutex.acquire(blocking=False):
             left = min(self.renewing.interval, self.deadline - now)
             self.renewing.due_at = now + max(0.01, left / 10)
             return None
         if self._ended():
-            self._mutex.release()
+            self.mutex.release()
             self.renewing.due_at = math.inf
             return None
-        return self._grant if seconds == ttl else replace(self._grant, ttl=seconds)
+        return self.grant if seconds == ttl else replace(self.grant, ttl=seconds)
 
     def end_renewal(self, sent_at: float, answer: Answer) -> None:
         """Take the answer: renewed, gone, or unknown."""
@@ -175,27 +243,27 @@ class KeptLease:
             now = monotonic()
             slack = max(0.0, self.deadline - now)
             if isinstance(answer, Grant) and answer.ttl is not None:
-                deadline = sent_at + self._counted(answer.ttl)
+                deadline = sent_at + self.counted(answer.ttl)
                 if not self.is_lost and now < deadline:
                     # What a maximum lifetime has cut short is not what the next renewal asks for.
-                    self._grant = replace(answer, ttl=self._grant.ttl)
-                    self.renewing.renewed(sent_at, self._counted(self._grant.ttl))
+                    self.grant = replace(answer, ttl=self.grant.ttl)
+                    self.renewing.renewed(sent_at, self.counted(self.grant.ttl))
                     self.deadline = deadline
             elif answer is None:
                 lost = GONE
             else:
                 if isinstance(answer, LockError):
-                    self._unheard = self._counted(self._grant.ttl)
+                    self.unheard = self.counted(self.grant.ttl)
                 if self.renewing.failed(now):
                     lost = f"{self.renewing.failures} renewals in a row had no answer"
-            if lost is not None and self._state == "held":
-                self._lost_by, self._state = lost, "lost"
+            if lost is not None and self.state == "held":
+                self.lost_by, self.state = lost, "lost"
         finally:
-            self._mutex.release()
+            self.mutex.release()
         if lost is not None:
-            self._end_keeping()
+            self.end_keeping()
             self.report_lost(lost, by_timer=True)
-        elif lock_extended.has_listeners(type(self._store)):
+        elif lock_extended.has_listeners(type(self.store)):
             cause = answer if isinstance(answer, Exception) else None
             if cause is None and not isinstance(answer, Grant):
                 cause = BackendUnavailable(
@@ -206,7 +274,7 @@ class KeptLease:
                 )
             # A receiver may take long, and the next beat must not wait for it.
             deferred_release.tell_later(
-                partial(self._tell, lock_extended, ttl=self._grant.ttl, slack=slack, cause=cause)
+                partial(self.tell, lock_extended, ttl=self.grant.ttl, slack=slack, cause=cause)
             )
 
     # For the timer
@@ -216,57 +284,64 @@ class KeptLease:
         # Also without an end: an extend may give it one.
         self._is_watched = True
         if self.deadline < math.inf:
-            alarms.watch(self)
+            alarms.add(self)
 
     def next_alarm(self) -> float:
         """Return when there is something to tell."""
-        if self._releasing:
+        if self.releasing:
             return math.inf  # The store's answer decides.
-        return min(self.deadline, self._losses.next_warning(self.deadline))
+        return min(self.deadline, self.losses.next_warning(self.deadline))
 
     def alarm(self) -> None:
         """Tell what is due: a warning, or the loss."""
         # In this order: a release that begins behind the first look sees that it is over.
         is_over = self.is_over()
-        if self._releasing:
+        if self.releasing:
             return
         if self not in held_here:
             # Watched anew by an extend that crossed with its end.
-            self._end_keeping()
+            self.end_keeping()
             return
         if is_over:
-            self._end_keeping()
-            self._state = "lost"
-            self.report_lost(self._why_over(), by_timer=True)
-        elif callbacks := self._losses.warnings(self.deadline, monotonic()):
-            apart(partial(warn, callbacks, self))
+            self.end_keeping()
+            self.state = "lost"
+            self.report_lost(self.why_over(), by_timer=True)
+        elif callbacks := self.losses.warnings(self.deadline, monotonic()):
+            apart(partial(warn, callbacks))
 
     def is_over(self) -> bool:
         """Whether its time has passed, or the store has said that it is gone."""
         return monotonic() >= self.deadline or self._is_cut_off()
 
-    def _why_over(self) -> str:
+    def why_over(self) -> str:
+        """Return why a lease is lost."""
         now = monotonic()
-        if self._lost_by is not None:
-            return self._lost_by
+        if self.lost_by is not None:
+            return self.lost_by
         if now < self.deadline:
             return GONE
         return OVER_AT_LAST if now >= self.renewing.ends_at else OVER
 
-    def _keep_on(self) -> None:
-        """Tell the timers that the lease may end sooner, or at all."""
-        if self._is_renewed:
-            heartbeat_of(self._store).add(self)
-        if self._is_watched and self.deadline < math.inf:
-            alarms.watch(self)
-        if self._ended():
-            self._end_keeping()  # It crossed with an end.
+    def renew_soon(self) -> None:
+        """Let the heartbeat ask in time: the end of the lease may have come nearer."""
+        self.renewing.due_at = min(self.renewing.due_at, monotonic())
+        self.keep_on()
 
-    def _end_keeping(self) -> None:
+    def keep_on(self) -> None:
+        """Tell the timers that the lease may end sooner, or at all."""
+        if self._is_renewed and self._heartbeat is not None:
+            self._heartbeat.add(self)
+        if self._is_watched and self.deadline < math.inf:
+            alarms.add(self)
+        if self._ended():
+            self.end_keeping()  # It crossed with an end.
+
+    def end_keeping(self) -> None:
         """Neither renew nor watch the lease any more."""
         self._is_renewed = self._is_watched = False
-        heartbeat_of(self._store).discard(self)
-        alarms.drop(self)
+        if self._heartbeat is not None:
+            self._heartbeat.discard(self)
+        alarms.discard(self)
 
     # The loss
 
@@ -276,64 +351,65 @@ class KeptLease:
         Args:
             by_timer: Let those who are told take their time in a thread of their own.
         """
-        if not self._losses.claim():
+        if not self.losses.claim():
             return
-        self._losses.cancel()
+        self.losses.cancel()
         if by_timer:
             apart(partial(self._tell_lost, cause))
         else:
             self._tell_lost(cause)
 
     def _tell_lost(self, cause: str) -> None:
-        held_for = monotonic() - self._granted_at
-        extra = self._fields("lost")
+        if not self.tells:
+            return
+        held_for = monotonic() - self.granted_at
+        extra = self.log_fields("lost")
         logger.warning(
             "The lease on %r (fence %d) is lost: %s", self.key, self.fence, cause, extra=extra
         )
-        self._tell(lock_lost, held_for=held_for, cause=cause)
-        self._losses.call(self)
+        self.tell(lock_lost, held_for=held_for, cause=cause)
+        self.losses.call()
 
-    def _lose(self, cause: str) -> NoReturn:
+    def lose(self, cause: str) -> NoReturn:
+        """Tell that the lease is lost, and raise `LockLost`."""
         self.report_lost(cause)
         raise LockLost(
             f"The lease on {self.key!r} (fence {self.fence}) is lost: {cause}.", key=self.key
         )
 
-    def _counted(self, ttl: float | None) -> float:
+    def counted(self, ttl: float | None) -> float:
         """Return for how many seconds an extend counts: a shorter one may be heard behind it."""
-        return self._unheard if ttl is None else min(ttl, self._unheard)
+        return self.unheard if ttl is None else min(ttl, self.unheard)
 
     def _ended(self) -> bool:
         """Whether there is nothing to keep; what waits for a transaction's end is kept."""
-        is_left = self._block is not None and not self._block.is_open
-        return is_left or self not in held_here or self._state == "lost"
+        is_left = self.block is not None and not self.block.is_open
+        return is_left or self not in held_here or self.state == "lost"
 
     def _is_cut_off(self) -> bool:
         # What a fork copied says nothing: the parent's lease is the parent's.
-        return self._pid == os.getpid() and self._store.is_cut_off(self._grant)
+        return self.pid == os.getpid() and self.store.is_cut_off(self.grant)
 
-    def _tell(self, signal: Any, **facts: Any) -> None:
-        tell(
-            signal,
-            type(self._store),
-            alias=self.backend,
-            key=self.key,
-            fence=self.fence,
-            holder=self._terms.holder,
-            **facts,
-        )
+    def tell(self, signal: Any, **facts: Any) -> None:
+        """Send a signal about this lease."""
+        if self.tells:
+            tell(
+                signal,
+                type(self.store),
+                alias=self.backend,
+                key=self.key,
+                fence=self.fence,
+                holder=self.terms.holder,
+                **facts,
+            )
 
-    def _fields(self, event: str, error: BaseException | None = None) -> dict[str, Any]:
+    def log_fields(self, event: str, error: BaseException | None = None) -> dict[str, Any]:
         """Return the `extra` of a log record about this lease."""
         return log_fields(
             event,
             backend=self.backend,
             key=self.key,
             fence=self.fence,
-            holder=self._terms.holder,
+            holder=self.terms.holder,
             error=error,
         )
-
-    def release_at_exit(self, patience: float) -> None:
-        """Release within so many seconds: the interpreter ends."""
-        raise NotImplementedError

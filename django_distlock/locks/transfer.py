@@ -24,9 +24,11 @@ from ..core.insisting import Answer
 from ..core.keys import new_token
 from ..core.records import Contended, Grant
 from ..handler import lock_backends
+from ..process.at_exit import held_here
 from ..process.host import current_holder, monotonic
 from .acquire import insist
 from .attempts import Granted
+from .state import Holding
 
 A = TypeVar("A", bound=Answer)
 
@@ -49,12 +51,22 @@ class Loaded:
     ttl: float | None
 
 
-def dump(store: BaseLockBackend, grant: Grant, *, hold: float, ttl: float | None) -> str:
-    """Return a text with all that another process needs, signed.
+def dump(holding: Holding) -> str:
+    """Neither renew nor release a lease any more; return all that another process needs, signed.
 
     Raises:
-        LockUsageError: The backend keeps its leases in the process that took them.
+        LockError: See `Lease.dump`, which also refuses inside of transactions.
     """
+    with holding.mutex:
+        holding.check()
+        text = _signed(holding.store, holding.grant, hold=holding.terms.hold, ttl=holding.terms.ttl)
+        holding.end_keeping()
+        held_here.discard(holding)
+        holding.state = "released"
+        return text
+
+
+def _signed(store: BaseLockBackend, grant: Grant, *, hold: float, ttl: float | None) -> str:
     if store.distributed and not store.supports_ttl:
         raise LockUsageError(
             f"The lock backend {store.alias!r} ({type(store).__name__}) holds a lease by a"

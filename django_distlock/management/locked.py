@@ -19,7 +19,8 @@ from ..core.durations import Duration, wait_seconds
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockLost, LockNotAcquired
 from ..core.keys import KeyTemplate
 from ..locks.lease import Lease
-from ..locks.lock import UNSET, Lock, distlock
+from ..locks.lock import Lock, distlock
+from ..locks.taking import UNSET
 from .statuses import BUSY, UNAVAILABLE, who_holds
 
 

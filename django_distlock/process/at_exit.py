@@ -12,8 +12,8 @@ from .host import monotonic
 EXIT_PATIENCE = 2.0
 
 
-class Ending(Protocol):
-    """What a lease has to have to be ended here."""
+class Held(Protocol):
+    """The state of a lease."""
 
     token: str
     deadline: float
@@ -22,7 +22,15 @@ class Ending(Protocol):
     def is_watched(self) -> bool:
         """Whether somebody has yet to be told of its end."""
 
-    def release_at_exit(self, patience: float) -> None:
+
+class Ending(Protocol):
+    """What ends a lease."""
+
+    @property
+    def holding(self) -> Held:
+        """What it ends."""
+
+    def at_exit(self, patience: float) -> None:
         """Release within so many seconds."""
 
 
@@ -34,18 +42,19 @@ class HeldHere:
         # How many there may be before those that are over are forgotten.
         self._sweep_at = 0
 
-    def __contains__(self, lease: Ending) -> bool:
-        return self._by_token.get(lease.token) is lease
+    def __contains__(self, lease: Held) -> bool:
+        found = self._by_token.get(lease.token)
+        return found is not None and found.holding is lease
 
-    def add(self, lease: Ending) -> None:
+    def add(self, ending: Ending) -> None:
         """Take a lease in, or the one that goes on with its token."""
         if self._sweep_at == 0:
             atexit.register(self.release_all)
         if len(self._by_token) >= self._sweep_at:
             self._sweep()
-        self._by_token[lease.token] = lease
+        self._by_token[ending.holding.token] = ending
 
-    def discard(self, lease: Ending) -> None:
+    def discard(self, lease: Held) -> None:
         """Forget a lease: it has ended."""
         if lease in self:
             self._by_token.pop(lease.token, None)
@@ -57,18 +66,18 @@ class HeldHere:
         """
         until = monotonic() + EXIT_PATIENCE
 
-        def release(lease: Ending) -> None:
-            lease.release_at_exit(max(0.0, until - monotonic()))
+        def release(ending: Ending) -> None:
+            ending.at_exit(max(0.0, until - monotonic()))
 
         with ExitStack() as stack:
-            for lease in reversed([*self._by_token.values()]):
-                stack.callback(release, lease)
+            for ending in reversed([*self._by_token.values()]):
+                stack.callback(release, ending)
 
     def _sweep(self) -> None:
         """Forget what is over: whoever takes leases and drops them leaves them to the ttl."""
         now = monotonic()
         # Copied in one step: other threads go on taking leases.
-        for lease in list(self._by_token.values()):
+        for lease in [each.holding for each in list(self._by_token.values())]:
             if lease.deadline <= now and not lease.is_watched:
                 self.discard(lease)
         self._sweep_at = max(1024, 2 * len(self._by_token))

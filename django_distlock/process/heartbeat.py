@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Protocol
 
 from ..backends.base import BaseLockBackend
@@ -14,7 +14,7 @@ from ..core.errors import LockError
 from ..core.logs import log_fields
 from ..core.records import Grant, Unknown
 from ..core.renewing import Renewing
-from ..core.threads import start_thread
+from ..core.threads import TimerThread
 from . import deferred_release
 from .host import monotonic
 
@@ -22,8 +22,6 @@ logger = logging.getLogger("django_distlock")
 
 #: Leases in one round trip.
 MANY = 1000
-#: Seconds that the thread stays when there is nothing to extend: leases come and go quickly.
-LINGER_SECONDS = 10.0
 #: Seconds for which it is told that a beat was late: a scrape comes now and then.
 LAG_SECONDS = 60.0
 
@@ -43,7 +41,7 @@ class Renewed(Protocol):
         """Take the answer to what `begin_renewal` returned."""
 
 
-class Heartbeat:
+class Heartbeat(TimerThread[Renewed]):
     """Renews the leases of one backend in a thread of its own, while there are any.
 
     Args:
@@ -53,19 +51,9 @@ class Heartbeat:
     def __init__(self, backend: BaseLockBackend):
         # Not the backend itself, which is the key under which this object is kept.
         self._backend = weakref.ref(backend)
-        self._name = f"distlock-heartbeat-{backend.alias}"
-        self._forget()
-
-    def _forget(self) -> None:
-        self._pid = os.getpid()
-        # Entered by itself: `Condition.__enter__` is Python, where a signal's exception leaks it.
-        self._mutex = threading.RLock()
-        self._changed = threading.Condition(self._mutex)
-        self._leases: dict[int, Renewed] = {}
-        self._thread: threading.Thread | None = None
-        # When the thread looks next.
-        self._looks_at = 0.0
         self._lag = self._lag_since = 0.0
+        name = f"distlock-heartbeat-{backend.alias}"
+        super().__init__(name, attrgetter("renewing.due_at"), monotonic)
 
     @property
     def lag(self) -> float:
@@ -75,28 +63,9 @@ class Heartbeat:
         was = self._lag if now - self._lag_since < LAG_SECONDS else 0.0
         return max(was, now - due, 0.0)
 
-    def _note_lag(self, now: float, due: float | None) -> None:
-        late = 0.0 if due is None else now - due
-        if late >= self._lag or now - self._lag_since >= LAG_SECONDS:
-            self._lag, self._lag_since = late, now
-
-    def add(self, lease: Renewed) -> None:
-        """Renew a lease from now on; again, when that has become due sooner."""
-        if self._pid != os.getpid():
-            self._forget()  # Not everybody who forks tells Python of it: uWSGI does not.
-        with self._mutex:
-            self._leases[id(lease)] = lease
-            if self._thread is None or not self._thread.is_alive():
-                # Kept before it starts: a signal's handler may raise behind that.
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._looks_at = 0.0
-                start_thread(self._thread)
-            elif lease.renewing.due_at < self._looks_at:
-                self._changed.notify()
-
-    def discard(self, lease: Renewed) -> None:
-        """Do not renew a lease any more."""
-        self._leases.pop(id(lease), None)
+    def _note_lag(self, now: float, due: float) -> None:
+        if now - due >= self._lag or now - self._lag_since >= LAG_SECONDS:
+            self._lag, self._lag_since = now - due, now
 
     def beat(self, *, early: bool = False) -> None:
         """Renew what is due, in this thread.
@@ -136,40 +105,22 @@ class Heartbeat:
                     extra = log_fields("renewal_failed", backend=_alias(backend))
                     logger.exception("The end of a renewal failed", extra=extra)
 
-    def _run(self) -> None:
+    def _begin(self) -> None:
         backend = self._backend()
-        alias = _alias(backend)
         if backend is not None:
             backend._own_thread(keeps_leases=True)
-        del backend
-        idle_since = monotonic()
-        while True:
-            with self._mutex:
-                if self._thread is not threading.current_thread():
-                    return  # Another one was started in its place.
-                now = monotonic()
-                if self._leases:
-                    idle_since = now
-                elif now - idle_since >= LINGER_SECONDS:
-                    self._thread = None
-                    return
-                due = min(
-                    (each.renewing.due_at for each in list(self._leases.values())), default=None
-                )
-                self._looks_at = (
-                    now + LINGER_SECONDS if due is None else min(due, now + LINGER_SECONDS)
-                )
-                if self._looks_at > now:
-                    self._changed.wait(self._looks_at - now)
-                    continue
-                self._note_lag(now, due)
-            try:
-                deferred_release.sweep()
-                self.beat(early=True)
-            except Exception:
-                # Whatever it was, the other leases need their next beat.
-                extra = log_fields("heartbeat_failed", backend=alias)
-                logger.exception("A heartbeat failed", extra=extra)
+
+    def _look(self, now: float, due: float) -> None:
+        if due > now:
+            return
+        self._note_lag(now, due)
+        try:
+            deferred_release.sweep()
+            self.beat(early=True)
+        except Exception:
+            # Whatever it was, the other leases need their next beat.
+            extra = log_fields("heartbeat_failed", backend=_alias(self._backend()))
+            logger.exception("A heartbeat failed", extra=extra)
 
 
 def _extended(backend: BaseLockBackend, grants: Sequence[Grant]) -> Sequence[Answer]:

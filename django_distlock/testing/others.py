@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from ..backends.base import BaseLockBackend
 from ..core.durations import Duration, ttl_seconds
@@ -25,19 +24,17 @@ ELSEWHERE = Holder(host="elsewhere", process="another process", pid=1)
 class OthersLease(Lease):
     """A lease of somebody else. No receiver of this process hears what happens to it."""
 
+    def __init__(self, store: BaseLockBackend, granted: Granted, terms: Terms):
+        super().__init__(store, granted, terms)
+        self._holding.tells = False
+
     def release(self) -> bool:
         """Give the key back, whatever transactions this process has open."""
-        return self._release_now() is True
+        return self._release.now() is True
 
     async def arelease(self) -> bool:
         """See `release`."""
-        return await self._store.threads.run(self.release)
-
-    def _tell(self, signal: Any, **facts: Any) -> None:
-        """Say nothing: it is told elsewhere."""
-
-    def _tell_lost(self, cause: str) -> None:
-        """Say nothing: it is told elsewhere."""
+        return await self._holding.store.threads.run(self.release)
 
 
 @contextmanager
@@ -63,10 +60,10 @@ def hold(
     lease = taken(lock_backends[backend], key, ttl=ttl, holder=holder)
     try:
         if heartbeat:
-            lease.keep()
+            lease._holding.keep()
         yield lease
     finally:
-        lease._release_quietly()
+        lease._release.quietly()
 
 
 def steal(lease: Lease, *, ttl: Duration | None = None, holder: Holder | None = None) -> Lease:
@@ -87,7 +84,7 @@ def steal(lease: Lease, *, ttl: Duration | None = None, holder: Holder | None = 
         LockLost: The lease has ended, and its holder can know.
     """
     lease.check()
-    return taken(lease._store, lease.key, ttl=ttl, holder=holder, replace=lease.token)
+    return taken(lease._holding.store, lease.key, ttl=ttl, holder=holder, replace=lease.token)
 
 
 def expire(key: str, *, backend: str = "default") -> None:

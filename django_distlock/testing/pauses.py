@@ -11,7 +11,7 @@ from ..core.errors import LockUsageError
 from ..locks.lease import Lease
 from ..process.deadlines import alarms
 from ..process.host import monotonic
-from .others import OthersLease, forget, steal, taken
+from .others import forget, steal, taken
 from .telling import telling_here
 from .timeline import Timeline, current
 
@@ -50,7 +50,7 @@ def simulate_pause(
             f"The lease on {lease.key!r} has no expiry: no pause is too long for it.", key=lease.key
         )
     timeline = current()
-    if timeline is not None and timeline.owns(lease):
+    if timeline is not None and timeline.owns(lease._holding):
         return _stand_still(timeline, lease, seconds, taken_by_other=taken_by_other)
     if seconds is not None:
         raise LockUsageError(
@@ -64,13 +64,13 @@ def simulate_pause(
 def _stand_still(
     timeline: Timeline, lease: Lease, seconds: Duration | None, *, taken_by_other: bool
 ) -> Lease | None:
-    here = {lease, *(each for each in timeline.leases() if not isinstance(each, OthersLease))}
-    store = lease._store
+    here = {lease._holding, *(each for each in timeline.leases() if each.tells)}
+    store = lease._holding.store
     with telling_here() as teller:
         with ExitStack() as standing:
             # No thread of a process that stands still asks the store.
             for each in here:
-                standing.enter_context(each._mutex)
+                standing.enter_context(each.mutex)
             if seconds is not None:
                 until = monotonic() + in_seconds(seconds, "seconds")
                 timeline.pass_until(until, teller, standing=here)
@@ -85,13 +85,13 @@ def _stand_still(
 
 
 def _lose(lease: Lease, *, taken_by_other: bool) -> Lease | None:
-    other, store = None, lease._store
+    other, store = None, lease._holding.store
     with telling_here():
-        with lease._mutex:
+        with lease._holding.mutex:
             if taken_by_other:
                 other = steal(lease)
             elif store.supports_ttl and (record := store.read(lease.key)):
                 forget(store, record)
-            lease.deadline = min(lease.deadline, monotonic())
+            lease._holding.deadline = min(lease.deadline, monotonic())
         alarms.ring()
     return other

@@ -13,8 +13,7 @@ from ..backends.base import BaseLockBackend
 from ..core.durations import MAX_BOUND, Duration
 from ..core.durations import seconds as in_seconds
 from ..core.errors import LockUsageError
-from ..locks.state import KeptLease
-from ..process import deadlines as timers
+from ..locks.state import Holding
 from ..process import heartbeat as beats
 from ..process import host
 from ..process.at_exit import held_here
@@ -72,20 +71,20 @@ class Timeline:
     def end(self) -> None:
         """Take back the time, and leave nothing that was held, and no thread."""
         for lease in self.leases():
-            lease._end_keeping()
+            lease.end_keeping()
             held_here.discard(lease)
-            if lease._state == "held":
-                lease._state = "released"
-        for watched in list(alarms._watched.values()):
-            if isinstance(watched, KeptLease) and self.owns(watched):
-                alarms.drop(watched)
+            if lease.state == "held":
+                lease.state = "released"
+        for watched in list(alarms._leases.values()):
+            if isinstance(watched, Holding) and self.owns(watched):
+                alarms.discard(watched)
         for heartbeat in self._heartbeats():
             heartbeat._leases.clear()
         threads = [each._thread for each in self._heartbeats()]
-        if not alarms._watched:
+        if not alarms._leases:
             threads.append(alarms._thread)
         # They linger for a while when there is nothing to do. That while is over.
-        self._put_ahead(self._ahead + max(timers.LINGER_SECONDS, beats.LINGER_SECONDS))
+        self._put_ahead(self._ahead + max(Alarms.linger, Heartbeat.linger))
         _wake_timers()
         for thread in threads:
             _wait_for(thread)
@@ -106,7 +105,7 @@ class Timeline:
         self.go_on()
 
     def pass_until(
-        self, until: float, teller: Teller, *, standing: Set[KeptLease] = frozenset()
+        self, until: float, teller: Teller, *, standing: Set[Holding] = frozenset()
     ) -> None:
         """Let time pass, and do what is due meanwhile.
 
@@ -121,7 +120,7 @@ class Timeline:
             teller.tell()
         self._go_to(until)
 
-    def do_what_is_due(self, standing: Set[KeptLease] = frozenset()) -> None:
+    def do_what_is_due(self, standing: Set[Holding] = frozenset()) -> None:
         """Renew leases and ring alarms whose time has come, in this thread."""
         if not standing:
             alarms.ring()
@@ -142,13 +141,13 @@ class Timeline:
 
     # What there is
 
-    def leases(self) -> list[KeptLease]:
+    def leases(self) -> list[Holding]:
         """Return what is held in its stores."""
         return [each for each in _all_leases() if self.owns(each)]
 
-    def owns(self, lease: KeptLease) -> bool:
+    def owns(self, lease: Holding) -> bool:
         """Whether a lease is one of its stores'."""
-        return self._is_clock_of(lease._store)
+        return self._is_clock_of(lease.store)
 
     def stores(self) -> list[BaseLockBackend]:
         """Return what it is the clock of."""
@@ -162,7 +161,7 @@ class Timeline:
 
     # Its clock
 
-    def _next_event(self, standing: Set[KeptLease]) -> float:
+    def _next_event(self, standing: Set[Holding]) -> float:
         """Return when something is due next, by `host.monotonic`."""
         times = [
             lease.renewing.due_at
@@ -173,8 +172,8 @@ class Timeline:
         if not standing:
             times += [
                 each.next_alarm()
-                for each in list(alarms._watched.values())
-                if isinstance(each, KeptLease) and self.owns(each)
+                for each in list(alarms._leases.values())
+                if isinstance(each, Holding) and self.owns(each)
             ]
         return min(times, default=math.inf)
 
@@ -189,21 +188,21 @@ class Timeline:
         others = [each for each in _all_leases() if not self.owns(each)]
         with ExitStack() as unchanged:
             for lease in others:
-                unchanged.enter_context(lease._mutex)
+                unchanged.enter_context(lease.mutex)
             # A deadline may be too late for a moment, and never too soon.
             if step < 0:
                 host.ahead = ahead
             for lease in others:
                 lease.deadline += step
-                lease._granted_at += step
+                lease.granted_at += step
                 lease.renewing.due_at += step
                 lease.renewing.ends_at += step
             self._ahead = host.ahead = ahead
 
 
-def _all_leases() -> Iterator[KeptLease]:
-    held = list(held_here._by_token.values())
-    return (each for each in held if isinstance(each, KeptLease))
+def _all_leases() -> Iterator[Holding]:
+    held = [each.holding for each in list(held_here._by_token.values())]
+    return (each for each in held if isinstance(each, Holding))
 
 
 def _wake_timers() -> list[Alarms | Heartbeat]:

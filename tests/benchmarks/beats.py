@@ -96,17 +96,20 @@ class Beats:
         self._leases = leases
         self._heartbeat = Heartbeat(backend)
         for lease in leases:
-            lease.renewing.due_at = 1.0
+            lease._holding.renewing.due_at = 1.0
         # Not by `add`, which starts the thread.
-        self._heartbeat._leases.update((id(lease), lease) for lease in leases)
+        self._heartbeat._leases.update(
+            (id(each), each) for each in [lease._holding for lease in leases]
+        )
 
     def fall_due(self) -> None:
         """Let all leases be due; what fell due before must have been renewed."""
         for lease in self._leases:
+            renewing = lease._holding.renewing
             # Not at all, if it counts as ended.
-            if lease.renewing.failures or not 0 < lease.renewing.due_at < math.inf:
+            if renewing.failures or not 0 < renewing.due_at < math.inf:
                 raise RuntimeError(f"{lease.key!r} was not renewed")
-            lease.renewing.due_at = 0.0
+            renewing.due_at = 0.0
 
     def beat(self) -> None:
         """Renew them."""
@@ -124,7 +127,7 @@ def leases_of(backend: BaseLockBackend, grants: Sequence[Grant]) -> Iterator[lis
     finally:
         for lease in leases:
             # Or the end of this process would look for their server.
-            held_here.discard(lease)
+            held_here.discard(lease._holding)
 
 
 @contextmanager

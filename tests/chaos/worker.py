@@ -164,7 +164,8 @@ class Claim:
 
     def _lost(self, error: LockLost) -> None:
         if self._lease is not None:
-            self._write("lost", lease=self.number, why=f"{error} {self._lease._lost_by or ''}")
+            lost_by = self._lease._holding.lost_by or ""
+            self._write("lost", lease=self.number, why=f"{error} {lost_by}")
 
 
 class Hand:

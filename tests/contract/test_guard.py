@@ -281,7 +281,7 @@ def over(registered: Registered, lease: Any) -> None:
     else:
         since = time.monotonic()
         assert eventually(
-            lambda: ping(registered) and time.monotonic() - since > lease._grant.ttl + 1.2, 10
+            lambda: ping(registered) and time.monotonic() - since > lease.ttl + 1.2, 10
         )
 
 

@@ -262,7 +262,7 @@ def test_d14_heartbeat_leaves_no_connection_behind(
     registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the last lease the thread ends, and its connection is closed; then both come again."""
-    monkeypatch.setattr(heartbeat, "LINGER_SECONDS", 0.3)
+    monkeypatch.setattr(heartbeat.Heartbeat, "linger", 0.3)
     monkeypatch.setattr(lock_connections, "IDLE_SECONDS", 0.5)
     with counted_alias(registered.using) as using, locks_on(using) as alias:
         backend = lock_backends[alias]

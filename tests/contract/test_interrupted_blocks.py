@@ -19,6 +19,7 @@ from django.db.transaction import atomic
 from django_distlock import Lease, Lock, signals
 from django_distlock.handler import lock_backends
 from django_distlock.locks import blocks
+from django_distlock.locks.release import Release
 from django_distlock.process import deferred_release
 from django_distlock.process.at_exit import held_here
 from django_distlock.process.deadlines import alarms
@@ -46,9 +47,9 @@ def left_of(lock: Lock) -> list[str]:
     """Name what this process still has of a lock, and the store."""
     store = lock_backends[lock.backend]
     kept: dict[str, list[Any]] = {
-        "held": list(held_here._by_token.values()),
+        "held": [each.holding for each in list(held_here._by_token.values())],
         "renewed": list(heartbeat_of(store)._leases.values()),
-        "watched": list(alarms._watched.values()),
+        "watched": list(alarms._leases.values()),
     }
     found = [name for name, leases in kept.items() if any(each.key == lock.key for each in leases)]
     found += ["queued"] * len(store.queues)
@@ -155,7 +156,7 @@ def test_interrupted_block_in_a_transaction_keeps_the_key_to_its_end(
         with suppress(TimeIsUp), lock as lease:
             raise_in_the_end_of(lease)
         renewed = heartbeat_of(store)._leases
-        assert eventually(lambda: id(lease) in renewed and lease.is_released, PATIENT)
+        assert eventually(lambda: id(lease._holding) in renewed and lease.is_released, PATIENT)
         assert not grantable(replace(lock, wait=0))
         with lock as again:
             assert again.token == lease.token
@@ -181,7 +182,7 @@ def test_interrupted_release_behind_a_transaction_is_not_remembered(key: str, li
 def test_interrupted_release_behind_a_commit_is_carried_out(key: str, line: int) -> None:
     """Whatever it has done of it, and whatever it had in its hands."""
     lock = lock_of(BACKENDS["memory"], key, ttl=60)
-    release: Any = Lease._release_now
+    release: Any = Release.now
     was_reached = interrupt_at(line, lambda: transaction(lock), release)
     assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
     assert was_reached or line > 10
@@ -212,11 +213,11 @@ def test_lease_of_a_block_that_is_gone_is_not_renewed(key: str) -> None:
     lease = lock_of(BACKENDS["memory"], key, ttl=60).acquire()
     block = blocks.Block(lease)
     sentinel = block.watched()
-    lease.begin_block(heartbeat=True, block=block)
-    assert lease.begin_renewal() is not None
-    lease._mutex.release()
+    lease._holding.begin_block(heartbeat=True, block=block)
+    assert lease._holding.begin_renewal() is not None
+    lease._holding.mutex.release()
     del sentinel
-    assert lease.begin_renewal() is None
+    assert lease._holding.begin_renewal() is None
     assert lease.release()
 
 
@@ -227,13 +228,13 @@ def strike_now(*_: object, **__: object) -> None:
 
 def interrupt_its_release(lease: Lease) -> None:
     """Let a signal come when the store is asked to release a lease, once."""
-    ask = lease._ask_to_end
+    ask = lease._release._ask
 
     def strike(bound: float) -> Any:
-        lease._ask_to_end = ask  # type: ignore[method-assign]
+        lease._release._ask = ask  # type: ignore[method-assign]
         strike_now()
 
-    lease._ask_to_end = strike  # type: ignore[method-assign]
+    lease._release._ask = strike  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("told", ["lock_acquired", "lock_released", "lock_lost"])
@@ -264,7 +265,7 @@ def test_signal_amid_a_release_reaches_the_caller(
 def test_signal_amid_a_callback_reaches_the_caller(key: str) -> None:
     """The same for a callback of a loss that `check()` finds."""
     lease = lock_of(BACKENDS["memory"], key, ttl=SHORT).acquire()
-    lease._losses.on_lost(strike_now, lease)
+    lease._holding.losses.on_lost(strike_now, lease)
     time.sleep(PAST)
     with interrupting.alarms(), pytest.raises(TimeIsUp):
         lease.check()
@@ -298,7 +299,7 @@ def raise_in_the_end_of(lease: Lease) -> None:
     def end_block(error: BaseException | None) -> None:
         raise TimeIsUp
 
-    lease.end_block = end_block  # type: ignore[method-assign]
+    lease._release.end_block = end_block  # type: ignore[method-assign]
 
 
 def test_interrupted_acquire_is_given_up_where_no_thread_starts() -> None:

@@ -147,7 +147,7 @@ def test_extend_that_is_heard_late_ends_no_lease_before_its_deadline(
     extend(lease, 60)
     # What was on its way for longer than its sender waited.
     store = lock_backends[registered.alias]
-    assert Later(store.extend, replace(lease._grant, ttl=5)).result()
+    assert Later(store.extend, replace(lease._holding.grant, ttl=5)).result()
     record = store.read(key)
     assert record is not None
     assert record.expires_at is not None
@@ -163,13 +163,13 @@ def test_renewal_that_is_heard_late_ends_no_lease_before_its_deadline(
 ) -> None:
     """The same goes for a renewal by the heartbeat, and for what goes on with the lease."""
     lease = lock_of(registered, key, ttl=20).acquire()
-    assert lease.begin_renewal()
-    lease.end_renewal(monotonic(), BackendUnavailable("no answer", key=key))
+    assert lease._holding.begin_renewal()
+    lease._holding.end_renewal(monotonic(), BackendUnavailable("no answer", key=key))
     lease.extend(60)
     assert lease.remaining() <= 20
-    lease.begin_renewal()
+    lease._holding.begin_renewal()
     sent_at = monotonic()
-    lease.end_renewal(sent_at, replace(lease._grant, ttl=60))
+    lease._holding.end_renewal(sent_at, replace(lease._holding.grant, ttl=60))
     assert lease.deadline == sent_at + 20
     assert lease.release()
 
@@ -338,8 +338,8 @@ def test_release_of_what_was_declared_lost_answers_false(
     """Before its deadline, too: what was lost once stays so, whatever the store still knows."""
     lease = lock.acquire()
     for _ in range(3):
-        assert lease._mutex.acquire(blocking=False)
-        lease.end_renewal(monotonic(), BackendUnavailable("away", key=key))
+        assert lease._holding.mutex.acquire(blocking=False)
+        lease._holding.end_renewal(monotonic(), BackendUnavailable("away", key=key))
     assert lease.is_lost
     assert release(lease) is False
     assert grantable(lock)

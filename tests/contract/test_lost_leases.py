@@ -532,7 +532,7 @@ def test_three_hundred_leases_that_are_released_at_their_end(key: str) -> None:
         assert times == (once, once)
         # In the grace behind its deadline, a lost lease can still be given back.
         assert released or lease.is_lost
-        assert id(lease) not in alarms._watched
+        assert id(lease._holding) not in alarms._leases
 
 
 def test_leases_that_are_extended_and_released_at_once_leave_nothing(key: str) -> None:
@@ -552,11 +552,9 @@ def test_leases_that_are_extended_and_released_at_once_leave_nothing(key: str) -
         for each in extending:
             each.result()
         leases.append(lease)
-    renewed = heartbeat_of(lock_backends["memory"])._leases
-    assert eventually(
-        lambda: not any(id(each) in alarms._watched or id(each) in renewed for each in leases),
-        timeout=5,
-    )
+    kept, renewed = alarms._leases, heartbeat_of(lock_backends["memory"])._leases
+    ids = {id(lease._holding) for lease in leases}
+    assert eventually(lambda: ids.isdisjoint(kept) and ids.isdisjoint(renewed), timeout=5)
 
 
 # Nothing grows
@@ -577,7 +575,7 @@ def test_many_cycles_leave_nothing_behind(registered: Registered, key: str) -> N
             lease.on_lost(print)
     more = {each.name for each in threading.enumerate()} - threads
     assert not [name for name in more if name.startswith("distlock")], more
-    kept = [each for each in list(alarms._watched.values()) if getattr(each, "key", "") == key]
+    kept = [each for each in list(alarms._leases.values()) if getattr(each, "key", "") == key]
     assert kept == []
     assert not [each for each in heartbeat_of(backend)._leases.values() if vars(each)["key"] == key]
     assert len(backend.queues) == 0
@@ -603,7 +601,7 @@ def test_release_that_is_interrupted_does_not_hide_the_end(
     """Behind it the deadline counts as before: nobody works under a lease that is over."""
     lease = distlock(key, backend="memory", ttl=0.3).acquire()
     with monkeypatch.context() as patched:
-        patched.setattr(lease, "_mutex", Interrupted())
+        patched.setattr(lease._holding, "mutex", Interrupted())
         with pytest.raises(KeyboardInterrupt):
             lease.release()
     assert lease.held

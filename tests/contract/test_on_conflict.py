@@ -127,10 +127,10 @@ def test_bypass_is_told_once(registered: Registered, key: str) -> None:
             assert len(heard.facts) == 1
         said = heard.once
         assert said["alias"] == registered.alias
-        assert said["holder"] == holder._terms.holder
+        assert said["holder"] == holder.holder
         assert said["fence"] is None
         assert 0.29 < said["waited"] < 2
-        assert said["sender"].__name__ in type(holder._store).__name__
+        assert said["sender"].__name__ in type(holder._holding.store).__name__
 
 
 def test_block_is_no_lease_of_the_context(registered: Registered, key: str) -> None:

@@ -372,13 +372,8 @@ def test_lazy_waiter_does_not_slow_the_quick_one_behind_it(
     behind = Later(quick)
     line.joined(2)
     # As another process does: it rings nobody here.
-    released = Later(
-        line.backend._release,
-        line.backend.queues.name_of(line.lock.key),
-        lease._grant,
-        None,
-        bound=1.0,
-    ).result()
+    name, grant = line.backend.queues.name_of(line.lock.key), lease._holding.grant
+    released = Later(line.backend._release, name, grant, None, bound=1.0).result()
     assert released is True
     freed_at = time.monotonic()
     took = behind.result() - freed_at

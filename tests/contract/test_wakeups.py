@@ -92,7 +92,7 @@ def settle(lease: Lease) -> float:
     """Keep the key taken for another second, without grace."""
     backend = lock_backends[lease.backend]
     held_for = (backend_now(lease) - lease.acquired_at).total_seconds()
-    assert backend.release(lease._grant, held_for + 1.0) is True
+    assert backend.release(lease._holding.grant, held_for + 1.0) is True
     return 1.0
 
 

@@ -134,7 +134,7 @@ def leave(like: str, prefix: str) -> None:
     with examined(like, prefix) as made:
         take(made, own_key(f"{UNIQUE_PREFIX}report:1"), 3600, holder=current_holder())
         job = JobLock(key=own_key("unique:report:2"), backend=ALIAS, task_id="t2", is_queued=True)
-        job.acquire().let_go()
+        job.acquire()._let_go()
         Marks(made, own_key("celery-beat:shop")).learn("monthly", datetime.now(UTC), 0)
         take(made, "invoice:42", 3600, holder=current_holder())
         print("done")

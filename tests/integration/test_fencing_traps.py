@@ -11,6 +11,7 @@ from django.db import DatabaseError, connections, transaction
 from django_distlock import FenceRejected, LockLost, LockUsageError, distlock
 from django_distlock.fencing import Fence
 from django_distlock.fencing.fields import is_refusal, refused
+from django_distlock.handler import lock_backends
 from tests.contract.aliases import alias_like
 from tests.contract.helpers import Later
 from tests.shop.models import Account, Folder, Row, Vault
@@ -195,7 +196,7 @@ def test_guard_behind_an_older_snapshot(mariadb: str, key: str, checked: str) ->
 def test_refused_guard_leaves_the_callers_bound(key: str) -> None:
     """The caller's `lock_timeout` is its own again, whatever the guard has found."""
     lease = distlock(key, backend="postgres").acquire()
-    Later(distlock(key, backend="postgres")._store.force_release, key).result()
+    Later(lock_backends["postgres"].force_release, key).result()
     with transaction.atomic(), connections["default"].cursor() as cursor:
         with pytest.raises(LockLost):
             lease.guard()

@@ -25,7 +25,6 @@ from django.views.decorators.csrf import csrf_exempt
 from django_distlock import (
     BackendUnavailable,
     InvalidArgument,
-    Lock,
     LockNotAcquired,
     LockUsageError,
     current_lease,
@@ -33,6 +32,7 @@ from django_distlock import (
     lock_backends,
 )
 from django_distlock.core.holders import MAX_METADATA_BYTES
+from django_distlock.locks import taking
 from django_distlock.models import FenceCounter
 from django_distlock.signals import lock_bypassed
 from django_distlock.testing import lose_connection
@@ -380,7 +380,7 @@ def test_when_to_come_back(held_for: float | None, expires_in: float | None, aga
         def refused(*_: Any, **__: Any) -> None:
             raise error
 
-        with patch.object(Lock, "_acquire", refused):
+        with patch.object(taking, "_take", refused):
             refusal: HttpResponseBase = locked_view("key", **options)(plain)(request, key="k")
             return refusal
 

@@ -34,7 +34,7 @@ def test_report_of_a_block_shows_no_token(key: str, alias: str) -> None:
         raise ValueError("broken")
 
     with distlock(key, backend=alias) as lease:
-        grant, record = lease._grant, lock_backends[alias].read(key)
+        grant, record = lease._holding.grant, lock_backends[alias].read(key)
         known = {lease.token: [grant, record]}
         try:
             work(known, grant.token)

@@ -28,7 +28,7 @@ class Watched:
         self.told: list[float] = []
         self._alarms = alarms
         self._broken = broken
-        alarms.watch(self)
+        alarms.add(self)
 
     def next_alarm(self) -> float:
         """Return when to be called."""
@@ -43,16 +43,16 @@ class Watched:
         self.told.append(monotonic())
         if self._broken is not None:
             raise self._broken
-        self._alarms.drop(self)
+        self._alarms.discard(self)
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Alarms]:
     """Give a timer for this test alone, whose thread ends soon."""
-    monkeypatch.setattr(module, "LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(Alarms, "linger", 0.2)
     made = Alarms()
     yield made
-    made._watched.clear()
+    made._leases.clear()
     thread = made._thread
     assert thread is None or eventually(lambda: not thread.is_alive())
 
@@ -75,13 +75,13 @@ def test_each_is_told_at_its_time(made: Alarms) -> None:
 
 def test_earlier_one_is_not_kept_waiting(made: Alarms, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that sleeps for the first one is woken for the second, which comes sooner."""
-    monkeypatch.setattr(module, "LONGEST_WAIT", 60.0)
+    monkeypatch.setattr(Alarms, "longest_wait", 60.0)
     late = Watched(made, 60)
     assert eventually(lambda: made._looks_at > monotonic() + 30)
     soon = Watched(made, 0.2)
     assert eventually(lambda: bool(soon.told))
     assert not late.told
-    made.drop(late)
+    made.discard(late)
     Watched(made, -1)  # Wakes the thread, which looks whether there is anything left.
 
 
@@ -137,7 +137,7 @@ def test_thread_whose_start_was_interrupted_is_the_only_one(
 def test_nothing_is_told_of_what_was_dropped(made: Alarms) -> None:
     """Who was released in time hears nothing."""
     dropped, later = Watched(made, 0.3), Watched(made, 0.4)
-    made.drop(dropped)
+    made.discard(dropped)
     assert eventually(lambda: bool(later.told))
     assert not dropped.told
 
@@ -147,7 +147,7 @@ def test_idle_thread_uses_no_processor(made: Alarms) -> None:
     many = [Watched(made, 60 + number) for number in range(100)]
     assert used_in(1.0) < 0.5
     for each in many:
-        made.drop(each)
+        made.discard(each)
 
 
 @pytest.mark.parametrize("how", ["released", "over"])
@@ -158,7 +158,7 @@ def test_lease_that_ends_while_it_is_watched_anew_is_forgotten(
     lease = distlock("alarms:extended", backend="memory", ttl=2).acquire()
     told: list[object] = []
     lease.on_lost(told.append)
-    watch = alarms.watch
+    watch = alarms.add
 
     def ended_meanwhile(watched: module.Watched) -> None:
         monkeypatch.undo()
@@ -168,13 +168,13 @@ def test_lease_that_ends_while_it_is_watched_anew_is_forgotten(
             assert eventually(lambda: bool(told))
         watch(watched)
 
-    monkeypatch.setattr(alarms, "watch", ended_meanwhile)
+    monkeypatch.setattr(alarms, "add", ended_meanwhile)
     lease.extend()
     try:
-        assert eventually(lambda: id(lease) not in alarms._watched)
+        assert eventually(lambda: id(lease._holding) not in alarms._leases)
         assert used_in(1.0) < 0.5
     finally:
-        alarms.drop(lease)
+        alarms.discard(lease._holding)
     assert lease.is_released is (how == "released")
     assert told == ([] if how == "released" else [lease])
     lease.release()

@@ -12,7 +12,7 @@ from django_distlock.process.at_exit import EXIT_PATIENCE, HeldHere
 
 @dataclass
 class Held:
-    """A lease that is released, or cannot be."""
+    """A lease that is released, or cannot be, and what ends it."""
 
     token: str
     raises: bool = False
@@ -20,7 +20,12 @@ class Held:
     is_watched: bool = False
     patience: list[float] = field(default_factory=list)
 
-    def release_at_exit(self, patience: float) -> None:
+    @property
+    def holding(self) -> Held:
+        """Return itself."""
+        return self
+
+    def at_exit(self, patience: float) -> None:
         """Note it, and raise."""
         self.patience.append(patience)
         if self.raises:

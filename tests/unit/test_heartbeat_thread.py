@@ -20,7 +20,6 @@ from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant, Unknown
 from django_distlock.core.renewing import Renewing
 from django_distlock.core.threads import Bell
-from django_distlock.process import heartbeat as module
 from django_distlock.process.heartbeat import LAG_SECONDS, Answer, Heartbeat, heartbeat_of
 from django_distlock.process.host import monotonic
 from tests.contract.locking import eventually
@@ -77,7 +76,7 @@ class Leased:
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
     """Give a store for this test alone, whose heartbeat ends soon."""
-    monkeypatch.setattr(module, "LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(Heartbeat, "linger", 0.2)
     made = Memory()
     heartbeat = heartbeat_of(made)
     yield made
@@ -242,7 +241,7 @@ def test_sooner_lease_is_not_kept_waiting(
     memory: Memory, heartbeat: Heartbeat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that sleeps for one lease is woken for another that is due sooner."""
-    monkeypatch.setattr(module, "LINGER_SECONDS", 60)
+    monkeypatch.setattr(Heartbeat, "longest_wait", 60)
     late = Leased(memory)
     late.renewing.due_at, late.renewing.interval = monotonic() + 50, 60
     heartbeat.add(late)
@@ -252,12 +251,11 @@ def test_sooner_lease_is_not_kept_waiting(
     assert eventually(lambda: bool(soon.answers))
     assert late.answers == []
     heartbeat.discard(late)
-    monkeypatch.setattr(module, "LINGER_SECONDS", 0.2)
 
 
 def test_backend_that_nobody_uses_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A heartbeat that has ended holds on to no backend."""
-    monkeypatch.setattr(module, "LINGER_SECONDS", 0.1)
+    monkeypatch.setattr(Heartbeat, "linger", 0.1)
 
     def use() -> weakref.ref[Memory]:
         memory = Memory()

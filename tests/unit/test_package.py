@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import django_distlock
+from django_distlock import distlock
+
+ROOT = Path(__file__).parents[2]
+API = (ROOT / "docs/reference/api.md").read_text()
 
 PUBLIC = [
     "BackendUnavailable",
@@ -29,6 +37,66 @@ PUBLIC = [
     "distlock",
     "lock_backends",
 ]
+
+#: What a user sees of a lock, and of a lease. Whatever else they have begins with an underscore.
+LOCK = """
+    aacquire acquire alocked atry_acquire backend basic heartbeat hold key locked max_lifetime
+    metadata min_hold on_conflict reentrant retry steal_if_dead try_acquire ttl wait
+"""
+LEASE = """
+    acquired_at aextend afenced arelease atomic backend check deadline dump expires_at extend fence
+    fence_token fenced guard held holder is_lost is_released key load on_danger on_lost release
+    remaining stop_requested token ttl
+"""
+#: What the documentation imports, and settings name, beside the root.
+PATHS = {
+    "backends.advisory": "AdvisoryBackend",
+    "backends.base": "BaseLockBackend",
+    "backends.database": "DatabaseBackend",
+    "backends.memory": "MemoryBackend",
+    "backends.redis": "RedisBackend",
+    "contrib.celery": "LockedTask locked_task",
+    "contrib.celery.scheduler": "DistlockScheduler",
+    "contrib.monitoring.urls": "urlpatterns",
+    "contrib.opentelemetry": "install uninstall",
+    "contrib.prometheus": "install scrape_registry uninstall",
+    "contrib.tasks": "locked_task",
+    "core.errors": "LockLost LockNotAcquired",
+    "exceptions": """
+        BackendUnavailable FenceRejected InvalidArgument InvalidLockBackend LockError LockLost
+        LockNotAcquired LockUsageError
+    """,
+    "fencing": """
+        EnforceFence Fence FenceField Fenced FencedManager FencedModel FencedQuerySet RelaxFence
+    """,
+    "fencing.http": """
+        BadFence FenceJump FenceMiddleware fence_header fence_required read_fence_header
+    """,
+    "fencing.redis": "FencedValue",
+    "inspection": """
+        Failure HeldKey KeyView LockInfo LockPage Operation Outcome Pruned Result State Statistics
+        Summary cleanup expire_soon force_release get_by_key get_by_token list_locks may own_key
+        owns pause prune_events request_stop resume show statistics summary
+    """,
+    "management.locked": "LockedCommand",
+    "models": "FailedTask FenceCounter HeldLock LockEvent RunNote SeenFence Waiter",
+    "process.heartbeat": "heartbeat_of",
+    "scheduling": "RunScope Skipped scheduled",
+    "signals": """
+        fence_rejected lock_acquired lock_bypassed lock_extended lock_forced lock_lost
+        lock_not_acquired lock_operated lock_released lock_taken_over work_requeued work_skipped
+    """,
+    "testing": """
+        Locks MemoryLocks advance assert_locked assert_not_locked expire hold lose_connection
+        memory_locks simulate_pause steal
+    """,
+    "views": "LockedViewMixin locked_view",
+}
+#: The same of modules that need an app which these tests have not.
+WITH_APPS = {
+    "admin": "FenceCounterAdmin LockDashboard LockEventAdmin",
+    "contrib.celery.scheduler": "DistlockDatabaseScheduler",
+}
 
 #: Refuses what nobody promised to have, and every way to another machine or file of a database.
 WITHOUT_EXTRAS = """
@@ -67,6 +135,59 @@ def test_names_are_complete_and_sorted() -> None:
     """`__all__` has exactly the names whose behaviour is built, in order."""
     assert django_distlock.__all__ == PUBLIC
     assert sorted(PUBLIC) == PUBLIC
+
+
+def names_of(shown: object) -> list[str]:
+    """Return what somebody finds who looks at an object."""
+    return [name for name in dir(shown) if not name.startswith("_")]
+
+
+def test_lock_and_lease_show_what_is_for_their_users() -> None:
+    """And no plumbing."""
+    lock = distlock("package:names", backend="memory")
+    with lock as lease:
+        assert names_of(lock) == LOCK.split()
+        assert names_of(lease) == LEASE.split()
+
+
+def test_reference_has_each_name_of_a_lease() -> None:
+    """A name that is not documented is none that users can rely on."""
+    page = API.partition("## `Lease`")[2].partition("\n## ")[0]
+    assert set(LEASE.split()) - set(re.findall(r"\b\w+\b", page)) == set()
+
+
+@pytest.mark.parametrize("module", PATHS)
+def test_import_paths_stay(module: str) -> None:
+    """What the documentation and settings of projects name can be imported from there."""
+    found = importlib.import_module(f"django_distlock.{module}")
+    assert [name for name in PATHS[module].split() if not hasattr(found, name)] == []
+
+
+@pytest.mark.parametrize("module", WITH_APPS)
+def test_import_paths_that_need_an_app_stay(module: str) -> None:
+    """Their modules name them."""
+    found = importlib.util.find_spec(f"django_distlock.{module}")
+    assert found is not None
+    assert found.origin is not None
+    code = Path(found.origin).read_text()
+    assert [name for name in WITH_APPS[module].split() if f'"{name}"' not in code] == []
+
+
+def test_import_paths_of_the_documentation_are_known() -> None:
+    """What a page imports is promised above."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    named = re.findall(
+        r"^ *from django_distlock(?:\.([\w.]+))? import ([\w, ]+)$",
+        "\n".join(page.read_text() for page in pages),
+        re.MULTILINE,
+    )
+    missing = set()
+    for module, names in named:
+        known = [*PATHS.get(module, "").split(), *WITH_APPS.get(module, "").split()]
+        known += [] if module else PUBLIC
+        missing |= {f"{module}.{name}" for name in names.split(", ") if name not in known}
+    # Modules, which are imported as such.
+    assert missing <= {".inspection", "contrib.opentelemetry", "contrib.prometheus"}
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

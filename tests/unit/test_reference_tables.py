@@ -28,7 +28,7 @@ from django_distlock.conf import BackendConfig
 from django_distlock.core.errors import LockError
 from django_distlock.core.retry import Retry
 from django_distlock.database.vendors import VENDORS, mysql, postgresql, sqlite
-from django_distlock.locks.lock import UNSET
+from django_distlock.locks.taking import UNSET
 from django_distlock.scheduling import RunScope
 
 ROOT = Path(__file__).parents[2]

@@ -64,11 +64,11 @@ def _nothing_left() -> Iterator[None]:
     assert isinstance(lock_backends["memory"], MemoryBackend)
     before = host.ahead, set(held_here._by_token), dict(lock_backends._backends)
     # Other tests of this process may have left some that have yet to end.
-    earlier = timers(), set(alarms._watched)
+    earlier = timers(), set(alarms._leases)
     yield
     assert (host.ahead, set(held_here._by_token), dict(lock_backends._backends)) == before
     assert timers() <= earlier[0]
-    assert set(alarms._watched) <= earlier[1]
+    assert set(alarms._leases) <= earlier[1]
 
 
 #: The threads that keep leases of the alias that these tests use.
@@ -623,7 +623,7 @@ def test_somebody_else_holds_the_key(locks: Locks) -> None:
     with failed, hold(KEY) as other:
         with pytest.raises(LockNotAcquired) as raised:
             distlock(KEY).acquire()
-        assert raised.value.holder == other._terms.holder
+        assert raised.value.holder == other.holder
         assert raised.value.expires_in == pytest.approx(30, abs=5)
         # It is no block of this context, so nothing is entered again.
         assert current_lease() is None

@@ -234,12 +234,12 @@ def under(store: BaseLockBackend, key: str, fence: str) -> Iterator[Lease | None
     kept = Kept(ttl=answer.ttl, holder=record.holder, retry=store.config.retry)
     lease = _lease(store, answer, sent_at, kept)
     try:
-        lease.begin_block(heartbeat=True)
+        lease._holding.begin_block(heartbeat=True)
         with _bound(lease):
             yield lease
     finally:
         with suppress(LockError):  # It is lost: there is nothing to let go of.
-            lease.let_go()
+            lease._let_go()
     if lease.is_lost:
         raise LockLost(f"The lease on {key!r} ended before the task that worked under it.", key=key)
 
@@ -289,8 +289,8 @@ def _detached(lease: Lease) -> Grant:
     Raises:
         LockError: It is over, or its backend cannot do that.
     """
-    grant = lease._grant
-    lease.let_go()
+    grant = lease._holding.grant
+    lease._let_go()
     return grant
 
 
@@ -306,7 +306,7 @@ def _give_back(lock: JobLock, grant: Grant) -> None:
 
 def _replace(lock: JobLock, record: Record) -> Lease:
     store = lock_backends[lock.backend]
-    kept = lock._terms()
+    kept = lock._terms(store)
     sent_at = monotonic()
     answer = store.acquire(lock.key, new_token(), kept.ttl, kept.holder, replace=record.token)
     if not isinstance(answer, Grant):

@@ -195,7 +195,7 @@ class Run:
     def _take(self, stack: ExitStack, lock: JobLock, *, binds: bool) -> None:
         """Hold the unique key until the result is stored."""
         lease = self.unique = queueing.take(lock, self._delivery)
-        lease.begin_block(heartbeat=lock.heartbeat)
+        lease._holding.begin_block(heartbeat=lock.heartbeat)
         if binds:
             self._fence = lease.fence
             context.bind(self, lease)

@@ -10,6 +10,7 @@ from django.core.exceptions import ImproperlyConfigured
 from ...handler import lock_backends
 from ...locks import blocks
 from ...locks.lease import Lease
+from ...locks.release import Release
 from ...process.at_exit import held_here
 from ...process.heartbeat import heartbeat_of
 from .instruments import ACTIVE, LAG, OVERDUE, PROCESS_GAUGES, WAITING, Instrument
@@ -18,7 +19,8 @@ from .instruments import ACTIVE, LAG, OVERDUE, PROCESS_GAUGES, WAITING, Instrume
 def process_numbers() -> Mapping[Instrument, Mapping[tuple[str, ...], float]]:
     """Return the values of each gauge of this process, by labels. It asks no store."""
     # Copied in one step each: other threads go on taking leases.
-    leases = [each for each in list(held_here._by_token.values()) if isinstance(each, Lease)]
+    endings = list(held_here._by_token.values())
+    leases = [each.holding for each in endings if isinstance(each, Release)]
     active = Counter(each.backend for each in leases if each.held)
     overdue = Counter(each.backend for each in _blocks() if each.is_lost)
     found: dict[Instrument, dict[tuple[str, ...], float]] = {each: {} for each in PROCESS_GAUGES}

@@ -21,7 +21,8 @@ from ...core.durations import seconds, ttl_seconds
 from ...core.errors import InvalidArgument, LockError, LockLost, LockNotAcquired, LockUsageError
 from ...handler import lock_backends
 from ...locks.lease import Lease
-from ...locks.lock import UNSET, Lock, distlock
+from ...locks.lock import Lock, distlock
+from ...locks.taking import UNSET
 from ...process.host import monotonic
 from ..bootstrap import ensure_tables
 from ..leash import Leash, end

@@ -1,0 +1,68 @@
+"""What a lock may be described as: the rules of the arguments of `distlock()`.
+
+They need no store: what depends on the settings is checked when a lock is taken.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..core.durations import MIN_TTL, seconds, ttl_seconds, wait_seconds
+from ..core.errors import InvalidArgument, shown
+from ..core.holders import validate_metadata
+from ..core.keys import normalize_key
+from ..core.retry import Retry
+from .taking import Unset
+
+if TYPE_CHECKING:
+    from .lock import Lock
+
+
+def check(lock: Lock) -> None:
+    """Refuse what breaks a rule.
+
+    Raises:
+        InvalidArgument: It does.
+    """
+    if normalize_key(lock.key) != lock.key:
+        raise InvalidArgument("The key of a Lock is in NFC; distlock() takes any spelling.")
+    if not isinstance(lock.backend, str):
+        raise InvalidArgument(f"backend must be an alias in DISTLOCK, not {shown(lock.backend)}.")
+    if lock.retry is not None and not isinstance(lock.retry, Retry):
+        raise InvalidArgument(f"retry must be a Retry, not {shown(lock.retry)}.")
+    validate_metadata(lock.metadata)
+    _check_times(lock)
+    _check_modes(lock)
+
+
+def check_lifetime(lock: Lock, ttl: float | None) -> None:
+    """Refuse a `max_lifetime` below the ttl: nothing cuts that short."""
+    lifetime = seconds(lock.max_lifetime, "max_lifetime", minimum=MIN_TTL)
+    if ttl is not None and lifetime < ttl:
+        raise InvalidArgument(
+            f"max_lifetime ({lifetime:g} s) is below the ttl ({ttl:g} s), which nothing cuts short."
+        )
+
+
+def _check_times(lock: Lock) -> None:
+    if lock.ttl is not None:
+        ttl_seconds(lock.ttl)
+    if not isinstance(lock.wait, Unset):
+        wait_seconds(lock.wait)
+    seconds(lock.min_hold, "min_hold")
+    if lock.max_lifetime is not None:
+        check_lifetime(lock, lock.ttl)
+
+
+def _check_modes(lock: Lock) -> None:
+    for name in ("heartbeat", "hold", "reentrant", "steal_if_dead", "basic"):
+        if not isinstance(getattr(lock, name), bool):
+            raise InvalidArgument(f"{name} is True or False, not {shown(getattr(lock, name))}.")
+    if lock.on_conflict not in ("raise", "run"):
+        raise InvalidArgument(f'on_conflict is "raise" or "run", not {shown(lock.on_conflict)}.')
+    if lock.max_lifetime is not None and (lock.basic or not lock.heartbeat):
+        raise InvalidArgument("max_lifetime is an end to renewals, and this lock has none.")
+    if lock.hold and lock.min_hold:
+        raise InvalidArgument("hold keeps the key for all of the ttl: leave min_hold out.")
+    if lock.hold and lock.basic and lock.ttl is None:
+        raise InvalidArgument("hold keeps the key for the ttl: give a basic lock one.")

@@ -1,0 +1,73 @@
+"""How a lease is extended by its holder: the store is asked until it knows.
+
+What the heartbeat does by itself is in `state`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ..core.durations import Duration, ttl_seconds
+from ..core.errors import LockError
+from ..core.records import Grant, Unknown
+from ..process.host import monotonic
+from ..signals import lock_extended
+from .acquire import insist
+from .state import GONE, Holding
+
+
+def extend(holding: Holding, ttl: Duration | None) -> None:
+    """Make a lease end so many seconds from now: see `Lease.extend`."""
+    with holding.mutex:
+        holding.check()
+        longest = holding.store.config.max_ttl
+        new = holding.terms.ttl if ttl is None else ttl_seconds(ttl, maximum=longest)
+        before, sent_at, deadline = holding.deadline, 0.0, holding.deadline
+
+        def question(bound: float) -> Grant | Unknown | None:
+            nonlocal sent_at, deadline
+            sent_at = monotonic()
+            deadline = sent_at + holding.counted(new)
+            # A shorter lease may begin with the request and its answer be lost.
+            if deadline < holding.deadline:
+                holding.deadline = deadline
+                # Whatever interrupts this.
+                holding.renew_soon()
+            return ask_to_extend(holding, new, bound)
+
+        try:
+            answer = insist(question, before, holding.terms.retry)
+        except LockError as error:
+            holding.renew_soon()
+            holding.tell(lock_extended, ttl=new, slack=_left(before), cause=error)
+            raise
+        slack = _left(before)
+        if isinstance(answer, Grant):
+            holding.grant = answer
+        # Seen as lost by anybody, it stays lost, whatever the store says now.
+        if not isinstance(answer, Grant) or holding.state == "lost" or monotonic() >= deadline:
+            holding.state = "lost"
+            holding.lose(GONE if answer is None else "no answer came before its deadline")
+        holding.deadline = deadline
+        holding.renewing.renewed(sent_at, holding.counted(answer.ttl))
+    holding.keep_on()
+    holding.tell(lock_extended, ttl=answer.ttl, slack=slack, cause=None)
+
+
+def ask_to_extend(holding: Holding, ttl: float | None, bound: float) -> Grant | Unknown | None:
+    """Ask the store once, and remember where it does not answer."""
+    answered = False
+    try:
+        # With a ttl in the grant: an argument of None would mean that of the last extend.
+        answer = holding.store.extend(replace(holding.grant, ttl=ttl), bound=bound)
+        answered = True
+        return answer
+    finally:
+        if not answered:
+            holding.unheard = holding.counted(ttl)
+
+
+def _left(deadline: float) -> float | None:
+    """Return the seconds until a deadline; None: there is none."""
+    return None if deadline == math.inf else max(0.0, deadline - monotonic())

@@ -1,0 +1,284 @@
+"""How a lock is taken, entered and left: all that happens between a `Lock` and its `Lease`.
+
+Each way is here twice, with calls and with awaits. A `Block` owns what is taken from the first step
+on, so that a signal's exception leaves nothing behind: see `blocks`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import warnings
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+from ..backends.base import BaseLockBackend
+from ..core.errors import LockError, LockNotAcquired, LockUsageError
+from ..handler import lock_backends
+from ..process import deferred_release
+from ..process.host import monotonic
+from . import blocks, context
+from .acquire import aacquire, acquire
+from .attempts import KeptHere, Request
+from .blocks import Block
+from .lease import Lease
+from .no_lease import NoLease, tell_bypassed
+from .state import Terms
+
+if TYPE_CHECKING:
+    from .lock import Lock
+
+
+class Unset:
+    """The type of `UNSET`."""
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+
+#: Says that the setting decides, where None has a meaning of its own.
+UNSET: Final = Unset()
+
+
+# Without a block
+
+
+def by_call(lock: Lock, wait: float | Unset | None) -> Lease:
+    """Take the key for who asked by a call, and ends it by one."""
+    block = Block(lock)
+    # What is watched over lies on the stack alone, where no traceback keeps it alive.
+    return (block.watched(), _by_call(lock, wait, block))[1]
+
+
+async def aby_call(lock: Lock, wait: float | Unset | None) -> Lease:
+    """See `by_call`."""
+    block = Block(lock)
+    return (block.watched(), await _aby_call(lock, wait, block))[1]
+
+
+def _by_call(lock: Lock, wait: float | Unset | None, block: Block) -> Lease:
+    try:
+        lease = _take(lock, wait, block, monotonic())
+    except LockError:
+        block.close()
+        raise
+    # The last step: no handler of a signal runs between here and the caller.
+    del blocks.every[block]
+    return lease
+
+
+async def _aby_call(lock: Lock, wait: float | Unset | None, block: Block) -> Lease:
+    try:
+        lease = await _atake(lock, wait, block, monotonic())
+    except (LockError, asyncio.CancelledError):
+        block.close()
+        raise
+    del blocks.every[block]
+    return lease
+
+
+# By a block
+
+
+def enter(lock: Lock) -> Lease:
+    """Take the key for the block that is entered."""
+    block = context.enter(lock, lock.backend, lock.key)
+    try:
+        again = _enter_again(lock, block)
+        if again is not None:
+            return again
+        since = monotonic()
+        try:
+            lease = _take(lock, lock.wait, block, since)
+        except LockNotAcquired as error:
+            return _bypass(lock, error, since, block)
+        lease._holding.begin_block(heartbeat=lock.heartbeat, block=block)
+        return lease
+    except LockError:
+        context.drop(block)
+        raise
+
+
+async def aenter(lock: Lock) -> Lease:
+    """See `enter`."""
+    block = context.enter(lock, lock.backend, lock.key)
+    try:
+        again = _enter_again(lock, block)
+        if again is not None:
+            return again
+        since = monotonic()
+        try:
+            lease = await _atake(lock, lock.wait, block, since)
+        except LockNotAcquired as error:
+            run = lock_backends[lock.backend].threads.run
+            return await run(_bypass, lock, error, since, block)
+        task = asyncio.current_task()
+        lease._holding.begin_block(heartbeat=lock.heartbeat, task=task, block=block)
+        return lease
+    except (LockError, asyncio.CancelledError):
+        context.drop(block)
+        raise
+
+
+def leave(
+    block: Block,
+    lock: Lock,
+    exc_type: type[BaseException] | None,
+    exc: BaseException | None,
+    traceback: TracebackType | None,
+) -> None:
+    """Release behind a block, if that holds the lease."""
+    left, foreign = context.unbind(lock, block)
+    if left is not None:
+        if left.inner:
+            left.release.end_inner_block(exc)
+        elif left.release is not None:
+            left.release.end_block(exc)
+        left.close()
+    _raise_behind(foreign, exc)
+
+
+def aleave(
+    block: Block,
+    lock: Lock,
+    exc_type: type[BaseException] | None,
+    exc: BaseException | None,
+    traceback: TracebackType | None,
+) -> Coroutine[Any, Any, None]:
+    """See `leave`."""
+    left, foreign = context.unbind(lock, block)
+    ending = _end_awaited(left, foreign, exc)
+    if left is not None and not left.inner:
+        # The statement lets go of what it has called, and keeps this until it is done.
+        left.watch(ending)
+    return ending
+
+
+async def _end_awaited(
+    left: Block | None, foreign: LockUsageError | None, exc: BaseException | None
+) -> None:
+    if left is not None:
+        if left.inner:
+            left.release.end_inner_block(exc)
+        elif left.release is not None:
+            await left.release.aend_block(exc)
+        left.close()
+    _raise_behind(foreign, exc)
+
+
+def _raise_behind(error: LockUsageError | None, body: BaseException | None) -> None:
+    """Raise `error`, unless the block has raised: its own exception is never hidden."""
+    if error is None:
+        return
+    if body is None:
+        raise error
+    body.add_note(f"{type(error).__name__}: {error}")
+
+
+def _enter_again(lock: Lock, block: Block) -> Lease | None:
+    """Return what a block around this one holds, if this lock may enter it again."""
+    around = context.holds(lock.backend, lock.key)
+    if around is None:
+        return None
+    if not lock.reentrant:
+        raise LockUsageError(
+            f"A block around this one holds {lock.key!r}: waiting for it would never end."
+            " Use reentrant=True to enter it again, or current_lease() to work under it.",
+            key=lock.key,
+            code="reentrant",
+        )
+    block.lease, block.release, block.inner = around, around._release, True
+    return around
+
+
+def _bypass(lock: Lock, error: LockNotAcquired, since: float, block: Block) -> Lease:
+    """Return what stands for a lease where the block runs without; or raise the error."""
+    if lock.on_conflict == "raise":
+        raise error
+    tell_bypassed(lock.backend, lock.key, monotonic() - since, error)
+    block.lease = lease = NoLease(lock.backend, lock.key)
+    return lease
+
+
+# The taking
+
+
+def _take(lock: Lock, wait: float | Unset | None, block: Block, since: float) -> Lease:
+    store = lock_backends[lock.backend]
+    terms = _begin(lock, store)
+    name = block.name = lock.backend, lock.key
+    # What a rollback or an interruption has left must not be in the way of who comes next.
+    blocks.flush(name)
+    deferred_release.flush(name)
+    request = _request(lock, store, terms, wait, since)
+    adopted = context.adopt(store, request, terms, block)
+    if adopted is not None:
+        return adopted
+    try:
+        return Lease(store, acquire(store, request, block), terms, block)
+    except KeptHere:
+        # Meanwhile another block has left it to the transaction.
+        return _take(lock, _left(request.wait, since), block, monotonic())
+
+
+async def _atake(lock: Lock, wait: float | Unset | None, block: Block, since: float) -> Lease:
+    store = lock_backends[lock.backend]
+    terms = _begin(lock, store)
+    name = block.name = lock.backend, lock.key
+    await blocks.aflush(store, name)
+    await deferred_release.aflush(store, name)
+    request = _request(lock, store, terms, wait, since)
+    adopted = await context.aadopt(store, request, terms, block)
+    if adopted is not None:
+        return adopted
+    try:
+        return Lease(store, await aacquire(store, request, block), terms, block)
+    except KeptHere:
+        return await _atake(lock, _left(request.wait, since), block, monotonic())
+
+
+def _begin(lock: Lock, store: BaseLockBackend) -> Terms:
+    terms = lock._terms(store)
+    deferred_release.refuse_manual_transactions()
+    for connection in deferred_release.open_transactions():
+        if deferred_release.reads_a_snapshot(connection):
+            warnings.warn(
+                f"The transaction on {connection.alias!r} reads from a snapshot that may be older"
+                " than the lock taken inside of it: what the holder before wrote may not be seen."
+                " Take the lock outside of atomic(), or use READ COMMITTED.",
+                RuntimeWarning,
+                stacklevel=_callers_level(),
+            )
+    return terms
+
+
+def _request(
+    lock: Lock, store: BaseLockBackend, terms: Terms, wait: float | Unset | None, since: float
+) -> Request:
+    home = deferred_release.home()
+    return Request(
+        key=lock.key,
+        ttl=terms.ttl,
+        wait=store.config.wait if isinstance(wait, Unset) else wait,
+        holder=terms.holder,
+        retry=terms.retry,
+        since=since,
+        steal_if_dead=lock.steal_if_dead,
+        home=home,
+        inside=context.entered_here(),
+        passed=deferred_release.waiting_release((lock.backend, lock.key), home),
+    )
+
+
+def _left(wait: float | None, since: float) -> float | None:
+    return None if wait is None else max(0.0, since + wait - monotonic())
+
+
+def _callers_level() -> int:
+    """Return the `stacklevel` of the code that uses this package, so that it is warned once."""
+    level, frame = 1, sys._getframe(1)
+    ours = __name__.rpartition(".")[0]
+    while frame.f_back is not None and frame.f_globals.get("__package__") == ours:
+        level, frame = level + 1, frame.f_back
+    return level
