@@ -320,7 +320,7 @@ MUTANTS = (
         "counter deleted with the lock", "sqlite", COMPACT,
         old=r"( +)(cursor.execute\(self._statements.)delete(, \[name\]\))",
         new=r"\1\2delete\3\n\1\2delete.replace('heldlock', 'fencecounter')\3",
-        test=f"{FENCES}::test_fences_grow_over_releases",
+        test=f"{CONTRACT}::test_fences_grow_over_releases",
     ),
     Mutant(
         "counter deleted with the lock", "postgres_orm", MANAGERS,

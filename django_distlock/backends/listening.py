@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from ..core.logs import log_fields
-from ..core.threads import start_thread
+from ..core.threads import Bell, start_thread
 from ..database.connections import keep_inherited
 from .queues import Queues
 
@@ -56,9 +56,9 @@ class _Watch:
     """What one thread does that listens."""
 
     def __init__(self) -> None:
-        self.closing = threading.Event()
+        self.closing = Bell()
         # Set when it is known whether wake-ups come: subscribed, or failed to.
-        self.decided = threading.Event()
+        self.decided = Bell()
         self.live = False
         self.line: Line | None = None
         self.thread: threading.Thread | None = None
@@ -122,7 +122,7 @@ class Listener:
             watch, self._watch = self._watch, None
         if watch is None:
             return
-        watch.closing.set()
+        watch.closing.ring()
         # Behind the line above, whoever opens one closes it.
         if watch.line is not None:
             watch.line.close()
@@ -149,13 +149,13 @@ class Listener:
             if self._watch is not watch:
                 return  # Another one was started in its place, or it was closed.
         try:
-            while not watch.closing.is_set():
+            while not watch.closing.is_rung:
                 began = time.monotonic()
                 try:
                     line = self._subscribe()
                 except NoWakeUps as error:
                     self._tell(error)
-                    watch.decided.set()
+                    watch.decided.ring()
                     # Not asked again before somebody waits after a while.
                     watch.closing.wait(IDLE_SECONDS)
                     return
@@ -166,7 +166,7 @@ class Listener:
                         return
                     if time.monotonic() - began > LONGEST_PAUSE:
                         pause = FIRST_PAUSE
-                watch.decided.set()
+                watch.decided.ring()
                 watch.closing.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
                 if self._ends(watch):
@@ -175,17 +175,17 @@ class Listener:
             with self._mutex:
                 if self._watch is watch:
                     self._watch = None
-            watch.decided.set()
+            watch.decided.ring()
 
     def _listen(self, watch: _Watch, line: Line) -> bool:
         """Pass on what is heard; return whether that was all: nobody waits any more."""
         watch.line = line
         idle_since = time.monotonic()
         try:
-            if watch.closing.is_set():
+            if watch.closing.is_rung:
                 return True
             watch.live = True
-            watch.decided.set()
+            watch.decided.ring()
             if self._told:
                 logger.info(
                     "%s hears wake-ups again", self._name, extra=log_fields("wakeups_heard")
@@ -193,7 +193,7 @@ class Listener:
                 self._told = False
             # Whatever was called out before the subscription went unheard.
             self._queues.ring_all()
-            while not watch.closing.is_set():
+            while not watch.closing.is_rung:
                 for call in line.hear(LOOK_SECONDS):
                     self._queues.answer(call)
                 if self._queues:
@@ -202,7 +202,7 @@ class Listener:
                     return True
             return True
         except Exception as error:  # noqa: BLE001 - a driver may raise anything
-            if watch.closing.is_set():
+            if watch.closing.is_rung:
                 return True
             self._tell(error)
             return False

@@ -23,7 +23,7 @@ from ..core.durations import MAX_BOUND
 from ..core.holders import Holder
 from ..core.interruptions import pass_on
 from ..core.logs import log_fields
-from ..core.threads import start_thread
+from ..core.threads import Bell, start_thread
 from ..database import vendors
 from ..database.connections import before_drop, in_test_case
 from ..models import LockEvent
@@ -160,8 +160,8 @@ class _Writer:
         self._waiting: deque[tuple[str, LockEvent]] = deque()
         self._is_running = False
         self._is_full = False
-        self._idle = threading.Event()
-        self._idle.set()
+        self._idle = Bell()
+        self._idle.ring()
 
     def put(self, using: str, event: LockEvent) -> None:
         """Let an event be written, unless too many are waiting."""
@@ -228,7 +228,7 @@ class _Writer:
             self._is_full = False
             if not batch:
                 self._is_running = False
-                self._idle.set()
+                self._idle.ring()
             return batch
 
     def _write(self, using: str, events: list[LockEvent], bound: float | None) -> None:

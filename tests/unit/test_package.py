@@ -61,7 +61,10 @@ PATHS = {
     "contrib.opentelemetry": "install uninstall",
     "contrib.prometheus": "install scrape_registry uninstall",
     "contrib.tasks": "locked_task",
-    "core.errors": "LockLost LockNotAcquired",
+    "core.errors": "BackendUnavailable LockLost LockNotAcquired",
+    "core.fences": "next_fence",
+    "core.holders": "Holder",
+    "core.records": "UNKNOWN Contended Counter Page Record lease_ends",
     "exceptions": """
         BackendUnavailable FenceRejected InvalidArgument InvalidLockBackend LockError LockLost
         LockNotAcquired LockUsageError
@@ -90,6 +93,7 @@ PATHS = {
         Locks MemoryLocks advance assert_locked assert_not_locked expire hold lose_connection
         memory_locks simulate_pause steal
     """,
+    "testing.contract": "BackendContract",
     "views": "LockedViewMixin locked_view",
 }
 #: The same of modules that need an app which these tests have not.

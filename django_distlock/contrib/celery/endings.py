@@ -23,7 +23,7 @@ from ...core.errors import LockError
 from ...core.keys import UNIQUE_PREFIX
 from ...core.logs import log_fields
 from ...core.records import Record
-from ...core.threads import start_thread
+from ...core.threads import Bell, start_thread
 from ...handler import lock_backends
 from ...process.host import current_holder, is_gone
 from ...signals import lock_released, tell
@@ -244,7 +244,7 @@ def _fields(event: str, store: BaseLockBackend, record: Record, request: Any) ->
 
 def _do(store: BaseLockBackend, operation: Callable[[], None]) -> None:
     """Ask a store in a thread of its own: the worker must not hang where the store does."""
-    done = threading.Event()
+    done = Bell()
 
     def attempt() -> None:
         try:
@@ -253,7 +253,7 @@ def _do(store: BaseLockBackend, operation: Callable[[], None]) -> None:
             extra = log_fields("release_failed", backend=store.alias, error=error)
             logger.warning("What a dead task held stays taken for its ttl: %s", error, extra=extra)
         finally:
-            done.set()
+            done.ring()
 
     store.threads.submit(attempt)
     done.wait(_PATIENCE)
