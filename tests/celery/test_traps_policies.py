@@ -199,19 +199,6 @@ def test_c10_each_automatic_retry_is_locked_anew(prefork: Crew) -> None:
     assert fences == sorted(set(fences))
 
 
-@pytest.mark.parametrize("store", ["default"])
-def test_c10_classes_describe_their_lock(prefork: Crew) -> None:
-    """The base class alone makes a task run under a lock."""
-    classic = prefork.task("classic").si(prefork.key, ["wait go"]).set(**prefork.to())
-    first, second = classic.apply_async(), classic.apply_async()
-    prefork.begun()
-    prefork.until(lambda: "SUCCESS" in (first.state, second.state), "one was skipped")
-    prefork.stage.open("go")
-    assert [prefork.outcome(each) for each in (first, second)] == ["SUCCESS"] * 2
-    assert sum(marker(prefork, each.result) for each in (first, second)) == 1
-    assert len(prefork.stage.told("began")) == 1
-
-
 def test_c14_waiting_in_a_slot_is_bounded(
     home: Path, broker: Broker, crew_of: Callable[..., Crew]
 ) -> None:
