@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery, Task
+from celery import Celery, Task, _state
 from celery.exceptions import OperationalError
+from django.core.checks import CheckMessage
 from django.db import transaction
 from django.utils.functional import keep_lazy_text
 
@@ -536,6 +537,13 @@ print(app.tasks['project.work'].name)
 # Checks
 
 
+def told_of(app: Celery) -> list[CheckMessage]:
+    """Run the checks of tasks, where this app is that of the project."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_state._tls, "current_app", app)
+        return check_tasks(None)
+
+
 def checked(app: Celery, **task: Any) -> list[str]:
     """Return what the checks say of a task: `Terms` as `terms`, and Celery's own options."""
     terms = task.pop("terms")
@@ -544,13 +552,7 @@ def checked(app: Celery, **task: Any) -> list[str]:
     @locked_task(**{"lock": "work:{number}", **terms})
     def work(number: int) -> None: ...
 
-    before = Celery("none", set_as_current=False)
-    app.set_current()
-    try:
-        return [str(each.id) for each in check_tasks(None) if "checked" in each.msg]
-    finally:
-        before.set_current()
-        before.close()
+    return [str(each.id) for each in told_of(app) if "checked" in each.msg]
 
 
 @pytest.mark.parametrize(
@@ -609,11 +611,7 @@ def test_attributes_without_their_base(app: Celery) -> None:
         @app.task(shared=False, name=name, **options)
         def work(number: int) -> None: ...
 
-    app.set_current()
-    try:
-        found = [each for each in check_tasks(None) if "described." in each.msg]
-    finally:
-        Celery("none").close()
+    found = [each for each in told_of(app) if "described." in each.msg]
     assert [(each.id, each.msg.split(" says ")[0]) for each in found] == [
         ("distlock.E401", f"The task described.{name}")
         for name in ("class", "lock", "options", "unique")

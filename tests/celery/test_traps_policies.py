@@ -9,7 +9,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from celery import Celery, chain, chord, shared_task
+from celery import Celery, _state, chain, chord, shared_task
 
 from django_distlock import InvalidArgument, LockNotAcquired, distlock
 from django_distlock.contrib.celery import locked_task
@@ -172,9 +172,10 @@ def test_c7_tasks_sent_by_name_run_one_at_a_time(prefork: Crew, broker: Broker) 
     assert not prefork.is_taken()
 
 
-def test_c10_the_lock_goes_below_the_task() -> None:
+def test_c10_the_lock_goes_below_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """Around a task, where it would guard the sending alone, it is refused at once."""
     app = create({})
+    monkeypatch.setattr(_state._tls, "current_app", app)
     with pytest.raises(InvalidArgument, match="below"):
 
         @locked_task("wrong:{key}")
