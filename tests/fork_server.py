@@ -42,6 +42,19 @@ AHEAD = (
     "psycopg",
     "redis",
 )
+#: The same for what runs Celery: its environment has one of these variables.
+CELERY = ("DISTLOCK_TEST_CELERY", "DISTLOCK_TEST_BEAT_HOME")
+CELERY_AHEAD = (
+    "celery.apps.beat",
+    "celery.apps.worker",
+    "celery.backends.redis",
+    "celery.bin.celery",
+    "celery.concurrency.prefork",
+    "celery.fixups.django",
+    "celery.worker.consumer",
+    "kombu.transport.pyamqp",
+    "kombu.transport.redis",
+)
 #: A variable that begins so works when an interpreter starts, or a program.
 EARLY = ("PYTHON", "LD_", "MALLOC_")
 # No process outlives its test by more, should the test itself be killed.
@@ -222,7 +235,8 @@ def _read(source: socket.socket, size: int) -> bytes:
 
 def main(descriptor: str) -> None:
     """Be the fork server, and each process that it forks."""
-    for name in AHEAD:
+    is_for_celery = any(name in os.environ for name in CELERY)
+    for name in (*AHEAD, *(CELERY_AHEAD if is_for_celery else ())):
         import_module(name)
     # What is here already need not be looked at by the collectors of the children.
     gc.freeze()

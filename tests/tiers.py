@@ -40,6 +40,10 @@ SAME_CODE = {"sqlite_orm"}
 #: is seen is the same above each of them.
 IN_TURN = {"celery": "store", "e2e/test_example.py": "shop"}
 
+#: Folders whose tests share what takes long to start: workers with their broker, a browser. They
+#: come first, so that one process runs them, and others help only at the end.
+SHARING = ("celery", "e2e")
+
 #: The backends of a quick run.
 QUICK_BACKENDS = ("memory", "sqlite", "postgres", "redis")
 #: The folders and files of a quick run; of a file only some tests, if they are named.
@@ -109,7 +113,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what the tier leaves out."""
     kept = taken(items, config.stash[TIER])
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+    items[:] = sorted(kept, key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    """Say where a test comes; beside others of the same place, the order is by chance."""
+    folder = item.path.relative_to(ROOT).parts[0]
+    return SHARING.index(folder) if folder in SHARING else len(SHARING)
 
 
 def taken(items: list[pytest.Item], tier: Tier) -> list[pytest.Item]:

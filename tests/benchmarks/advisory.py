@@ -64,7 +64,7 @@ def run(options: Options) -> Result:
         "floor": floor,
     }
     done = race(candidates, options)
-    return done.result("Advisory", options, done.ratios(COMPARISONS))
+    return done.result("Advisory", options, done.samples.ratios(COMPARISONS))
 
 
 def fresh() -> Iterator[list[Subject]]:

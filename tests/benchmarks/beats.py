@@ -60,7 +60,7 @@ def run(options: Options) -> Result:
             samples = _measure(place, options)
             for leases in options.leases:
                 sent[_name(place, leases)] = _sent(place, leases)
-            found += [_ratio(place, leases, samples) for leases in options.leases]
+            found += samples.ratios(_comparison(place, leases) for leases in options.leases)
         figures |= {
             name: figure
             for name, figure in samples.figures().items()
@@ -185,12 +185,11 @@ def _name(place: Place, leases: int) -> str:
 # What people see
 
 
-def _ratio(place: Place, leases: int, samples: Samples) -> dict[str, Any]:
-    made = Comparison(
+def _comparison(place: Place, leases: int) -> Comparison:
+    return Comparison(
         what=f"{place.name}: a beat of {leases:,} / one extend",
         of=f"{_name(place, leases)}/{BEAT}", to=f"{place.name}/extend",
     )  # fmt: skip
-    return made.ratio(samples.medians(made.of), samples.medians(made.to))
 
 
 def _sheet(figures: Mapping[str, Any], sent: Mapping[str, Mapping[str, int]]) -> Sheet:

@@ -98,11 +98,6 @@ class Operations:
         return [Subject(name, steps, "pair"), Subject(name, {"lose": self.lose})]
 
 
-def _endless(keys: Iterable[str]) -> Iterator[str]:
-    # `cycle` keeps all that came; an iterator has no end by itself.
-    return keys if isinstance(keys, Iterator) else cycle(keys)
-
-
 def waist(backend: BaseLockBackend, keys: Iterable[str], hot: Iterable[str] = (HOT,)) -> Operations:
     """Return those of a backend."""
     holder = current_holder()

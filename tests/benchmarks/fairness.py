@@ -13,7 +13,7 @@ from .candidates import HOT
 from .clients import Tally, Work, hire
 from .options import Options
 from .race import Unavailable
-from .report import Result, Sheet
+from .report import Result, Sheet, target, without
 from .sides import SIDES, Side
 
 #: Seconds that a turn holds the key.
@@ -39,7 +39,13 @@ def run(options: Options) -> Result:
                 tallies = team.turn(options.contestants, seconds, contender, name, seconds)
                 counted[name].append(_turns(tallies))
     figures = {name: _figure(counted[name]) for name in CANDIDATES if name in counted}
-    targets = [_target(name, figures[name]["least_to_mean"]) for name in OURS]
+    targets = [
+        target(
+            f"{name}: turns of the least lucky to the mean", figures[name]["least_to_mean"],
+            at_least=LEAST_TO_MEAN,
+        )
+        for name in OURS
+    ]  # fmt: skip
     about = f"{options.contestants} processes, {seconds:g} s, {rounds} rounds"
     return Result(
         {"figures": figures, "targets": targets, "left_out": missing},
@@ -83,19 +89,9 @@ def _of_round(turns: Sequence[int]) -> dict[str, float]:
     }
 
 
-def _target(name: str, measured: float) -> dict[str, Any]:
-    return {
-        "what": f"{name}: turns of the least lucky to the mean",
-        "measured": measured,
-        "at_least": LEAST_TO_MEAN,
-        "met": measured >= LEAST_TO_MEAN,
-    }
-
-
 def _sheet(
     figures: Mapping[str, Mapping[str, Any]], about: str, missing: Mapping[str, str]
 ) -> Sheet:
-    left_out = "".join(f"; without {name} ({why})" for name, why in missing.items())
     names = ("least", "median", "most", "mean")
     rows = [
         [name, *(f"{each[one]:,.1f}" for one in names), f"{each['least_to_mean']:.2f}",
@@ -104,7 +100,7 @@ def _sheet(
     ]  # fmt: skip
     title = f"Fairness: turns of a process, medians ({about}; >= {LEAST_TO_MEAN:g} of the mean is"
     header = ["turns", *names, "least / mean", "all together"]
-    return Sheet(f"{title} aimed at for the least){left_out}", header, rows)
+    return Sheet(f"{title} aimed at for the least){without(missing)}", header, rows)
 
 
 # What the processes do

@@ -115,7 +115,7 @@ class Rows:
 def run(options: Options) -> Result:
     """Measure each, and count what is sent."""
     done = race({using: partial(_candidate, using) for using in DATABASES}, options)
-    result = done.result("Fencing", options, done.ratios(COMPARISONS))
+    result = done.result("Fencing", options, done.samples.ratios(COMPARISONS))
     counted = _counted()
     result.data["statements"] = counted
     rows = [

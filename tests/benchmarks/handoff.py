@@ -7,7 +7,6 @@ the time just before, and whoever waited just behind its grant.
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -22,7 +21,7 @@ from .candidates import KEYS
 from .clients import PATIENCE_SECONDS, Partner, hired
 from .options import Options
 from .race import Unavailable
-from .report import Result, Sheet, ratios
+from .report import Result, Sheet, ratios, target, without
 from .sides import POLLING_SECONDS, SIDES, Side
 from .timing import Comparison, Samples
 
@@ -67,9 +66,15 @@ def run(options: Options) -> Result:
         samples = _measure(candidates, options)
         partner.begin(leave)
         partner.result()
-    figures = {name: _figure(samples, name) for name in samples.rounds}
-    found = _ratios(samples)
-    targets = [_target(name, figures[f"{name}/processes"]["median_us"] / 1000) for name in OURS]
+    figures = samples.figures()
+    found = samples.ratios(COMPARISONS)
+    targets = [
+        target(
+            f"{name}: milliseconds between processes, median",
+            figures[f"{name}/processes"]["median_us"] / 1000, at_most=MEDIAN_MS,
+        )
+        for name in OURS
+    ]  # fmt: skip
     result = Result(
         {"figures": figures, "ratios": found, "targets": targets, "left_out": missing},
         [_sheet(figures, missing), ratios("Hand-off: medians of the rounds' ratios", found)],
@@ -160,41 +165,15 @@ def _pause() -> float:
 # What people see
 
 
-def _figure(samples: Samples, name: str) -> dict[str, Any]:
-    every = [each / 1000 for taken in samples.rounds[name] for each in taken]
-    cuts = statistics.quantiles(every, n=100, method="inclusive")
-    return {
-        "median_us": statistics.median(every),
-        "p90_us": cuts[89],
-        "p99_us": cuts[98],
-        "operations": len(every),
-        "round_medians_us": samples.medians(name),
-    }
-
-
-def _ratios(samples: Samples) -> list[dict[str, Any]]:
-    return [
-        each.ratio(samples.medians(each.of), samples.medians(each.to))
-        for each in COMPARISONS
-        if each.of in samples.rounds and each.to in samples.rounds
-    ]
-
-
-def _target(name: str, median_ms: float) -> dict[str, Any]:
-    return {
-        "what": f"{name}: milliseconds between processes, median",
-        "measured": median_ms,
-        "at_most": MEDIAN_MS,
-        "met": median_ms <= MEDIAN_MS,
-    }
-
-
 def _sheet(figures: Mapping[str, Mapping[str, Any]], missing: Mapping[str, str]) -> Sheet:
-    left_out = "".join(f"; without {name} ({why})" for name, why in missing.items())
     rows = [
         [name, *(f"{figure[each] / 1000:,.2f}" for each in ("median_us", "p90_us", "p99_us")),
          f"{figure['operations']:,}"]
         for name, figure in figures.items()
     ]  # fmt: skip
-    title = f"Hand-off: from the release to the grant (<= {MEDIAN_MS:g} ms is aimed at){left_out}"
-    return Sheet(title, ["in milliseconds", "median", "p90", "p99", "operations"], rows)
+    title = f"Hand-off: from the release to the grant (<= {MEDIAN_MS:g} ms is aimed at)"
+    return Sheet(
+        f"{title}{without(missing)}",
+        ["in milliseconds", "median", "p90", "p99", "operations"],
+        rows,
+    )

@@ -76,7 +76,7 @@ MEMORY_PAIR_US = 15.0
 def run(options: Options) -> Result:
     """Measure what locks in a database, or in memory."""
     done = race(CANDIDATES, options)
-    found = done.ratios(COMPARISONS)
+    found = done.samples.ratios(COMPARISONS)
     # A ratio to a constant.
     of = Comparison(
         what="memory, backend: pair / 15 µs", of="memory/backend/pair", to="15 us", at_most=1.0

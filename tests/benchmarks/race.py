@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from .options import Options
-from .report import Result, ratios, times
-from .timing import Comparison, Samples, Subject, measure
+from .report import Result, ratios, times, without
+from .timing import Samples, Subject, measure
 
 #: Gives its subjects for as long as it lives.
 Candidate = Callable[[], Iterator[list[Subject]]]
@@ -30,22 +30,15 @@ class Race:
     samples: Samples
     missing: Mapping[str, str]
 
-    def ratios(self, comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
-        """Return the ratios of what is there."""
-        return [
-            each.ratio(self.samples.medians(each.of), self.samples.medians(each.to))
-            for each in comparisons
-            if each.of in self.samples.rounds and each.to in self.samples.rounds
-        ]
-
     def result(self, title: str, options: Options, found: list[dict[str, Any]]) -> Result:
         """Lay out the figures and these ratios."""
         figures = self.samples.figures()
-        left_out = "".join(f"; without {name} ({why})" for name, why in self.missing.items())
         return Result(
             {"figures": figures, "ratios": found, "left_out": dict(self.missing)},
             [
-                times(f"{title}: one client, {options.rounds} rounds{left_out}", figures),
+                times(
+                    f"{title}: one client, {options.rounds} rounds{without(self.missing)}", figures
+                ),
                 ratios(f"{title}: medians of the rounds' ratios", found),
             ],
         )

@@ -22,7 +22,7 @@ from .options import Options
 from .proxy import Proxy, RedisReader
 from .race import Candidate, Unavailable, race
 from .redis_peers import KINDS, of_kind
-from .report import Result
+from .report import Result, target
 from .roundtrips import count, sheet
 from .throughput import DONE, OWN, clients_of, compete, in_turn, keys_of, lock
 from .throughput import HOT as HOT_KEY
@@ -112,7 +112,7 @@ def latency(options: Options) -> Result:
         "redis.asyncio": partial(redis_awaited.redis_py, url),
     }
     done = race(candidates, options)
-    return done.result("Redis, latency", options, done.ratios(LATENCIES))
+    return done.result("Redis, latency", options, done.samples.ratios(LATENCIES))
 
 
 def roundtrips(options: Options) -> Result:
@@ -130,9 +130,11 @@ def roundtrips(options: Options) -> Result:
             if name != "django-redis":
                 counted |= _peer_counted(proxy, url, name)
     lost = counted["redis/backend/lose"]["round_trips"]
-    target = {"what": "round trips of a losing attempt", "measured": lost, "at_most": 1}
     return Result(
-        {"figures": counted, "target": {**target, "met": lost <= 1}},
+        {
+            "figures": counted,
+            "target": target("round trips of a losing attempt", lost, at_most=1),
+        },
         [sheet(counted, "Redis, round trips (of a losing attempt, 1 is aimed at)")],
     )
 

@@ -60,6 +60,21 @@ def show(console: Console, result: Result) -> None:
         console.print(table)
 
 
+def without(missing: Mapping[str, str]) -> str:
+    """Say, behind a title, what could not be measured, and why."""
+    return "".join(f"; without {name} ({why})" for name, why in missing.items())
+
+
+def target(
+    what: str, measured: float, *, at_most: float | None = None, at_least: float | None = None
+) -> dict[str, Any]:
+    """Return a figure beside what is aimed at: one bound."""
+    if at_most is not None:
+        return {"what": what, "measured": measured, "at_most": at_most, "met": measured <= at_most}
+    assert at_least is not None
+    return {"what": what, "measured": measured, "at_least": at_least, "met": measured >= at_least}
+
+
 def times(title: str, figures: Mapping[str, Mapping[str, Any]]) -> Sheet:
     """Lay out figures of `timing`."""
     rows = [

@@ -51,14 +51,14 @@ def compared(title: str, samples: Samples, numbers: Sequence[int]) -> Result:
     """Lay out what operations cost among so many keys each, and among the fewest."""
     figures = samples.figures()
     fewest, *more = numbers
-    found = []
-    for operation in OPERATIONS:
-        for keys in more:
-            flat = Comparison(
-                what=f"{operation}: {keys:,} keys / {fewest:,}",
-                of=f"{name_of(keys)}/{operation}", to=f"{name_of(fewest)}/{operation}", at_most=1.2,
-            )  # fmt: skip
-            found.append(flat.ratio(samples.medians(flat.of), samples.medians(flat.to)))
+    found = samples.ratios(
+        Comparison(
+            what=f"{operation}: {keys:,} keys / {fewest:,}",
+            of=f"{name_of(keys)}/{operation}", to=f"{name_of(fewest)}/{operation}", at_most=1.2,
+        )
+        for operation in OPERATIONS
+        for keys in more
+    )  # fmt: skip
     return Result(
         {"figures": figures, "ratios": found},
         [

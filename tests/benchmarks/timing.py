@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any
@@ -42,17 +42,23 @@ class Subject:
 
     def slice(self, slice_ms: float) -> list[list[int]]:
         """Run the steps for so long; return the nanoseconds of each, by step."""
-        steps = list(self.steps.values())
-        taken: list[list[int]] = [[] for _ in steps]
+        taken: list[list[int]] = [[] for _ in self.steps]
+        for step, into in self._turns(taken, slice_ms):
+            began = perf_counter_ns()
+            step()
+            into.append(perf_counter_ns() - began)
+        return taken
+
+    def _turns(
+        self, taken: list[list[int]], slice_ms: float
+    ) -> Iterator[tuple[Callable[[], Any], list[int]]]:
+        """Give each step in turn, and where its time goes, until the slice is over."""
+        turns = list(zip(self.steps.values(), taken, strict=True))
         until = perf_counter_ns() + slice_ms * 1e6
         for count in range(MOST):
             if count >= LEAST and perf_counter_ns() >= until:
                 break
-            for step, into in zip(steps, taken, strict=True):
-                began = perf_counter_ns()
-                step()
-                into.append(perf_counter_ns() - began)
-        return taken
+            yield from turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +77,11 @@ class AwaitedSubject(Subject):
         return self.runner.run(self._awaited(slice_ms))
 
     async def _awaited(self, slice_ms: float) -> list[list[int]]:
-        steps = list(self.steps.values())
-        taken: list[list[int]] = [[] for _ in steps]
-        until = perf_counter_ns() + slice_ms * 1e6
-        for count in range(MOST):
-            if count >= LEAST and perf_counter_ns() >= until:
-                break
-            for step, into in zip(steps, taken, strict=True):
-                began = perf_counter_ns()
-                await step()
-                into.append(perf_counter_ns() - began)
+        taken: list[list[int]] = [[] for _ in self.steps]
+        for step, into in self._turns(taken, slice_ms):
+            began = perf_counter_ns()
+            await step()
+            into.append(perf_counter_ns() - began)
         return taken
 
 
@@ -104,6 +105,7 @@ class Samples:
         cuts = statistics.quantiles(every, n=100, method="inclusive")
         return {
             "median_us": statistics.median(every),
+            "p90_us": cuts[89],
             "p95_us": cuts[94],
             "p99_us": cuts[98],
             "operations": len(every),
@@ -113,6 +115,14 @@ class Samples:
     def figures(self) -> dict[str, dict[str, Any]]:
         """Return all figures by name."""
         return {name: self.figure(name) for name in self.rounds}
+
+    def ratios(self, comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
+        """Return the ratios of what was measured."""
+        return [
+            each.ratio(self.medians(each.of), self.medians(each.to))
+            for each in comparisons
+            if each.of in self.rounds and each.to in self.rounds
+        ]
 
 
 def measure(subjects: Sequence[Subject], *, rounds: int, slice_ms: float) -> Samples:

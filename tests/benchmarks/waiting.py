@@ -28,7 +28,7 @@ from .candidates import HOT, KEYS, TTL
 from .databases import take
 from .options import Options
 from .proxy import PostgresReader, RedisReader
-from .report import Result, Sheet
+from .report import Result, Sheet, target
 from .wire import led, redis_led
 
 #: What is sent for one wait of `Options.held_seconds`, but for the note that people see.
@@ -52,14 +52,17 @@ def run(options: Options) -> Result:
     called = {"functions": _notifications(options.pairs), "redis": _publications(options.pairs)}
     targets = [
         *(
-            _target(f"{name}: sent for one wait, without the note", _aside(each), MOST_STATEMENTS)
+            target(
+                f"{name}: sent for one wait, without the note", _aside(each),
+                at_most=MOST_STATEMENTS,
+            )
             for name, each in counted.items()
         ),
         *(
-            _target(f"{name}: called out in {options.pairs} pairs", each["called_out"], 0)
+            target(f"{name}: called out in {options.pairs} pairs", each["called_out"], at_most=0)
             for name, each in called.items()
         ),
-    ]
+    ]  # fmt: skip
     return Result(
         {"sent": counted, "called_out": called, "targets": targets},
         [_sent(counted, options.held_seconds), _aims(targets)],
@@ -225,10 +228,6 @@ def _redis_url() -> str:
 
 def _aside(counts: dict[str, int]) -> int:
     return sum(number for kind, number in counts.items() if kind != "note")
-
-
-def _target(what: str, measured: int, at_most: int) -> dict[str, Any]:
-    return {"what": what, "measured": measured, "at_most": at_most, "met": measured <= at_most}
 
 
 def _sent(counted: dict[str, dict[str, int]], seconds: float) -> Sheet:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +15,10 @@ from typing import Any, Self
 from django.conf import settings
 
 from django_distlock.inspection import get_by_key
-from tests.integration.projects import ROOT, Project
+from tests.fork_server import Forked
+from tests.integration.projects import Project
+
+from . import programs
 
 #: Seconds for what processes do on a machine with much else to do.
 PATIENCE = 60
@@ -85,11 +86,6 @@ class Site:
         quiet = ("--without-gossip", "--without-mingle", "--without-heartbeat", "-c", "1")
         return self._start("worker", "-n", name, "-l", "INFO", *quiet, *arguments, **environment)
 
-    def run(self, target: str) -> Program:
-        """Start `module:function` of the tests in the project."""
-        code = "import sys; from tests.processes import main; main(sys.argv[1], '[]')"
-        return self._started([sys.executable, "-c", code, target], {})
-
     def ran(self) -> list[dict[str, Any]]:
         """Return what workers have run so far, in the order in which it was sent."""
         with suppress(FileNotFoundError):
@@ -121,10 +117,6 @@ class Site:
         time.sleep(((1 + part - now % 1) % 1) * self.every)
 
     def _start(self, *arguments: str, **environment: str) -> Program:
-        command = [sys.executable, "-m", "celery", "-A", "tests.celery.beat_project"]
-        return self._started([*command, *arguments], environment)
-
-    def _started(self, command: list[str], environment: dict[str, str]) -> Program:
         self._number += 1
         # Development mode counts what Celery leaves open.
         more = {
@@ -133,25 +125,18 @@ class Site:
             "PYTHONWARNINGS": "",
             **environment,
         }
-        return Program(command, {**os.environ, **more}, self.home / f"said-{self._number}")
+        log = self.home / f"said-{self._number}"
+        arguments = ("-A", "tests.celery.beat_project", *arguments)
+        return Program(programs.start(arguments, {**os.environ, **more}, log), log)
 
 
 class Program:
     """A running program. Leaving its block kills it, whatever it is doing."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], log: Path):
+    def __init__(self, popen: Forked, log: Path):
         self._log = log
-        with log.open("w") as output:
-            self.popen = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # So that the processes which it starts end with it.
-                start_new_session=True,
-            )
-        self.pid = self.popen.pid
+        self.popen = popen
+        self.pid = popen.pid
 
     def __enter__(self) -> Self:
         return self
@@ -186,9 +171,7 @@ class Program:
 
     def kill(self) -> None:
         """End it at once, and what it has started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self.popen.wait()
+        programs.end(self.popen)
 
     def end(self) -> None:
         """Ask it to end, and wait until it has."""

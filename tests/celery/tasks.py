@@ -91,17 +91,20 @@ for _store in STORES:
         return play(self, key, [])
 
 
-class Classic(LockedTask):
-    """A task that is a class."""
+@shared_task(name="called", bind=True)
+@locked_task(lambda key, steps: f"{key}:called", ttl=LONG)
+def called(self: Any, key: str, steps: Sequence[str]) -> Any:
+    """Play under a key that a function makes."""
+    return play(self, key, steps)
 
-    abstract = True
-    lock = "{key}"
-    lock_options = {"ttl": LONG, "backend": "default"}
 
-
-@shared_task(name="classic", base=Classic, bind=True)
-def classic(self: Any, key: str, steps: Sequence[str] = ()) -> Any:
-    """Play under the lock that the base describes."""
+@shared_task(
+    name="again", bind=True, base=LockedTask, autoretry_for=(ConnectionError,),
+    retry_backoff=False, default_retry_delay=LONG, retry_kwargs={"max_retries": 1},
+)  # fmt: skip
+@locked_task(unique="{key}", ttl=LONG)
+def again(self: Any, key: str, steps: Sequence[str] = ()) -> Any:
+    """Play, and try again if it fails."""
     return play(self, key, steps)
 
 

@@ -14,9 +14,10 @@ import pytest
 from tests.conftest import DECLARED
 from tests.integration.runs import state_of
 from tests.keeper import required
+from tests.processes import spawn
 from tests.redis.servers import restartable
 
-from .beat_processes import GRACE, INTERRUPTED, OURS, Site, eventually, two_beats
+from .beat_processes import GRACE, INTERRUPTED, OURS, PATIENCE, Site, eventually, two_beats
 
 #: How many ticks the drill has; the whole one has 60, 4 s apart.
 TICKS = int(os.environ.get("DISTLOCK_TEST_TICKS", "6"))
@@ -50,7 +51,7 @@ def another_leads(site: Site, pid: int, within: float) -> float:
 
 @both
 def test_each_tick_runs_once_whoever_is_killed(tmp_path: Path, key: str, store: str) -> None:
-    """Two beats and three workers; the leader is killed between two ticks, and again.
+    """Two beats and two workers; the leader is killed between two ticks, and again.
 
     Another one leads within ttl and grace each time.
     """
@@ -60,7 +61,7 @@ def test_each_tick_runs_once_whoever_is_killed(tmp_path: Path, key: str, store: 
     kills = [(TICKS // 3, 0.2), (2 * TICKS // 3, 0.5)]
     took = []
     with ExitStack() as stack:
-        for _ in range(3):
+        for _ in range(2):
             stack.enter_context(site.worker()).says("ready")
         beats = list(stack.enter_context(two_beats(site)))
         for count, part in kills:
@@ -234,7 +235,8 @@ def beat_in_a_thread() -> bool:
 def test_beat_in_a_thread(tmp_path: Path, key: str) -> None:
     """It leads, and gives up when its thread ends, although the process goes on."""
     site = Site(tmp_path, key, "postgres", every=2, ttl=30)
-    with site.worker(), site.run("tests.celery.test_beat:beat_in_a_thread") as process:
-        process.says("result: true")
+    environment = {**site.environment, **site.project._environment()}
+    with site.worker(), spawn("tests.celery.test_beat:beat_in_a_thread", **environment) as process:
+        process.wait_for("result: true", PATIENCE)
         assert site.leader() is None
     assert in_a_row(site.ticks()), site.ticks()

@@ -302,7 +302,9 @@ def test_signal_amid_a_tick_waits_for_its_end(make: Callable[..., DistlockSchedu
 def test_scheduler_to_look_at_asks_no_store(tmp_path: Path, key: str) -> None:
     """What `celery beat` makes for its banner neither locks nor needs a backend."""
     with override_settings(DISTLOCK={}):
-        beat = DistlockScheduler(Celery("x"), schedule_filename=str(tmp_path / "s"), lazy=True)
+        beat = DistlockScheduler(
+            Celery("x", set_as_current=False), schedule_filename=str(tmp_path / "s"), lazy=True
+        )
         assert str(tmp_path) in beat.info
         beat.close()
 

@@ -199,6 +199,7 @@ def test_killed_processes_lose_no_task_and_overlap_in_none(
             assert free, made.taken_keys()
 
 
+@pytest.mark.nightly
 def test_without_locks_the_same_tasks_overlap(home: Path, impatient: Broker, key: str) -> None:
     """The drill can fail: tasks that take no lock are side by side, and the witness sees it."""
     with client_of(impatient) as app:

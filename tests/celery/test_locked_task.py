@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -21,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery, Task, shared_task
+from celery import Celery, Task, _state
 from celery.exceptions import OperationalError
+from django.core.checks import CheckMessage
 from django.db import transaction
 from django.utils.functional import keep_lazy_text
 
@@ -49,33 +49,12 @@ from tests.integration.test_metrics_opentelemetry import Told
 from tests.integration.test_metrics_prometheus import Scraped
 from tests.processes import spawn
 
-from .acting import play
-from .brokers import Broker
-from .crews import Crew
-from .current import current
-from .workers import ROOT, working
+from .workers import ROOT
 
-#: Where workers find the tasks of this file.
+#: Where processes find what they call of this file.
 HERE = "tests.celery.test_locked_task"
 #: What a unique task holds that has the key "7".
 UNIQUE = own_key("unique:7")
-
-
-@shared_task(name="locked.called", bind=True)
-@locked_task(lambda key, steps: f"{key}:called", ttl=300)
-def called(self: Any, key: str, steps: list[str]) -> Any:
-    """Play under a key that a function makes."""
-    return play(self, key, steps)
-
-
-@shared_task(
-    name="locked.again", bind=True, base=LockedTask, autoretry_for=(ConnectionError,),
-    retry_backoff=False, default_retry_delay=300, retry_kwargs={"max_retries": 1},
-)  # fmt: skip
-@locked_task(unique="{key}", ttl=300)
-def again(self: Any, key: str, steps: list[str]) -> Any:
-    """Play, and try again if it fails."""
-    return play(self, key, steps)
 
 
 @pytest.fixture
@@ -555,46 +534,14 @@ print(app.tasks['project.work'].name)
     assert run_python(project, "-c", code) == "project.work\n"
 
 
-# With a worker
-
-
-@pytest.fixture
-def crew(home: Path, broker: Broker, app_of_worker: Celery, stage: Any) -> Iterator[Crew]:
-    """Give a worker that knows the tasks of this file."""
-    settings = {"imports": ["tests.celery.tasks", HERE]}
-    with working(home, broker, settings=settings) as worker:
-        yield Crew(worker=worker, app=app_of_worker, stage=stage, store="default")
-
-
-@pytest.fixture
-def app_of_worker(broker: Broker) -> Iterator[Celery]:
-    """Give an app that sends to the worker."""
-    from .conftest import client_of
-
-    with client_of(broker) as made:
-        yield made
-
-
-def test_dead_child_is_found_by_its_task(crew: Crew) -> None:
-    """Where a function makes the key, the parent finds by the task's id what its child held."""
-    result = crew.app.tasks["locked.called"].apply_async((crew.key, ["wait go"]), **crew.to())
-    child = crew.begun()["pid"]
-    assert crew.is_taken(f"{crew.key}:called")
-    os.kill(child, signal.SIGKILL)
-    assert crew.outcome(result) == "FAILURE"
-    crew.becomes_free(f"{crew.key}:called")
-
-
-def test_unique_key_stays_between_automatic_retries(crew: Crew) -> None:
-    """Also where Celery retries by itself, behind the end of the body."""
-    task = crew.app.tasks["locked.again"]
-    result = task.apply_async((crew.key, ["fail_until 1"]), **crew.to())
-    crew.until(lambda: result.state == "RETRY", "it is queued again")
-    assert crew.is_taken(own_key(f"unique:{crew.key}"))
-    assert task.apply_async((crew.key, []), **crew.to()).id == result.id
-
-
 # Checks
+
+
+def told_of(app: Celery) -> list[CheckMessage]:
+    """Run the checks of tasks, where this app is that of the project."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_state._tls, "current_app", app)
+        return check_tasks(None)
 
 
 def checked(app: Celery, **task: Any) -> list[str]:
@@ -605,8 +552,7 @@ def checked(app: Celery, **task: Any) -> list[str]:
     @locked_task(**{"lock": "work:{number}", **terms})
     def work(number: int) -> None: ...
 
-    with current(app):
-        return [str(each.id) for each in check_tasks(None) if "checked" in each.msg]
+    return [str(each.id) for each in told_of(app) if "checked" in each.msg]
 
 
 @pytest.mark.parametrize(
@@ -665,8 +611,7 @@ def test_attributes_without_their_base(app: Celery) -> None:
         @app.task(shared=False, name=name, **options)
         def work(number: int) -> None: ...
 
-    with current(app):
-        found = [each for each in check_tasks(None) if "described." in each.msg]
+    found = [each for each in told_of(app) if "described." in each.msg]
     assert [(each.id, each.msg.split(" says ")[0]) for each in found] == [
         ("distlock.E401", f"The task described.{name}")
         for name in ("class", "lock", "options", "unique")

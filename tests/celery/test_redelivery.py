@@ -73,18 +73,6 @@ def test_c5_task_that_arrives_while_it_runs_waits(
     crew.becomes_free()
 
 
-@pytest.mark.parametrize("store", ["default"])
-def test_c5_without_a_lock_it_runs_twice_at_once(
-    worker: Worker, sender: Celery, crew_of: Callable[..., Crew]
-) -> None:
-    """What the lock prevents happens without it."""
-    crew = crew_of(worker, sender)
-    crew.signature("plain", "wait go").apply_async()
-    crew.begun(2)
-    assert crew.stage.told("overlapped")
-    crew.stage.open("go")
-
-
 @pytest.mark.parametrize(("store", "name"), [("default", "late"), ("redis", "unique_late")])
 def test_delivery_of_a_run_that_has_ended_runs_nothing(
     home: Path, rabbitmq: Broker, crew_of: Callable[..., Crew], name: str

@@ -28,6 +28,17 @@ def test_c4_killed_child(on_each_store: list[Crew]) -> None:
         assert crew.outcome(result) == "FAILURE"
 
 
+@pytest.mark.parametrize("store", ["default"])
+def test_dead_child_is_found_by_its_task(prefork: Crew) -> None:
+    """Where a function makes the key, the parent finds by the task's id what its child held."""
+    result = prefork.send("called", "wait go")
+    child = prefork.begun()["pid"]
+    assert prefork.is_taken(f"{prefork.key}:called")
+    os.kill(child, signal.SIGKILL)
+    assert prefork.outcome(result) == "FAILURE"
+    prefork.becomes_free(f"{prefork.key}:called")
+
+
 def test_c4_killed_child_of_a_task_that_runs_again(on_each_store: list[Crew]) -> None:
     """The lease of the next run, which has the same task id, is not taken for the dead one."""
     sent = [crew.send("late", "die", "wait go", "check") for crew in on_each_store]

@@ -9,7 +9,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from celery import Celery, chain, chord, shared_task
+from celery import Celery, _state, chain, chord, shared_task
 
 from django_distlock import InvalidArgument, LockNotAcquired, distlock
 from django_distlock.contrib.celery import locked_task
@@ -22,7 +22,6 @@ from tests.contract.locking import held_elsewhere
 
 from .brokers import Broker
 from .crews import Crew
-from .current import current
 from .project import create
 from .workers import working
 
@@ -173,10 +172,11 @@ def test_c7_tasks_sent_by_name_run_one_at_a_time(prefork: Crew, broker: Broker) 
     assert not prefork.is_taken()
 
 
-def test_c10_the_lock_goes_below_the_task() -> None:
+def test_c10_the_lock_goes_below_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """Around a task, where it would guard the sending alone, it is refused at once."""
     app = create({})
-    with current(app), pytest.raises(InvalidArgument, match="below"):
+    monkeypatch.setattr(_state._tls, "current_app", app)
+    with pytest.raises(InvalidArgument, match="below"):
 
         @locked_task("wrong:{key}")
         @shared_task(name="wrong order")
@@ -198,19 +198,6 @@ def test_c10_each_automatic_retry_is_locked_anew(prefork: Crew) -> None:
     assert [each["lease"] for each in runs] == [prefork.key] * 3
     fences = [each["fence"] for each in runs]
     assert fences == sorted(set(fences))
-
-
-@pytest.mark.parametrize("store", ["default"])
-def test_c10_classes_describe_their_lock(prefork: Crew) -> None:
-    """The base class alone makes a task run under a lock."""
-    classic = prefork.task("classic").si(prefork.key, ["wait go"]).set(**prefork.to())
-    first, second = classic.apply_async(), classic.apply_async()
-    prefork.begun()
-    prefork.until(lambda: "SUCCESS" in (first.state, second.state), "one was skipped")
-    prefork.stage.open("go")
-    assert [prefork.outcome(each) for each in (first, second)] == ["SUCCESS"] * 2
-    assert sum(marker(prefork, each.result) for each in (first, second)) == 1
-    assert len(prefork.stage.told("began")) == 1
 
 
 def test_c14_waiting_in_a_slot_is_bounded(

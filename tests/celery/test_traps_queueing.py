@@ -68,6 +68,15 @@ def test_unique_task_retries_itself(prefork: Crew) -> None:
     assert prefork.send("unique").id == result.id
 
 
+@pytest.mark.parametrize("store", ["default"])
+def test_unique_key_stays_between_automatic_retries(prefork: Crew) -> None:
+    """Also where Celery retries by itself, behind the end of the body."""
+    result = prefork.send("again", "fail_until 1")
+    prefork.until(lambda: result.state == "RETRY", "it is queued again")
+    assert prefork.is_taken(unique_key(prefork))
+    assert prefork.send("again").id == result.id
+
+
 @pytest.mark.parametrize("is_revoked", [True, False], ids=["revoked", "expired"])
 def test_unique_task_that_is_thrown_away_can_be_sent_again(
     prefork: Crew, *, is_revoked: bool

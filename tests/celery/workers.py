@@ -9,22 +9,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from django.db import connections
 
 from tests.contract.helpers import PATIENCE
+from tests.fork_server import Forked
 from tests.integration.runs import children_of
 from tests.setups.servers import LIMITED
 
+from . import programs
 from .brokers import Broker
 
 ROOT = Path(__file__).parents[2]
-#: No worker outlives its test by more, should the test itself be killed.
-LIFETIME_SECONDS = 600
 
 
 class Worker:
@@ -35,7 +35,7 @@ class Worker:
         name: What it is called among the workers of a broker.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], queue: str, name: str, log: Path):
+    def __init__(self, process: Forked | subprocess.Popen[bytes], queue: str, name: str, log: Path):
         self.process = process
         self.queue = queue
         self.name = name
@@ -69,10 +69,7 @@ class Worker:
 
     def kill(self) -> None:
         """Kill it with all of its children, as a machine that fails does."""
-        # They are in the session that it began.
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self.process.wait()
+        programs.end(self.process)
 
 
 @contextmanager
@@ -112,37 +109,47 @@ def start_worker(
     queue = queue or name
     log = home / f"{name}.log"
     configured = {**broker.settings, **(settings or {})}
+    arguments = [
+        "-A", "tests.celery.project", "worker",
+        "--pool", pool, "--concurrency", str(slots), "--queues", queue,
+        "--hostname", f"{name}@tests", "--loglevel", "INFO",
+        "--without-gossip", "--without-mingle", "--without-heartbeat",
+    ]  # fmt: skip
+    variables = {
+        **os.environ,
+        "DJANGO_SETTINGS_MODULE": "tests.settings",
+        "DISTLOCK_TEST_DATABASES": json.dumps(
+            {"default": str(connections["default"].settings_dict["NAME"])}
+        ),
+        "DISTLOCK_TEST_CELERY": json.dumps(configured),
+        "DISTLOCK_TEST_STAGE": str(home),
+        "DISTLOCK_TEST_READY": str(home / f"{name}.ready"),
+        "PYTHONPATH": str(ROOT),
+        # What a killed child leaves open is not ours to close.
+        "PYTHONDEVMODE": "",
+        "PYTHONUNBUFFERED": "1",
+        **(environment or {}),
+    }
+    # Greenlets come before all else that is imported.
+    start = _start_anew if pool == "gevent" else programs.start
+    return Worker(start(arguments, variables, log), queue, name, log)
+
+
+def _start_anew(
+    arguments: Sequence[str], environment: dict[str, str], log: Path
+) -> subprocess.Popen[bytes]:
+    """Start `celery` in an interpreter of its own."""
+    limited = [sys.executable, "-c", LIMITED, str(programs.LIFETIME_SECONDS)]
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [
-                sys.executable, "-c", LIMITED, str(LIFETIME_SECONDS),
-                sys.executable, "-m", "celery", "-A", "tests.celery.project", "worker",
-                "--pool", pool, "--concurrency", str(slots), "--queues", queue,
-                "--hostname", f"{name}@tests", "--loglevel", "INFO",
-                "--without-gossip", "--without-mingle", "--without-heartbeat",
-            ],
+        return subprocess.Popen(
+            [*limited, sys.executable, "-m", "celery", *arguments],
             cwd=ROOT,
-            env={
-                **os.environ,
-                "DJANGO_SETTINGS_MODULE": "tests.settings",
-                "DISTLOCK_TEST_DATABASES": json.dumps(
-                    {"default": str(connections["default"].settings_dict["NAME"])}
-                ),
-                "DISTLOCK_TEST_CELERY": json.dumps(configured),
-                "DISTLOCK_TEST_STAGE": str(home),
-                "DISTLOCK_TEST_READY": str(home / f"{name}.ready"),
-                "PYTHONPATH": str(ROOT),
-                # What a killed child leaves open is not ours to close.
-                "PYTHONDEVMODE": "",
-                "PYTHONUNBUFFERED": "1",
-                **(environment or {}),
-            },
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
-        )  # fmt: skip
-    return Worker(process, queue, name, log)
+        )
 
 
 def wait_until_ready(home: Path, *workers: Worker) -> None:

@@ -7,24 +7,24 @@ from collections.abc import Iterator
 import pytest
 
 from .browsers import Browser, browsing
-from .dashboards import PASSWORD, TOKEN, USERS
-from .shops import Shop
+from .dashboards import PASSWORD, TOKEN, USERS, Dashboard
 
 
 @pytest.fixture(scope="package")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
     """Give the example with an operator and a viewer."""
     folder = tmp_path_factory.mktemp("shop")
-    shop = Shop(DATABASE_URL="", SHOP_DATA_DIR=str(folder), SHOP_MONITOR_TOKEN=TOKEN)
+    shop = Dashboard(DATABASE_URL="", SHOP_DATA_DIR=str(folder), SHOP_MONITOR_TOKEN=TOKEN)
     shop.run("migrate_all")
     with shop.start("-c", USERS) as making:
         said = making.communicate(timeout=100)[0]
     assert making.returncode == 0, said
-    return shop
+    with shop.holding():
+        yield shop
 
 
 @pytest.fixture(scope="package")
-def window(shop: Shop) -> Iterator[Browser]:
+def window(shop: Dashboard) -> Iterator[Browser]:
     """Open a browser."""
     with shop.serve() as site, browsing(site.address) as browser:
         yield browser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,11 +22,62 @@ User.objects.create_superuser("ada", password="only for the tests")
 viewer = User.objects.create_user("vic", password="only for the tests", is_staff=True)
 viewer.user_permissions.set(Permission.objects.filter(codename="view_heldlock"))
 """
+#: Holds keys for tests, one after the other: a key and a ttl in each line; 0: give it back.
+HOLDER = """
+import json, sys, django
+django.setup()
+from django_distlock import distlock
+leases = {}
+for line in sys.stdin:
+    key, ttl = json.loads(line)
+    if ttl:
+        leases[key] = distlock(key, ttl=ttl).acquire()
+    else:
+        leases.pop(key).release()
+    print("done", flush=True)
+"""
+
+
+class Dashboard(Shop):
+    """The example, and a process that holds keys for the tests."""
+
+    holder: subprocess.Popen[str]
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Run that process."""
+        with self.start("-c", HOLDER) as self.holder:
+            yield
+            self.holder.communicate(timeout=60)
+
+    def hold(self, key: str, ttl: int) -> None:
+        """Let it hold a key; 0: give it back."""
+        assert self.holder.stdin
+        assert self.holder.stdout
+        self.holder.stdin.write(f"{json.dumps([key, ttl])}\n")
+        self.holder.stdin.flush()
+        said: list[str] = []
+        # Beside what is logged, such as a lease that was lost.
+        while not said or said[-1] != "done\n":
+            said.append(self.holder.stdout.readline())
+            assert said[-1], said
 
 
 @contextmanager
-def held(shop: Shop, *keys: str, ttl: int = 60) -> Iterator[list[subprocess.Popen[str]]]:
-    """Let programs hold keys."""
+def held(shop: Dashboard, *keys: str, ttl: int = 60) -> Iterator[None]:
+    """Let somebody hold keys."""
+    for key in keys:
+        shop.hold(key, ttl)
+    try:
+        yield
+    finally:
+        for key in keys:
+            shop.hold(key, 0)
+
+
+@contextmanager
+def leashed(shop: Shop, *keys: str, ttl: int = 60) -> Iterator[list[subprocess.Popen[str]]]:
+    """Let programs run under keys."""
     started = []
     try:
         for key in keys:

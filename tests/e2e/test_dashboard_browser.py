@@ -11,8 +11,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from .browsers import Browser
-from .dashboards import PASSWORD, TOKEN, held, pause, row, show
-from .shops import Shop
+from .dashboards import PASSWORD, TOKEN, Dashboard, held, leashed, pause, row, show
 
 HOSTILE = "<script>document.title = 'taken'</script>"
 
@@ -25,7 +24,7 @@ def refreshes(browser: Browser) -> int:
     return found
 
 
-def test_countdown_moves_by_itself(shop: Shop, browser: Browser) -> None:
+def test_countdown_moves_by_itself(shop: Dashboard, browser: Browser) -> None:
     """Without an answer of the server; and stands still where the page does."""
     with held(shop, "counted", ttl=600):
         show(browser, "counted")
@@ -44,7 +43,7 @@ def test_countdown_moves_by_itself(shop: Shop, browser: Browser) -> None:
         assert left() == before
 
 
-def test_refresh_patches_rows(shop: Shop, browser: Browser) -> None:
+def test_refresh_patches_rows(shop: Dashboard, browser: Browser) -> None:
     """What comes and goes is seen; what was chosen, and what has the focus, stays so."""
     with held(shop, "stays"):
         show(browser, "stays")
@@ -62,7 +61,7 @@ def test_refresh_patches_rows(shop: Shop, browser: Browser) -> None:
     assert browser.complaints() == []
 
 
-def test_hidden_page_asks_nothing(shop: Shop, browser: Browser) -> None:
+def test_hidden_page_asks_nothing(shop: Dashboard, browser: Browser) -> None:
     """And catches up once it is seen again."""
     show(browser)
     browser.until(lambda: refreshes(browser) >= 1)
@@ -77,9 +76,9 @@ def test_hidden_page_asks_nothing(shop: Shop, browser: Browser) -> None:
     browser.until(lambda: refreshes(browser) > asked)
 
 
-def test_key_is_taken_with_a_reason_and_audited(shop: Shop, browser: Browser) -> None:
+def test_key_is_taken_with_a_reason_and_audited(shop: Dashboard, browser: Browser) -> None:
     """By the pages alone: the second one asks why, and the events keep it."""
-    with held(shop, "stuck") as (holder,):
+    with leashed(shop, "stuck") as (holder,):
         show(browser, "stuck")
         fence = browser.text(f"{row('stuck')} td[data-label=Fence]")
         browser.one(f"{row('stuck')} a").click()
@@ -105,7 +104,7 @@ def _again(browser: Browser, selector: str) -> str:
     return browser.text(selector)
 
 
-def test_reason_cannot_be_left_out(shop: Shop, browser: Browser) -> None:
+def test_reason_cannot_be_left_out(shop: Dashboard, browser: Browser) -> None:
     """The browser says so, and so does the server."""
     with held(shop, "kept"):
         show(browser, "kept")
@@ -120,7 +119,7 @@ def test_reason_cannot_be_left_out(shop: Shop, browser: Browser) -> None:
         show(browser, "kept")
 
 
-def test_viewer_cannot_take_a_key(shop: Shop, window: Browser) -> None:
+def test_viewer_cannot_take_a_key(shop: Dashboard, window: Browser) -> None:
     """No button, and no form that a script makes up is taken."""
     with held(shop, "safe"):
         window.log_in("vic", PASSWORD)
@@ -140,7 +139,7 @@ def test_viewer_cannot_take_a_key(shop: Shop, window: Browser) -> None:
         show(window, "safe")
 
 
-def test_everything_but_the_refresh_works_without_script(shop: Shop, browser: Browser) -> None:
+def test_everything_but_the_refresh_works_without_script(shop: Dashboard, browser: Browser) -> None:
     """The list, its filter, the page of a key, and what may be done to it."""
     with held(shop, "plain", "other"), browser.no_script():
         show(browser, "plain", "other")
@@ -155,7 +154,7 @@ def test_everything_but_the_refresh_works_without_script(shop: Shop, browser: Br
         assert "asked to finish" in browser.text(".distlock-facts")
 
 
-def test_hostile_key_is_text(shop: Shop, browser: Browser) -> None:
+def test_hostile_key_is_text(shop: Dashboard, browser: Browser) -> None:
     """On every page, also where a refresh has put it there."""
     show(browser)
     with held(shop, HOSTILE):
@@ -181,7 +180,7 @@ def test_hostile_key_is_text(shop: Shop, browser: Browser) -> None:
     assert browser.complaints() == []
 
 
-def test_dark_mode_is_dark(shop: Shop, browser: Browser) -> None:
+def test_dark_mode_is_dark(shop: Dashboard, browser: Browser) -> None:
     """By the colours of the admin: the cards are darker than what is written on them."""
     light = "getComputedStyle(document.querySelector('.distlock-cards a'))"
     colours = f"[{light}.backgroundColor, {light}.color].map(c => c.match(/\\d+/g)[0] * 1)"
@@ -194,7 +193,7 @@ def test_dark_mode_is_dark(shop: Shop, browser: Browser) -> None:
         assert below < on_it
 
 
-def test_phone_shows_all_of_it(shop: Shop, browser: Browser) -> None:
+def test_phone_shows_all_of_it(shop: Dashboard, browser: Browser) -> None:
     """Nothing is wider than the screen, and each number says what it is."""
     with held(shop, "k" * 512), browser.phone():
         show(browser, "k" * 512)
@@ -205,7 +204,7 @@ def test_phone_shows_all_of_it(shop: Shop, browser: Browser) -> None:
         assert "Fence" in browser.ask(f"{label}.content")
 
 
-def test_programs_ask_with_a_token(shop: Shop, window: Browser) -> None:
+def test_programs_ask_with_a_token(shop: Dashboard, window: Browser) -> None:
     """The endpoints of the example: its staff see them in the browser, a stranger sees nothing."""
     address = f"{window.address}/locks/health"
     with pytest.raises(HTTPError, match="401"):
@@ -262,7 +261,7 @@ for minute in range(58):
 """
 if FOLDER:
 
-    def test_screenshots(shop: Shop, browser: Browser) -> None:
+    def test_screenshots(shop: Dashboard, browser: Browser) -> None:
         """Those of the documentation, made anew."""
         with shop.start("-c", AFTERNOON) as staging:
             said = staging.communicate(timeout=100)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,8 +10,7 @@ from threading import Thread
 import pytest
 
 from .browsers import Browser
-from .dashboards import LOCKS, held, row, show
-from .shops import Shop
+from .dashboards import LOCKS, Dashboard, held, row, show
 
 #: Posts a form from the page that is open.
 POST = """
@@ -60,11 +58,10 @@ def stranger() -> Iterator[int]:
             thread.join()
 
 
-def is_unharmed(browser: Browser, key: str, fence: str, holder: subprocess.Popen[str]) -> None:
+def is_unharmed(browser: Browser, key: str, fence: str) -> None:
     """See that a key is still held under the same fence, and that nobody is said to have acted."""
     show(browser, key)
     assert browser.text(f"{row(key)} td[data-label=Fence]") == fence
-    assert holder.poll() is None
     browser.open(f"/admin/django_distlock/lockevent/?q={key}")
     assert "0 lock events" in browser.text("#changelist")
 
@@ -74,11 +71,11 @@ def is_unharmed(browser: Browser, key: str, fence: str, holder: subprocess.Popen
     [("token", "CSRF token from POST incorrect."), ("cookie", "CSRF cookie not set.")],
 )
 def test_form_without_its_token_is_refused(
-    shop: Shop, browser: Browser, spoilt: str, why: str
+    shop: Dashboard, browser: Browser, spoilt: str, why: str
 ) -> None:
     """Where another one is in the form, and where the cookie is gone: nothing is changed."""
     key = f"spoilt-{spoilt}"
-    with held(shop, key) as (holder,):
+    with held(shop, key):
         show(browser, key)
         fence = browser.text(f"{row(key)} td[data-label=Fence]")
         browser.one(f"{row(key)} a").click()
@@ -91,17 +88,17 @@ def test_form_without_its_token_is_refused(
         browser.one("input[type=submit].grave").click()
         browser.until(lambda: browser.status() == 403)
         assert why in browser.text()
-        is_unharmed(browser, key, fence, holder)
+        is_unharmed(browser, key, fence)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_form_of_another_origin_is_refused(shop: Shop, browser: Browser, host: str) -> None:
+def test_form_of_another_origin_is_refused(shop: Dashboard, browser: Browser, host: str) -> None:
     """Even with the right token; the same form of a page of ours is taken.
 
     The browser takes another port for the same site, and sends the cookies; not so another name.
     """
     key = f"wanted-from-{host}"
-    with stranger() as port, held(shop, key) as (holder,):
+    with stranger() as port, held(shop, key):
         show(browser, key)
         fence = browser.text(f"{row(key)} td[data-label=Fence]")
         form = {
@@ -115,7 +112,7 @@ def test_form_of_another_origin_is_refused(shop: Shop, browser: Browser, host: s
         browser.driver.execute_script(POST, f"{browser.address}{LOCKS}operate/", form)
         browser.until(lambda: browser.status() == 403)
         assert f"http://{host}:{port} does not match any trusted origins" in browser.text()
-        is_unharmed(browser, key, fence, holder)
+        is_unharmed(browser, key, fence)
         show(browser, key)
         browser.driver.execute_script(POST, f"{browser.address}{LOCKS}operate/", form)
         browser.until(lambda: "1 key." in browser.text(".messagelist"))

@@ -11,8 +11,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from .browsers import Browser
-from .dashboards import held, row, show
-from .shops import Shop
+from .dashboards import Dashboard, held, leashed, row, show
 
 #: More stops than any of the pages has, those of the admin around it included.
 MOST = 200
@@ -152,7 +151,7 @@ def open_operation(browser: Browser) -> None:
     ],
 )
 def test_tab_goes_through_the_page(
-    shop: Shop, browser: Browser, opened: Callable[[Browser], None], among: list[str]
+    shop: Dashboard, browser: Browser, opened: Callable[[Browser], None], among: list[str]
 ) -> None:
     """In its order, forth and back, in and out; what has the focus is seen, also in the dark."""
     with held(shop, "typed", ttl=600):
@@ -180,9 +179,9 @@ def test_tab_goes_through_the_page(
     assert unnamed == []
 
 
-def test_key_is_taken_by_the_keyboard_alone(shop: Shop, browser: Browser) -> None:
+def test_key_is_taken_by_the_keyboard_alone(shop: Dashboard, browser: Browser) -> None:
     """Chosen by Space, begun and confirmed by Enter; and no other key is."""
-    with held(shop, "typed", "untouched") as (holder, other):
+    with leashed(shop, "typed", "untouched") as (holder, other):
         show(browser, "typed", "untouched")
         go_to(browser, f"{row('typed')} input")
         browser.press(Keys.SPACE)

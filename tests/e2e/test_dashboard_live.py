@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 from .browsers import Browser
-from .dashboards import LOCKS, held, row, show
-from .shops import Shop
+from .dashboards import LOCKS, Dashboard, held, row, show
 
 # What a page of another program looks like, such as that of a single sign-on.
 ANOTHER = "<!DOCTYPE html><title>Log in</title><p>Who are you?"
@@ -19,7 +18,7 @@ def answer_with(browser: Browser, body: str) -> None:
     )
 
 
-def test_focus_stays_when_rows_above_go(shop: Shop, browser: Browser) -> None:
+def test_focus_stays_when_rows_above_go(shop: Dashboard, browser: Browser) -> None:
     """On a link and on a checkbox; and where its own row goes, it stays in the table."""
     with held(shop, "focus:3"):
         with held(shop, "focus:2"):
@@ -36,7 +35,7 @@ def test_focus_stays_when_rows_above_go(shop: Shop, browser: Browser) -> None:
         assert browser.every(row("focus:3"))
 
 
-def test_another_page_is_no_refresh(shop: Shop, browser: Browser) -> None:
+def test_another_page_is_no_refresh(shop: Dashboard, browser: Browser) -> None:
     """What is shown is not called live any more, and nothing of it counts down."""
     with held(shop, "shown"):
         show(browser, "shown")
@@ -47,7 +46,7 @@ def test_another_page_is_no_refresh(shop: Shop, browser: Browser) -> None:
         assert browser.text(f"{row('shown')} .left .text") == before
 
 
-def test_end_of_the_session_is_told_once(shop: Shop, browser: Browser) -> None:
+def test_end_of_the_session_is_told_once(shop: Dashboard, browser: Browser) -> None:
     """The page asks no more, and says what to do."""
     show(browser)
     browser.driver.delete_all_cookies()
@@ -58,7 +57,7 @@ def test_end_of_the_session_is_told_once(shop: Shop, browser: Browser) -> None:
     assert browser.ask(asked) == before
 
 
-def test_all_of_a_page_are_chosen_at_once(shop: Shop, browser: Browser) -> None:
+def test_all_of_a_page_are_chosen_at_once(shop: Dashboard, browser: Browser) -> None:
     """By one box, which is there where scripts are."""
     with held(shop, "all:1", "all:2"):
         show(browser, "all:1", "all:2")
@@ -67,7 +66,7 @@ def test_all_of_a_page_are_chosen_at_once(shop: Shop, browser: Browser) -> None:
             assert browser.one(f"{row(key)} input").is_selected()
 
 
-def test_key_page_does_not_cry_wolf(shop: Shop, browser: Browser) -> None:
+def test_key_page_does_not_cry_wolf(shop: Dashboard, browser: Browser) -> None:
     """It is not fed: at the end of a lease that is renewed, it says that it does not know."""
     with held(shop, "renewed", ttl=2):
         show(browser, "renewed")
@@ -75,7 +74,7 @@ def test_key_page_does_not_cry_wolf(shop: Shop, browser: Browser) -> None:
         browser.until(lambda: "reload the page" in browser.text(".left"))
 
 
-def test_any_key_can_be_opened(shop: Shop, browser: Browser) -> None:
+def test_any_key_can_be_opened(shop: Dashboard, browser: Browser) -> None:
     """Also one that nobody holds, and its pause begins and ends there."""
     browser.open(LOCKS)
     browser.one("#open-key").send_keys("nobody holds:it")

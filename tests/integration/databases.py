@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from django.db.migrations.recorder import MigrationRecorder
 from django_distlock import distlock
 from tests import services
 from tests.conftest import DECLARED
-from tests.contract.aliases import locks_on
+from tests.contract.aliases import alias_like, locks_on
 
 APP = "django_distlock"
 FUNCTIONS = {
@@ -117,6 +118,32 @@ def ask(using: str, statement: str, *arguments: Any) -> list[Any]:
     with connections[using].cursor() as cursor:
         cursor.execute(statement, arguments or None)
         return list(cursor.fetchall()) if cursor.description else []
+
+
+@contextmanager
+def role(using: str, *granted: str) -> Iterator[str]:
+    """Make an account of a database; give an alias that logs in as it.
+
+    Args:
+        granted: What it is granted, as the manual says it: to `shop_app`, in the database `shop`.
+    """
+    connection = connections[using]
+    name, database = f"app_{secrets.token_hex(4)}", connection.settings_dict["NAME"]
+    on_mysql = connection.vendor == "mysql"
+    password = "only for tests" if on_mysql else ""
+    ask(using, f"CREATE USER {name} IDENTIFIED BY '{password}'" if on_mysql else
+        f"CREATE ROLE {name} LOGIN")  # fmt: skip
+    try:
+        for statement in "".join(granted).split(";"):
+            if statement.strip():
+                said = re.sub(r"\bshop_(app|ops)\b", name, statement)
+                ask(using, said.replace(" shop.", f" {database}."))
+        with alias_like(using, USER=name, PASSWORD=password) as limited:
+            yield limited
+    finally:
+        if not on_mysql:
+            ask(using, f"DROP OWNED BY {name}")
+        ask(using, f"DROP {'USER' if on_mysql else 'ROLE'} {name}")
 
 
 @contextmanager

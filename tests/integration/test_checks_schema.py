@@ -16,7 +16,7 @@ from django_distlock.database.sql import FUNCTIONS, fence_guard_name, function_n
 from tests.contract.aliases import alias_like, locks_on
 from tests.salted import SALT
 
-from .databases import APP, TRIGGER, ask, forget_migration, migrate
+from .databases import APP, TRIGGER, ask, forget_migration, migrate, role
 from .projects import Project
 from .test_checks import HASTY
 
@@ -81,16 +81,10 @@ def test_migrations_of_others_that_cannot_be_loaded(
 def test_account_that_may_not_read_what_was_applied(postgresql: str) -> None:
     """Where nothing tells, nothing is said to be missing."""
     migrate(postgresql)
-    role = f"locks_{secrets.token_hex(4)}"
-    ask(postgresql, f"CREATE ROLE {role} LOGIN")
-    try:
-        with alias_like(postgresql, USER=role, PASSWORD="") as limited:
-            assert "may not read the table" in found(limited)["distlock.W107"]
-            ask(postgresql, f"GRANT SELECT ON {SALT} TO {role}")
-            assert found(limited) == {}
-    finally:
-        ask(postgresql, f"DROP OWNED BY {role}")
-        ask(postgresql, f"DROP ROLE {role}")
+    with role(postgresql) as limited:
+        assert "may not read the table" in found(limited)["distlock.W107"]
+        ask(postgresql, f"GRANT SELECT ON {SALT} TO {connections[limited].settings_dict['USER']}")
+        assert found(limited) == {}
 
 
 # Functions, and the trigger that keeps the counters
@@ -162,8 +156,8 @@ def test_schema_where_others_may_create(postgresql: str) -> None:
     ask(postgresql, "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
     assert found(postgresql) == {}
     stranger, group, owner = (f"role_{each}_{secrets.token_hex(4)}" for each in "sgo")
-    for role in (group, f"{stranger} LOGIN IN ROLE {group}", f"{owner} LOGIN IN ROLE {group}"):
-        ask(postgresql, f"CREATE ROLE {role}")
+    for made in (group, f"{stranger} LOGIN IN ROLE {group}", f"{owner} LOGIN IN ROLE {group}"):
+        ask(postgresql, f"CREATE ROLE {made}")
     try:
         ask(postgresql, f"ALTER TABLE {FENCES} OWNER TO {owner}")
         assert found(postgresql) == {}
@@ -197,16 +191,9 @@ def test_role_without_the_language(postgresql: str) -> None:
     """Where PL/pgSQL may not be used, as the migration allows for, the trigger is not missed."""
     migrate(postgresql)
     ask(postgresql, f"DROP TRIGGER {TRIGGER} ON {FENCES}")
-    role = f"locks_{secrets.token_hex(4)}"
-    ask(postgresql, f"CREATE ROLE {role} LOGIN")
-    ask(postgresql, f"GRANT SELECT ON {SALT} TO {role}")
     ask(postgresql, "REVOKE USAGE ON LANGUAGE plpgsql FROM PUBLIC")
-    try:
-        with alias_like(postgresql, USER=role, PASSWORD="") as limited:
-            assert found(limited, server_functions=False) == {}
-    finally:
-        ask(postgresql, f"DROP OWNED BY {role}")
-        ask(postgresql, f"DROP ROLE {role}")
+    with role(postgresql, f"GRANT SELECT ON {SALT} TO shop_app") as limited:
+        assert found(limited, server_functions=False) == {}
 
 
 # Indexes and constraints

@@ -17,7 +17,7 @@ from django.test import override_settings
 
 from tests.contract.aliases import alias_like
 
-from .databases import ask, ask_mysql
+from .databases import ask, role
 from .enforcing import assert_enforced, triggers
 from .test_checks_servers import Rows
 
@@ -142,19 +142,12 @@ def test_odd_names_of_tables(shop: Path, empty: str, table: str) -> None:
 def test_account_that_may_not_see_triggers(shop: Path, mysql: str) -> None:
     """Refused a look at it, the check does not say that it is missing; but that it has gone."""
     migrate(mysql)
-    name = connections[mysql].settings_dict["NAME"]
-    user = f"u_{name[-12:]}"
-    ask_mysql(f"CREATE USER {user} IDENTIFIED BY 'only for tests'")
-    ask_mysql(f"GRANT SELECT, UPDATE ON {name}.* TO {user}")
-    try:
-        with alias_like(mysql, USER=user, PASSWORD="only for tests") as limited:
-            with pytest.raises(OperationalError, match="denied"):
-                ask(limited, f"SHOW CREATE TRIGGER {next(iter(triggers(mysql)))}")
-            assert found(limited) == []
-            drop(mysql)
-            assert len(found(limited)) == 1
-    finally:
-        ask_mysql(f"DROP USER {user}")
+    with role(mysql, "GRANT SELECT, UPDATE ON shop.* TO shop_app") as limited:
+        with pytest.raises(OperationalError, match="denied"):
+            ask(limited, f"SHOW CREATE TRIGGER {next(iter(triggers(mysql)))}")
+        assert found(limited) == []
+        drop(mysql)
+        assert len(found(limited)) == 1
 
 
 class Elsewhere:

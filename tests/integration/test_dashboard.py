@@ -26,6 +26,7 @@ from tests.backends import BACKENDS, REDIS
 
 from .admin_settings import LOCKS
 from .databases import here
+from .operating import DEAD
 
 SEEN = [each for each in BACKENDS.values() if each.store not in ("memory", "session")]
 
@@ -245,7 +246,7 @@ def test_backend_that_is_down_is_told(browser: Client, key: str) -> None:
     """Its error is on the page, beside what the others hold, and which nobody sees all of."""
     take("postgres", key)
     down = {
-        "down": {"BACKEND": REDIS, "OPTIONS": {"url": "redis://127.0.0.1:1"}},
+        "down": DEAD,
         "wrong": {"BACKEND": REDIS, "OPTIONS": {"unheard_of": 1}},
     }
     seen = {each: settings.DISTLOCK[each] for each in ("postgres", "memory")}

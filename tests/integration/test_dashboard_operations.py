@@ -16,12 +16,11 @@ from django_distlock import lock_backends
 from django_distlock.core.wording import printable
 from django_distlock.inspection import Operation
 from django_distlock.models import FenceCounter, LockEvent
-from tests.backends import REDIS
 from tests.contract.helpers import held
 
 from .admin_settings import LOCKS
 from .admin_site import browser_of, user_who_may
-from .operating import event_of, no_event_of, other_guard
+from .operating import DEAD, event_of, no_event_of, other_guard
 from .test_dashboard import HOSTILE, take
 
 OPERATE = f"{LOCKS}operate/"
@@ -138,8 +137,7 @@ def test_hostile_keys_are_text_in_messages(browser: Client) -> None:
     shown, targets = [*map(printable, HOSTILE.values())], [*map(quote, HOSTILE.values())]
     answer = browser.post(OPERATE, confirmed(Operation.RESUME, *targets), follow=True)
     nothing = readable(answer.content.decode())
-    down = {"BACKEND": REDIS, "OPTIONS": {"url": "redis://127.0.0.1:1"}}
-    with override_settings(DISTLOCK={"postgres": down}):
+    with override_settings(DISTLOCK={"postgres": DEAD}):
         answer = browser.post(OPERATE, form(Operation.PAUSE, *targets))
         asked = readable(answer.content.decode())
         answer = browser.post(OPERATE, confirmed(Operation.PAUSE, *targets), follow=True)

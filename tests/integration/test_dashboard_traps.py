@@ -26,14 +26,10 @@ from tests.redis_servers import private_redis
 
 from .admin_settings import LOCKS
 from .admin_site import browser_of, user_who_may
-from .operating import PATIENCE, no_event_of
+from .operating import DEAD, PATIENCE, no_event_of
 from .test_dashboard import key_page, page, take
 from .test_dashboard_operations import OPERATE, confirmed, form
 
-DOWN = {
-    "BACKEND": settings.DISTLOCK["redis"]["BACKEND"],
-    "OPTIONS": {"url": "redis://127.0.0.1:1"},
-}
 BROKEN = {
     "unset": {"BACKEND": settings.DISTLOCK["default"]["BACKEND"], "TTL": -1},
     "nowhere": {
@@ -138,7 +134,7 @@ def test_lease_that_nobody_gave_back_is_counted_and_named(
 def test_outage_is_the_first_thing(browser: Client) -> None:
     """In front of all else, in red; with none that answers, each number of locks is a dash."""
     for live in ({}, {"live": "1"}):
-        with override_settings(DISTLOCK={"broken": DOWN}):
+        with override_settings(DISTLOCK={"broken": DEAD}):
             text = page(browser, **live)
         begin = text.index('role="alert"')
         assert begin < text.index('data-part="cards"')
@@ -170,7 +166,7 @@ def test_lost_data_is_said_above_all_else(browser: Client) -> None:
 def test_outage_of_one_makes_sums_the_least(browser: Client, key: str) -> None:
     """Of the others, as far as is known."""
     take("postgres", key)
-    both = {"broken": DOWN, "postgres": settings.DISTLOCK["postgres"]}
+    both = {"broken": DEAD, "postgres": settings.DISTLOCK["postgres"]}
     with override_settings(DISTLOCK=both):
         text = page(browser, begins=key)
     assert re.search(r"<strong>≥ \d+</strong> <span>Held</span>", text)

@@ -27,13 +27,12 @@ from tests.contract.locking import eventually, held_elsewhere
 from tests.services import NO_MARIADB, private_redis
 from tests.settings import REDIS_BACKEND
 
-from .operating import run
+from .operating import DEAD, run
 from .projects import PATIENCE, ROOT, Project
 from .runs import hear_signals
 
 SMALL = ("--seconds=0.1", "--rounds=3")
 KEYS = {RUN, PAIR, HAND_OFF}
-DEAD = {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": "redis://127.0.0.1:1/0"}}
 
 
 @pytest.fixture(params=[*BACKENDS])

@@ -25,7 +25,7 @@ from tests.redis_servers import private_redis
 from tests.settings import REDIS_BACKEND
 
 from .databases import migrate
-from .operating import run
+from .operating import DEAD, run
 from .projects import Project
 
 pytestmark = pytest.mark.usefixtures("unknown_redis")
@@ -137,8 +137,7 @@ def test_two_doctors_at_once() -> None:
 
 def test_only_what_was_asked_for() -> None:
     """`--backend` tells nothing of the others, and looks at none of them."""
-    dead = {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": "redis://127.0.0.1:1/0"}}
-    with on_redis(dead=dead, wrong={"BACKEND": DATABASE, "TTL": 0}, memory={"BACKEND": MEMORY}):
+    with on_redis(dead=DEAD, wrong={"BACKEND": DATABASE, "TTL": 0}, memory={"BACKEND": MEMORY}):
         ran = run("distlock_doctor", "--backend=locks", "--fail-level=WARNING")
         assert (ran.status, ran.err) == (0, "")
         assert "dead" not in ran.out

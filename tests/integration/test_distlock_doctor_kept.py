@@ -31,6 +31,7 @@ from tests.processes import spawn
 
 from .databases import ask, here, migrate
 from .operating import run
+from .test_distlock_doctor_stores import look
 
 ALIAS = "examined"
 PATIENCE = 60
@@ -86,12 +87,6 @@ def found(store: BaseLockBackend, number: str, level: str = "warning") -> dict[s
     wanted = (f"distlock.{number}", level, ALIAS)
     (finding,) = [each for each in every if (each["id"], each["level"], each["backend"]) == wanted]
     return finding
-
-
-def look(notes: Notes, what: str) -> tuple[Mark, str]:
-    """Return what came of a look at something."""
-    (seen,) = [each for each in notes.looks if each.what == what]
-    return seen.mark, seen.text
 
 
 # Holders and waiters

@@ -19,7 +19,7 @@ from tests.contract.redis_clients import close, single_url
 from tests.settings import REDIS_BACKEND
 
 from .databases import here
-from .operating import run
+from .operating import DEAD, run
 from .projects import PATIENCE, ROOT, Project
 from .runs import hear_signals, state_of
 
@@ -229,6 +229,5 @@ def test_backend_without_anything_to_see_is_refused(backend: str, why: str) -> N
 
 def test_store_that_is_away_ends_with_69(key: str) -> None:
     """Also where the other process is who finds out."""
-    away = {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": "redis://127.0.0.1:1/0"}}
-    text = Project("default", DISTLOCK={"default": away}).manage("distlock_drill", status=69)
+    text = Project("default", DISTLOCK={"default": DEAD}).manage("distlock_drill", status=69)
     assert "service_unavailable" in text

@@ -16,11 +16,11 @@ from django.test import override_settings
 
 from django_distlock import distlock, lock_backends
 from django_distlock.models import FenceCounter
-from tests import settings as test_settings
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.helpers import held
 
 from .databases import here
+from .operating import DEAD
 from .projects import Project
 from .runs import Run, children_of, end, eventually, state_of
 
@@ -196,8 +196,7 @@ def test_program_that_cannot_be_run(key: str, tmp_path: Path) -> None:
 
 def test_store_that_does_not_answer_is_69(key: str) -> None:
     """It is asked until `--wait` is over, for its tables already; the word is for programs."""
-    nowhere = {"BACKEND": test_settings.REDIS_BACKEND, "OPTIONS": {"url": "redis://127.0.0.1:1/0"}}
-    with override_settings(DISTLOCK={"default": nowhere}):
+    with override_settings(DISTLOCK={"default": DEAD}):
         error = refused(key, "--wait", "0.2", "--", "true")
     assert error.returncode == 69
     assert re.search(r"127\.0\.0\.1:1.* \(service_unavailable\)$", str(error), re.DOTALL)

@@ -10,9 +10,8 @@ from django.test import override_settings
 
 from django_distlock.fencing.operations import EnforceFence
 from tests.conftest import DECLARED
-from tests.contract.aliases import alias_like
 
-from .databases import ask, ask_mysql
+from .databases import ask, ask_mysql, role
 from .enforcing import FUNCTION, TABLE, Bank, payment, set_fence, triggers, vendor
 
 
@@ -166,15 +165,8 @@ def test_database_without_a_trigger_is_refused(
 def test_account_that_may_make_no_trigger_is_told(mysql: str) -> None:
     """MySQL's refusal comes with what is missing."""
     bank = Bank(mysql).migrate(payment())
-    name = connections[mysql].settings_dict["NAME"]
-    user = f"u_{name[-12:]}"
-    ask_mysql(f"CREATE USER {user} IDENTIFIED BY 'only for tests'")
-    ask_mysql(f"GRANT SELECT, UPDATE, ALTER, CREATE ON {name}.* TO {user}")
-    try:
-        with alias_like(mysql, USER=user, PASSWORD="only for tests") as limited:
-            bank.using = limited
-            with pytest.raises(OperationalError, match="TRIGGER command denied") as caught:
-                bank.migrate(EnforceFence("payment"))
-            assert "log_bin_trust_function_creators" in "".join(caught.value.__notes__)
-    finally:
-        ask_mysql(f"DROP USER {user}")
+    with role(mysql, "GRANT SELECT, UPDATE, ALTER, CREATE ON shop.* TO shop_app") as limited:
+        bank.using = limited
+        with pytest.raises(OperationalError, match="TRIGGER command denied") as caught:
+            bank.migrate(EnforceFence("payment"))
+        assert "log_bin_trust_function_creators" in "".join(caught.value.__notes__)

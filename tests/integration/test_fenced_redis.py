@@ -35,26 +35,20 @@ class Called:
 
     Attributes:
         client: Looks at Redis beside the value.
+        runner: Awaits the operations; None: they are called.
+        awaited: The client that they are awaited by.
     """
 
     name: str
     client: Any
-    awaited: bool
+    runner: asyncio.Runner | None = None
+    awaited: Any = None
 
     def __getattr__(self, operation: str) -> Any:
-        if not self.awaited:
+        if self.runner is None:
             return getattr(FencedValue(self.client, self.name), operation)
-
-        async def wait(*args: Any) -> Any:
-            client: Any = (
-                redis.asyncio.Redis.from_url(single_url())
-                if isinstance(self.client, Redis)
-                else redis.asyncio.RedisCluster.from_url(cluster_url())
-            )
-            async with client:
-                return await getattr(FencedValue(client, self.name), f"a{operation}")(*args)
-
-        return lambda *args: asyncio.run(wait(*args))
+        call, run = getattr(FencedValue(self.awaited, self.name), f"a{operation}"), self.runner.run
+        return lambda *args: run(call(*args))
 
 
 def client_on(where: str) -> Any:
@@ -74,9 +68,19 @@ def client(request: pytest.FixtureRequest, key: str) -> Iterator[Any]:
 
 
 @pytest.fixture(params=["called", "awaited"])
-def value(request: pytest.FixtureRequest, client: Any, key: str) -> Called:
+def value(request: pytest.FixtureRequest, client: Any, key: str) -> Iterator[Called]:
     """Give a value that nobody wrote yet."""
-    return Called(key, client, request.param == "awaited")
+    if request.param == "called":
+        yield Called(key, client)
+        return
+    awaited: Any = (
+        redis.asyncio.Redis.from_url(single_url())
+        if isinstance(client, Redis)
+        else redis.asyncio.RedisCluster.from_url(cluster_url())
+    )
+    with asyncio.Runner() as runner:
+        yield Called(key, client, runner, awaited)
+        runner.run(awaited.aclose())
 
 
 def by(fence: int) -> Fence:

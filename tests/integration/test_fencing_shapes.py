@@ -75,10 +75,11 @@ def test_save_of_a_row_that_was_deleted(using: str, key: str) -> None:
     """However it is asked for, it does not come back; a copy of it is a new row."""
     made = account(using, key)
     row = accounts(using).fenced(OLD).get(pk=made.pk)
-    accounts(using).filter(pk=made.pk).delete()
+    accounts(using).fenced(NEW).filter(pk=made.pk).delete()
     for options in ({}, {"update_fields": None}, {"force_update": True}):
         with pytest.raises(DatabaseError):
             row.save(**options)
+    assert not accounts(using, key).exists()
     row.pk = None
     row.save()
     assert accounts(using, key).count() == 1

@@ -27,17 +27,6 @@ def mariadb() -> Iterator[str]:
     yield from without_rows("mariadb")
 
 
-def test_deleted_row_is_not_inserted_again(using: str, key: str) -> None:
-    """What the next holder has deleted stays so, whatever the one before still saves."""
-    made = account(using, key)
-    row = accounts(using).fenced(OLD).get(pk=made.pk)
-    accounts(using).fenced(NEW).filter(pk=made.pk).delete()
-    row.value = 99
-    with pytest.raises(DatabaseError):
-        row.save()
-    assert not accounts(using).filter(name=key).exists()
-
-
 def test_row_that_comes_in_place_of_a_deleted_one_stays(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,17 +44,23 @@ def said_by(process: Process, path: Path) -> Holder:
 
 
 @contextmanager
-def other_process(path: Path, function: str = "stay") -> Iterator[tuple[Process, Holder]]:
-    """Run another process; give it and the identity under which it would take locks."""
-    # Its parent shall see it end, and wait for it later.
-    with spawn_by([], f"{THERE}{function}", str(path)) as process:
+def other_process(
+    path: Path, function: str = "stay", *, is_child: bool = False
+) -> Iterator[tuple[Process, Holder]]:
+    """Run another process; give it and the identity under which it would take locks.
+
+    Args:
+        is_child: Whether the test is its parent, which sees it end and waits for it later.
+    """
+    there, quick = [f"{THERE}{function}", str(path)], {"PYTHONDEVMODE": ""}
+    with spawn_by([], *there, **quick) if is_child else spawn(*there) as process:
         yield process, said_by(process, path)
 
 
-@pytest.fixture
-def gone(tmp_path: Path) -> Holder:
+@pytest.fixture(scope="module")
+def gone(django_db_setup: None, tmp_path_factory: pytest.TempPathFactory) -> Holder:
     """Give the identity of a process that was here and has ended."""
-    with other_process(tmp_path / "gone") as (process, holder):
+    with other_process(tmp_path_factory.mktemp("gone") / "gone") as (process, holder):
         process.send("end")
         process.result(PATIENCE)
     return holder
@@ -69,7 +75,7 @@ def apart(*options: str, ask: str, **environment: str) -> Any:
         pytest.skip(f"{DECLARED}no unshare here: apt-get install util-linux")
     if tried.returncode != 0:
         pytest.skip(f"{DECLARED}the kernel gives this user no namespaces")
-    with spawn_by(unshare, f"{THERE}{ask}", **environment) as process:
+    with spawn_by(unshare, f"{THERE}{ask}", PYTHONDEVMODE="", **environment) as process:
         return process.result(PATIENCE)
 
 
@@ -188,7 +194,7 @@ def test_process_that_lives_is_not_gone_until_it_ends(tmp_path: Path) -> None:
 
 def test_killed_process_is_gone_before_and_after_it_was_waited_for(tmp_path: Path) -> None:
     """A zombie holds nothing any more: whoever does not wait for its children hinders nobody."""
-    with other_process(tmp_path / "holder") as (process, holder):
+    with other_process(tmp_path / "holder", is_child=True) as (process, holder):
         process.popen.kill()
         assert eventually(lambda: is_gone(holder), timeout=10)
         os.kill(holder.pid, 0)
@@ -213,7 +219,8 @@ def test_stopped_process_is_not_gone(tmp_path: Path) -> None:
 
 def test_process_whose_first_thread_ended_is_not_gone(tmp_path: Path) -> None:
     """The kernel calls it a zombie, and its other threads go on."""
-    with other_process(tmp_path / "holder", "stay_without_first_thread") as (process, holder):
+    first_ends = other_process(tmp_path / "holder", "stay_without_first_thread", is_child=True)
+    with first_ends as (process, holder):
         assert eventually(lambda: state_of(holder.pid) == "Z", timeout=10)
         assert not is_gone(holder)
         process.popen.kill()
@@ -381,7 +388,7 @@ def test_namesakes_that_live_do_not_steal_from_each_other(tmp_path: Path) -> Non
     """Workers that all got one name: where the kernel sees the other one, it decides."""
     with (
         override_settings(DISTLOCK_HOLDER=NAMED),
-        other_process(tmp_path / "holder") as (process, holder),
+        other_process(tmp_path / "holder", is_child=True) as (process, holder),
     ):
         sibling = replace(holder, process="beat")
         assert not is_gone(current_holder())

@@ -20,9 +20,9 @@ from django_distlock.inspection import Summary, summary
 from tests.contract.aliases import DATABASE
 from tests.contract.helpers import take
 from tests.contract.locking import eventually
-from tests.settings import REDIS_BACKEND
 
 from .databases import migrate, statements_on
+from .operating import DEAD
 
 #: Of how many keys are held in `fill`.
 HELD = 7
@@ -191,6 +191,5 @@ def test_slips_are_refused() -> None:
     """Before the store is asked; and a store that does not answer is no empty one."""
     with pytest.raises(InvalidArgument, match="soon"):
         summary("memory", soon=-1)
-    dead = {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": "redis://127.0.0.1:1/0"}}
-    with override_settings(DISTLOCK={"default": dead}), pytest.raises(BackendUnavailable):
+    with override_settings(DISTLOCK={"default": DEAD}), pytest.raises(BackendUnavailable):
         summary()

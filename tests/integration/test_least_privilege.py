@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,11 +20,11 @@ from django_distlock.handler import lock_backends
 from django_distlock.inspection import prune_events, statistics, summary
 from django_distlock.models import FailedTask, LockEvent
 from tests.backends import ADVISORY
-from tests.contract.aliases import alias_like, locks_on
+from tests.contract.aliases import locks_on
 from tests.contract.helpers import take
 from tests.contract.test_failures import OPERATIONS
 
-from .databases import ask, lock_and_release, migrate
+from .databases import ask, lock_and_release, migrate, role
 from .test_advisory_sessions import advisory
 from .test_checks_schema import found
 
@@ -59,28 +56,6 @@ class To:
         return self._using
 
     db_for_write = db_for_read
-
-
-@contextmanager
-def role(using: str, *granted: str) -> Iterator[str]:
-    """Make a role of a database with rights of the manual; give an alias that logs in as it."""
-    connection = connections[using]
-    name, database = f"app_{secrets.token_hex(4)}", connection.settings_dict["NAME"]
-    on_mysql = connection.vendor == "mysql"
-    password = "only for tests" if on_mysql else ""
-    ask(using, f"CREATE USER {name} IDENTIFIED BY '{password}'" if on_mysql else
-        f"CREATE ROLE {name} LOGIN")  # fmt: skip
-    try:
-        for statement in "".join(granted).split(";"):
-            if statement.strip():
-                said = re.sub(r"\bshop_(app|ops)\b", name, statement)
-                ask(using, said.replace(" shop.", f" {database}."))
-        with alias_like(using, USER=name, PASSWORD=password) as limited:
-            yield limited
-    finally:
-        if not on_mysql:
-            ask(using, f"DROP OWNED BY {name}")
-        ask(using, f"DROP {'USER' if on_mysql else 'ROLE'} {name}")
 
 
 def do_all(limited: str, **options: Any) -> None:

@@ -408,17 +408,6 @@ def test_answers_of_the_project(taken: str, tmp_path: Path) -> None:
     assert get(f"/running/{taken}/").content.startswith(b"held=False")
 
 
-def test_template_of_the_projects(taken: str, tmp_path: Path) -> None:
-    """A project puts its own page in the place of ours."""
-    page = tmp_path / "django_distlock" / "busy.html"
-    page.parent.mkdir()
-    page.write_text("wait {{ seconds }}, {{ error.code }}")
-    with override_settings(TEMPLATES=[{**TEMPLATES[0], "DIRS": [tmp_path]}]):
-        response = get(f"/plain/{taken}/")
-    assert response.content.decode().startswith("wait ")
-    assert "acquisition_timeout" in response.content.decode()
-
-
 def test_conflict_of_the_views_own_is_not_answered(key: str) -> None:
     """What the view runs into itself is no conflict about the view."""
     lease = Later(distlock(f"{key}:inner").acquire).result()

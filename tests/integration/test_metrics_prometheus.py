@@ -42,7 +42,7 @@ from tests.contract.helpers import Later
 from tests.contract.locking import eventually, held_elsewhere, take_away
 from tests.shop.models import Account
 
-from .operating import ALIASES
+from .operating import ALIASES, DEAD
 
 each_backend = pytest.mark.parametrize("alias", ALIASES)
 #: Those that are shared.
@@ -529,12 +529,8 @@ def test_schedule_that_nothing_starts_is_overdue(key: str, alias: str, awaited: 
 
 def test_store_that_fails_is_a_number_and_no_failed_scrape(key: str) -> None:
     """Nobody listens where the store should be: 0, beside one that answers."""
-    away = {
-        "BACKEND": settings.REDIS_BACKEND,
-        "OPTIONS": {"url": "redis://127.0.0.1:1/0"},
-    }
     broken = {"BACKEND": settings.DATABASE_BACKEND, "OPTIONS": {"using": "nowhere"}}
-    both = {"away": away, "broken": broken, "memory": settings.DISTLOCK["memory"]}
+    both = {"away": DEAD, "broken": broken, "memory": settings.DISTLOCK["memory"]}
     with override_settings(DISTLOCK=both):
         scraped = Scraped()
         assert scraped.value("store_up", backend="away") == 0

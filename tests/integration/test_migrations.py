@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-import secrets
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -33,7 +31,7 @@ from .databases import (
     lock_and_release,
     migrate,
     objects,
-    server,
+    role,
     tables,
 )
 from .projects import Project
@@ -464,32 +462,11 @@ def migrate_when_told(times: int) -> int:
 # Rights
 
 
-@contextmanager
-def role(database: str) -> Iterator[str]:
-    """Make a role that may make tables, and may not use PL/pgSQL."""
-    name = f"distlock_{secrets.token_hex(6)}"
-
-    def do(where: str, statement: str) -> None:
-        with server(where) as raw:
-            raw.execute(statement.format(name))
-
-    do(database, "CREATE ROLE {} LOGIN PASSWORD 'only for tests'")
-    try:
-        do(database, "GRANT ALL ON SCHEMA public TO {}")
-        do(database, "REVOKE USAGE ON LANGUAGE plpgsql FROM PUBLIC")
-        yield name
-    finally:
-        do(database, "DROP OWNED BY {}")
-        do(database, "DROP ROLE {}")
-
-
 def test_role_without_plpgsql_can_migrate_and_lock(postgresql: str) -> None:
     """Tables come without functions and trigger, which `migrate` adds once they are allowed."""
-    name = connections[postgresql].settings_dict["NAME"]
-    with (
-        role(name) as user,
-        alias_like("default", NAME=name, USER=user, PASSWORD="only for tests") as limited,
-    ):
+    may_make_tables = "GRANT ALL ON SCHEMA public TO shop_app"
+    without_plpgsql = "REVOKE USAGE ON LANGUAGE plpgsql FROM PUBLIC"
+    with role(postgresql, f"{may_make_tables}; {without_plpgsql}") as limited:
         migrate(limited)
         assert tables(limited) == TABLES | SIDE_TABLES
         assert bodies(limited) == {}
@@ -500,8 +477,7 @@ def test_role_without_plpgsql_can_migrate_and_lock(postgresql: str) -> None:
         migrate(limited, "zero")
         assert tables(limited) == set()
         migrate(limited)
-        with server(name) as raw:
-            raw.execute("GRANT USAGE ON LANGUAGE plpgsql TO PUBLIC")
+        ask(postgresql, "GRANT USAGE ON LANGUAGE plpgsql TO PUBLIC")
         migrate(limited)
         assert set(bodies(limited)) == FUNCTIONS
         assert lock_and_release(limited) == 1

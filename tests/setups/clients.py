@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Collection
 from functools import partial
 from typing import Any
 
-from tests.contract.locking import eventually
+from django_distlock import distlock
+from django_distlock.handler import lock_backends
+from tests.contract.locking import eventually, grantable, taken
 
 from .counting import PATIENCE, assert_none_lost, new_counter, together
 from .servers import Site
+from .sessions import sessions
 
 #: Processes that serve, where a server forks.
 WORKERS = 2
@@ -33,6 +38,38 @@ def workers(site: Site, key: str, *, but: Collection[int] = ()) -> dict[int, dic
 
     assert eventually(all_have_answered, PATIENCE), said
     return said
+
+
+def masters_lease_is_nobody_elses(site: Site, key: str) -> None:
+    """Check that no worker can end or extend what its master holds, or has a session of it."""
+    held = distlock(f"{key}:master").key
+    before = lock_backends["default"].read(held)
+    assert before is not None
+    said = workers(site, key)
+    for each in said.values():
+        assert each["master"] == {"held": False, "release": False, "extend": "foreign_context"}
+    assert lock_backends["default"].read(held) == before
+    # For each worker Django's and one of ours, and nothing of the master's.
+    own = {each["session"] for each in said.values()}
+    assert len(own) == WORKERS
+    assert own < sessions(key)
+    assert len(sessions(key)) == 2 * WORKERS
+
+
+def killed_worker_is_ended_by_the_ttl(site: Site, key: str) -> None:
+    """Kill a worker that holds a key, which is free again behind ttl and grace, not later."""
+    lock = distlock(key, wait=0)
+    request = site.request("hold", key=key, ttl=0.5)
+    try:
+        assert eventually(lambda: taken(lock), PATIENCE)
+        record = lock_backends["default"].read(key)
+        assert record is not None
+        os.kill(record.holder.pid, signal.SIGKILL)
+        assert eventually(lambda: grantable(lock), timeout=10)
+    finally:
+        request.close()
+    # The one in its place locks as well.
+    assert record.holder.pid not in workers(site, key)
 
 
 def count(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -13,11 +12,17 @@ import pytest
 from django_distlock import distlock
 from django_distlock.handler import lock_backends
 from tests.contract.helpers import Later
-from tests.contract.locking import eventually, grantable, taken
+from tests.contract.locking import eventually, taken
 from tests.integration.databases import ask
 from tests.shop.models import Row
 
-from .clients import WORKERS, count, workers
+from .clients import (
+    WORKERS,
+    count,
+    killed_worker_is_ended_by_the_ttl,
+    masters_lease_is_nobody_elses,
+    workers,
+)
 from .counting import PATIENCE
 from .servers import Site, served
 from .sessions import named, sessions
@@ -44,34 +49,20 @@ def test_workers_exclude_each_other(key: str, tmp_path: Path, kind: str) -> None
 
 
 def test_lease_of_the_master_is_nobody_elses(key: str, tmp_path: Path) -> None:
-    """A worker can neither extend nor release what its master holds; the master's end does."""
+    """A worker can neither extend nor release what its master holds; the master's end does.
+
+    What the master leaves open between its locks and the fork, no worker speaks on.
+    """
     master = distlock(f"{key}:master")
-    with gunicorn(tmp_path, preload=f"{key} close") as site:
-        before = lock_backends["default"].read(master.key)
-        for said in workers(site, key).values():
-            assert said["master"] == {
-                "held": False,
-                "release": False,
-                "extend": "foreign_context",
-            }
-        assert before is not None
-        assert before.holder.pid == site.process.pid
-        assert lock_backends["default"].read(master.key) == before
-        site.stop()
-        assert not taken(master)
-
-
-def test_workers_share_no_session_with_the_master(key: str, tmp_path: Path) -> None:
-    """What the master leaves open between its locks and the fork, no worker speaks on."""
     # Persistent, or each request would end its session and hide that it was shared.
     database = {"CONN_MAX_AGE": None, **named(key)}
     with gunicorn(tmp_path, preload=f"{key} close", database=database) as site:
-        said = workers(site, key)
-        own = {answer["session"] for answer in said.values()}
-        assert len(own) == WORKERS
-        # For each worker Django's and one of ours, and nothing of the master's.
-        assert own < sessions(key)
-        assert len(sessions(key)) == 2 * WORKERS
+        record = lock_backends["default"].read(master.key)
+        assert record is not None
+        assert record.holder.pid == site.process.pid
+        masters_lease_is_nobody_elses(site, key)
+        site.stop()
+        assert not taken(master)
     assert eventually(lambda: not sessions(key), timeout=10)
 
 
@@ -95,19 +86,8 @@ def _last_used(application: str) -> dict[int, Any]:
 
 def test_killed_worker_is_ended_by_the_ttl(key: str, tmp_path: Path) -> None:
     """A worker that is killed while it holds a key blocks it for ttl and grace, not longer."""
-    lock = distlock(key, wait=0)
     with gunicorn(tmp_path, "gthread", preload=f"{key} close") as site:
-        request = site.request("hold", key=key, ttl=0.5)
-        try:
-            assert eventually(lambda: taken(lock), PATIENCE)
-            record = lock_backends["default"].read(key)
-            assert record is not None
-            os.kill(record.holder.pid, signal.SIGKILL)
-            assert eventually(lambda: grantable(lock), timeout=10)
-        finally:
-            request.close()
-        # The one in its place locks as well.
-        assert record.holder.pid not in workers(site, key)
+        killed_worker_is_ended_by_the_ttl(site, key)
 
 
 @kinds

@@ -11,7 +11,7 @@ from django.core.signals import request_finished, request_started
 from django.db import close_old_connections, connections, transaction
 
 from django_distlock import distlock
-from tests.contract.aliases import alias_like, locks_on
+from tests.contract.aliases import alias_like, locks_on, session_of
 from tests.contract.locking import eventually
 from tests.integration.databases import ask
 
@@ -82,10 +82,10 @@ def test_locks_in_transactions_leave_sessions_alone(
     with aged(age, key, CONN_HEALTH_CHECKS=checks) as (using, backend):
         for _ in range(3):
             with requested():
-                before = _session(using)
+                before = session_of(using)
                 with transaction.atomic(using=using), distlock(key, backend=backend):
-                    assert _session(using) == before
-                assert _session(using) == before
+                    assert session_of(using) == before
+                assert session_of(using) == before
         connections[using].close()
         assert eventually(lambda: not sessions(key), timeout=10)
 
@@ -101,9 +101,3 @@ def test_cut_persistent_session_is_replaced(key: str, checks: bool) -> None:
         with requested():
             lease.extend()
             assert lease.release() is True
-
-
-def _session(using: str) -> int:
-    ((pid,),) = ask(using, "SELECT pg_backend_pid()")
-    assert isinstance(pid, int)
-    return pid

@@ -20,7 +20,7 @@ from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant, Unknown
 from django_distlock.handler import lock_backends
 from django_distlock.models import HeldLock
-from tests.contract.aliases import alias_like, locks_on
+from tests.contract.aliases import alias_like, locks_on, session_of
 from tests.contract.helpers import Later
 from tests.integration.databases import ask, server
 from tests.processes import spawn
@@ -197,7 +197,7 @@ def test_session_is_given_on_as_it_was(key: str, server_functions: bool) -> None
 
         Later(use).result(PATIENCE)
         Later(asyncio.run, _use_async(lock)).result(PATIENCE)
-        used = _session(using)
+        used = session_of(using)
         settings_dict = connections[using].settings_dict
         with psycopg.connect(
             host=settings_dict["HOST"], port=settings_dict["PORT"], user=settings_dict["USER"],
@@ -213,12 +213,6 @@ def test_session_is_given_on_as_it_was(key: str, server_functions: bool) -> None
 async def _use_async(lock: Any) -> None:
     async with lock as lease:
         await lease.aextend()
-
-
-def _session(using: str) -> int:
-    ((pid,),) = ask(using, "SELECT pg_backend_pid()")
-    assert isinstance(pid, int)
-    return pid
 
 
 def test_client_left_a_transaction_open(key: str) -> None:

@@ -13,10 +13,9 @@ from django.db import connections, transaction
 
 from django_distlock import BackendUnavailable, distlock
 from django_distlock.database import connections as distlock_connections
-from tests.contract.aliases import alias_like, locks_on
+from tests.contract.aliases import alias_like, locks_on, session_of
 from tests.contract.helpers import Later
 from tests.contract.locking import eventually
-from tests.integration.databases import ask
 
 from .counting import (
     EAGER,
@@ -54,6 +53,28 @@ def close_pool(using: str) -> None:
     connection.close_pool()
 
 
+@contextmanager
+def emptied(using: str) -> Iterator[None]:
+    """Let two threads have the connections of a small pool."""
+    ready, over = threading.Barrier(3), threading.Event()
+
+    def occupy() -> None:
+        with transaction.atomic(using=using):
+            session_of(using)
+            ready.wait(PATIENCE)
+            over.wait(PATIENCE)
+        connections[using].close()
+
+    occupying = [Later(occupy) for _ in range(2)]
+    ready.wait(PATIENCE)
+    try:
+        yield
+    finally:
+        over.set()
+        for each in occupying:
+            each.result(PATIENCE)
+
+
 @pytest.mark.parametrize("pool", [True, PATIENT], ids=["default", "small"])
 @pytest.mark.parametrize("count", [count_once, count_inside])
 def test_more_threads_than_connections(key: str, pool: object, count: Any) -> None:
@@ -80,7 +101,7 @@ def test_connections_of_ours_are_not_the_pools(key: str) -> None:
     def work(number: int) -> set[int]:
         try:
             with transaction.atomic(using=using):
-                mine = _session(using)
+                mine = session_of(using)
                 # Now the pool is empty.
                 ready.wait(PATIENCE)
                 with distlock(f"{key}:{number}", backend=backend) as lease:
@@ -102,25 +123,9 @@ def test_empty_pool_is_neither_contention_nor_a_grant(key: str) -> None:
     """A thread that gets no connection from the pool is told so, and nothing is held."""
     with pooled(SMALL, key) as (using, backend):
         lock = distlock(key, backend=backend, wait=0)
-        emptied, over = threading.Barrier(3), threading.Event()
-
-        def occupy() -> None:
-            with transaction.atomic(using=using):
-                _session(using)
-                emptied.wait(PATIENCE)
-                over.wait(PATIENCE)
-            connections[using].close()
-
-        occupying = [Later(occupy) for _ in range(2)]
-        emptied.wait(PATIENCE)
-        try:
-            with pytest.raises(BackendUnavailable) as caught:
-                lock.acquire()
-            assert caught.value.code == "service_unavailable"
-        finally:
-            over.set()
-            for each in occupying:
-                each.result(PATIENCE)
+        with emptied(using), pytest.raises(BackendUnavailable) as caught:
+            lock.acquire()
+        assert caught.value.code == "service_unavailable"
         with lock as lease:
             assert lease.fence == 1
 
@@ -131,24 +136,10 @@ def test_lease_is_released_though_the_pool_is_empty(key: str) -> None:
         lock = distlock(key, backend=backend, wait=0)
         lease = lock.acquire()
         connections[using].close()
-        emptied, over = threading.Barrier(3), threading.Event()
-
-        def occupy() -> None:
-            _session(using)
-            emptied.wait(PATIENCE)
-            over.wait(PATIENCE)
-            connections[using].close()
-
-        occupying = [Later(occupy) for _ in range(2)]
-        emptied.wait(PATIENCE)
-        try:
+        with emptied(using):
             with pytest.raises(BackendUnavailable):
                 lease.release()
             assert lease.held
-        finally:
-            over.set()
-            for each in occupying:
-                each.result(PATIENCE)
         assert lease.release() is True
         assert lock.locked() is False
 
@@ -171,9 +162,3 @@ def test_nothing_is_left(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert connections[using].connection is None
         close_pool(using)
         assert eventually(lambda: not sessions(key), timeout=10)
-
-
-def _session(using: str) -> int:
-    ((pid,),) = ask(using, "SELECT pg_backend_pid()")
-    assert isinstance(pid, int)
-    return pid

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,12 +11,17 @@ from typing import Any
 import pytest
 
 from django_distlock import distlock
-from django_distlock.handler import lock_backends
 from tests.contract.helpers import Later
 from tests.contract.locking import eventually, grantable, taken
 from tests.shop.models import Row
 
-from .clients import WORKERS, count, workers
+from .clients import (
+    WORKERS,
+    count,
+    killed_worker_is_ended_by_the_ttl,
+    masters_lease_is_nobody_elses,
+    workers,
+)
 from .counting import PATIENCE
 from .servers import Site, served
 from .sessions import named, sessions
@@ -67,39 +71,16 @@ def test_lock_of_a_transaction_that_is_rolled_back_is_free(
 
 def test_lease_of_the_master_is_nobody_elses(key: str, tmp_path: Path) -> None:
     """A worker knows that it is none of its own."""
-    master = distlock(f"{key}:master")
     database = {"CONN_MAX_AGE": None, **named(key)}
     with uwsgi(tmp_path, preload=f"{key} close", database=database) as site:
-        before = lock_backends["default"].read(master.key)
-        said = workers(site, key).values()
-        for each in said:
-            assert each["master"] == {
-                "held": False,
-                "release": False,
-                "extend": "foreign_context",
-            }
-        assert before is not None
-        assert lock_backends["default"].read(master.key) == before
-        # For each worker Django's and one of ours, and nothing of the master's.
-        assert len({each["session"] for each in said}) == WORKERS
-        assert len(sessions(key)) == 2 * WORKERS
+        masters_lease_is_nobody_elses(site, key)
     assert eventually(lambda: not sessions(key), timeout=10)
 
 
 def test_killed_worker_is_ended_by_the_ttl(key: str, tmp_path: Path) -> None:
     """A worker that is killed while it holds a key blocks it for ttl and grace, not longer."""
-    lock = distlock(key, wait=0)
     with uwsgi(tmp_path) as site:
-        request = site.request("hold", key=key, ttl=0.5)
-        try:
-            assert eventually(lambda: taken(lock), PATIENCE)
-            record = lock_backends["default"].read(key)
-            assert record is not None
-            os.kill(record.holder.pid, signal.SIGKILL)
-            assert eventually(lambda: grantable(lock), timeout=10)
-        finally:
-            request.close()
-        assert record.holder.pid not in workers(site, key)
+        killed_worker_is_ended_by_the_ttl(site, key)
 
 
 def test_graceful_reload_leaves_nothing(key: str, tmp_path: Path) -> None:
