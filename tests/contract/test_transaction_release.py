@@ -12,7 +12,16 @@ import pytest
 from asgiref.sync import async_to_sync
 from django.db import connections, transaction
 
-from django_distlock import Lease, Lock, LockUsageError, Retry, current_lease, signals
+from django_distlock import (
+    Lease,
+    Lock,
+    LockUsageError,
+    Retry,
+    current_lease,
+    lock_backends,
+    signals,
+)
+from django_distlock.core.records import UNKNOWN
 from tests.backends import Registered
 from tests.shop.models import Row
 
@@ -297,6 +306,22 @@ def test_going_on_does_not_wait_for_the_garbage_collector(registered: Registered
     assert lease.held
     assert lease.release() is True
     assert grantable(lock)
+
+
+def test_lease_goes_on_where_the_commit_could_not_release_it(
+    registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the release is tried again, its thread may go on: under the same fence."""
+    lock = lock_of(registered, key, wait=5)
+    with monkeypatch.context() as busy, transaction.atomic():
+        with lock as lease:
+            pass
+        busy.setattr(lock_backends[lock.backend], "_release", lambda *_, **__: UNKNOWN)
+        transaction.on_commit(busy.undo)
+    with lock as again:
+        assert again.fence == lease.fence
+        assert not Later(grantable, lock).result()
+    assert eventually(lambda: grantable(lock))
 
 
 def test_signal_of_the_release_comes_when_the_key_is_free(lock: Lock, key: str) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -83,10 +84,12 @@ def exclude_each_other(using: str, backend: str, key: str, where: str) -> None:
     """Let four threads lock a key five times each, and count, or lock inside of transactions."""
     lock = distlock(key, backend=backend, **PATIENT)
     Row.objects.using(using).create(name=key)
+    threads = defaultdict[int, set[int]](set)
 
     def add() -> None:
         for _ in range(5):
             with lock as lease:
+                threads[lease.fence].add(threading.get_ident())
                 lease.extend()
                 row = Row.objects.using(using).get(name=key)
                 row.value += 1
@@ -97,6 +100,7 @@ def exclude_each_other(using: str, backend: str, key: str, where: str) -> None:
             with transaction.atomic(using=using):
                 Row.objects.using(using).exists()
                 with lock as lease:
+                    threads[lease.fence].add(threading.get_ident())
                     lease.extend()
 
     with warnings.catch_warnings():
@@ -104,7 +108,10 @@ def exclude_each_other(using: str, backend: str, key: str, where: str) -> None:
         warnings.simplefilter("ignore", RuntimeWarning)
         at_once([add if where == "outside" else lock_in_a_transaction] * 4)
     assert Row.objects.using(using).get(name=key).value == 20 * (where == "outside")
-    assert FenceCounter.objects.using(using).get(key=key).fence == 20
+    # A lease that the commit could not release goes on in its thread, under the same fence.
+    assert FenceCounter.objects.using(using).get(key=key).fence == len(threads)
+    assert {len(each) for each in threads.values()} == {1}
+    assert len(threads) == 20 or where == "inside"
     assert not HeldLock.objects.using(using).filter(key=key).exists()
 
 
