@@ -93,8 +93,9 @@ class BaseLockBackend:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         for capability, hook in _SHOWN_BY.items():
-            is_its_own = getattr(cls, hook) is not getattr(BaseLockBackend, hook)
-            if is_its_own and getattr(cls, capability) is False:
+            # The nearest class that says it, or shows it by its method.
+            nearest = next(each for each in cls.__mro__ if {capability, hook} & vars(each).keys())
+            if capability not in vars(nearest):
                 setattr(cls, capability, True)
 
     def __init__(self, config: BackendConfig, **unknown: Any):

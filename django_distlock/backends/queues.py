@@ -41,6 +41,8 @@ class Queues:
 
     def __init__(self, name_of: Callable[[str], str] = str) -> None:
         self.name_of = name_of
+        #: Seconds that the last attempt at any key took.
+        self.took = 0.0
         self.forget()
 
     def forget(self) -> None:

@@ -174,7 +174,7 @@ class Attempts:
                 self._unanswered = unanswered
                 raise
             finally:
-                self._took = monotonic() - self._sent_at
+                self._took = self.backend.queues.took = monotonic() - self._sent_at
             if isinstance(outcome, Grant):
                 self._granted = outcome
                 self._taken_from = self._in_the_way if step.replace else None
@@ -253,9 +253,13 @@ class Attempts:
 
     @property
     def _has_time_for_notes(self) -> bool:
-        """Whether a note takes little of the time in which nobody else would be heard."""
+        """Whether a note takes little of the time in which nobody else would be heard.
+
+        By the last attempt of anybody here: who waits behind another one asks no more, and the
+        first answer of all is a slow one.
+        """
         left = self._end - budgets.PATIENCE - time.monotonic()
-        return self._took * NOTE_COSTS <= min(left, SAFETY_SECONDS)
+        return self.backend.queues.took * NOTE_COSTS <= min(left, SAFETY_SECONDS)
 
     def note(self) -> None:
         """Let people see that this caller waits."""
@@ -284,7 +288,7 @@ class Attempts:
         drop = partial(self.backend.waiters.drop, self.request.key, note)
         self._note = None
         # In somebody's way, or on a slow store, it ends by itself.
-        if self._took * NOTE_COSTS <= SAFETY_SECONDS:
+        if self.backend.queues.took * NOTE_COSTS <= SAFETY_SECONDS:
             with suppress(LockError):
                 budgets.spend(self._end, drop)
 

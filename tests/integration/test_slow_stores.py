@@ -22,8 +22,10 @@ from django_distlock.database.borrowing import TICK_SECONDS
 from django_distlock.handler import lock_backends
 from django_distlock.locks.attempts import Attempts, Request
 from django_distlock.process.host import current_holder, monotonic
+from tests.backends import BACKENDS
 from tests.contract.aliases import alias_like
 from tests.contract.helpers import PROMPT, Later
+from tests.contract.locking import lock_of
 from tests.contract.redis_clients import close, cluster_url
 
 from .databases import here
@@ -131,7 +133,7 @@ def test_grant_whose_answer_comes_too_late_is_given_back(alias: str, key: str) -
         Later(lambda: lock.acquire().release()).result()
 
         def late() -> tuple[LockError | Lease, float]:
-            connections[getattr(lock_backends["slow"], "using", "default")].ensure_connection()
+            connections[lock_backends["slow"].using or "default"].ensure_connection()
             for each in wires:
                 each.delay = PATIENCE * 1.5
             found = ended(lock.acquire)
@@ -147,18 +149,21 @@ def test_grant_whose_answer_comes_too_late_is_given_back(alias: str, key: str) -
         distlock(key, backend="fast", wait=15).acquire().release()
 
 
-def test_who_waits_is_not_noted_on_a_slow_store() -> None:
+def test_who_waits_is_not_noted_on_a_slow_store(key: str) -> None:
     """A note takes as long as many answers, for which nobody would be heard."""
     backend = lock_backends["memory"]
     took = {0.001: True, 0.4: True, 0.6: False}
     for seconds, noted in took.items():
         attempts = _waiting(backend, wait=60)
-        attempts._took = seconds
+        backend.queues.took = seconds
         assert attempts.may_be_noted is noted
     # Nor where it would take the rest of the wait.
     attempts = _waiting(backend, wait=3)
-    attempts._took = 0.3
+    backend.queues.took = 0.3
     assert not attempts.may_be_noted
+    # Whoever waits behind another one is noted when the store has become quick.
+    lock_of(BACKENDS["memory"], key).acquire().release()
+    assert attempts.may_be_noted
 
 
 def _waiting(backend: BaseLockBackend, wait: float) -> Attempts:
