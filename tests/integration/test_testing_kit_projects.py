@@ -216,7 +216,7 @@ class InDatabaseInTransactionTestCase(InDatabase, TransactionTestCase):
 
     def test_others_do_not_wait_for_the_transaction(self) -> None:
         """It is not theirs."""
-        if self.alias == "sqlite":
+        if STORES[self.alias] == "sqlite":
             self.skipTest("SQLite has one writer")
         with transaction.atomic(using=STORES[self.alias]):
             with hold("key", backend=self.alias):
