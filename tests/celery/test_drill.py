@@ -191,7 +191,8 @@ def test_killed_processes_lose_no_task_and_overlap_in_none(
             print(
                 f"{len(made.sent)} tasks on {KEYS} keys in {took:.1f} s;"
                 f" killed: {dict(made.kills)}; begun {made.told('began')},"
-                f" refused {made.told('refused')}, overlaps {made.told('overlapped')}, ended twice {again}"
+                f" refused {made.told('refused')},"
+                f" overlaps {made.told('overlapped')}, ended twice {again}"
             )
             assert made.kills["children"] > 0
             assert made.kills["workers"] > 0
