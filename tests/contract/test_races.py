@@ -19,7 +19,7 @@ import pytest
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.fences import FENCE_WARNING
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Contended, Grant, Record
+from django_distlock.core.records import UNKNOWN, Contended, Grant, Record
 from tests.backends import Registered
 
 from .helpers import HAS_TTL, PATIENCE, Later, at_once, crew, held, race, take
@@ -184,6 +184,8 @@ def test_extend_and_acquire_have_one_winner(
     stranger.rollback()
     extended, acquired = extend.result(), acquire.result()
     assert not (extended is not None and isinstance(acquired, Grant)), "two held a key at once"
+    if extended is UNKNOWN or (isinstance(acquired, Contended) and acquired.busy):
+        return  # The machine stood still for longer than either of them waits.
     # The extend came too late by the clock that it reads behind the wait.
     assert extended is None
     assert isinstance(acquired, Grant)
