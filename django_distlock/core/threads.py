@@ -42,7 +42,8 @@ class Bell:
 
     def ring(self) -> None:
         """Wake everybody who waits, one after the other, and let nobody wait from now on."""
-        self._rung.put(None)
+        if not self.is_rung:
+            self._rung.put(None)
 
     def clear(self) -> None:
         """Let the next ones wait."""
@@ -52,9 +53,9 @@ class Bell:
 
     def wait(self, seconds: float) -> None:
         """Wait until it is rung, for so many seconds at most."""
+        # Taken out and put back by one call of C: between two, a signal would let it fall silent.
         with suppress(Empty):
-            self._rung.get(timeout=max(0.0, seconds))
-            self._rung.put(None)
+            next(map(self.put, map(self._rung.get, (True,), (max(0.0, seconds),))))
 
 
 class TimerThread(ABC, Generic[T]):

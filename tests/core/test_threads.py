@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from django_distlock.core.threads import start_thread
+from django_distlock.core.threads import Bell, start_thread
+from tests.contract.helpers import Later, prompt
 from tests.contract.locking import eventually
-from tests.interrupting import Interrupted
+from tests.interrupting import Interrupted, interrupt_at
 
 #: More lines than are run in this thread to start another one.
 MOST = 60
@@ -70,3 +71,32 @@ def test_too_many_threads_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         start_thread(threading.Thread(target=print))
+
+
+@pytest.mark.parametrize("line", range(1, 12))
+def test_bell_that_was_rung_stays_rung_whatever_interrupts_a_wait(line: int) -> None:
+    """Else whoever waits behind that would do so in vain."""
+    bell = Bell()
+    bell.ring()
+    interrupt_at(line, lambda: bell.wait(1), "django_distlock.core.threads")
+    assert bell.is_rung
+
+
+def test_bell_that_is_rung_again_and_again_keeps_nothing() -> None:
+    """It is rung by a thread that lives as long as its process."""
+    bell = Bell()
+    for _ in range(3):
+        bell.ring()
+    assert bell._rung.qsize() == 1
+    bell.clear()
+    assert not bell.is_rung
+
+
+def test_bell_wakes_all_who_wait() -> None:
+    """One after the other."""
+    bell = Bell()
+    woken = [Later(bell.wait, 30) for _ in range(5)]
+    bell.ring()
+    with prompt():
+        for each in woken:
+            each.result()
