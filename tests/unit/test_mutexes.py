@@ -24,8 +24,13 @@ CALLED = FILTERED.replace("[each for each in self.all if each]", "list(filter(No
 
 
 def codes_of(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a module, and of all that is defined in it."""
-    yield code
+    """Yield the code of a module, and of all that is defined in it.
+
+    Comprehensions, generators and lambdas that have frames of their own are left out: what is
+    raised in them comes out of a call.
+    """
+    if code.co_name == "<module>" or not code.co_name.startswith("<"):
+        yield code
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield from codes_of(each)
