@@ -334,8 +334,7 @@ def waiting_release(name: tuple[str, str], thread: int | None = None) -> Deferre
     """
     if not (waiting := _waiting.of(name)):
         return None
-    thread = home() if thread is None else thread
-    return next((each for each in waiting if each.thread == thread), None)
+    return next(iter(_of_thread(waiting, home() if thread is None else thread)), None)
 
 
 def keepers(name: tuple[str, str]) -> set[int]:
@@ -347,9 +346,20 @@ def keepers(name: tuple[str, str]) -> set[int]:
 def kept_beside(name: tuple[str, str], thread: int) -> str | None:
     """Return another key that the transactions of a thread keep; None: they keep none."""
     # Events wait as well. They are nobody's lease.
-    leases = (each for each in _waiting.all() if each.owner is not None)
-    kept = (each for each in leases if each.thread == thread and not each.is_over)
+    leases = [each for each in _waiting.all() if each.owner is not None]
+    kept = (each for each in _of_thread(leases, thread) if not each.is_over)
     return next((each._name[1] for each in kept if each._name != name), None)
+
+
+def _of_thread(those: list[Deferred], thread: int) -> list[Deferred]:
+    """Return those of the caller's own transactions, which it sees for itself.
+
+    A rollback drops what tells of it, but the traceback of an error may still refer to that.
+    """
+    own = [each for each in those if each.thread == thread]
+    for each in own:
+        each.sweep()
+    return own
 
 
 def flush(name: tuple[str, str]) -> None:
@@ -358,9 +368,15 @@ def flush(name: tuple[str, str]) -> None:
     After a rollback the next acquire must not meet the lease that the rollback gave up. A store
     that hangs holds it up for a second at most.
     """
-    for deferred in _waiting.of(name):
+    for deferred in _named(name):
         if deferred.is_over:
             deferred.done.wait(MAX_BOUND)
+
+
+def _named(name: tuple[str, str]) -> list[Deferred]:
+    if waiting := _waiting.of(name):
+        _of_thread(waiting, home())
+    return waiting
 
 
 def sweep() -> None:
@@ -371,7 +387,7 @@ def sweep() -> None:
 
 async def aflush(backend: BaseLockBackend, name: tuple[str, str]) -> None:
     """See `flush`. The event loop's thread does not wait."""
-    if any(each.is_over for each in _waiting.of(name)):
+    if any(each.is_over for each in _named(name)):
         await backend.threads.run(flush, name)
 
 

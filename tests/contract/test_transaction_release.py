@@ -205,6 +205,29 @@ def test_failing_hook_of_somebody_else_does_not_lose_the_release(
     assert eventually(lambda: grantable(lock))
 
 
+@pytest.mark.parametrize("is_next", ["the same key", "another one, without an end"])
+def test_error_that_is_kept_keeps_no_key(registered: Registered, key: str, is_next: str) -> None:
+    """Its traceback refers to the hooks behind the one that raised: they are over all the same."""
+    lock = lock_of(registered, key, wait=0)
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    def work() -> None:
+        with transaction.atomic():
+            transaction.on_commit(fail)
+            with lock as lease:
+                tokens.append(lease.token)
+
+    tokens: list[str] = []
+    with pytest.raises(ZeroDivisionError) as kept:
+        work()
+    following = lock if is_next == "the same key" else lock_of(registered, f"{key}:2", wait=None)
+    with following as lease:
+        assert lease.token not in tokens
+    assert kept.tb is not None
+
+
 def test_hooks_of_the_commit_may_take_the_key(registered: Registered, key: str) -> None:
     """`on_commit` is where work goes on: it can lock what the transaction had locked."""
     lock, fences = lock_of(registered, key, wait=0), []
