@@ -792,9 +792,17 @@ def serve(stack: ExitStack) -> dict[str, str]:
         }
 
 
-def environments(addresses: dict[str, str], runs: int) -> Queue[dict[str, str]]:
-    """Return the environments of runs that go on at once: each has databases of its own."""
-    free: Queue[dict[str, str]] = Queue()
+@dataclass(frozen=True)
+class Slot:
+    """Where one run after another takes place: a copy of the project, and its databases."""
+
+    copy: Path
+    environment: dict[str, str]
+
+
+def slots(stack: ExitStack, addresses: dict[str, str], runs: int) -> Queue[Slot]:
+    """Return what so many runs that go on at once need."""
+    free: Queue[Slot] = Queue()
     postgres = KINDS["PostgreSQL"].variable
     for number in range(runs):
         name = f"mutant{number}"
@@ -806,34 +814,32 @@ def environments(addresses: dict[str, str], runs: int) -> Queue[dict[str, str]]:
             for variable, url in addresses.items()
             if variable in (postgres, KINDS["MariaDB"].variable)
         }
-        free.put({**os.environ, **addresses, **mine})
+        # What a process of a test still writes may come between the removal of its folder.
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        copy = Path(stack.enter_context(folder))
+        for each in COPIED:
+            if (ROOT / each).is_dir():
+                shutil.copytree(
+                    ROOT / each, copy / each, ignore=shutil.ignore_patterns("__pycache__")
+                )
+            else:
+                shutil.copy(ROOT / each, copy / each)
+        free.put(Slot(copy, {**os.environ, **addresses, **mine, "PYTHONPATH": str(copy)}))
     return free
 
 
-def catches(mutant: Mutant, free: Queue[dict[str, str]]) -> bool:
+def catches(mutant: Mutant, slot: Slot) -> bool:
     """Return whether the mutant's test fails on a copy that has the fault.
 
     A run that ends without a verdict, as one whose interpreter breaks down on its way out, is asked
     for one once more.
     """
-    # What a process of the test still writes may come between the removal of its folder.
-    with (
-        taken(free) as environment,
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-    ):
-        copy = Path(folder)
-        for name in COPIED:
-            source = ROOT / name
-            if source.is_dir():
-                shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, copy / name)
-        mutate(copy / mutant.file, mutant)
+    with mutated(slot.copy / mutant.file, mutant):
         for _ in range(2):
             run = subprocess.run(
                 [*PYTEST, mutant.test_id],
-                cwd=copy,
-                env={**environment, "PYTHONPATH": str(copy)},
+                cwd=slot.copy,
+                env=slot.environment,
                 capture_output=True,
                 text=True,
                 errors="replace",
@@ -847,21 +853,27 @@ def catches(mutant: Mutant, free: Queue[dict[str, str]]) -> bool:
 
 
 @contextmanager
-def taken(free: Queue[dict[str, str]]) -> Iterator[dict[str, str]]:
-    """Use an environment that nobody else uses meanwhile."""
-    environment = free.get()
+def taken(free: Queue[Slot]) -> Iterator[Slot]:
+    """Use a slot that nobody else uses meanwhile."""
+    slot = free.get()
     try:
-        yield environment
+        yield slot
     finally:
-        free.put(environment)
+        free.put(slot)
 
 
-def mutate(path: Path, mutant: Mutant) -> None:
-    """Put the fault into the file."""
-    text, count = re.subn(mutant.old, mutant.new, path.read_text(encoding="utf-8"))
+@contextmanager
+def mutated(path: Path, mutant: Mutant) -> Iterator[None]:
+    """Put the fault into the file until the block ends."""
+    right = path.read_text(encoding="utf-8")
+    text, count = re.subn(mutant.old, mutant.new, right)
     if not count:
         raise RuntimeError(f"{mutant.file} has nothing like {mutant.old}")
     path.write_text(text, encoding="utf-8")
+    try:
+        yield
+    finally:
+        path.write_text(right, encoding="utf-8")
 
 
 def table() -> str:
@@ -871,10 +883,11 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def report(mutant: Mutant, free: Queue[dict[str, str]]) -> bool:
+def report(mutant: Mutant, free: Queue[Slot]) -> bool:
     """Say what became of the mutant, and return whether it was caught."""
     try:
-        caught = catches(mutant, free)
+        with taken(free) as slot:
+            caught = catches(mutant, slot)
         outcome, why = ("caught" if caught else "SURVIVED"), ""
     except RuntimeError as error:
         caught, outcome, why = False, "UNKNOWN", f"\n{error}"
@@ -894,7 +907,7 @@ def main() -> None:
     chosen = [each for each in MUTANTS if arguments.fault in each.fault]
     runs = (os.cpu_count() or 1) + 1
     with ExitStack() as stack, ThreadPoolExecutor(runs) as pool:
-        free = environments(serve(stack), runs)
+        free = slots(stack, serve(stack), runs)
         caught = all([*pool.map(report, chosen, repeat(free))])
     sys.exit(0 if caught else 1)
 

@@ -112,7 +112,8 @@ def _has_quick(file: Path) -> bool:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what the tier leaves out."""
     kept = taken(items, config.stash[TIER])
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    wanted = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
     items[:] = sorted(kept, key=_place)
 
 
