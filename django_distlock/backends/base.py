@@ -17,7 +17,18 @@ from ..core.errors import InvalidArgument, LockUsageError, shown
 from ..core.fences import validate_fence
 from ..core.holders import Holder, Session, is_plain_text
 from ..core.keys import normalize_prefix, storage_key, stored_key, validate_token
-from ..core.records import Contended, Counter, Grant, Page, Raised, Record, Unknown, Waiting, Waits
+from ..core.records import (
+    Attempt,
+    Contended,
+    Counter,
+    Grant,
+    Page,
+    Raised,
+    Record,
+    Unknown,
+    Waiting,
+    Waits,
+)
 from ..exceptions import InvalidLockBackend
 from .counts import Count, Counts, States, Strain, every_record, listed_states
 from .groups import Guards, Notes, Waiters
@@ -151,16 +162,10 @@ class BaseLockBackend:
         if replace is not None:
             replace = validate_token(replace)
         name = self._name(key)
-        answer = self._acquire(
-            name,
-            key,
-            token,
-            self._ttl(ttl),
-            holder or _NOBODY,
-            wanted=wanted,
-            replace=replace,
-            bound=_bound(bound),
+        attempt = Attempt(
+            name, key, token, self._ttl(ttl), holder or _NOBODY, wanted, replace, _bound(bound)
         )
+        answer = self._acquire(attempt)
         if self.supports_guard and isinstance(answer, Contended) and answer.is_unclear:
             return changed(answer, guarded=self._is_guarded(name))
         return answer
@@ -445,18 +450,7 @@ class BaseLockBackend:
 
     # What a backend defines: the first four, and what else its store can do
 
-    def _acquire(
-        self,
-        name: str,
-        key: str,
-        token: str,
-        ttl: float | None,
-        holder: Holder,
-        *,
-        wanted: bool,
-        replace: str | None,
-        bound: float,
-    ) -> Grant | Contended:
+    def _acquire(self, attempt: Attempt) -> Grant | Contended:
         raise NotImplementedError
 
     def _extend(

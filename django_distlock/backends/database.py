@@ -16,6 +16,7 @@ from ..core.errors import LockError
 from ..core.holders import Holder
 from ..core.records import (
     UNKNOWN,
+    Attempt,
     Contended,
     Freed,
     Grant,
@@ -112,25 +113,13 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         listener = self._listener
         return listener is not None and not self._in_test_case() and listener.ensure(bound)
 
-    def _acquire(
-        self,
-        name: str,
-        key: str,
-        token: str,
-        ttl: float | None,
-        holder: Holder,
-        *,
-        wanted: bool,
-        replace: str | None,
-        bound: float,
-    ) -> Grant | Contended:
-        def attempt(on: str) -> Grant | Contended:
-            return self._hot.db_manager(on).acquire(
-                name, key, token, ttl, holder, wanted=wanted, replace=replace, bound=bound
-            )
+    def _acquire(self, attempt: Attempt) -> Grant | Contended:
+        def acquire(on: str) -> Grant | Contended:
+            return self._hot.db_manager(on).acquire(attempt)
 
+        busy = partial(self._busy, attempt.name)
         return self._ask(
-            attempt, bound=bound, busy=partial(self._busy, name), single=self._single, key=key
+            acquire, bound=attempt.bound, busy=busy, single=self._single, key=attempt.key
         )
 
     def _extend(

@@ -19,8 +19,18 @@ from django.db import DEFAULT_DB_ALIAS, connections
 from ..conf import BackendConfig
 from ..core.errors import InvalidArgument
 from ..core.fences import clock_fence, next_fence
-from ..core.holders import Holder, Session
-from ..core.records import Contended, Counter, Grant, Page, Raised, Record, Unknown, lease_ends
+from ..core.holders import Session
+from ..core.records import (
+    Attempt,
+    Contended,
+    Counter,
+    Grant,
+    Page,
+    Raised,
+    Record,
+    Unknown,
+    lease_ends,
+)
 from ..database.connections import OpenTransaction
 from .base import BaseLockBackend
 
@@ -57,24 +67,14 @@ class MemoryBackend(BaseLockBackend):
         self._notes: dict[str, tuple[int, datetime]] = {}
         self._begin()
 
-    def _acquire(
-        self,
-        name: str,
-        key: str,
-        token: str,
-        ttl: float | None,
-        holder: Holder,
-        *,
-        wanted: bool,
-        replace: str | None,
-        bound: float,
-    ) -> Grant | Contended:
+    def _acquire(self, attempt: Attempt) -> Grant | Contended:
+        name, key, token = attempt.name, attempt.key, attempt.token
         with self._mutex:
             now = self._now()
             record = self._live(name, now)
             paused = self._pause_of(name, now) is not None
-            if record is not None and (paused or record.token != replace):
-                if wanted and not record.wanted:
+            if record is not None and (paused or record.token != attempt.replace):
+                if attempt.wanted and not record.wanted:
                     self._put(name, changed(record, wanted=True))
                 return record.contended(now, paused=paused)
             if paused:
@@ -83,11 +83,10 @@ class MemoryBackend(BaseLockBackend):
                 return Contended(observed_at=now, busy=True, guarded=True)
             if self._by_token.get(token, name) != name:
                 raise InvalidArgument("This token already holds another key.", key=key)
-            fence = self._next_fence(name, key, now)
-            expires_at, free_at = lease_ends(now, ttl)
+            granted = attempt.record(self._next_fence(name, key, now), now)
             self._wake(record, name)
-            self._put(name, Record(key, token, fence, ttl, now, now, expires_at, free_at, holder))
-            return Grant(key, token, fence, ttl, now, expires_at)
+            self._put(name, granted)
+            return granted.grant
 
     def _extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
         with self._mutex:

@@ -73,6 +73,37 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
+class Attempt:
+    """What a store is asked for, once: a key.
+
+    Attributes:
+        name: What the key is called in the store.
+        ttl: Seconds that the lease lasts; None: no expiry.
+        wanted: Mark the grant that is in the way, so that its end wakes whoever asks.
+        replace: Grant also if this is the token of the grant that is in the way.
+        bound: Seconds to wait inside the store.
+    """
+
+    name: str
+    key: str
+    token: str = field(repr=False)
+    ttl: float | None
+    holder: Holder
+    wanted: bool
+    replace: str | None = field(repr=False)
+    bound: float
+
+    def record(self, fence: int, now: datetime) -> Record:
+        """Return what the store keeps where the key is granted with this fence."""
+        ends = lease_ends(now, self.ttl)
+        return Record(self.key, self.token, fence, self.ttl, now, now, *ends, self.holder)
+
+    def grant(self, fence: int, now: datetime, expires_at: datetime | None) -> Grant:
+        """Return the answer then."""
+        return Grant(self.key, self.token, fence, self.ttl, now, expires_at)
+
+
+@dataclass(frozen=True, slots=True)
 class Contended:
     """The key was not granted. Any field may be None when busy.
 

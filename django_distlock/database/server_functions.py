@@ -18,8 +18,7 @@ from django.db.utils import DatabaseError
 from ..core.durations import GRACE, MAX_BOUND
 from ..core.errors import LockError
 from ..core.fences import FENCE_MAX, check_fence
-from ..core.holders import Holder
-from ..core.records import UNKNOWN, Contended, Freed, Grant, Unknown, known_holder
+from ..core.records import UNKNOWN, Attempt, Contended, Freed, Grant, Unknown, known_holder
 from . import vendors
 from .connections import is_own
 from .fields import from_microseconds
@@ -60,30 +59,20 @@ class ServerFunctions:
         other._using = using
         return other
 
-    def acquire(
-        self,
-        name: str,
-        key: str,
-        token: str,
-        ttl: float | None,
-        holder: Holder,
-        *,
-        wanted: bool,
-        replace: str | None,
-        bound: float,
-    ) -> Grant | Contended:
+    def acquire(self, attempt: Attempt) -> Grant | Contended:
         """Grant the key if it is free."""
         arguments = [
-            name, key, token, ttl, json.dumps(holder.as_json()), wanted, replace,
-            self._follows_clock, _bound(bound),
+            attempt.name, attempt.key, attempt.token, attempt.ttl,
+            json.dumps(attempt.holder.as_json()), attempt.wanted, attempt.replace,
+            self._follows_clock, _bound(attempt.bound),
         ]  # fmt: skip
         outcome, now, *record = _parts(self._call("acquire", arguments), 7)
         fence, acquired_at, expires_at, free_at, told = record
         if outcome == "granted":
-            check_fence(key, fence)
-            ends = _instant(expires_at)
-            return Grant(key, token, fence, ttl, from_microseconds(acquired_at), ends)
+            check_fence(attempt.key, fence)
+            return attempt.grant(fence, from_microseconds(acquired_at), _instant(expires_at))
         if outcome == "overflow":
+            key = attempt.key
             raise LockError(f"The key {key!r} has used up its fences ({FENCE_MAX}).", key=key)
         return Contended(
             holder=None if told is None else known_holder(told),

@@ -14,7 +14,7 @@ from django.db import connections, transaction
 
 from ..core.fences import next_fence
 from ..core.holders import Holder
-from ..core.records import Contended, Freed, Grant, Record, known_holder, lease_ends
+from ..core.records import Attempt, Contended, Freed, Grant, Record, known_holder, lease_ends
 from ..database.fields import from_microseconds, to_microseconds
 from .lock import HeldLockManager
 
@@ -89,42 +89,30 @@ class CompactLockManager(HeldLockManager):
         compact._statements = _Statements(*(each.format(**tables) for each in _Statements()))
         return compact
 
-    def acquire(
-        self,
-        name: str,
-        key: str,
-        token: str,
-        ttl: float | None,
-        holder: Holder,
-        *,
-        wanted: bool,
-        replace: str | None,
-        bound: float,
-    ) -> Grant | Contended:
+    def acquire(self, attempt: Attempt) -> Grant | Contended:
         """Grant the key if it is free."""
-        if wanted:
-            return super().acquire(
-                name, key, token, ttl, holder, wanted=wanted, replace=replace, bound=bound
-            )
+        if attempt.wanted:
+            return super().acquire(attempt)
+        name, key, holder = attempt.name, attempt.key, attempt.holder
         with connections[self.db].cursor() as cursor:
             # Read first: whoever loses takes no lock and writes nothing.
-            contended = self._in_the_way(cursor, name, replace)[0]
+            contended = self._in_the_way(cursor, attempt)[0]
             if contended is not None:
                 return contended
             with transaction.atomic(self.db):
-                contended, last, now = self._in_the_way(cursor, name, replace)
+                contended, last, now = self._in_the_way(cursor, attempt)
                 if contended is not None:
                     return contended
                 fence = next_fence(key, last, self._floor(now))
-                expires_at, free_at = lease_ends(now, ttl)
+                expires_at, free_at = lease_ends(now, attempt.ttl)
                 at, told = to_microseconds(now), json.dumps(holder.as_json())
                 values: list[Any] = [
-                    name, key, token, fence, ttl, at, at, _stored(expires_at), _stored(free_at),
-                    told, holder.host, holder.task_id,
+                    name, key, attempt.token, fence, attempt.ttl, at, at, _stored(expires_at),
+                    _stored(free_at), told, holder.host, holder.task_id,
                 ]  # fmt: skip
                 cursor.execute(self._statements.advance, [name, key, fence])
                 cursor.execute(self._statements.grant, values)
-        return Grant(key, token, fence, ttl, now, expires_at)
+        return attempt.grant(fence, now, expires_at)
 
     def extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
         """Replace the ttl of a lease; None: it is gone."""
@@ -156,17 +144,17 @@ class CompactLockManager(HeldLockManager):
         return "wanted" if record.wanted else "released"
 
     def _in_the_way(
-        self, cursor: CursorWrapper, name: str, replace: str | None
+        self, cursor: CursorWrapper, attempt: Attempt
     ) -> tuple[Contended | None, int, datetime]:
         """Return why the key cannot be had, if so, its last fence, and the time."""
-        cursor.execute(self._statements.look, [name])
+        cursor.execute(self._statements.look, [attempt.name])
         last, paused_until, token, fence, acquired_at, expires_at, free_at, told = cursor.fetchone()
         now = datetime.now(UTC)
         at = to_microseconds(now)
         paused = paused_until is not None and at < paused_until
         if token is None or (free_at is not None and free_at <= at):
             contended = Contended(observed_at=now, paused=True) if paused else None
-        elif token == replace and not paused:
+        elif token == attempt.replace and not paused:
             contended = None
         else:
             contended = Contended(

@@ -22,6 +22,7 @@ from ..core.holders import Holder
 from ..core.records import (
     SPOILED,
     UNKNOWN,
+    Attempt,
     Contended,
     Freed,
     Grant,
@@ -65,43 +66,24 @@ class HeldLockManager(models.Manager["HeldLock"]):
     #: Whether no fence is below what the store's clock says.
     follows_clock = False
 
-    def acquire(
-        self,
-        name: str,
-        key: str,
-        token: str,
-        ttl: float | None,
-        holder: Holder,
-        *,
-        wanted: bool,
-        replace: str | None,
-        bound: float,
-    ) -> Grant | Contended:
+    def acquire(self, attempt: Attempt) -> Grant | Contended:
         """Grant the key if it is free."""
         store, counters = self._store, self._counters
+        name, key, bound = attempt.name, attempt.key, attempt.bound
         while True:
             # Read first: whoever loses takes no lock and writes nothing.
             with store.short_transaction(bound, writes=False):
-                contended, row = self._look(name, replace)
+                contended, row = self._look(attempt)
             if contended is None:
                 with counters.turn(name, key, bound) as waited:
                     if waited:
-                        contended, row = self._look(name, replace)
-                    if contended is None and (free := self._lock_free(name, replace)):
+                        contended, row = self._look(attempt)
+                    if contended is None and (free := self._lock_free(attempt)):
                         counter, over, now = free
                         fence = counters.advance(name, key, counter, self._floor(now))
-                        return self._grant(
-                            over,
-                            now,
-                            ttl,
-                            holder,
-                            storage_key=name,
-                            key=key,
-                            token=token,
-                            fence=fence,
-                        )
+                        return self._grant(attempt, fence, over, now)
             if contended is not None:
-                if not wanted or row is None or row.wanted:
+                if not attempt.wanted or row is None or row.wanted:
                     return contended
                 marked = self._mark_wanted(row, bound)
                 if marked is not None:
@@ -302,46 +284,47 @@ class HeldLockManager(models.Manager["HeldLock"]):
     def _floor(self, now: datetime) -> datetime | None:
         return now if self.follows_clock else None
 
-    def _look(self, name: str, replace: str | None) -> tuple[Contended | None, HeldLock | None]:
+    def _look(self, attempt: Attempt) -> tuple[Contended | None, HeldLock | None]:
         """Return why the key cannot be had, if so, and the live row that is in the way."""
-        row = self.filter(pk=name).first()
-        paused_until = self._counters.paused_until(name)
+        row = self.filter(pk=attempt.name).first()
+        paused_until = self._counters.paused_until(attempt.name)
         now = self._store.now()
         paused = paused_until is not None and now < paused_until
         record = None if row is None else _live(row, now)
         if record is None:
             return Contended(observed_at=now, paused=True) if paused else None, None
-        if record.token == replace and not paused:
+        if record.token == attempt.replace and not paused:
             return None, None
         return record.contended(now, paused=paused), row
 
     def _lock_free(
-        self, name: str, replace: str | None
+        self, attempt: Attempt
     ) -> tuple[FenceCounter | None, HeldLock | None, datetime] | None:
         """Lock what a grant changes; None: the key is not to be had any more.
 
         Returns:
             The counter and the record that is over, where they exist, and the time of the grant.
         """
-        counter = self._counters.lock(name)
-        row = only(self.select_for_update().filter(pk=name))
+        counter = self._counters.lock(attempt.name)
+        row = only(self.select_for_update().filter(pk=attempt.name))
         now = self._store.now()
         if counter is not None and counter.paused_until is not None and now < counter.paused_until:
             return None
-        if row is not None and row.token != replace and row.as_record().is_live(now):
+        if row is not None and row.token != attempt.replace and row.as_record().is_live(now):
             return None
         return counter, row, now
 
-    def _grant(
-        self, over: HeldLock | None, now: datetime, ttl: float | None, holder: Holder, **values: Any
-    ) -> Grant:
+    def _grant(self, attempt: Attempt, fence: int, over: HeldLock | None, now: datetime) -> Grant:
         """Write the record of a grant in the place of the one that is over, if there is one."""
         self._store.make_durable()
-        expires_at, free_at = lease_ends(now, ttl)
-        values |= {
-            "ttl": ttl, "acquired_at": now, "renewed_at": now, "expires_at": expires_at,
-            "free_at": free_at, "wanted": False, "holder": holder.as_json(),
-            "holder_host": holder.host, "task_id": holder.task_id, "stop_requested_at": None,
+        expires_at, free_at = lease_ends(now, attempt.ttl)
+        holder = attempt.holder
+        values: dict[str, Any] = {
+            "storage_key": attempt.name, "key": attempt.key, "token": attempt.token,
+            "fence": fence, "ttl": attempt.ttl, "acquired_at": now, "renewed_at": now,
+            "expires_at": expires_at, "free_at": free_at, "wanted": False,
+            "holder": holder.as_json(), "holder_host": holder.host, "task_id": holder.task_id,
+            "stop_requested_at": None,
         }  # fmt: skip
         if over is None:
             self.create(**values)
@@ -349,7 +332,7 @@ class HeldLockManager(models.Manager["HeldLock"]):
             self.filter(pk=over.pk).update(**values)
             # Their mark went with the grant before, and they have to mark this one.
             self._call_out(over)
-        return Grant(values["key"], values["token"], values["fence"], ttl, now, expires_at)
+        return attempt.grant(fence, now, expires_at)
 
     def _mark_wanted(self, row: HeldLock, bound: float) -> HeldLock | None:
         """Ask for a wake-up at the end of this grant.

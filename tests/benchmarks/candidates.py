@@ -18,7 +18,7 @@ from django.db import connections
 from django_distlock import distlock, lock_backends
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Grant
+from django_distlock.core.records import Attempt, Grant
 from django_distlock.database.server_functions import ServerFunctions
 from django_distlock.process.host import current_holder
 
@@ -150,9 +150,8 @@ def calls(functions: ServerFunctions, prefix: str, keys: Sequence[str]) -> Opera
 
     def attempt(key: str) -> Grant | None:
         answer = functions.acquire(
-            f"{prefix}:{key}", key, new_token(), TTL, holder,
-            wanted=False, replace=None, bound=1.0,
-        )  # fmt: skip
+            Attempt(f"{prefix}:{key}", key, new_token(), TTL, holder, False, None, 1.0)
+        )
         return answer if isinstance(answer, Grant) else None
 
     def release(grant: Grant) -> bool:

@@ -13,14 +13,13 @@ from django.db import Error, connections
 from ...conf import BackendConfig
 from ...core import budgets
 from ...core.durations import MAX_BOUND
-from ...core.holders import Holder
-from ...core.records import UNKNOWN, Contended, Grant, Unknown
+from ...core.records import UNKNOWN, Attempt, Contended, Grant, Unknown
 from ...database.schemas import TableConnections
 from ...exceptions import InvalidLockBackend
 from ..base import BaseLockBackend
 from ..counting import count_rows
 from ..counts import Counts
-from .attempts import SessionAttempts, Wish, second_key
+from .attempts import SessionAttempts, second_key
 from .holdings import Holding, Holdings, Pong, ping
 from .session import NoAnswer
 from .sessions import Sessions
@@ -76,25 +75,14 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
         self.max_connections = limit
         self._sessions = Sessions(self.using, limit, partial(_prepared, self._connections))
 
-    def _acquire(
-        self,
-        name: str,
-        key: str,
-        token: str,
-        ttl: float | None,
-        holder: Holder,
-        *,
-        wanted: bool,
-        replace: str | None,
-        bound: float,
-    ) -> Grant | Contended:
-        wish = Wish(name, key, token, ttl, holder)
-        other = self._holdings.of_token(token)
-        if other is not None and other.name != name and not other.session.closed:
-            raise second_key(key)
-        held = None if replace is None else self._holdings.of_token(replace, name)
-        answer = None if held is None else self._hand_over(held, wish)
-        return self._attempt(wish) if answer is None else answer
+    def _acquire(self, attempt: Attempt) -> Grant | Contended:
+        other = self._holdings.of_token(attempt.token)
+        if other is not None and other.name != attempt.name and not other.session.closed:
+            raise second_key(attempt.key)
+        replace = attempt.replace
+        held = None if replace is None else self._holdings.of_token(replace, attempt.name)
+        answer = None if held is None else self._hand_over(held, attempt)
+        return self._attempt(attempt) if answer is None else answer
 
     def _extend(
         self, name: str, grant: Grant, ttl: float | None, *, bound: float

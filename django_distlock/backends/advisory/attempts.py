@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 
 from django.db import Error
@@ -11,8 +11,7 @@ from ...core import budgets
 from ...core.durations import MAX_BOUND
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
 from ...core.fences import FENCE_MAX, check_fence
-from ...core.holders import Holder
-from ...core.records import Contended, Grant, Record
+from ...core.records import Attempt, Contended, Grant
 from ...database.sql import side_table
 from ...database.vendors.postgresql import is_busy, is_overflow, no_secret
 from .holdings import Holding
@@ -22,33 +21,22 @@ from .sql import Seen, granted_at, instant
 from .views import SessionViews
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What an attempt asks for."""
-
-    name: str
-    key: str
-    token: str
-    ttl: float | None
-    holder: Holder
-
-
 class SessionAttempts(SessionViews):
     """Attempts of the advisory backend, and the sessions that they run on."""
 
     alias: str
     _sessions: Sessions
 
-    def _attempt(self, wish: Wish) -> Grant | Contended:
+    def _attempt(self, attempt: Attempt) -> Grant | Contended:
         """Try once on a session that holds nothing."""
-        session = self._taken(wish.key)
+        session = self._taken(attempt.key)
         if session is None:
             # Nothing can be prepared while the table is locked, but who holds the key is told.
-            busy = self._busy(wish.name)
+            busy = self._busy(attempt.name)
             return replace(busy, busy=busy.fence is None)
         try:
             with session.mutex:
-                answer = self._try(session, wish)
+                answer = self._try(session, attempt)
         except LockError:
             self._sessions.put_back(session)
             raise
@@ -60,7 +48,7 @@ class SessionAttempts(SessionViews):
             self._sessions.put_back(session)
         return answer
 
-    def _hand_over(self, held: Holding, wish: Wish) -> Grant | Contended | None:
+    def _hand_over(self, held: Holding, attempt: Attempt) -> Grant | Contended | None:
         """Grant a key with the session that holds it; None: that one is gone."""
         session = held.session
         with session.mutex:
@@ -69,91 +57,93 @@ class SessionAttempts(SessionViews):
             try:
                 session.catch_up(budgets.end(MAX_BOUND))
                 turn, paused, fence, now, number, _ = self._ask_for(
-                    session, "distlock_hand_over", wish
+                    session, "distlock_hand_over", attempt
                 )
             except NoAnswer as error:
-                raise self._no_answer(wish.key) from error
+                raise self._no_answer(attempt.key) from error
             except Error as error:
                 if session.closed:
                     return None
                 if is_busy(error):
-                    return self._busy(wish.name)
-                raise self._refused(error, wish.key) from error
+                    return self._busy(attempt.name)
+                raise self._refused(error, attempt.key) from error
             except BaseException:
                 session.close()
                 raise
             if fence is not None:
                 self._holdings.drop(held)
-                return self._granted(session, wish, number, int(fence), instant(now))
+                return self._granted(session, attempt, number, int(fence), instant(now))
             if "t" in (turn, paused):
                 return held.record.contended(instant(now), paused=True)
             session.close()
             return None
 
-    def _try(self, session: Session, wish: Wish) -> Grant | Contended:
+    def _try(self, session: Session, attempt: Attempt) -> Grant | Contended:
         try:
-            turn, paused, fence, now, number, _ = self._ask_for(session, "distlock_acquire", wish)
+            turn, paused, fence, now, number, _ = self._ask_for(
+                session, "distlock_acquire", attempt
+            )
             if fence is not None:
-                return self._granted(session, wish, number, int(fence), instant(now))
+                return self._granted(session, attempt, number, int(fence), instant(now))
             if turn == "t":
                 # Paused since the statement began.
                 session.ask("distlock_release", number)
                 return Contended(observed_at=instant(now), paused=True)
-            mine = self._holdings.of_name(wish.name)
+            mine = self._holdings.of_name(attempt.name)
             if mine is not None and not mine.is_cut_off():
                 return mine.record.contended(instant(now), paused=paused == "t")
-            return self._lost(session, wish, paused=paused == "t")
+            return self._lost(session, attempt, paused=paused == "t")
         except NoAnswer as error:
-            raise self._no_answer(wish.key) from error
+            raise self._no_answer(attempt.key) from error
         except Error as error:
             if session.closed or not (is_busy(error) or is_overflow(error)):
                 session.close()
-                raise self._refused(error, wish.key) from error
+                raise self._refused(error, attempt.key) from error
             # What was locked stays locked, though the statement failed.
-            contended = self._undo(session, wish)
+            contended = self._undo(session, attempt)
             if is_overflow(error):
-                raise self._refused(error, wish.key) from error
+                raise self._refused(error, attempt.key) from error
             return contended
 
-    def _ask_for(self, session: Session, statement: str, wish: Wish) -> Row:
+    def _ask_for(self, session: Session, statement: str, attempt: Attempt) -> Row:
         try:
-            row = session.ask(statement, wish.name, wish.key, session.durable)
+            row = session.ask(statement, attempt.name, attempt.key, session.durable)
         except NoAnswer as error:
-            raise self._no_answer(wish.key) from error
+            raise self._no_answer(attempt.key) from error
         if row[4] is None:
-            raise self._translated(no_secret(side_table("salt")), wish.key)
+            raise self._translated(no_secret(side_table("salt")), attempt.key)
         return row
 
     def _granted(
-        self, session: Session, wish: Wish, number: object, fence: int, now: datetime
+        self, session: Session, attempt: Attempt, number: object, fence: int, now: datetime
     ) -> Grant:
         at = granted_at(fence, now)
-        record = Record(wish.key, wish.token, fence, wish.ttl, at, at, None, None, wish.holder)
-        if not self._holdings.add(Holding(wish.name, int(str(number)), session, record)):
+        record = replace(attempt.record(fence, at), expires_at=None, free_at=None)
+        if not self._holdings.add(Holding(attempt.name, int(str(number)), session, record)):
             # Another thread was granted another key for this token meanwhile.
             session.close()
-            raise second_key(wish.key)
+            raise second_key(attempt.key)
         self._sessions.keep_lock(session)
-        check_fence(wish.key, fence)
-        return Grant(wish.key, wish.token, fence, wish.ttl, at, None)
+        check_fence(attempt.key, fence)
+        return attempt.grant(fence, at, None)
 
-    def _undo(self, session: Session, wish: Wish) -> Contended:
+    def _undo(self, session: Session, attempt: Attempt) -> Contended:
         """Give back what a failed attempt may have locked, and say who was in its way."""
         try:
-            if session.ask("distlock_undo", wish.name)[0] == "t":
+            if session.ask("distlock_undo", attempt.name)[0] == "t":
                 return Contended(busy=True)
             # The whole table was locked: this attempt never had its turn.
-            lost = self._lost(session, wish)
+            lost = self._lost(session, attempt)
         except (NoAnswer, Error):
             session.close()
             return Contended(busy=True)
         return replace(lost, busy=lost.fence is None)
 
-    def _lost(self, session: Session, wish: Wish, *, paused: bool = False) -> Contended:
-        now, *who = session.ask("distlock_lost", wish.name)
+    def _lost(self, session: Session, attempt: Attempt, *, paused: bool = False) -> Contended:
+        now, *who = session.ask("distlock_lost", attempt.name)
         if who[0] is None:
             return Contended(observed_at=instant(now), paused=paused)
-        record = self._record(wish.name, Seen.read(who), instant(now))
+        record = self._record(attempt.name, Seen.read(who), instant(now))
         return record.contended(instant(now), paused=paused)
 
     # Trouble

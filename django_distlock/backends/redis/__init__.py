@@ -17,12 +17,12 @@ from ...conf import BackendConfig
 from ...core.durations import GRACE
 from ...core.errors import LockError
 from ...core.fences import FENCE_MAX
-from ...core.holders import Holder
 from ...core.keys import key_hash
 from ...core.logs import log_fields
 from ...core.records import (
     SPOILED,
     UNKNOWN,
+    Attempt,
     Contended,
     Counter,
     Grant,
@@ -112,27 +112,17 @@ class RedisBackend(RedisWaiters):
         """Not on a cluster, where a token would lie on another server than its record."""
         return not self.store.is_cluster
 
-    def _acquire(
-        self,
-        name: str,
-        key: str,
-        token: str,
-        ttl: float | None,
-        holder: Holder,
-        *,
-        wanted: bool,
-        replace: str | None,
-        bound: float,
-    ) -> Grant | Contended:
-        keys = [self._at("lock", name), self._at("fence", name), self._at("pause", name)]
-        tokens = [self._token(each) for each in (token, replace) if each is not None]
+    def _acquire(self, attempt: Attempt) -> Grant | Contended:
+        keys = [self._at(kind, attempt.name) for kind in ("lock", "fence", "pause")]
+        concerned = (attempt.token, attempt.replace)
+        tokens = [self._token(each) for each in concerned if each is not None]
         arguments = (
-            token, _seconds(ttl), _GRACE, _FENCE_MAX, key, json.dumps(holder.as_json()),
-            "1" if wanted else "", replace or "", self._channel,
+            attempt.token, _seconds(attempt.ttl), _GRACE, _FENCE_MAX, attempt.key,
+            json.dumps(attempt.holder.as_json()), "1" if attempt.wanted else "",
+            attempt.replace or "", self._channel,
         )  # fmt: skip
-
-        read = partial(granted, key, token, ttl)
-        return self._run(Call(script("acquire"), keys, arguments, tokens), read, key)
+        question = Call(script("acquire"), keys, arguments, tokens)
+        return self._run(question, partial(granted, attempt), attempt.key)
 
     def _extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
         question = self._extension(name, grant, ttl)

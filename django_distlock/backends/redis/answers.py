@@ -12,21 +12,20 @@ from ...core.errors import InvalidArgument, LockError
 from ...core.fences import FENCE_MAX, check_fence
 from ...core.holders import Holder
 from ...core.logs import log_fields
-from ...core.records import SPOILED, Contended, Counter, Grant, Record
+from ...core.records import SPOILED, Attempt, Contended, Counter, Grant, Record
 from ...database.fields import from_microseconds
 
 logger = logging.getLogger("django_distlock")
 
 
-def granted(key: str, token: str, ttl: float | None, answer: str) -> Grant | Contended:
+def granted(attempt: Attempt, answer: str) -> Grant | Contended:
     """Read the answer to an acquire."""
     outcome, _, rest = answer.partition(" ")
     if outcome != "granted":
-        return _contended(key, outcome, rest)
+        return _contended(attempt.key, outcome, rest)
     fence, now, expires_at = rest.split(" ")
-    check_fence(key, int(fence))
-    granted_at = from_microseconds(int(now))
-    return Grant(key, token, int(fence), ttl, granted_at, _instant(expires_at))
+    check_fence(attempt.key, int(fence))
+    return attempt.grant(int(fence), from_microseconds(int(now)), _instant(expires_at))
 
 
 def extended(grant: Grant, ttl: float | None, answer: str) -> Grant | None:
