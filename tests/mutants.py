@@ -708,6 +708,12 @@ MUTANTS = (
         test=f"{BLOCKS}::test_interruption_at_any_line_leaves_nothing_held", case="{backend}-block",
     ),
     Mutant(
+        "a block that closed ends once more, for who looked at it",
+        "memory", "django_distlock/locks/blocks.py",
+        old=r"if self not in every or self.is_open or self in _giving_up:", new="if False:",
+        test=f"{BLOCKS}::test_who_looks_at_all_blocks_ends_none", case="{backend}-acquire",
+    ),
+    Mutant(
         "a place of a session that is never free again",
         "advisory", "django_distlock/backends/advisory/sessions.py",
         old=r"weakref.ref\(place, self._changed.put\)", new="lambda place=place: place",

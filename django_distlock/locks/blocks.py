@@ -95,13 +95,16 @@ class Block:
 
     def close(self) -> None:
         """Say that nothing is left to end."""
-        # Without its weak reference, the death of the sentinel wakes nobody.
         every.pop(self, None)
 
     # In the worker's thread
 
     def _end(self) -> None:
         """End what is left of a block that is gone."""
+        # What has called may be the weak reference of before, which whoever looked at all blocks
+        # kept alive: of a block that has closed, or is open for as long as another sentinel lives.
+        if self not in every or self.is_open or self in _giving_up:
+            return
         release, attempts, adopting = self.release, self.attempts, self.adopting
         if self.inner:
             pass

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.db.transaction import atomic
 
 from django_distlock import Lease, Lock, signals
@@ -235,6 +236,25 @@ def interrupt_its_release(lease: Lease) -> None:
         strike_now()
 
     lease._release._ask = strike  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("take", [Lock.acquire, async_to_sync(Lock.aacquire)])
+def test_who_looks_at_all_blocks_ends_none(
+    registered: Registered, key: str, take: Callable[[Lock], Lease]
+) -> None:
+    """What tells of the end of a block outlives it where somebody looks, and ends none by then."""
+    lock, seen = lock_of(registered, key), list[Callable[[], object]]()
+
+    def look(**_facts: object) -> None:
+        seen.extend(blocks.every.values())
+
+    # As another thread does, a moment before the call returns.
+    with receiving(signals.lock_acquired, look):
+        lease = take(lock)
+    assert seen
+    assert not eventually(lambda: not lease.held, timeout=0.2)
+    assert not grantable(lock)
+    assert lease.release()
 
 
 @pytest.mark.parametrize("told", ["lock_acquired", "lock_released", "lock_lost"])
