@@ -82,13 +82,13 @@ class Worker:
         return thread is not None and self._pid == os.getpid() and thread.is_alive()
 
     def _run(self) -> None:
+        with self._starting:
+            if self._thread is not threading.current_thread():
+                return  # It began late, and another one was started in its place.
         use_own_connections(keeps_leases=True)
         while True:
             self._works = False
             work = self.queue.get()
-            if self._thread is not threading.current_thread():
-                self.queue.put(work)  # Another one was started in its place.
-                return
             self._works = True
             try:
                 if isinstance(work, Gone):

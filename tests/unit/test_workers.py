@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import pytest
 
+from django_distlock.database import workers
 from django_distlock.database.workers import Worker
 from tests.contract.locking import eventually
 
@@ -24,14 +27,20 @@ def test_thread_whose_start_was_interrupted_is_the_only_one(
     assert len(threads("distlock-test-worker")) == 1
 
 
-def test_worker_that_was_replaced_leaves_its_work() -> None:
-    """What it took for the one in its place is done by that."""
-    worker = Worker("distlock-test-replaced")
+def test_thread_that_begins_late_leaves_the_work_to_the_one_in_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A signal's exception may come before a thread that is being started lives."""
+    worker = Worker("distlock-test-late")
+    late: list[Thread] = []
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(workers, "start_thread", late.append)
+        worker.start()
     worker.start()
-    worker._thread = None
-    worker.start()
-    found: list[int] = []
-    for number in range(3):
-        worker.put(lambda number=number: found.append(number))  # type: ignore[misc]
-    assert eventually(lambda: sorted(found) == [0, 1, 2])
-    assert eventually(lambda: len(threads("distlock-test-replaced")) == 1)
+    late[0].start()
+    late[0].join(10)
+    assert not late[0].is_alive()
+    done: list[int] = []
+    worker.put(lambda: done.append(1))
+    assert eventually(lambda: done == [1])
+    assert len(threads("distlock-test-late")) == 1
