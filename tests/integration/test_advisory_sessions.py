@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -28,7 +29,7 @@ from django_distlock.signals import lock_lost
 from tests.backends import ADVISORY
 from tests.contract.aliases import alias_like
 from tests.contract.helpers import Later, at_once, contend, held, prompt, take
-from tests.contract.interrupting import strike_again_and_again
+from tests.contract.interrupting import interrupt_at, strike_again_and_again
 from tests.contract.locking import Heard, eventually
 from tests.processes import spawn
 from tests.salted import SESSIONS, number_of
@@ -172,6 +173,24 @@ def test_signals_leave_the_place_of_a_session_free() -> None:
             backend._sessions.put_back(backend._sessions.take())
 
         assert strike_again_and_again(work, work, seconds=1, most=300)
+
+
+def put_back(backend: AdvisoryBackend, out: list[Session]) -> None:
+    """Put a session back that nobody refers to behind that."""
+    backend._sessions.put_back(out.pop())
+
+
+def test_interruption_at_any_line_leaves_the_place_of_a_session_free() -> None:
+    """The first session that is put back starts a thread, which takes a while."""
+    line, reached = 0, True
+    while reached:
+        line += 1
+        with advisory(max_connections=1) as backend:
+            out = [backend._sessions.take()]
+            reached = interrupt_at(line, partial(put_back, backend, out))
+            gc.collect()
+            backend._sessions.put_back(backend._sessions.take())
+    assert line > 5
 
 
 def test_attempts_take_turns_at_few_sessions(key: str) -> None:

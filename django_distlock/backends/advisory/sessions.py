@@ -82,9 +82,10 @@ class Sessions:
     def put_back(self, session: Session) -> None:
         """Take a session back, which holds nothing any more or is closed."""
         session.holds = False
+        # Kept here until the session can be taken: interrupted, it goes with this call.
+        _place, session.place = session.place, None
         if not session.closed:
             self._idle.keep(session)
-        session.place = None
 
     def keep_lock(self, session: Session) -> None:
         """Note that a session was granted a lock: it stays away."""
