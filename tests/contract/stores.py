@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
 import psycopg
-from django.db import DatabaseError, connections
+from django.db import Error, connections
 
 from django_distlock import conf
 from django_distlock.backends.base import BaseLockBackend
@@ -213,7 +213,7 @@ class DatabaseStore(Store):
         ours = [pool for pool in pools if pool.alias == self.registered.using]
         for own in [own for pool in ours for own in pool._every]:
             # One whose session has ended is used by nobody.
-            with suppress(DatabaseError), own.connection.cursor() as cursor:
+            with suppress(Error), own.connection.cursor() as cursor:
                 cursor.execute(statement)
                 answers.append(list(cursor.fetchall()) if cursor.description else [])
         return answers
