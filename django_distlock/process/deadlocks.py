@@ -75,7 +75,8 @@ class _Waits:
             return
         home = deferred_release.home()
         with self._mutex:
-            for wait in list(filter(lambda each: each.home == home, self._all)):
+            # Of a copy: others end their waits meanwhile.
+            for wait in list(filter(lambda each: each.home == home, [*self._all])):
                 if wait.name == name:
                     wait.ring()
                 else:
