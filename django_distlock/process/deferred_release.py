@@ -131,7 +131,7 @@ class Deferred:
         thread: Whose transactions they are, by `home`.
     """
 
-    _is_registered = False
+    _is_registered = _is_settled = False
 
     def __init__(
         self,
@@ -174,6 +174,8 @@ class Deferred:
     @property
     def is_over(self) -> bool:
         """Whether the last of the transactions has ended."""
+        if self._is_settled:
+            return True
         ends = [gone() for _connection, gone in self._ends]
         return len(ends) >= self._transactions and all(end is None or end.is_over for end in ends)
 
@@ -220,6 +222,8 @@ class Deferred:
 
     def settle(self) -> None:
         """Say that the claimed release is needed no more."""
+        # First: others still have it in their hands.
+        self._is_settled = True
         _waiting.remove(self._name, self)
         # Nobody has to be told of their ends any more.
         self._ends = []
@@ -227,7 +231,7 @@ class Deferred:
 
     def release_if_over(self, claim: object = True) -> None:
         """Release once, when all transactions have ended."""
-        if not (self.is_over and self.claim(claim)):
+        if self._is_settled or not (self.is_over and self.claim(claim)):
             return
         if self._release():
             self.settle()

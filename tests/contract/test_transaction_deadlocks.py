@@ -249,6 +249,25 @@ def test_lease_that_nobody_renews_is_no_circle(key: str) -> None:
         late.result()
 
 
+def test_release_that_was_carried_out_keeps_nothing(key: str) -> None:
+    """Who still has it in hand, from a look at all that wait, refuses nothing for it."""
+    released: list[str] = []
+
+    def release() -> bool:
+        released.append(key)
+        return True
+
+    with transaction.atomic():
+        here = deferred_release.open_transactions()
+        deferred = deferred_release.Deferred(("memory", key), object(), release, here)
+        assert not deferred.is_over
+    assert deferred.is_over
+    # What tells of the end of a transaction may come late, and comes to nothing.
+    deferred.unclaim()
+    deferred.release_if_over()
+    assert released == [key]
+
+
 def test_note_behind_a_commit_is_no_key(key: str) -> None:
     """Events wait for the end of a transaction as releases do, and nobody waits for them."""
     lock = distlock(key, backend="memory", wait=None)
