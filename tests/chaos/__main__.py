@@ -71,7 +71,10 @@ def main() -> int:
                 place = scratch / f"{alias}-{options.seed}-{number}"
                 place.mkdir(parents=True)
                 seconds = min(ROUND, options.seconds - number * ROUND)
-                more = run(alias, faults, STORES[alias], options.workers, seconds, chance, place)
+                more = run(
+                    alias, faults, STORES[alias], options.workers, options.threads, seconds,
+                    chance, place,
+                )  # fmt: skip
                 found = found.with_more(more)
             print(found.table(f"{alias}, {options.seconds:g} s, seed {options.seed}"), flush=True)
             broken = broken or bool(found.broken)
@@ -99,6 +102,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60, help="for each store")
     parser.add_argument("--seed", type=int, help="of the choices; by default any")
     parser.add_argument("--workers", type=int, default=6)
+    parser.add_argument("--threads", type=int, default=4, help="of each worker")
     parser.add_argument("--keep", type=Path, help="a folder for the histories")
     for name, what in FAULTS.items():
         flag = f"--{name.replace('_', '-')}"

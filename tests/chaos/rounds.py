@@ -23,22 +23,22 @@ KEYS = [f"chaos:{number}" for number in range(6)]
 HANGS = 60.0
 #: Seconds until what nobody holds is free: the longest ttl, the grace, and a little.
 FREE = 4.0
-#: Sessions that a worker may keep open: those of its two threads, its lock connections, and those
+#: Sessions that a worker may keep open beside those of its threads: its lock connections, and those
 #: of the listener and of rows.
-MOST_SESSIONS = 10
+MOST_SESSIONS = 8
 #: Seconds until a server knows that a client is gone.
 GONE = 5.0
 
 
 def run(
-    alias: str, faults: set[str], variable: str, workers: int, seconds: float,
+    alias: str, faults: set[str], variable: str, workers: int, threads: int, seconds: float,
     chance: random.Random, place: Path,
 ) -> Findings:  # fmt: skip
     """Let workers work for so many seconds, end them, and look at what they leave and wrote."""
     rows = "" if alias == "memory" else BACKENDS[alias].using or "default"
     spec = {
         "alias": alias, "rows": rows, "keys": KEYS, "seed": chance.random(),
-        "signals": "signals" in faults, "clocks": "clocks" in faults,
+        "threads": threads, "signals": "signals" in faults, "clocks": "clocks" in faults,
     }  # fmt: skip
     crew, found = Crew(workers, place, spec, variable), Findings()
     try:
@@ -55,7 +55,7 @@ def run(
         if alias != "memory":
             for record in lock_backends[alias].list(limit=1000).records:
                 found.never("lease left", f"{record.key}: {record}")
-            if (number := len(sessions(alias, crew.ports))) > MOST_SESSIONS * workers:
+            if (number := len(sessions(alias, crew.ports))) > (MOST_SESSIONS + threads) * workers:
                 found.never("session left", f"{number} of {workers} workers")
         crew.say("end")
         _hang(found, crew.hear("", HANGS))

@@ -32,6 +32,8 @@ TTLS = (0.6, 1.0, 1.6, 2.4)
 WAITS = (0, 0.2, 0.5, 1.5)
 #: Seconds between two signals.
 EVERY = 0.05
+#: Seconds until Python lets another thread run: so often that they meet between any two steps.
+SWITCHES = 0.0001
 #: Threads that may stay, by how their names begin: how many of each.
 MAY_STAY = {
     "distlock-heartbeat": 1, "distlock-alarms": 1, "distlock-releases": 1, "distlock-signals": 1,
@@ -45,16 +47,16 @@ class Interrupted(Exception):
 
 
 class Worker:
-    """Works on a handful of keys, in two threads, until told to stop.
+    """Works on a handful of keys, in a few threads, until told to stop.
 
     Args:
         spec: The `alias` of the lock backend; `rows`, the alias of a database; `keys`, `seed`,
-            `name`, whether there are `signals`, and the file of the `history`.
+            `name`, how many `threads`, whether there are `signals`, and the file of the `history`.
     """
 
     def __init__(self, spec: dict[str, Any]):
         self.alias, self.rows, self.keys = spec["alias"], spec["rows"], spec["keys"]
-        self.seed, self.signals = spec["seed"], spec["signals"]
+        self.seed, self.signals, self.threads = spec["seed"], spec["signals"], spec["threads"]
         self.write = Writer(Path(spec["history"]), spec["name"])
         # In memory, each process has locks of its own.
         self.scope = f"{spec['name']} " if self.alias == "memory" else ""
@@ -66,16 +68,18 @@ class Worker:
     def run(self) -> None:
         """Work until the line "stop" comes, and say what is left once the line "end" does."""
         print("ready", flush=True)
-        main, second = Hand(self, "main"), Hand(self, "second")
+        main, *others = (Hand(self, str(number)) for number in range(self.threads))
         threading.Thread(target=self._wait_for_stop, name="stop", daemon=True).start()
-        beside = threading.Thread(target=second.work, args=(second.plain,))
-        beside.start()
+        beside = [threading.Thread(target=each.work, args=(each.plain,)) for each in others]
+        for thread in beside:
+            thread.start()
         if self.signals:
             signal.signal(signal.SIGALRM, lambda *_: self._interrupt())
             signal.setitimer(signal.ITIMER_REAL, EVERY, EVERY)
         main.work(main.plain + main.awaited)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        beside.join()
+        for thread in beside:
+            thread.join()
         print("idle", flush=True)
         sys.stdin.readline()
         left = lock_backends[self.alias].list().records if self.scope else ()
@@ -403,6 +407,7 @@ def main(spec: str) -> None:
         # libfaketime refuses the clock that `time.sleep` sleeps by.
         time.sleep = _sleep
     django.setup()
+    sys.setswitchinterval(SWITCHES)
     Worker(json.loads(spec)).run()
 
 
