@@ -228,6 +228,8 @@ def _finish() -> None:
     # What the worker has just taken from its queue is neither there nor begun, but still here.
     while any(gone() is None for gone in list(every.values())) and time.monotonic() < until:
         time.sleep(0.001)
+    # Given up, they leave the release of what had no answer to the worker.
+    workers.releases.finish()
 
 
 atexit.register(_finish)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from django.db import connections
 from django_distlock import BackendUnavailable, current_lease, distlock, lock_backends
 from django_distlock.database import vendors, workers
 from django_distlock.locks import blocks
+from django_distlock.process import deferred_release
 
 from .aliases import abandon_connections, alias_like, in_a_fork, locks_on, outcome
 from .locking import eventually
@@ -180,6 +182,34 @@ def leave_at_the_very_end() -> None:
     """Let an acquire be interrupted, and end this process."""
     workers.releases.queue = _Late()
     _leave(attempts=_AtTheEnd())
+
+
+def take_until_interrupted(alias: str, key: str) -> None:
+    """Take a lock again and again, until Ctrl-C, and end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    lock = distlock(key, backend=alias, ttl=60, wait=5)
+    with lock:
+        print("at work")
+    with suppress(KeyboardInterrupt):
+        while True:
+            with lock:
+                pass
+
+
+class _Unanswered(_Attempts):
+    """Leaves the release of what it may have been granted to another thread."""
+
+    def fail(self, error: BaseException) -> None:
+        def release() -> None:
+            time.sleep(0.3)
+            print("released")
+
+        deferred_release.later(release)
+
+
+def leave_what_had_no_answer_at_the_very_end() -> None:
+    """Let an acquire be interrupted amid an attempt, and end this process."""
+    _leave(attempts=_Unanswered())
 
 
 def ask_first_behind_a_fork(address: dict[str, str], key: str) -> str:

@@ -332,3 +332,24 @@ def test_acquire_that_is_interrupted_at_the_very_end_is_given_up() -> None:
     """The interpreter waits for the thread that does it, which is slow here."""
     with spawn("tests.contract.lock_workers:leave_at_the_very_end") as worker:
         worker.wait_for("given up")
+
+
+def test_attempt_that_had_no_answer_at_the_very_end_is_released() -> None:
+    """What it may have been granted is free at once, as behind Ctrl-C amid an acquire."""
+    with spawn("tests.contract.lock_workers:leave_what_had_no_answer_at_the_very_end") as worker:
+        worker.wait_for("released")
+
+
+@pytest.mark.stores("postgresql", "mysql", "sqlite", "redis", "redis_cluster", why="others see it")
+def test_ctrl_c_amid_a_loop_leaves_the_key_free(registered: Registered, key: str) -> None:
+    """Wherever it comes, and though nothing but the end of the process is behind it."""
+    lock = lock_of(registered, key, wait=0)
+    for number in range(5):
+        with spawn(
+            "tests.contract.lock_workers:take_until_interrupted", registered.alias, key
+        ) as worker:
+            worker.wait_for("at work")
+            time.sleep(0.005 * number)
+            worker.popen.send_signal(signal.SIGINT)
+            worker.popen.wait(20)
+        assert grantable(lock)
