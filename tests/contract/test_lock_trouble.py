@@ -205,8 +205,8 @@ def test_unused_grant_that_is_released_late_costs_no_other_one(
     scripted["release"] = [BackendUnavailable(DOWN)]
     lease = acquire(scripted_lock(key, ttl=SHORT, wait=5))
     lease.extend(60)
-    # At once, and once more.
-    assert eventually(lambda: ScriptedMemory.asked.count("release") == 3)
+    # At once, and once more; and more often where this thread stood still behind the next answer.
+    assert eventually(lambda: ScriptedMemory.asked.count("release") >= 3)
     assert shuts_out(lease)
     assert lease.release() is True
 
