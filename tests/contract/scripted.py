@@ -22,12 +22,13 @@ class ScriptedMemory(MemoryBackend):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        # What the test before left to a thread of ours is told to that test alone.
-        self._told = self.asked
+        # What the test before left to a thread of ours is told to that test alone, and is no step
+        # of this one's script.
+        self._told, self._script = self.asked, self.script
 
     def _step(self, operation: str) -> Unknown | None:
         self._told.append(operation)
-        steps = self.script.get(operation, [])
+        steps = self._script.get(operation, [])
         step = steps.pop(0) if steps else None
         if isinstance(step, Exception):
             raise step
