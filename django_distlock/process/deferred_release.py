@@ -222,9 +222,9 @@ class Deferred:
 
     def settle(self) -> None:
         """Say that the claimed release is needed no more."""
-        # First: others still have it in their hands.
-        self._is_settled = True
         _waiting.remove(self._name, self)
+        # Interrupted before, it is carried out once more. Others still have it in their hands.
+        self._is_settled = True
         # Nobody has to be told of their ends any more.
         self._ends = []
         self.done.ring()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -266,6 +267,23 @@ def test_release_that_was_carried_out_keeps_nothing(key: str) -> None:
     deferred.unclaim()
     deferred.release_if_over()
     assert released == [key]
+
+
+def test_release_that_was_interrupted_at_its_end_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """A signal may come before it is taken from those that wait: it is carried out once more."""
+    name, remove = ("memory", key), deferred_release._waiting.remove
+
+    def strike(name: tuple[str, str], deferred: deferred_release.Deferred) -> None:
+        monkeypatch.setattr(deferred_release._waiting, "remove", remove)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(deferred_release._waiting, "remove", strike)
+    with contextlib.suppress(ZeroDivisionError), transaction.atomic():
+        here = deferred_release.open_transactions()
+        deferred_release.Deferred(name, object(), lambda: True, here)
+    assert eventually(lambda: deferred_release.waiting_release(name) is None)
 
 
 def test_note_behind_a_commit_is_no_key(key: str) -> None:
