@@ -16,6 +16,7 @@ from typing import Any, Final, ParamSpec, Protocol, TypeVar, cast, overload
 
 from .backends.base import BaseLockBackend
 from .core.bodies import require_function, whole
+from .core.clock import monotonic
 from .core.declarations import Declaration, Kind, declared
 from .core.durations import MIN_TTL, Duration, seconds
 from .core.errors import BackendUnavailable, InvalidArgument, LockError, shown
@@ -26,7 +27,6 @@ from .handler import FALLBACK, lock_backends
 from .locks.lease import Lease
 from .locks.lock import Lock, distlock
 from .policy import Refusal, aattempt, attempt, skip, skipped
-from .process.host import monotonic
 
 logger = logging.getLogger("django_distlock")
 
@@ -157,13 +157,14 @@ class Schedule:
             logger.warning("It is not known that %r has run: %s", key, error, extra=extra)
 
     @contextmanager
-    def timed(self, key: str) -> Iterator[None]:
+    def timed(self, key: str, lease: Lease) -> Iterator[None]:
         """Say so where a run takes longer than the schedule allows for."""
-        began = monotonic()
+        clock = lease._holding.monotonic
+        began = clock()
         try:
             yield
         finally:
-            took, allowed = monotonic() - began, cast("float", self.lock.ttl)
+            took, allowed = clock() - began, cast("float", self.lock.ttl)
             if took > allowed:
                 logger.warning(
                     "The run of %r took %.1f s, and %.1f s are declared (%.1f s expected): an"
@@ -304,7 +305,7 @@ def _called(
         while True:
             with attempt(schedule.lock_of(key)) as answer:
                 if isinstance(answer, Lease):
-                    with schedule.timed(key):
+                    with schedule.timed(key, answer):
                         schedule.note_run(key)
                         return function(*args, **kwargs)
             pause = schedule.again(key, answer, pauses)
@@ -327,7 +328,7 @@ def _awaited(
         while True:
             async with aattempt(lock) as answer:
                 if isinstance(answer, Lease):
-                    with schedule.timed(key):
+                    with schedule.timed(key, answer):
                         if schedule.every is not None:
                             store = lock_backends[lock.backend]
                             await store.threads.run(schedule.note_run, key)

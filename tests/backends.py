@@ -60,6 +60,7 @@ BACKENDS: Mapping[str, Registered] = {
         Registered(alias="postgres", path=DATABASE, store="postgresql", using="default"),
         Registered(alias="postgres_orm", path=DATABASE, store="postgresql", using="default"),
         Registered(alias="mariadb", path=DATABASE, store="mysql", using="mariadb"),
+        Registered(alias="mariadb_orm", path=DATABASE, store="mysql", using="mariadb"),
         Registered(alias="redis", path=REDIS, store="redis", follows_clock=True),
         Registered(alias="redis_cluster", path=REDIS, store="redis_cluster", follows_clock=True),
         Registered(

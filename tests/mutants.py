@@ -48,6 +48,7 @@ DROP = "django_distlock/database/sql/postgresql/release.sql"
 MANAGERS = "django_distlock/managers/lock.py"
 MEMORY = "django_distlock/backends/memory.py"
 COMPACT = "django_distlock/managers/compact.py"
+MARIADB = "django_distlock/database/sql/mariadb"
 CONNECTIONS = "django_distlock/database/connections.py"
 BORROWING = "django_distlock/database/borrowing.py"
 POSTGRESQL = "django_distlock/database/vendors/postgresql.py"
@@ -172,9 +173,35 @@ MUTANTS = (
         test=f"{RACES}::test_stalled_extend_wins_over_an_acquire",
     ),
     Mutant(
-        "no row lock", "mariadb", MANAGERS,
+        "no row lock", "mariadb_orm", MANAGERS,
         old=ORM_LOCK, new=ORM_NO_LOCK,
         test=f"{RACES}::test_stalled_extend_wins_over_an_acquire",
+    ),
+    Mutant(
+        "no row lock", "mariadb", f"{MARIADB}/acquire.sql",
+        old=r"(FROM \{locks\} l WHERE l.storage_key = %\(name\)s) FOR UPDATE;", new=r"\1;",
+        test=f"{RACES}::test_stalled_extend_wins_over_an_acquire",
+    ),
+    Mutant(
+        "an extend that does not lock its row", "mariadb", f"{MARIADB}/owned.sql",
+        old=r" FOR UPDATE;", new=";",
+        test=f"{RACES}::test_extend_that_waited_gives_its_full_ttl",
+    ),
+    Mutant(
+        "a release that judges by the time before its wait", "mariadb", f"{MARIADB}/owned.sql",
+        old=r" FOR UPDATE;", new=";",
+        test=f"{RACES}::test_lease_that_ends_while_waiting_is_gone", case="{backend}-release",
+    ),
+    Mutant(
+        "a grant that does not look again behind its wait", "mariadb", f"{MARIADB}/acquire.sql",
+        old=r"SET v_outcome = 'again';", new="SET v_outcome = 'granted';",
+        test=f"{RACES}::test_stalled_extend_wins_over_an_acquire",
+    ),
+    Mutant(
+        "a token in the frames of a driver", "mariadb", "django_distlock/backends/tables.py",
+        old=r"forget_frames\(error\)", new="pass",
+        test="tests/integration/test_secrets.py::test_report_of_a_failing_store_shows_no_token",
+        case="mysql",
     ),
     Mutant(
         "a collation that pads with spaces", "mariadb", "django_distlock/database/fields.py",
@@ -248,8 +275,8 @@ MUTANTS = (
     ),
     Mutant(
         "transaction time for the clock", "sqlite", COMPACT,
-        old=r"( +)(with transaction.atomic\(self.db\):\n +contended, last, )now =",
-        new=r"\1now = datetime.now(UTC)\n\1\2_ =",
+        old=r"( +)(with transaction.atomic\(self.db\):\n +contended, last, )now, _ =",
+        new=r"\1now = datetime.now(UTC)\n\1\2_, _ =",
         test=f"{RACES}::test_waiter_gets_its_full_ttl",
         case="{backend}-expired",
     ),
@@ -430,6 +457,17 @@ MUTANTS = (
         old=r"if holding.terms.hold:", new="if False:",
         test="tests/contract/test_modes.py::test_held_key_stays_taken_for_the_ttl",
         case="in_a_block-{backend}",
+    ),
+    Mutant(
+        "a pause that knows nothing of how long the key is held", "sqlite",
+        "django_distlock/core/pacing.py",
+        old=r"if outcome.held_for is not None:", new="if False:",
+        test="tests/contract/test_waiting_in_turn.py::test_released_key_is_left_to_other_processes",
+    ),
+    Mutant(
+        "a wanted key that is not left to others", "sqlite", "django_distlock/backends/queues.py",
+        old=r"return min\(most, max\(SHORTEST_REST, held\)\)", new="return 0.0",
+        test="tests/contract/test_waiting_in_turn.py::test_released_key_is_left_to_other_processes",
     ),
     Mutant(
         "a window that is taken over from the dead", "memory", "django_distlock/core/acquiring.py",

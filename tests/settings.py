@@ -105,3 +105,8 @@ DISTLOCK: dict[str, dict[str, Any]] = {
 }
 if "mariadb" in DATABASES:
     DISTLOCK["mariadb"] = {"BACKEND": DATABASE_BACKEND, "OPTIONS": {"using": "mariadb"}}
+    DISTLOCK["mariadb_orm"] = {
+        "BACKEND": DATABASE_BACKEND,
+        "KEY_PREFIX": "distlock-orm",
+        "OPTIONS": {"using": "mariadb", "server_functions": False},
+    }

@@ -34,7 +34,7 @@ OF_SHAPES = ["arguments", "keys", "raise_fences"]
 #: with one case each.
 FULL = ("memory", "postgres")
 #: Backends whose code two others prove together.
-SAME_CODE = {"sqlite_orm"}
+SAME_CODE = {"sqlite_orm", "mariadb_orm"}
 
 #: Folders and files with a parameter whose values take turns over their tests: stores, where what
 #: is seen is the same above each of them.

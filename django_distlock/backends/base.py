@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace as changed
 from datetime import UTC, datetime
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from ..conf import BackendConfig
 from ..core import durations
+from ..core.clock import monotonic
 from ..core.durations import MAX_BOUND, Duration
 from ..core.errors import InvalidArgument, LockUsageError, shown
 from ..core.fences import validate_fence
@@ -119,6 +120,8 @@ class BaseLockBackend:
             self.key_prefix = normalize_prefix(config.key_prefix, self.storage_key_limit)
         except InvalidArgument as error:
             raise InvalidLockBackend(f"DISTLOCK[{self.alias!r}]: KEY_PREFIX: {error}") from None
+        #: The clock by which this process counts its leases. That of a test goes as the test says.
+        self.monotonic: Callable[[], float] = monotonic
         #: Where calls are made for asynchronous code.
         self.threads = CallThreads(f"distlock-{self.alias}", self._own_thread)
         #: Who waits in this process, by storage key.
@@ -617,8 +620,8 @@ class BaseLockBackend:
 
 
 def _bound(bound: Duration) -> float:
-    if bound is MAX_BOUND:
-        return MAX_BOUND
+    if type(bound) is float and 0.0 <= bound <= MAX_BOUND:
+        return bound
     return min(MAX_BOUND, durations.seconds(bound, "bound"))
 
 

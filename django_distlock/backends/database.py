@@ -35,6 +35,7 @@ from ..database.sql import side_table
 from ..database.vendors import VENDORS
 from ..exceptions import InvalidLockBackend
 from ..managers.compact import CompactLockManager
+from ..managers.compound import CompoundLockManager
 from ..managers.lock import HeldLockManager
 from ..managers.waiter import WaiterManager
 from ..models import HeldLock, Waiter
@@ -50,9 +51,9 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
 
     Args:
         using: The alias of the database; None: `default`, which no router may contradict.
-        server_functions: On PostgreSQL, call the functions that the migration installs, and on
-            SQLite run a few statements of SQL; False runs the same transactions as ORM code, as on
-            MySQL, also where functions may not be created.
+        server_functions: On PostgreSQL, call the functions that the migration installs, on MariaDB
+            run a block of SQL for each call, and on SQLite a few statements; False runs the same
+            transactions as ORM code, as on MySQL, also where functions may not be created.
         cleanup_on_read: Remove the expired record that a read comes across.
         listen_using: On PostgreSQL, the alias that wake-ups are heard on, where `using` goes
             through a connection pooler; None: `using`.
@@ -97,6 +98,8 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
             )
         elif server_functions and vendor == "sqlite":
             self._hot = CompactLockManager.of(self._locks)
+        elif server_functions and vendor == "mysql":
+            self._hot = CompoundLockManager.of(self._locks)
 
     @property
     def supports_wakeups(self) -> bool:  # type: ignore[override]

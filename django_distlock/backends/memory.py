@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace as changed
 from datetime import UTC, datetime, timedelta
@@ -17,6 +16,7 @@ from typing import Any, ClassVar, Literal
 from django.db import DEFAULT_DB_ALIAS, connections
 
 from ..conf import BackendConfig
+from ..core.clock import monotonic
 from ..core.errors import InvalidArgument
 from ..core.fences import clock_fence, next_fence
 from ..core.holders import Session
@@ -41,7 +41,7 @@ class MemoryBackend(BaseLockBackend):
     A mutex makes each operation atomic, so none is unknown, and none busy but by a guard.
 
     Args:
-        clock: Answers seconds that never go back.
+        clock: Returns seconds that never go back; also what its leases are counted by.
     """
 
     supports_wakeups: ClassVar[bool] = True
@@ -52,11 +52,11 @@ class MemoryBackend(BaseLockBackend):
         self,
         config: BackendConfig,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic,
         **unknown: Any,
     ):
         super().__init__(config, **unknown)
-        self._clock = clock
+        self.monotonic = clock
         # The calendar is read once: afterwards only the clock that never goes back counts.
         self._epoch = datetime.now(UTC) - timedelta(seconds=clock())
         # Never shrinks: a fence must outlive every lock of its key.
@@ -290,7 +290,7 @@ class MemoryBackend(BaseLockBackend):
     # mutex.
 
     def _now(self) -> datetime:
-        return self._epoch + timedelta(seconds=self._clock())
+        return self._epoch + timedelta(seconds=self.monotonic())
 
     def _live(self, name: str, now: datetime) -> Record | None:
         record = self._records.get(name)

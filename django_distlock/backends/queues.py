@@ -6,6 +6,7 @@ attempt per process, and not one per waiter.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 
 #: How many notes about released keys are kept.
 _MANY = 1024
+#: Seconds at least that a process leaves a key to others who wait: a wake-up takes some of it.
+SHORTEST_REST = 0.03
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +54,8 @@ class Queues:
         self._queues: dict[str, deque[Turn]] = {}
         self._called: Callable[[str], str] = str
         self._by_call: dict[str, str] = {}
-        self._released_wanted: dict[str, float] = {}
+        #: When, and for how long it had been held.
+        self._released_wanted: dict[str, tuple[float, float]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._queues
@@ -111,15 +115,34 @@ class Queues:
                 return  # Newcomers come behind the waiters of this process in any case.
             notes = self._released_wanted
             notes.pop(name, None)
-            notes[name] = time.monotonic()
+            notes[name] = time.monotonic(), math.inf
             if len(notes) > _MANY:
                 # The oldest: notes are in the order of their times.
                 del notes[next(iter(notes))]
 
     def since_wanted(self, name: str) -> float | None:
         """Return the seconds since a key was given up that somebody waited for; None: never."""
-        at = self._released_wanted.get(name)
-        return None if at is None else time.monotonic() - at
+        noted = self._released_wanted.get(name)
+        return None if noted is None else time.monotonic() - noted[0]
+
+    def note_held(self, name: str, seconds: float) -> None:
+        """Note for how long a key was held that has just been given up."""
+        with self._mutex:
+            if (noted := self._released_wanted.get(name)) is not None:
+                self._released_wanted[name] = noted[0], seconds
+
+    def rest(self, name: str, most: float) -> float:
+        """Return the seconds to leave a key to those who waited when this process gave it up.
+
+        As long as it was held: whom nobody wakes asks as often as that.
+
+        Args:
+            most: Seconds at most.
+        """
+        if (noted := self._released_wanted.get(name)) is None:
+            return 0.0
+        at, held = noted
+        return min(most, max(SHORTEST_REST, held)) - (time.monotonic() - at)
 
     def _remove(self, turn: Turn) -> bool:
         """Take a waiter out of its queue; return whether another one may come first by that."""

@@ -19,6 +19,7 @@ from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUs
 from ..core.holders import Session
 from ..core.keys import namespace
 from ..core.records import Contended, Counter, Grant, Raised
+from ..core.secrets import forget_frames
 from ..database import vendors
 from ..database.borrowing import LONG_SECONDS, NoConnectionFree
 from ..database.connections import require_transaction, use_own_connections
@@ -257,6 +258,8 @@ class FenceTable(NoteTable):
             if busy is None:
                 raise BackendUnavailable(str(error), key=key, code="network_timeout") from error
         except (DatabaseError, InterfaceError) as error:
+            if vendors.of(self.using).writes_values_out:
+                forget_frames(error)
             if use.was_cut:
                 raise BackendUnavailable(
                     f"The lock store {self.using!r} has not answered for {use.silent_for:.1f} s.",

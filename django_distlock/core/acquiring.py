@@ -7,17 +7,15 @@ calls and with awaits; the algorithm exists once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TypeGuard
 
 from .durations import MAX_BOUND
 from .errors import BackendUnavailable, LockError
 from .holders import Holder
+from .pacing import Outcome, Pacing, leaves_mark
 from .records import Contended, Grant, Record
-
-#: Seconds between two attempts of a waiter who is woken: the net, should a wake-up be lost.
-SAFETY_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,8 @@ class Attempt:
     """Try once, waiting at most `bound` seconds inside the store.
 
     Attributes:
-        wanted: Let the end of the grant that is in the way wake this process.
+        wanted: Let whoever ends the grant that is in the way wake this process, and leave the key
+            to others for a moment.
         replace: Take the key over from this token.
     """
 
@@ -66,10 +65,6 @@ class GiveBack:
 
 Step = Attempt | LineUp | Read | Pause | GiveBack
 
-#: What an attempt led to. `BackendUnavailable` says that nothing is known, not that the key is
-#: held; any other error, that there is nothing to wait for.
-Outcome = Grant | Contended | LockError
-
 
 @dataclass(frozen=True, slots=True)
 class Reply:
@@ -97,8 +92,7 @@ def acquiring(
     *,
     now: float,
     wait: float | None,
-    pauses: Iterator[float],
-    safety: float | None = SAFETY_SECONDS,
+    pacing: Pacing,
     rest: float = 0.0,
     others_wait: Callable[[], bool] = lambda: False,
     is_gone: Callable[[Holder], bool] | None = None,
@@ -109,8 +103,8 @@ def acquiring(
     The first attempt is made at once and the last one at the deadline, unless the store left one
     without an answer until behind it, answered it more than a second behind it, or said nothing
     about the key. Between them a caller sleeps until the earliest of: a wake-up, the moment the key
-    becomes free, the next step of `pauses`, the deadline. While wake-ups come, `safety` takes the
-    place of a step, except behind a busy or paused answer, which leaves no mark for a wake-up.
+    becomes free, the next pause of `pacing`, the deadline. While wake-ups come, its `safety` takes
+    the place of a pause, except behind a busy or paused answer, which leaves no mark for a wake-up.
 
     No wake-up is lost: the caller is in the queue, and wake-ups come, before the attempt that marks
     the grant in its way, and whatever comes behind the attempt ends the sleep.
@@ -118,8 +112,7 @@ def acquiring(
     Args:
         now: The caller's monotonic clock, in seconds.
         wait: Seconds to keep trying; 0: one attempt; None: for ever.
-        pauses: Seconds between attempts; its end means that no attempt is left.
-        safety: Seconds between attempts while wake-ups come; None: as `pauses` say.
+        pacing: How long to pause, and how often.
         rest: Seconds to leave to others before the first attempt, unless that is the only one.
         others_wait: Whether waiters of this process are in front.
         is_gone: Whether a holder is provably gone, so that its key may be taken over at once.
@@ -140,19 +133,20 @@ def acquiring(
     while True:
         is_last = now >= deadline
         bound = max(0.0, min(MAX_BOUND, deadline - now))
-        outcome, now = yield from _trying(now, bound, wanted=listening, is_gone=is_gone)
+        outcome, now = yield from _trying(now, bound, wanted=lined_up, is_gone=is_gone)
         # Behind it by more than any wait in the store: it was on its way for that long.
         is_last = is_last or (now > deadline + MAX_BOUND and not _is_unclear(outcome))
         if is_last and _is_unclear(outcome):
             # It had no time to wait in the store, and the one before may have told more.
-            known = before if _leaves_mark(before) else outcome
-            return (yield from _clear(known, now, until, pauses, is_gone=is_gone))
+            known = before if leaves_mark(before) else outcome
+            return (yield from _clear(known, now, until, pacing, is_gone=is_gone))
         # A store without an answer may have taken the time of the last attempt, too.
         has_time = now < deadline or not isinstance(outcome, BackendUnavailable)
         if is_last or _is_final(outcome) or not has_time:
             return outcome
         before = outcome
-        if pause is None and (pause := next(pauses, None)) is None:
+        pacing.see(outcome)
+        if pause is None and (pause := pacing.step()) is None:
             return outcome
         if not lined_up:
             reply = yield LineUp(deadline)
@@ -160,9 +154,9 @@ def acquiring(
             if reply.queued:
                 pause = None  # It has been slept for, in the queue.
                 continue
-            if listening and safety is not None:
+            if listening and pacing.safety is not None:
                 continue
-        seconds = _sleep(outcome, pause, safety if listening else None)
+        seconds = pacing.pause(outcome, pause, listening=listening)
         reply = yield Pause(max(0.0, min(seconds, deadline - now)))
         now, listening, pause = reply.now, reply.listening, None
 
@@ -171,12 +165,14 @@ def _clear(
     outcome: Outcome,
     now: float,
     until: float,
-    pauses: Iterator[float],
+    pacing: Pacing,
     *,
     is_gone: Callable[[Holder], bool] | None,
 ) -> Generator[Step, Reply, Outcome]:
     """Try until the store says something about the key; return the last outcome."""
-    while _is_unclear(outcome) and now < until and (pause := next(pauses, None)) is not None:
+    while _is_unclear(outcome) and now < until and (step := pacing.step()) is not None:
+        pacing.see(outcome)
+        pause = pacing.pause(outcome, step, listening=False)
         now = (yield Pause(min(pause, until - now))).now
         bound = max(0.0, min(MAX_BOUND, until - now))
         outcome, now = yield from _trying(now, bound, wanted=False, is_gone=is_gone)
@@ -227,7 +223,7 @@ def _may_be_taken_over(outcome: Outcome, is_gone: Callable[[Holder], bool]) -> T
     release alone.
     """
     return (
-        _leaves_mark(outcome)
+        leaves_mark(outcome)
         and outcome.holder is not None
         and outcome.expires_at is not None
         and outcome.expires_at != outcome.free_at
@@ -243,17 +239,3 @@ def _is_final(outcome: Outcome) -> bool:
 
 def _is_unclear(outcome: Outcome) -> bool:
     return isinstance(outcome, Contended) and outcome.is_unclear
-
-
-def _leaves_mark(outcome: Outcome | None) -> TypeGuard[Contended]:
-    """Whether an attempt has met with a grant, which it can ask to be woken by."""
-    return isinstance(outcome, Contended) and not outcome.busy and not outcome.paused
-
-
-def _sleep(outcome: Outcome, pause: float, safety: float | None) -> float:
-    """Return for how long to sleep, unless woken; `safety`: where wake-ups come."""
-    if not _leaves_mark(outcome):
-        # Nobody would wake us, and the key may be past its end and yet not to be had.
-        return pause
-    seconds = pause if safety is None else safety
-    return seconds if outcome.free_in is None else min(seconds, outcome.free_in)

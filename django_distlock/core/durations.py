@@ -66,4 +66,6 @@ def wait_seconds(value: object) -> float | None:
 
 def ttl_seconds(value: object, *, maximum: float = math.inf) -> float:
     """Return a legal ttl in seconds, from 0.1 to `maximum`."""
+    if type(value) is float and MIN_TTL <= value <= maximum <= _MOST:
+        return value
     return seconds(value, "ttl", minimum=MIN_TTL, maximum=maximum)

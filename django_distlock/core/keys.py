@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import base64
+import binascii
 import datetime
 import decimal
 import enum
@@ -15,6 +15,7 @@ import unicodedata
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from .errors import InvalidArgument, shown
@@ -68,9 +69,18 @@ def stored_key(key: object) -> str:
     Raises:
         InvalidArgument: See `normalize_key`.
     """
+    # What is equal to a plain text may be something else, and may have no hash.
+    return _stored_text(key) if type(key) is str else _stored(key)
+
+
+def _stored(key: object) -> str:
     if isinstance(key, str) and key.startswith(OWN_MARKER):
         return own_key(key)
     return normalize_key(key)
+
+
+#: Each call about a lease names its key again.
+_stored_text = lru_cache(maxsize=1024)(_stored)
 
 
 def normalize_key(key: object) -> str:
@@ -150,6 +160,7 @@ def normalize_prefix(prefix: object, limit: int) -> str:
     return prefix
 
 
+@lru_cache(maxsize=1024)
 def storage_key(prefix: str, key: str, limit: int) -> str:
     """Return what a store calls `key`: readable where it fits, hashed where it does not.
 
@@ -228,7 +239,10 @@ def validate_token(token: object) -> Token:
 
 
 def _base64(raw: bytes) -> str:
-    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+    return binascii.b2a_base64(raw, newline=False).translate(_URL_SAFE, b"=").decode()
+
+
+_URL_SAFE = bytes.maketrans(b"+/", b"-_")
 
 
 def begins_with_field(template: str) -> bool:

@@ -14,7 +14,8 @@ from .errors import InvalidArgument, shown
 class Retry:
     """Exponential backoff with equal jitter: each pause is 50 to 100 % of its step.
 
-    Step `n` (from 0) is `min(cap, delay * factor ** n)` seconds.
+    Step `n` (from 0) is `min(cap, delay * factor ** n)` seconds. Without `max_retries`, a pause is
+    shorter where a key is held for moments: see `Pacing`.
 
     Args:
         delay: The first step, in seconds, more than 0.

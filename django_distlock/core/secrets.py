@@ -41,6 +41,16 @@ class Token(Secret):
     __slots__ = ()
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Drop what was going on where an error was raised, and the errors behind it.
+
+    Some drivers write values into their statements, which stand in their frames then.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__
+
+
 def without_credentials(text: str) -> str:
     """Return a text without what addresses in it tell of users and passwords."""
     return _CREDENTIALS.sub("…@", text)

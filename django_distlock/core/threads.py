@@ -48,7 +48,7 @@ class Bell:
     def clear(self) -> None:
         """Let the next ones wait."""
         with suppress(Empty):
-            while True:
+            while self.is_rung:
                 self._rung.get_nowait()
 
     def wait(self, seconds: float) -> None:
@@ -88,19 +88,24 @@ class TimerThread(ABC, Generic[T]):
         self._changed = threading.Condition(self._mutex)
         self._leases: dict[int, T] = {}
         self._thread: threading.Thread | None = None
-        # When the thread looks next.
-        self._looks_at = 0.0
+        # When the thread looks next; infinite: nobody knows yet, it looks what there is, or is not
+        # there.
+        self._looks_at = math.inf
 
     def add(self, lease: T) -> None:
         """See to a lease from now on; again, when it may have become due sooner."""
         if self._pid != os.getpid():
             self.forget()  # Not everybody who forks tells Python of it: uWSGI does not.
+        self._leases[id(lease)] = lease
+        # In this order: the thread looks at what there is when it has said that it is about to, and
+        # once more behind its end.
+        if self._thread is not None and self._due(lease) >= self._looks_at:
+            return
         with self._mutex:
-            self._leases[id(lease)] = lease
             if self._thread is None or not self._thread.is_alive():
                 # Kept before it starts: a signal's handler may raise behind that.
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._looks_at = 0.0
+                self._looks_at = math.inf
                 start_thread(self._thread)
             elif self._due(lease) < self._looks_at:
                 self._changed.notify()
@@ -108,6 +113,28 @@ class TimerThread(ABC, Generic[T]):
     def discard(self, lease: T) -> None:
         """See to a lease no more."""
         self._leases.pop(id(lease), None)
+
+    def look(self) -> None:
+        """Let the thread look at the clock now: it was set."""
+        with self._mutex:
+            self._changed.notify()
+
+    def end_idle(self) -> None:
+        """End the thread, if there is nothing to do, instead of letting it linger."""
+        with self._mutex:
+            thread = self._thread
+            if self._leases or not self._retires():
+                return
+            self._changed.notify()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(MAX_BOUND)
+
+    def _retires(self) -> bool:
+        """Have no thread from now on, unless there is something to do after all."""
+        thread, self._thread = self._thread, None
+        if self._leases:
+            self._thread = thread  # It came meanwhile, and found the thread there.
+        return not self._leases
 
     @abstractmethod
     def _look(self, now: float, due: float) -> None:
@@ -117,17 +144,23 @@ class TimerThread(ABC, Generic[T]):
         """Prepare the thread."""
 
     def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            self._looks_at = math.inf
+
+    def _work(self) -> None:
         self._begin()
         idle_since = self._clock()
         while True:
             with self._mutex:
                 if self._thread is not threading.current_thread():
                     return  # Another one was started in its place.
+                self._looks_at = math.inf
                 now = self._clock()
                 if self._leases:
                     idle_since = now
-                elif now - idle_since >= self.linger:
-                    self._thread = None
+                elif now - idle_since >= self.linger and self._retires():
                     return
                 due = min(map(self._due, list(self._leases.values())), default=math.inf)
                 longest = self.longest_wait if self._leases else self.linger

@@ -465,6 +465,7 @@ class LockConnections:
         """Close the connections whose borrowers are gone."""
         for own in [each for each in self._every if each.is_abandoned]:
             _close(own.connection)
+            _take_apart(own.connection)
             with self._mutex:
                 self._every = list(filter(lambda each: each is not own, self._every))
             self._tell_waiting()
@@ -667,6 +668,23 @@ def _sweeping() -> _Sweeper:
         _sweeper = _Sweeper()  # A fork copies no threads.
     _sweeper.start()
     return _sweeper
+
+
+#: What refers to the connection that has it, in Django and here.
+_PARTS = (
+    "client", "creation", "features", "introspection", "ops", "validation", "wrap_database_errors",
+    "execute_wrappers",
+)  # fmt: skip
+
+
+def _take_apart(connection: BaseDatabaseWrapper) -> None:
+    """Leave nothing of a connection that is closed for good to the garbage collector.
+
+    That runs in any thread, and for so long that a signal often comes meanwhile. The first Python
+    behind it would be one of Django's finalisers, in which what the signal raises is lost.
+    """
+    for name in _PARTS:
+        vars(connection).pop(name, None)
 
 
 def _is_clean(connection: BaseDatabaseWrapper, error: BaseException | None) -> bool:

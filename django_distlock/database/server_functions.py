@@ -66,24 +66,8 @@ class ServerFunctions:
             json.dumps(attempt.holder.as_json()), attempt.wanted, attempt.replace,
             self._follows_clock, _bound(attempt.bound),
         ]  # fmt: skip
-        outcome, now, *record = _parts(self._call("acquire", arguments), 7)
-        fence, acquired_at, expires_at, free_at, told = record
-        if outcome == "granted":
-            check_fence(attempt.key, fence)
-            return attempt.grant(fence, from_microseconds(acquired_at), _instant(expires_at))
-        if outcome == "overflow":
-            key = attempt.key
-            raise LockError(f"The key {key!r} has used up its fences ({FENCE_MAX}).", key=key)
-        return Contended(
-            holder=None if told is None else known_holder(told),
-            fence=fence,
-            acquired_at=_instant(acquired_at),
-            expires_at=_instant(expires_at),
-            free_at=_instant(free_at),
-            observed_at=_instant(now),
-            busy=outcome == "busy",
-            paused=outcome == "paused",
-        )
+        *facts, told = _parts(self._call("acquire", arguments), 7)
+        return acquired(attempt, *facts, told=told)
 
     def extend(
         self, name: str, grant: Grant, ttl: float | None, *, bound: float
@@ -136,6 +120,43 @@ class ServerFunctions:
         # The caller's connection may look for names in another schema.
         function = self._named(function_name(operation)).replace("%", "%%")
         return f"SELECT {function}({_PLACEHOLDERS[operation]})"
+
+
+def acquired(
+    attempt: Attempt,
+    outcome: str,
+    now: int,
+    fence: int,
+    acquired_at: int,
+    expires_at: int | None,
+    free_at: int | None,
+    *,
+    told: Any,
+) -> Grant | Contended:
+    """Return what a server says of an attempt: see `sql/postgresql/acquire.sql`.
+
+    Args:
+        told: Who holds the key, as JSON that was read; None: nobody.
+
+    Raises:
+        LockError: The key has used up its fences.
+    """
+    if outcome == "granted":
+        check_fence(attempt.key, fence)
+        return attempt.grant(fence, from_microseconds(acquired_at), _instant(expires_at))
+    if outcome == "overflow":
+        key = attempt.key
+        raise LockError(f"The key {key!r} has used up its fences ({FENCE_MAX}).", key=key)
+    return Contended(
+        holder=None if told is None else known_holder(told),
+        fence=fence,
+        acquired_at=_instant(acquired_at),
+        expires_at=_instant(expires_at),
+        free_at=_instant(free_at),
+        observed_at=_instant(now),
+        busy=outcome == "busy",
+        paused=outcome == "paused",
+    )
 
 
 def _bound(seconds: float) -> str:

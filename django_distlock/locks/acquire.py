@@ -10,13 +10,13 @@ from contextvars import copy_context
 from typing import TypeVar
 
 from ..backends.base import BaseLockBackend
-from ..core.acquiring import Attempt, GiveBack, LineUp, Outcome, Pause, Read, Reply, Step
+from ..core.acquiring import Attempt, GiveBack, LineUp, Pause, Read, Reply, Step
 from ..core.durations import MAX_BOUND
 from ..core.errors import BackendUnavailable
 from ..core.insisting import Answer, insisting
+from ..core.pacing import Outcome
 from ..core.retry import Retry
 from ..core.threads import Bell
-from ..process.host import monotonic
 from .attempts import NOTE_AFTER, Attempts, Granted, Request
 from .blocks import Block
 
@@ -62,17 +62,19 @@ async def aacquire(backend: BaseLockBackend, request: Request, block: Block) -> 
         raise
 
 
-def insist(question: Callable[[float], A], deadline: float, retry: Retry) -> A:
+def insist(
+    store: BaseLockBackend, question: Callable[[float], A], deadline: float, retry: Retry
+) -> A:
     """Ask a store about a lease of one's own until it knows.
 
     Args:
         question: Is given the seconds that it may wait inside the store.
-        deadline: When the lease is over, by `host.monotonic`.
+        deadline: When the lease is over, by the store's `monotonic`.
 
     Raises:
         BackendUnavailable: The store did not answer, twice.
     """
-    steps = insisting(now=monotonic(), deadline=deadline, pauses=retry.pauses())
+    steps = insisting(now=store.monotonic(), deadline=deadline, pauses=retry.pauses())
     step = next(steps)
     try:
         while True:
@@ -84,7 +86,7 @@ def insist(question: Callable[[float], A], deadline: float, retry: Retry) -> A:
                     answer = error
             else:
                 time.sleep(step.seconds)
-            step = steps.send((monotonic(), answer))
+            step = steps.send((store.monotonic(), answer))
     except StopIteration as stop:
         if isinstance(stop.value, BackendUnavailable):
             raise stop.value from stop.value.__cause__
@@ -97,6 +99,7 @@ class _Calls:
     def __init__(self, attempts: Attempts):
         self._attempts = attempts
         self._backend = attempts.backend
+        self._monotonic = attempts.backend.monotonic
         self._woken = Bell()
 
     def drive(self) -> Outcome:
@@ -119,41 +122,41 @@ class _Calls:
             # Whatever comes from here on concerns what the attempt does not see any more.
             self._woken.clear()
             outcome = attempts.attempt(step)
-            return Reply(monotonic(), outcome)
+            return Reply(self._monotonic(), outcome)
         if isinstance(step, LineUp):
             return self._line_up(step.until)
         if isinstance(step, Read):
             record = attempts.read()
-            return Reply(monotonic(), record=record)
+            return Reply(self._monotonic(), record=record)
         if isinstance(step, GiveBack):
             attempts.give_back(step.grant)
-            return Reply(monotonic())
+            return Reply(self._monotonic())
         return self._pause(step)
 
     def _line_up(self, until: float) -> Reply:
         attempts = self._attempts
         queued = attempts.join(self._ring)
-        while attempts.queues and (left := min(until - monotonic(), attempts.patience)) > 0:
+        while attempts.queues and (left := min(until - self._monotonic(), attempts.patience)) > 0:
             self._sleep(left)
             self._woken.clear()
-        bound = min(MAX_BOUND, max(0.0, until - monotonic()))
+        bound = min(MAX_BOUND, max(0.0, until - self._monotonic()))
         listening = attempts.is_first and self._backend.listen(bound)
-        return Reply(monotonic(), listening=listening, queued=queued)
+        return Reply(self._monotonic(), listening=listening, queued=queued)
 
     def _pause(self, step: Pause) -> Reply:
         self._sleep(step.seconds)
-        return Reply(monotonic(), listening=self._backend.listen())
+        return Reply(self._monotonic(), listening=self._backend.listen())
 
     def _sleep(self, seconds: float) -> None:
         """Sleep until woken; people get to see it when it takes long."""
         if self._attempts.instead is not None:
             return
-        until = monotonic() + seconds
+        until = self._monotonic() + seconds
         if seconds > NOTE_AFTER and not self._attempts.may_be_noted:
             self._woken.wait(NOTE_AFTER)
         if self._attempts.may_be_noted and not self._woken.is_rung:
             self._attempts.note()
-        self._woken.wait(min(_LONGEST, until - monotonic()))
+        self._woken.wait(min(_LONGEST, until - self._monotonic()))
 
     def _ring(self) -> bool:
         self._woken.ring()
@@ -166,6 +169,7 @@ class _Awaits:
     def __init__(self, attempts: Attempts):
         self._attempts = attempts
         self._backend = attempts.backend
+        self._monotonic = attempts.backend.monotonic
         self._loop = asyncio.get_running_loop()
         self._woken = asyncio.Event()
 
@@ -188,42 +192,42 @@ class _Awaits:
         if isinstance(step, Attempt):
             self._woken.clear()
             outcome = await run(attempts.attempt, step)
-            return Reply(monotonic(), outcome)
+            return Reply(self._monotonic(), outcome)
         if isinstance(step, LineUp):
             return await self._line_up(step.until)
         if isinstance(step, Read):
             record = await run(attempts.read)
-            return Reply(monotonic(), record=record)
+            return Reply(self._monotonic(), record=record)
         if isinstance(step, GiveBack):
             await run(attempts.give_back, step.grant)
-            return Reply(monotonic())
+            return Reply(self._monotonic())
         return await self._pause(step)
 
     async def _line_up(self, until: float) -> Reply:
         attempts = self._attempts
         queued = attempts.join(self._ring)
-        while attempts.queues and (left := min(until - monotonic(), attempts.patience)) > 0:
+        while attempts.queues and (left := min(until - self._monotonic(), attempts.patience)) > 0:
             await self._sleep(left)
             self._woken.clear()
         listening = self._backend.is_listening
         if attempts.is_first and not listening:
-            bound = min(MAX_BOUND, max(0.0, until - monotonic()))
+            bound = min(MAX_BOUND, max(0.0, until - self._monotonic()))
             listening = await self._backend.threads.run(self._backend.listen, bound)
-        return Reply(monotonic(), listening=listening, queued=queued)
+        return Reply(self._monotonic(), listening=listening, queued=queued)
 
     async def _pause(self, step: Pause) -> Reply:
         await self._sleep(step.seconds)
-        return Reply(monotonic(), listening=self._backend.listen())
+        return Reply(self._monotonic(), listening=self._backend.listen())
 
     async def _sleep(self, seconds: float) -> None:
         if self._attempts.instead is not None:
             return
-        until = monotonic() + seconds
+        until = self._monotonic() + seconds
         if seconds > NOTE_AFTER and not self._attempts.may_be_noted:
             await self._wait(NOTE_AFTER)
         if self._attempts.may_be_noted and not self._woken.is_set():
             await self._backend.threads.run(self._attempts.note)
-        await self._wait(min(_LONGEST, max(0.0, until - monotonic())))
+        await self._wait(min(_LONGEST, max(0.0, until - self._monotonic())))
 
     async def _wait(self, seconds: float) -> None:
         with suppress(TimeoutError):

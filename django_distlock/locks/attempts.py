@@ -17,22 +17,23 @@ from django.dispatch import Signal
 from ..backends.base import BaseLockBackend
 from ..backends.queues import Turn
 from ..core import budgets
-from ..core.acquiring import SAFETY_SECONDS, Attempt, Outcome, Steps, acquiring
+from ..core.acquiring import Attempt, Steps, acquiring
 from ..core.durations import MAX_BOUND
 from ..core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError
 from ..core.holders import Holder
 from ..core.keys import new_token
 from ..core.logs import log_fields
+from ..core.pacing import SAFETY_SECONDS, Outcome, Pacing
 from ..core.records import UNKNOWN, Contended, Grant, Record
 from ..core.retry import Retry
 from ..process import deferred_release
 from ..process.deadlocks import Name, Wait, waits
-from ..process.host import is_gone, monotonic
+from ..process.host import is_gone
 from ..signals import lock_acquired, lock_not_acquired, lock_taken_over, tell
 
 logger = logging.getLogger("django_distlock")
 
-#: Seconds at most that a process leaves a key to others whose wake-up it has just sent.
+#: Seconds at most that a process leaves a key to others who waited for it.
 MOST_REST = 1.0
 #: Seconds without a question of the waiter in front, after which those behind it ask as well.
 PATIENCE = SAFETY_SECONDS + 1.0
@@ -66,8 +67,8 @@ class Request:
     """What a caller asks for: a key, for how long, and how long to keep trying.
 
     Attributes:
-        since: When the call began, by `host.monotonic`; what came before the first attempt is a
-            part of `wait`.
+        since: When the call began, by the store's `monotonic`; what came before the first attempt
+            is a part of `wait`.
         home: Whose transactions the caller works in.
         inside: What is held by the blocks that it cannot leave before.
         passed: A release behind those transactions that nobody can go on with.
@@ -90,7 +91,7 @@ class Granted:
     """A grant, and by when its holder must have stopped.
 
     Attributes:
-        deadline: By `host.monotonic`. It counts from before the request was sent: the store
+        deadline: By the store's `monotonic`. It counts from before the request was sent: the store
             cannot have granted earlier than that.
     """
 
@@ -105,7 +106,7 @@ class Attempts:
         self.backend = backend
         self.request = request
         self.concluded = False
-        now = monotonic()
+        now = self.backend.monotonic()
         self._started = now if request.since is None else request.since
         wait = math.inf if request.wait is None else request.wait
         # Of all that is asked of the store, by `time.monotonic`.
@@ -118,6 +119,9 @@ class Attempts:
         self._granted: Grant | None = None
         self._in_the_way: Holder | None = None
         self._taken_from: Holder | None = None
+        # Who limits retries counts on their pauses to pass.
+        safety = SAFETY_SECONDS if request.retry.max_retries is None else None
+        self._pacing = Pacing(request.retry.pauses(), safety)
         self._abandoned = False
         # Held by an attempt in flight, so that whoever gives up waits for it and undoes it.
         self._mutex = threading.Lock()
@@ -133,9 +137,7 @@ class Attempts:
         return acquiring(
             now=self._started,
             wait=request.wait,
-            pauses=request.retry.pauses(),
-            # Who limits retries counts on their pauses to pass.
-            safety=SAFETY_SECONDS if request.retry.max_retries is None else None,
+            pacing=self._pacing,
             rest=self._rest(name),
             others_wait=lambda: name in queues,
             is_gone=is_gone if request.steal_if_dead else None,
@@ -150,7 +152,7 @@ class Attempts:
         with self._mutex:
             if self._abandoned:
                 return Contended(busy=True)
-            self._sent_at = monotonic()
+            self._sent_at = self.backend.monotonic()
             if self._turn is not None:
                 self._turn.asked_at = time.monotonic()
             # Until an answer has come: a signal's handler may raise before it is kept.
@@ -174,7 +176,7 @@ class Attempts:
                 self._unanswered = unanswered
                 raise
             finally:
-                self._took = self.backend.queues.took = monotonic() - self._sent_at
+                self._took = self.backend.queues.took = self.backend.monotonic() - self._sent_at
             if isinstance(outcome, Grant):
                 self._granted = outcome
                 self._taken_from = self._in_the_way if step.replace else None
@@ -247,7 +249,7 @@ class Attempts:
     @property
     def may_be_noted(self) -> bool:
         """Whether to let people see by now, or still, that this caller waits."""
-        now = monotonic()
+        now = self.backend.monotonic()
         due = now - self._started >= NOTE_AFTER and now - self._noted_at >= NOTE_RENEWED_AT
         return due and self._has_time_for_notes
 
@@ -263,7 +265,7 @@ class Attempts:
 
     def note(self) -> None:
         """Let people see that this caller waits."""
-        self._noted_at = monotonic()
+        self._noted_at = self.backend.monotonic()
         request = self.request
         # No decision rests on it, and it takes nothing of the time of the last attempt.
         with suppress(LockError):
@@ -384,7 +386,7 @@ class Attempts:
         )
 
     def _in_the_way_of_all(self) -> BackendUnavailable:
-        key, took = self.request.key, monotonic() - self._started
+        key, took = self.request.key, self.backend.monotonic() - self._started
         return BackendUnavailable(
             f"The lock store {self.backend.alias!r} could not say within {took:.1f} s whether"
             f" {key!r} is free: a transaction is in the way, such as one that has a table locked.",
@@ -393,7 +395,7 @@ class Attempts:
         )
 
     def _too_slow(self, cause: BackendUnavailable) -> BackendUnavailable:
-        key, took = self.request.key, monotonic() - self._started
+        key, took = self.request.key, self.backend.monotonic() - self._started
         error = BackendUnavailable(
             f"The lock store {self.backend.alias!r} answers too slowly: it did not say within"
             f" {took:.1f} s whether {key!r} is free.",
@@ -404,19 +406,19 @@ class Attempts:
         return error
 
     def _rest(self, name: str) -> float:
-        """Return the seconds to leave a key to others whose wake-up this process has just sent.
+        """Return the seconds to leave a key to others, who waited when this process gave it up.
 
         Who released it would win each time: the others have yet to hear of it.
         """
-        since = self.backend.queues.since_wanted(name)
-        if since is None:
+        queues = self.backend.queues
+        if queues.since_wanted(name) is None:
             return 0.0
-        return min(MOST_REST, next(self.request.retry.pauses(), 0.0)) - since
+        return queues.rest(name, min(MOST_REST, next(self.request.retry.pauses(), 0.0)))
 
     def _note_lives(self) -> float:
         if self.request.wait is None:
             return NOTE_LIVES
-        left = self._started + self.request.wait - monotonic()
+        left = self._started + self.request.wait - self.backend.monotonic()
         return min(NOTE_LIVES, max(1.0, left))
 
     def _release_later(self) -> None:
@@ -472,7 +474,7 @@ class Attempts:
             type(self.backend),
             alias=self.backend.alias,
             key=self.request.key,
-            waited=monotonic() - self._started,
+            waited=self.backend.monotonic() - self._started,
             **facts,
         )
 

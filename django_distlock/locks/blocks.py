@@ -16,7 +16,6 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from contextvars import Context, copy_context
 from typing import Any, Protocol
 
 from ..backends.base import BaseLockBackend
@@ -54,6 +53,7 @@ class Block:
         inner: Whether a block around it holds the lease, and will release it.
         attempts: What asks for the key.
         adopting: The release behind a transaction whose lease it goes on with.
+        home: The thread whose transactions it works in; 0: it was asked for by a call.
     """
 
     name: tuple[str, str] | None = None
@@ -62,8 +62,7 @@ class Block:
     inner = False
     attempts: Trying | None = None
     adopting: deferred_release.Deferred | None = None
-    _thread = 0
-    _context: Context | None = None
+    home = 0
 
     def __init__(self, owner: object):
         self.owner = owner
@@ -76,8 +75,7 @@ class Block:
 
     def enter(self, name: tuple[str, str]) -> None:
         """Say which key is asked for, in the thread that will work under it."""
-        self.name = name
-        self._thread, self._context = threading.get_ident(), copy_context()
+        self.name, self.home = name, deferred_release.home()
 
     def watch(self, sentinel: Any) -> None:
         """Be open for as long as an object lives, in the place of the one before."""
@@ -96,6 +94,8 @@ class Block:
     def close(self) -> None:
         """Say that nothing is left to end."""
         every.pop(self, None)
+        # They refer to this one: the garbage collector would have to find out.
+        self.lease = self.release = None
 
     # In the worker's thread
 
@@ -111,7 +111,7 @@ class Block:
         elif release is not None and release.holding in held_here:
             if adopting is not None:
                 adopting.settle()
-            release.end_left_block(self._home())
+            release.end_left_block(self.home)
         elif adopting is not None:
             adopting.give_back()
         elif attempts is not None:
@@ -124,12 +124,8 @@ class Block:
                 self._give_up()
             return
         elif release is not None:
-            release.end_left_block(self._home())
+            release.end_left_block(self.home)
         self.close()
-
-    def _home(self) -> int:
-        home = functools.partial(deferred_release.home, self._thread)
-        return home() if self._context is None else self._context.run(home)
 
     def _give_up(self) -> None:
         try:

@@ -14,7 +14,6 @@ from ..core import budgets
 from ..core.errors import LockError, LockUsageError
 from ..core.keys import stored_key
 from ..core.records import Grant, Unknown
-from ..process.host import monotonic
 from . import blocks
 from .acquire import insist
 from .attempts import Granted, Request
@@ -45,13 +44,13 @@ def holds(backend: str, key: str) -> Lease | None:
 
 def entered_here() -> tuple[tuple[str, str], ...]:
     """Return what this very thread or task holds by its blocks, for as long as it is in them."""
-    if not _bound.get():
+    held = [each._holding for each in _held()]
+    if not held:
         return ()
     try:
         task = asyncio.current_task()
     except RuntimeError:
         task = None
-    held = [each._holding for each in _held()]
     return tuple(each.name for each in held if each.lasts and each.is_entered_by(task))
 
 
@@ -162,14 +161,14 @@ def _successor(
     kept: Holding, store: BaseLockBackend, terms: Terms, wait: float | None, block: Block
 ) -> Lease | None:
     with kept.mutex:
-        sent_at = monotonic()
+        sent_at = store.monotonic()
         until = kept.deadline if wait is None else min(kept.deadline, sent_at + wait)
 
         def question(bound: float) -> Grant | Unknown | None:
             return ask_to_extend(kept, terms.ttl, bound)
 
         end = time.monotonic() + (math.inf if wait is None else wait) + budgets.PATIENCE
-        answer = budgets.spend(end, insist, question, until, terms.retry)
+        answer = budgets.spend(end, insist, store, question, until, terms.retry)
         if not isinstance(answer, Grant):
             return None
         kept.end_keeping()
@@ -182,9 +181,8 @@ def _successor(
 
 
 def _held() -> Iterator[Lease]:
-    # A copied context may still show what its original has released since.
-    return (
-        each.lease
-        for each in reversed(_bound.get())
-        if each.lease is not None and each.lease.held and each.is_open
-    )
+    # A copied context may still show what its original has released since, or does right now.
+    for block in reversed(_bound.get()):
+        lease: Lease | None = block.lease
+        if lease is not None and lease.held and block.is_open:
+            yield lease

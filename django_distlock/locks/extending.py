@@ -11,7 +11,6 @@ from dataclasses import replace
 from ..core.durations import Duration, ttl_seconds
 from ..core.errors import LockError
 from ..core.records import Grant, Unknown
-from ..process.host import monotonic
 from ..signals import lock_extended
 from .acquire import insist
 from .state import GONE, Holding
@@ -27,7 +26,7 @@ def extend(holding: Holding, ttl: Duration | None) -> None:
 
         def question(bound: float) -> Grant | Unknown | None:
             nonlocal sent_at, deadline
-            sent_at = monotonic()
+            sent_at = holding.monotonic()
             deadline = sent_at + holding.counted(new)
             # A shorter lease may begin with the request and its answer be lost.
             if deadline < holding.deadline:
@@ -37,16 +36,17 @@ def extend(holding: Holding, ttl: Duration | None) -> None:
             return ask_to_extend(holding, new, bound)
 
         try:
-            answer = insist(question, before, holding.terms.retry)
+            answer = insist(holding.store, question, before, holding.terms.retry)
         except LockError as error:
             holding.renew_soon()
-            holding.tell(lock_extended, ttl=new, slack=_left(before), cause=error)
+            holding.tell(lock_extended, ttl=new, slack=_left(holding, before), cause=error)
             raise
-        slack = _left(before)
+        slack = _left(holding, before)
         if isinstance(answer, Grant):
             holding.grant = answer
         # Seen as lost by anybody, it stays lost, whatever the store says now.
-        if not isinstance(answer, Grant) or holding.state == "lost" or monotonic() >= deadline:
+        is_late = holding.monotonic() >= deadline
+        if not isinstance(answer, Grant) or holding.state == "lost" or is_late:
             holding.state = "lost"
             holding.lose(GONE if answer is None else "no answer came before its deadline")
         holding.deadline = deadline
@@ -68,6 +68,6 @@ def ask_to_extend(holding: Holding, ttl: float | None, bound: float) -> Grant | 
             holding.unheard = holding.counted(ttl)
 
 
-def _left(deadline: float) -> float | None:
+def _left(holding: Holding, deadline: float) -> float | None:
     """Return the seconds until a deadline; None: there is none."""
-    return None if deadline == math.inf else max(0.0, deadline - monotonic())
+    return None if deadline == math.inf else max(0.0, deadline - holding.monotonic())

@@ -19,7 +19,6 @@ from ..core.errors import LockUsageError
 from ..core.holders import Holder
 from ..process import deferred_release
 from ..process.at_exit import held_here
-from ..process.host import monotonic
 from . import transfer
 from .attempts import Granted
 from .blocks import Block
@@ -131,7 +130,7 @@ class Lease:
 
     def remaining(self) -> float:
         """Return the seconds left, at least 0; infinite without expiry."""
-        return max(0.0, self.deadline - monotonic()) if self.held else 0.0
+        return max(0.0, self.deadline - self._holding.monotonic()) if self.held else 0.0
 
     def check(self) -> None:
         """Raise unless the lease is held: call it before a step that must not be done twice.

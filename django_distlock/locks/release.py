@@ -17,7 +17,6 @@ from ..core.records import UNKNOWN, Unknown
 from ..process import deferred_release
 from ..process.at_exit import held_here
 from ..process.deadlocks import waits
-from ..process.host import monotonic
 from ..signals import lock_released
 from .acquire import insist
 from .state import GONE, Holding
@@ -178,7 +177,7 @@ class Release:
         holding = self.holding
         if holding.pid != os.getpid():
             return False
-        in_time = min(max(patience, 1.0), max(1.0, holding.deadline - monotonic()), 1e6)
+        in_time = min(max(patience, 1.0), max(1.0, holding.deadline - holding.monotonic()), 1e6)
         was_over = holding.is_over()
         # A release that is sent in time is a clean one, whenever its answer comes.
         with nullcontext() if was_over else holding.releasing:
@@ -193,7 +192,7 @@ class Release:
                 if holding not in held_here:
                     holding.end_keeping()  # Given up by a release that was interrupted.
                     return False
-                now = monotonic()
+                now = holding.monotonic()
                 held_for = now - holding.granted_at
                 until = min(holding.deadline, now + patience)
                 answer = self._give_up(until, held_for, was_over=was_over)
@@ -217,8 +216,8 @@ class Release:
         """Ask the store to release the lease, or to settle it, and take the answer."""
         holding = self.holding
         try:
-            answer = insist(self._ask, until, holding.terms.retry)
-            if answer is UNKNOWN and monotonic() < holding.deadline:
+            answer = insist(holding.store, self._ask, until, holding.terms.retry)
+            if answer is UNKNOWN and holding.monotonic() < holding.deadline:
                 return UNKNOWN
             # Gone in its time: a release was interrupted that the store has heard.
             answer = answer or (self._is_left and not was_over)
@@ -234,6 +233,8 @@ class Release:
             holding.report_lost(GONE if is_gone else holding.why_over())
         elif holding.state != "lost":
             holding.state = "released"
+            queues = holding.store.queues
+            queues.note_held(queues.name_of(holding.key), held_for)
         return answer
 
     def _ask(self, bound: float) -> bool | Unknown:

@@ -28,7 +28,6 @@ from ..process import deferred_release
 from ..process.at_exit import held_here
 from ..process.deadlines import alarms
 from ..process.heartbeat import Answer, Heartbeat, heartbeat_of
-from ..process.host import monotonic
 from ..signals import lock_extended, lock_lost, tell
 from .attempts import Granted
 from .blocks import Block
@@ -80,9 +79,10 @@ class Holding:
         self.fence = granted.grant.fence
         self.deadline = granted.deadline
         self.store = store
+        self.monotonic = store.monotonic
         self.grant = granted.grant
         self.terms = terms
-        self.granted_at = monotonic()
+        self.granted_at = store.monotonic()
         self.pid = os.getpid()
         self.state: Literal["held", "lost", "released"] = "held"
         self.losses = Losses()
@@ -118,8 +118,12 @@ class Holding:
         It ends by its deadline, or by what the store says without being asked, if it does that.
         """
         # What a fork copied says nothing, and a release that was sent in time is a clean one.
-        says = self.pid == os.getpid() and not self.releasing
-        if self.state == "held" and says and self.is_over():
+        if (
+            self.state == "held"
+            and self.is_over()
+            and not self.releasing
+            and self.pid == os.getpid()
+        ):
             self.state = "lost"
         return self.state == "lost"
 
@@ -212,7 +216,7 @@ class Holding:
 
     def begin_renewal(self) -> Grant | None:
         """Return the grant with the ttl to extend it by; None: not now."""
-        now, ttl = monotonic(), self.grant.ttl
+        now, ttl = self.monotonic(), self.grant.ttl
         is_over = self._ended() or now >= self.deadline or self.losses.is_orphaned
         if ttl is None or is_over:
             # Put back by an extend that another thread's release has overtaken, or over.
@@ -240,7 +244,7 @@ class Holding:
         lost = None
         slack = 0.0
         try:
-            now = monotonic()
+            now = self.monotonic()
             slack = max(0.0, self.deadline - now)
             if isinstance(answer, Grant) and answer.ttl is not None:
                 deadline = sent_at + self.counted(answer.ttl)
@@ -286,11 +290,12 @@ class Holding:
         if self.deadline < math.inf:
             alarms.add(self)
 
-    def next_alarm(self) -> float:
-        """Return when there is something to tell."""
+    def alarm_in(self) -> float:
+        """Return in how many seconds there is something to tell."""
         if self.releasing:
             return math.inf  # The store's answer decides.
-        return min(self.deadline, self.losses.next_warning(self.deadline))
+        due = min(self.deadline, self.losses.next_warning(self.deadline))
+        return due - self.monotonic()
 
     def alarm(self) -> None:
         """Tell what is due: a warning, or the loss."""
@@ -306,16 +311,16 @@ class Holding:
             self.end_keeping()
             self.state = "lost"
             self.report_lost(self.why_over(), by_timer=True)
-        elif callbacks := self.losses.warnings(self.deadline, monotonic()):
+        elif callbacks := self.losses.warnings(self.deadline, self.monotonic()):
             apart(partial(warn, callbacks))
 
     def is_over(self) -> bool:
         """Whether its time has passed, or the store has said that it is gone."""
-        return monotonic() >= self.deadline or self._is_cut_off()
+        return self.monotonic() >= self.deadline or self._is_cut_off()
 
     def why_over(self) -> str:
         """Return why a lease is lost."""
-        now = monotonic()
+        now = self.monotonic()
         if self.lost_by is not None:
             return self.lost_by
         if now < self.deadline:
@@ -324,7 +329,7 @@ class Holding:
 
     def renew_soon(self) -> None:
         """Let the heartbeat ask in time: the end of the lease may have come nearer."""
-        self.renewing.due_at = min(self.renewing.due_at, monotonic())
+        self.renewing.due_at = min(self.renewing.due_at, self.monotonic())
         self.keep_on()
 
     def keep_on(self) -> None:
@@ -362,7 +367,7 @@ class Holding:
     def _tell_lost(self, cause: str) -> None:
         if not self.tells:
             return
-        held_for = monotonic() - self.granted_at
+        held_for = self.monotonic() - self.granted_at
         extra = self.log_fields("lost")
         logger.warning(
             "The lease on %r (fence %d) is lost: %s", self.key, self.fence, cause, extra=extra

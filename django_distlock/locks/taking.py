@@ -17,7 +17,6 @@ from ..backends.base import BaseLockBackend
 from ..core.errors import LockError, LockNotAcquired, LockUsageError
 from ..handler import lock_backends
 from ..process import deferred_release
-from ..process.host import monotonic
 from . import blocks, context
 from .acquire import aacquire, acquire
 from .attempts import KeptHere, Request
@@ -59,7 +58,8 @@ async def aby_call(lock: Lock, wait: float | Unset | None) -> Lease:
 
 def _by_call(lock: Lock, wait: float | Unset | None, block: Block) -> Lease:
     try:
-        lease = _take(lock, wait, block, monotonic())
+        store = lock_backends[lock.backend]
+        lease = _take(lock, store, wait, block, store.monotonic())
     except LockError:
         block.close()
         raise
@@ -70,7 +70,8 @@ def _by_call(lock: Lock, wait: float | Unset | None, block: Block) -> Lease:
 
 async def _aby_call(lock: Lock, wait: float | Unset | None, block: Block) -> Lease:
     try:
-        lease = await _atake(lock, wait, block, monotonic())
+        store = lock_backends[lock.backend]
+        lease = await _atake(lock, store, wait, block, store.monotonic())
     except (LockError, asyncio.CancelledError):
         block.close()
         raise
@@ -88,11 +89,12 @@ def enter(lock: Lock) -> Lease:
         again = _enter_again(lock, block)
         if again is not None:
             return again
-        since = monotonic()
+        store = lock_backends[lock.backend]
+        since = store.monotonic()
         try:
-            lease = _take(lock, lock.wait, block, since)
+            lease = _take(lock, store, lock.wait, block, since)
         except LockNotAcquired as error:
-            return _bypass(lock, error, since, block)
+            return _bypass(lock, error, store.monotonic() - since, block)
         lease._holding.begin_block(heartbeat=lock.heartbeat, block=block)
         return lease
     except LockError:
@@ -107,12 +109,13 @@ async def aenter(lock: Lock) -> Lease:
         again = _enter_again(lock, block)
         if again is not None:
             return again
-        since = monotonic()
+        store = lock_backends[lock.backend]
+        since = store.monotonic()
         try:
-            lease = await _atake(lock, lock.wait, block, since)
+            lease = await _atake(lock, store, lock.wait, block, since)
         except LockNotAcquired as error:
-            run = lock_backends[lock.backend].threads.run
-            return await run(_bypass, lock, error, since, block)
+            waited = store.monotonic() - since
+            return await store.threads.run(_bypass, lock, error, waited, block)
         task = asyncio.current_task()
         lease._holding.begin_block(heartbeat=lock.heartbeat, task=task, block=block)
         return lease
@@ -192,11 +195,11 @@ def _enter_again(lock: Lock, block: Block) -> Lease | None:
     return around
 
 
-def _bypass(lock: Lock, error: LockNotAcquired, since: float, block: Block) -> Lease:
+def _bypass(lock: Lock, error: LockNotAcquired, waited: float, block: Block) -> Lease:
     """Return what stands for a lease where the block runs without; or raise the error."""
     if lock.on_conflict == "raise":
         raise error
-    tell_bypassed(lock.backend, lock.key, monotonic() - since, error)
+    tell_bypassed(lock.backend, lock.key, waited, error)
     block.lease = lease = NoLease(lock.backend, lock.key)
     return lease
 
@@ -204,14 +207,16 @@ def _bypass(lock: Lock, error: LockNotAcquired, since: float, block: Block) -> L
 # The taking
 
 
-def _take(lock: Lock, wait: float | Unset | None, block: Block, since: float) -> Lease:
-    store = lock_backends[lock.backend]
-    terms = _begin(lock, store)
+def _take(
+    lock: Lock, store: BaseLockBackend, wait: float | Unset | None, block: Block, since: float
+) -> Lease:
+    home = block.home or deferred_release.home()
+    terms = _begin(lock, store, home)
     name = block.name = lock.backend, lock.key
     # What a rollback or an interruption has left must not be in the way of who comes next.
     blocks.flush(name)
     deferred_release.flush(name)
-    request = _request(lock, store, terms, wait, since)
+    request = _request(lock, store, terms, wait, since, home)
     adopted = context.adopt(store, request, terms, block)
     if adopted is not None:
         return adopted
@@ -219,29 +224,32 @@ def _take(lock: Lock, wait: float | Unset | None, block: Block, since: float) ->
         return Lease(store, acquire(store, request, block), terms, block)
     except KeptHere:
         # Meanwhile another block has left it to the transaction.
-        return _take(lock, _left(request.wait, since), block, monotonic())
+        now = store.monotonic()
+        return _take(lock, store, _left(request.wait, now - since), block, now)
 
 
-async def _atake(lock: Lock, wait: float | Unset | None, block: Block, since: float) -> Lease:
-    store = lock_backends[lock.backend]
-    terms = _begin(lock, store)
+async def _atake(
+    lock: Lock, store: BaseLockBackend, wait: float | Unset | None, block: Block, since: float
+) -> Lease:
+    home = block.home or deferred_release.home()
+    terms = _begin(lock, store, home)
     name = block.name = lock.backend, lock.key
     await blocks.aflush(store, name)
     await deferred_release.aflush(store, name)
-    request = _request(lock, store, terms, wait, since)
+    request = _request(lock, store, terms, wait, since, home)
     adopted = await context.aadopt(store, request, terms, block)
     if adopted is not None:
         return adopted
     try:
         return Lease(store, await aacquire(store, request, block), terms, block)
     except KeptHere:
-        return await _atake(lock, _left(request.wait, since), block, monotonic())
+        now = store.monotonic()
+        return await _atake(lock, store, _left(request.wait, now - since), block, now)
 
 
-def _begin(lock: Lock, store: BaseLockBackend) -> Terms:
+def _begin(lock: Lock, store: BaseLockBackend, home: int) -> Terms:
     terms = lock._terms(store)
-    deferred_release.refuse_manual_transactions()
-    for connection in deferred_release.open_transactions():
+    for connection in deferred_release.managed_transactions(home):
         if deferred_release.reads_a_snapshot(connection):
             warnings.warn(
                 f"The transaction on {connection.alias!r} reads from a snapshot that may be older"
@@ -254,9 +262,13 @@ def _begin(lock: Lock, store: BaseLockBackend) -> Terms:
 
 
 def _request(
-    lock: Lock, store: BaseLockBackend, terms: Terms, wait: float | Unset | None, since: float
+    lock: Lock,
+    store: BaseLockBackend,
+    terms: Terms,
+    wait: float | Unset | None,
+    since: float,
+    home: int,
 ) -> Request:
-    home = deferred_release.home()
     return Request(
         key=lock.key,
         ttl=terms.ttl,
@@ -271,8 +283,8 @@ def _request(
     )
 
 
-def _left(wait: float | None, since: float) -> float | None:
-    return None if wait is None else max(0.0, since + wait - monotonic())
+def _left(wait: float | None, waited: float) -> float | None:
+    return None if wait is None else max(0.0, wait - waited)
 
 
 def _callers_level() -> int:

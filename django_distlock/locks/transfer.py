@@ -25,7 +25,7 @@ from ..core.keys import new_token
 from ..core.records import Contended, Grant
 from ..handler import lock_backends
 from ..process.at_exit import held_here
-from ..process.host import current_holder, monotonic
+from ..process.host import current_holder
 from .acquire import insist
 from .attempts import Granted
 from .state import Holding
@@ -125,7 +125,7 @@ class _Taking:
         self._retry = store.config.retry
         # What has no expiry gets one while it changes hands.
         self._seconds = grant.ttl or store.config.ttl
-        self._until = monotonic() + self._seconds
+        self._until = store.monotonic() + self._seconds
 
     def take(self) -> Granted:
         """Return the new grant."""
@@ -161,7 +161,7 @@ class _Taking:
         replace, pauses = theirs, self._retry.pauses()
         refused, unanswered = 0, False
         while True:
-            sent_at = monotonic()
+            sent_at = self._store.monotonic()
             try:
                 answer = self._acquire(replace=replace)
             except BackendUnavailable:
@@ -170,7 +170,7 @@ class _Taking:
                 replace, refused, unanswered = ours, 0, True
             else:
                 if isinstance(answer, Grant):
-                    if monotonic() >= self._until:
+                    if self._store.monotonic() >= self._until:
                         # The old lease may have ended before: then this is another one.
                         self._store.release(answer)
                         raise self._over()
@@ -188,7 +188,7 @@ class _Taking:
         return self._store.acquire(given.key, self._token, given.ttl, self.holder, replace=replace)
 
     def _insist(self, question: Callable[[float], A]) -> A:
-        return insist(question, self._until, self._retry)
+        return insist(self._store, question, self._until, self._retry)
 
     def _over(self) -> LockLost:
         return LockLost(

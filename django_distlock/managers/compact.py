@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 _NOBODY = Holder()
 
 _LOOK = """
-SELECT c.fence, c.paused_until, l.token, l.fence, l.acquired_at, l.expires_at, l.free_at, l.holder
+SELECT
+    c.fence, c.paused_until,
+    l.token, l.fence, l.acquired_at, l.expires_at, l.free_at, l.wanted, l.holder
 FROM (SELECT %s AS storage_key) asked
 LEFT JOIN {fences} c ON c.storage_key = asked.storage_key
 LEFT JOIN {locks} l ON l.storage_key = asked.storage_key
@@ -53,6 +55,8 @@ _EXTEND = """
 UPDATE {locks} SET ttl = %s, renewed_at = %s, expires_at = %s, free_at = %s WHERE storage_key = %s
 """
 _SETTLE = "UPDATE {locks} SET expires_at = %s, free_at = %s WHERE storage_key = %s"
+# Whoever ends it leaves the key to others for a moment.
+_MARK = "UPDATE {locks} SET wanted = 1 WHERE storage_key = %s AND fence = %s AND NOT wanted"
 _DELETE = "DELETE FROM {locks} WHERE storage_key = %s"
 
 
@@ -63,6 +67,7 @@ class _Statements(NamedTuple):
     lease: str = _LEASE
     extend: str = _EXTEND
     settle: str = _SETTLE
+    mark: str = _MARK
     delete: str = _DELETE
 
 
@@ -78,9 +83,7 @@ class CompactLockManager(HeldLockManager):
     @classmethod
     def of(cls, locks: HeldLockManager) -> CompactLockManager:
         """Return one in the place of another manager of the same rows."""
-        compact = cls()
-        compact.model, compact._db = locks.model, locks._db
-        compact.follows_clock = locks.follows_clock
+        compact = locks.replaced_by(cls)
         quote = connections[locks.db].ops.quote_name
         tables = {
             "locks": quote(locks.model._meta.db_table),
@@ -91,16 +94,16 @@ class CompactLockManager(HeldLockManager):
 
     def acquire(self, attempt: Attempt) -> Grant | Contended:
         """Grant the key if it is free."""
-        if attempt.wanted:
-            return super().acquire(attempt)
         name, key, holder = attempt.name, attempt.key, attempt.holder
         with connections[self.db].cursor() as cursor:
             # Read first: whoever loses takes no lock and writes nothing.
-            contended = self._in_the_way(cursor, attempt)[0]
+            contended, _, _, unmarked = self._in_the_way(cursor, attempt)
             if contended is not None:
+                if attempt.wanted and unmarked:
+                    cursor.execute(self._statements.mark, [name, contended.fence])
                 return contended
             with transaction.atomic(self.db):
-                contended, last, now = self._in_the_way(cursor, attempt)
+                contended, last, now, _ = self._in_the_way(cursor, attempt)
                 if contended is not None:
                     return contended
                 fence = next_fence(key, last, self._floor(now))
@@ -145,10 +148,14 @@ class CompactLockManager(HeldLockManager):
 
     def _in_the_way(
         self, cursor: CursorWrapper, attempt: Attempt
-    ) -> tuple[Contended | None, int, datetime]:
-        """Return why the key cannot be had, if so, its last fence, and the time."""
+    ) -> tuple[Contended | None, int, datetime, bool]:
+        """Return why the key cannot be had, if so, its last fence, the time, and what is unmarked.
+
+        That is: whether somebody holds the key, and has not been told that others want it.
+        """
         cursor.execute(self._statements.look, [attempt.name])
-        last, paused_until, token, fence, acquired_at, expires_at, free_at, told = cursor.fetchone()
+        last, paused_until, token, *lease = cursor.fetchone()
+        fence, acquired_at, expires_at, free_at, wanted, told = lease
         now = datetime.now(UTC)
         at = to_microseconds(now)
         paused = paused_until is not None and at < paused_until
@@ -166,7 +173,8 @@ class CompactLockManager(HeldLockManager):
                 observed_at=now,
                 paused=paused,
             )
-        return contended, last or 0, now
+        is_held = contended is not None and contended.fence is not None
+        return contended, last or 0, now, is_held and not wanted
 
     def _owned_record(
         self, cursor: CursorWrapper, name: str, grant: Grant

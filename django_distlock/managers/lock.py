@@ -8,10 +8,10 @@ here and everywhere, and the clock is read after the last of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace as changed
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from django.apps import apps
 from django.db import connections, models
@@ -41,6 +41,8 @@ from .rows import between, only
 if TYPE_CHECKING:
     from ..models import FenceCounter, HeldLock
 
+L = TypeVar("L")
+
 #: What a record is made of: what the model calls by the same names.
 _COLUMNS = (
     "holder", "key", "token", "fence", "ttl", "acquired_at", "renewed_at", "expires_at", "free_at",
@@ -65,6 +67,12 @@ class HeldLockManager(models.Manager["HeldLock"]):
 
     #: Whether no fence is below what the store's clock says.
     follows_clock = False
+
+    def replaced_by(self, kind: Callable[[], L]) -> L:
+        """Return a manager of another kind, of the same rows on the same alias."""
+        made: Any = kind()
+        made.model, made._db, made.follows_clock = self.model, self._db, self.follows_clock
+        return cast("L", made)
 
     def acquire(self, attempt: Attempt) -> Grant | Contended:
         """Grant the key if it is free."""

@@ -6,7 +6,7 @@ import atexit
 from contextlib import ExitStack
 from typing import Protocol
 
-from .host import monotonic
+from ..core.clock import monotonic
 
 #: Seconds that the end of the interpreter spends on leases that are in somebody's way.
 EXIT_PATIENCE = 2.0
@@ -16,11 +16,13 @@ class Held(Protocol):
     """The state of a lease."""
 
     token: str
-    deadline: float
 
     @property
     def is_watched(self) -> bool:
         """Whether somebody has yet to be told of its end."""
+
+    def is_over(self) -> bool:
+        """Whether its time has passed."""
 
 
 class Ending(Protocol):
@@ -75,10 +77,9 @@ class HeldHere:
 
     def _sweep(self) -> None:
         """Forget what is over: whoever takes leases and drops them leaves them to the ttl."""
-        now = monotonic()
         # Copied in one step: other threads go on taking leases.
         for lease in [each.holding for each in list(self._by_token.values())]:
-            if lease.deadline <= now and not lease.is_watched:
+            if not lease.is_watched and lease.is_over():
                 self.discard(lease)
         self._sweep_at = max(1024, 2 * len(self._by_token))
 

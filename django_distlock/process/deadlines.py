@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
-from operator import methodcaller
 from typing import Protocol
 
+from ..core.clock import monotonic
 from ..core.logs import log_fields
 from ..core.threads import TimerThread
-from .host import monotonic
 
 logger = logging.getLogger("django_distlock")
 
@@ -20,14 +19,18 @@ logger = logging.getLogger("django_distlock")
 class Watched(Protocol):
     """What a lease has to have to be watched."""
 
-    def next_alarm(self) -> float:
-        """Return when to be called, by `host.monotonic`; infinite: not as things are."""
+    def alarm_in(self) -> float:
+        """Return in how many seconds to be called; infinite: not as things are."""
 
     def is_over(self) -> bool:
         """Whether it has ended, also before its time."""
 
     def alarm(self) -> None:
         """Do what is due, without waiting for anything."""
+
+
+def _due(lease: Watched) -> float:
+    return lease.alarm_in() + monotonic()
 
 
 class Alarms(TimerThread[Watched]):
@@ -37,15 +40,14 @@ class Alarms(TimerThread[Watched]):
     longest_wait = 1.0
 
     def __init__(self) -> None:
-        super().__init__("distlock-alarms", methodcaller("next_alarm"), monotonic)
+        super().__init__("distlock-alarms", _due, monotonic)
 
     def ring(self) -> None:
         """Call every lease whose time has come, in this thread."""
-        now = monotonic()
         # Copied in one step: other threads go on taking leases.
         for lease in list(self._leases.values()):
             try:
-                if lease.next_alarm() <= now or lease.is_over():
+                if lease.alarm_in() <= 0 or lease.is_over():
                     lease.alarm()
             except Exception:
                 key = getattr(lease, "key", None)

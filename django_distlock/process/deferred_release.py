@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -36,40 +37,41 @@ from ..database.workers import Gone, Worker, when_gone
 logger = logging.getLogger("django_distlock")
 
 
-def home(thread: int | None = None) -> int:
+def home() -> int:
     """Return the thread whose transactions the running code works in.
 
     Asynchronous code that a thread waits for in `async_to_sync` works in those of that thread. They
     are looked at from here: to ask in the thread itself would wait for whatever else it does.
-
-    Args:
-        thread: The one that runs it; None: this one.
     """
     executors: Any = AsyncToSync.executors
     # Not through its own `__getattr__`, which a signal's exception can leave locked, for everybody.
     storage = getattr(executors, "_storage", executors)
-    waiting = getattr(getattr(storage, "current", None), "_work_thread", None)
-    if waiting is not None:
-        return int(waiting.ident)
-    return threading.get_ident() if thread is None else thread
+    data = getattr(storage, "_data", None)
+    # Nearly always nothing is there. To be told so by an `AttributeError` takes many times as long.
+    if not (isinstance(data, ContextVar) and data.get(None) is None):
+        waiting = getattr(getattr(storage, "current", None), "_work_thread", None)
+        if waiting is not None:
+            return int(waiting.ident)
+    return threading.get_ident()
 
 
-def _connections(thread: int | None = None) -> list[BaseDatabaseWrapper]:
-    if thread is not None:
-        return opened_in(thread)
-    here = list(connections.all(initialized_only=True))
-    thread = home()
-    return here if thread == threading.get_ident() else [*here, *opened_in(thread)]
+def _connections(here: int) -> list[BaseDatabaseWrapper]:
+    found = list(connections.all(initialized_only=True))
+    return found if here == threading.get_ident() else [*found, *opened_in(here)]
 
 
-def refuse_manual_transactions() -> None:
-    """Refuse where a transaction is managed by hand: nobody would tell when it ends.
+def managed_transactions(here: int) -> list[BaseDatabaseWrapper]:
+    """Return the connections with a transaction by `atomic()`, other than a `TestCase`'s.
+
+    Args:
+        here: The thread that `home` says.
 
     Raises:
         LockUsageError: A connection of this thread has autocommit off, or a transaction open,
-            outside of `atomic()`.
+            outside of `atomic()`: nobody would tell when it ends.
     """
-    for connection in _connections():
+    every = _connections(here)
+    for connection in every:
         if _is_manual(connection):
             how = (
                 "has a transaction open that Django does not know (BEGIN, or the driver's own)"
@@ -81,6 +83,7 @@ def refuse_manual_transactions() -> None:
                 f" committed, and the key would be free before the data is. Use atomic().",
                 code="unsupported",
             )
+    return [each for each in every if in_transaction(each)]
 
 
 def open_transactions(thread: int | None = None) -> list[BaseDatabaseWrapper]:
@@ -91,7 +94,8 @@ def open_transactions(thread: int | None = None) -> list[BaseDatabaseWrapper]:
     Args:
         thread: Those that this one has opened; None: those of the running code.
     """
-    return [each for each in _connections(thread) if _is_open(each)]
+    every = _connections(home()) if thread is None else opened_in(thread)
+    return [each for each in every if _is_open(each)]
 
 
 def _is_open(connection: BaseDatabaseWrapper) -> bool:

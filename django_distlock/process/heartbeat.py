@@ -16,7 +16,6 @@ from ..core.records import Grant, Unknown
 from ..core.renewing import Renewing
 from ..core.threads import TimerThread
 from . import deferred_release
-from .host import monotonic
 
 logger = logging.getLogger("django_distlock")
 
@@ -53,12 +52,12 @@ class Heartbeat(TimerThread[Renewed]):
         self._backend = weakref.ref(backend)
         self._lag = self._lag_since = 0.0
         name = f"distlock-heartbeat-{backend.alias}"
-        super().__init__(name, attrgetter("renewing.due_at"), monotonic)
+        super().__init__(name, attrgetter("renewing.due_at"), backend.monotonic)
 
     @property
     def lag(self) -> float:
         """Seconds by which the next beat is late by now, or one of the last minute was."""
-        now = monotonic()
+        now = self._clock()
         due = min((each.renewing.due_at for each in list(self._leases.values())), default=now)
         was = self._lag if now - self._lag_since < LAG_SECONDS else 0.0
         return max(was, now - due, 0.0)
@@ -74,7 +73,7 @@ class Heartbeat(TimerThread[Renewed]):
             early: Also what is due within half of its interval, so that leases that were taken one
                 after the other come to share a round trip.
         """
-        now = monotonic()
+        now = self._clock()
         due = [
             lease
             for lease in list(self._leases.values())
@@ -86,7 +85,7 @@ class Heartbeat(TimerThread[Renewed]):
     def _renew(self, leases: Sequence[Renewed]) -> None:
         backend = self._backend()
         taken: list[tuple[Renewed, Grant]] = []
-        sent_at = monotonic()
+        sent_at = self._clock()
         answers: Sequence[Answer] = []
         try:
             for lease in leases:
@@ -94,7 +93,7 @@ class Heartbeat(TimerThread[Renewed]):
                 if grant is not None:
                     taken.append((lease, grant))
             if taken and backend is not None:
-                sent_at = monotonic()
+                sent_at = self._clock()
                 answers = _extended(backend, [grant for _lease, grant in taken])
         finally:
             known = [*answers, *[LockError("It was not asked.")] * (len(taken) - len(answers))]

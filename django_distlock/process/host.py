@@ -1,4 +1,4 @@
-"""What this process knows about itself, and about others: its clock, identities, who is gone."""
+"""What this process knows about itself, and about others: identities, who is gone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,26 +17,6 @@ from django.core.signals import setting_changed
 
 from ..conf import holder_config
 from ..core.holders import MAX_TEXT, Holder
-
-
-def monotonic() -> float:
-    """Return seconds that never go back and that count while the machine is suspended.
-
-    Where a system has no such clock it is `time.monotonic`, and a lease may end in the store while
-    the machine sleeps and its holder's clock stands.
-    """
-    return real_time() + ahead
-
-
-def real_time() -> float:
-    """Return what `monotonic` does where no test has let time pass."""
-    return time.monotonic() if _BOOT_CLOCK is None else time.clock_gettime(_BOOT_CLOCK)
-
-
-#: Seconds by which a test has put the clock of this process ahead: set by `testing` alone.
-ahead = 0.0
-
-_BOOT_CLOCK: int | None = getattr(time, "CLOCK_BOOTTIME", None)
 
 
 def current_holder(metadata: Mapping[str, Any] | None = None) -> Holder:

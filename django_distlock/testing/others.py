@@ -15,7 +15,6 @@ from ..handler import lock_backends
 from ..locks.attempts import Granted
 from ..locks.lease import Lease
 from ..locks.state import Terms
-from ..process.host import monotonic
 
 #: Who holds a key where a test does not say.
 ELSEWHERE = Holder(host="elsewhere", process="another process", pid=1)
@@ -125,7 +124,7 @@ def taken(
     """Acquire a key for somebody else, once."""
     config, holder = store.config, holder or ELSEWHERE
     lives = ttl_seconds(config.ttl if ttl is None else ttl, maximum=config.max_ttl)
-    deadline = monotonic() + lives
+    deadline = store.monotonic() + lives
     answer = store.acquire(key, new_token(), lives, holder, replace=replace)
     if isinstance(answer, Contended):
         raise LockNotAcquired(

@@ -10,7 +10,6 @@ from ..core.durations import seconds as in_seconds
 from ..core.errors import LockUsageError
 from ..locks.lease import Lease
 from ..process.deadlines import alarms
-from ..process.host import monotonic
 from .others import forget, steal, taken
 from .telling import telling_here
 from .timeline import Timeline, current
@@ -72,12 +71,12 @@ def _stand_still(
             for each in here:
                 standing.enter_context(each.mutex)
             if seconds is not None:
-                until = monotonic() + in_seconds(seconds, "seconds")
+                until = timeline() + in_seconds(seconds, "seconds")
                 timeline.pass_until(until, teller, standing=here)
             else:
                 timeline.pass_until(lease.deadline + GRACE, teller, standing=here)
                 while (record := store.read(lease.key)) and record.token == lease.token:
-                    timeline.pass_until(monotonic() + _STEP, teller, standing=here)
+                    timeline.pass_until(timeline() + _STEP, teller, standing=here)
             other = taken(store, lease.key) if taken_by_other else None
         timeline.do_what_is_due()
     timeline.go_on()
@@ -92,6 +91,6 @@ def _lose(lease: Lease, *, taken_by_other: bool) -> Lease | None:
                 other = steal(lease)
             elif store.supports_ttl and (record := store.read(lease.key)):
                 forget(store, record)
-            lease._holding.deadline = min(lease.deadline, monotonic())
+            lease._holding.deadline = min(lease.deadline, store.monotonic())
         alarms.ring()
     return other

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Set
-from contextlib import ExitStack
-from threading import Thread, current_thread
+from collections.abc import Set
 
 from ..backends import base
 from ..backends.base import BaseLockBackend
-from ..core.durations import MAX_BOUND, Duration
+from ..core.clock import monotonic
+from ..core.durations import Duration
 from ..core.durations import seconds as in_seconds
 from ..core.errors import LockUsageError
 from ..locks.state import Holding
 from ..process import heartbeat as beats
-from ..process import host
 from ..process.at_exit import held_here
 from ..process.deadlines import Alarms, alarms
 from ..process.heartbeat import Heartbeat
-from ..process.host import monotonic
 from .telling import Teller, telling_here
 
 #: The innermost comes last.
@@ -54,22 +50,22 @@ def current() -> Timeline | None:
 class Timeline:
     """The time of one `memory_locks`: real time, and what was let pass at once.
 
-    Called, it is the clock of its stores.
+    Called, it is the clock of its stores, and of who holds their locks.
     """
 
     def __init__(self) -> None:
-        self._began_ahead = self._ahead = host.ahead
+        self._ahead = 0.0
 
     def __call__(self) -> float:
         """Return the time of its stores."""
-        return host.real_time() + self._ahead
+        return monotonic() + self._ahead
 
     def begin(self) -> None:
         """Be the time that passes."""
         _timelines.append(self)
 
     def end(self) -> None:
-        """Take back the time, and leave nothing that was held, and no thread."""
+        """Leave nothing that was held, and no thread."""
         for lease in self.leases():
             lease.end_keeping()
             held_here.discard(lease)
@@ -80,16 +76,8 @@ class Timeline:
                 alarms.discard(watched)
         for heartbeat in self._heartbeats():
             heartbeat._leases.clear()
-        threads = [each._thread for each in self._heartbeats()]
-        if not alarms._leases:
-            threads.append(alarms._thread)
-        # They linger for a while when there is nothing to do. That while is over.
-        self._put_ahead(self._ahead + max(Alarms.linger, Heartbeat.linger))
-        _wake_timers()
-        for thread in threads:
-            _wait_for(thread)
-        self._put_ahead(self._began_ahead)
-        _let_timers_look()
+        for timer in self._timers():
+            timer.end_idle()
         _timelines.remove(self)
 
     def advance(self, seconds: Duration) -> None:
@@ -99,7 +87,7 @@ class Timeline:
                 "The time of a memory_locks() that is over, or that has another one inside,"
                 " cannot be put ahead."
             )
-        until = monotonic() + in_seconds(seconds, "seconds")
+        until = self() + in_seconds(seconds, "seconds")
         with telling_here() as teller:
             self.pass_until(until, teller)
         self.go_on()
@@ -110,7 +98,7 @@ class Timeline:
         """Let time pass, and do what is due meanwhile.
 
         Args:
-            until: By `host.monotonic`.
+            until: By this clock.
             teller: Who tells of it.
             standing: The leases of a process that stands still. Then no alarm rings.
         """
@@ -124,7 +112,7 @@ class Timeline:
         """Renew leases and ring alarms whose time has come, in this thread."""
         if not standing:
             alarms.ring()
-        now = monotonic()
+        now = self()
         for heartbeat in self._heartbeats():
             leases = list(heartbeat._leases.values())
             due = [each for each in leases if each.renewing.due_at <= now and each not in standing]
@@ -133,7 +121,8 @@ class Timeline:
 
     def go_on(self) -> None:
         """Let threads look at the clock that sleep until a time which may have come."""
-        _wake_timers()
+        for timer in self._timers():
+            timer.look()
         for store in self.stores():
             for queue in list(store.queues._queues.values()):
                 for turn in list(queue):
@@ -143,26 +132,27 @@ class Timeline:
 
     def leases(self) -> list[Holding]:
         """Return what is held in its stores."""
-        return [each for each in _all_leases() if self.owns(each)]
+        held = [each.holding for each in list(held_here._by_token.values())]
+        return [each for each in held if isinstance(each, Holding) and self.owns(each)]
 
     def owns(self, lease: Holding) -> bool:
         """Whether a lease is one of its stores'."""
-        return self._is_clock_of(lease.store)
+        return lease.store.monotonic is self
 
     def stores(self) -> list[BaseLockBackend]:
         """Return what it is the clock of."""
-        return [each for each in list(base._every) if self._is_clock_of(each)]
+        return [each for each in list(base._every) if each.monotonic is self]
 
     def _heartbeats(self) -> list[Heartbeat]:
         return [each for each in map(beats._every.get, self.stores()) if each is not None]
 
-    def _is_clock_of(self, store: BaseLockBackend) -> bool:
-        return getattr(store, "_clock", None) is self
+    def _timers(self) -> list[Alarms | Heartbeat]:
+        return [alarms, *self._heartbeats()]
 
     # Its clock
 
     def _next_event(self, standing: Set[Holding]) -> float:
-        """Return when something is due next, by `host.monotonic`."""
+        """Return when something is due next, by this clock."""
         times = [
             lease.renewing.due_at
             for heartbeat in self._heartbeats()
@@ -171,59 +161,11 @@ class Timeline:
         ]
         if not standing:
             times += [
-                each.next_alarm()
+                each.alarm_in() + self()
                 for each in list(alarms._leases.values())
                 if isinstance(each, Holding) and self.owns(each)
             ]
         return min(times, default=math.inf)
 
     def _go_to(self, at: float) -> None:
-        step = at - monotonic()
-        if step > 0:
-            self._put_ahead(self._ahead + step)
-
-    def _put_ahead(self, ahead: float) -> None:
-        """Set the clocks. Leases of other stores move with them: for those no time has passed."""
-        step = ahead - self._ahead
-        others = [each for each in _all_leases() if not self.owns(each)]
-        with ExitStack() as unchanged:
-            for lease in others:
-                unchanged.enter_context(lease.mutex)
-            # A deadline may be too late for a moment, and never too soon.
-            if step < 0:
-                host.ahead = ahead
-            for lease in others:
-                lease.deadline += step
-                lease.granted_at += step
-                lease.renewing.due_at += step
-                lease.renewing.ends_at += step
-            self._ahead = host.ahead = ahead
-
-
-def _all_leases() -> Iterator[Holding]:
-    held = [each.holding for each in list(held_here._by_token.values())]
-    return (each for each in held if isinstance(each, Holding))
-
-
-def _wake_timers() -> list[Alarms | Heartbeat]:
-    """Let the threads of timers look at the clock; return those that have one."""
-    timers: list[Alarms | Heartbeat] = [alarms, *beats._every.values()]
-    for each in timers:
-        with each._changed:
-            # Where they have not looked yet, whatever comes now comes too soon for them.
-            each._looks_at = math.inf
-            each._changed.notify_all()
-    return [each for each in timers if each._thread is not None]
-
-
-def _let_timers_look() -> None:
-    """Wait until the threads of timers have looked: they must not remember another time."""
-    until = host.real_time() + MAX_BOUND
-    for each in _wake_timers():
-        while each._looks_at == math.inf and each._thread and host.real_time() < until:
-            time.sleep(0.001)
-
-
-def _wait_for(thread: Thread | None) -> None:
-    if thread is not None and thread is not current_thread():
-        thread.join(MAX_BOUND)
+        self._ahead += max(0.0, at - self())

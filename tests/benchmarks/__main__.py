@@ -24,7 +24,7 @@ from .report import Result, facts, show, warnings, write
 
 BENCHMARKS = (
     "latency", "roundtrips", "sizes", "scale", "throughput", "redis", "advisory", "handoff",
-    "fairness", "beats", "fencing", "operators",
+    "fairness", "contention", "beats", "fencing", "operators",
 )  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def measure(arguments: Sequence[str], console: Console) -> None:
     names = chosen(asked)
     options: Options = with_given(asked, QUICK if asked.quick else Options())
     extra = [each for name in names for each in databases_of(name, options)]
-    mysql = bool({"latency", "fencing", "operators"} & {*names})
+    mysql = bool({"latency", "contention", "fencing", "operators"} & {*names})
     with serve(extra, fsync=asked.fsync == "on", mysql=mysql) as server:
         found: dict[str, Any] = {**begin(asked, server, console), "options": asdict(options)}
         found["benchmarks"], found["seconds"] = {}, {}

@@ -11,12 +11,13 @@ from typing import Any
 
 from django_distlock import Lease, Retry, lock_backends
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.clock import monotonic
 from django_distlock.core.records import Grant
 from django_distlock.locks.attempts import Granted
 from django_distlock.locks.state import Terms
 from django_distlock.process.at_exit import held_here
 from django_distlock.process.heartbeat import Heartbeat
-from django_distlock.process.host import current_holder, monotonic
+from django_distlock.process.host import current_holder
 
 from .candidates import waist
 from .databases import LONG_TTL, create, drop, fill, filled_grant, take

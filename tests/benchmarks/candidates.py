@@ -260,7 +260,7 @@ def floor_of(alias: str, backend: str) -> Iterator[list[Subject]]:
 
 
 def mariadb() -> Iterator[list[Subject]]:
-    """Give the backend on MariaDB, which runs ORM code."""
+    """Give the backend on MariaDB."""
     if "mariadb" not in connections.settings:
         raise Unavailable("apt-get install mariadb-server-core mariadb-client-core")
     yield from locks_on("mariadb", "mariadb")

@@ -48,11 +48,20 @@ MARIADB = os.environ.get("DISTLOCK_BENCH_MYSQL_URL")
 if MARIADB:
     DATABASES["mariadb"] = {**database(MARIADB), "CONN_MAX_AGE": None}
 
+#: Of a pooler in front of the same server, in transaction mode.
+POOLER = os.environ.get("DISTLOCK_BENCH_POOLER")
+if POOLER:
+    DATABASES["pooled"] = {
+        **postgres("default"), "HOST": "127.0.0.1", "PORT": POOLER,
+        "DISABLE_SERVER_SIDE_CURSORS": True,
+    }  # fmt: skip
+
 REDIS = os.environ.get("DISTLOCK_BENCH_REDIS_URL", "redis://127.0.0.1:6379/0")
 #: Of the peer that locks through a cache.
 CACHES = {"default": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": REDIS}}
-#: A peer that warns of each attempt that loses.
-LOGGING = {"version": 1, "loggers": {"redis_lock": {"level": "ERROR"}}}
+#: A peer that warns of each attempt that loses; and that nobody can listen behind a pooler.
+LOUD = ["redis_lock", *(["django_distlock"] if POOLER else [])]
+LOGGING = {"version": 1, "loggers": {name: {"level": "ERROR"} for name in LOUD}}
 
 INSTALLED_APPS = [
     "django_distlock",
@@ -101,5 +110,6 @@ DISTLOCK: dict[str, dict[str, Any]] = {
         for name in ("advisory", "advisory-fresh")
     },
     **({"mariadb": locks("mariadb")} if MARIADB else {}),
+    **({"pooled": locks("pooled", "pooled")} if POOLER else {}),
     **{name: locks(name) for name in EXTRA},
 }

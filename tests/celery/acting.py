@@ -21,7 +21,7 @@ from typing import Any
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
 from django_distlock import BackendUnavailable, Lease, LockLost, current_lease
-from django_distlock.process.host import monotonic
+from django_distlock.core.clock import monotonic
 
 #: Seconds that a body waits for a test that has forgotten it.
 PATIENCE = 40

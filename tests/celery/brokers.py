@@ -14,8 +14,8 @@ from amqp import Connection
 from amqp.exceptions import AMQPError
 
 from tests.keeper import folder, free_port, kept, server_user
+from tests.poolers import without
 from tests.redis_servers import private_redis
-from tests.setups.servers import without
 
 #: Where Debian keeps the server itself; the one on the path starts it as another user only.
 RABBITMQ = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")

@@ -13,8 +13,8 @@ from django.db import DatabaseError, InterfaceError, connections
 from redis.exceptions import RedisError
 
 from django_distlock import LockError, inspection
+from django_distlock.core.clock import monotonic
 from django_distlock.handler import lock_backends
-from django_distlock.process.host import monotonic
 from tests.backends import BACKENDS
 
 from .crew import Crew, Member

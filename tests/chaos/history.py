@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from django_distlock.process.host import monotonic
+from django_distlock.core.clock import monotonic
 
 Line = dict[str, Any]
 

@@ -23,8 +23,8 @@ import django
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from django_distlock import Lease, Lock, LockError, LockLost, current_lease, distlock
+from django_distlock.core.clock import monotonic
 from django_distlock.handler import lock_backends
-from django_distlock.process.host import monotonic
 
 from .history import EXPECTED, Writer
 

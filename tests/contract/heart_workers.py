@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from django_distlock import Lease, Lock, LockError, LockLost, distlock, signals
+from django_distlock.core.clock import monotonic
 from django_distlock.handler import lock_backends
 from django_distlock.process.heartbeat import heartbeat_of
-from django_distlock.process.host import monotonic
 
 from .aliases import in_a_fork, outcome
 

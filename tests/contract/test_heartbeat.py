@@ -16,11 +16,11 @@ from django.db.backends.signals import connection_created
 
 from django_distlock import BackendUnavailable, Lease, Lock, LockLost, signals
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.clock import monotonic
 from django_distlock.database import connections as lock_connections
 from django_distlock.handler import lock_backends
 from django_distlock.process import heartbeat
 from django_distlock.process.heartbeat import heartbeat_of
-from django_distlock.process.host import monotonic
 from tests.backends import Registered
 
 from .aliases import counted_alias, locks_on, sessions

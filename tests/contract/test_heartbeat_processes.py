@@ -15,10 +15,10 @@ from redis import Redis
 
 from django_distlock import BackendUnavailable, Lease, Lock, signals
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.core.clock import monotonic
 from django_distlock.core.records import Grant, Unknown
 from django_distlock.handler import lock_backends
 from django_distlock.process import heartbeat
-from django_distlock.process.host import monotonic
 from tests.backends import Registered
 from tests.processes import spawn
 from tests.services import private_redis

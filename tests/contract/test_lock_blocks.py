@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
 from django_distlock import Lease, Lock, LockError, LockNotAcquired
@@ -131,3 +133,14 @@ def test_two_spellings_are_one_lock(registered: Registered, key: str) -> None:
         assert not grantable(lock_of(registered, f"{key}cafe\u0301"))
         for other in ("cafe", "CAF\u00c9", "caf\u00e9 ", " caf\u00e9"):
             assert grantable(lock_of(registered, key + other))
+
+
+def test_block_leaves_nothing_to_the_garbage_collector(registered: Registered, key: str) -> None:
+    """What it has made refers to nothing that refers to it, so it is gone when the block is."""
+    lock = lock_of(registered, key)
+    with lock:
+        pass  # What is done first, such as sending a script, is done.
+    with lock as lease:
+        gone = weakref.ref(lease)
+    del lease
+    assert gone() is None

@@ -23,9 +23,9 @@ from django_distlock import (
     LockLost,
     LockUsageError,
 )
+from django_distlock.core.clock import monotonic
 from django_distlock.core.keys import validate_token
 from django_distlock.handler import lock_backends
-from django_distlock.process.host import monotonic
 from django_distlock.testing import lose_connection
 from tests.backends import Registered
 

@@ -140,7 +140,7 @@ def test_fork_neither_extends_nor_releases(registered: Registered, key: str) -> 
     assert grantable(lock_of(registered, key))
 
 
-@pytest.mark.aliases("postgres_orm", "mariadb")
+@pytest.mark.aliases("postgres_orm", "mariadb_orm")
 def test_process_that_stands_still_amid_its_transaction_keeps_no_key(
     registered: Registered, key: str
 ) -> None:

@@ -156,8 +156,8 @@ def test_store_that_comes_back_grants(
     """A waiter gets the key once the store answers again."""
     with store_away(registered, tmp_path) as (alias, come_back):
         timer = threading.Timer(0.3, come_back)
-        timer.start()
         started = time.monotonic()
+        timer.start()
         lease = acquire(distlock(key, backend=alias, wait=10, retry=QUICK))
         assert time.monotonic() - started >= 0.29
         assert lease.held

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from django_distlock import Lease, Lock, LockNotAcquired, Retry
+from django_distlock.core.clock import monotonic
 from django_distlock.handler import lock_backends
-from django_distlock.process.host import monotonic
 from tests.backends import Registered
 
 from .conftest import TWINS

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from django_distlock import Lease, Lock, LockLost, signals
+from django_distlock.core.clock import monotonic
 from django_distlock.handler import lock_backends
-from django_distlock.process.host import monotonic
 from tests.backends import Registered
 from tests.integration.wires import Wire
 

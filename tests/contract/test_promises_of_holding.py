@@ -16,9 +16,9 @@ from asgiref.sync import async_to_sync
 from django.db import transaction
 
 from django_distlock import BackendUnavailable, Lease, LockLost, LockNotAcquired, distlock, signals
+from django_distlock.core.clock import monotonic
 from django_distlock.core.records import UNKNOWN
 from django_distlock.handler import lock_backends
-from django_distlock.process.host import monotonic
 from tests.backends import Registered
 from tests.conftest import DECLARED
 from tests.processes import spawn_by

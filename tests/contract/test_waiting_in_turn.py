@@ -154,15 +154,19 @@ def test_only_the_first_asks_the_store(line: Line, monkeypatch: pytest.MonkeyPat
         assert eventually(lambda: len(asked) >= 1)
         time.sleep(0.7)
         before = len(asked)
-        assert before <= 2
+        # Whom nobody wakes asks at 5, 10, 20 ms and so on: as long as the key is held by then.
+        is_woken = line.backend.supports_wakeups
+        assert before <= (2 if is_woken else 10)
         waiting += line.follow(range(1, 10))
         time.sleep(0.7)
-        assert len(asked) == before, "somebody asked who was not the first"
+        more = len(asked) - before
+        assert more <= (0 if is_woken else 2), "somebody asked who was not the first"
     for each in waiting:
         each.result()
     assert sum(isinstance(answer, Grant) for answer in asked) == 10
-    # A message may meet one who has just tried by itself.
-    assert len(asked) - before <= 10 + 9 + 3, asked
+    # A message may meet one who has just tried by itself. Without messages, what is held for
+    # moments is asked for a few times.
+    assert len(asked) - before <= 10 + (9 if is_woken else 4 * 9) + 3, asked
 
 
 def test_long_wait_does_not_break_the_line(
@@ -404,7 +408,9 @@ def test_everybody_gets_the_key_however_many_come_and_go(
     assert grantable(line.lock)
 
 
-@pytest.mark.requires("distributed", "supports_wakeups")
+# Not session locks, which have no marks: nobody knows who waits. Nor the ORM on MySQL, where of two
+# that ask at once one is told to come again.
+@pytest.mark.aliases("sqlite", "postgres", "postgres_orm", "mariadb", "redis")
 def test_released_key_is_left_to_other_processes(registered: Registered, key: str) -> None:
     """Six processes that compete for three seconds get at least half of the mean each."""
     compete = "tests.contract.turn_workers:compete"

@@ -11,19 +11,17 @@ from typing import Any
 
 import pytest
 
-from django_distlock.core.acquiring import (
-    SAFETY_SECONDS,
-    Attempt,
-    GiveBack,
-    LineUp,
-    Outcome,
-    Pause,
-    Read,
-    Reply,
-    acquiring,
-)
+from django_distlock.core.acquiring import Attempt, GiveBack, LineUp, Pause, Read, Reply, acquiring
 from django_distlock.core.errors import BackendUnavailable, LockError
 from django_distlock.core.holders import Holder
+from django_distlock.core.pacing import (
+    FEW,
+    OFTEN,
+    SAFETY_SECONDS,
+    SHORTEST_PAUSE,
+    Outcome,
+    Pacing,
+)
 from django_distlock.core.records import Contended, Grant, Record
 
 WHEN = datetime(2026, 1, 2, tzinfo=UTC)
@@ -74,15 +72,12 @@ class World:
         *answers: Outcome,
         wait: float | None,
         pauses: float | list[float] | Iterator[float] = 0.5,
+        safety: float | None = SAFETY_SECONDS,
         **more: Any,
     ) -> World:
         """Drive the generator to its end; the last answer goes on, and so does a single pause."""
-        steps = acquiring(
-            now=self.now,
-            wait=wait,
-            pauses=itertools.repeat(pauses) if isinstance(pauses, float) else iter(pauses),
-            **more,
-        )
+        every = itertools.repeat(pauses) if isinstance(pauses, float) else iter(pauses)
+        steps = acquiring(now=self.now, wait=wait, pacing=Pacing(every, safety), **more)
         step = next(steps)
         while True:
             outcome, queued = None, False
@@ -182,7 +177,7 @@ WAITS = [
         "error that is no outage ends the wait", HELD, VAIN, wait=None, sees={"tries": [0, 0.5]}
     ),
     case(
-        "bound is what is left and at most a second", BUSY, wait=1.5, pauses=0.7,
+        "bound is what is left and at most a second", DOWN, wait=1.5, pauses=0.7,
         sees={"bounds": [1, 0.8, 0.1, 0]},
     ),
     case(
@@ -277,13 +272,12 @@ WOKEN = [
         world={"hears": (0.0, 5.0)},
         sees={
             "pauses": [5, 0.4, 0.4, 0.2],
-            "wanted": [False, True, False, False, False, False],
+            "wanted": [False, True, True, True, True, True],
         },
     ),
     case(
-        "waiter who begins to hear marks the grant", HELD, wait=7.0, pauses=0.3,
-        world={"hears": (0.5, math.inf)},
-        sees={"pauses": [0.3, 0.3, 5, 1.4], "wanted": [False, False, True, True, True]},
+        "waiter who begins to hear sleeps for longer", HELD, wait=7.0, pauses=0.3,
+        world={"hears": (0.5, math.inf)}, sees={"pauses": [0.3, 0.3, 5, 1.4]},
     ),
     case(
         "without a safety net the pauses stay", HELD, wait=1.0, pauses=0.4, safety=None,
@@ -342,31 +336,81 @@ def test_clear_answer_ends_the_margin(clear: Outcome) -> None:
     """The first answer that says something is the last."""
     world = World().run(BUSY, clear, wait=0, pauses=[0.3, 0.3], margin=1.0)
     assert world.outcome is clear
-    assert world.tries == pytest.approx([0.0, 0.3])
+    assert world.tries == pytest.approx([0.0, 2 * SHORTEST_PAUSE])
 
 
 @pytest.mark.parametrize(
     ("outcome", "hears"),
     [
-        (BUSY, False),
         (DOWN, False),
         (Contended(), False),
-        (Contended(busy=True, free_at=WHEN, observed_at=WHEN), False),
         (Contended(paused=True, free_at=WHEN, observed_at=WHEN), False),
         (Contended(paused=True, observed_at=WHEN), False),
         # Those whom the store was not asked to wake.
-        (BUSY, True),
         (DOWN, True),
         (replace(HELD, paused=True), True),
         (Contended(paused=True), True),
     ],
 )
 def test_backoff_stays_where_nobody_knows_when(outcome: Outcome, *, hears: bool) -> None:
-    """Busy, paused or down: the next step of backoff counts, or the waiter would spin."""
+    """Paused or down: the next step of backoff counts, or the waiter would spin."""
     world = World(hears=ALWAYS) if hears else World()
     asked = 4 if hears else 3
     world.run(*[outcome] * asked, GRANT, wait=20, pauses=[0.1, 0.2, 0.4, 0.8])
     assert world.pauses == pytest.approx([0.1, 0.2, 0.4])
+
+
+@pytest.mark.parametrize("hears", [False, True])
+@pytest.mark.parametrize(
+    "outcome",
+    [BUSY, Contended(busy=True, free_at=WHEN, observed_at=WHEN), replace(HELD, busy=True)],
+)
+def test_what_another_transaction_holds_is_asked_for_soon(
+    outcome: Contended, *, hears: bool
+) -> None:
+    """Most are over in moments; behind those that are not, pauses double up to the step."""
+    world = World(hears=ALWAYS if hears else (math.inf, math.inf))
+    world.run(*[outcome] * 6, GRANT, wait=20, pauses=[0.1] * 9)
+    pauses = [0.01, 0.02, 0.04, 0.08, 0.1, 0.1]
+    assert world.pauses == pytest.approx(pauses[1:] if hears else pauses)
+
+
+def taken(seconds: float, fence: int = 1) -> Contended:
+    """Make an answer about a key that was taken so many seconds ago."""
+    since = WHEN - timedelta(seconds=seconds)
+    return replace(HELD, acquired_at=since, observed_at=WHEN, fence=fence)
+
+
+def test_pause_is_no_longer_than_the_key_is_held_for() -> None:
+    """What is held for moments is asked for again in moments, and what is held for long, seldom."""
+    answers: list[Outcome] = [taken(0.02), taken(0.04), taken(0.2), taken(3), GRANT]
+    world = World().run(*answers, wait=20, pauses=[0.1, 0.5, 0.15, 0.9])
+    assert world.pauses == pytest.approx([0.02, 0.04, 0.15, 0.9])
+    assert world.wanted == [False, True, True, True, True]
+
+
+def test_who_has_missed_most_grants_asks_most_often() -> None:
+    """So nobody loses for ever to those who have just come."""
+    answers = [taken(0.06, fence) for fence in (1, 2, 2, 3, 4, 5, 6)]
+    world = World().run(*answers, GRANT, wait=20, pauses=1.0)
+    # Not without end: a hundred processes would ask the more often, the more they are.
+    assert world.pauses == pytest.approx([0.06, 0.03, 0.03, 0.02, 0.015, 0.015, 0.015])
+    assert World().run(taken(0.001), GRANT, wait=20, pauses=1.0).pauses == [SHORTEST_PAUSE]
+
+
+def test_who_is_woken_in_vain_asks_by_itself_as_well() -> None:
+    """Of many that are woken the quickest wins, and that need not be another one each time."""
+    fences = [1, 1, *range(2, FEW + 2)]
+    world = World(hears=ALWAYS)
+    world.run(*(taken(0.12, each) for each in fences), GRANT, wait=99, pauses=1.0)
+    assert world.pauses[:FEW] == [SAFETY_SECONDS] * FEW
+    assert world.pauses[FEW:] == pytest.approx([0.12 / OFTEN])
+
+
+def test_who_limits_retries_has_pauses_as_said() -> None:
+    """They are counted on to pass."""
+    world = World().run(taken(0.01), BUSY, GRANT, wait=20, pauses=[0.3, 0.4], safety=None)
+    assert world.pauses == [0.3, 0.4]
 
 
 def test_every_late_grant_is_given_back() -> None:

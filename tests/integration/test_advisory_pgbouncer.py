@@ -8,8 +8,8 @@ from django.db import connections
 
 from django_distlock import LockUsageError, distlock
 from tests.contract.aliases import alias_like
+from tests.poolers import pgbouncer
 from tests.salted import SESSIONS
-from tests.setups.servers import pgbouncer
 
 from .databases import ask
 from .test_advisory_sessions import advisory

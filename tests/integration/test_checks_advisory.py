@@ -9,7 +9,7 @@ from django.test import override_settings
 
 from tests.backends import ADVISORY
 from tests.contract.aliases import alias_like
-from tests.setups.servers import pgbouncer
+from tests.poolers import pgbouncer
 
 from .databases import ask
 

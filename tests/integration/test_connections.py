@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -50,7 +51,10 @@ PATIENT: dict[str, Any] = {"wait": 60, "retry": Retry(delay=0.01, cap=0.05)}
 
 
 #: By what they are called here: an alias, and whether functions are called.
-PATHS = {"functions": ("default", True), "orm": ("default", False), "mariadb": ("mariadb", False)}
+PATHS = {
+    "functions": ("default", True), "orm": ("default", False),
+    "mariadb": ("mariadb", False), "blocks": ("mariadb", True),
+}  # fmt: skip
 
 
 @pytest.fixture(params=PATHS)
@@ -229,6 +233,17 @@ def test_closing_all_connections_closes_ours(key: str, path: str) -> None:
         connections[using].close()
         gc.collect()
         assert eventually(lambda: not sessions(using), timeout=5)
+
+
+def test_closed_connection_leaves_nothing_to_the_garbage_collector(key: str, path: str) -> None:
+    """In the midst of which a signal is lost: Django's objects have finalisers."""
+    with counted(path) as (using, backend):
+        lock_inside(using, distlock(key, backend=backend))
+        pool = lock_backends[backend]._connections  # type: ignore[attr-defined]
+        gone = [weakref.ref(own.connection) for own in pool._every]
+        assert gone
+        pool.close_all()
+        assert eventually(lambda: all(each() is None for each in gone))
 
 
 def test_connections_are_closed_from_an_event_loop_too(

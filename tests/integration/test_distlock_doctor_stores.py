@@ -28,9 +28,9 @@ from django_distlock.process.host import current_holder
 from tests.backends import ADVISORY
 from tests.contract.aliases import DATABASE, alias_like
 from tests.contract.helpers import PROMPT, at_once
+from tests.poolers import pgbouncer
 from tests.redis_servers import private_redis
 from tests.settings import REDIS_BACKEND
-from tests.setups.servers import pgbouncer
 
 from .databases import ask, forget_migration, migrate, server
 from .operating import run

@@ -33,7 +33,10 @@ MODULES = (
     "django_distlock.database.connections",
 )
 #: By what they are called here: an alias, and whether functions are called.
-PATHS = {"functions": ("default", True), "orm": ("default", False), "mariadb": ("mariadb", False)}
+PATHS = {
+    "functions": ("default", True), "orm": ("default", False),
+    "mariadb": ("mariadb", False), "blocks": ("mariadb", True),
+}  # fmt: skip
 
 
 @contextmanager
@@ -73,7 +76,13 @@ def seen_elsewhere(using: str, name: str) -> set[int]:
 
 @pytest.mark.parametrize(
     ("where", "path"),
-    [("inside", "functions"), ("outside", "functions"), ("inside", "orm"), ("outside", "mariadb")],
+    [
+        ("inside", "functions"),
+        ("outside", "functions"),
+        ("inside", "orm"),
+        ("outside", "mariadb"),
+        ("inside", "blocks"),
+    ],
 )
 def test_line_that_is_interrupted_changes_no_connection(key: str, path: str, where: str) -> None:
     """Wherever it strikes: what the caller has written stays in its transaction, and is saved."""

@@ -35,10 +35,11 @@ from tests.contract.aliases import (
 )
 from tests.contract.helpers import Later, contend, prompt, take
 from tests.contract.locking import eventually
+from tests.poolers import pgbouncer
 from tests.processes import spawn
 from tests.salted import SALT
 from tests.services import folder, server_user
-from tests.setups.servers import Restartable, pgbouncer
+from tests.setups.servers import Restartable
 
 from .databases import ask, migrate, new_database
 from .wakeups import Rung, database_locks, listener_of

@@ -81,9 +81,9 @@ def shared() -> str:
 
 
 @contextmanager
-def store_on(using: str, key: str) -> Iterator[DatabaseStore]:
+def store_on(using: str, key: str, **options: Any) -> Iterator[DatabaseStore]:
     """Give what keeps the records of a backend on an alias."""
-    with locks_on(using) as alias:
+    with locks_on(using, OPTIONS={"using": using, **options}) as alias:
         registered = Registered(alias=alias, path=DATABASE, store="mysql", using=using)
         store = DatabaseStore(registered, key)
         yield store
@@ -94,6 +94,13 @@ def store_on(using: str, key: str) -> Iterator[DatabaseStore]:
 def store(shared: str, key: str) -> Iterator[DatabaseStore]:
     """Give what keeps the records of a backend on the shared database."""
     with store_on(shared, key) as store:
+        yield store
+
+
+@pytest.fixture
+def orm_store(shared: str, key: str) -> Iterator[DatabaseStore]:
+    """Give the same without blocks of the server's language, which MySQL has not."""
+    with store_on(shared, key, server_functions=False) as store:
         yield store
 
 
@@ -281,6 +288,8 @@ OPERATIONS: dict[str, Callable[[BaseLockBackend, Grant, float], object]] = {
     "list": lambda backend, grant, bound: backend.list(),
     "cleanup": lambda backend, grant, bound: backend.cleanup(grant.acquired_at),
 }
+#: Those that are one block of the server's language.
+BLOCKS = {"acquire", "takeover", "contend", "extend", "release", "settle"}
 #: Those that wait for the record of a held key.
 WAITING = ["takeover", "contend", "extend", "release", "settle", "shorten", "request_stop"]
 
@@ -316,7 +325,8 @@ def test_what_somebody_locks_is_busy(
         stranger.hold_table()
     with prompt(bound), errors_on(store.registered.using) as errors:
         assert is_busy(OPERATIONS[operation](backend, grant, bound))
-    assert errors == {number}
+    # A block waits for whole seconds, or not at all.
+    assert errors == {LOCK_WAIT_TIMEOUT if operation in BLOCKS else number}
     stranger.rollback()
     assert held(backend, key) == before
     assert not is_busy(OPERATIONS[operation](backend, grant, 1))
@@ -394,10 +404,10 @@ def test_numbers_that_say_that_others_are_in_the_way(number: int, busy: bool) ->
 
 @pytest.mark.parametrize("operation", ["acquire", "takeover", "force_release", "pause"])
 def test_row_that_mysql_refuses_at_once_is_busy(
-    store: DatabaseStore, key: str, operation: str
+    orm_store: DatabaseStore, key: str, operation: str
 ) -> None:
     """MySQL's answer to NOWAIT is contention, as MariaDB's is, and no store that is away."""
-    backend, using = store.backend, store.registered.using
+    backend, using = orm_store.backend, orm_store.registered.using
     grant = take(backend, key)
     before = held(backend, key)
     with errors_on(using) as errors, answered_as_by_mysql(using) as refused:
@@ -408,9 +418,9 @@ def test_row_that_mysql_refuses_at_once_is_busy(
     assert not is_busy(OPERATIONS[operation](backend, grant, 1))
 
 
-def test_lock_waits_behind_a_row_that_mysql_refuses(store: DatabaseStore, key: str) -> None:
+def test_lock_waits_behind_a_row_that_mysql_refuses(orm_store: DatabaseStore, key: str) -> None:
     """The lock API tries again, also for who does not wait: nobody is known to have the key."""
-    alias, using = store.registered.alias, store.registered.using
+    alias, using = orm_store.registered.alias, orm_store.registered.using
     with answered_as_by_mysql(using) as refused, distlock(key, backend=alias, **PATIENT) as lease:
         assert lease.held
     assert len(refused) == 1
@@ -654,10 +664,10 @@ def test_check_looks_at_the_durability_of_the_server(flush: int, warned: bool) -
 
 
 def test_session_that_is_cut_as_autocommit_comes_back(
-    store: DatabaseStore, key: str, monkeypatch: pytest.MonkeyPatch
+    orm_store: DatabaseStore, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread's connection is in autocommit behind it: the thread locks and saves as before."""
-    backend, using = store.backend, store.registered.using
+    backend, using = orm_store.backend, orm_store.registered.using
     connection = connections[using]
     grant, switched = take(backend, key), list[Any]()
     connection.ensure_connection()

@@ -109,6 +109,7 @@ def test_counting_does_not_wait_for_locked_tables(postgresql: str) -> None:
         ("default", True, "inside"),
         ("default", False, "outside"),
         ("mariadb", False, "inside"),
+        ("mariadb", True, "outside"),
     ],
 )
 def test_acquire_ends_where_a_session_falls_silent(

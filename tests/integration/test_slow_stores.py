@@ -18,10 +18,11 @@ from redis import RedisCluster
 from django_distlock import BackendUnavailable, Lease, Lock, LockError, LockNotAcquired, distlock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core import budgets
+from django_distlock.core.clock import monotonic
 from django_distlock.database.borrowing import TICK_SECONDS
 from django_distlock.handler import lock_backends
 from django_distlock.locks.attempts import Attempts, Request
-from django_distlock.process.host import current_holder, monotonic
+from django_distlock.process.host import current_holder
 from tests.backends import BACKENDS
 from tests.contract.aliases import alias_like
 from tests.contract.helpers import PROMPT, Later

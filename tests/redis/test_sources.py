@@ -106,9 +106,12 @@ def test_cache_that_swallows_errors_swallows_none_of_locks(key: str, settings: A
 
 @pytest.mark.parametrize("kind", [DJANGO, DJANGO_REDIS])
 def test_client_of_the_project_keeps_its_settings(
-    private: Server, client: Any, key: str, settings: Any, kind: str
-) -> None:
+    private: Server, client: Any, key: str, settings: Any, monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:  # fmt: skip
     """Locks send each command once; the cache's own client goes on to try again."""
+    # django-redis keeps the pools of a process by their address, whatever was said of them.
+    monkeypatch.setattr("django_redis.pool.ConnectionFactory._pools", {})
     retry = Retry(ConstantBackoff(0.001), 3)
     pool = {"retry": retry, "socket_timeout": 7}
     options = pool if kind == DJANGO else {"CONNECTION_POOL_KWARGS": pool}

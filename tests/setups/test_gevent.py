@@ -13,10 +13,11 @@ from django_distlock import distlock
 from django_distlock.handler import lock_backends
 from tests.contract.helpers import Later
 from tests.contract.locking import eventually, grantable, taken
+from tests.poolers import without
 from tests.shop.models import Row
 
 from .counting import PATIENCE
-from .servers import Site, served, without
+from .servers import Site, served
 
 #: Renewed every third of it: a machine that stands still for less than the rest loses nothing.
 TTL = 1.2

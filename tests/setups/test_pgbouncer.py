@@ -23,6 +23,7 @@ from django_distlock.models import HeldLock
 from tests.contract.aliases import alias_like, locks_on, session_of
 from tests.contract.helpers import Later
 from tests.integration.databases import ask, server
+from tests.poolers import pgbouncer
 from tests.processes import spawn
 from tests.shop.models import Row
 
@@ -36,7 +37,6 @@ from .counting import (
     new_counter,
     together,
 )
-from .servers import pgbouncer
 from .sessions import close_ours, named
 
 #: Sessions that PgBouncer has for all of its clients.

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from django_distlock import distlock
+from django_distlock.core.clock import monotonic
 from django_distlock.process import deadlines as module
 from django_distlock.process.at_exit import held_here
 from django_distlock.process.deadlines import Alarms, alarms
-from django_distlock.process.host import monotonic
 from tests.contract.helpers import Later
 from tests.contract.locking import eventually
 
@@ -30,9 +30,9 @@ class Watched:
         self._broken = broken
         alarms.add(self)
 
-    def next_alarm(self) -> float:
-        """Return when to be called."""
-        return self.at
+    def alarm_in(self) -> float:
+        """Return in how many seconds to be called."""
+        return self.at - monotonic()
 
     def is_over(self) -> bool:
         """Only by its time."""
@@ -132,6 +132,19 @@ def test_thread_whose_start_was_interrupted_is_the_only_one(
     watched = Watched(made, 0.1)
     assert eventually(lambda: bool(watched.told))
     assert len(threads("distlock-alarms")) == len(before) + 1
+
+
+def test_thread_that_is_about_to_end_sees_what_comes_meanwhile(made: Alarms) -> None:
+    """Whoever adds something looks only whether the thread is there."""
+    own = threading.Thread()
+    made._thread = own
+    watched = object.__new__(Watched)
+    made._leases[id(watched)] = watched
+    assert made._retires() is False
+    assert made._thread is own
+    made._leases.clear()
+    assert made._retires() is True
+    assert made._thread is None
 
 
 def test_nothing_is_told_of_what_was_dropped(made: Alarms) -> None:

@@ -16,7 +16,6 @@ class Held:
 
     token: str
     raises: bool = False
-    deadline: float = 0.0
     is_watched: bool = False
     patience: list[float] = field(default_factory=list)
 
@@ -24,6 +23,10 @@ class Held:
     def holding(self) -> Held:
         """Return itself."""
         return self
+
+    def is_over(self) -> bool:
+        """It never is."""
+        return False
 
     def at_exit(self, patience: float) -> None:
         """Note it, and raise."""

@@ -15,13 +15,13 @@ import pytest
 from django_distlock.backends.memory import MemoryBackend
 from django_distlock.conf import BackendConfig
 from django_distlock.core import threads as threads_module
+from django_distlock.core.clock import monotonic
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant, Unknown
 from django_distlock.core.renewing import Renewing
 from django_distlock.core.threads import Bell
 from django_distlock.process.heartbeat import LAG_SECONDS, Answer, Heartbeat, heartbeat_of
-from django_distlock.process.host import monotonic
 from tests.contract.locking import eventually
 
 INTERVAL = 0.2

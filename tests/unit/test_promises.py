@@ -26,6 +26,7 @@ FEWER = {
     "tests/contract/test_heartbeat_processes.py": IS_OF_ONE_PROCESS,
     "tests/contract/test_interrupted_blocks.py": {
         "postgres_orm", "redis_cluster", "sqlite", "sqlite_orm", "mariadb",
+        "mariadb_orm",
     },
     "tests/contract/test_lock_processes.py": IS_OF_ONE_PROCESS,
     "tests/contract/test_takeover.py": HAS_NO_TTL,

@@ -193,6 +193,20 @@ def test_key_that_our_own_waiters_want_is_not_noted(queues: Queues) -> None:
     assert queues.since_wanted("a") is None
 
 
+def test_wanted_key_is_left_to_others_for_as_long_as_it_was_held(queues: Queues) -> None:
+    """At least for as long as a wake-up takes, and at most for as long as the caller says."""
+    assert queues.rest("a", 1.0) == 0
+    queues.note_held("a", 0.2)  # Nobody wanted it.
+    assert queues.rest("a", 1.0) == 0
+    queues.note_wanted("a")
+    assert queues.rest("a", 1.0) == pytest.approx(1.0, abs=0.1)
+    queues.note_held("a", 0.5)
+    assert queues.rest("a", 1.0) == pytest.approx(0.5, abs=0.1)
+    assert queues.rest("a", 0.25) == pytest.approx(0.25, abs=0.1)
+    queues.note_held("a", 0)
+    assert queues.rest("a", 1.0) <= module.SHORTEST_REST
+
+
 def test_notes_do_not_grow_without_end(queues: Queues) -> None:
     """Where many keys are given up within a minute, the latest are known."""
     for number in range(4 * module._MANY):

@@ -32,9 +32,10 @@ from django_distlock.backends.memory import MemoryBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
 from django_distlock.locks import acquire
-from django_distlock.process import host
 from django_distlock.process.at_exit import held_here
 from django_distlock.process.deadlines import alarms
+from django_distlock.process.heartbeat import heartbeat_of
+from django_distlock.process.host import current_holder
 from django_distlock.signals import lock_acquired, lock_extended, lock_lost, lock_released
 from django_distlock.testing import (
     Locks,
@@ -62,11 +63,11 @@ ALONE: dict[str, Any] = {"ttl": 30, "heartbeat": False}
 def _nothing_left() -> Iterator[None]:
     """Check behind each test that the kit has left nothing."""
     assert isinstance(lock_backends["memory"], MemoryBackend)
-    before = host.ahead, set(held_here._by_token), dict(lock_backends._backends)
+    before = set(held_here._by_token), dict(lock_backends._backends)
     # Other tests of this process may have left some that have yet to end.
     earlier = timers(), set(alarms._leases)
     yield
-    assert (host.ahead, set(held_here._by_token), dict(lock_backends._backends)) == before
+    assert (set(held_here._by_token), dict(lock_backends._backends)) == before
     assert timers() <= earlier[0]
     assert set(alarms._leases) <= earlier[1]
 
@@ -384,9 +385,10 @@ def test_loss_is_told_at_its_own_time(locks: Locks) -> None:
     seen: list[tuple[float, bool]] = []
     first = distlock("first", ttl=10).acquire()
     second = distlock("second", ttl=20).acquire()
-    began = host.monotonic()
+    clock = lock_backends["default"].monotonic
+    began = clock()
     for lease in (second, first):
-        lease.on_lost(lambda lost: seen.append((host.monotonic() - began, second.held)))
+        lease.on_lost(lambda lost: seen.append((clock() - began, second.held)))
     locks.advance(60)
     assert [held for _at, held in seen] == [True, False]
     assert [at for at, _held in seen] == pytest.approx([10, 20], abs=5)
@@ -554,15 +556,9 @@ def test_leases_of_other_stores_do_not_notice() -> None:
         lease.extend()
         assert 20 < lease.remaining() <= 30
     assert told == []
-    for name in ("distlock-alarms", "distlock-heartbeat-memory"):
-        _end(name)
-
-
-def _end(name: str) -> None:
-    """Let a thread end that has nothing to do: the test that follows counts them."""
-    with memory_locks():
-        pass
-    assert eventually(lambda: name not in [each.name for each in threading.enumerate()], 20)
+    # The test that follows counts the threads.
+    for timer in (alarms, heartbeat_of(lock_backends["memory"])):
+        timer.end_idle()
 
 
 def test_time_can_only_go_ahead(locks: Locks) -> None:
@@ -657,7 +653,7 @@ def test_somebody_else_lives_or_dies(locks: Locks) -> None:
 
 def test_dead_process_of_this_host_can_be_taken_over_from(locks: Locks) -> None:
     """The holder is whoever the test says, so `steal_if_dead` has somebody to judge."""
-    here = host.current_holder()
+    here = current_holder()
     gone = Holder(host=here.host, boot_id=here.boot_id, process="worker", pid=2**30)
     with hold(KEY, holder=gone):
         assert distlock(KEY).try_acquire() is None
@@ -729,13 +725,13 @@ def test_key_is_stolen_once(locks: Locks) -> None:
 @pytest.mark.parametrize("taken_by_other", [False, True])
 def test_pause_ends_when_the_key_was_free(locks: Locks, *, taken_by_other: bool) -> None:
     """Nothing was renewed, and time has gone past the lease and its grace, not for ever."""
-    began = host.monotonic()
+    began = lock_backends["default"].monotonic()
     with lost_block() as lease:
         with Heard(lock_lost, KEY) as heard:
             other = simulate_pause(lease, taken_by_other=taken_by_other)
         assert heard.once["fence"] == lease.fence
         assert lease.is_lost
-    assert host.monotonic() - began == pytest.approx(31, abs=5)
+    assert lock_backends["default"].monotonic() - began == pytest.approx(31, abs=5)
     if taken_by_other:
         assert other is not None
         assert other.held

@@ -12,7 +12,7 @@ import polib
 import pytest
 
 import django_distlock
-from tests.setups.servers import without
+from tests.poolers import without
 
 PACKAGE = Path(django_distlock.__file__).parent
 CATALOGUES = sorted(PACKAGE.glob("locale/*/LC_MESSAGES/django.po"))

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from ...backends.base import BaseLockBackend
+from ...core.clock import monotonic
 from ...core.errors import BackendUnavailable, LockError, LockNotAcquired
 from ...core.holders import Holder
 from ...core.keys import MAX_KEY_BYTES, OWN_MARKER, new_token, own_key
@@ -17,7 +18,7 @@ from ...core.logs import log_fields
 from ...core.records import Grant, Record
 from ...locks.lease import Lease
 from ...locks.lock import Lock
-from ...process.host import current_holder, monotonic
+from ...process.host import current_holder
 
 logger = logging.getLogger("django_distlock")
 

@@ -30,7 +30,7 @@ from ...locks.no_lease import tell_skipped
 from ...locks.state import Terms as Kept
 from ...policy import skip
 from ...process import deferred_release
-from ...process.host import is_gone, monotonic
+from ...process.host import is_gone
 from ...signals import lock_acquired, tell
 from ..jobs import JobLock
 from .deliveries import LEASE, UNIQUE, Delivery, kept_headers
@@ -226,7 +226,7 @@ def under(store: BaseLockBackend, key: str, fence: str) -> Iterator[Lease | None
         with _bound(theirs):
             yield theirs
         return
-    sent_at = monotonic()
+    sent_at = store.monotonic()
     answer = store.extend(record.grant, record.ttl)
     if not isinstance(answer, Grant):
         yield None
@@ -307,7 +307,7 @@ def _give_back(lock: JobLock, grant: Grant) -> None:
 def _replace(lock: JobLock, record: Record) -> Lease:
     store = lock_backends[lock.backend]
     kept = lock._terms(store)
-    sent_at = monotonic()
+    sent_at = store.monotonic()
     answer = store.acquire(lock.key, new_token(), kept.ttl, kept.holder, replace=record.token)
     if not isinstance(answer, Grant):
         raise LockNotAcquired(
@@ -320,7 +320,7 @@ def _replace(lock: JobLock, record: Record) -> Lease:
         key=lock.key,
         fence=answer.fence,
         holder=kept.holder,
-        waited=monotonic() - sent_at,
+        waited=store.monotonic() - sent_at,
     )
     return _lease(store, answer, sent_at, kept)
 

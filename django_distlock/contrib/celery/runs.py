@@ -13,6 +13,7 @@ from typing import Any, Final
 from celery import signals, states
 from celery.exceptions import Ignore
 
+from ...core.clock import monotonic
 from ...core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError
 from ...core.logs import log_fields
 from ...handler import lock_backends
@@ -21,7 +22,7 @@ from ...locks.lease import Lease
 from ...locks.lock import Lock
 from ...locks.no_lease import tell_bypassed, tell_requeued
 from ...policy import Refusal, attempt, skip
-from ...process.host import is_gone, monotonic
+from ...process.host import is_gone
 from ..jobs import WAIT, JobLock
 from . import failed, leftovers, queueing
 from .deliveries import LEASE, UNIQUE, Delivery, forget_wait, queue_again, queue_behind_itself

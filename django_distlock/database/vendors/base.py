@@ -33,6 +33,8 @@ class Vendor(ABC):
     # Asks a new session for the schema of `{table}`, and whether the table is there. None: each
     # session finds it in the same place.
     schema_of: ClassVar[str | None] = None
+    # Do its drivers write values into the statements that they send?
+    writes_values_out: ClassVar[bool] = False
     # Can a row be locked against change while others, who only read it, lock it as well?
     supports_guard: ClassVar[bool] = False
 

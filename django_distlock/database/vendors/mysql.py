@@ -73,6 +73,7 @@ class MySQL(Vendor):
     schema_of: ClassVar[str | None] = "SELECT DATABASE(), DATABASE() IS NOT NULL"
     # A small table is scanned for `IN (…)`, whatever its key.
     locks_what_it_scans: ClassVar[bool] = True
+    writes_values_out: ClassVar[bool] = True
     supports_guard: ClassVar[bool] = True
 
     def now(self) -> datetime:

@@ -17,13 +17,13 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import connections
 
+from ...core.clock import monotonic
 from ...core.durations import seconds, ttl_seconds
 from ...core.errors import InvalidArgument, LockError, LockLost, LockNotAcquired, LockUsageError
 from ...handler import lock_backends
 from ...locks.lease import Lease
 from ...locks.lock import Lock, distlock
 from ...locks.taking import UNSET
-from ...process.host import monotonic
 from ..bootstrap import ensure_tables
 from ..leash import Leash, end
 from ..locked import wait_option

@@ -9,7 +9,7 @@ from typing import Any
 from django.http import HttpRequest, JsonResponse
 
 from django_distlock import Lease, LockLost, Retry, distlock
-from django_distlock.process.host import monotonic
+from django_distlock.core.clock import monotonic
 
 #: Slower than any test: who is granted a key sooner was woken.
 UNHURRIED = Retry(delay=60, cap=60)

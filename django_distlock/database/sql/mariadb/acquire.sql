@@ -1,0 +1,91 @@
+-- Grant a key if it is free. Times are microseconds since 1970.
+--
+-- Answers a row: outcome, now, fence, acquired_at, expires_at, free_at, holder.
+--
+-- outcome   granted    now, fence, acquired_at, expires_at
+--           contended  who holds it: fence, acquired_at, expires_at, free_at, holder
+--           paused     the same, where somebody holds it
+--           again      granted, extended, released, marked or paused meanwhile; nothing was written
+--           overflow   the key has used up its fences; nothing was written
+--
+-- With `wanted`, the record that is in the way is marked: whoever ends it leaves the key to others
+-- for a moment.
+--
+-- Locks are taken in the order fence row, lock row, here and everywhere, and the clock is read behind
+-- the last of them.
+{begin}
+    -- Read first: whoever loses takes no lock and writes nothing.
+    SELECT c.fence, c.paused_until, l.storage_key IS NOT NULL, l.token = %(replace)s, l.token,
+        l.fence, l.acquired_at, l.expires_at, l.free_at, l.wanted, l.holder
+        INTO v_last, v_paused_until, h_there, h_ours, h_token,
+            h_fence, h_acquired_at, h_expires_at, h_free_at, h_wanted, h_holder
+        FROM (SELECT 1) asked
+        LEFT JOIN {fences} c ON c.storage_key = %(name)s
+        LEFT JOIN {locks} l ON l.storage_key = %(name)s;
+    SET t = {now};
+    SET h_there = h_there AND (h_free_at IS NULL OR t < h_free_at);
+    IF v_paused_until > t THEN
+        SET v_outcome = 'paused';
+    ELSEIF h_there AND h_ours IS NOT TRUE THEN
+        SET v_outcome = 'contended';
+    ELSE
+        IF v_last IS NULL THEN
+            -- Two who lock a row that is not there lock the gap, and deadlock.
+            INSERT INTO {fences} (storage_key, `key`, fence) VALUES (%(name)s, %(key)s, 0)
+                ON DUPLICATE KEY UPDATE fence = fence;
+        END IF;
+        SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
+        START TRANSACTION;
+        -- A guard may stand for as long as a transaction: answer now.
+        SET STATEMENT innodb_lock_wait_timeout = 0 FOR
+            SELECT c.fence, c.paused_until INTO v_last, v_paused_until
+                FROM {fences} c WHERE c.storage_key = %(name)s FOR UPDATE;
+        -- Waits for an extend or a release in flight.
+        SELECT COUNT(*), MAX(l.token = %(replace)s), MAX(l.free_at) INTO h_there, h_ours, h_free_at
+            FROM {locks} l WHERE l.storage_key = %(name)s FOR UPDATE;
+        SET t = {now};
+        SET v_fence = GREATEST(v_last + 1, %(floor)s * (t DIV 10));
+        IF v_paused_until > t
+                OR (h_there AND h_ours IS NOT TRUE AND (h_free_at IS NULL OR t < h_free_at)) THEN
+            -- Granted, extended or paused since the look above.
+            SET v_outcome = 'again';
+        ELSEIF v_fence > {fence_max} THEN
+            SET v_outcome = 'overflow';
+        ELSE
+            UPDATE {fences} SET fence = v_fence WHERE storage_key = %(name)s;
+            IF h_there THEN
+                UPDATE {locks} SET
+                    token = %(token)s, fence = v_fence, ttl = %(ttl)s, acquired_at = t,
+                    renewed_at = t, expires_at = t + %(lasts)s, free_at = t + %(lasts)s + {grace},
+                    wanted = FALSE, holder = %(holder)s, holder_host = %(host)s,
+                    task_id = %(task)s, stop_requested_at = NULL
+                    WHERE storage_key = %(name)s;
+            ELSE
+                INSERT INTO {locks} (
+                    storage_key, `key`, token, fence, ttl, acquired_at, renewed_at, expires_at,
+                    free_at, wanted, holder, holder_host, task_id, stop_requested_at
+                ) VALUES (
+                    %(name)s, %(key)s, %(token)s, v_fence, %(ttl)s, t, t, t + %(lasts)s,
+                    t + %(lasts)s + {grace}, FALSE, %(holder)s, %(host)s, %(task)s, NULL
+                );
+            END IF;
+            SET v_outcome = 'granted';
+        END IF;
+        IF v_outcome = 'granted' THEN COMMIT; ELSE ROLLBACK; END IF;
+    END IF;
+    IF v_outcome IN ('contended', 'paused') AND %(wanted)s AND h_there AND NOT h_wanted THEN
+        UPDATE {locks} SET wanted = TRUE
+            WHERE storage_key = %(name)s AND token = h_token AND NOT wanted;
+        IF ROW_COUNT() = 0 THEN
+            -- Released or marked by somebody else meanwhile.
+            SET v_outcome = 'again';
+        END IF;
+    END IF;
+    IF v_outcome = 'granted' THEN
+        SELECT v_outcome, t, v_fence, t, t + %(lasts)s, NULL, NULL;
+    ELSEIF h_there THEN
+        SELECT v_outcome, t, h_fence, h_acquired_at, h_expires_at, h_free_at, h_holder;
+    ELSE
+        SELECT v_outcome, t, NULL, NULL, NULL, NULL, NULL;
+    END IF;
+END

@@ -1,0 +1,127 @@
+"""What locks do all the time, in one round trip each, on MariaDB.
+
+An anonymous block of the server's own language runs the transaction of `HeldLockManager`, step for
+step: nothing has to be installed for it. MySQL has no such blocks, and the ORM does it there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+from django.db import connections
+
+from ..core.durations import GRACE
+from ..core.fences import FENCE_MAX
+from ..core.records import Attempt, Contended, Freed, Grant
+from ..database import sql
+from ..database.fields import from_microseconds
+from ..database.server_functions import acquired
+from .lock import HeldLockManager
+
+# Each statement of a block reads the clock anew. A statement that waits has read it before.
+_NOW = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
+
+
+class CompoundLockManager(HeldLockManager):
+    """Operations on held locks, those of each lock as one statement. For MariaDB.
+
+    Inside of a transaction, as in a `TestCase`, the ORM does them: a block cannot nest its own.
+    """
+
+    @classmethod
+    def of(cls, locks: HeldLockManager) -> CompoundLockManager:
+        """Return one in the place of another manager of the same rows."""
+        compound = locks.replaced_by(cls)
+        quote = connections[locks.db].ops.quote_name
+        put_in = {
+            "{begin}": _text("begin"),
+            "{owned}": _text("owned"),
+            "{locks}": quote(locks.model._meta.db_table),
+            "{fences}": quote(locks._counters.model._meta.db_table),
+            "{now}": _NOW,
+            "{grace}": str(_microseconds(GRACE)),
+            "{fence_max}": str(FENCE_MAX),
+        }
+        compound._acquire, compound._extending, compound._release = (
+            _block(each, put_in) for each in ("acquire", "extend", "release")
+        )
+        return compound
+
+    _acquire: str
+    _extending: str
+    _release: str
+
+    def acquire(self, attempt: Attempt) -> Grant | Contended:
+        """Grant the key if it is free."""
+        if not self._can:
+            return super().acquire(attempt)
+        holder = attempt.holder
+        values = {
+            "name": attempt.name, "key": attempt.key, "token": attempt.token, "ttl": attempt.ttl,
+            "lasts": _microseconds(attempt.ttl), "replace": attempt.replace,
+            "wanted": attempt.wanted,
+            "floor": self.follows_clock, "holder": json.dumps(holder.as_json()),
+            "host": holder.host, "task": holder.task_id,
+        }  # fmt: skip
+        facts: list[Any] = ["again"]
+        while facts[0] == "again":
+            *facts, told = self._run(self._acquire, values, attempt.bound)
+        return acquired(attempt, *facts, told=None if told is None else json.loads(told))
+
+    def extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
+        """Replace the ttl of a lease; None: it is gone."""
+        if not self._can:
+            return super().extend(name, grant, ttl, bound=bound)
+        values = {"name": name, "token": grant.token, "ttl": ttl, "lasts": _microseconds(ttl)}
+        outcome, fence, acquired_at, expires_at, stop = self._run(self._extending, values, bound)
+        if outcome == "gone":
+            return None
+        granted_at = from_microseconds(acquired_at)
+        return Grant(
+            grant.key, grant.token, fence, ttl, granted_at, _instant(expires_at), bool(stop)
+        )
+
+    def release(self, name: str, grant: Grant, *, held: float | None = None, bound: float) -> Freed:
+        """Give the key back, or keep it taken for `held` seconds since the grant."""
+        if not self._can:
+            return super().release(name, grant, held=held, bound=bound)
+        values = {"name": name, "token": grant.token, "held": _microseconds(held)}
+        outcome: Freed = self._run(self._release, values, bound)[0]
+        return outcome
+
+    @property
+    def _can(self) -> bool:
+        connection: Any = connections[self.db]
+        return not connection.in_atomic_block and connection.mysql_is_mariadb
+
+    def _run(self, block: str, values: dict[str, Any], bound: float) -> Any:
+        # Waits end after whole seconds: one that is left less does not begin to wait.
+        with connections[self.db].cursor() as cursor:
+            cursor.execute(block.replace("{bound}", str(int(bound))), values)
+            return cursor.fetchone()
+
+
+def _block(name: str, put_in: Mapping[str, str]) -> str:
+    text = _text(name)
+    for stands_for, expression in put_in.items():
+        text = text.replace(stands_for, expression)
+    return text
+
+
+def _text(name: str) -> str:
+    """Return a file of SQL without its comments: it is sent with each call."""
+    lines = (
+        (files(sql.__name__) / "mariadb" / f"{name}.sql").read_text(encoding="utf-8").split("\n")
+    )
+    return "\n".join(each for each in lines if not each.lstrip().startswith("--"))
+
+
+def _microseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * 1_000_000)
+
+
+def _instant(value: int | None) -> Any:
+    return None if value is None else from_microseconds(value)
