@@ -14,6 +14,7 @@ from django.test.utils import setup_databases, teardown_databases
 from pytest_django import DjangoDbBlocker
 
 from django_distlock.database.connections import _every, before_drop
+from django_distlock.process.at_exit import held_here
 
 from .services_plugin import answering
 
@@ -59,6 +60,8 @@ def django_db_setup(
             ),
         )
     yield
+    # What tests have left held has no database to be released in when the interpreter ends.
+    held_here._by_token.clear()
     if not keep:
         with django_db_blocker.unblock():
             _wait_for_sessions()

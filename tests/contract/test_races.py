@@ -260,7 +260,7 @@ def test_waiter_gets_its_full_ttl(
         take(backend, key, 5)
         store.elapse(6.1)
         stranger.hold(key)
-    _is_full(Later(backend.acquire, key, new_token(), 0.3), store, stranger)
+    _is_full(Later(backend.acquire, key, new_token(), 30), store, stranger)
 
 
 @STALLS
@@ -270,7 +270,7 @@ def test_extend_that_waited_gives_its_full_ttl(
     """An extend behind a slow transaction counts from the end of the wait."""
     grant = take(backend, key, 30)
     stranger.hold(key)
-    _is_full(Later(backend.extend, grant, 0.3), store, stranger)
+    _is_full(Later(backend.extend, grant, 40), store, stranger)
 
 
 def _is_full(waiter: Later[Any], store: Store, stranger: Stranger) -> None:
