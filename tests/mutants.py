@@ -459,15 +459,16 @@ MUTANTS = (
         case="in_a_block-{backend}",
     ),
     Mutant(
-        "a pause that knows nothing of how long the key is held", "sqlite",
+        "a pause that knows nothing of how long the key is held", "all",
         "django_distlock/core/pacing.py",
         old=r"if outcome.held_for is not None:", new="if False:",
-        test="tests/contract/test_waiting_in_turn.py::test_released_key_is_left_to_other_processes",
+        test="tests/core/test_acquiring.py::test_pause_is_no_longer_than_the_key_is_held_for", case="",
     ),
     Mutant(
-        "a wanted key that is not left to others", "sqlite", "django_distlock/backends/queues.py",
+        "a wanted key that is not left to others", "all", "django_distlock/backends/queues.py",
         old=r"return min\(most, max\(SHORTEST_REST, held\)\)", new="return 0.0",
-        test="tests/contract/test_waiting_in_turn.py::test_released_key_is_left_to_other_processes",
+        test="tests/unit/test_queues.py::test_wanted_key_is_left_to_others_for_as_long_as_it_was_held",
+        case="",
     ),
     Mutant(
         "a window that is taken over from the dead", "memory", "django_distlock/core/acquiring.py",
