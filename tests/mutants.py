@@ -462,7 +462,8 @@ MUTANTS = (
         "a pause that knows nothing of how long the key is held", "all",
         "django_distlock/core/pacing.py",
         old=r"if outcome.held_for is not None:", new="if False:",
-        test="tests/core/test_acquiring.py::test_pause_is_no_longer_than_the_key_is_held_for", case="",
+        test="tests/core/test_acquiring.py::test_pause_is_no_longer_than_the_key_is_held_for",
+        case="",
     ),
     Mutant(
         "a wanted key that is not left to others", "all", "django_distlock/backends/queues.py",
