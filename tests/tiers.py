@@ -14,7 +14,7 @@ from typing import Literal
 
 import pytest
 
-from .backends import BACKENDS
+from .backends import BACKENDS, Registered
 from .services_plugin import KINDS, ask_for
 
 Tier = Literal["quick", "all", "chosen"]
@@ -192,9 +192,14 @@ def _full(item: pytest.Item) -> Collection[str]:
 
 def _alias(item: pytest.Item) -> str:
     """Return the backend that a test of the contract runs on; "": it chooses by itself."""
+    line = _line(item)
+    return line.alias if line else ""
+
+
+def _line(item: pytest.Item) -> Registered | None:
     callspec = getattr(item, "callspec", None)
     line = callspec.params.get("registered") if callspec else None
-    return line.alias if line and item.path.parent.name == "contract" else ""
+    return line if item.path.parent.name == "contract" else None
 
 
 def value_in_turn(item: pytest.Item) -> str:
@@ -216,8 +221,9 @@ def servers(item: pytest.Item) -> Collection[str]:
     if folder == "core":
         return ()
     if folder in ("contract", "unit"):
-        more = {"mariadb": "MariaDB", "redis": "Redis", "redis_cluster": "Redis Cluster"}
-        return ("PostgreSQL", more.get(_alias(item), "PostgreSQL"))
+        more = {"mysql": "MariaDB", "redis": "Redis", "redis_cluster": "Redis Cluster"}
+        line = _line(item)
+        return ("PostgreSQL", more.get(line.store if line else "", "PostgreSQL"))
     return KINDS if item.config.stash[TIER] != "quick" else ("PostgreSQL", "Redis")
 
 

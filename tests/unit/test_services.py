@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import psycopg
@@ -21,9 +22,11 @@ from redis import Redis, RedisCluster
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from tests import redis_servers, services
+from tests.backends import BACKENDS, Registered
 from tests.conftest import DECLARED
 from tests.contract.redis_clients import close
 from tests.services_plugin import DESK, KINDS
+from tests.tiers import ROOT, servers
 
 pytestmark = pytest.mark.servers(*KINDS)
 
@@ -400,3 +403,15 @@ def test_missing_mariadb_ends_a_run_that_requires_it(without_mariadb: None) -> N
     run = run_without_mariadb("mariadb")
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert services.NO_MARIADB in run.stderr
+
+
+@pytest.mark.parametrize("line", BACKENDS.values(), ids=list(BACKENDS))
+def test_tests_of_a_backend_start_its_server(line: Registered) -> None:
+    """Also where nothing else is selected: whatever its alias is called."""
+    item = SimpleNamespace(
+        get_closest_marker=lambda _name: None,
+        path=ROOT / "contract/test_keys.py",
+        callspec=SimpleNamespace(params={"registered": line}),
+    )
+    wanted = {"mysql": "MariaDB", "redis": "Redis", "redis_cluster": "Redis Cluster"}
+    assert wanted.get(line.store, "PostgreSQL") in servers(cast("pytest.Item", item))
