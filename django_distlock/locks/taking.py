@@ -152,7 +152,7 @@ def aleave(
     """See `leave`."""
     left, foreign = context.unbind(lock, block)
     ending = _end_awaited(left, foreign, exc)
-    if left is not None and not left.inner:
+    if left is not None:
         # The statement lets go of what it has called, and keeps this until it is done.
         left.watch(ending)
     return ending

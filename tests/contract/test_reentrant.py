@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from django_distlock import Lease, LockLost, LockNotAcquired, LockUsageError, current_lease, signals
+from django_distlock.database import workers
 from tests.backends import Registered
 
 from .conftest import Hold
@@ -27,6 +28,22 @@ def test_inner_block_has_the_same_lease(registered: Registered, key: str, hold: 
 
     hold(lock, work)
     assert grantable(lock)
+
+
+@pytest.mark.aliases("memory", "postgres")
+async def test_inner_end_that_is_awaited_late(registered: Registered, key: str) -> None:
+    """A block whose end has yet to be awaited is not taken for one that was interrupted."""
+    lock = lock_of(registered, key, reentrant=True)
+    async with lock as lease:
+        # As the statement does it: it lets go of what it has called before it awaits the end.
+        leave = lock.__aexit__
+        assert await lock.__aenter__() is lease
+        end = leave(None, None, None)
+        del leave
+        workers.releases.finish()
+        await end
+        assert lease.held
+    assert lease.is_released
 
 
 def test_inner_end_does_not_release(registered: Registered, key: str) -> None:
