@@ -17,6 +17,7 @@ from .inspection import LockInfo
 from .locks.context import current_lease
 from .locks.lease import Lease
 from .locks.lock import Lock, distlock
+from .locks.transactions import atransaction_lock, transaction_lock, transaction_locked
 from .scheduling import RunScope
 
 __all__ = [
@@ -34,8 +35,11 @@ __all__ = [
     "LockUsageError",
     "Retry",
     "RunScope",
+    "atransaction_lock",
     "current_lease",
     "default_lock_backend",
     "distlock",
     "lock_backends",
+    "transaction_lock",
+    "transaction_locked",
 ]

@@ -55,6 +55,9 @@ POSTGRESQL = "django_distlock/database/vendors/postgresql.py"
 SQLITE = "django_distlock/database/vendors/sqlite.py"
 RECORDS = "django_distlock/core/records.py"
 TRANSACTIONS = "django_distlock/process/deferred_release.py"
+TRANSACTION_LOCK = "django_distlock/database/sql/postgresql/transaction_lock.sql"
+TRANSACTION_ROWS = "django_distlock/backends/transactions.py"
+LOCKED = "tests/contract/test_transaction_locks.py"
 
 COMMON = "django_distlock/backends/lua/common.lua"
 REDIS = "django_distlock/backends/redis"
@@ -470,6 +473,44 @@ MUTANTS = (
         old=r"return min\(most, max\(SHORTEST_REST, held\)\)", new="return 0.0",
         test="tests/unit/test_queues.py::test_wanted_key_is_left_to_others_for_as_long_as_it_was_held",
         case="",
+    ),
+    Mutant(
+        "a transaction that looks for no lease", "postgres", TRANSACTION_LOCK,
+        old=r"NOT \(l.token = ANY \(p_tokens\)\)", new="false",
+        test=f"{LOCKED}::test_lease_keeps_transactions_out",
+    ),
+    Mutant(
+        "a transaction that looks for no lease", "mariadb", TRANSACTION_ROWS,
+        old=r"if others:", new="if False:",
+        test=f"{LOCKED}::test_lease_keeps_transactions_out",
+    ),
+    Mutant(
+        "a transaction that keeps what it was refused", "postgres", TRANSACTION_LOCK,
+        old=r"RAISE EXCEPTION 'not locked' USING ERRCODE = 'DLOCK'", new="NULL",
+        test=f"{LOCKED}::test_what_was_refused_leaves_nothing_locked", case="{backend}-0-lease",
+    ),
+    Mutant(
+        "a lease beside the transaction that has locked its key", "mariadb", TRANSACTION_ROWS,
+        old=r"\(name, True\)\)", new="(_door(name), True))",
+        test=f"{LOCKED}::test_key_is_locked_until_the_transaction_ends",
+    ),
+    Mutant(
+        "a transaction in which a lease waits for it", "postgres",
+        "django_distlock/process/transaction_locks.py",
+        old=r"return any\(key in each.keys", new="return any(key is each.keys",
+        test=f"{LOCKED}::test_lease_within_is_refused",
+    ),
+    Mutant(
+        "keys that are locked in the order of the call", "postgres",
+        "django_distlock/locks/transactions.py",
+        old=r"dict\(sorted\(asked.items\(\)\)\)", new="asked",
+        test=f"{LOCKED}::test_order_of_the_arguments_does_not_matter",
+    ),
+    Mutant(
+        "an acquire under way that is taken for a transaction", "postgres",
+        "django_distlock/backends/guards.py",
+        old=r"= \(SELECT mark FROM numbers\)\)", new="<> 0)",
+        test=f"{LOCKED}::test_acquire_under_way_is_no_transaction",
     ),
     Mutant(
         "a window that is taken over from the dead", "memory", "django_distlock/core/acquiring.py",

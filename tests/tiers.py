@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent
 OF_BACKENDS = """
     advisory arguments async bounds busy cleanup contention durability expiry extend_many failures
     fence_floor fences grants keys listing notes operators races raise_fences redis_records registry
-    release transaction_sqlite wakeups
+    release transaction_locks transaction_races transaction_sqlite wakeups
 """.split()  # noqa: SIM905 - as a list it would be a page
 #: Files in which the shape of an argument is tested, which is checked above the backends.
 OF_SHAPES = ["arguments", "keys", "raise_fences"]

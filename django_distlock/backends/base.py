@@ -23,6 +23,8 @@ from ..core.records import (
     Contended,
     Counter,
     Grant,
+    InTheWay,
+    KeysAsked,
     Page,
     Raised,
     Record,
@@ -32,7 +34,7 @@ from ..core.records import (
 )
 from ..exceptions import InvalidLockBackend
 from .counts import Count, Counts, States, Strain, every_record, listed_states
-from .groups import Guards, Notes, Waiters
+from .groups import Guards, Notes, Transactions, Waiters
 from .queues import Queues
 from .threads import CallThreads
 
@@ -52,6 +54,7 @@ _SHOWN_BY = {
     "supports_listing": "_list",
     "supports_operators": "_force_release",
     "supports_token_lookup": "_read_token",
+    "supports_transactions": "_lock_for_transaction",
 }
 
 
@@ -86,6 +89,8 @@ class BaseLockBackend:
     supports_wakeups: ClassVar[bool] = False
     # Can a transaction keep a key from being taken over until its end? Who has `_guard` can.
     supports_guard: bool = False
+    # Can the caller's transaction lock keys until its end? Who has `_lock_for_transaction` can.
+    supports_transactions: bool = False
     # Can held locks be listed? Who has `_list` can.
     supports_listing: ClassVar[bool] = False
     # Can a lock be found by its token? Who has `_read_token` can.
@@ -126,7 +131,8 @@ class BaseLockBackend:
         self.threads = CallThreads(f"distlock-{self.alias}", self._own_thread)
         #: Who waits in this process, by storage key.
         self.queues = Queues(lambda key: self._name(stored_key(key)))
-        self.guards, self.waiters, self.notes = Guards(self), Waiters(self), Notes(self)
+        self.guards, self.transactions = Guards(self), Transactions(self)
+        self.waiters, self.notes = Waiters(self), Notes(self)
         _every.add(self)
 
     # Required
@@ -548,10 +554,13 @@ class BaseLockBackend:
 
     # Guards, waiters and notes: see `groups`
 
-    def _guarded_alias(self, using: str | None) -> str:
+    def _alias_in_database(self, using: str | None) -> str:
         raise NotImplementedError
 
     def _guard(self, name: str, grant: Grant, using: str, *, bound: float) -> bool:
+        raise NotImplementedError
+
+    def _lock_for_transaction(self, asked: KeysAsked) -> InTheWay | None:
         raise NotImplementedError
 
     def _is_guarded(self, name: str) -> bool:

@@ -43,10 +43,10 @@ from .base import BaseLockBackend
 from .counting import count_rows, count_states
 from .counts import Counts, States, Strain
 from .listening import Listener
-from .tables import FenceTable
+from .transactions import TransactionLocks
 
 
-class DatabaseBackend(FenceTable, BaseLockBackend):
+class DatabaseBackend(TransactionLocks, BaseLockBackend):
     """Keep locks in a table, and fences in another.
 
     Args:
@@ -91,6 +91,8 @@ class DatabaseBackend(FenceTable, BaseLockBackend):
         self._waiting: WaiterManager = Waiter.objects.db_manager(self.using)
         self._locks: HeldLockManager = HeldLock.objects.db_manager(self.using)
         self._locks.follows_clock = config.fence_floor == "clock"
+        # On PostgreSQL there is no other way to it than the function.
+        self.supports_transactions = self._single or vendor != "postgresql"
         self._hot: HeldLockManager | ServerFunctions = self._locks
         if self._single:
             self._hot = ServerFunctions(

@@ -1,8 +1,9 @@
-"""What a backend may do beside its locks, in groups of their own: guards, waiters, notes."""
+"""What a backend may do beside its locks: guards, transactions, waiters and notes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..core import durations
@@ -10,7 +11,7 @@ from ..core.durations import MAX_BOUND, Duration
 from ..core.fences import validate_fence
 from ..core.holders import Holder, Session
 from ..core.keys import stored_key
-from ..core.records import Grant, Waiting, Waits
+from ..core.records import Grant, InTheWay, KeysAsked, Waiting, Waits
 
 if TYPE_CHECKING:
     from .base import BaseLockBackend
@@ -36,7 +37,7 @@ class Guards:
             "hold a takeover off for a transaction: write through FencedModel, whose rows refuse"
             " stale fences",
         )
-        return self._backend._guarded_alias(using)
+        return self._backend._alias_in_database(using)
 
     def hold(self, grant: Grant, using: str | None = None, *, bound: Duration = MAX_BOUND) -> bool:
         """Keep the key from being granted anew until the caller's transaction ends.
@@ -66,6 +67,42 @@ class Guards:
         """
         name = self._backend._name(stored_key(key))
         return self._backend._guards_of(name) if self._backend.supports_guard else ()
+
+
+class Transactions:
+    """Keys that a transaction of the caller's locks until it ends. `supports_transactions`."""
+
+    def __init__(self, backend: BaseLockBackend):
+        self._backend = backend
+
+    def alias(self, using: str | None = None) -> str:
+        """Return the alias whose transactions `lock` is about.
+
+        Args:
+            using: Another alias of the same database; None: that of the locks.
+
+        Raises:
+            LockUsageError: It is an alias of another database, or the store has no transactions.
+        """
+        self._backend._require(
+            "supports_transactions",
+            "lock a key until a transaction ends: it has no part in the transaction. Take a lease"
+            " with distlock(), around atomic()",
+        )
+        return self._backend._alias_in_database(using)
+
+    def lock(self, asked: KeysAsked) -> InTheWay | None:
+        """Lock keys until the caller's transaction ends, all or none; None: they are locked.
+
+        Raises:
+            LockUsageError: No transaction is open there, or one that cannot lock keys.
+            BackendUnavailable: The store did not answer.
+        """
+        found = self._backend._lock_for_transaction(asked)
+        if found is None or not found.answer.is_unclear:
+            return found
+        guarded = self._backend._is_guarded(self._backend._name(stored_key(found.key)))
+        return replace(found, answer=replace(found.answer, guarded=guarded))
 
 
 class Waiters:

@@ -1,4 +1,4 @@
-"""Which sessions of PostgreSQL keep a fence counter as it is."""
+"""Which sessions of PostgreSQL keep a key from being granted: by its fence, or by its number."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..conf import table
 from ..core.durations import MAX_BOUND
 from ..core.holders import Session
 from ..database import vendors
+from ..database.sql import mark, number
 
 _LOCKERS = 'SELECT xmax::text FROM "%s" WHERE storage_key = %%s AND xmax <> 0'
 
@@ -33,6 +34,37 @@ ORDER BY a.xact_start, a.pid
 """
 
 
+# The locks of this database: `l`.
+_LOCKS = """
+    pg_locks {l} WHERE {l}.locktype = 'advisory' AND {l}.objsubid = 1 AND {l}.granted
+        AND {l}.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+        AND (({l}.classid::bigint << 32) | {l}.objid::bigint)
+"""
+# An acquire that is under way has the number of its key as well, but not the mark.
+_KEEPERS = f"""
+WITH numbers AS MATERIALIZED (
+    SELECT {number("turn", "%s")} AS turn, {mark()} AS mark FROM {{salt}} s
+)
+SELECT a.pid, a.application_name, a.usename, host(a.client_addr), a.xact_start
+FROM pg_stat_activity a
+WHERE a.pid IN (SELECT l.pid FROM {_LOCKS.format(l="l")} = (SELECT turn FROM numbers))
+    AND a.pid IN (SELECT m.pid FROM {_LOCKS.format(l="m")} = (SELECT mark FROM numbers))
+    AND a.pid <> pg_backend_pid()
+ORDER BY a.xact_start, a.pid
+"""  # noqa: S608 - of expressions of our own
+
+
+def postgresql_keepers(using: str, salt: str, name: str) -> tuple[Session, ...]:
+    """Return the sessions whose transactions have locked a key, the longest one first.
+
+    Args:
+        salt: The table of the secret, quoted and with its schema.
+        name: The storage key.
+    """
+    with vendors.of(using).short_transaction(MAX_BOUND, writes=False):
+        return _sessions(_rows(using, _KEEPERS.format(salt=salt.replace("%", "%%")), name))
+
+
 def postgresql_guards(using: str, fences: str, name: str) -> tuple[Session, ...]:
     """Return the sessions that have the fence counter of a key locked, the longest one first.
 
@@ -49,6 +81,10 @@ def postgresql_guards(using: str, fences: str, name: str) -> tuple[Session, ...]
             with suppress(DatabaseError), transaction.atomic(using=using):
                 lockers += [xid for (xid,) in _rows(using, _MEMBERS, number)]
         rows = _rows(using, _SESSIONS, lockers, fences) if lockers else []
+    return _sessions(rows)
+
+
+def _sessions(rows: list[Any]) -> tuple[Session, ...]:
     return tuple(
         Session(pid, application or "", user or "", client or "", since)
         for pid, application, user, client, since in rows

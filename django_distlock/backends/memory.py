@@ -121,7 +121,7 @@ class MemoryBackend(BaseLockBackend):
                 self._drop(name)
             return True
 
-    def _guarded_alias(self, using: str | None) -> str:
+    def _alias_in_database(self, using: str | None) -> str:
         # It has no database, and the transactions of none are its own.
         return DEFAULT_DB_ALIAS if using is None else using
 

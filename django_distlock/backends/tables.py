@@ -25,11 +25,12 @@ from ..database.borrowing import LONG_SECONDS, NoConnectionFree
 from ..database.connections import require_transaction, use_own_connections
 from ..database.schemas import TableConnections
 from ..database.server_functions import NeedsTransaction
+from ..database.sql import side_table
 from ..database.vendors import VENDORS
 from ..exceptions import InvalidLockBackend
 from ..managers.fence import FenceCounterManager
 from ..models import MAX_STORAGE_KEY, FenceCounter, HeldLock
-from .guards import postgresql_guards
+from .guards import postgresql_guards, postgresql_keepers
 from .notes import NoteTable
 
 T = TypeVar("T")
@@ -155,18 +156,31 @@ class FenceTable(NoteTable):
         if connections[self.using].vendor != "postgresql":
             # MySQL and MariaDB tell whose lock it is only to who waits for it, and this does not.
             return None
-        names = self._connections
-        return self._ask(lambda on: postgresql_guards(on, names.name("fences"), name), writes=False)
+        fences, salt = self._connections.name("fences"), self._connections.named(side_table("salt"))
+
+        def look(on: str) -> tuple[Session, ...]:
+            keepers = postgresql_keepers(on, salt, name)
+            return keepers + postgresql_guards(on, fences, name)
+
+        return self._ask(look, writes=False)
 
     def _is_guarded(self, name: str) -> bool:
         # It only tells more about an answer that there is already.
         with suppress(LockError):
+            if self._is_locked_by_transaction(name):
+                return True
             names = self._connections
             return self._ask(
                 lambda on: self._counters_on(on).is_guarded(name, names.name("fences")),
                 busy=lambda: False,
             )
         return False
+
+    def _is_locked_by_transaction(self, name: str) -> bool:
+        if connections[self.using].vendor != "postgresql":
+            return False
+        salt = self._connections.named(side_table("salt"))
+        return bool(self._ask(lambda on: postgresql_keepers(on, salt, name), writes=False))
 
     def _raise_fences(
         self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
@@ -184,14 +198,14 @@ class FenceTable(NoteTable):
 
     # Guarding
 
-    def _guarded_alias(self, using: str | None) -> str:
+    def _alias_in_database(self, using: str | None) -> str:
         if using is None or using == self.using:
             return self.using
         ours, theirs = (_address(connections[each]) for each in (self.using, using))
         if ours != theirs:
             raise LockUsageError(
-                f"A transaction on {using!r} cannot be guarded: the fences of the lock backend"
-                f" {self.alias!r} are in the database {self.using!r}.",
+                f"A transaction on {using!r} cannot keep a key of the lock backend"
+                f" {self.alias!r}: that is in the database {self.using!r}.",
                 code="foreign_context",
             )
         return using

@@ -43,6 +43,9 @@ class LockNotAcquired(LockError):
 
     Or its holder waits for a key that the caller keeps; then the error comes before that time.
 
+    `code` is `"acquisition_timeout"`; `"deadlock"` where the database has found one among
+    transactions.
+
     Attributes:
         holder: Who holds it, if the store could tell.
         held_for: Seconds it has been held, by the store's clock, or None.
@@ -61,8 +64,9 @@ class LockNotAcquired(LockError):
         held_for: float | None = None,
         expires_in: float | None = None,
         settled: bool = False,
+        code: str | None = None,
     ):
-        super().__init__(message, key=key)
+        super().__init__(message, key=key, code=code)
         self.holder = holder
         self.held_for = held_for
         self.expires_in = expires_in

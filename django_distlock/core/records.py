@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, Final, Literal
@@ -155,6 +155,41 @@ class Contended:
     def free_in(self) -> float | None:
         """Seconds until the key is free, as the store saw it; None: unknown, or no expiry."""
         return _between(self.observed_at, self.free_at)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysAsked:
+    """What a transaction of the caller's asks for: keys that it keeps until it ends.
+
+    Attributes:
+        keys: In the order in which they are locked, and whether each of them is shared.
+        tokens: Leases with these are in nobody's way: the caller holds them.
+        using: The alias of the connection with the transaction.
+        bound: Seconds to wait for other transactions; None: no bound.
+        keep: Keep what was locked where a lease is in the way: nobody else is granted the keys
+            until the savepoint around the call is rolled back.
+    """
+
+    keys: Mapping[str, bool]
+    tokens: Sequence[str] = field(default=(), repr=False)
+    using: str
+    bound: float | None
+    keep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InTheWay:
+    """Why a transaction did not get all the keys that it asked for.
+
+    Attributes:
+        key: One that somebody has.
+        answer: Who has it.
+        deadlock: The store found a circle of transactions that wait for each other.
+    """
+
+    key: str
+    answer: Contended
+    deadlock: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,8 +152,14 @@ def is_free(connection: BaseDatabaseWrapper, *, single: bool) -> bool:
     return connection.get_autocommit() and not has_open_transaction(connection)
 
 
-def require_transaction(connection: BaseDatabaseWrapper) -> Any:
+def require_transaction(
+    connection: BaseDatabaseWrapper, what: str = "guard()", instead: str = "use lease.atomic()"
+) -> Any:
     """Return the outermost block of `atomic()`, other than a `TestCase`'s.
+
+    Args:
+        what: What lasts until a transaction ends, for the message.
+        instead: What else to do.
 
     Raises:
         LockUsageError: None is open.
@@ -163,8 +169,8 @@ def require_transaction(connection: BaseDatabaseWrapper) -> Any:
     ]
     if not (connection.in_atomic_block and blocks):
         raise LockUsageError(
-            f"guard() holds until a transaction ends, and none is open on {connection.alias!r}:"
-            f" call it inside of atomic(), or use lease.atomic()."
+            f"{what} holds until a transaction ends, and none is open on {connection.alias!r}:"
+            f" call it inside of atomic(), or {instead}."
         )
     return blocks[0]
 

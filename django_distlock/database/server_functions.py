@@ -18,7 +18,16 @@ from django.db.utils import DatabaseError
 from ..core.durations import GRACE, MAX_BOUND
 from ..core.errors import LockError
 from ..core.fences import FENCE_MAX, check_fence
-from ..core.records import UNKNOWN, Attempt, Contended, Freed, Grant, Unknown, known_holder
+from ..core.records import (
+    UNKNOWN,
+    Attempt,
+    Contended,
+    Freed,
+    Grant,
+    KeysAsked,
+    Unknown,
+    known_holder,
+)
 from . import vendors
 from .connections import is_own
 from .fields import from_microseconds
@@ -36,6 +45,7 @@ _PLACEHOLDERS = {
     "extend": f"%s, %s, %s, {GRACE}, %s",
     "extend_many": f"%s::text[], %s::text[], %s::double precision[], {GRACE}, %s",
     "release": "%s, %s, %s, %s",
+    "transaction_lock": "%s::text[], %s::boolean[], %s::text[], %s::bigint, %s",
 }
 
 
@@ -98,6 +108,24 @@ class ServerFunctions:
         outcome = self._call("release", arguments)
         return UNKNOWN if outcome == "busy" else cast("Freed", outcome)
 
+    def transaction_lock(
+        self, names: Sequence[str], asked: KeysAsked
+    ) -> tuple[str, str | None, list[Any]]:
+        """Lock keys for the transaction of this alias.
+
+        Returns:
+            The outcome, the key that it is about, and what there is to say about that: see
+            `sql/postgresql/transaction_lock.sql`.
+        """
+        bound = None if asked.bound is None else int(asked.bound * 1000)
+        arguments: list[Any] = [
+            list(names), list(asked.keys.values()), list(asked.tokens), bound, asked.keep,
+        ]  # fmt: skip
+        with connections[self._using].cursor() as cursor:
+            cursor.execute(self._statement("transaction_lock"), arguments)
+            outcome, *facts, place = json.loads(cursor.fetchone()[0])
+        return outcome, None if place is None else [*asked.keys][place - 1], facts
+
     def _call(self, operation: str, arguments: list[Any]) -> str:
         statement = self._statement(operation)
         connection = connections[self._using]
@@ -147,6 +175,20 @@ def acquired(
     if outcome == "overflow":
         key = attempt.key
         raise LockError(f"The key {key!r} has used up its fences ({FENCE_MAX}).", key=key)
+    return contended(outcome, now, fence, acquired_at, expires_at, free_at, told=told)
+
+
+def contended(
+    outcome: str,
+    now: int,
+    fence: int | None,
+    acquired_at: int | None,
+    expires_at: int | None,
+    free_at: int | None,
+    *,
+    told: Any,
+) -> Contended:
+    """Return what a server says of a key that it did not grant: see `acquired`."""
     return Contended(
         holder=None if told is None else known_holder(told),
         fence=fence,

@@ -340,7 +340,7 @@ class Attempts:
         elif outcome.is_unclear:
             error = self._in_the_way_of_all()
         else:
-            error = _contended(request, outcome, self._took)
+            error = refusal(request.key, request.wait, outcome, self._took)
         holder = getattr(error, "holder", None)
         self._tell_refusal(error, holder)
         raise error
@@ -489,11 +489,14 @@ def _endless(key: str, kept: str) -> LockUsageError:
     )
 
 
-def _contended(request: Request, outcome: Contended, took: float) -> LockNotAcquired:
-    if request.wait is None:
-        waited = "by the last retry"
-    else:
-        waited = f"within {request.wait:g} s" if request.wait else "at once"
+def refusal(key: str, wait: float | None, outcome: Contended, took: float = 0.0) -> LockNotAcquired:
+    """Return what a caller is told who waited in vain for `wait` seconds.
+
+    Args:
+        took: Seconds that the last answer took.
+    """
+    within = f"within {wait:g} s" if wait else "at once"
+    waited = "by the last retry" if wait is None else within
     holder = outcome.holder
     if outcome.paused:
         why = "it is paused"
@@ -501,11 +504,11 @@ def _contended(request: Request, outcome: Contended, took: float) -> LockNotAcqu
         held_for = outcome.held_for or 0.0
         why = f"{holder.who} has held it for {held_for:.1f} s"
     else:
-        why = "a guarded transaction is in the way" if outcome.guarded else "it is held"
+        why = "a transaction keeps it" if outcome.guarded else "it is held"
     slowly = f" The store answers slowly: this took it {took:.1f} s." if took >= SLOW else ""
     return LockNotAcquired(
-        f"The key {request.key!r} was not granted {waited}: {why}.{slowly}",
-        key=request.key,
+        f"The key {key!r} was not granted {waited}: {why}.{slowly}",
+        key=key,
         holder=holder,
         held_for=outcome.held_for,
         expires_in=outcome.expires_in,

@@ -17,6 +17,7 @@ from ..backends.base import BaseLockBackend
 from ..core.errors import LockError, LockNotAcquired, LockUsageError
 from ..handler import lock_backends
 from ..process import deferred_release
+from ..process.transaction_locks import keeps
 from . import blocks, context
 from .acquire import aacquire, acquire
 from .attempts import KeptHere, Request
@@ -250,13 +251,21 @@ async def _atake(
 def _begin(lock: Lock, store: BaseLockBackend, home: int) -> Terms:
     terms = lock._terms(store)
     for connection in deferred_release.managed_transactions(home):
+        if keeps(connection, lock.backend, lock.key):
+            raise LockUsageError(
+                f"The transaction on {connection.alias!r} has locked {lock.key!r} by"
+                " transaction_lock() until it ends: a lease of it would wait for that. Take the"
+                " lease around atomic(), or work under the lock of the transaction.",
+                key=lock.key,
+                code="self_blocked",
+            )
         if deferred_release.reads_a_snapshot(connection):
             warnings.warn(
                 f"The transaction on {connection.alias!r} reads from a snapshot that may be older"
                 " than the lock taken inside of it: what the holder before wrote may not be seen."
                 " Take the lock outside of atomic(), or use READ COMMITTED.",
                 RuntimeWarning,
-                stacklevel=_callers_level(),
+                stacklevel=callers_level(),
             )
     return terms
 
@@ -287,7 +296,7 @@ def _left(wait: float | None, waited: float) -> float | None:
     return None if wait is None else max(0.0, wait - waited)
 
 
-def _callers_level() -> int:
+def callers_level() -> int:
     """Return the `stacklevel` of the code that uses this package, so that it is warned once."""
     level, frame = 1, sys._getframe(1)
     ours = __name__.rpartition(".")[0]

@@ -29,6 +29,7 @@ FUNCTIONS = {
     "django_distlock_heldlock_extend_v3",
     "django_distlock_heldlock_extend_many_v3",
     "django_distlock_heldlock_release_v3",
+    "django_distlock_heldlock_transaction_lock_v3",
     "django_distlock_fencecounter_guard_v1",
 }
 TRIGGER = "distlock_fence_guard"

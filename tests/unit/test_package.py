@@ -32,10 +32,13 @@ PUBLIC = [
     "LockUsageError",
     "Retry",
     "RunScope",
+    "atransaction_lock",
     "current_lease",
     "default_lock_backend",
     "distlock",
     "lock_backends",
+    "transaction_lock",
+    "transaction_locked",
 ]
 
 #: What a user sees of a lock, and of a lease. Whatever else they have begins with an underscore.

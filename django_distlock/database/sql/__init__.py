@@ -17,7 +17,7 @@ from importlib.resources import files
 from ...conf import DEFAULT_TABLES, table
 
 #: What is called for locks.
-FUNCTIONS = ("acquire", "extend", "extend_many", "release")
+FUNCTIONS = ("acquire", "extend", "extend_many", "release", "transaction_lock")
 #: How PostgreSQL notes where each function looks names up: nobody else may create there.
 FIXED_PATH = "search_path=pg_catalog, pg_temp"
 #: In the order of installation.
@@ -65,6 +65,11 @@ def number(use: str, name: str) -> str:
     return f"pg_catalog.textcat('x', {first})::bit(64)::bigint"
 
 
+def mark() -> str:
+    """Return an expression for the number that sessions with transaction locks share."""
+    return number("transactions", "''")
+
+
 def channel() -> str:
     """Return an expression for the channel of wake-ups, as `number` does."""
     return f"pg_catalog.textcat('distlock_', pg_catalog.left({_digest('channel')}, 32))"
@@ -100,6 +105,7 @@ def script(name: str, schema: str) -> str:
     text = (files(__package__) / "postgresql" / f"{name}.sql").read_text(encoding="utf-8")
     salted = {
         "{turn}": number("turn", "p_storage_key"),
+        "{mark}": mark(),
         "{channel}": channel(),
         "{called}": called("p_storage_key"),
     }

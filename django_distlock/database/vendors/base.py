@@ -101,6 +101,17 @@ class Vendor(ABC):
         """
         raise NotImplementedError
 
+    def lock_row(self, table: str, name: str, bound: float | None, *, shared: bool) -> None:
+        """Lock a row until the caller's transaction ends.
+
+        Args:
+            table: Quoted, and with its schema.
+            name: The storage key.
+            bound: Seconds to wait at most; None: no bound.
+            shared: Whether others may share it.
+        """
+        raise NotImplementedError
+
     @contextmanager
     def looking(self, name: str) -> Iterator[bool]:
         """Be the only one who looks for guards of a key: two would take each other for one.
@@ -136,6 +147,10 @@ class Vendor(ABC):
 
     def is_overtaken(self, error: BaseException) -> bool:
         """Whether somebody has changed the row since the transaction began to read."""
+        return False
+
+    def has_rolled_back(self, error: BaseException) -> bool:
+        """Whether the database has ended the whole transaction, and not the statement alone."""
         return False
 
     def is_read_only(self, error: BaseException) -> bool:

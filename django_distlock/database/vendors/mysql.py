@@ -30,6 +30,9 @@ _BUSY = {
 #: Seconds that a statement with a bound may take at least: it is cut off also while it works.
 SHORTEST = 0.1
 
+#: Seconds that a statement waits for a lock where nobody gives a bound: a week.
+_LONGEST = 604_800.0
+
 _MISSING = {1054, 1146}  # unknown column, no such table
 
 _CODES: Mapping[int, str] = {
@@ -121,6 +124,17 @@ class MySQL(Vendor):
         # With a snapshot from before the grant, what is read behind this would be older than it.
         return bool(found == (fence, fence))
 
+    def lock_row(self, table: str, name: str, bound: float | None, *, shared: bool) -> None:
+        how = "LOCK IN SHARE MODE" if shared else "FOR UPDATE"
+        table = table.replace("%", "%%")
+        statement = f"SELECT fence FROM {table} WHERE storage_key = %s {how}"  # noqa: S608
+        bound = _LONGEST if bound is None else min(bound, _LONGEST)
+        if self.connection.mysql_is_mariadb:  # type: ignore[attr-defined]
+            self._ask(_with_bound(bound) + statement, [name])
+        else:
+            with self._session_bound(bound):
+                self._ask(statement, [name])
+
     @contextmanager
     def looking(self, name: str) -> Iterator[bool]:
         look = str(advisory_id(f"{table('locks')}:look", name))
@@ -133,6 +147,12 @@ class MySQL(Vendor):
                 # A session that broke has lost it, and the first error tells more.
                 with suppress(Error):
                     self._ask("SELECT RELEASE_LOCK(%s)", [look])
+
+    def is_read_only(self, error: BaseException) -> bool:
+        return _number(error) == 1792
+
+    def has_rolled_back(self, error: BaseException) -> bool:
+        return _number(error) == 1213
 
     def is_overtaken(self, error: BaseException) -> bool:
         return _number(error) == 1020  # with innodb_snapshot_isolation

@@ -11,7 +11,12 @@ from .base import Vendor
 
 _ERROR = 1  # a statement that makes no sense, such as one about a missing table
 _BUSY = {5, 6}  # SQLITE_BUSY, SQLITE_LOCKED
+_SNAPSHOT = 517  # SQLITE_BUSY_SNAPSHOT
+_READ_ONLY = 8
 _DUPLICATE = {1555, 2067}  # SQLITE_CONSTRAINT_PRIMARYKEY, SQLITE_CONSTRAINT_UNIQUE
+
+#: Milliseconds that a statement waits for the file at most.
+_LONGEST = 2**31 - 1
 
 #: By primary result code.
 _CODES: Mapping[int, str] = {
@@ -43,6 +48,24 @@ class SQLite(Vendor):
             return
         with super().short_transaction(bound):
             yield
+
+    def lock_row(self, table: str, name: str, bound: float | None, *, shared: bool) -> None:
+        # Whoever writes has the whole file, whatever the row.
+        (before,) = self._ask("PRAGMA busy_timeout")
+        milliseconds = _LONGEST if bound is None else min(int(bound * 1000), _LONGEST)
+        self._ask(f"PRAGMA busy_timeout = {milliseconds}")
+        try:
+            table = table.replace("%", "%%")
+            statement = f"UPDATE {table} SET fence = fence WHERE storage_key = %s"  # noqa: S608
+            self._ask(statement, [name])
+        finally:
+            self._ask(f"PRAGMA busy_timeout = {before}")
+
+    def is_overtaken(self, error: BaseException) -> bool:
+        return _extended(error) == _SNAPSHOT
+
+    def is_read_only(self, error: BaseException) -> bool:
+        return _primary(error) == _READ_ONLY
 
     def is_busy(self, error: BaseException) -> bool:
         return _primary(error) in _BUSY

@@ -1,0 +1,167 @@
+"""Keys that a transaction of the caller's locks in the database until it ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from django.db import connections, transaction
+from django.db.utils import DatabaseError, InterfaceError
+
+from ..core.clock import monotonic
+from ..core.errors import LockUsageError
+from ..core.keys import OWN_MARKER, stored_key
+from ..core.records import Contended, InTheWay, KeysAsked
+from ..database import vendors
+from ..database.connections import require_transaction
+from ..database.fields import to_microseconds
+from ..database.server_functions import ServerFunctions, contended
+from .tables import FenceTable
+
+#: How many values a statement takes on every database.
+_VALUES = 500
+#: The tables that are named in statements.
+_TABLES = ("locks", "fences")
+
+_LEASES = """
+SELECT storage_key, token, fence, acquired_at, expires_at, free_at, holder FROM {locks}
+WHERE storage_key IN ({names}) AND (free_at IS NULL OR free_at > %s)
+"""
+_PAUSES = "SELECT storage_key FROM {fences} WHERE storage_key IN ({names}) AND paused_until > %s"
+
+
+class TransactionLocks(FenceTable):
+    """How a table of locks is joined by locks that last for a transaction of the caller's.
+
+    PostgreSQL has locks that last for a transaction, and a function that does all of it. MariaDB
+    and MySQL lock rows of the fence table. On SQLite a transaction takes the place of the one who
+    writes to the file.
+    """
+
+    _hot: Any  # A manager, or the functions of PostgreSQL.
+    _name: Callable[[str], str]
+
+    def _lock_for_transaction(self, asked: KeysAsked) -> InTheWay | None:
+        connection, vendor = connections[asked.using], vendors.of(asked.using)
+        require_transaction(connection, "transaction_lock()", "decorate with @transaction_locked")
+        names = {self._name(stored_key(key)): key for key in asked.keys}
+        lock = {
+            "postgresql": self._call_function,
+            "mysql": self._lock_rows,
+            "sqlite": self._take_the_file,
+        }[connection.vendor]
+        try:
+            return lock(names, asked)
+        except (DatabaseError, InterfaceError) as error:
+            if vendor.is_read_only(error):
+                raise LockUsageError(
+                    f"A transaction that may only read locks no key: {error}", code="unsupported"
+                ) from error
+            raise self._translated(error, None) from error
+
+    def _call_function(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
+        functions = self._hot.db_manager(asked.using)
+        assert isinstance(functions, ServerFunctions)  # noqa: S101 - or it is not supported
+        outcome, key, (*facts, told) = functions.transaction_lock([*names], asked)
+        if outcome == "locked" or key is None:
+            return None
+        return InTheWay(key, contended(outcome, *facts, told=told), deadlock=outcome == "deadlock")
+
+    def _lock_rows(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
+        """Share the fence of each key, so that no lease is granted, and lock its door.
+
+        What an acquire finds locked by others who share it is guarded. So it is the door, another
+        row, that tells those who share a key from those who do not.
+        """
+        vendor, fences = vendors.of(asked.using), self._connections.name("fences")
+        until = None if asked.bound is None else monotonic() + asked.bound
+        self._make_rows(names)
+        for name, key in names.items():
+            for row, is_shared in ((_door(name), asked.keys[key]), (name, True)):
+                left = None if until is None else max(0.0, until - monotonic())
+                try:
+                    vendor.lock_row(fences, row, left, shared=is_shared)
+                except DatabaseError as error:
+                    if not vendor.is_busy(error):
+                        raise
+                    if vendor.has_rolled_back(error):
+                        transaction.set_rollback(True, asked.using)
+                        return InTheWay(key, Contended(busy=True), deadlock=True)
+                    # Of the door it is known who keeps it: none but transactions lock one.
+                    return InTheWay(key, Contended(busy=True, guarded=row != name))
+        return self._look(names, asked, asked.using)
+
+    def _make_rows(self, names: Mapping[str, str]) -> None:
+        """Make the rows that are locked: to lock one that is not there locks the gap around it."""
+        rows = {each: key for name, key in names.items() for each in (name, _door(name))}
+
+        def make(on: str) -> None:
+            counters = self._counters.db_manager(on)
+            for some in _parts(rows):
+                there = set(counters.filter(pk__in=some).values_list("pk", flat=True))
+                missing = [each for each in some if each not in there]
+                counters.bulk_create(
+                    [counters.model(pk=each, key=rows[each], fence=0) for each in missing],
+                    ignore_conflicts=True,
+                )
+
+        self._ask(make)
+
+    def _take_the_file(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
+        # Looked for beforehand: a lease cannot be released while somebody else has the file.
+        found: InTheWay | None = self._ask(
+            lambda on: self._look(names, asked, on), writes=False, busy=lambda: None
+        )
+        if found is not None:
+            return found
+        vendor, fences = vendors.of(asked.using), self._connections.name("fences")
+        try:
+            vendor.lock_row(fences, "", asked.bound, shared=False)
+        except DatabaseError as error:
+            if vendor.is_overtaken(error):
+                raise LockUsageError(
+                    f"The transaction on {asked.using!r} has read before others wrote, and cannot"
+                    " write any more: lock the keys before it reads, or set OPTIONS"
+                    ' ["transaction_mode"] to "IMMEDIATE".',
+                    code="unsupported",
+                ) from error
+            if not vendor.is_busy(error):
+                raise
+            return InTheWay(next(iter(names.values())), Contended(busy=True, guarded=True))
+        found = self._look(names, asked, asked.using)
+        # Granted meanwhile, it is not released before this transaction ends.
+        return None if found is None else InTheWay(found.key, found.answer, deadlock=True)
+
+    def _look(self, names: Mapping[str, str], asked: KeysAsked, on: str) -> InTheWay | None:
+        """Return a lease of somebody else's on one of these keys, or a pause."""
+        now = to_microseconds(vendors.of(on).now())
+        for some in _parts(names):
+            leases = self._rows(on, _LEASES, some, now)
+            others = [each for each in leases if each[1] not in asked.tokens]
+            if others:
+                name, _token, *facts, holder = others[0]
+                told = json.loads(holder)
+                return InTheWay(names[name], contended("contended", now, *facts, told=told))
+            for (name,) in self._rows(on, _PAUSES, some, now):
+                nothing = [None] * 4
+                return InTheWay(names[name], contended("paused", now, *nothing, told=None))
+        return None
+
+    def _rows(self, on: str, statement: str, names: Sequence[str], now: int) -> list[Any]:
+        tables = {what: self._connections.name(what).replace("%", "%%") for what in _TABLES}
+        places = ", ".join(["%s"] * len(names))
+        with connections[on].cursor() as cursor:
+            cursor.execute(statement.format(names=places, **tables), [*names, now])
+            return list(cursor.fetchall())
+
+
+def _parts(names: Collection[str]) -> Iterator[list[str]]:
+    every = list(names)
+    return (every[start : start + _VALUES] for start in range(0, len(every), _VALUES))
+
+
+def _door(name: str) -> str:
+    """Return the storage key of the row that is locked by transactions alone."""
+    return f"{OWN_MARKER}door:{hashlib.sha256(name.encode()).hexdigest()}"

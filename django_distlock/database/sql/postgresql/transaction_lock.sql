@@ -1,0 +1,113 @@
+-- Lock keys for the transaction that calls. The order of p_storage_keys is the order of locking, and
+-- p_shared says which of them are shared.
+--
+-- Answers a JSON array: outcome, now, fence, acquired_at, expires_at, free_at, holder, place.
+--
+-- outcome   locked     until the transaction ends, or the savepoint around the call is rolled back
+--           contended  a lease holds the key at `place`: the rest is about it
+--           paused     an operator paused the key at `place`
+--           busy       the key at `place` was not to be had within p_bound milliseconds (null: no
+--                      bound): a transaction keeps it, or an acquire is under way
+--           deadlock   the server found a circle of transactions that wait for each other
+--
+-- What is not `locked` leaves nothing locked. With p_keep, `contended` and `paused` keep what the
+-- call has locked: nobody else is granted these keys meanwhile, and the next call asks again.
+--
+-- The number of a key is that of an acquire, so a lease and a transaction exclude each other: who
+-- has the number looks for a lease, and an acquire has the number while it grants one.
+CREATE OR REPLACE FUNCTION "django_distlock_heldlock_transaction_lock_v3"(
+    p_storage_keys text[], p_shared boolean[], p_tokens text[], p_bound bigint, p_keep boolean
+) RETURNS text LANGUAGE plpgsql VOLATILE
+SET search_path = pg_catalog, pg_temp AS $body$
+DECLARE
+    v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
+    v_until timestamptz := pg_catalog.clock_timestamp() + p_bound * interval '1 millisecond';
+    v_left bigint;
+    v_turns bigint[];
+    v_mark bigint;
+    v_at integer := 0;
+    v_place integer;
+    v_outcome text := 'locked';
+    v_ignored text;
+    t bigint;
+    h_fence bigint;
+    h_acquired_at bigint;
+    h_expires_at bigint;
+    h_free_at bigint;
+    h_holder jsonb;
+BEGIN
+    IF pg_catalog.current_setting('transaction_isolation') <> 'read committed' THEN
+        -- An older snapshot would not show a lease that was granted while this waited.
+        RAISE EXCEPTION 'distlock needs READ COMMITTED' USING ERRCODE = '25001';
+    END IF;
+    SELECT pg_catalog.array_agg({turn} ORDER BY k.place), pg_catalog.min({mark})
+        INTO v_turns, v_mark
+        FROM "django_distlock_heldlock_salt" s,
+            ROWS FROM (pg_catalog.unnest(p_storage_keys)) WITH ORDINALITY k (p_storage_key, place);
+    IF v_turns IS NULL THEN
+        RAISE EXCEPTION 'the table django_distlock_heldlock_salt is empty'
+            USING ERRCODE = '58000', HINT = 'Run manage.py migrate.';
+    END IF;
+    BEGIN
+        -- Tells sessions with transaction locks from those that acquire a lease right now.
+        PERFORM pg_catalog.pg_advisory_xact_lock_shared(v_mark);
+        WHILE v_at < pg_catalog.cardinality(v_turns) LOOP
+            v_at := v_at + 1;
+            IF (CASE WHEN p_shared[v_at]
+                THEN pg_catalog.pg_try_advisory_xact_lock_shared(v_turns[v_at])
+                ELSE pg_catalog.pg_try_advisory_xact_lock(v_turns[v_at])
+            END) THEN
+                CONTINUE;
+            END IF;
+            v_left := coalesce(
+                (pg_catalog.date_part('epoch', v_until - pg_catalog.clock_timestamp()) * 1000)::bigint,
+                0
+            );
+            IF p_bound IS NOT NULL AND v_left <= 0 THEN
+                RAISE lock_not_available;
+            END IF;
+            v_ignored := pg_catalog.set_config('lock_timeout', v_left::text, true);
+            IF p_shared[v_at] THEN
+                PERFORM pg_catalog.pg_advisory_xact_lock_shared(v_turns[v_at]);
+            ELSE
+                PERFORM pg_catalog.pg_advisory_xact_lock(v_turns[v_at]);
+            END IF;
+        END LOOP;
+        v_ignored := pg_catalog.set_config('lock_timeout', v_lock_timeout, true);
+        t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
+        SELECT l.fence, l.acquired_at, l.expires_at, l.free_at, l.holder,
+            pg_catalog.array_position(p_storage_keys, (l.storage_key COLLATE "C")::text)
+            INTO h_fence, h_acquired_at, h_expires_at, h_free_at, h_holder, v_place
+            FROM "django_distlock_heldlock" l
+            WHERE l.storage_key = ANY (p_storage_keys) AND (l.free_at IS NULL OR l.free_at > t)
+                AND NOT (l.token = ANY (p_tokens))
+            ORDER BY l.free_at DESC LIMIT 1;
+        IF FOUND THEN
+            v_outcome := 'contended';
+        ELSE
+            SELECT pg_catalog.array_position(p_storage_keys, (c.storage_key COLLATE "C")::text) INTO v_place
+                FROM "django_distlock_fencecounter" c
+                WHERE c.storage_key = ANY (p_storage_keys) AND c.paused_until > t LIMIT 1;
+            IF FOUND THEN
+                v_outcome := 'paused';
+            END IF;
+        END IF;
+        IF v_outcome <> 'locked' AND NOT p_keep THEN
+            -- Undoes the locks, and leaves the outcome as it is.
+            RAISE EXCEPTION 'not locked' USING ERRCODE = 'DLOCK';
+        END IF;
+    EXCEPTION
+        WHEN lock_not_available THEN
+            v_outcome := 'busy';
+            v_place := v_at;
+        WHEN deadlock_detected THEN
+            v_outcome := 'deadlock';
+            v_place := v_at;
+        WHEN SQLSTATE 'DLOCK' THEN
+            NULL;
+    END;
+    RETURN pg_catalog.json_build_array(
+        v_outcome, (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint,
+        h_fence, h_acquired_at, h_expires_at, h_free_at, h_holder, v_place
+    );
+END $body$;

@@ -1,0 +1,246 @@
+"""Keys that are locked until a transaction ends, on its connection. See `transaction_lock`.
+
+Such a lock is no lease: it has no time, no token and no fence, and the database frees it with the
+commit or the rollback. Leases of the same keys exclude it, and it excludes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar
+
+from asgiref.sync import sync_to_async
+from django.db import connections, transaction
+
+from ..backends.base import BaseLockBackend
+from ..core.bodies import whole
+from ..core.clock import monotonic
+from ..core.durations import Duration, wait_seconds
+from ..core.errors import (
+    BackendUnavailable,
+    InvalidArgument,
+    LockNotAcquired,
+    LockUsageError,
+    shown,
+)
+from ..core.keys import KeyTemplate, normalize_key
+from ..core.pacing import Pacing
+from ..core.records import InTheWay, KeysAsked
+from ..handler import lock_backends
+from ..process import deferred_release
+from ..process.transaction_locks import Kept, keep, kept_by
+from . import context
+from .attempts import BUSY_SECONDS, refusal
+from .taking import UNSET, Unset, callers_level
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def transaction_lock(
+    *keys: str,
+    shared: bool = False,
+    wait: Duration | Unset | None = UNSET,
+    using: str | None = None,
+    backend: str = "default",
+    parent: str | None = None,
+    escalate_at: int | None = None,
+) -> None:
+    """Lock keys until the transaction that is open ends: all of them, or none.
+
+    The keys are sorted, so callers with the same keys do not deadlock, however they name them. What
+    is rolled back to a savepoint gives up what was locked behind that.
+
+    Args:
+        keys: What is locked, as for `distlock`; those that are there twice count once.
+        shared: Let others who say so, too, lock the same keys at the same time.
+        wait: Seconds (or a `timedelta`) to keep trying; 0: one attempt; None: for ever; left out:
+            the `WAIT` of the backend.
+        using: The alias of the connection with the transaction; None: that of the lock tables.
+        backend: An alias in `DISTLOCK`.
+        parent: A key that stands for all of the keys: it is locked too, and shared. Whoever locks
+            it alone and not shared keeps out everybody who names it so.
+        escalate_at: Lock the parent alone, and not shared, where there are more keys than this:
+            one lock in the place of thousands. At least 1; needs a `parent`.
+
+    Raises:
+        InvalidArgument: An argument breaks a rule. Nothing was touched.
+        LockUsageError: No transaction is open on that connection, it reads from a snapshot, or the
+            backend has no part in transactions; the message says what to do.
+        LockNotAcquired: Somebody else had one of the keys for all of `wait`; or, with the code
+            `"deadlock"`, the database found a circle of transactions. None of the keys is locked,
+            and the transaction goes on where the caller lets it. (On MariaDB, MySQL and SQLite
+            nothing is given up before the end of the transaction, and the first two of them roll
+            back the whole transaction where they find a deadlock.)
+        BackendUnavailable: The store did not answer.
+    """
+    asked = _sorted(keys, shared=shared, parent=parent, escalate_at=escalate_at)
+    seconds = wait if isinstance(wait, Unset) else wait_seconds(wait)
+    store = lock_backends[backend]
+    using = store.transactions.alias(using)
+    connection = connections[using]
+    if deferred_release.reads_a_snapshot(connection):
+        raise LockUsageError(
+            f"The transaction on {using!r} reads from a snapshot: it would not see a lease that was"
+            " granted since it began. Use READ COMMITTED, or take a lease around atomic().",
+            code="unsupported",
+        )
+    frame = sys._getframe(callers_level() - 1)
+    kept = Kept(store.alias, asked, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+    if asked:
+        _warn_of_order(kept, list(kept_by(connection)))
+        keys_asked = KeysAsked(keys=asked, tokens=_own(store, asked), using=using, bound=0)
+        _lock(store, keys_asked, store.config.wait if isinstance(seconds, Unset) else seconds)
+        keep(connection, kept)
+
+
+async def atransaction_lock(*keys: str, **how: Any) -> None:
+    """See `transaction_lock`. The transaction is that of the thread in `async_to_sync`."""
+    await sync_to_async(transaction_lock, thread_sensitive=True)(*keys, **how)
+
+
+def transaction_locked(
+    *templates: str,
+    shared: bool = False,
+    wait: Duration | Unset | None = UNSET,
+    using: str | None = None,
+    backend: str = "default",
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Open a transaction around each call of a function, and lock keys in it.
+
+    Args:
+        templates: Keys that are filled from the arguments: `"stock:{pk}"`.
+        shared: See `transaction_lock`, as the next three.
+
+    Raises:
+        InvalidArgument: A key is no template of the function's parameters.
+        LockUsageError: A class, or a function whose body runs when the call is over.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        function = whole(function)
+        if inspect.iscoroutinefunction(function):
+            raise LockUsageError(
+                f"{function.__qualname__} is a coroutine function, and Django's transactions are"
+                " not asynchronous: decorate the function that it calls by sync_to_async().",
+                code="unsupported",
+            )
+        filled = [KeyTemplate.for_function(each, function) for each in templates]
+
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+            keys = [each.render(args, kwargs) for each in filled]
+            alias = lock_backends[backend].transactions.alias(using)
+            with transaction.atomic(using=alias):
+                transaction_lock(*keys, shared=shared, wait=wait, using=alias, backend=backend)
+                return function(*args, **kwargs)
+
+        return wrapper
+
+    return decorate
+
+
+def _sorted(
+    keys: Iterable[str], *, shared: bool, parent: str | None, escalate_at: int | None
+) -> Mapping[str, bool]:
+    """Return what is locked, in that order, and what of it is shared."""
+    if not isinstance(shared, bool):
+        raise InvalidArgument(f"shared must be True or False, not {shown(shared)}.")
+    if parent is None and escalate_at is not None:
+        raise InvalidArgument("escalate_at needs a parent: the key that stands for all of them.")
+    if escalate_at is not None and (
+        isinstance(escalate_at, bool) or not isinstance(escalate_at, int) or escalate_at < 1
+    ):
+        raise InvalidArgument(
+            f"escalate_at must be an int of at least 1, not {shown(escalate_at)}."
+        )
+    asked = dict.fromkeys(map(normalize_key, keys), shared)
+    if parent is not None:
+        parent = normalize_key(parent)
+        if escalate_at is not None and len(asked) > escalate_at:
+            return {parent: False}
+        if asked:
+            asked.setdefault(parent, True)
+    return dict(sorted(asked.items()))
+
+
+def _own(store: BaseLockBackend, keys: Iterable[str]) -> list[str]:
+    """Return the tokens of leases on these keys that the caller holds, or its transaction keeps."""
+    tokens = []
+    for key in keys:
+        name = store.alias, key
+        if (lease := context.holds(*name)) is not None:
+            tokens.append(lease.token)
+        if (waiting := deferred_release.waiting_release(name)) is not None:
+            tokens.append(waiting.owner.token)
+    return tokens
+
+
+def _lock(store: BaseLockBackend, asked: KeysAsked, wait: float | None) -> None:
+    """Ask until all keys are locked, or the time is over."""
+    began = monotonic()
+    deadline = math.inf if wait is None else began + wait
+    pacing = Pacing(store.config.retry.pauses())
+    with ExitStack() as stack:
+        while True:
+            left = deadline - monotonic()
+            bound = None if wait is None else max(0.0, left)
+            found = store.transactions.lock(replace(asked, bound=bound))
+            if found is None:
+                return
+            now, step = monotonic(), pacing.step()
+            # Where nobody is known to have the key, it may be an acquire that is under way.
+            until = max(deadline, began + BUSY_SECONDS) if found.answer.is_unclear else deadline
+            if found.deadlock or now >= until or step is None:
+                raise _error(store, found, wait, now - began)
+            if not found.answer.busy and not asked.keep:
+                # A lease: what is locked keeps others from getting the key behind it.
+                stack.enter_context(transaction.atomic(using=asked.using))
+                asked = replace(asked, keep=True)
+            pacing.see(found.answer)
+            pause = pacing.pause(found.answer, step, listening=False)
+            time.sleep(max(0.0, min(pause, until - now)))
+
+
+def _error(
+    store: BaseLockBackend, found: InTheWay, wait: float | None, took: float
+) -> LockNotAcquired | BackendUnavailable:
+    if found.deadlock:
+        return LockNotAcquired(
+            f"The key {found.key!r} was not locked: the database found a deadlock. Transactions"
+            " that lock several keys lock all of them by one call, or in one order.",
+            key=found.key,
+            code="deadlock",
+        )
+    if found.answer.is_unclear:
+        return BackendUnavailable(
+            f"The lock store {store.alias!r} could not say within {took:.1f} s whether"
+            f" {found.key!r} is free: a transaction is in the way, such as one that has a table"
+            " locked.",
+            key=found.key,
+            code="network_timeout",
+        )
+    return refusal(found.key, wait, found.answer)
+
+
+def _warn_of_order(kept: Kept, before: list[Kept]) -> None:
+    """Warn where a transaction locks keys behind those that come after them."""
+    held = {key: each for each in before if each.backend == kept.backend for key in each.keys}
+    new = [key for key in kept.keys if key not in held]
+    if not held or not new or min(new) > (last := max(held)):
+        return
+    warnings.warn(
+        f"The transaction locks {min(new)!r} at {kept.site} behind {last!r}, which it has locked at"
+        f" {held[last].site}: another one that locks them the other way round deadlocks with it."
+        " Lock all keys by one call, or in their order.",
+        RuntimeWarning,
+        stacklevel=callers_level(),
+    )

@@ -1,0 +1,52 @@
+"""Which keys the open transactions of this process have locked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from ..database.connections import in_transaction
+
+
+class Kept:
+    """Keys that a transaction has locked by one call. Django drops it where they are given up.
+
+    Args:
+        backend: The alias of the lock backend.
+        keys: The keys.
+        site: Where they were locked: "file:line".
+    """
+
+    def __init__(self, backend: str, keys: Mapping[str, bool], site: str):
+        self.backend = backend
+        self.keys = keys
+        self.site = site
+
+    def __call__(self) -> None:
+        """Do nothing at the commit: the database frees the keys."""
+
+
+def keep(connection: BaseDatabaseWrapper, kept: Kept) -> None:
+    """Note what the transaction of a connection has locked, until its end.
+
+    Or until a savepoint is rolled back that was open at that time, for that frees the keys as well.
+    A `TestCase`'s transaction is never told of as one: its tests count the hooks of commits.
+    """
+    if in_transaction(connection):
+        # As `on_commit` does it: Django takes away what belongs to a savepoint that is rolled back.
+        hooks: list[Any] = connection.run_on_commit
+        hooks.append((set(connection.savepoint_ids), kept, False))
+
+
+def keeps(connection: BaseDatabaseWrapper, backend: str, key: str) -> bool:
+    """Whether the transaction of a connection has locked a key."""
+    return any(key in each.keys and each.backend == backend for each in kept_by(connection))
+
+
+def kept_by(connection: BaseDatabaseWrapper) -> Iterator[Kept]:
+    """Return what the transaction of a connection has locked, in the order of the calls."""
+    for _savepoints, hook, *_ in list(connection.run_on_commit):
+        if isinstance(hook, Kept):
+            yield hook

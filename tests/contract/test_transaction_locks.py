@@ -1,0 +1,444 @@
+"""`transaction_lock()`: keys that are locked until the caller's transaction ends."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+from asgiref.sync import async_to_sync
+from django.db import connections, transaction
+from django.test.utils import CaptureQueriesContext
+from psycopg import IsolationLevel
+
+from django_distlock import (
+    BackendUnavailable,
+    InvalidArgument,
+    LockNotAcquired,
+    LockUsageError,
+    atransaction_lock,
+    lock_backends,
+    transaction_lock,
+    transaction_locked,
+)
+from tests.backends import Registered
+from tests.shop.models import Row
+
+from .aliases import alias_like
+from .helpers import Later, prompt, take
+from .locking import eventually, grantable, held_elsewhere, lock_of
+from .stores import Stranger
+
+#: Where others may go on beside a transaction that writes.
+SIDE_BY_SIDE = pytest.mark.stores("postgresql", "mysql", why="one writer per file")
+
+pytestmark = [
+    pytest.mark.requires("supports_transactions"),
+    pytest.mark.stores("sqlite", "postgresql", "mysql", why="it has no part in transactions"),
+]
+
+
+def using_of(registered: Registered) -> str:
+    """Return the database whose transactions are meant."""
+    return registered.using or "default"
+
+
+def locks(registered: Registered, *keys: str, **how: Any) -> bool:
+    """Say whether a transaction of another thread gets these keys at once."""
+
+    def attempt() -> bool:
+        with transaction.atomic(using=using_of(registered)):
+            try:
+                transaction_lock(*keys, backend=registered.alias, **{"wait": 0, **how})
+            except LockNotAcquired:
+                return False
+            return True
+
+    return Later(attempt).result()
+
+
+@contextmanager
+def locked_elsewhere(registered: Registered, *keys: str, **how: Any) -> Iterator[None]:
+    """Hold keys by a transaction of another thread."""
+    locked, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with transaction.atomic(using=using_of(registered)):
+            transaction_lock(*keys, backend=registered.alias, **how)
+            locked.set()
+            over.wait(20)
+
+    holder = Later(hold)
+    try:
+        assert locked.wait(10)
+        yield
+    finally:
+        over.set()
+        holder.result()
+
+
+@SIDE_BY_SIDE
+def test_key_is_locked_until_the_transaction_ends(registered: Registered, key: str) -> None:
+    """Nobody else gets it before the commit, by a transaction or by a lease."""
+    lease = lock_of(registered, key, wait=0)
+    for rolls_back in (False, True):
+        with transaction.atomic(using=using_of(registered)):
+            transaction_lock(key, backend=registered.alias)
+            assert not locks(registered, key)
+            assert not locks(registered, key, shared=True)
+            assert not grantable(lease)
+            assert locks(registered, f"{key}-2")
+            transaction.set_rollback(rolls_back, using=using_of(registered))
+        assert locks(registered, key)
+        assert grantable(lease)
+
+
+@SIDE_BY_SIDE
+def test_shared_key_is_shared(registered: Registered, key: str) -> None:
+    """Those who share it have it at the same time; leases and others are kept out."""
+    with transaction.atomic(using=using_of(registered)):
+        transaction_lock(key, shared=True, backend=registered.alias)
+        assert locks(registered, key, shared=True)
+        assert not locks(registered, key)
+        assert not grantable(lock_of(registered, key, wait=0))
+    assert locks(registered, key)
+
+
+def test_lease_keeps_transactions_out(registered: Registered, key: str) -> None:
+    """A transaction waits for the end of a lease, and is told who holds it."""
+    with held_elsewhere(lock_of(registered, key)) as lease:
+        with (
+            pytest.raises(LockNotAcquired, match="has held it for") as caught,
+            transaction.atomic(using=using_of(registered)),
+        ):
+            transaction_lock(f"{key}-1", key, wait=0, backend=registered.alias)
+        assert (caught.value.key, caught.value.code) == (key, "acquisition_timeout")
+        assert caught.value.holder is not None
+        timer = threading.Timer(0.3, lambda: Later(lease.release).result())
+        timer.start()
+        with transaction.atomic(using=using_of(registered)), prompt(0.3):
+            transaction_lock(f"{key}-1", key, wait=5, backend=registered.alias)
+        timer.join()
+
+
+@SIDE_BY_SIDE
+def test_lease_waits_for_the_transaction(registered: Registered, key: str) -> None:
+    """Who waits for a key that a transaction has locked is granted it behind the commit."""
+    with transaction.atomic(using=using_of(registered)):
+        transaction_lock(key, backend=registered.alias)
+        waiter = Later(lock_of(registered, key, wait=30).acquire)
+        waiting = lock_of(registered, key)
+        store = lock_backends[waiting.backend]
+        assert eventually(lambda: store.queues.name_of(key) in store.queues, 20)
+    Later(waiter.result().release).result()
+
+
+@SIDE_BY_SIDE
+def test_lease_that_is_refused_says_that_a_transaction_keeps_the_key(
+    registered: Registered, key: str
+) -> None:
+    """It is contention, and no store that does not answer."""
+    with (
+        locked_elsewhere(registered, key),
+        pytest.raises(LockNotAcquired, match="a transaction keeps it"),
+    ):
+        lock_of(registered, key, wait=0).acquire()
+
+
+@pytest.mark.aliases("postgres")
+def test_acquire_under_way_is_no_transaction(
+    registered: Registered, stranger: Stranger, key: str
+) -> None:
+    """Whoever has the number of a key, and has no lease yet, is nobody who is known to hold it."""
+    stranger.queue(key)
+    with pytest.raises(BackendUnavailable, match="a transaction is in the way"):
+        lock_of(registered, key, wait=0).acquire()
+    with (
+        pytest.raises(BackendUnavailable, match="a transaction is in the way"),
+        transaction.atomic(using=using_of(registered)),
+    ):
+        transaction_lock(key, wait=0, backend=registered.alias)
+    stranger.rollback()
+    assert locks(registered, key)
+
+
+@SIDE_BY_SIDE
+@pytest.mark.parametrize("by", ["lease", "transaction"])
+@pytest.mark.parametrize("wait", [0, 0.2])
+def test_what_was_refused_leaves_nothing_locked(
+    registered: Registered, key: str, by: str, wait: float
+) -> None:
+    """All or none: those that were free are free, and the transaction goes on."""
+    held: AbstractContextManager[object] = (
+        held_elsewhere(lock_of(registered, f"{key}-2"))
+        if by == "lease"
+        else locked_elsewhere(registered, f"{key}-2")
+    )
+    with transaction.atomic(using=using_of(registered)):
+        with held, pytest.raises(LockNotAcquired):
+            transaction_lock(f"{key}-1", f"{key}-2", wait=wait, backend=registered.alias)
+        if registered.store == "postgresql":
+            assert locks(registered, f"{key}-1", f"{key}-2")
+        row = Row.objects.using(using_of(registered)).create(name=key)
+    assert Row.objects.using(using_of(registered)).filter(pk=row.pk).delete()[0] == 1
+    assert locks(registered, f"{key}-1", f"{key}-2")
+
+
+@pytest.mark.stores("postgresql", why="its locks last until the end of the transaction")
+def test_savepoint_gives_up_what_was_locked_in_it(registered: Registered, key: str) -> None:
+    """A rollback to a savepoint frees the key; a lease of it can be taken then."""
+    with transaction.atomic(using=using_of(registered)):
+        with transaction.atomic(using=using_of(registered)):
+            transaction_lock(key, backend=registered.alias)
+            transaction.set_rollback(True, using=using_of(registered))
+        assert locks(registered, key)
+        with lock_of(registered, key, wait=0) as lease:
+            assert lease.held
+
+
+def test_waiting_ends_in_time(registered: Registered, key: str) -> None:
+    """Behind `wait` it is refused, whoever has the key."""
+    with (
+        held_elsewhere(lock_of(registered, key)),
+        prompt(0.3, least=0.3),
+        pytest.raises(LockNotAcquired),
+        transaction.atomic(using=using_of(registered)),
+    ):
+        transaction_lock(key, wait=0.3, backend=registered.alias)
+
+
+@SIDE_BY_SIDE
+def test_waiting_for_a_transaction_ends_in_time(registered: Registered, key: str) -> None:
+    """The same where the key is locked by another transaction."""
+    with (
+        locked_elsewhere(registered, key),
+        prompt(0.3, least=0.2),
+        pytest.raises(LockNotAcquired),
+        transaction.atomic(using=using_of(registered)),
+    ):
+        transaction_lock(key, wait=0.3, backend=registered.alias)
+
+
+def test_holder_locks_its_own_key(registered: Registered, key: str) -> None:
+    """Whoever holds a lease of the key is not in its own way, neither in its block nor behind."""
+    with lock_of(registered, key), transaction.atomic(using=using_of(registered)):
+        transaction_lock(key, wait=0, backend=registered.alias)
+
+
+@SIDE_BY_SIDE
+def test_lease_left_to_the_transaction_is_not_in_its_way(registered: Registered, key: str) -> None:
+    """The block is over, and its lease is released behind the commit: it is the same caller's."""
+    with transaction.atomic(using=using_of(registered)):
+        with lock_of(registered, key):
+            pass
+        transaction_lock(key, wait=0, backend=registered.alias)
+        assert not locks(registered, key)
+
+
+@SIDE_BY_SIDE
+def test_lease_within_is_refused(registered: Registered, key: str) -> None:
+    """It would wait for the transaction that it is taken in."""
+    with transaction.atomic(using=using_of(registered)):
+        transaction_lock(key, backend=registered.alias)
+        with (
+            pytest.raises(LockUsageError, match="transaction_lock") as caught,
+            lock_of(registered, key, wait=1),
+        ):
+            pytest.fail("a lease was granted amid the transaction that has locked its key")
+        assert caught.value.code == "self_blocked"
+        with lock_of(registered, f"{key}-2"):
+            pass
+
+
+def test_outside_of_a_transaction_it_says_what_to_do(registered: Registered, key: str) -> None:
+    """There is nothing that could hold it."""
+    with pytest.raises(LockUsageError, match=r"atomic\(\).*@transaction_locked"):
+        transaction_lock(key, backend=registered.alias)
+
+
+def test_paused_key_is_not_locked(registered: Registered, key: str) -> None:
+    """An operator's pause is for transactions, too."""
+    backend = lock_backends[registered.alias]
+    take_and_release(registered, key)
+    backend.pause(key, backend.clock().replace(year=2100))
+    with (
+        pytest.raises(LockNotAcquired, match="paused"),
+        transaction.atomic(using=using_of(registered)),
+    ):
+        transaction_lock(key, wait=0, backend=registered.alias)
+    backend.pause(key, None)
+    assert locks(registered, key)
+
+
+def take_and_release(registered: Registered, key: str) -> None:
+    """Let a key have been held."""
+    backend = lock_backends[registered.alias]
+    assert backend.release(take(backend, key)) is True
+
+
+@pytest.mark.aliases("postgres")
+def test_locking_is_one_round_trip(registered: Registered, key: str) -> None:
+    """For any number of keys, twice or not."""
+    keys = [f"{key}-{number % 20}" for number in range(40)]
+    using = using_of(registered)
+    with transaction.atomic(using=using):
+        with CaptureQueriesContext(connections[using]) as queries:
+            transaction_lock(*keys, backend=registered.alias)
+        assert len(queries) == 1
+        assert not locks(registered, f"{key}-7")
+
+
+@SIDE_BY_SIDE
+def test_order_of_the_arguments_does_not_matter(registered: Registered, key: str) -> None:
+    """Two who name the same keys in opposite orders never deadlock."""
+    keys = [f"{key}-{number}" for number in range(8)]
+    done = []
+
+    def work(mine: list[str]) -> None:
+        for _ in range(20):
+            with transaction.atomic(using=using_of(registered)):
+                transaction_lock(*mine, wait=20, backend=registered.alias)
+                done.append(threading.get_ident())
+
+    for each in [Later(work, keys), Later(work, keys[::-1]), Later(work, keys[3:] + keys[:3])]:
+        each.result(60)
+    assert len(done) == 60
+
+
+@pytest.mark.aliases("postgres", "mariadb")
+def test_deadlock_is_told(registered: Registered, key: str) -> None:
+    """Two transactions that lock one key after the other, the other way round."""
+    barrier, said = threading.Barrier(2), []
+
+    def work(first: str, second: str) -> None:
+        with transaction.atomic(using=using_of(registered)), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            transaction_lock(first, backend=registered.alias)
+            barrier.wait(10)
+            try:
+                transaction_lock(second, wait=10, backend=registered.alias)
+            except LockNotAcquired as error:
+                said.append(error)
+                if registered.store == "mysql":
+                    return
+            Row.objects.using(using_of(registered)).filter(name=key).exists()
+
+    for each in [Later(work, f"{key}-1", f"{key}-2"), Later(work, f"{key}-2", f"{key}-1")]:
+        each.result(30)
+    assert [each.code for each in said] == ["deadlock"]
+    assert locks(registered, f"{key}-1", f"{key}-2")
+
+
+@SIDE_BY_SIDE
+def test_wrong_order_warns_with_both_places(registered: Registered, key: str) -> None:
+    """What is locked later shall come later, or another transaction may deadlock."""
+    with transaction.atomic(using=using_of(registered)):
+        transaction_lock(f"{key}-2", backend=registered.alias)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            transaction_lock(f"{key}-2", f"{key}-3", backend=registered.alias)
+        with pytest.warns(RuntimeWarning, match=rf"{key}-1.*{key}-3") as caught:
+            transaction_lock(f"{key}-1", backend=registered.alias)
+    assert caught[0].filename == __file__
+    assert str(caught[0].message).count(f"{__file__}:") == 2
+
+
+@SIDE_BY_SIDE
+def test_parent_is_locked_alone_above_a_number(registered: Registered, key: str) -> None:
+    """Below it, all who name the parent go on side by side; above it, one alone."""
+    keys = [f"{key}-{number}" for number in range(5)]
+    how: dict[str, Any] = {"parent": f"{key}-p", "escalate_at": 5, "backend": registered.alias}
+    with transaction.atomic(using=using_of(registered)):
+        transaction_lock(*keys, **how)
+        assert not locks(registered, keys[0])
+        assert locks(registered, f"{key}-x", parent=f"{key}-p")
+        assert not locks(registered, f"{key}-p")
+    with transaction.atomic(using=using_of(registered)):
+        transaction_lock(*keys, f"{key}-5", **how)
+        assert locks(registered, keys[0])
+        assert not locks(registered, keys[0], parent=f"{key}-p")
+
+
+def test_decorator_opens_the_transaction(registered: Registered, key: str) -> None:
+    """Its keys are filled from the arguments."""
+    using = using_of(registered)
+
+    @transaction_locked(key + ":{pk}", key + ":all", backend=registered.alias)
+    def sell(pk: int) -> int:
+        assert connections[using].in_atomic_block
+        if registered.store != "sqlite":
+            assert not locks(registered, f"{key}:7")
+            assert not locks(registered, f"{key}:all")
+        return pk
+
+    assert sell(7) == 7
+    assert locks(registered, f"{key}:7", f"{key}:all")
+    with pytest.raises(LockUsageError, match="coroutine"):
+        transaction_locked("stock")(coroutine)
+    with pytest.raises(InvalidArgument, match="nothing"):
+        transaction_locked("{nothing}")(sell)
+
+
+async def coroutine() -> None:
+    """Do nothing."""
+
+
+@SIDE_BY_SIDE
+def test_asynchronous_code_locks_in_the_thread_that_waits(registered: Registered, key: str) -> None:
+    """Under `async_to_sync`, the transaction is that of the calling thread."""
+    with transaction.atomic(using=using_of(registered)):
+        async_to_sync(atransaction_lock)(key, backend=registered.alias)
+        assert not locks(registered, key)
+    assert locks(registered, key)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"shared": 1}, "shared must be True or False"),
+        ({"wait": -1}, "wait"),
+        ({"escalate_at": 3}, "needs a parent"),
+        ({"escalate_at": 0, "parent": "p"}, "at least 1"),
+        ({"parent": ""}, "empty"),
+    ],
+)
+def test_wrong_arguments_touch_nothing(
+    registered: Registered, key: str, how: dict[str, Any], message: str
+) -> None:
+    """They are refused before anything is asked."""
+    with transaction.atomic(using=using_of(registered)):
+        with (
+            CaptureQueriesContext(connections[using_of(registered)]) as queries,
+            pytest.raises(InvalidArgument, match=message),
+        ):
+            transaction_lock(key, **{"backend": registered.alias, **how})
+        assert len(queries) == 0
+        transaction_lock(backend=registered.alias)
+
+
+@pytest.mark.aliases("postgres")
+def test_session_is_shown(registered: Registered, key: str) -> None:
+    """Who looks at the key sees whose transaction keeps it."""
+    sessions = lock_backends[registered.alias].guards.sessions
+    with transaction.atomic(using=using_of(registered)):
+        transaction_lock(key, backend=registered.alias)
+        with connections[using_of(registered)].cursor() as cursor:
+            cursor.execute("SELECT pg_backend_pid()")
+            pid = cursor.fetchone()[0]
+        assert [each.pid for each in Later(sessions, key).result() or ()] == [pid]
+    assert Later(sessions, key).result() == ()
+
+
+@pytest.mark.aliases("postgres")
+@pytest.mark.parametrize("how", [IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE])
+def test_snapshot_is_refused(registered: Registered, key: str, how: IsolationLevel) -> None:
+    """It would not show a lease that was granted since."""
+    with (
+        alias_like("default", OPTIONS={"isolation_level": how}) as alias,
+        transaction.atomic(using=alias),
+        pytest.raises(LockUsageError, match="snapshot"),
+    ):
+        transaction_lock(key, using=alias, backend=registered.alias)
