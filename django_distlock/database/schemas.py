@@ -40,6 +40,8 @@ class TableConnections(LockConnections):
         #: The database that was asked, and its answer.
         self._decided: tuple[object, str | None] | None = None
         self._asking = threading.Lock()
+        #: Each call names what it is about. By name and by what was decided.
+        self._quoted: dict[tuple[str, tuple[object, str | None] | None], str] = {}
 
     def prepare(self) -> None:
         """Ask for the schema: that takes another connection."""
@@ -58,9 +60,15 @@ class TableConnections(LockConnections):
 
     def named(self, name: str) -> str:
         """Return the quoted name of what stands beside the tables, with its schema."""
+        if (found := self._quoted.get((name, self._known()))) is not None:
+            return found
         connection = connections[self.alias]
         quoted = str(connection.ops.quote_name(name))
-        return quoted if self.schema is None else f"{_quoted(connection, self.schema)}.{quoted}"
+        if (schema := self.schema) is not None:
+            quoted = f"{_quoted(connection, schema)}.{quoted}"
+        if (decided := self._known()) is not None:
+            self._quoted[name, decided] = quoted
+        return quoted
 
     @property
     def schema(self) -> str | None:

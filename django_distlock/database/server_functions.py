@@ -7,7 +7,7 @@ The same operations as `HeldLockManager` has, with the same answers; the bodies 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from typing import Any, cast
@@ -118,9 +118,8 @@ class ServerFunctions:
             `sql/postgresql/transaction_lock.sql`.
         """
         bound = None if asked.bound is None else int(asked.bound * 1000)
-        arguments: list[Any] = [
-            list(names), list(asked.keys.values()), list(asked.tokens), bound, asked.keep,
-        ]  # fmt: skip
+        shared = ["t" if each else "f" for each in asked.keys.values()]
+        arguments = [_array(names), _array(shared), _array(asked.tokens), bound, asked.keep]
         with connections[self._using].cursor() as cursor:
             cursor.execute(self._statement("transaction_lock"), arguments)
             outcome, *facts, place = json.loads(cursor.fetchone()[0])
@@ -203,6 +202,12 @@ def contended(
 
 def _bound(seconds: float) -> str:
     return str(milliseconds(seconds))
+
+
+def _array(texts: Iterable[str]) -> str:
+    """Return an array as text: a driver takes ten times as long for one of twenty keys."""
+    escaped = (each.replace("\\", "\\\\").replace('"', '\\"') for each in texts)
+    return "{" + ",".join([f'"{each}"' for each in escaped]) + "}"
 
 
 def _parts(answer: str, length: int) -> list[Any]:

@@ -37,6 +37,11 @@ def current_lease(key: str | None = None) -> Lease | None:
     return next((each for each in _held() if wanted is None or each.key == wanted), None)
 
 
+def has_blocks() -> bool:
+    """Whether the code that runs is in a block of any lock."""
+    return bool(_bound.get())
+
+
 def holds(backend: str, key: str) -> Lease | None:
     """Return what a block around the code that runs holds of a key."""
     return next((each for each in _held() if (each.backend, each.key) == (backend, key)), None)

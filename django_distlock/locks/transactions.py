@@ -174,7 +174,9 @@ def _sorted(
 
 def _own(store: BaseLockBackend, keys: Iterable[str]) -> list[str]:
     """Return the tokens of leases on these keys that the caller holds, or its transaction keeps."""
-    tokens = []
+    tokens: list[str] = []
+    if not (context.has_blocks() or deferred_release.has_waiting()):
+        return tokens
     for key in keys:
         name = store.alias, key
         if (lease := context.holds(*name)) is not None:

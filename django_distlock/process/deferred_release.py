@@ -345,6 +345,11 @@ def waiting_release(name: tuple[str, str], thread: int | None = None) -> Deferre
     return next(iter(_of_thread(waiting, home() if thread is None else thread)), None)
 
 
+def has_waiting() -> bool:
+    """Whether any release waits for a transaction."""
+    return bool(_waiting.all())
+
+
 def keepers(name: tuple[str, str]) -> set[int]:
     """Return the threads whose transactions keep what is called so for as long as they last."""
     kept = _waiting.of(name)

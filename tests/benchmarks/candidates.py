@@ -13,9 +13,9 @@ from importlib import import_module
 from itertools import cycle
 from typing import Any
 
-from django.db import connections
+from django.db import connections, transaction
 
-from django_distlock import distlock, lock_backends
+from django_distlock import distlock, lock_backends, transaction_lock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Attempt, Grant
@@ -31,6 +31,8 @@ from .timing import Subject
 KEYS = [f"invoice:{number}" for number in range(100)]
 HOT = "invoice:hot"
 TTL = 30.0
+#: Keys that one transaction locks.
+SEVERAL = 20
 
 
 class NoLock(RuntimeError):
@@ -226,6 +228,29 @@ def pglock() -> Iterator[list[Subject]]:
         yield [*pairs.pairs("pglock/lock"), Subject("pglock/block", {"pair": block})]
 
 
+def transactions() -> Iterator[list[Subject]]:
+    """Give twenty keys of one transaction, beside as many advisory locks in one SELECT."""
+    numbers = list(range(SEVERAL))
+
+    def locked() -> None:
+        with transaction.atomic():
+            transaction_lock(*KEYS[:SEVERAL], backend="functions")
+
+    def advisory() -> None:
+        with transaction.atomic(), connections["default"].cursor() as cursor:
+            cursor.execute("SELECT pg_advisory_xact_lock(n) FROM unnest(%s::bigint[]) n", [numbers])
+
+    def nothing() -> None:
+        with transaction.atomic(), connections["default"].cursor() as cursor:
+            cursor.execute("SELECT 1")
+
+    yield [
+        Subject("transaction/django", {"20 keys": locked}),
+        Subject("advisory/django", {"20 keys": advisory}),
+        Subject("transaction/django", {"no lock": nothing}),
+    ]
+
+
 def _prove(pairs: Operations) -> None:
     """See that a pair takes an advisory lock of the session, and gives it back."""
     held = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND granted"
@@ -278,6 +303,7 @@ CANDIDATES: dict[str, Candidate] = {
     "functions": functions,
     "orm": lambda: locks_on("orm", "orm"),
     "pglock": pglock,
+    "transactions": transactions,
     "floor": lambda: floor_of("default", "functions"),
     "sqlite": lambda: locks_on("sqlite", "sqlite"),
     "sqlite-floor": lambda: floor_of("sqlite", "sqlite"),

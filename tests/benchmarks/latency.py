@@ -60,6 +60,10 @@ COMPARISONS = (
         to="floor/driver/upsert",
     ),
     Comparison(
+        what="20 keys of a transaction: transaction_lock() / pg_advisory_xact_lock in one SELECT",
+        of="transaction/django/20 keys", to="advisory/django/20 keys", at_most=1.3,
+    ),
+    Comparison(
         what="pair, backend: SQLite / its floor", of="sqlite/backend/pair",
         to="sqlite-floor/driver/pair",
     ),

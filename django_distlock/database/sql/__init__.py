@@ -44,6 +44,10 @@ _IDENTIFIER, _HERE = re.compile(rf'"(?:{_NAMES.pattern})\w*"'), "\x1f"
 _VERSIONS = ("v1", "v2", "v3")
 
 
+# The table's own number as well: a copy of the schema has the same seed.
+_SEED = "pg_catalog.textcat(s.seed, s.tableoid::text)"
+
+
 def function_name(operation: str, version: str = _VERSIONS[-1]) -> str:
     """Return the name of the function for an operation, such as `"acquire"`."""
     return f"{table('locks')}_{operation}_{version}"
@@ -54,14 +58,15 @@ def side_table(what: str) -> str:
     return f"{table('locks')}_{what}"
 
 
-def number(use: str, name: str) -> str:
+def number(use: str, name: str, seed: str = _SEED) -> str:
     """Return an expression for the number of an advisory lock, in a query `FROM` the salt as `s`.
 
     Args:
         use: What for: two uses of one name have two numbers.
         name: An expression for the storage key.
+        seed: An expression for the secret, where it was read before.
     """
-    first = f"pg_catalog.left({_digest(use, name)}, 16)"
+    first = f"pg_catalog.left({_digest(use, name, seed)}, 16)"
     return f"pg_catalog.textcat('x', {first})::bit(64)::bigint"
 
 
@@ -85,9 +90,7 @@ def called(name: str) -> str:
     return f"pg_catalog.left({_hashed(f'pg_catalog.textcat({word()}, {name})')}, 32)"
 
 
-def _digest(use: str, name: str = "''") -> str:
-    # The table's own number as well: a copy of the schema has the same seed.
-    seed = "pg_catalog.textcat(s.seed, s.tableoid::text)"
+def _digest(use: str, name: str = "''", seed: str = _SEED) -> str:
     return _hashed(f"pg_catalog.textcat({seed}, pg_catalog.textcat(':{use}:', {name}))")
 
 
@@ -105,6 +108,8 @@ def script(name: str, schema: str) -> str:
     text = (files(__package__) / "postgresql" / f"{name}.sql").read_text(encoding="utf-8")
     salted = {
         "{turn}": number("turn", "p_storage_key"),
+        "{turn_of_seed}": number("turn", "p_storage_keys[v_at]", "v_seed"),
+        "{seed}": _SEED,
         "{mark}": mark(),
         "{channel}": channel(),
         "{called}": called("p_storage_key"),

@@ -23,8 +23,9 @@ DECLARE
     v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
     v_until timestamptz := pg_catalog.clock_timestamp() + p_bound * interval '1 millisecond';
     v_left bigint;
-    v_turns bigint[];
+    v_seed text;
     v_mark bigint;
+    v_turn bigint;
     v_at integer := 0;
     v_place integer;
     v_outcome text := 'locked';
@@ -40,22 +41,20 @@ BEGIN
         -- An older snapshot would not show a lease that was granted while this waited.
         RAISE EXCEPTION 'distlock needs READ COMMITTED' USING ERRCODE = '25001';
     END IF;
-    SELECT pg_catalog.array_agg({turn} ORDER BY k.place), pg_catalog.min({mark})
-        INTO v_turns, v_mark
-        FROM "django_distlock_heldlock_salt" s,
-            ROWS FROM (pg_catalog.unnest(p_storage_keys)) WITH ORDINALITY k (p_storage_key, place);
-    IF v_turns IS NULL THEN
+    SELECT {seed}, {mark} INTO v_seed, v_mark FROM "django_distlock_heldlock_salt" s;
+    IF NOT FOUND THEN
         RAISE EXCEPTION 'the table django_distlock_heldlock_salt is empty'
             USING ERRCODE = '58000', HINT = 'Run manage.py migrate.';
     END IF;
     BEGIN
         -- Tells sessions with transaction locks from those that acquire a lease right now.
         PERFORM pg_catalog.pg_advisory_xact_lock_shared(v_mark);
-        WHILE v_at < pg_catalog.cardinality(v_turns) LOOP
+        WHILE v_at < pg_catalog.cardinality(p_storage_keys) LOOP
             v_at := v_at + 1;
+            v_turn := {turn_of_seed};
             IF (CASE WHEN p_shared[v_at]
-                THEN pg_catalog.pg_try_advisory_xact_lock_shared(v_turns[v_at])
-                ELSE pg_catalog.pg_try_advisory_xact_lock(v_turns[v_at])
+                THEN pg_catalog.pg_try_advisory_xact_lock_shared(v_turn)
+                ELSE pg_catalog.pg_try_advisory_xact_lock(v_turn)
             END) THEN
                 CONTINUE;
             END IF;
@@ -68,9 +67,9 @@ BEGIN
             END IF;
             v_ignored := pg_catalog.set_config('lock_timeout', v_left::text, true);
             IF p_shared[v_at] THEN
-                PERFORM pg_catalog.pg_advisory_xact_lock_shared(v_turns[v_at]);
+                PERFORM pg_catalog.pg_advisory_xact_lock_shared(v_turn);
             ELSE
-                PERFORM pg_catalog.pg_advisory_xact_lock(v_turns[v_at]);
+                PERFORM pg_catalog.pg_advisory_xact_lock(v_turn);
             END IF;
         END LOOP;
         v_ignored := pg_catalog.set_config('lock_timeout', v_lock_timeout, true);
