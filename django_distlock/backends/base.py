@@ -34,7 +34,7 @@ from ..core.records import (
 )
 from ..exceptions import InvalidLockBackend
 from .counts import Count, Counts, States, Strain, every_record, listed_states
-from .groups import Guards, Notes, Transactions, Waiters
+from .groups import Guards, Notes, Records, Transactions, Waiters
 from .queues import Queues
 from .threads import CallThreads
 
@@ -132,7 +132,7 @@ class BaseLockBackend:
         #: Who waits in this process, by storage key.
         self.queues = Queues(lambda key: self._name(stored_key(key)))
         self.guards, self.transactions = Guards(self), Transactions(self)
-        self.waiters, self.notes = Waiters(self), Notes(self)
+        self.records, self.waiters, self.notes = Records(self), Waiters(self), Notes(self)
         _every.add(self)
 
     # Required
@@ -474,6 +474,9 @@ class BaseLockBackend:
 
     def _read(self, name: str) -> Record | None:
         raise NotImplementedError
+
+    def _read_many(self, names: Sequence[str]) -> Sequence[Record | None]:
+        return [self._read(name) for name in names]
 
     def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> Sequence[Grant | Unknown | None]:
         return [self._extend(name, grant, grant.ttl, bound=MAX_BOUND) for name, grant in named]

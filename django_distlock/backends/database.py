@@ -157,6 +157,13 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
     def _read(self, name: str) -> Record | None:
         return self._find(pk=name)
 
+    def _read_many(self, names: Sequence[str]) -> Sequence[Record | None]:
+        def read(on: str) -> dict[str, Record]:
+            return self._locks_on(on).read_many(names)
+
+        found = self._ask(read, writes=False, single=True, long=True)
+        return [found.get(name) for name in names]
+
     def _read_token(self, token: str) -> Record | None:
         record = self._find(token=token)
         return None if record is None or record.is_settled else record

@@ -1,4 +1,4 @@
-"""What a backend may do beside its locks: guards, transactions, waiters and notes."""
+"""What a backend may do beside its locks: guards, transactions, records, waiters and notes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..core.durations import MAX_BOUND, Duration
 from ..core.fences import validate_fence
 from ..core.holders import Holder, Session
 from ..core.keys import stored_key
-from ..core.records import Grant, InTheWay, KeysAsked, Waiting, Waits
+from ..core.records import Grant, InTheWay, KeysAsked, Record, Waiting, Waits
 
 if TYPE_CHECKING:
     from .base import BaseLockBackend
@@ -103,6 +103,18 @@ class Transactions:
             return found
         guarded = self._backend._is_guarded(self._backend._name(stored_key(found.key)))
         return replace(found, answer=replace(found.answer, guarded=guarded))
+
+
+class Records:
+    """What is held of many keys. Without a hook of its own, a backend is asked for each."""
+
+    def __init__(self, backend: BaseLockBackend):
+        self._backend = backend
+
+    def of(self, keys: Sequence[str]) -> Sequence[Record | None]:
+        """Return the record of each key, in their order, in one round trip; None: it is free."""
+        names = [self._backend._name(stored_key(key)) for key in keys]
+        return self._backend._read_many(names) if names else []
 
 
 class Waiters:

@@ -8,7 +8,7 @@ asks `may()` before.
 from ..core.keys import own_key
 from .held import HeldKey, State
 from .listing import Failure, LockPage, list_locks
-from .lookups import LockInfo, get_by_key, get_by_token, owns
+from .lookups import LockInfo, get_by_key, get_by_token, held_keys, owns
 from .operations import cleanup, expire_soon, force_release, pause, request_stop, resume
 from .outcomes import Outcome, Result
 from .permissions import Operation, may
@@ -35,6 +35,7 @@ __all__ = [
     "force_release",
     "get_by_key",
     "get_by_token",
+    "held_keys",
     "list_locks",
     "may",
     "own_key",

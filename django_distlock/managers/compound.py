@@ -19,10 +19,8 @@ from ..core.records import Attempt, Contended, Freed, Grant
 from ..database import sql
 from ..database.fields import from_microseconds
 from ..database.server_functions import acquired
+from ..database.vendors.mysql import MySQL
 from .lock import HeldLockManager
-
-# Each statement of a block reads the clock anew. A statement that waits has read it before.
-_NOW = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
 
 
 class CompoundLockManager(HeldLockManager):
@@ -41,7 +39,8 @@ class CompoundLockManager(HeldLockManager):
             "{owned}": _text("owned"),
             "{locks}": quote(locks.model._meta.db_table),
             "{fences}": quote(locks._counters.model._meta.db_table),
-            "{now}": _NOW,
+            # Each statement reads the clock anew. One that waits has read it before.
+            "{now}": str(MySQL.clock),
             "{grace}": str(_microseconds(GRACE)),
             "{fence_max}": str(FENCE_MAX),
         }

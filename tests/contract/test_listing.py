@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from django.db import connections
+from django.test.utils import CaptureQueriesContext
 
+from django_distlock import InvalidArgument, held_keys
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
@@ -11,6 +14,7 @@ from django_distlock.core.records import Record
 from tests.backends import Registered
 
 from .helpers import KEEPS_EXPIRED, contend, finds, held, listed, take
+from .locking import lock_of
 from .stores import Elapse, Store
 
 LISTS = pytest.mark.requires("supports_listing")
@@ -26,6 +30,44 @@ def test_read_shows_what_is_held(backend: BaseLockBackend, key: str) -> None:
     backend.release(grant)
     assert backend.read(key) is None
     assert finds(backend, grant.token, None)
+
+
+def test_many_keys_are_read_at_once(backend: BaseLockBackend, key: str) -> None:
+    """In the order of the keys, each as often as it is asked for; free ones have no record."""
+    for name in "ab":
+        take(backend, f"{key}-{name}", holder=Holder(host=name))
+    names = [f"{key}-{name}" for name in "bxab"]
+    assert backend.records.of(names) == [backend.read(name) for name in names]
+    assert backend.records.of([]) == []
+
+
+def test_held_keys_have_their_holders(registered: Registered, key: str) -> None:
+    """Keys that nobody holds are left out."""
+    names = [f"{key}-{name}" for name in "bab"]
+    with lock_of(registered, f"{key}-a", metadata={"worker": 7}) as lease:
+        assert held_keys(names, backend=registered.alias) == {lease.key: lease.holder}
+    assert held_keys(iter(names), backend=registered.alias) == {}
+    with pytest.raises(InvalidArgument, match="empty"):
+        held_keys([f"{key}-a", ""], backend=registered.alias)
+
+
+@KEEPS_EXPIRED
+def test_many_keys_are_read_without_what_is_over(
+    backend: BaseLockBackend, store: Store, key: str
+) -> None:
+    """A record of a lease that has ended is nobody's."""
+    take(backend, key, 5)
+    store.elapse(6.1)
+    assert backend.records.of([key]) == [None]
+
+
+@pytest.mark.aliases("postgres")
+def test_many_keys_are_one_round_trip(backend: BaseLockBackend, key: str) -> None:
+    """However many they are."""
+    backend.records.of([key])
+    with CaptureQueriesContext(connections[backend.using]) as queries:
+        backend.records.of([f"{key}-{number}" for number in range(900)])
+    assert len(queries) == 1
 
 
 def test_reading_changes_nothing(backend: BaseLockBackend, store: Store, key: str) -> None:

@@ -26,7 +26,11 @@ from django_distlock import (
     current_lease,
     default_lock_backend,
     distlock,
+    distlock_all,
+    held_keys,
     lock_backends,
+    transaction_lock,
+    transaction_locked,
 )
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.contrib.celery import locked_task as celery_task
@@ -176,6 +180,22 @@ async def ahold(lease: Lease) -> None:
     await lease.aextend(5)
     await lease.aextend(timedelta(seconds=5))
     assert_type(await lease.arelease(), bool)
+
+
+def several() -> None:
+    """Several keys at once, as leases and by a transaction."""
+    with distlock_all("a", "b", wait=5, ttl=3) as leases:
+        assert_type(leases["a"], Lease)
+        assert_type(leases.held, bool)
+    assert_type(distlock_all("a").acquire().release(), bool)
+    assert_type(held_keys(["a", "b"]), dict[str, Holder])
+    transaction_lock("a", "b", shared=True, wait=timedelta(seconds=3))
+
+    @transaction_locked("stock:{pk}", wait=0)
+    def sell(pk: int) -> str:
+        return str(pk)
+
+    assert_type(sell(7), str)
 
 
 def look() -> None:

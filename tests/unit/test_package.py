@@ -36,6 +36,8 @@ PUBLIC = [
     "current_lease",
     "default_lock_backend",
     "distlock",
+    "distlock_all",
+    "held_keys",
     "lock_backends",
     "transaction_lock",
     "transaction_locked",

@@ -38,6 +38,10 @@ class SessionViews(FenceTable):
         found = self._ask(partial(self._find, name, MAX_BOUND), writes=False)
         return None if found is None else found[0]
 
+    def _read_many(self, names: Sequence[str]) -> Sequence[Record | None]:
+        found = self._ask(self._find_all, writes=False, long=True)
+        return [found.get(name) for name in names]
+
     def _list(
         self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
     ) -> Page:

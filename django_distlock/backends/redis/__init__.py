@@ -164,6 +164,11 @@ class RedisBackend(RedisWaiters):
     def _read(self, name: str) -> Record | None:
         return self._run(self._reading(self._at("lock", name)), held)
 
+    def _read_many(self, names: Sequence[str]) -> Sequence[Record | None]:
+        calls = [self._reading(self._at("lock", name)) for name in names]
+        answers = zip(self.store.ask_all(calls), calls, strict=True)
+        return [_read(held, _or_raise(answer), call) for answer, call in answers]
+
     def _read_token(self, token: str) -> Record | None:
         lock = self.store.command("GET", self._token(token))
         record = None if lock is None else self._run(self._reading(text(lock)), held)
@@ -187,7 +192,7 @@ class RedisBackend(RedisWaiters):
                 locks = [self._at("lock", name) for name, _place in chunk]
                 fits = self.store.held_by(line, locks, host, task_id)
                 chunk = list(compress(chunk, fits))  # noqa: PLW2901
-            records = self.records(line, [name for name, _place in chunk])
+            records = self.records_on(line, [name for name, _place in chunk])
             for record, (_name, place) in zip(records, chunk, strict=True):
                 if isinstance(record, Unreadable):
                     spoiled.append(record)
@@ -204,7 +209,9 @@ class RedisBackend(RedisWaiters):
                 last = place
         return Page(tuple(found), None, tuple(spoiled))
 
-    def records(self, line: ThreadLines, names: Sequence[str]) -> list[Record | Unreadable | None]:
+    def records_on(
+        self, line: ThreadLines, names: Sequence[str]
+    ) -> list[Record | Unreadable | None]:
         """Return what one server has of these locks, in their order; None: not held.
 
         Args:

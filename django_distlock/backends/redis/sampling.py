@@ -35,7 +35,7 @@ def sampled_states(store: RedisBackend, soon: float) -> tuple[States, Strain]:
         for name in names:
             if name.startswith(prefix) and (match := _OURS.fullmatch(name, len(prefix))):
                 ours[match[1]].append(match[2])
-        found_here = store.records(line, ours["lock"])
+        found_here = store.records_on(line, ours["lock"])
         records = [each for each in found_here if isinstance(each, Record)]
         part = Counter(state for each in records for state in tally(each, now, soon))
         part["held"] += sum(isinstance(each, Unreadable) for each in found_here)

@@ -6,11 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from django.db import models, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import Q
+from django.db.models.expressions import RawSQL
 from django.db.utils import InterfaceError, OperationalError
+
+L = TypeVar("L", bound=models.Model)
+
+_MICROSECONDS = models.BigIntegerField()
 
 #: Seconds at most in which others are waited for who look for guards of the same key.
 LOOK_SECONDS = 0.25
@@ -35,6 +41,8 @@ class Vendor(ABC):
     schema_of: ClassVar[str | None] = None
     # Do its drivers write values into the statements that they send?
     writes_values_out: ClassVar[bool] = False
+    # The time in microseconds, as an expression; None: the store has no clock.
+    clock: ClassVar[str | None] = None
     # Can a row be locked against change while others, who only read it, lock it as well?
     supports_guard: ClassVar[bool] = False
 
@@ -47,6 +55,15 @@ class Vendor(ABC):
     @abstractmethod
     def now(self) -> datetime:
         """Return the store's clock, read now and not when the transaction began."""
+
+    def live(self, rows: models.QuerySet[L]) -> models.QuerySet[L]:
+        """Return those of the rows of locks that are live, by the clock of the store."""
+        # Read by the statement itself where that can be, in the same round trip.
+        if self.clock is None:
+            now: Any = self.now()
+        else:
+            now = RawSQL(self.clock, [], _MICROSECONDS)  # noqa: S611 - a text of our own
+        return rows.filter(Q(free_at__isnull=True) | Q(free_at__gt=now))
 
     @contextmanager
     def short_transaction(self, bound: float, *, writes: bool = True) -> Iterator[None]:

@@ -68,6 +68,9 @@ class PostgreSQL(Vendor):
     """Settings are made for one transaction, so that none reaches a pooler's next client."""
 
     schema_of: ClassVar[str | None] = SCHEMA_OF
+    clock: ClassVar[str | None] = (
+        "(pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint"
+    )
     supports_guard: ClassVar[bool] = True
 
     def now(self) -> datetime:

@@ -1,0 +1,215 @@
+"""Several keys at once, all or none: `distlock_all()`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar, cast
+
+from ..core.bodies import whole
+from ..core.declarations import Declaration, Kind, declared
+from ..core.durations import Duration
+from ..core.errors import InvalidArgument, LockUsageError
+from ..core.keys import KeyTemplate
+from ..handler import lock_backends
+from .lease import Lease
+from .lock import Lock, distlock
+from .taking import UNSET, Unset
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def distlock_all(
+    *keys: str, wait: Duration | Unset | None = UNSET, backend: str = "default", **how: Any
+) -> LockSet:
+    """Describe several locks to hold at the same time around a block or a call: all, or none.
+
+    The keys are taken one after the other in the order of their texts, so callers with the same
+    keys do not block each other, however they name them.
+
+    Args:
+        keys: What is locked; those that are there twice count once. For a decorator, templates.
+        wait: Seconds (or a `timedelta`) to keep trying, for all of them together; 0: one attempt
+            for each; None: for ever; left out: the `WAIT` of the backend.
+        backend: An alias in `DISTLOCK`.
+        how: What else `distlock` takes, except `on_conflict` and `reentrant`; it is for each key.
+
+    Raises:
+        InvalidArgument: An argument breaks a rule, or there is no key. Nothing was touched.
+    """
+    if not keys:
+        raise InvalidArgument("distlock_all() needs at least one key.")
+    if left_out := {"on_conflict", "reentrant"} & how.keys():
+        raise InvalidArgument(f"distlock_all() takes no {' and no '.join(sorted(left_out))}.")
+    return LockSet([distlock(key, wait=wait, backend=backend, **how) for key in keys])
+
+
+class Leases(Mapping[str, Lease]):
+    """The leases of several keys, by key, in the order in which they were granted."""
+
+    def __init__(self, leases: Iterable[Lease]):
+        self._leases = {each.key: each for each in leases}
+
+    def __getitem__(self, key: str) -> Lease:
+        return self._leases[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._leases)
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __bool__(self) -> bool:
+        return self.held
+
+    @property
+    def held(self) -> bool:
+        """Whether all of them are held."""
+        return all(each.held for each in self.values())
+
+    def check(self) -> None:
+        """Do nothing while all of them are held; see `Lease.check`."""
+        for each in self.values():
+            each.check()
+
+    def extend(self, ttl: Duration | None = None) -> None:
+        """Give each of them `ttl` seconds from now; see `Lease.extend`."""
+        for each in self.values():
+            each.extend(ttl)
+
+    def release(self) -> bool:
+        """Give all keys back, the last one first; see `Lease.release`. An error stops none."""
+        released: list[bool] = []
+        with ExitStack() as stack:
+            for each in self.values():
+                stack.callback(lambda lease: released.append(lease.release()), each)
+        return all(released)
+
+
+class LockSet:
+    """Several locks, to be held by one block at a time. Made by `distlock_all()`.
+
+    As a context manager, sync or async, it gives `Leases`, and releases them behind the block. As a
+    decorator it does so around each call, and the keys are templates.
+    """
+
+    def __init__(self, locks: Iterable[Lock]):
+        by_key = {each.key: each for each in locks}
+        self._locks = [by_key[key] for key in sorted(by_key)]
+        self._block: AbstractContextManager[Leases] | None = None
+        self._awaited: AbstractAsyncContextManager[Leases] | None = None
+
+    def __repr__(self) -> str:
+        return f"<LockSet {', '.join(repr(each.key) for each in self._locks)}>"
+
+    def acquire(self) -> Leases:
+        """Take all keys for who releases them by a call: see `Lock.acquire`."""
+        taken: list[Lease] = []
+        with ExitStack() as stack:
+            for lock in self._in_turn():
+                taken.append(lock.acquire())
+                stack.callback(taken[-1].release)
+            stack.pop_all()
+        return Leases(taken)
+
+    def __enter__(self) -> Leases:
+        self._require_free()
+        block = self._entered()
+        leases = block.__enter__()
+        self._block = block
+        return leases
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        block, self._block = self._block, None
+        return None if block is None else block.__exit__(exc_type, exc, traceback)
+
+    async def __aenter__(self) -> Leases:
+        self._require_free()
+        block = self._aentered()
+        leases = await block.__aenter__()
+        self._awaited = block
+        return leases
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        block, self._awaited = self._awaited, None
+        return None if block is None else await block.__aexit__(exc_type, exc, traceback)
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        """Hold the locks around each call of `function`, or around each await of it."""
+        function = whole(function)
+        templates = [KeyTemplate.for_function(each.key, function) for each in self._locks]
+
+        def filled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LockSet:
+            return LockSet(
+                replace(lock, key=template.render(args, kwargs))
+                for lock, template in zip(self._locks, templates, strict=True)
+            )
+
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
+                async with filled(args, kwargs):
+                    return await function(*args, **kwargs)
+
+        else:
+
+            @functools.wraps(function)
+            def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
+                with filled(args, kwargs):
+                    return function(*args, **kwargs)
+
+        declared[wrapper] = tuple(
+            Declaration(Kind.FUNCTION, each.key, each, each.on_conflict) for each in self._locks
+        )
+        return cast("Callable[P, T]", wrapper)
+
+    @contextmanager
+    def _entered(self) -> Iterator[Leases]:
+        with ExitStack() as stack:
+            yield Leases([stack.enter_context(lock) for lock in self._in_turn()])
+
+    @asynccontextmanager
+    async def _aentered(self) -> AsyncIterator[Leases]:
+        async with AsyncExitStack() as stack:
+            yield Leases([await stack.enter_async_context(lock) for lock in self._in_turn()])
+
+    def _in_turn(self) -> Iterator[Lock]:
+        """Give each lock with what is left of the time for all of them."""
+        store = lock_backends[self._locks[0].backend]
+        began, wait = store.monotonic(), self._locks[0].wait
+        whole_wait = store.config.wait if isinstance(wait, Unset) else wait
+        for lock in self._locks:
+            left = None
+            if whole_wait is not None:
+                left = max(0.0, whole_wait - (store.monotonic() - began))
+            yield replace(lock, wait=left)
+
+    def _require_free(self) -> None:
+        if self._block is not None or self._awaited is not None:
+            raise LockUsageError(
+                f"{self!r} is in use: make one by distlock_all() for each block.",
+                code="unsupported",
+            )

@@ -1,0 +1,168 @@
+"""`distlock_all()`: several keys at once, all or none."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import pytest
+
+from django_distlock import (
+    InvalidArgument,
+    LockLost,
+    LockNotAcquired,
+    LockUsageError,
+    current_lease,
+    distlock_all,
+)
+from tests.backends import Registered
+
+from .helpers import Later, at_once, prompt
+from .locking import grantable, held_elsewhere, lock_of, take_away
+
+
+def free(registered: Registered, *keys: str) -> list[str]:
+    """Return which of these keys can be had."""
+    return [each for each in keys if grantable(lock_of(registered, each, wait=0))]
+
+
+def test_all_keys_are_held_and_given_back(registered: Registered, key: str) -> None:
+    """In the order of their texts, each once, with leases by key."""
+    one, two = f"{key}-1", f"{key}-2"
+    with distlock_all(two, one, two, backend=registered.alias) as leases:
+        assert list(leases) == [one, two]
+        assert leases
+        leases.check()
+        assert {each.key for each in leases.values()} == {one, two}
+        assert current_lease(one) is leases[one]
+        assert free(registered, one, two) == []
+    assert free(registered, one, two) == [one, two]
+    assert not leases
+
+
+def test_all_or_none(registered: Registered, key: str) -> None:
+    """Where one cannot be had, those that were taken are given back; `wait` is for all."""
+    keys = [f"{key}-{number}" for number in range(4)]
+    locks = distlock_all(*keys, wait=0.3, backend=registered.alias)
+    with (
+        held_elsewhere(lock_of(registered, keys[1])),
+        held_elsewhere(lock_of(registered, keys[3])),
+    ):
+        for take in (locks.acquire, locks.__enter__, partial(asyncio.run, entered(locks))):
+            with prompt(0.3, least=0.2), pytest.raises(LockNotAcquired) as caught:
+                take()
+            assert caught.value.key == keys[1]
+            assert free(registered, *keys) == [keys[0], keys[2]]
+    with locks:
+        pass
+
+
+async def entered(locks: Any) -> None:
+    """Enter with an await."""
+    async with locks:
+        pass
+
+
+def test_awaited_block(registered: Registered, key: str) -> None:
+    """The same with `async with`."""
+    keys = [f"{key}-1", f"{key}-2"]
+
+    async def work() -> None:
+        async with distlock_all(*keys, backend=registered.alias) as leases:
+            assert list(leases) == keys
+            assert await asyncio.to_thread(free, registered, *keys) == []
+        assert not leases.held
+
+    asyncio.run(work())
+    assert free(registered, *keys) == keys
+
+
+def test_leases_without_a_block(registered: Registered, key: str) -> None:
+    """They are extended and released together, once."""
+    keys = [f"{key}-1", f"{key}-2"]
+    leases = distlock_all(*keys, ttl=20, backend=registered.alias).acquire()
+    leases.extend(50)
+    assert min(each.remaining() for each in leases.values()) > 20
+    assert leases.release() is True
+    assert leases.release() is False
+    assert free(registered, *keys) == keys
+
+
+@pytest.mark.requires("supports_operators")
+def test_lost_lease_gives_all_back(registered: Registered, key: str) -> None:
+    """The end of the block says so, and nothing stays held."""
+    keys = [f"{key}-1", f"{key}-2"]
+    with (  # noqa: PT012 - the end of the block raises
+        pytest.raises(LockLost) as caught,
+        distlock_all(*keys, ttl=2, heartbeat=False, backend=registered.alias) as leases,
+    ):
+        take_away(leases[keys[0]])
+        with pytest.raises(LockLost):
+            leases[keys[0]].extend()
+        assert not leases
+    assert caught.value.key == keys[0]
+    assert free(registered, *keys) == keys
+    leases = distlock_all(*keys, heartbeat=False, backend=registered.alias).acquire()
+    take_away(leases[keys[0]])
+    assert leases.release() is False
+    assert free(registered, *keys) == keys
+
+
+def test_error_of_the_block_gives_all_back(registered: Registered, key: str) -> None:
+    """It reaches the caller."""
+    keys = [f"{key}-1", f"{key}-2"]
+    with pytest.raises(ZeroDivisionError), distlock_all(*keys, backend=registered.alias):
+        raise ZeroDivisionError
+    assert free(registered, *keys) == keys
+
+
+def test_decorator_fills_all_keys(registered: Registered, key: str) -> None:
+    """Each is a template; calls at the same time do not mix up their leases."""
+    locked = distlock_all(f"{key}-{{a}}", f"{key}-{{b}}", wait=20, backend=registered.alias)
+    inside: list[int] = []
+
+    @locked
+    def work(a: int, b: int) -> list[int]:
+        inside.append(a)
+        assert len(inside) == 1, "two held a key at once"
+        inside.remove(a)
+        return sorted([a, b])
+
+    @locked
+    async def awaited(a: int, b: int) -> bool:
+        return current_lease(f"{key}-{a}") is not None and b > a
+
+    calls = [partial(work, 1, 2), partial(work, 2, 1), partial(work, 1, 3)]
+    assert at_once(calls) == [[1, 2], [1, 2], [1, 3]]
+    assert asyncio.run(awaited(1, 2))
+    assert len(free(registered, f"{key}-1", f"{key}-2", f"{key}-3")) == 3
+
+
+def test_opposite_orders_do_not_wait_for_each_other(registered: Registered, key: str) -> None:
+    """Who names the keys the other way round takes them in the same order."""
+    keys = [f"{key}-{number}" for number in range(3)]
+
+    def work(mine: list[str]) -> int:
+        for _ in range(5):
+            with distlock_all(*mine, wait=30, backend=registered.alias):
+                pass
+        return 5
+
+    assert at_once([partial(work, keys), partial(work, keys[::-1])]) == [5, 5]
+
+
+@pytest.mark.aliases("memory")
+def test_wrong_use_is_refused(registered: Registered, key: str) -> None:
+    """Before anything is asked."""
+    with pytest.raises(InvalidArgument, match="at least one key"):
+        distlock_all(backend=registered.alias)
+    with pytest.raises(InvalidArgument, match="takes no on_conflict"):
+        distlock_all(key, on_conflict="run")
+    with pytest.raises(InvalidArgument, match="ttl"):
+        distlock_all(key, ttl=-1)
+    locks = distlock_all(key, backend=registered.alias)
+    with locks, pytest.raises(LockUsageError, match="in use"):
+        locks.__enter__()
+    assert key in repr(locks)
+    assert Later(locks.acquire).result().release()
