@@ -16,7 +16,14 @@ from django.utils.translation import gettext_lazy as _
 
 from ..core.errors import InvalidArgument, LockError
 from ..handler import lock_backends
-from ..inspection import Failure, Summary, list_locks, summary
+from ..inspection import (
+    Failure,
+    Summary,
+    TransactionLock,
+    list_locks,
+    list_transactions,
+    summary,
+)
 from ..inspection.diagnosis import has_lost
 from ..inspection.history import History, history
 from ..inspection.showing import expired_locks
@@ -93,6 +100,7 @@ class Overview:
         outages: Backends that could not be asked.
         lost: Backends of Redis that have lost their data.
         unlisted: Backends that cannot list what they hold.
+        transactions: What transactions keep, or wait for, the longest one first.
     """
 
     rows: tuple[Row, ...]
@@ -106,6 +114,7 @@ class Overview:
     unlisted: tuple[Failure, ...]
     unreadable: tuple[Unreadable, ...]
     alone: tuple[str, ...]
+    transactions: tuple[TransactionLock, ...]
 
     @classmethod
     def of(cls, form: FilterForm, cursor: str | None, pages: Pages) -> Overview:
@@ -135,6 +144,7 @@ class Overview:
                 if each.is_of_key
             ),
             alone=tuple(_alone()),
+            transactions=list_transactions().transactions[:LIMIT],
         )
 
     def facts(self) -> tuple[object, ...]:
@@ -150,6 +160,7 @@ class Overview:
             self.lost,
             self.unlisted,
             self.unreadable,
+            [(each.name, each.waits, each.since, each.session) for each in self.transactions],
         )
 
 

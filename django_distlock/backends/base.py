@@ -24,6 +24,7 @@ from ..core.records import (
     Counter,
     Grant,
     InTheWay,
+    KeptKey,
     KeysAsked,
     Page,
     Raised,
@@ -565,6 +566,9 @@ class BaseLockBackend:
 
     def _lock_for_transaction(self, asked: KeysAsked) -> InTheWay | None:
         raise NotImplementedError
+
+    def _kept_by_transactions(self, limit: int) -> Sequence[KeptKey] | None:
+        return None
 
     def _is_guarded(self, name: str) -> bool:
         """Whether a guarded transaction keeps the key. False where the store cannot tell now."""

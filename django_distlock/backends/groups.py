@@ -11,7 +11,7 @@ from ..core.durations import MAX_BOUND, Duration
 from ..core.fences import validate_fence
 from ..core.holders import Holder, Session
 from ..core.keys import stored_key
-from ..core.records import Grant, InTheWay, KeysAsked, Record, Waiting, Waits
+from ..core.records import Grant, InTheWay, KeptKey, KeysAsked, Record, Waiting, Waits
 
 if TYPE_CHECKING:
     from .base import BaseLockBackend
@@ -103,6 +103,19 @@ class Transactions:
             return found
         guarded = self._backend._is_guarded(self._backend._name(stored_key(found.key)))
         return replace(found, answer=replace(found.answer, guarded=guarded))
+
+    def kept(self, limit: int = 1000) -> Sequence[KeptKey] | None:
+        """Return what transactions have locked, or wait for, the longest one first.
+
+        A look, for people: one may end, and another begin, a moment later.
+
+        Args:
+            limit: How many at most.
+
+        Returns:
+            The keys; None: the store cannot tell.
+        """
+        return self._backend._kept_by_transactions(limit)
 
 
 class Records:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -10,8 +11,12 @@ from django.db import DatabaseError, connections, transaction
 from ..conf import table
 from ..core.durations import MAX_BOUND
 from ..core.holders import Session
+from ..core.records import KeptKey
 from ..database import vendors
 from ..database.sql import mark, number
+
+#: Fence counters at most whose keys are told by name.
+MOST_NAMES = 10_000
 
 _LOCKERS = 'SELECT xmax::text FROM "%s" WHERE storage_key = %%s AND xmax <> 0'
 
@@ -54,6 +59,52 @@ ORDER BY a.xact_start, a.pid
 """  # noqa: S608 - of expressions of our own
 
 
+# Names are known of keys that were granted once, of so many at most: a hash is made of each.
+_KEPT_KEYS = f"""
+WITH secret AS MATERIALIZED (
+    SELECT {mark()} AS mark FROM {{salt}} s
+), held AS MATERIALIZED (
+    SELECT l.pid, ((l.classid::bigint << 32) | l.objid::bigint) AS number, l.mode, l.granted,
+        l.waitstart
+    FROM pg_locks l
+    WHERE l.locktype = 'advisory' AND l.objsubid = 1
+        AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+), known AS (
+    SELECT c.key, {number("turn", "c.storage_key")} AS number
+    FROM (
+        SELECT key, storage_key FROM {{fences}}
+        WHERE starts_with(storage_key, %s) ORDER BY storage_key LIMIT {MOST_NAMES}
+    ) c, {{salt}} s
+)
+SELECT coalesce(known.key, ''), held.number, held.mode = 'ShareLock', NOT held.granted,
+    coalesce(held.waitstart, a.xact_start),
+    a.pid, a.application_name, a.usename, host(a.client_addr), a.xact_start
+FROM secret, held JOIN pg_stat_activity a ON a.pid = held.pid
+LEFT JOIN known ON known.number = held.number
+WHERE held.number <> secret.mark AND held.pid <> pg_backend_pid()
+    AND held.pid IN (SELECT m.pid FROM held m WHERE m.number = secret.mark AND m.granted)
+ORDER BY a.xact_start, a.pid, 1, 2 LIMIT %s
+"""  # noqa: S608 - of expressions of our own
+
+
+def postgresql_kept_keys(
+    using: str, tables: Mapping[str, str], namespace: str, limit: int
+) -> tuple[KeptKey, ...]:
+    """Return what transactions have locked, or wait for, the longest one first.
+
+    Args:
+        tables: Fence counters and secret, quoted and with their schema.
+        namespace: What the storage keys of this backend begin with.
+    """
+    escaped = {what: name.replace("%", "%%") for what, name in tables.items()}
+    with vendors.of(using).short_transaction(MAX_BOUND, writes=False):
+        rows = _rows(using, _KEPT_KEYS.format(**escaped), namespace, limit)
+    return tuple(
+        KeptKey(key, number, shared, waits, since, _session(*session))
+        for key, number, shared, waits, since, *session in rows
+    )
+
+
 def postgresql_keepers(using: str, salt: str, name: str) -> tuple[Session, ...]:
     """Return the sessions whose transactions have locked a key, the longest one first.
 
@@ -85,10 +136,13 @@ def postgresql_guards(using: str, fences: str, name: str) -> tuple[Session, ...]
 
 
 def _sessions(rows: list[Any]) -> tuple[Session, ...]:
-    return tuple(
-        Session(pid, application or "", user or "", client or "", since)
-        for pid, application, user, client, since in rows
-    )
+    return tuple(_session(*row) for row in rows)
+
+
+def _session(
+    pid: int, application: str | None, user: str | None, client: str | None, since: Any
+) -> Session:
+    return Session(pid, application or "", user or "", client or "", since)
 
 
 def _rows(using: str, statement: str, *arguments: Any) -> list[Any]:

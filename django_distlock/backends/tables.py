@@ -156,10 +156,10 @@ class FenceTable(NoteTable):
         if connections[self.using].vendor != "postgresql":
             # MySQL and MariaDB tell whose lock it is only to who waits for it, and this does not.
             return None
-        fences, salt = self._connections.name("fences"), self._connections.named(side_table("salt"))
+        fences = self._connections.name("fences")
 
         def look(on: str) -> tuple[Session, ...]:
-            keepers = postgresql_keepers(on, salt, name)
+            keepers = postgresql_keepers(on, self._salt, name)
             return keepers + postgresql_guards(on, fences, name)
 
         return self._ask(look, writes=False)
@@ -179,8 +179,11 @@ class FenceTable(NoteTable):
     def _is_locked_by_transaction(self, name: str) -> bool:
         if connections[self.using].vendor != "postgresql":
             return False
-        salt = self._connections.named(side_table("salt"))
-        return bool(self._ask(lambda on: postgresql_keepers(on, salt, name), writes=False))
+        return bool(self._ask(lambda on: postgresql_keepers(on, self._salt, name), writes=False))
+
+    @property
+    def _salt(self) -> str:
+        return self._connections.named(side_table("salt"))
 
     def _raise_fences(
         self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int

@@ -13,11 +13,12 @@ from django.db.utils import DatabaseError, InterfaceError
 from ..core.clock import monotonic
 from ..core.errors import LockUsageError
 from ..core.keys import OWN_MARKER, stored_key
-from ..core.records import Contended, InTheWay, KeysAsked
+from ..core.records import Contended, InTheWay, KeptKey, KeysAsked
 from ..database import vendors
 from ..database.connections import require_transaction
 from ..database.fields import to_microseconds
 from ..database.server_functions import ServerFunctions, contended
+from .guards import postgresql_kept_keys
 from .tables import FenceTable
 
 #: How many values a statement takes on every database.
@@ -60,6 +61,18 @@ class TransactionLocks(FenceTable):
                     f"A transaction that may only read locks no key: {error}", code="unsupported"
                 ) from error
             raise self._translated(error, None) from error
+
+    def _kept_by_transactions(self, limit: int) -> Sequence[KeptKey] | None:
+        if connections[self.using].vendor != "postgresql":
+            # MySQL and MariaDB tell whose lock it is only to who waits for it, and this does not.
+            return None
+        tables = {"fences": self._connections.name("fences"), "salt": self._salt}
+
+        def look(on: str) -> tuple[KeptKey, ...]:
+            return postgresql_kept_keys(on, tables, self._namespace(), limit)
+
+        found: tuple[KeptKey, ...] = self._ask(look, writes=False, long=True)
+        return found
 
     def _call_function(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
         functions = self._hot.db_manager(asked.using)

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from .durations import GRACE
 from .errors import LockError
-from .holders import Holder
+from .holders import Holder, Session
 from .secrets import Token
 
 _GRACE: Final = timedelta(seconds=GRACE)
@@ -190,6 +190,27 @@ class InTheWay:
     key: str
     answer: Contended
     deadlock: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeptKey:
+    """A key that a transaction has locked, or waits for, for people to see.
+
+    Attributes:
+        key: "": the store knows its number alone.
+        number: What the server calls it.
+        shared: Whether others may share it.
+        waits: Whether the transaction waits for it; False: it has it.
+        since: When it began to wait, or when the transaction began, by the store's clock.
+        session: Whose transaction it is.
+    """
+
+    key: str
+    number: int
+    shared: bool
+    waits: bool
+    since: datetime | None
+    session: Session
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from .pruning import Pruned, prune_events
 from .showing import KeyView, show
 from .statistics import Statistics, statistics
 from .summary import Summary, summary
+from .transactions import TransactionLock, TransactionLocks, list_transactions
 
 __all__ = [
     "Failure",
@@ -30,6 +31,8 @@ __all__ = [
     "State",
     "Statistics",
     "Summary",
+    "TransactionLock",
+    "TransactionLocks",
     "cleanup",
     "expire_soon",
     "force_release",
@@ -37,6 +40,7 @@ __all__ = [
     "get_by_token",
     "held_keys",
     "list_locks",
+    "list_transactions",
     "may",
     "own_key",
     "owns",

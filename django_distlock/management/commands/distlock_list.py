@@ -12,13 +12,22 @@ from django.core.management.base import CommandError, CommandParser
 
 from ...core.errors import InvalidArgument
 from ...handler import lock_backends
-from ...inspection import Failure, LockPage, list_locks
+from ...inspection import Failure, LockPage, list_locks, list_transactions
 from ...inspection.declared import DeclaredKey, list_declared
-from ..operating import HEADINGS, OperatorCommand, duration, in_memory, raise_unavailable
+from ..operating import (
+    HEADINGS,
+    OperatorCommand,
+    duration,
+    in_memory,
+    named,
+    raise_unavailable,
+)
 from ..streaming import every_page, stream_json, stream_table
 from ..tables import Cell, span
 
 _DECLARED: Final = ("KEY", "KIND", "MODE", "TTL", "WAIT", "ON CONFLICT", "BACKEND", "PLACE")
+_TRANSACTIONS: Final = ("BACKEND", "KEY", "MODE", "STATE", "FOR", "SESSION")
+_NO_LEASE: Final = "What a transaction keeps is no lease"
 #: Arguments about held keys, and what each is where nobody gave it.
 _OF_HELD: Final = {
     "host": None, "task": None, "held_longer_than": None, "limit": 100, "cursor": None,
@@ -27,11 +36,12 @@ _OF_HELD: Final = {
 
 
 class Command(OperatorCommand):
-    """`distlock_list [--declared] [--backend ALIAS …] [--prefix P] [--host H] [--task T] …`."""
+    """`distlock_list [--declared | --transactions] [--backend ALIAS …] [--prefix P] …`."""
 
     help = (
         "Lists held locks, page by page: who holds what, since when, and until when. Or, with"
-        " --declared, the keys that the code of the project declares, and where."
+        " --declared, the keys that the code of the project declares, and where. Or, with"
+        " --transactions, the keys that transactions have locked, or wait for."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -42,6 +52,12 @@ class Command(OperatorCommand):
             action="store_true",
             help="import the project's tasks, views and commands, and list the keys that they"
             " declare; takes --backend, --prefix and --json",
+        )
+        parser.add_argument(
+            "--transactions",
+            action="store_true",
+            help="list what transactions keep by transaction_lock(), where the database tells;"
+            " takes --backend and --json",
         )
         parser.add_argument(
             "--backend",
@@ -78,13 +94,14 @@ class Command(OperatorCommand):
         self, *, backend: list[str] | None, cursor: str | None, json: bool, **options: Any
     ) -> None:
         """Print a page, and what could not be asked; or what is declared."""
+        if options["declared"] or options["transactions"]:
+            what = "What is declared is not held yet" if options["declared"] else _NO_LEASE
+            self._require_plain(what, {**options, "cursor": cursor})
         if options["declared"]:
-            given = {**options, "cursor": cursor}
-            wrong = [name for name, default in _OF_HELD.items() if given[name] != default]
-            if wrong:
-                names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
-                raise InvalidArgument(f"What is declared is not held yet: leave out {names}.")
             self._show_declared(backend, options["prefix"], json=json)
+            return
+        if options["transactions"]:
+            self._show_transactions(backend, json=json)
             return
         aliases = tuple(lock_backends) if backend is None else tuple(dict.fromkeys(backend))
         # Of one whose settings are wrong, the listing says so.
@@ -108,6 +125,45 @@ class Command(OperatorCommand):
         if backend is not None and apart == list(aliases):
             raise CommandError(in_memory(apart[0]).message)
         raise_unavailable(failures)
+
+    def _require_plain(self, what: str, given: dict[str, Any]) -> None:
+        """Refuse arguments about held keys.
+
+        Args:
+            what: What is wrong with them.
+        """
+        others = {"declared": False, "prefix": ""} if given["transactions"] else {}
+        allowed = {**_OF_HELD, **others}
+        wrong = [name for name, default in allowed.items() if given[name] != default]
+        if wrong:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+            raise InvalidArgument(f"{what}: leave out {names}.")
+
+    def _show_transactions(self, backends: list[str] | None, *, json: bool) -> None:
+        """Print what transactions keep; name on standard error who could not be asked."""
+        found = list_transactions(backends=backends)
+        if json:
+            self.print_json(found)
+        elif found.transactions:
+            self.print_table(
+                _TRANSACTIONS,
+                [
+                    [
+                        each.backend,
+                        each.name,
+                        "shared" if each.shared else "alone",
+                        "waits" if each.waits else "keeps",
+                        span(each.seconds),
+                        named(each.session),
+                    ]
+                    for each in found.transactions
+                ],
+            )
+        elif not found.failures:
+            self.stdout.write("No transaction keeps a key, of those that can be seen.")
+        if not json:
+            self.print_failures(found.failures)
+        raise_unavailable(found.failures)
 
     def _show(self, page: LockPage, *, json: bool) -> None:
         if json:
