@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from django.db import transaction
 
-from django_distlock import Lock, Retry
+from django_distlock import Lock, Retry, transaction_lock
 from tests.contract.helpers import Later
 from tests.shop.models import Row
 
@@ -32,6 +32,15 @@ def count_inside(lock: Lock, name: str, using: str = "default") -> tuple[int, in
     """Do so in a transaction, whose end frees the key."""
     with transaction.atomic(using=using), lock as lease:
         return _add(name, using), lease.fence
+
+
+def count_by_transaction(
+    key: str, using: str, backend: str, wait: float = PATIENCE
+) -> tuple[int, int]:
+    """Do so under a lock of the transaction, which has no fence."""
+    with transaction.atomic(using=using):
+        transaction_lock(key, using=using, backend=backend, wait=wait)
+        return _add(key, using), 0
 
 
 async def acount_once(lock: Lock, name: str, using: str = "default") -> tuple[int, int]:

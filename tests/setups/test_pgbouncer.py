@@ -14,7 +14,7 @@ import pytest
 from django.db import connections, transaction
 from psycopg import IsolationLevel
 
-from django_distlock import BackendUnavailable, distlock
+from django_distlock import BackendUnavailable, LockNotAcquired, distlock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant, Unknown
@@ -32,6 +32,7 @@ from .counting import (
     PATIENCE,
     acount_once,
     assert_none_lost,
+    count_by_transaction,
     count_inside,
     count_once,
     new_counter,
@@ -141,6 +142,20 @@ def test_arguments_bound_on_the_server_are_no_obstacle(key: str, server_function
         use_every_operation(lock_backends[alias], using, key)
 
 
+@pytest.mark.parametrize("binding", [False, True], ids=["client", "server"])
+def test_transactions_lock_keys(key: str, *, binding: bool) -> None:
+    """Each client has its session for a transaction, and so what it locks there."""
+    with bounced(OPTIONS={"server_side_binding": binding}) as (using, alias):
+        new_counter(key)
+
+        def work() -> list[tuple[int, int]]:
+            return [count_by_transaction(key, using, alias) for _ in range(TIMES)]
+
+        # A process that asks for the first time asks for the schema, by another session.
+        counted = work() + [each for some in together([work] * 4) for each in some]
+        assert sorted(value for value, _key in counted) == list(range(1, 5 * TIMES + 1))
+
+
 def use_every_operation(backend: BaseLockBackend, using: str, key: str) -> None:
     """Call each operation more often than psycopg executes a statement before it prepares it."""
     for _ in range(7):
@@ -182,6 +197,7 @@ def test_session_is_given_on_as_it_was(key: str, server_functions: bool) -> None
     question = "SELECT " + ", ".join(f"current_setting('{name}')" for name in settings)
     with server() as raw:
         expected = raw.execute(question).fetchone()
+    new_counter(key)
     # One session for all, so that the next client gets the one that was used.
     with bounced(size=1, server_functions=server_functions, **named(key)) as (using, alias):
         backend = lock_backends[alias]
@@ -191,6 +207,10 @@ def test_session_is_given_on_as_it_was(key: str, server_functions: bool) -> None
             with lock as lease:
                 lease.extend()
                 assert lock.try_acquire() is None
+            if server_functions:
+                with lock, pytest.raises(LockNotAcquired):
+                    Later(count_by_transaction, key, using, alias, wait=0).result(PATIENCE)
+                count_by_transaction(key, using, alias)
             lease = lock.acquire()
             assert backend.force_release(key) is not None
             assert lease.release() is False

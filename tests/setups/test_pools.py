@@ -21,6 +21,7 @@ from .counting import (
     EAGER,
     PATIENCE,
     assert_none_lost,
+    count_by_transaction,
     count_inside,
     count_once,
     new_counter,
@@ -92,6 +93,22 @@ def test_more_threads_than_connections(key: str, pool: object, count: Any) -> No
             return counted
 
         assert_none_lost(each for counted in together([work] * 8) for each in counted)
+
+
+def test_transactions_of_a_small_pool_lock_keys(key: str) -> None:
+    """Whoever waits for the key has one of its connections, as with any statement."""
+    with pooled(PATIENT, key) as (using, backend):
+        new_counter(key)
+
+        def work() -> list[int]:
+            counted = []
+            for _ in range(4):
+                counted.append(count_by_transaction(key, using, backend)[0])
+                connections[using].close()
+            return counted
+
+        counted = [each for some in together([work] * 6) for each in some]
+        assert sorted(counted) == list(range(1, 25))
 
 
 def test_connections_of_ours_are_not_the_pools(key: str) -> None:
