@@ -485,6 +485,11 @@ MUTANTS = (
         test=f"{LOCKED}::test_lease_keeps_transactions_out",
     ),
     Mutant(
+        "a transaction that overlooks an extend in flight", "postgres", TRANSACTION_LOCK,
+        old=r"l.free_at <= t FOR SHARE", new="false FOR SHARE",
+        test=f"{LOCKED}::test_extend_in_flight_is_waited_for",
+    ),
+    Mutant(
         "a transaction that keeps what it was refused", "postgres", TRANSACTION_LOCK,
         old=r"RAISE EXCEPTION 'not locked' USING ERRCODE = 'DLOCK'", new="NULL",
         test=f"{LOCKED}::test_what_was_refused_leaves_nothing_locked", case="{backend}-0-lease",

@@ -15,7 +15,7 @@ from django.utils.connection import ConnectionDoesNotExist
 
 from ..conf import BackendConfig
 from ..core.durations import GRACE, MAX_BOUND
-from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
+from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError, shown
 from ..core.holders import Session
 from ..core.keys import namespace
 from ..core.records import Contended, Counter, Grant, Raised
@@ -204,6 +204,8 @@ class FenceTable(NoteTable):
     def _alias_in_database(self, using: str | None) -> str:
         if using is None or using == self.using:
             return self.using
+        if not isinstance(using, str) or using not in connections.settings:
+            raise InvalidArgument(f"using must be an alias in DATABASES, not {shown(using)}.")
         ours, theirs = (_address(connections[each]) for each in (self.using, using))
         if ours != theirs:
             raise LockUsageError(

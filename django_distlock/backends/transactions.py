@@ -11,11 +11,12 @@ from django.db import connections, transaction
 from django.db.utils import DatabaseError, InterfaceError
 
 from ..core.clock import monotonic
+from ..core.durations import MAX_BOUND
 from ..core.errors import LockUsageError
 from ..core.keys import OWN_MARKER, stored_key
 from ..core.records import Contended, InTheWay, KeptKey, KeysAsked
 from ..database import vendors
-from ..database.connections import require_transaction
+from ..database.connections import older_snapshot, require_transaction
 from ..database.fields import to_microseconds
 from ..database.server_functions import ServerFunctions, contended
 from .guards import postgresql_kept_keys
@@ -30,6 +31,7 @@ _LEASES = """
 SELECT storage_key, token, fence, acquired_at, expires_at, free_at, holder FROM {locks}
 WHERE storage_key IN ({names}) AND (free_at IS NULL OR free_at > %s)
 """
+_OVER = "SELECT storage_key FROM {locks} WHERE storage_key IN ({names}) AND free_at <= %s"
 _PAUSES = "SELECT storage_key FROM {fences} WHERE storage_key IN ({names}) AND paused_until > %s"
 
 
@@ -78,6 +80,8 @@ class TransactionLocks(FenceTable):
         functions = self._hot.db_manager(asked.using)
         assert isinstance(functions, ServerFunctions)  # noqa: S101 - or it is not supported
         outcome, key, (*facts, told) = functions.transaction_lock([*names], asked)
+        if outcome == "snapshot":
+            raise older_snapshot(asked.using)
         if outcome == "locked" or key is None:
             return None
         return InTheWay(key, contended(outcome, *facts, told=told), deadlock=outcome == "deadlock")
@@ -88,12 +92,16 @@ class TransactionLocks(FenceTable):
         What an acquire finds locked by others who share it is guarded. So it is the door, another
         row, that tells those who share a key from those who do not.
         """
+        until = monotonic() + asked.bound
+        # Beforehand: nothing of what is locked is given up before the transaction ends, and whoever
+        # operates on a key would have to wait for that.
+        if (found := self._look_beside(names, asked)) is not None:
+            return found
         vendor, fences = vendors.of(asked.using), self._connections.name("fences")
-        until = None if asked.bound is None else monotonic() + asked.bound
-        self._make_rows(names)
+        self._make_rows(names, asked.bound)
         for name, key in names.items():
             for row, is_shared in ((_door(name), asked.keys[key]), (name, True)):
-                left = None if until is None else max(0.0, until - monotonic())
+                left = max(0.0, until - monotonic())
                 try:
                     vendor.lock_row(fences, row, left, shared=is_shared)
                 except DatabaseError as error:
@@ -104,9 +112,28 @@ class TransactionLocks(FenceTable):
                         return InTheWay(key, Contended(busy=True), deadlock=True)
                     # Of the door it is known who keeps it: none but transactions lock one.
                     return InTheWay(key, Contended(busy=True, guarded=row != name))
-        return self._look(names, asked, asked.using)
+        return self._look_beside(names, asked)
 
-    def _make_rows(self, names: Mapping[str, str]) -> None:
+    def _look_beside(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
+        """Look on a connection of ours: the caller's may read from a snapshot, or lock."""
+
+        def look(on: str) -> InTheWay | None:
+            with vendors.of(on).short_transaction(min(asked.bound, MAX_BOUND)):
+                # Wait for an extend in flight: what looks over may last.
+                now, locks = to_microseconds(vendors.of(on).now()), self._connections.name("locks")
+                for name in self._over(on, names, now):
+                    vendors.of(on).lock_row(locks, name, asked.bound, shared=True)
+                return self._look(names, asked, on)
+
+        busy = InTheWay(next(iter(names.values())), Contended(busy=True))
+        found: InTheWay | None = self._ask(look, bound=asked.bound, busy=lambda: busy)
+        return found
+
+    def _over(self, on: str, names: Mapping[str, str], now: int) -> list[str]:
+        parts = (self._rows(on, _OVER, some, now) for some in _parts(names))
+        return [name for rows in parts for (name,) in rows]
+
+    def _make_rows(self, names: Mapping[str, str], bound: float) -> None:
         """Make the rows that are locked: to lock one that is not there locks the gap around it."""
         rows = {each: key for name, key in names.items() for each in (name, _door(name))}
 
@@ -115,12 +142,15 @@ class TransactionLocks(FenceTable):
             for some in _parts(rows):
                 there = set(counters.filter(pk__in=some).values_list("pk", flat=True))
                 missing = [each for each in some if each not in there]
-                counters.bulk_create(
-                    [counters.model(pk=each, key=rows[each], fence=0) for each in missing],
-                    ignore_conflicts=True,
-                )
+                with vendors.of(on).short_transaction(bound):
+                    counters.bulk_create(
+                        [counters.model(pk=each, key=rows[each], fence=0) for each in missing],
+                        ignore_conflicts=True,
+                    )
 
-        self._ask(make)
+        # Busy: somebody has just made one, and locked it.
+        bound = min(bound, MAX_BOUND)
+        self._ask(make, bound=bound, busy=lambda: None)
 
     def _take_the_file(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
         # Looked for beforehand: a lease cannot be released while somebody else has the file.

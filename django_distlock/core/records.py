@@ -165,7 +165,7 @@ class KeysAsked:
         keys: In the order in which they are locked, and whether each of them is shared.
         tokens: Leases with these are in nobody's way: the caller holds them.
         using: The alias of the connection with the transaction.
-        bound: Seconds to wait for other transactions; None: no bound.
+        bound: Seconds to wait for other transactions at most.
         keep: Keep what was locked where a lease is in the way: nobody else is granted the keys
             until the savepoint around the call is rolled back.
     """
@@ -173,7 +173,7 @@ class KeysAsked:
     keys: Mapping[str, bool]
     tokens: Sequence[str] = field(default=(), repr=False)
     using: str
-    bound: float | None
+    bound: float
     keep: bool = False
 
 

@@ -175,6 +175,15 @@ def require_transaction(
     return blocks[0]
 
 
+def older_snapshot(using: str) -> LockUsageError:
+    """Return why a transaction with an older snapshot locks no key."""
+    return LockUsageError(
+        f"The transaction on {using!r} reads from a snapshot: it would not see a lease that was"
+        " granted since it began. Use READ COMMITTED, or take a lease around atomic().",
+        code="unsupported",
+    )
+
+
 class OpenTransaction:
     """The outermost transaction of a connection, other than a `TestCase`'s.
 

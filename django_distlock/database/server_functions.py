@@ -34,6 +34,9 @@ from .fields import from_microseconds
 from .sql import function_name
 from .vendors.postgresql import milliseconds, sqlstate
 
+#: Seconds of the longest wait that the server takes.
+_LONGEST = 2_147_483.0
+
 
 class NeedsTransaction(Exception):
     """The server's default is another isolation level: it has to be said in a transaction."""
@@ -117,12 +120,18 @@ class ServerFunctions:
             The outcome, the key that it is about, and what there is to say about that: see
             `sql/postgresql/transaction_lock.sql`.
         """
-        bound = None if asked.bound is None else int(asked.bound * 1000)
+        bound = int(min(asked.bound, _LONGEST) * 1000)
         shared = ["t" if each else "f" for each in asked.keys.values()]
-        arguments = [_array(names), _array(shared), _array(asked.tokens), bound, asked.keep]
+        arguments: list[Any] = [
+            _array(names),
+            _array(shared),
+            _array(asked.tokens),
+            bound,
+            asked.keep,
+        ]
         with connections[self._using].cursor() as cursor:
             cursor.execute(self._statement("transaction_lock"), arguments)
-            outcome, *facts, place = json.loads(cursor.fetchone()[0])
+            outcome, *facts, place = _parts(cursor.fetchone()[0], 8)
         return outcome, None if place is None else [*asked.keys][place - 1], facts
 
     def _call(self, operation: str, arguments: list[Any]) -> str:

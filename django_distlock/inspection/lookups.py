@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from ..backends.base import BaseLockBackend
+from ..core.errors import InvalidArgument, shown
 from ..core.holders import Holder
 from ..core.keys import normalize_key
 from ..core.records import Record, Waiting
@@ -92,6 +93,8 @@ def held_keys(keys: Iterable[str], *, backend: str = "default") -> dict[str, Hol
         InvalidArgument: A key breaks a rule.
         BackendUnavailable: The store did not answer.
     """
+    if isinstance(keys, str):
+        raise InvalidArgument(f"keys must be several keys, not the text {shown(keys)}.")
     asked = [*dict.fromkeys(map(normalize_key, keys))]
     found = zip(asked, lock_backends[backend].records.of(asked), strict=True)
     return {key: record.holder for key, record in found if record is not None}

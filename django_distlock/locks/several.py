@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
@@ -20,7 +21,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from ..core.bodies import whole
 from ..core.declarations import Declaration, Kind, declared
 from ..core.durations import Duration
-from ..core.errors import InvalidArgument, LockUsageError
+from ..core.errors import InvalidArgument, LockNotAcquired, LockUsageError
 from ..core.keys import KeyTemplate
 from ..handler import lock_backends
 from .lease import Lease
@@ -28,6 +29,7 @@ from .lock import Lock, distlock
 from .taking import UNSET, Unset
 
 P = ParamSpec("P")
+B = TypeVar("B")
 T = TypeVar("T")
 
 
@@ -108,6 +110,8 @@ class LockSet:
     def __init__(self, locks: Iterable[Lock]):
         by_key = {each.key: each for each in locks}
         self._locks = [by_key[key] for key in sorted(by_key)]
+        # Who has it is in a block of these.
+        self._claim = threading.Lock()
         self._block: AbstractContextManager[Leases] | None = None
         self._awaited: AbstractAsyncContextManager[Leases] | None = None
 
@@ -117,16 +121,21 @@ class LockSet:
     def acquire(self) -> Leases:
         """Take all keys for who releases them by a call: see `Lock.acquire`."""
         taken: list[Lease] = []
+
+        def give_back() -> None:
+            if taken:
+                Leases(taken).release()
+
         with ExitStack() as stack:
+            stack.callback(give_back)
             for lock in self._in_turn():
                 taken.append(lock.acquire())
-                stack.callback(taken[-1].release)
+                _require_all(taken)
             stack.pop_all()
         return Leases(taken)
 
     def __enter__(self) -> Leases:
-        self._require_free()
-        block = self._entered()
+        block = self._claimed(self._entered)
         leases = block.__enter__()
         self._block = block
         return leases
@@ -141,8 +150,7 @@ class LockSet:
         return None if block is None else block.__exit__(exc_type, exc, traceback)
 
     async def __aenter__(self) -> Leases:
-        self._require_free()
-        block = self._aentered()
+        block = self._claimed(self._aentered)
         leases = await block.__aenter__()
         self._awaited = block
         return leases
@@ -189,12 +197,22 @@ class LockSet:
     @contextmanager
     def _entered(self) -> Iterator[Leases]:
         with ExitStack() as stack:
-            yield Leases([stack.enter_context(lock) for lock in self._in_turn()])
+            stack.callback(self._claim.release)
+            taken: list[Lease] = []
+            for lock in self._in_turn():
+                taken.append(stack.enter_context(lock))
+                _require_all(taken)
+            yield Leases(taken)
 
     @asynccontextmanager
     async def _aentered(self) -> AsyncIterator[Leases]:
         async with AsyncExitStack() as stack:
-            yield Leases([await stack.enter_async_context(lock) for lock in self._in_turn()])
+            stack.callback(self._claim.release)
+            taken: list[Lease] = []
+            for lock in self._in_turn():
+                taken.append(await stack.enter_async_context(lock))
+                _require_all(taken)
+            yield Leases(taken)
 
     def _in_turn(self) -> Iterator[Lock]:
         """Give each lock with what is left of the time for all of them."""
@@ -207,9 +225,22 @@ class LockSet:
                 left = max(0.0, whole_wait - (store.monotonic() - began))
             yield replace(lock, wait=left)
 
-    def _require_free(self) -> None:
-        if self._block is not None or self._awaited is not None:
+    def _claimed(self, make: Callable[[], B]) -> B:
+        """Return a block, which nobody else can make until it has ended."""
+        if not self._claim.acquire(blocking=False):
             raise LockUsageError(
                 f"{self!r} is in use: make one by distlock_all() for each block.",
                 code="unsupported",
             )
+        return make()
+
+
+def _require_all(taken: list[Lease]) -> None:
+    """Refuse where a lease has ended while the keys behind it were waited for."""
+    ended = next((each for each in taken if not each.held), None)
+    if ended is not None:
+        raise LockNotAcquired(
+            f"Not all keys were granted: the lease of {ended.key!r} ended while {taken[-1].key!r}"
+            " was waited for. Give a ttl that is longer than the wait.",
+            key=ended.key,
+        )

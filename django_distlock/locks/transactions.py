@@ -13,7 +13,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -34,12 +33,16 @@ from ..core.errors import (
 from ..core.keys import KeyTemplate, normalize_key
 from ..core.pacing import Pacing
 from ..core.records import InTheWay, KeysAsked
+from ..database.connections import older_snapshot
 from ..handler import lock_backends
 from ..process import deferred_release
 from ..process.transaction_locks import Kept, keep, kept_by
 from . import context
 from .attempts import BUSY_SECONDS, refusal
 from .taking import UNSET, Unset, callers_level
+
+#: Seconds in which a transaction that waits for a lease keeps others from the key at a time.
+KEPT_SECONDS = 0.5
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -88,18 +91,21 @@ def transaction_lock(
     using = store.transactions.alias(using)
     connection = connections[using]
     if deferred_release.reads_a_snapshot(connection):
-        raise LockUsageError(
-            f"The transaction on {using!r} reads from a snapshot: it would not see a lease that was"
-            " granted since it began. Use READ COMMITTED, or take a lease around atomic().",
-            code="unsupported",
-        )
+        raise older_snapshot(using)
     frame = sys._getframe(callers_level() - 1)
     kept = Kept(store.alias, asked, f"{frame.f_code.co_filename}:{frame.f_lineno}")
     if asked:
         _warn_of_order(kept, list(kept_by(connection)))
         keys_asked = KeysAsked(keys=asked, tokens=_own(store, asked), using=using, bound=0)
-        _lock(store, keys_asked, store.config.wait if isinstance(seconds, Unset) else seconds)
-        keep(connection, kept)
+        try:
+            _lock(store, keys_asked, store.config.wait if isinstance(seconds, Unset) else seconds)
+        except LockNotAcquired as error:
+            if connection.vendor == "mysql" and not connection.needs_rollback:
+                # What comes before the key that was refused stays locked.
+                before = {key: shared for key, shared in asked.items() if key < str(error.key)}
+                keep(connection, replace(kept, keys=before), with_savepoints=False)
+            raise
+        keep(connection, kept, with_savepoints=connection.vendor == "postgresql")
 
 
 async def atransaction_lock(*keys: str, **how: Any) -> None:
@@ -124,6 +130,10 @@ def transaction_locked(
         InvalidArgument: A key is no template of the function's parameters.
         LockUsageError: A class, or a function whose body runs when the call is over.
     """
+    if not templates:
+        raise InvalidArgument("transaction_locked() needs at least one key.")
+    if not isinstance(wait, Unset):
+        wait_seconds(wait)
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         function = whole(function)
@@ -191,25 +201,52 @@ def _lock(store: BaseLockBackend, asked: KeysAsked, wait: float | None) -> None:
     began = monotonic()
     deadline = math.inf if wait is None else began + wait
     pacing = Pacing(store.config.retry.pauses())
-    with ExitStack() as stack:
-        while True:
-            left = deadline - monotonic()
-            bound = None if wait is None else max(0.0, left)
-            found = store.transactions.lock(replace(asked, bound=bound))
-            if found is None:
-                return
-            now, step = monotonic(), pacing.step()
-            # Where nobody is known to have the key, it may be an acquire that is under way.
-            until = max(deadline, began + BUSY_SECONDS) if found.answer.is_unclear else deadline
-            if found.deadlock or now >= until or step is None:
-                raise _error(store, found, wait, now - began)
-            if not found.answer.busy and not asked.keep:
-                # A lease: what is locked keeps others from getting the key behind it.
-                stack.enter_context(transaction.atomic(using=asked.using))
-                asked = replace(asked, keep=True)
-            pacing.see(found.answer)
-            pause = pacing.pause(found.answer, step, listening=False)
-            time.sleep(max(0.0, min(pause, until - now)))
+    while True:
+        found = store.transactions.lock(replace(asked, bound=max(0.0, deadline - monotonic())))
+        if found is not None and found.answer.fence is not None and monotonic() < deadline:
+            found = _keeping(store, asked, pacing, min(deadline, monotonic() + KEPT_SECONDS))
+        if found is None:
+            return
+        now, step = monotonic(), pacing.step()
+        # Where nobody is known to have the key, it may be an acquire that is under way.
+        until = max(deadline, began + BUSY_SECONDS) if found.answer.is_unclear else deadline
+        if found.deadlock or now >= until or step is None:
+            raise _error(store, found, wait, now - began)
+        pacing.see(found.answer)
+        pause = pacing.pause(found.answer, step, listening=False)
+        time.sleep(max(0.0, min(pause, until - now)))
+
+
+def _keeping(
+    store: BaseLockBackend, asked: KeysAsked, pacing: Pacing, until: float
+) -> InTheWay | None:
+    """Ask again while a lease is in the way; nobody else is granted what is locked meanwhile.
+
+    Not for long: operators and those who hand the lease over need the key as well.
+    """
+    try:
+        with transaction.atomic(using=asked.using):
+            while True:
+                left = max(0.0, until - monotonic())
+                found = store.transactions.lock(replace(asked, bound=left, keep=True))
+                if found is None:
+                    return None
+                step = pacing.step()
+                if found.answer.fence is None or found.deadlock or step is None or not left:
+                    raise _Given(found)
+                pacing.see(found.answer)
+                pause = pacing.pause(found.answer, step, listening=False)
+                time.sleep(min(pause, left))
+    except _Given as given:
+        return given.up
+
+
+class _Given(Exception):
+    """What was locked is given up by the rollback to a savepoint."""
+
+    def __init__(self, up: InTheWay):
+        super().__init__()
+        self.up = up
 
 
 def _error(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -10,34 +11,37 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from ..database.connections import in_transaction
 
 
+@dataclass(frozen=True, slots=True)
 class Kept:
     """Keys that a transaction has locked by one call. Django drops it where they are given up.
 
-    Args:
+    Attributes:
         backend: The alias of the lock backend.
         keys: The keys.
         site: Where they were locked: "file:line".
     """
 
-    def __init__(self, backend: str, keys: Mapping[str, bool], site: str):
-        self.backend = backend
-        self.keys = keys
-        self.site = site
+    backend: str
+    keys: Mapping[str, bool]
+    site: str
 
     def __call__(self) -> None:
         """Do nothing at the commit: the database frees the keys."""
 
 
-def keep(connection: BaseDatabaseWrapper, kept: Kept) -> None:
+def keep(connection: BaseDatabaseWrapper, kept: Kept, *, with_savepoints: bool) -> None:
     """Note what the transaction of a connection has locked, until its end.
 
-    Or until a savepoint is rolled back that was open at that time, for that frees the keys as well.
+    Args:
+        with_savepoints: Or until a savepoint is rolled back that is open now: that frees the keys,
+            too.
+
     A `TestCase`'s transaction is never told of as one: its tests count the hooks of commits.
     """
     if in_transaction(connection):
         # As `on_commit` does it: Django takes away what belongs to a savepoint that is rolled back.
         hooks: list[Any] = connection.run_on_commit
-        hooks.append((set(connection.savepoint_ids), kept, False))
+        hooks.append((set(connection.savepoint_ids) if with_savepoints else set(), kept, False))
 
 
 def keeps(connection: BaseDatabaseWrapper, backend: str, key: str) -> bool:

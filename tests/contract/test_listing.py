@@ -47,6 +47,8 @@ def test_held_keys_have_their_holders(registered: Registered, key: str) -> None:
     with lock_of(registered, f"{key}-a", metadata={"worker": 7}) as lease:
         assert held_keys(names, backend=registered.alias) == {lease.key: lease.holder}
     assert held_keys(iter(names), backend=registered.alias) == {}
+    with pytest.raises(InvalidArgument, match="several keys"):
+        held_keys(names[0], backend=registered.alias)
     with pytest.raises(InvalidArgument, match="empty"):
         held_keys([f"{key}-a", ""], backend=registered.alias)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from django_distlock import (
 from tests.backends import Registered
 
 from .helpers import Later, at_once, prompt
-from .locking import grantable, held_elsewhere, lock_of, take_away
+from .locking import eventually, grantable, held_elsewhere, lock_of, take_away
 
 
 def free(registered: Registered, *keys: str) -> list[str]:
@@ -106,6 +107,25 @@ def test_lost_lease_gives_all_back(registered: Registered, key: str) -> None:
     leases = distlock_all(*keys, heartbeat=False, backend=registered.alias).acquire()
     take_away(leases[keys[0]])
     assert leases.release() is False
+    assert free(registered, *keys) == keys
+
+
+@pytest.mark.requires("supports_ttl")
+@pytest.mark.parametrize("by", ["acquire", "block"])
+def test_lease_that_ends_while_others_are_waited_for(
+    registered: Registered, key: str, by: str
+) -> None:
+    """Then not all are held, and none is."""
+    keys = [f"{key}-1", f"{key}-2"]
+    locks = distlock_all(*keys, ttl=0.3, wait=20, heartbeat=False, backend=registered.alias)
+    with held_elsewhere(lock_of(registered, keys[1])) as lease:
+        waiter = Later(locks.acquire if by == "acquire" else locks.__enter__)
+        assert eventually(lambda: not grantable(lock_of(registered, keys[0], wait=0)), 5)
+        time.sleep(1.5)
+        Later(lease.release).result()
+        with pytest.raises(LockNotAcquired, match="ended while") as caught:
+            waiter.result()
+    assert caught.value.key == keys[0]
     assert free(registered, *keys) == keys
 
 

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -24,13 +25,16 @@ from django_distlock import (
     transaction_lock,
     transaction_locked,
 )
+from django_distlock.core.records import Record
+from django_distlock.locks.attempts import BUSY_SECONDS
 from tests.backends import Registered
+from tests.salted import SALT
 from tests.shop.models import Row
 
 from .aliases import alias_like
 from .helpers import Later, prompt, take
 from .locking import eventually, grantable, held_elsewhere, lock_of
-from .stores import Stranger
+from .stores import DatabaseStore, Stranger
 
 #: Where others may go on beside a transaction that writes.
 SIDE_BY_SIDE = pytest.mark.stores("postgresql", "mysql", why="one writer per file")
@@ -163,6 +167,93 @@ def test_acquire_under_way_is_no_transaction(
         transaction_lock(key, wait=0, backend=registered.alias)
     stranger.rollback()
     assert locks(registered, key)
+
+
+@pytest.mark.aliases("postgres", "mariadb")
+def test_extend_in_flight_is_waited_for(
+    registered: Registered, store: DatabaseStore, stranger: Stranger, key: str
+) -> None:
+    """What looks over may last: an extend that began in time, and has yet to be committed."""
+    take(store.backend, key, 5)
+    store.elapse(6.1)
+    later = int((store.now().timestamp() + 60) * 1_000_000)
+    stranger.execute(
+        f"UPDATE {store.locks} SET expires_at = %s, free_at = %s WHERE storage_key = %s",
+        *(later, later, store.name(key)),
+    )
+    waiter = Later(locks, registered, key, wait=1)
+    stranger.wait_until_blocked()
+    stranger.commit()
+    assert waiter.result() is False
+
+
+@SIDE_BY_SIDE
+def test_operators_reach_a_key_that_a_transaction_waits_for(
+    registered: Registered, store: DatabaseStore, key: str
+) -> None:
+    """The lease in its way is taken from its holder, and the transaction goes on."""
+    take(store.backend, key, 600)
+    waiter = Later(locks, registered, key, wait=20)
+    assert eventually(lambda: isinstance(store.backend.force_release(key), Record), 10)
+    assert waiter.result() is True
+
+
+@pytest.mark.aliases("postgres")
+@pytest.mark.parametrize("table", ["locks", "fences", "salt"])
+def test_locked_table_is_bounded(
+    registered: Registered, store: DatabaseStore, stranger: Stranger, key: str, table: str
+) -> None:
+    """A table that somebody has locked is trouble, in time, and not contention."""
+    named = {"locks": store.locks, "fences": store.fences, "salt": SALT}[table]
+    stranger.execute(f"LOCK TABLE {named} IN ACCESS EXCLUSIVE MODE")
+    with prompt(BUSY_SECONDS), pytest.raises(BackendUnavailable):
+        Later(locks, registered, key, wait=0.3).result()
+    stranger.rollback()
+    assert locks(registered, key)
+
+
+@pytest.mark.parametrize("wait", [timedelta.max, 1e15, None])
+def test_any_wait_is_possible(registered: Registered, key: str, wait: Any) -> None:
+    """Longer than the server could wait by one statement."""
+    with held_elsewhere(lock_of(registered, key)) as lease:
+        waiter = Later(locks, registered, key, wait=wait)
+        Later(lease.release).result()
+    assert waiter.result() is True
+
+
+@pytest.mark.aliases("postgres")
+def test_snapshot_that_was_asked_for_in_sql_is_refused(registered: Registered, key: str) -> None:
+    """Django does not know of it; the transaction goes on."""
+    with transaction.atomic(), connections["default"].cursor() as cursor:
+        cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        with pytest.raises(LockUsageError, match="snapshot"):
+            transaction_lock(key, backend=registered.alias)
+        cursor.execute("SELECT 1")
+
+
+@pytest.mark.aliases("mariadb")
+def test_snapshot_of_mariadb_hides_no_lease(registered: Registered, key: str) -> None:
+    """Set for the session behind Django's back, it began before the lease was granted."""
+    with (
+        alias_like("mariadb") as alias,
+        held_elsewhere(lock_of(registered, f"{key}-2")),
+        connections[alias].cursor() as cursor,
+    ):
+        cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        with transaction.atomic(using=alias):
+            cursor.execute("SELECT COUNT(*) FROM django_distlock_heldlock")
+            with held_elsewhere(lock_of(registered, key)), pytest.raises(LockNotAcquired):
+                transaction_lock(key, wait=0, using=alias, backend=registered.alias)
+
+
+@pytest.mark.stores("mysql", why="it gives up what was locked")
+def test_what_stays_locked_behind_a_refusal_is_known(registered: Registered, key: str) -> None:
+    """A lease of it would wait for the transaction."""
+    with transaction.atomic(using=using_of(registered)):
+        with locked_elsewhere(registered, f"{key}-2"), pytest.raises(LockNotAcquired):
+            transaction_lock(f"{key}-1", f"{key}-2", wait=0, backend=registered.alias)
+        with pytest.raises(LockUsageError, match="transaction_lock"):
+            lock_of(registered, f"{key}-1", wait=1).acquire()
 
 
 @SIDE_BY_SIDE
@@ -378,6 +469,10 @@ def test_decorator_opens_the_transaction(registered: Registered, key: str) -> No
     assert locks(registered, f"{key}:7", f"{key}:all")
     with pytest.raises(LockUsageError, match="coroutine"):
         transaction_locked("stock")(coroutine)
+    with pytest.raises(InvalidArgument, match="at least one key"):
+        transaction_locked()
+    with pytest.raises(InvalidArgument, match="wait"):
+        transaction_locked("stock", wait=-1)
     with pytest.raises(InvalidArgument, match="nothing"):
         transaction_locked("{nothing}")(sell)
 
@@ -403,6 +498,8 @@ def test_asynchronous_code_locks_in_the_thread_that_waits(registered: Registered
         ({"escalate_at": 3}, "needs a parent"),
         ({"escalate_at": 0, "parent": "p"}, "at least 1"),
         ({"parent": ""}, "empty"),
+        ({"using": "nope"}, "an alias in DATABASES, not 'nope'"),
+        ({"using": 3}, "an alias in DATABASES, not 3"),
     ],
 )
 def test_wrong_arguments_touch_nothing(

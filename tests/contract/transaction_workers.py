@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 from django.db import transaction
 
@@ -54,7 +55,8 @@ def count(alias: str, key: str, path: str, how: str, turns: int) -> None:
                 add_one(path)
         else:
             while not _count_in_transaction(alias, key, path):
-                pass
+                # Whoever has the lease needs the file to give it back.
+                time.sleep(random.uniform(0.01, 0.05))
 
 
 def _count_in_transaction(alias: str, key: str, path: str) -> bool:

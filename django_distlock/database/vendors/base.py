@@ -118,13 +118,13 @@ class Vendor(ABC):
         """
         raise NotImplementedError
 
-    def lock_row(self, table: str, name: str, bound: float | None, *, shared: bool) -> None:
+    def lock_row(self, table: str, name: str, bound: float, *, shared: bool) -> None:
         """Lock a row until the caller's transaction ends.
 
         Args:
             table: Quoted, and with its schema.
             name: The storage key.
-            bound: Seconds to wait at most; None: no bound.
+            bound: Seconds to wait at most. A vendor may wait for less.
             shared: Whether others may share it.
         """
         raise NotImplementedError

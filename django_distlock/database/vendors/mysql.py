@@ -30,8 +30,8 @@ _BUSY = {
 #: Seconds that a statement with a bound may take at least: it is cut off also while it works.
 SHORTEST = 0.1
 
-#: Seconds that a statement waits for a lock where nobody gives a bound: a week.
-_LONGEST = 604_800.0
+#: Seconds that a statement waits for a row at most: not every driver can be interrupted in it.
+_LONGEST = 10.0
 
 _MISSING = {1054, 1146}  # unknown column, no such table
 
@@ -124,11 +124,11 @@ class MySQL(Vendor):
         # With a snapshot from before the grant, what is read behind this would be older than it.
         return bool(found == (fence, fence))
 
-    def lock_row(self, table: str, name: str, bound: float | None, *, shared: bool) -> None:
+    def lock_row(self, table: str, name: str, bound: float, *, shared: bool) -> None:
         how = "LOCK IN SHARE MODE" if shared else "FOR UPDATE"
         table = table.replace("%", "%%")
         statement = f"SELECT fence FROM {table} WHERE storage_key = %s {how}"  # noqa: S608
-        bound = _LONGEST if bound is None else min(bound, _LONGEST)
+        bound = min(bound, _LONGEST)
         if self.connection.mysql_is_mariadb:  # type: ignore[attr-defined]
             self._ask(_with_bound(bound) + statement, [name])
         else:

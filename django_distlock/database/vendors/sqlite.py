@@ -15,8 +15,8 @@ _SNAPSHOT = 517  # SQLITE_BUSY_SNAPSHOT
 _READ_ONLY = 8
 _DUPLICATE = {1555, 2067}  # SQLITE_CONSTRAINT_PRIMARYKEY, SQLITE_CONSTRAINT_UNIQUE
 
-#: Milliseconds that a statement waits for the file at most.
-_LONGEST = 2**31 - 1
+#: Seconds that a statement waits for the file at most: no signal interrupts it.
+_LONGEST = 0.25
 
 #: By primary result code.
 _CODES: Mapping[int, str] = {
@@ -49,10 +49,10 @@ class SQLite(Vendor):
         with super().short_transaction(bound):
             yield
 
-    def lock_row(self, table: str, name: str, bound: float | None, *, shared: bool) -> None:
+    def lock_row(self, table: str, name: str, bound: float, *, shared: bool) -> None:
         # Whoever writes has the whole file, whatever the row.
         (before,) = self._ask("PRAGMA busy_timeout")
-        milliseconds = _LONGEST if bound is None else min(int(bound * 1000), _LONGEST)
+        milliseconds = int(min(bound, _LONGEST) * 1000)
         self._ask(f"PRAGMA busy_timeout = {milliseconds}")
         try:
             table = table.replace("%", "%%")

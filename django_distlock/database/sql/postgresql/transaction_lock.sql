@@ -4,14 +4,15 @@
 -- Answers a JSON array: outcome, now, fence, acquired_at, expires_at, free_at, holder, place.
 --
 -- outcome   locked     until the transaction ends, or the savepoint around the call is rolled back
+--           snapshot   the transaction may not see a lease that was granted since it began
 --           contended  a lease holds the key at `place`: the rest is about it
 --           paused     an operator paused the key at `place`
---           busy       the key at `place` was not to be had within p_bound milliseconds (null: no
---                      bound): a transaction keeps it, or an acquire is under way
+--           busy       the key at `place` was not to be had within p_bound milliseconds: a
+--                      transaction keeps it, an acquire is under way, or a table is locked
 --           deadlock   the server found a circle of transactions that wait for each other
 --
--- What is not `locked` leaves nothing locked. With p_keep, `contended` and `paused` keep what the
--- call has locked: nobody else is granted these keys meanwhile, and the next call asks again.
+-- What is not `locked` leaves nothing locked. With p_keep, `contended` keeps what the call has
+-- locked: nobody else is granted these keys meanwhile, and the next call asks again.
 --
 -- The number of a key is that of an acquire, so a lease and a transaction exclude each other: who
 -- has the number looks for a lease, and an acquire has the number while it grants one.
@@ -39,14 +40,16 @@ DECLARE
 BEGIN
     IF pg_catalog.current_setting('transaction_isolation') <> 'read committed' THEN
         -- An older snapshot would not show a lease that was granted while this waited.
-        RAISE EXCEPTION 'distlock needs READ COMMITTED' USING ERRCODE = '25001';
-    END IF;
-    SELECT {seed}, {mark} INTO v_seed, v_mark FROM "django_distlock_heldlock_salt" s;
-    IF NOT FOUND THEN
-        RAISE EXCEPTION 'the table django_distlock_heldlock_salt is empty'
-            USING ERRCODE = '58000', HINT = 'Run manage.py migrate.';
+        RETURN pg_catalog.json_build_array('snapshot');
     END IF;
     BEGIN
+        -- Also for tables that somebody has locked.
+        v_ignored := pg_catalog.set_config('lock_timeout', greatest(p_bound, 1)::text, true);
+        SELECT {seed}, {mark} INTO v_seed, v_mark FROM "django_distlock_heldlock_salt" s;
+        IF NOT FOUND THEN
+            RAISE EXCEPTION 'the table django_distlock_heldlock_salt is empty'
+                USING ERRCODE = '58000', HINT = 'Run manage.py migrate.';
+        END IF;
         -- Tells sessions with transaction locks from those that acquire a lease right now.
         PERFORM pg_catalog.pg_advisory_xact_lock_shared(v_mark);
         WHILE v_at < pg_catalog.cardinality(p_storage_keys) LOOP
@@ -58,11 +61,10 @@ BEGIN
             END) THEN
                 CONTINUE;
             END IF;
-            v_left := coalesce(
-                (pg_catalog.date_part('epoch', v_until - pg_catalog.clock_timestamp()) * 1000)::bigint,
-                0
-            );
-            IF p_bound IS NOT NULL AND v_left <= 0 THEN
+            v_left := (pg_catalog.date_part(
+                'epoch', v_until - pg_catalog.clock_timestamp()
+            ) * 1000)::bigint;
+            IF v_left <= 0 THEN
                 RAISE lock_not_available;
             END IF;
             v_ignored := pg_catalog.set_config('lock_timeout', v_left::text, true);
@@ -72,8 +74,13 @@ BEGIN
                 PERFORM pg_catalog.pg_advisory_xact_lock(v_turn);
             END IF;
         END LOOP;
-        v_ignored := pg_catalog.set_config('lock_timeout', v_lock_timeout, true);
         t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
+        -- Waits for an extend in flight: what looks over may last.
+        PERFORM FROM "django_distlock_heldlock" l
+            WHERE l.storage_key = ANY (p_storage_keys) AND l.free_at <= t FOR SHARE;
+        IF FOUND THEN
+            t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
+        END IF;
         SELECT l.fence, l.acquired_at, l.expires_at, l.free_at, l.holder,
             pg_catalog.array_position(p_storage_keys, (l.storage_key COLLATE "C")::text)
             INTO h_fence, h_acquired_at, h_expires_at, h_free_at, h_holder, v_place
@@ -84,24 +91,27 @@ BEGIN
         IF FOUND THEN
             v_outcome := 'contended';
         ELSE
-            SELECT pg_catalog.array_position(p_storage_keys, (c.storage_key COLLATE "C")::text) INTO v_place
+            SELECT pg_catalog.array_position(
+                    p_storage_keys, (c.storage_key COLLATE "C")::text
+                ) INTO v_place
                 FROM "django_distlock_fencecounter" c
                 WHERE c.storage_key = ANY (p_storage_keys) AND c.paused_until > t LIMIT 1;
             IF FOUND THEN
                 v_outcome := 'paused';
             END IF;
         END IF;
-        IF v_outcome <> 'locked' AND NOT p_keep THEN
+        IF v_outcome = 'paused' OR v_outcome = 'contended' AND NOT p_keep THEN
             -- Undoes the locks, and leaves the outcome as it is.
             RAISE EXCEPTION 'not locked' USING ERRCODE = 'DLOCK';
         END IF;
+        v_ignored := pg_catalog.set_config('lock_timeout', v_lock_timeout, true);
     EXCEPTION
         WHEN lock_not_available THEN
             v_outcome := 'busy';
-            v_place := v_at;
+            v_place := greatest(v_at, 1);
         WHEN deadlock_detected THEN
             v_outcome := 'deadlock';
-            v_place := v_at;
+            v_place := greatest(v_at, 1);
         WHEN SQLSTATE 'DLOCK' THEN
             NULL;
     END;
