@@ -98,7 +98,7 @@ class TransactionLocks(FenceTable):
         if (found := self._look_beside(names, asked)) is not None:
             return found
         vendor, fences = vendors.of(asked.using), self._connections.name("fences")
-        self._make_rows(names, asked.bound)
+        self._make_rows(names, min(asked.bound, MAX_BOUND))
         for name, key in names.items():
             for row, is_shared in ((_door(name), asked.keys[key]), (name, True)):
                 left = max(0.0, until - monotonic())
@@ -116,17 +116,18 @@ class TransactionLocks(FenceTable):
 
     def _look_beside(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
         """Look on a connection of ours: the caller's may read from a snapshot, or lock."""
+        bound = min(asked.bound, MAX_BOUND)
 
         def look(on: str) -> InTheWay | None:
-            with vendors.of(on).short_transaction(min(asked.bound, MAX_BOUND)):
+            with vendors.of(on).short_transaction(bound):
                 # Wait for an extend in flight: what looks over may last.
                 now, locks = to_microseconds(vendors.of(on).now()), self._connections.name("locks")
                 for name in self._over(on, names, now):
-                    vendors.of(on).lock_row(locks, name, asked.bound, shared=True)
+                    vendors.of(on).lock_row(locks, name, bound, shared=True)
                 return self._look(names, asked, on)
 
         busy = InTheWay(next(iter(names.values())), Contended(busy=True))
-        found: InTheWay | None = self._ask(look, bound=asked.bound, busy=lambda: busy)
+        found: InTheWay | None = self._ask(look, bound=bound, busy=lambda: busy)
         return found
 
     def _over(self, on: str, names: Mapping[str, str], now: int) -> list[str]:
@@ -149,7 +150,6 @@ class TransactionLocks(FenceTable):
                     )
 
         # Busy: somebody has just made one, and locked it.
-        bound = min(bound, MAX_BOUND)
         self._ask(make, bound=bound, busy=lambda: None)
 
     def _take_the_file(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
