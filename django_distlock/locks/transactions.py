@@ -203,7 +203,7 @@ def _lock(store: BaseLockBackend, asked: KeysAsked, wait: float | None) -> None:
     pacing = Pacing(store.config.retry.pauses())
     while True:
         found = store.transactions.lock(replace(asked, bound=max(0.0, deadline - monotonic())))
-        if found is not None and found.answer.fence is not None and monotonic() < deadline:
+        if found is not None and _is_lease(found) and monotonic() < deadline:
             found = _keeping(store, asked, pacing, min(deadline, monotonic() + KEPT_SECONDS))
         if found is None:
             return
@@ -232,13 +232,18 @@ def _keeping(
                 if found is None:
                     return None
                 step = pacing.step()
-                if found.answer.fence is None or found.deadlock or step is None or not left:
+                if not _is_lease(found) or step is None or not left:
                     raise _Given(found)
                 pacing.see(found.answer)
                 pause = pacing.pause(found.answer, step, listening=False)
                 time.sleep(min(pause, left))
     except _Given as given:
         return given.up
+
+
+def _is_lease(found: InTheWay) -> bool:
+    """Whether it is a lease that can be waited for."""
+    return found.answer.fence is not None and not found.deadlock
 
 
 class _Given(Exception):

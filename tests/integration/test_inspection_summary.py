@@ -137,13 +137,13 @@ def test_sample_stands_for_the_whole(key: str, monkeypatch: pytest.MonkeyPatch) 
         for number in range(3000):
             take(store, f"{number}", 60)
         asked: list[int] = []
-        before = store.records
+        before = store.records_on
 
         def records(line: Any, names: Any) -> Any:
             asked.append(len(names))
             return before(line, names)
 
-        monkeypatch.setattr(store, "records", records)
+        monkeypatch.setattr(store, "records_on", records)
         found = summary("mine")
         for number in range(3000):
             store.force_release(f"{number}")
