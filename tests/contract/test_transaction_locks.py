@@ -25,6 +25,7 @@ from django_distlock import (
     transaction_lock,
     transaction_locked,
 )
+from django_distlock.backends.transactions import TransactionLocks
 from django_distlock.core.records import Record
 from django_distlock.locks.attempts import BUSY_SECONDS
 from tests.backends import Registered
@@ -244,6 +245,30 @@ def test_snapshot_of_mariadb_hides_no_lease(registered: Registered, key: str) ->
             cursor.execute("SELECT COUNT(*) FROM django_distlock_heldlock")
             with held_elsewhere(lock_of(registered, key)), pytest.raises(LockNotAcquired):
                 transaction_lock(key, wait=0, using=alias, backend=registered.alias)
+
+
+@pytest.mark.aliases("sqlite")
+def test_file_is_not_kept_from_who_has_a_lease(
+    registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Granted while the transaction got hold of the file, the lease cannot be given back."""
+    looks: list[str] = []
+    look = TransactionLocks._look
+
+    def overlook(store: TransactionLocks, names: Any, asked: Any, on: str) -> Any:
+        looks.append(on)
+        return None if len(looks) == 1 else look(store, names, asked, on)
+
+    monkeypatch.setattr(TransactionLocks, "_look", overlook)
+    with held_elsewhere(lock_of(registered, key)) as lease:
+        with (
+            prompt(),
+            pytest.raises(LockNotAcquired) as caught,
+            transaction.atomic(using=using_of(registered)),
+        ):
+            transaction_lock(key, wait=20, backend=registered.alias)
+        assert caught.value.code == "deadlock"
+        assert Later(lease.release).result() is True
 
 
 @pytest.mark.stores("mysql", why="it gives up what was locked")
