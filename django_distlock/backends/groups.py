@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ..core import durations
 from ..core.durations import MAX_BOUND, Duration
@@ -17,27 +17,36 @@ if TYPE_CHECKING:
     from .base import BaseLockBackend
 
 
-class Guards:
-    """Transactions that keep a key from being granted anew. `supports_guard`."""
+class _InTransactions:
+    """What lasts until a transaction of the caller's ends."""
+
+    _capability: ClassVar[str]
+    _otherwise: ClassVar[str]
 
     def __init__(self, backend: BaseLockBackend):
         self._backend = backend
 
     def alias(self, using: str | None = None) -> str:
-        """Return the alias whose transactions `hold` is about.
+        """Return the alias whose transactions are meant.
 
         Args:
             using: Another alias of the same database; None: that of the locks.
 
         Raises:
-            LockUsageError: It is an alias of another database.
+            LockUsageError: It is an alias of another database, or the store cannot do this.
         """
-        self._backend._require(
-            "supports_guard",
-            "hold a takeover off for a transaction: write through FencedModel, whose rows refuse"
-            " stale fences",
-        )
+        self._backend._require(self._capability, self._otherwise)
         return self._backend._alias_in_database(using)
+
+
+class Guards(_InTransactions):
+    """Transactions that keep a key from being granted anew. `supports_guard`."""
+
+    _capability = "supports_guard"
+    _otherwise = (
+        "hold a takeover off for a transaction: write through FencedModel, whose rows refuse stale"
+        " fences"
+    )
 
     def hold(self, grant: Grant, using: str | None = None, *, bound: Duration = MAX_BOUND) -> bool:
         """Keep the key from being granted anew until the caller's transaction ends.
@@ -69,27 +78,14 @@ class Guards:
         return self._backend._guards_of(name) if self._backend.supports_guard else ()
 
 
-class Transactions:
+class Transactions(_InTransactions):
     """Keys that a transaction of the caller's locks until it ends. `supports_transactions`."""
 
-    def __init__(self, backend: BaseLockBackend):
-        self._backend = backend
-
-    def alias(self, using: str | None = None) -> str:
-        """Return the alias whose transactions `lock` is about.
-
-        Args:
-            using: Another alias of the same database; None: that of the locks.
-
-        Raises:
-            LockUsageError: It is an alias of another database, or the store has no transactions.
-        """
-        self._backend._require(
-            "supports_transactions",
-            "lock a key until a transaction ends: it has no part in the transaction. Take a lease"
-            " with distlock(), around atomic()",
-        )
-        return self._backend._alias_in_database(using)
+    _capability = "supports_transactions"
+    _otherwise = (
+        "lock a key until a transaction ends: it has no part in the transaction. Take a lease with"
+        " distlock(), around atomic()"
+    )
 
     def lock(self, asked: KeysAsked) -> InTheWay | None:
         """Lock keys until the caller's transaction ends, all or none; None: they are locked.
