@@ -1,0 +1,99 @@
+"""The command: reads the arguments, audits the files, prints what was found."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from .output import FORMATS
+from .regions import Regions
+from .rules import REQUEST, RULES, Finding, Found
+from .sources import Source, Unreadable, files
+from .stores import Stores
+from .transactions import Transactions, conditions
+
+_EPILOG = """
+rules:
+{}
+
+A finding is dismissed by `# distlock: ignore[RULE]` in its line, or `ignore[RULE, RULE]`.
+
+exit codes:
+  0  nothing was found, and all files were read
+  1  something was found
+  2  the arguments break a rule, or a path does not exist
+  3  nothing was found, but files could not be read (they are named)
+"""
+
+
+class Audit:
+    """What is wrong in files that are read one after the other."""
+
+    def __init__(self) -> None:
+        self.files = 0
+        self.unread: dict[str, str] = {}
+        self._found: list[tuple[str, Found]] = []
+        self._conditions: set[str] = set()
+
+    def read(self, path: Path) -> None:
+        """Read a file. One that cannot be read is noted, and takes nothing from the others."""
+        self.files += 1
+        try:
+            source = Source(path)
+            stores = Stores(source)
+            regions = Regions(source, stores)
+            parts = stores, regions, Transactions(source, regions)
+            found = [each for part in parts for each in part.findings()]
+        except (Unreadable, RecursionError) as error:
+            self.unread[str(path)] = str(error)
+            return
+        self._conditions |= {*conditions(source)}
+        for each in found:
+            lines = range(each.node.lineno, (each.node.end_lineno or 0) + 1)
+            if not any(each.rule in source.ignored.get(line, ()) for line in lines):
+                self._found.append((str(path), each))
+
+    def findings(self, rules: Collection[str] = RULES) -> list[Finding]:
+        """Return what rules found, by file and line, when all files have been read."""
+        counting = {"", *self._conditions} ^ {REQUEST}
+        return sorted(
+            {
+                Finding(path, each.node.lineno, each.rule, each.message)
+                for path, each in self._found
+                if each.rule in rules and each.condition in counting
+            }
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Audit what the arguments name, and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m django_distlock.audit",
+        description="Read Python source and report lock code that is wrong. Nothing is imported.",
+        epilog=_EPILOG.format(
+            "\n".join(f"  {rule}\n      {why}" for rule, (why, _) in RULES.items())
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("paths", nargs="+", type=Path, metavar="PATH", help="a file, or a folder with all below")
+    add("--format", choices=FORMATS, default="text", help="text (default), json or sarif (2.1.0)")
+    for name, does in (("select", "only this rule"), ("ignore", "not this rule")):
+        add(f"--{name}", action="append", choices=RULES, metavar="RULE", help=f"{does}; repeatable")
+    text = "leave out files and folders of this name or path (* is anything); repeatable"
+    add("--exclude", action="append", default=[], metavar="PATTERN", help=text)
+    options = parser.parse_args(arguments)
+    if missing := [str(path) for path in options.paths if not path.exists()]:
+        parser.error(f"no such path: {', '.join(missing)}")
+    audit = Audit()
+    for path in dict.fromkeys(files(options.paths, options.exclude)):
+        audit.read(path)
+    found = audit.findings({*(options.select or RULES)} - {*(options.ignore or ())})
+    sys.stdout.write(FORMATS[options.format](found, audit.unread, audit.files) + "\n")
+    return 1 if found else 3 if audit.unread else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""The rules: why what they find is wrong, and what to write in its place."""
+
+from __future__ import annotations
+
+import ast
+from typing import NamedTuple
+
+#: The condition of what is no fault where requests are transactions.
+REQUEST = "ATOMIC_REQUESTS"
+
+
+class Found(NamedTuple):
+    """What a rule found in a file."""
+
+    rule: str
+    node: ast.expr
+    message: str
+    #: "": it counts; REQUEST; or the alias of a database, if a pooler stands before that.
+    condition: str = ""
+
+
+class Finding(NamedTuple):
+    """What a rule found."""
+
+    path: str
+    line: int
+    rule: str
+    message: str
+
+
+#: The reason and the remedy of each rule.
+RULES = {
+    "acquire-ignored": (
+        "Who does not get the lock works all the same, beside the one that holds it.",
+        "`with distlock(key, wait=0):` raises LockNotAcquired where the key is held.",
+    ),
+    "delete-without-token": (
+        "Where work outlasts the timeout, the lock that is deleted is that of the next holder.",
+        "`with distlock(key, ttl=…):` releases its own grant and no other.",
+    ),
+    "work-outlasts-timeout": (
+        "The lock ends amid the work, and another process begins the same work.",
+        "`with distlock(key, ttl=…) as lease:` is renewed; `lease.check()` before what matters.",
+    ),
+    "loop-outlasts-timeout": (
+        "The lock ends amid the loop, and another process begins the same work.",
+        "`with distlock(key, ttl=…) as lease:` is renewed; `lease.check()` in each pass.",
+    ),
+    "setnx-then-expire": (
+        "A process that dies between the two commands leaves a lock that never ends.",
+        "`with distlock(key, ttl=…):`, or `set(key, token, nx=True, ex=…)`.",
+    ),
+    "get-then-set": (
+        "Two processes that read at the same time both find the guard free, and both go on.",
+        "`with distlock(key, wait=0):` looks and takes in one step; with `hold=True` once per ttl.",
+    ),
+    "lock-ends-before-commit": (
+        "The next holder reads what was there before the commit, and overwrites it.",
+        "`distlock(key)` in `atomic()` is free behind the commit; so is `transaction_lock(key)`.",
+    ),
+    "session-lock-behind-pooler": (
+        "In transaction mode the pooler gives the session, and the lock with it, to others.",
+        "`transaction_lock(key)` and `distlock(key)` on the database backend work behind a pooler.",
+    ),
+    "select-for-update-outside-atomic": (
+        "Outside of `atomic()` Django refuses the query, and behind its end the rows are free.",
+        "`with transaction.atomic():` around query and writes, or `@transaction_locked(key)`.",
+    ),
+    "message-before-commit": (
+        "A quick worker reads what was there before the commit; after a rollback it works in vain.",
+        "`transaction.on_commit(lambda: task.delay(…))`, and `@locked_task(key)` on the task.",
+    ),
+}

@@ -1,0 +1,223 @@
+"""Files of Python: which there are, and what a text says about its own names."""
+
+from __future__ import annotations
+
+import ast
+import io
+import math
+import operator
+import os
+import re
+import tokenize
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TypeAlias
+
+Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+Scope: TypeAlias = Function | ast.Lambda | ast.Module
+
+#: Folders of code that is not the project's own; a virtual environment is known by its file.
+_SKIPPED = {"__pycache__", "node_modules", "site-packages"}
+_IGNORE = re.compile(r"#\s*distlock:\s*ignore\[([\w\s,-]+)\]")
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_NO_LOCK = re.compile(r"^lock(out|down)|(b|c|un)lock(ed)?$")
+_LOCK = re.compile(r"^lock|(lock|locked|mutex|semaphore)$|^(lease|running|busy|processing)$")
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+
+
+class Unreadable(Exception):
+    """A file that cannot be read, or is no Python of this version."""
+
+
+def files(paths: Iterable[Path], excluded: Sequence[str] = ()) -> Iterator[Path]:
+    """Give the files of Python below folders, and whatever files are named."""
+
+    def is_left(path: Path) -> bool:
+        return not any(fnmatch(text, e) for e in excluded for text in (str(path), path.name))
+
+    for path in paths:
+        if path.is_file() and is_left(path):
+            yield path
+        for root, folders, names in os.walk(path):
+            here = Path(root)
+            folders[:] = sorted(
+                name
+                for name in folders
+                if is_left(here / name) and not name.startswith(".") and name not in _SKIPPED
+                if not (here / name / "pyvenv.cfg").exists()
+            )
+            yield from (here / n for n in sorted(names) if n.endswith(".py") and is_left(here / n))
+
+
+def words(text: str) -> set[str]:
+    """Return the words of identifiers and texts, in lower case."""
+    return {word.lower() for word in _WORD.findall(text)}
+
+
+def argument(call: ast.Call, name: str, place: int = 99) -> ast.expr | None:
+    """Return an argument of a call, by its name or its place."""
+    given = {each.arg: each.value for each in call.keywords}
+    return given.get(name, call.args[place] if len(call.args) > place else None)
+
+
+def is_constant(node: ast.expr | None, value: object) -> bool:
+    """Tell whether a text says just this."""
+    return isinstance(node, ast.Constant) and repr(node.value) == repr(value)
+
+
+class Source:
+    """A file that was parsed."""
+
+    def __init__(self, path: Path) -> None:
+        if path.exists() and not path.is_file():
+            raise Unreadable("no file")
+        try:
+            raw = path.read_bytes()
+            with warnings.catch_warnings(action="ignore"):
+                self.tree = ast.parse(raw, str(path))
+            text = raw.decode(tokenize.detect_encoding(io.BytesIO(raw).readline)[0])
+        except SyntaxError as error:
+            where = f"line {error.lineno}: " if error.lineno else ""
+            raise Unreadable(where + error.msg) from error
+        except (OSError, ValueError, LookupError, MemoryError, RecursionError) as error:
+            raise Unreadable(str(error) or type(error).__name__) from error
+        self.nodes = [*ast.walk(self.tree)]
+        self.parents = {child: each for each in self.nodes for child in ast.iter_child_nodes(each)}
+        self.calls = [each for each in self.nodes if isinstance(each, ast.Call)]
+        self.ignored = {
+            number: {name.strip() for name in found[1].split(",")}
+            for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1)
+            if (found := _IGNORE.search(line))
+        }
+        self._imports: dict[str, str] = {}
+        self._assigned = defaultdict[tuple[ast.AST | None, str], list[ast.expr | None]](list)
+        self._functions = {each.name: each for each in self.nodes if isinstance(each, Function)}
+        for node in self.nodes:
+            self._learn(node)
+
+    def _learn(self, node: ast.AST) -> None:
+        match node:
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                of = f"{node.module or ''}." if isinstance(node, ast.ImportFrom) else ""
+                for each in names:
+                    root = each.name.partition(".")[0]
+                    self._imports[each.asname or root] = of + (each.name if each.asname else root)
+            case ast.Assign():
+                for target in node.targets:
+                    self._bind(target, node.value)
+            case ast.AnnAssign(target=target) | ast.NamedExpr(target=target):
+                self._bind(target, node.value)
+            case ast.withitem(optional_vars=ast.expr() as target):
+                self._bind(target, node.context_expr)
+            case ast.AugAssign() | ast.For() | ast.AsyncFor() | ast.comprehension():
+                self._bind(node.target, None)
+            case ast.arg():
+                self._assigned[self.scope(node), node.arg].append(None)
+
+    def _bind(self, target: ast.expr, value: ast.expr | None) -> None:
+        match target:
+            case ast.Name(id=name):
+                block = self.parents[self.parents[target]]
+                owner = block if isinstance(block, ast.ClassDef) else self.scope(target)
+                self._assigned[owner, name].append(value)
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
+                self._assigned[self.owner(target), name].append(value)
+            case ast.Tuple(elts=parts) | ast.List(elts=parts):
+                for each in parts:
+                    self._bind(each, None)
+
+    def above(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Give what a node stands in, from the inside out."""
+        while above := self.parents.get(node):
+            yield above
+            node = above
+
+    def scope(self, node: ast.AST) -> Scope:
+        """Return the function, or the module, in which a node runs."""
+        return next((each for each in self.above(node) if isinstance(each, Scope)), self.tree)
+
+    def owner(self, node: ast.AST) -> ast.ClassDef | None:
+        """Return the class that a node stands in."""
+        return next((each for each in self.above(node) if isinstance(each, ast.ClassDef)), None)
+
+    def inside(self, of: ast.AST | Sequence[ast.AST]) -> Iterator[ast.AST]:
+        """Give what runs where a node, or lines, run: no bodies of functions that they define."""
+        waiting = [*ast.iter_child_nodes(of)] if isinstance(of, ast.AST) else [*of]
+        while waiting:
+            each = waiting.pop()
+            yield each
+            if not isinstance(each, Scope):
+                waiting += ast.iter_child_nodes(each)
+
+    def is_ignored(self, call: ast.Call) -> bool:
+        """Tell whether nobody reads what a call returned."""
+        parent = next(each for each in self.above(call) if not isinstance(each, ast.Await))
+        if isinstance(parent, ast.Assign) and isinstance(name := parent.targets[0], ast.Name):
+            said = [e for e in ast.walk(self.scope(call)) if isinstance(e, ast.Name)]
+            return not any(e.id == name.id and isinstance(e.ctx, ast.Load) for e in said)
+        return isinstance(parent, ast.Expr)
+
+    def called(self, of: ast.AST | Sequence[ast.AST]) -> set[str]:
+        """Return the names of what is called inside."""
+        return {self.name(e.func) for e in self.inside(of) if isinstance(e, ast.Call)}
+
+    def own(self, call: ast.Call) -> Function | None:
+        """Return the function of the same file that a call calls."""
+        match call.func:
+            case ast.Name(id=name) | ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
+                return self._functions.get(name)
+        return None
+
+    def value(self, node: ast.expr, depth: int = 4) -> ast.expr:
+        """Return what a name stands for, if it is assigned once; what is awaited."""
+        found: list[ast.expr | None] = []
+        match node:
+            case ast.Await():
+                found = [node.value]
+            case ast.Name():
+                scopes = (each for each in self.above(node) if isinstance(each, Scope))
+                found = next((f for s in scopes if (f := self._assigned.get((s, node.id)))), [])
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                found = self._assigned.get((self.owner(node), node.attr), [])
+        return self.value(found[0], depth - 1) if len(found) == 1 and found[0] and depth else node
+
+    def behind(self, node: ast.expr) -> set[ast.expr]:
+        """Return what the parts of an expression stand for."""
+        return {self.value(each) for each in ast.walk(node) if isinstance(each, ast.expr)}
+
+    def origin(self, node: ast.expr, depth: int = 40) -> str:
+        """Return where something comes from: `redis.Redis().pipeline()`."""
+        node = self.value(node)
+        match node:
+            case ast.Name():
+                return self._imports.get(node.id, node.id)
+            case ast.Attribute() if depth:
+                return f"{self.origin(node.value, depth - 1)}.{node.attr}"
+            case ast.Call() if depth:
+                return f"{self.origin(node.func, depth - 1)}()"
+            case ast.Subscript() if depth:
+                return f"{self.origin(node.value, depth - 1)}[]"
+        return ""
+
+    def name(self, node: ast.expr) -> str:
+        """Return the last name of where something comes from, without calls."""
+        return self.origin(node).rstrip("()[]").rpartition(".")[2]
+
+    def number(self, node: ast.expr | None, depth: int = 6) -> float | None:
+        """Return the seconds that a text says: infinite for None, None for what it does not."""
+        node = self.value(node) if node and depth else None
+        match node:
+            case ast.Constant(value=int() | float() | None as number):
+                return math.inf if number is None else number
+            case ast.BinOp() if type(node.op) in _OPERATORS:
+                parts = [self.number(node.left, depth - 1), self.number(node.right, depth - 1)]
+                return None if None in parts else _OPERATORS[type(node.op)](*parts)
+        return None
+
+    def is_lockish(self, node: ast.expr) -> bool:
+        """Tell whether an expression speaks of a lock."""
+        said = words(f"{ast.unparse(node)} {ast.unparse(self.value(node))}")
+        return any(_LOCK.search(word) and not _NO_LOCK.search(word) for word in said)

@@ -1,0 +1,86 @@
+"""What each rule finds in the corpus, and what it leaves alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from django_distlock.audit.__main__ import Audit
+from django_distlock.audit.rules import RULES
+
+CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.py"))
+
+
+def marked(path: Path, *marks: str) -> set[tuple[int, str]]:
+    """Return the lines of a file of the corpus that bear a mark, with the rules it names."""
+    return {
+        (number, rule.strip())
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for mark in marks
+        for rule in (line.partition(f"# {mark}: ")[2] or "").split(",")
+        if rule
+    }
+
+
+def found(path: Path) -> set[tuple[int, str]]:
+    """Return the lines in which a file breaks a rule."""
+    audit = Audit()
+    audit.read(path)
+    assert audit.unread == {}
+    return {(each.line, each.rule) for each in audit.findings()}
+
+
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
+def test_corpus(path: Path) -> None:
+    """Each wrong line is found, and no right one; exceptions are marked, and are on the page."""
+    assert found(path) == marked(path, "bad", "false")
+
+
+def test_page_has_the_figures_of_the_corpus() -> None:
+    """How many lines of each rule are found, missed and reported by mistake."""
+    page = (Path(__file__).parents[2] / "docs/howto/audit-lock-code.md").read_text()
+    counted = {
+        mark: Counter(rule for path in CORPUS for _, rule in marked(path, mark))
+        for mark in ("bad", "missed", "false")
+    }
+    for rule in RULES:
+        figures = " | ".join(str(counted[mark][rule]) for mark in counted)
+        assert f"| `{rule}` | {figures} |\n" in page
+        assert counted["bad"][rule] >= 5
+
+
+VIEW = "def view(request):\n    Order.objects.select_for_update().get()\n"
+SESSION = "import pglock\nwith pglock.advisory('x'):\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "is_found"),
+    [
+        ("", VIEW, True),
+        ("DATABASES = {'default': {'ATOMIC_REQUESTS': True}}", VIEW, False),
+        ("DATABASES = {'default': {'ATOMIC_REQUESTS': False}}", VIEW, True),
+        ("DATABASES = {'default': {'ATOMIC_REQUESTS': env('ATOMIC')}}", VIEW, False),
+        ("DATABASES['default']['ATOMIC_REQUESTS'] = True", VIEW, False),
+        ("DATABASES['default']['ATOMIC_REQUESTS'] = False", VIEW, True),
+        ("OTHER = {'ATOMIC_REQUESTS': True}", VIEW, True),
+        ("", SESSION, False),
+        ("DATABASES = {'default': {'HOST': env('DB', 'pgbouncer')}}", SESSION, True),
+        ("DATABASES = {'default': env.db(default='postgres://db:6432/shop')}", SESSION, True),
+        ("DATABASES['default']['HOST'] = 'pooler.internal'", SESSION, True),
+        ("DATABASES['other']['HOST'] = 'pooler.internal'", SESSION, False),
+        ("DATABASES = {'other': {'HOST': 'pgbouncer'}, 'default': {'HOST': 'db'}}", SESSION, False),
+        ("DATABASES = {'default': {'HOST': 'db', 'PORT': 5432}, **MORE}", SESSION, False),
+    ],
+)
+def test_settings_of_another_file_count(
+    tmp_path: Path, settings: str, code: str, is_found: bool
+) -> None:
+    """Whether requests are transactions, and whether a pooler stands before the database."""
+    for names in (["settings.py", "code.py"], ["code.py", "settings.py"]):
+        audit = Audit()
+        for name in names:
+            (tmp_path / name).write_text(settings if name == "settings.py" else code)
+            audit.read(tmp_path / name)
+        assert bool(audit.findings()) is is_found
