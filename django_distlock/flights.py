@@ -1,0 +1,506 @@
+"""Values that are computed once: who asks meanwhile waits for the result, or takes the one before.
+
+A flight is what one caller of a process does to get a value: it takes the lock and computes, or
+waits for another process that does. The other callers of its process wait for the flight. So a
+process asks the store for each value once, however many threads and tasks want it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import os
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import Future, InvalidStateError
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    suppress,
+)
+from dataclasses import dataclass, replace
+from typing import (
+    Any,
+    Final,
+    Literal,
+    ParamSpec,
+    Required,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
+from uuid import uuid4
+
+from django.core.cache import caches
+
+from .core.bodies import whole
+from .core.clock import monotonic
+from .core.declarations import Declaration, Kind, declared
+from .core.durations import Duration, seconds
+from .core.errors import (
+    BackendUnavailable,
+    InvalidArgument,
+    LockError,
+    LockLost,
+    LockNotAcquired,
+    LockUsageError,
+)
+from .core.keys import OWN_MARKER, KeyTemplate, key_hash, own_key
+from .core.logs import log_fields
+from .handler import lock_backends
+from .locks.context import current_lease
+from .locks.lease import Lease
+from .locks.lock import Lock, distlock
+from .locks.no_lease import tell_bypassed
+from .policy import Refusal, aattempt, attempt, choice
+
+P = ParamSpec("P")
+T = TypeVar("T")
+R = TypeVar("R")
+
+logger = logging.getLogger("django_distlock")
+
+#: Seconds for which others wait where nobody says how long.
+WAIT: Final = 10.0
+#: Seconds for which the cache knows of an error, and not less than somebody waits for a value.
+FAILED_FOR: Final = 60.0
+#: The shortest time in a cache: some of them count in whole seconds.
+SHORTEST: Final = 1.0
+
+_NOTHING: Final[Any] = object()
+
+
+class How(TypedDict, total=False):
+    """The arguments of `single_flight`, which says what they mean."""
+
+    timeout: Required[Duration | None]
+    stale: Duration
+    cache: str
+    on_error: Literal["raise", "compute", "stale"]
+    on_conflict: Literal["raise", "run"]
+    wait: Duration
+    ttl: Duration | None
+    backend: str
+
+
+@overload
+def single_flight(key: str, compute: Callable[[], T], **how: Unpack[How]) -> T: ...
+
+
+@overload
+def single_flight(key: str, **how: Unpack[How]) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+
+
+def single_flight(key: str, compute: Callable[[], Any] | None = None, **how: Unpack[How]) -> Any:
+    """Return a value from Django's cache; if it is not there, compute it once, for all who ask.
+
+    One caller computes under a lock, and the others wait for its result. Without `compute` it is a
+    decorator of a function, or of a coroutine function, whose result is the value.
+
+    The cache has the value under `key`: `cache.delete(key)` has it computed anew. It is any value
+    that the cache can keep, None included. What computes it is done in the caller's transaction,
+    if there is one; the lock is given back before that ends.
+
+    A store of locks that does not answer keeps nobody from computing: each process does it once
+    then, which is logged (`flight_without_lock`) and told by the signal `lock_bypassed`.
+
+    Args:
+        key: Of the cache and of the lock; for a decorator, a template of the parameters.
+        compute: Returns the value.
+        timeout: Seconds (or a `timedelta`) that the value counts, at least 1; None: for ever.
+        stale: Seconds (or a `timedelta`) behind `timeout` for which the value is given to those
+            who would wait while one computes it anew; at least 1, or 0: they wait.
+        cache: An alias in `CACHES`.
+        on_error: What becomes of an error of `compute`. "raise": those who wait get it too, or a
+            `LockError` where it cannot be pickled; "compute": they compute one after the other;
+            "stale": who computed gets the stale value, if there is one, and the error is logged.
+        on_conflict: What is done behind `wait`. "raise": `LockNotAcquired`; "run": the value is
+            computed without the lock.
+        wait: Seconds (or a `timedelta`) to wait for a result.
+        ttl: Seconds (or a `timedelta`) of the lock's lease; None: the `TTL` of the backend. A
+            process that dies while it computes is waited for so long, and a second.
+        backend: An alias in `DISTLOCK`.
+
+    Raises:
+        InvalidArgument: An argument breaks a rule.
+        LockNotAcquired: Somebody else computed for all of `wait`.
+        LockUsageError: `compute` asks for its own value; or it is asynchronous.
+    """
+    plan = _Plan.of(key, **how)
+    if compute is None:
+        return plan.decorate
+    return _Calls.done(plan.get(_Calls(), plan.lock.key, compute))
+
+
+async def asingle_flight(key: str, compute: Callable[[], Awaitable[T]], **how: Unpack[How]) -> T:
+    """See `single_flight`. The cache is asked in threads of the lock backend.
+
+    Raises:
+        LockLost: The lease ended first, by which the computing task was cancelled.
+    """
+    plan = _Plan.of(key, **how)
+    return cast("T", await plan.get(_Awaits(plan.lock.backend), plan.lock.key, compute))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the cache has."""
+
+    value: Any
+    is_fresh: bool = True
+
+    @property
+    def is_there(self) -> bool:
+        return self.value is not _NOTHING
+
+
+class _Flight:
+    """What one caller does for all of its process.
+
+    It spares the store their questions, and decides nothing: that the lock does.
+    """
+
+    def __init__(self, name: tuple[str, str, str]):
+        self.name = name
+        self.key = name[-1]
+        self.landed: Future[bytes | None] = Future()
+        #: Whether anybody waits for it.
+        self.is_awaited = False
+
+    def land(self, value: Any = _NOTHING, error: Exception | None = None) -> None:
+        """Give the others the result, unless it was given; without one, they see for themselves."""
+        if self.landed.done():
+            return
+        self.leave()
+        # Each gets a copy of its own, as from a cache.
+        told = self.is_awaited and (error is not None or value is not _NOTHING)
+        packed = pickle.dumps((value, error) if error is None else (None, error)) if told else None
+        with suppress(InvalidStateError):
+            self.landed.set_result(packed)
+
+    def leave(self) -> None:
+        """Let the next caller begin a flight of its own."""
+        if _flights.get(self.name) is self:
+            _flights.pop(self.name, None)
+
+
+#: Those of this process, by backend, cache and key.
+_flights: Final[dict[tuple[str, str, str], _Flight]] = {}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_flights.clear)
+
+
+class _Calls:
+    """Carries out the steps of a flight with calls: none of them waits for an event loop."""
+
+    async def ask(self, step: Callable[..., R], *arguments: Any) -> R:
+        return step(*arguments)
+
+    async def call(self, compute: Callable[[], Any]) -> Any:
+        return whole(compute, awaits=False)()
+
+    async def wait(self, flight: _Flight, patience: float) -> None:
+        with suppress(TimeoutError):
+            flight.landed.result(patience)
+
+    @asynccontextmanager
+    async def attempt(self, lock: Lock) -> AsyncIterator[Lease | Refusal]:
+        with attempt(lock) as answer:
+            yield answer
+
+    @staticmethod
+    def done(steps: Coroutine[Any, Any, R]) -> R:
+        """Carry them out, all in one go."""
+        try:
+            steps.send(None)
+        except StopIteration as end:
+            return cast("R", end.value)
+        raise AssertionError  # See above.
+
+
+class _Awaits:
+    """Carries them out with awaits; caches and locks are asked in threads of the lock backend."""
+
+    def __init__(self, backend: str):
+        self.ask = lock_backends[backend].threads.run
+        self.attempt: Callable[[Lock], AbstractAsyncContextManager[Lease | Refusal]] = aattempt
+
+    async def call(self, compute: Callable[[], Awaitable[Any]]) -> Any:
+        return await compute()
+
+    async def wait(self, flight: _Flight, patience: float) -> None:
+        await asyncio.wait([asyncio.wrap_future(flight.landed)], timeout=patience)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a value is got. It is written with awaits, which calls carry out as well."""
+
+    lock: Lock
+    timeout: float | None
+    stale: float
+    cache: str
+    on_error: str
+    on_conflict: str
+    wait: float
+
+    @classmethod
+    def of(  # noqa: PLR0913 - each says one thing, by name
+        cls,
+        key: str,
+        *,
+        timeout: Duration | None,
+        stale: Duration = 0,
+        cache: str = "default",
+        on_error: str = "raise",
+        on_conflict: str = "raise",
+        wait: Duration = WAIT,
+        ttl: Duration | None = None,
+        backend: str = "default",
+    ) -> _Plan:
+        """Return what these arguments of `single_flight` ask for.
+
+        Raises:
+            InvalidArgument: An argument breaks a rule.
+        """
+        choice("on_error", on_error, ("raise", "compute", "stale"))
+        choice("on_conflict", on_conflict, ("raise", "run"))
+        fresh = None if timeout is None else seconds(timeout, "timeout", minimum=SHORTEST)
+        more = seconds(stale, "stale", minimum=SHORTEST) if stale else 0.0
+        if more and fresh is None:
+            raise InvalidArgument("A value with timeout=None is never stale: leave stale out.")
+        if on_error == "stale" and not more:
+            raise InvalidArgument(
+                'on_error="stale" needs stale, the seconds for which there is one.'
+            )
+        lock = distlock(key, ttl=ttl, wait=0, backend=backend, steal_if_dead=True)
+        return cls(lock, fresh, more, cache, on_error, on_conflict, seconds(wait, "wait"))
+
+    def decorate(self, function: Callable[..., Any]) -> Any:
+        """Return what is called in the place of a function."""
+        body = whole(function)
+        template = KeyTemplate.for_function(self.lock.key, body)
+        if inspect.iscoroutinefunction(body):
+
+            @functools.wraps(body)
+            async def wrapper(*args: Any, **kwargs: Any) -> Any:
+                call = functools.partial(body, *args, **kwargs)
+                return await self.get(
+                    _Awaits(self.lock.backend), template.render(args, kwargs), call
+                )
+
+        else:
+
+            @functools.wraps(body)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                call = functools.partial(body, *args, **kwargs)
+                return _Calls.done(self.get(_Calls(), template.render(args, kwargs), call))
+
+        shown = f"{OWN_MARKER}flight:{self.lock.key}@{self.cache}"
+        declared[wrapper] = (Declaration(Kind.FUNCTION, shown, self.lock, self.on_conflict),)
+        return wrapper
+
+    async def get(self, by: _Calls | _Awaits, key: str, compute: Callable[[], Any]) -> Any:
+        """Return the value."""
+        until = monotonic() + self.wait
+        while not (found := await by.ask(self._look, key)).is_fresh:
+            flight = _Flight((self.lock.backend, self.cache, key))
+            try:
+                first = _flights.setdefault(flight.name, flight)
+                if first is flight:
+                    return await self._lead(by, flight, found, compute, until)
+                if found.is_there:
+                    break
+                self._join(first)
+                await by.wait(first, max(0.0, until - monotonic()))
+                if not first.landed.done():
+                    await by.ask(self._go_without, key, self._late(first), self.wait)
+                    return await self._compute(by, flight, found, compute)
+                if (answer := self._answer(first)) is not None:
+                    return answer.value
+            finally:
+                flight.land()
+        return found.value
+
+    async def _lead(
+        self,
+        by: _Calls | _Awaits,
+        flight: _Flight,
+        found: _Found,
+        compute: Callable[[], Any],
+        until: float,
+    ) -> Any:
+        """Take the lock for all of this process, and compute, unless somebody has done so."""
+        known, _error = await by.ask(self._failure, flight.key)
+        began, made = monotonic(), None
+        # Tried once first: a store that is away would be asked again for all of the time.
+        lock = replace(self.lock, key=self._lock_key(flight.key))
+        try:
+            async with AsyncExitStack() as stack:
+                answer = await stack.enter_async_context(by.attempt(lock))
+                if isinstance(answer, LockNotAcquired) and not found.is_there:
+                    waiting = replace(lock, wait=max(0.0, until - monotonic()))
+                    answer = await stack.enter_async_context(by.attempt(waiting))
+                if isinstance(answer, Lease):
+                    try:
+                        made = await by.ask(self._made_by_others, flight, known) or _Found(
+                            await self._compute(by, flight, found, compute, answer)
+                        )
+                    finally:
+                        # The end of a transaction around it is not waited for.
+                        await by.ask(answer._release.quietly)
+                elif found.is_there and isinstance(answer, LockNotAcquired):
+                    made = found
+                else:
+                    await by.ask(self._go_without, flight.key, answer, monotonic() - began)
+                    made = _Found(await self._compute(by, flight, found, compute))
+        except LockLost:
+            if made is None:
+                raise
+        # Where the lease was lost, somebody else may have computed it, too.
+        return made.value
+
+    async def _compute(
+        self,
+        by: _Calls | _Awaits,
+        flight: _Flight,
+        found: _Found,
+        compute: Callable[[], Any],
+        lease: Lease | None = None,
+    ) -> Any:
+        try:
+            value = await by.call(compute)
+        except Exception as error:
+            if not await by.ask(self._bears, flight, found, error):
+                raise
+            return found.value
+        await by.ask(self._keep, flight, value, lease)
+        return value
+
+    # Steps
+
+    def _look(self, key: str) -> _Found:
+        if not self.stale:
+            value = caches[self.cache].get(key, _NOTHING)
+            return _Found(value, value is not _NOTHING)
+        # The cache's clock decides, and not those of who wrote and who reads.
+        fresh = _name("fresh", key)
+        there = caches[self.cache].get_many([key, fresh])
+        return _Found(there.get(key, _NOTHING), {key, fresh} <= there.keys())
+
+    def _failure(self, key: str) -> tuple[str | None, Exception | str]:
+        """Return the number of the last error that a flight has met anywhere, and the error."""
+        number, error = caches[self.cache].get(_name("failed", key)) or (None, "")
+        return number, error
+
+    def _lock_key(self, key: str) -> str:
+        return own_key(f"flight:{key}@{self.cache}")
+
+    def _made_by_others(self, flight: _Flight, known: str | None) -> _Found | None:
+        """Return the value that somebody computed while the lock was waited for; None: nobody did.
+
+        Args:
+            known: The number of an error that was there before: no clock tells.
+
+        Raises:
+            Exception: Somebody failed, and we take that for an answer.
+        """
+        found = self._look(flight.key)
+        if found.is_fresh:
+            flight.land(found.value)
+            return found
+        number, error = self._failure(flight.key)
+        if number in (None, known) or self.on_error == "compute":
+            return None
+        if isinstance(error, str):
+            error = LockError(error, key=flight.key)
+        flight.land(error=error)
+        raise error
+
+    def _keep(self, flight: _Flight, value: Any, lease: Lease | None) -> None:
+        """Keep a value, unless a later one may be there: who stood still comes too late."""
+        if lease is None or lease.held:
+            cache, key = caches[self.cache], flight.key
+            cache.set(key, value, None if self.timeout is None else self.timeout + self.stale)
+            if self.stale:
+                cache.set(_name("fresh", key), True, self.timeout)
+        flight.land(value)
+
+    def _bears(self, flight: _Flight, found: _Found, error: Exception) -> bool:
+        """Pass an error on to those who wait; return whether the stale value takes its place."""
+        passed = _portable(error, flight.key)
+        flight.land(error=passed)
+        told = passed if type(passed) is type(error) else str(passed)
+        try:
+            kept_for = max(FAILED_FOR, self.wait)
+            caches[self.cache].set(_name("failed", flight.key), (uuid4().hex, told), kept_for)
+        except Exception:
+            # Caches have no common error, and this one is not the caller's. Others compute.
+            extra = log_fields("flight_error_lost", key=flight.key, error=error)
+            logger.exception("The cache did not keep an error of %r", flight.key, extra=extra)
+        if self.on_error != "stale" or not found.is_there:
+            return False
+        extra = log_fields("flight_failed", backend=self.lock.backend, key=flight.key, error=error)
+        logger.error("%r stays stale: %s", flight.key, error, exc_info=error, extra=extra)
+        return True
+
+    # As one of the others
+
+    def _join(self, first: _Flight) -> None:
+        if current_lease(self._lock_key(first.key)) is not None:
+            raise LockUsageError(
+                f"What computes {first.key!r} asks for it, and would wait for itself.",
+                key=first.key,
+                code="reentrant",
+            )
+        first.is_awaited = True
+
+    def _answer(self, first: _Flight) -> _Found | None:
+        """Return what a flight has brought; None: nothing, or an error that we do not mind."""
+        packed = first.landed.result()
+        if packed is None:
+            return None
+        value, error = pickle.loads(packed)  # noqa: S301 - packed by this process
+        if error is None:
+            return _Found(value)
+        if self.on_error == "compute":
+            return None
+        raise error
+
+    def _late(self, first: _Flight) -> LockNotAcquired:
+        # One that was broken out of is followed by nobody else.
+        first.leave()
+        return LockNotAcquired(
+            f"{first.key!r} is computed in this process since more than {self.wait:g} s.",
+            key=first.key,
+        )
+
+    def _go_without(self, key: str, refusal: Refusal, waited: float) -> None:
+        """Say that a value is computed without the lock; or raise why not."""
+        if isinstance(refusal, BackendUnavailable):
+            extra = log_fields("flight_without_lock", backend=self.lock.backend, error=refusal)
+            logger.warning("%r is computed without its lock: %s", key, refusal, extra=extra)
+        elif self.on_conflict == "raise":
+            raise refusal
+        tell_bypassed(self.lock.backend, self._lock_key(key), waited, refusal)
+
+
+def _name(what: str, key: str) -> str:
+    """Return the name of an entry beside a value, which every cache takes."""
+    return f"distlock:{what}:{key_hash(key)}"
+
+
+def _portable(error: Exception, key: str) -> Exception:
+    """Return an error as others can get it: itself, or one that tells of it."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - packed here
+    except Exception:  # noqa: BLE001 - whatever code of the project raises
+        copy = None
+    if type(copy) is type(error):
+        return error
+    return LockError(f"{key!r} was not computed: {type(error).__qualname__}: {error}", key=key)

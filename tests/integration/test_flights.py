@@ -1,0 +1,700 @@
+"""`single_flight`: of all who ask for a value at once, one computes it."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.core.cache import caches
+
+from django_distlock import (
+    InvalidArgument,
+    LockError,
+    LockLost,
+    LockNotAcquired,
+    LockUsageError,
+    asingle_flight,
+    current_lease,
+    distlock,
+    flights,
+    signals,
+    single_flight,
+)
+from django_distlock.core.declarations import Kind, declarations, declared
+from django_distlock.core.keys import OWN_MARKER, own_key
+from django_distlock.testing import lose_connection
+from tests.contract.helpers import Later, prompt
+from tests.contract.locking import Heard, eventually, take_away
+from tests.processes import spawn
+from tests.shop.models import Row
+
+#: Calls a function, or awaits it in a loop of its own.
+WAYS = ("called", "awaited")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    assert flights._flights == {}
+    # The checks of other tests are not about what is decorated here.
+    declared.clear()
+
+
+@pytest.fixture(params=WAYS)
+def fly(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Give `single_flight`, or its twin, for a function that blocks."""
+    if request.param == "called":
+        return functools.partial(single_flight, backend="memory")
+
+    def awaited(key: str, compute: Callable[[], Any], **how: Any) -> Any:
+        async def work() -> Any:
+            return await asyncio.to_thread(compute)
+
+        return asyncio.run(asingle_flight(key, work, **{"backend": "memory", **how}))
+
+    return awaited
+
+
+class Work:
+    """Counts how often it runs, and waits until it is told to end."""
+
+    def __init__(self, *results: Any):
+        self.runs = 0
+        self.begun = threading.Event()
+        self.end = threading.Event()
+        self._results = results
+
+    def __call__(self) -> Any:
+        """Do what the next result says."""
+        result = self._results[min(self.runs, len(self._results) - 1)]
+        self.runs += 1
+        self.begun.set()
+        assert self.end.wait(20)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    @classmethod
+    def quick(cls, *results: Any) -> Work:
+        """Return one that ends at once."""
+        made = cls(*results)
+        made.end.set()
+        return made
+
+
+def is_followed() -> bool:
+    """Whether somebody waits for a flight."""
+    return any(each.is_awaited for each in flights._flights.values())
+
+
+def followers(fly: Callable[[], Any], many: int) -> list[Later[Any]]:
+    """Let some ask while somebody computes; return when all of them wait."""
+    those = [Later(fly) for _ in range(many)]
+    assert eventually(is_followed)
+    return those
+
+
+# Once
+
+
+@pytest.mark.parametrize("backend", ["postgres", "redis"])
+def test_many_threads_of_processes_compute_once(key: str, backend: str) -> None:
+    """200 threads in 4 processes, and a cold key: one row is written, and all get its value."""
+    askers = [spawn("tests.integration.flights:ask", key, 50, backend) for _ in range(4)]
+    try:
+        got = [value for each in askers for value in each.result(60)]
+    finally:
+        for each in askers:
+            each.kill()
+    assert got == [{"rows": 1}] * 200
+    assert Row.objects.filter(name=key).count() == 1
+
+
+def test_others_of_the_process_wait_for_one(fly: Callable[..., Any], key: str) -> None:
+    """And ask the store of the locks nothing."""
+    work = Work([1])
+    first = Later(fly, key, work, timeout=60)
+    assert work.begun.wait(10)
+    with lose_connection("memory"):
+        those = followers(lambda: fly(key, work, timeout=60), 20)
+        time.sleep(0.05)
+        assert not any(each._future.done() for each in those)
+    work.end.set()
+    values = [first.result(), *(each.result() for each in those)]
+    assert values == [[1]] * 21
+    assert work.runs == 1
+    # None of them can spoil what another one has got.
+    assert len({id(each) for each in values}) == 21
+
+
+def test_value_comes_from_the_cache(fly: Callable[..., Any], key: str) -> None:
+    """As others put it there, and until somebody takes it away."""
+    caches["default"].set(key, "theirs")
+    work = Work.quick("ours")
+    assert fly(key, work, timeout=60) == "theirs"
+    assert work.runs == 0
+    caches["default"].delete(key)
+    assert fly(key, work, timeout=60) == "ours"
+    assert fly(key, work, timeout=60) == "ours"
+    assert caches["default"].get(key) == "ours"
+    assert work.runs == 1
+
+
+@pytest.mark.parametrize("stale", [0, 60])
+@pytest.mark.parametrize("cache", ["default", "shared"])
+def test_none_is_a_value(fly: Callable[..., Any], key: str, cache: str, stale: float) -> None:
+    """So is what else is false."""
+    values: list[Any] = [None, False, 0, "", []]
+    for number, value in enumerate(values):
+        work = Work.quick(value)
+        name = f"{key}:{number}"
+        how: dict[str, Any] = {"timeout": 60, "cache": cache, "stale": stale}
+        assert [fly(name, work, **how) for _ in range(3)] == [value] * 3
+        assert work.runs == 1
+
+
+@pytest.mark.parametrize("cache", ["default", "shared"])
+def test_value_ends_when_its_time_is_over(key: str, cache: str) -> None:
+    """In one process, and in all of them."""
+    work = Work.quick(1, 2)
+    ask = functools.partial(
+        single_flight, key, work, timeout=timedelta(seconds=1), cache=cache, backend="memory"
+    )
+    assert ask() == 1
+    assert eventually(lambda: ask() == 2)
+    assert work.runs == 2
+
+
+def test_timeout_none_is_for_ever(key: str) -> None:
+    """As in Django's cache."""
+    single_flight(key, lambda: 1, timeout=None, backend="memory")
+    cache: Any = caches["default"]
+    assert cache._expire_info[cache.make_key(key)] is None
+
+
+def test_key_that_was_waited_for_is_looked_up_again(fly: Callable[..., Any], key: str) -> None:
+    """Another process has computed it meanwhile, which the cache tells."""
+    work = Work.quick("ours")
+    lease = distlock(own_key(f"flight:{key}@default"), backend="memory").acquire()
+    asker = Later(fly, key, work, timeout=60)
+    assert eventually(lambda: flights._flights != {})
+    time.sleep(0.05)
+    caches["default"].set(key, "theirs")
+    lease.release()
+    assert asker.result() == "theirs"
+    assert work.runs == 0
+
+
+def test_keys_and_caches_are_apart(key: str) -> None:
+    """A flight of one is none of another."""
+    for cache in ("default", "shared"):
+        for name in (key, f"{key}:2"):
+            value = single_flight(name, lambda: [cache, name], timeout=60, cache=cache)  # noqa: B023
+            assert value == [cache, name]
+
+
+def test_cache_that_keeps_nothing_costs_one_run_for_all_who_wait(key: str) -> None:
+    """A value that is too large for memcached, say: who waits gets it all the same."""
+    work = Work("value")
+    ask = functools.partial(single_flight, key, work, timeout=60, cache="nothing", backend="memory")
+    first = Later(ask)
+    assert work.begun.wait(10)
+    those = followers(ask, 10)
+    time.sleep(0.05)
+    work.end.set()
+    assert [each.result() for each in (first, *those)] == ["value"] * 11
+    assert work.runs == 1
+
+
+# The stale value
+
+
+def aged(key: str, value: Any) -> None:
+    """Put a value into the cache that is stale."""
+    caches["default"].set(key, value, 60)
+    caches["default"].delete(flights._name("fresh", key))
+
+
+def test_stale_value_is_given_while_one_computes(fly: Callable[..., Any], key: str) -> None:
+    """To others of the process, and to other processes: none of them waits."""
+    aged(key, "old")
+    work = Work("new")
+    first = Later(fly, key, work, timeout=60, stale=60)
+    assert work.begun.wait(10)
+    with prompt():
+        assert fly(key, work, timeout=60, stale=60) == "old"
+    # As another process, which has no flight of ours.
+    mine = dict(flights._flights)
+    flights._flights.clear()
+    with prompt():
+        assert fly(key, work, timeout=60, stale=60) == "old"
+    flights._flights.update(mine)
+    work.end.set()
+    assert first.result() == "new"
+    assert fly(key, work, timeout=60, stale=60) == "new"
+    assert work.runs == 1
+
+
+@pytest.mark.parametrize("cache", ["default", "shared"])
+def test_value_is_fresh_then_stale_then_gone(key: str, cache: str) -> None:
+    """By the clock of the cache."""
+    single_flight(key, lambda: 1, timeout=1, stale=1, cache=cache, backend="memory")
+    plan = flights._Plan.of(key, timeout=1, stale=1, cache=cache)
+    assert plan._look(key) == flights._Found(1)
+    assert eventually(lambda: plan._look(key) == flights._Found(1, is_fresh=False))
+    assert eventually(lambda: not plan._look(key).is_there)
+
+
+def test_value_that_somebody_deleted_is_not_stale_but_gone(
+    fly: Callable[..., Any], key: str
+) -> None:
+    """What marks it as fresh is left, and means nothing."""
+    fly(key, Work.quick("wrong"), timeout=60, stale=60)
+    caches["default"].delete(key)
+    assert fly(key, Work.quick("right"), timeout=60, stale=60) == "right"
+
+
+# Errors
+
+
+def test_error_reaches_those_who_wait(fly: Callable[..., Any], key: str) -> None:
+    """Each of them gets one of its own, and who comes later computes."""
+    work = Work(ConnectionResetError(54, "away"), "value")
+    first = Later(fly, key, work, timeout=60)
+    assert work.begun.wait(10)
+    those = followers(lambda: fly(key, work, timeout=60), 5)
+    time.sleep(0.05)
+    work.end.set()
+    errors = []
+    for each in (first, *those):
+        with pytest.raises(ConnectionResetError, match="away") as caught:
+            each.result()
+        errors.append(caught.value)
+    assert len({id(each) for each in errors}) == 6
+    assert work.runs == 1
+    assert fly(key, work, timeout=60) == "value"
+
+
+def test_error_that_nobody_minds_is_of_one(fly: Callable[..., Any], key: str) -> None:
+    """With "compute", the next one of those who wait computes."""
+    work = Work(ConnectionResetError("away"), "value")
+    ask = functools.partial(fly, key, work, timeout=60, on_error="compute")
+    first = Later(ask)
+    assert work.begun.wait(10)
+    those = followers(ask, 5)
+    time.sleep(0.05)
+    work.end.set()
+    with pytest.raises(ConnectionResetError):
+        first.result()
+    assert [each.result() for each in those] == ["value"] * 5
+    assert work.runs == 2
+
+
+def test_stale_value_takes_the_place_of_an_error(
+    fly: Callable[..., Any], key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which is logged. Where there is none, the error is raised."""
+    work = Work.quick(ConnectionResetError("away"))
+    ask = functools.partial(fly, key, work, timeout=60, stale=60, on_error="stale")
+    with pytest.raises(ConnectionResetError):
+        ask()
+    assert not caplog.records
+    aged(key, "old")
+    assert ask() == "old"
+    (said,) = caplog.records
+    assert said.__dict__["distlock_event"] == "flight_failed"
+    assert said.exc_info
+
+
+class Odd(Exception):
+    """Cannot be made anew from its arguments."""
+
+    def __init__(self, one: int, *, two: int):
+        super().__init__(f"{one} and {two}")
+
+
+def test_error_that_cannot_travel_is_told(key: str) -> None:
+    """As a `LockError`; who computed gets its own."""
+    work = Work(Odd(1, two=2))
+    ask = functools.partial(single_flight, key, work, timeout=60, backend="memory")
+    first = Later(ask)
+    assert work.begun.wait(10)
+    (other,) = followers(ask, 1)
+    work.end.set()
+    with pytest.raises(Odd):
+        first.result()
+    with pytest.raises(LockError, match="was not computed: Odd: 1 and 2"):
+        other.result()
+
+
+@pytest.mark.parametrize("on_error", ["raise", "compute"])
+def test_error_of_another_process_reaches_this_one(key: str, on_error: str) -> None:
+    """If it chooses so. An error that was there before is not taken for an answer."""
+    how = {"on_error": on_error, "wait": 30}
+    for _ in range(2):
+        with spawn("tests.integration.flights:compute", key, "postgres", "", {}) as other:
+            other.wait_for("computing")
+            work = Work.quick("value")
+            asker = Later(
+                functools.partial(single_flight, key, work, timeout=60, cache="shared", **how)
+            )
+            assert eventually(lambda: distlock(own_key(f"flight:{key}@shared")).locked())
+            assert eventually(lambda: flights._flights != {})
+            time.sleep(0.1)
+            other.send("fail")
+            if on_error == "raise":
+                with pytest.raises(ConnectionResetError, match="the provider is away"):
+                    asker.result()
+            else:
+                assert asker.result() == "value"
+            assert work.runs == (on_error == "compute")
+        caches["shared"].delete(key)
+    assert single_flight(key, lambda: "value", timeout=60, cache="shared") == "value"
+
+
+def test_error_of_the_cache_is_raised(
+    key: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """But not in the place of the computation's own."""
+
+    def away(*_: Any, **__: Any) -> None:
+        raise ConnectionRefusedError("no cache")
+
+    monkeypatch.setattr(caches["default"], "set", away)
+    with pytest.raises(ConnectionRefusedError):
+        single_flight(key, lambda: 1, timeout=60, backend="memory")
+    with pytest.raises(ZeroDivisionError):
+        single_flight(key, lambda: 1 // 0, timeout=60, backend="memory")
+    assert "did not keep an error" in caplog.text
+
+
+# Who waits too long, and who is gone
+
+
+def test_wait_has_an_end(fly: Callable[..., Any], key: str) -> None:
+    """For others of the process, and for other processes."""
+    work = Work("value")
+    first = Later(fly, key, work, timeout=60)
+    assert work.begun.wait(10)
+    with prompt(0.2, least=0.2), pytest.raises(LockNotAcquired, match="in this process"):
+        fly(key, work, timeout=60, wait=0.2)
+    with prompt(0.2, least=0.2), pytest.raises(LockNotAcquired):
+        # The flight is not followed again, and the lock is held.
+        fly(key, work, timeout=60, wait=0.2)
+    work.end.set()
+    assert first.result() == "value"
+
+
+def test_flight_that_nobody_lands_is_followed_once(fly: Callable[..., Any], key: str) -> None:
+    """A signal's exception has broken out of it, say."""
+    name = ("memory", "default", key)
+    flights._flights[name] = flights._Flight(name)
+    with pytest.raises(LockNotAcquired):
+        fly(key, Work.quick("value"), timeout=60, wait=0.05)
+    with prompt():
+        assert fly(key, Work.quick("value"), timeout=60) == "value"
+
+
+def test_conflict_may_be_run(fly: Callable[..., Any], key: str) -> None:
+    """Then the value is computed twice, which is told."""
+    work = Work("value")
+    first = Later(fly, key, work, timeout=60)
+    assert work.begun.wait(10)
+    name = own_key(f"flight:{key}@default")
+    quick = Work.quick("quick")
+    for told in (1, 2):
+        with Heard(signals.lock_bypassed, name) as heard:
+            assert fly(f"{key}", quick, timeout=60, wait=0.05, on_conflict="run") == "quick"
+        assert len(heard.facts) == 1
+        assert quick.runs == told
+        caches["default"].delete(key)
+    work.end.set()
+    assert first.result() == "value"
+
+
+@pytest.mark.parametrize("backend", ["postgres", "redis"])
+def test_next_one_computes_where_the_first_is_killed(key: str, backend: str) -> None:
+    """On this machine at once, for it is known to be gone."""
+    with spawn("tests.integration.flights:compute", key, backend, "", {}) as other:
+        other.wait_for("computing")
+        work = Work.quick("value")
+        asker = Later(
+            single_flight, key, work, timeout=60, cache="shared", backend=backend, wait=20
+        )
+        assert eventually(lambda: flights._flights != {})
+        other.popen.send_signal(signal.SIGKILL)
+        other.popen.wait()
+        with prompt(5):
+            assert asker.result() == "value"
+    assert work.runs == 1
+
+
+def test_transaction_of_who_computed_is_not_waited_for(key: str) -> None:
+    """The value is in the cache, and the key is free, before the transaction ends."""
+    with spawn("tests.integration.flights:compute", key, "postgres", "atomic", {}) as other:
+        other.wait_for("computing")
+        asker = Later(single_flight, key, Work.quick(""), timeout=60, cache="shared")
+        assert eventually(lambda: flights._flights != {})
+        other.send("value")
+        other.wait_for("computed")
+        with prompt():
+            assert asker.result() == "value"
+        other.send("")
+        assert other.result() == "value"
+
+
+def late(key: str) -> None:
+    """Lose the lock to somebody who computes a later value; find it out."""
+    lease = current_lease()
+    assert lease is not None
+    take_away(lease)
+    caches["default"].set(key, "later", 60)
+    with suppress(LockLost):
+        lease.extend()
+
+
+def test_who_lost_the_lock_keeps_nothing(key: str) -> None:
+    """Somebody else has a later value by now. The old one is for its own caller."""
+
+    def compute() -> str:
+        late(key)
+        return "early"
+
+    assert single_flight(key, compute, timeout=60, backend="memory") == "early"
+    assert caches["default"].get(key) == "later"
+
+
+def test_task_that_lost_the_lock_is_told(key: str) -> None:
+    """As any task in a block of a lock: it is cancelled."""
+
+    async def compute() -> str:
+        await asyncio.to_thread(late, key)
+        await asyncio.sleep(20)
+        return "early"
+
+    with pytest.raises(LockLost):
+        asyncio.run(asingle_flight(key, compute, timeout=60, backend="memory"))
+    assert caches["default"].get(key) == "later"
+
+
+def test_cancelled_task_leaves_the_value_to_others(key: str) -> None:
+    """One of those who waited for it computes."""
+
+    async def never() -> str:
+        begun.set()
+        await asyncio.sleep(20)
+        return ""
+
+    async def soon() -> str:
+        return "value"
+
+    async def ask() -> str:
+        first = asyncio.create_task(asingle_flight(key, never, timeout=60, backend="memory"))
+        await begun.wait()
+        those = [
+            asyncio.create_task(asingle_flight(key, soon, timeout=60, backend="memory"))
+            for _ in range(5)
+        ]
+        assert await asyncio.to_thread(eventually, is_followed)
+        those[0].cancel()
+        first.cancel()
+        with suppress(asyncio.CancelledError):
+            await first
+        assert set(await asyncio.gather(*those[1:])) == {"value"}
+        return "done"
+
+    begun = asyncio.Event()
+    assert asyncio.run(ask()) == "done"
+
+
+def test_interrupted_flight_leaves_the_value_to_others(key: str) -> None:
+    """What is no `Exception` is a matter of one thread alone."""
+    work, begun, stop = Work.quick("value"), threading.Event(), threading.Event()
+
+    def exits() -> None:
+        begun.set()
+        assert stop.wait(20)
+        raise SystemExit
+
+    ask = functools.partial(single_flight, key, timeout=60, backend="memory")
+    first = Later(ask, exits)
+    assert begun.wait(10)
+    those = followers(lambda: ask(work), 3)
+    stop.set()
+    with pytest.raises(SystemExit):
+        first.result()
+    assert [each.result() for each in those] == ["value"] * 3
+    assert work.runs == 1
+
+
+def test_fork_follows_no_flight_of_its_parent(key: str) -> None:
+    """Nobody would land it there."""
+    work = Work("parent's")
+    first = Later(functools.partial(single_flight, key, work, timeout=60, backend="memory"))
+    assert work.begun.wait(10)
+    child = os.fork()
+    if child == 0:
+        os._exit(7 if flights._flights == {} else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    work.end.set()
+    first.result()
+
+
+# Without the store of the locks
+
+
+def test_store_that_is_away_keeps_nobody_from_computing(
+    fly: Callable[..., Any], key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each process does so once, and says so."""
+    work = Work("value")
+    with (
+        lose_connection("memory"),
+        Heard(signals.lock_bypassed, own_key(f"flight:{key}@default")) as heard,
+    ):
+        first = Later(fly, key, work, timeout=60)
+        assert work.begun.wait(10)
+        those = followers(lambda: fly(key, work, timeout=60), 5)
+        time.sleep(0.05)
+        work.end.set()
+        assert {each.result() for each in (first, *those)} == {"value"}
+    assert work.runs == 1
+    assert heard.once["alias"] == "memory"
+    assert heard.once["waited"] < 5
+    (said,) = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert said.__dict__["distlock_event"] == "flight_without_lock"
+    assert fly(key, work, timeout=60) == "value"
+
+
+# As a decorator
+
+
+class Summaries:
+    """Has runs."""
+
+    runs = 0
+
+    @single_flight("summary:{self.name}:{pk}", timeout=60, backend="memory")
+    def of(self, pk: int) -> str:
+        """Say which one."""
+        self.runs += 1
+        return f"{self.name} {pk}"
+
+    def __init__(self, name: str):
+        self.name = name
+
+
+def test_decorated_function_is_computed_once(key: str) -> None:
+    """Its key is filled from the arguments, however they are given."""
+    summaries = Summaries(key)
+    assert [summaries.of(1), summaries.of(pk=1), summaries.of(2)] == [
+        f"{key} {pk}" for pk in (1, 1, 2)
+    ]
+    assert summaries.runs == 2
+    assert caches["default"].get(f"summary:{key}:1") == f"{key} 1"
+    assert summaries.of.__name__ == "of"
+
+
+def test_decorated_coroutine_is_computed_once(key: str) -> None:
+    """Of tasks that await it at once, one runs."""
+    runs = []
+
+    @single_flight("summary:{name}", timeout=60, backend="memory")
+    async def of(name: str) -> str:
+        runs.append(name)
+        await asyncio.sleep(0.05)
+        return name
+
+    async def all_of() -> list[str]:
+        return await asyncio.gather(*(of(key) for _ in range(20)))
+
+    assert asyncio.run(all_of()) == [key] * 20
+    assert runs == [key]
+
+
+def test_declaration_is_listed(key: str) -> None:
+    """As a key of this package's own."""
+    decorate: Any = single_flight("summary:{pk}", timeout=60, cache="shared")
+    decorated = decorate(lambda pk: pk)
+    ((_, each),) = declarations()
+    assert (each.key, each.kind) == (f"{OWN_MARKER}flight:summary:{{pk}}@shared", Kind.FUNCTION)
+    assert decorated(7) == 7
+
+
+def test_call_in_an_event_loop_is_a_call(key: str) -> None:
+    """It blocks the loop, as any call does, and needs none."""
+
+    async def main() -> list[int]:
+        ask = functools.partial(single_flight, key, timeout=60, backend="memory")
+        return [ask(lambda: 5) for _ in range(2)]
+
+    assert asyncio.run(main()) == [5, 5]
+
+
+# Wrong uses
+
+
+def test_asking_for_its_own_value_is_refused(fly: Callable[..., Any], key: str) -> None:
+    """It would wait for itself."""
+    ask = functools.partial(fly, key, timeout=60)
+    with prompt(), pytest.raises(LockUsageError) as caught:
+        ask(lambda: single_flight(key, lambda: 1, timeout=60, backend="memory"))
+    assert caught.value.code == "reentrant"
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"timeout": 0}, "timeout"),
+    ({"timeout": 0.5}, "timeout"),
+    ({"timeout": True}, "timeout"),
+    ({"stale": -1}, "stale"),
+    ({"stale": 0.5}, "stale"),
+    ({"timeout": None, "stale": 5}, "stale"),
+    ({"on_error": "stale"}, "stale"),
+    ({"on_error": "skip"}, "on_error"),
+    ({"on_conflict": "skip"}, "on_conflict"),
+    ({"wait": None}, "wait"),
+    ({"wait": -1}, "wait"),
+    ({"ttl": 0}, "ttl"),
+    ({"ttl": 60, "timeout": float("nan")}, "timeout"),
+]
+
+
+@pytest.mark.parametrize(("how", "named"), WRONG, ids=str)
+def test_wrong_arguments_are_refused(key: str, how: dict[str, Any], named: str) -> None:
+    """Before the cache is asked, and where a function is decorated."""
+    with pytest.raises(InvalidArgument, match=named):
+        single_flight(key, lambda: 1, **{"timeout": 60, **how})
+    with pytest.raises(InvalidArgument, match=named):
+        single_flight(key, **{"timeout": 60, **how})
+
+
+def test_body_that_runs_later_is_refused(key: str) -> None:
+    """What would be kept is no value."""
+
+    async def later() -> int:
+        return 1
+
+    with pytest.raises(LockUsageError, match="coroutine"):
+        _ = single_flight(key, later, timeout=60, backend="memory")
+    with pytest.raises(LockUsageError, match="coroutine"):
+        _ = single_flight(key, functools.partial(later), timeout=60, backend="memory")
+    assert key not in caches["default"]
+
+
+def test_keys_have_rules() -> None:
+    """Those of locks; and a template names parameters."""
+    bad: Any
+    for bad in ("", "a\0b", 5.5, "x" * 600):
+        with pytest.raises(InvalidArgument):
+            single_flight(bad, lambda: 1, timeout=60)
+    with pytest.raises(InvalidArgument, match="nobody"):
+        single_flight("summary:{nobody}", timeout=60)(lambda pk: pk)
