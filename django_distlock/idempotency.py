@@ -1,0 +1,289 @@
+"""Requests that clients send again: the first one runs, and the others get its response.
+
+A row of the database stands for a request. It is made before the view runs, in the transaction that
+the view writes in, and gets the response at its end: both are committed, or neither is. While that
+transaction is open nobody else can make the row, so no lease is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import string
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+from asgiref.sync import iscoroutinefunction
+from django.apps import apps
+from django.db import DatabaseError, router, transaction
+from django.http import HttpResponse, HttpResponseBase, JsonResponse
+from django.http.request import RawPostDataException
+from django.utils.translation import gettext
+
+from .core.bodies import whole
+from .core.durations import Duration, seconds
+from .core.errors import InvalidArgument, LockUsageError, shown
+from .core.keys import IllegalKey, KeyTemplate
+from .database import vendors
+
+View = Callable[..., Any]
+
+HEADER: Final = "Idempotency-Key"
+#: What a response says that was kept.
+REPLAYED: Final = "Idempotency-Replayed"
+#: Seconds until a client may ask again whose request runs.
+ASK_AGAIN: Final = 1
+#: Seconds to wait for the transaction of another request, which has made the row.
+BOUND: Final = 0.25
+#: Seconds for which responses are kept at most.
+LONGEST: Final = 366 * 86_400.0
+#: Bytes of a body that are kept, where nobody says otherwise.
+MAX_BODY: Final = 262_144
+#: Methods that change nothing, and may be repeated as they are.
+SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+#: Answers that say no more than "not now", or "not you", and are asked for again.
+NOT_KEPT: Final = frozenset({401, 403, 408, 409, 423, 425, 429})
+#: Headers about the body and what was made. No cookie, and nothing about one connection.
+KEPT_HEADERS: Final = (
+    "Cache-Control",
+    "Content-Disposition",
+    "Content-Encoding",
+    "Content-Language",
+    "Content-Location",
+    "Content-Type",
+    "ETag",
+    "Last-Modified",
+    "Link",
+    "Location",
+    "Vary",
+)
+
+_KEY: Final = re.compile(r"[\x20-\x7e]{1,255}")
+
+
+def idempotent(
+    key: str | Callable[..., str | None] | None = None,
+    *,
+    keep: Duration = 86_400,
+    max_body: int = MAX_BODY,
+    required: bool = False,
+) -> Callable[[View], View]:
+    """Run a request with an `Idempotency-Key` once, and answer the same one with its response.
+
+    For views, and for methods of class-based views and of Django REST framework's, where it is the
+    decorator next to the function. While the first request runs, others are answered with 409 and
+    `Retry-After`; behind it, with the stored status, headers (`KEPT_HEADERS`), body, and
+    `Idempotency-Replayed: true`. Another request with the same key is answered with 422: another
+    path or query, method, type of content, or body.
+
+    The view runs in a transaction of the database in which the router writes `StoredResponse`. A
+    view that raises leaves nothing there, and may be asked again with the same key. So may one
+    that answers with a status above 499 or of `NOT_KEPT`: what it has written is rolled back.
+
+    A client's key is its own: it counts for one view and one user. GET, HEAD, OPTIONS and TRACE
+    are run as if there were no key.
+
+    Args:
+        key: Whose key it is, beside the user who is logged in: a template of the view's parameters,
+            such as `"{request.session.session_key}"`, or what returns a text, called as the view
+            is. Where nobody is logged in, and it is left out, empty or None, the answer is 400.
+        keep: Seconds (or a `timedelta`) for which a response is kept, from 1 to 366 days.
+        max_body: Bytes of the longest body that is kept.
+        required: Whether a request without a key is answered with 400, and not run as ever.
+
+    Raises:
+        InvalidArgument: An argument breaks a rule, or the template names no parameter of the view.
+        LockUsageError: The view is asynchronous: Django has no transactions for those. Or the
+            response is streaming, or longer than `max_body`; then what was written is rolled back.
+    """
+    if not (key is None or callable(key) or (isinstance(key, str) and key)):
+        raise InvalidArgument(
+            f"idempotent is written with parentheses, and key is a template or a function, not"
+            f" {shown(key)}."
+        )
+    kept_for = timedelta(seconds=seconds(keep, "keep", minimum=1.0, maximum=LONGEST))
+    if isinstance(max_body, bool) or not isinstance(max_body, int) or max_body < 0:
+        raise InvalidArgument(f"max_body is a number of bytes, not {shown(max_body)}.")
+
+    def decorate(view: View, /) -> View:
+        if iscoroutinefunction(view):
+            raise LockUsageError(
+                f"{view.__qualname__} is asynchronous, and Django has no transactions for that."
+                " Decorate a view that is not.",
+                code="unsupported",
+            )
+        view = whole(view)
+        client = _clients(key, view) if isinstance(key, str) else key
+
+        @functools.wraps(view)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            # A method has its object first.
+            request = next(each for each in args[:2] if hasattr(each, "META"))
+            call = functools.partial(view, *args, **kwargs)
+            given = request.headers.get(HEADER)
+            if request.method in SAFE or (given is None and not required):
+                return call()
+            if given is None or not _KEY.fullmatch(given):
+                return _refusal(
+                    400,
+                    "bad_key",
+                    gettext("Send an Idempotency-Key: 1 to 255 characters of ASCII."),
+                )
+            owner = _owner(request, None if client is None else client(*args, **kwargs))
+            if owner is None:
+                return _refusal(
+                    400, "no_owner", gettext("An Idempotency-Key is for those who are logged in.")
+                )
+            name = _digest(f"{view.__module__}.{view.__qualname__}", *owner, given)
+            return _once(name, request, call, kept_for, max_body)
+
+        return wrapper
+
+    return decorate
+
+
+def _once(
+    name: str, request: Any, call: Callable[[], Any], kept_for: timedelta, max_body: int
+) -> HttpResponseBase:
+    """Call a view, or give the response that a request of this name has got."""
+    # Views are imported before the apps are loaded.
+    model = apps.get_model("django_distlock", "StoredResponse")
+    using = router.db_for_write(model)
+    rows, content = model.objects.using(using), _digest(*_content(request))
+    with transaction.atomic(using=using):
+        now = datetime.now(UTC)
+        row = rows.filter(pk=name).first()
+        if row is None or row.until <= now:
+            try:
+                with vendors.of(using).short_transaction(BOUND):
+                    if row is not None:
+                        rows.filter(pk=name, until__lte=now).delete()
+                    made = rows.create(
+                        name=name, request=content, status=0, made_at=now, until=now + kept_for
+                    )
+            except DatabaseError as error:
+                vendor = vendors.of(using)
+                if not (vendor.is_duplicate(error) or vendor.is_busy(error)):
+                    raise
+                # Committed since we looked, or still open. Where a snapshot does not show it, it
+                # will be there next time.
+                row = rows.filter(pk=name, until__gt=now).first()
+            else:
+                response: HttpResponse = _finished(call(), request)
+                if response.status_code >= 500 or response.status_code in NOT_KEPT:
+                    transaction.set_rollback(True, using)
+                else:
+                    _keep(made, response, max_body)
+                return response
+    if row is None:
+        said = gettext("The first request with this Idempotency-Key is not answered yet.")
+        return _refusal(409, "in_progress", said, {"Retry-After": str(ASK_AGAIN)})
+    if row.request != content:
+        said = gettext("This Idempotency-Key was used for another request.")
+        return _refusal(422, "other_request", said)
+    again = HttpResponse(bytes(row.body), status=row.status)
+    again.headers.pop("Content-Type", None)
+    for header, value in {**row.headers, REPLAYED: "true"}.items():
+        again.headers[header] = value
+    return again
+
+
+def _keep(row: Any, response: Any, max_body: int) -> None:
+    if response.streaming or len(response.content) > max_body:
+        what = "is streaming" if response.streaming else f"has {len(response.content)} bytes"
+        raise LockUsageError(
+            f"The response {what}, and could not be sent again: idempotent keeps bodies of at most"
+            f" {max_body} bytes. Answer with less, or set max_body. Nothing was written.",
+            code="unsupported",
+        )
+    row.status, row.body = response.status_code, response.content
+    row.headers = {
+        each: response.headers[each] for each in KEPT_HEADERS if each in response.headers
+    }
+    row.save(update_fields=["status", "headers", "body"])
+
+
+def _finished(response: Any, request: Any) -> Any:
+    """Return a response with its content, which some make behind their view."""
+    if getattr(response, "is_rendered", True):
+        return response
+    renderer = getattr(request, "accepted_renderer", None)
+    if renderer is not None and not hasattr(response, "accepted_renderer"):
+        # As Django REST framework does it, behind its methods.
+        response.accepted_renderer = renderer
+        response.accepted_media_type = request.accepted_media_type
+        response.renderer_context = {**request.parser_context, "request": request}
+    return response.render()
+
+
+# Whose key, and which request
+
+
+def _clients(template: str, view: View) -> Callable[..., str | None]:
+    """Return what fills a template, or gives None where one of its fields is nobody."""
+    made = KeyTemplate.for_function(template, view)
+
+    def client(*args: Any, **kwargs: Any) -> str | None:
+        bound = made.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        names = [name for _literal, name, _spec in made.parts if name is not None]
+        field = string.Formatter().get_field
+        if any(field(name, (), bound.arguments)[0] in (None, "") for name in names):
+            return None
+        try:
+            return made.render(args, kwargs)
+        except IllegalKey:
+            return None  # Made of what a client has sent.
+
+    return client
+
+
+def _owner(request: Any, client: object) -> tuple[str, str] | None:
+    """Return whose a key is: no user ever gets what another one was answered."""
+    if not isinstance(client, str | None):
+        raise InvalidArgument(f"The key of idempotent() is a text or None, not {shown(client)}.")
+    user: Any = getattr(request, "user", None)
+    number = user.pk if getattr(user, "is_authenticated", False) else None
+    if number is None:
+        return ("", client) if client else None
+    # What is lazy says the class of the user.
+    return f"{user.__class__.__module__}.{user.__class__.__qualname__} {number}", client or ""
+
+
+def _content(request: Any) -> Iterator[bytes | str]:
+    """Yield what makes a request another one."""
+    kind = request.META.get("CONTENT_TYPE", "").partition(";")[0].strip().lower()
+    yield from (str(request.method), request.get_full_path(), kind)
+    if kind == "multipart/form-data":
+        # Each attempt has another boundary between the parts.
+        for name, values in sorted(request.POST.lists()):
+            yield json.dumps([name, values])
+        for name, files in sorted(request.FILES.lists()):
+            for file in files:
+                yield json.dumps([name, file.name, file.size])
+                yield from file.chunks()
+                file.seek(0)
+        return
+    try:
+        yield request.body
+    except RawPostDataException:
+        # Django REST framework has read it: to see who may ask, say.
+        yield json.dumps(request.data, sort_keys=True, default=str)
+
+
+def _digest(*parts: bytes | str) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        raw = part if isinstance(part, bytes) else part.encode()
+        digest.update(len(raw).to_bytes(8, "big") + raw)
+    return digest.hexdigest()
+
+
+def _refusal(
+    status: int, code: str, said: str, headers: dict[str, str] | None = None
+) -> JsonResponse:
+    headers = {"Cache-Control": "no-store", **(headers or {})}
+    return JsonResponse({"error": code, "detail": said}, status=status, headers=headers)

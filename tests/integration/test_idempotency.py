@@ -1,0 +1,741 @@
+"""`idempotent`: of requests with one key, the first runs, and the others get its response."""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import rest_framework.authentication
+import rest_framework.exceptions
+import rest_framework.response
+import rest_framework.views
+from django.contrib.auth.models import AnonymousUser, User
+from django.core.files.uploadedfile import SimpleUploadedFile
+from django.db import IntegrityError, connection, connections, transaction
+from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
+from django.template.response import TemplateResponse
+from django.test import Client, RequestFactory, override_settings
+from django.test.client import encode_multipart
+from django.urls import path
+from django.utils.decorators import method_decorator
+from django.views import View
+from rest_framework.decorators import api_view, authentication_classes, permission_classes
+from rest_framework.permissions import BasePermission
+
+from django_distlock import InvalidArgument, LockUsageError
+from django_distlock.idempotency import KEPT_HEADERS, idempotent
+from django_distlock.inspection import prune_responses
+from django_distlock.models import StoredResponse
+from tests.contract.helpers import Later, at_once, prompt
+from tests.contract.locking import rolled_back
+from tests.processes import spawn
+from tests.shop.models import Row
+
+from .databases import migrate
+from .operating import run
+
+ADA, BOB = (User(pk=pk, username=str(pk)) for pk in (1, 2))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_kept() -> Iterator[None]:
+    yield
+    StoredResponse.objects.all().delete()
+    Row.objects.all().delete()
+
+
+def request(
+    key: str | None = "k", user: Any = ADA, data: Any = "{}", url: str = "/pay", **more: Any
+) -> HttpRequest:
+    """Return a request as a view gets it."""
+    more = {"content_type": "application/json", **more}
+    headers = {} if key is None else {"Idempotency-Key": key, **more.pop("headers", {})}
+    method = more.pop("method", "post")
+    made: HttpRequest = getattr(RequestFactory(), method)(url, data, headers=headers, **more)
+    made.user = user
+    return made
+
+
+def pay(request: HttpRequest, *_: Any) -> HttpResponse:
+    """Write a row for each run."""
+    Row.objects.create(name="paid")
+    number = Row.objects.filter(name="paid").count()
+    return JsonResponse({"number": number}, status=201, headers={"Location": f"/paid/{number}"})
+
+
+def paid() -> int:
+    """Say how often it was paid."""
+    return Row.objects.filter(name="paid").count()
+
+
+def told(response: Any) -> tuple[int, Any]:
+    """Return the status, and what an error is called."""
+    return response.status_code, json.loads(response.content).get("error")
+
+
+# Once
+
+
+def test_later_request_gets_the_stored_response() -> None:
+    """Status, headers and body; the view does not run again."""
+    view = idempotent()(pay)
+    first, second = view(request()), view(request())
+    assert paid() == 1
+    for each in (first, second):
+        assert (each.status_code, each.content) == (201, b'{"number": 1}')
+        assert each["Location"] == "/paid/1"
+        assert each["Content-Type"] == "application/json"
+    assert "Idempotency-Replayed" not in first
+    assert second["Idempotency-Replayed"] == "true"
+    assert view(request("other")).content == b'{"number": 2}'
+
+
+def test_requests_without_a_key_run_as_ever() -> None:
+    """Unless a key is required. What is safe takes none."""
+    view = idempotent()(pay)
+    assert [view(request(None)).status_code for _ in range(2)] == [201, 201]
+    strict = idempotent(required=True)(pay)
+    assert told(strict(request(None))) == (400, "bad_key")
+    assert paid() == 2
+    for method in ("get", "head", "options", "trace"):
+        assert strict(request(method=method, data=None, content_type="")).status_code == 201
+    assert paid() == 6
+    assert not StoredResponse.objects.exists()
+
+
+@pytest.mark.parametrize("key", ["", "x" * 256, "tab\there", "ümlaut"])
+def test_keys_have_a_form(key: str) -> None:
+    """1 to 255 characters that can be printed."""
+    made = request("k")
+    made.META["HTTP_IDEMPOTENCY_KEY"] = key
+    assert told(idempotent()(pay)(made)) == (400, "bad_key")
+    assert paid() == 0
+    assert idempotent()(pay)(request("x" * 255)).status_code == 201
+
+
+DIFFERENT: list[dict[str, Any]] = [
+    {"data": '{"amount": 5}'},
+    {"url": "/pay?again=1"},
+    {"url": "/pay/other"},
+    {"method": "put"},
+    {"content_type": "text/plain"},
+]
+
+
+@pytest.mark.parametrize("different", DIFFERENT, ids=str)
+def test_another_request_under_the_key_is_refused(different: dict[str, Any]) -> None:
+    """With 422, and without a word of what the first one was answered."""
+    view = idempotent()(pay)
+    view(request())
+    assert told(view(request(**different))) == (422, "other_request")
+    assert paid() == 1
+    assert view(request()).status_code == 201
+
+
+def upload(name: str, content: bytes, **fields: str) -> dict[str, Any]:
+    """Return the parts of a form with a file."""
+    return {**fields, "file": SimpleUploadedFile(name, content)}
+
+
+@pytest.mark.parametrize("consumed", [False, True])
+def test_form_with_a_file_is_compared_by_its_parts(*, consumed: bool) -> None:
+    """Each attempt has another boundary; and a middleware may have read it already."""
+    seen = []
+
+    def take(request: HttpRequest) -> HttpResponse:
+        (file,) = request.FILES.getlist("file")
+        seen.append((request.POST["a"], file.read()))
+        return HttpResponse("taken")
+
+    view = idempotent()(take)
+
+    def send(name: str, content: bytes, boundary: str, **fields: str) -> int:
+        data = encode_multipart(boundary, upload(name, content, **fields))
+        made = request(data=data, content_type=f"multipart/form-data; boundary={boundary}")
+        if consumed:
+            assert made.POST
+        return int(view(made).status_code)
+
+    assert send("x.txt", b"12", "one", a="1", b="2") == 200
+    assert send("x.txt", b"12", "two", b="2", a="1") == 200
+    assert send("x.txt", b"13", "two", a="1", b="2") == 422
+    assert send("y.txt", b"12", "two", a="1", b="2") == 422
+    assert send("x.txt", b"12", "two", a="1", b="3") == 422
+    assert seen == [("1", b"12")]
+
+
+# Whose key
+
+
+def test_users_share_no_key() -> None:
+    """The key of one never gives the response of another one, whatever `key` says."""
+    for key in (None, "same", lambda *_: "same"):
+        view = idempotent(key)(pay)
+        before = paid()
+        assert [view(request(user=each)).status_code for each in (ADA, BOB, ADA)] == [201] * 3
+        assert paid() == before + 2
+        StoredResponse.objects.all().delete()
+
+
+def test_user_of_another_kind_is_another_one() -> None:
+    """With the same number."""
+    robot = SimpleNamespace(pk=1, is_authenticated=True)
+    view = idempotent()(pay)
+    assert [view(request(user=each)).content for each in (ADA, robot)] == [
+        b'{"number": 1}', b'{"number": 2}',
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "key",
+    [None, lambda *_: None, lambda *_: "", "{request.session.session_key}", "{request.path}"],
+    ids=["left out", "none", "empty", "no session", "too long"],
+)
+def test_nobody_has_no_key(key: Any) -> None:
+    """Who is not logged in, and is not told apart by `key`, is refused."""
+    view = idempotent(key)(pay)
+    nobody = request(user=AnonymousUser(), url=f"/{'x' * 600}")
+    nobody.session = SimpleNamespace(session_key=None)  # type: ignore[assignment]
+    assert told(view(nobody)) == (400, "no_owner")
+    del nobody.user
+    assert told(view(nobody)) == (400, "no_owner")
+    assert paid() == 0
+
+
+def test_key_tells_clients_apart_who_do_not_log_in() -> None:
+    """By a header, say, or by an argument of the view."""
+    by_header = idempotent(lambda request: request.headers.get("X-Client"))(pay)
+
+    def send(client: str) -> Any:
+        return by_header(request(user=AnonymousUser(), headers={"X-Client": client}))
+
+    assert [send(each).content for each in ("a", "b", "a")] == [
+        b'{"number": 1}', b'{"number": 2}', b'{"number": 1}',
+    ]  # fmt: skip
+
+    @idempotent("shop:{shop}")
+    def by_argument(request: HttpRequest, shop: str) -> HttpResponse:
+        return pay(request)
+
+    numbers = [by_argument(request(user=AnonymousUser()), each).content for each in ("x", "y", "x")]
+    assert numbers == [b'{"number": 3}', b'{"number": 4}', b'{"number": 3}']
+
+
+def test_views_share_no_key() -> None:
+    """Nor do parts of a name run together."""
+
+    @idempotent("1")
+    def one(request: HttpRequest) -> HttpResponse:
+        return pay(request)
+
+    @idempotent("1")
+    def other(request: HttpRequest) -> HttpResponse:
+        return pay(request)
+
+    assert one(request()).content == b'{"number": 1}'
+    assert other(request()).content == b'{"number": 2}'
+    assert idempotent("1")(pay)(request("1k")).content == b'{"number": 3}'
+    assert idempotent("11")(pay)(request("k")).content == b'{"number": 4}'
+
+
+# What is kept
+
+
+def test_cookies_and_what_is_of_one_connection_are_not_kept() -> None:
+    """The session of one request is not given to another one."""
+
+    @idempotent()
+    def view(request: HttpRequest) -> HttpResponse:
+        made = HttpResponse(
+            "x", headers={"X-Secret": "1", "WWW-Authenticate": "Basic", "ETag": '"5"'}
+        )
+        made.set_cookie("sessionid", "secret")
+        return made
+
+    assert "sessionid" in view(request()).cookies
+    again = view(request())
+    assert not again.cookies
+    assert dict(again.items()) == {
+        "Content-Type": "text/html; charset=utf-8",
+        "ETag": '"5"',
+        "Idempotency-Replayed": "true",
+    }
+    assert "Set-Cookie" not in KEPT_HEADERS
+
+
+@pytest.mark.parametrize("status", [200, 204, 302, 400, 402, 404, 422])
+def test_outcome_is_kept_with_what_was_written(status: int) -> None:
+    """Also one that is an error of the client's."""
+
+    @idempotent()
+    def view(request: HttpRequest) -> HttpResponse:
+        pay(request)
+        return HttpResponse(status=status)
+
+    assert [view(request()).status_code for _ in range(3)] == [status] * 3
+    assert paid() == 1
+
+
+@pytest.mark.parametrize("status", [401, 403, 408, 409, 423, 425, 429, 500, 503])
+def test_what_is_not_kept_is_rolled_back(status: int) -> None:
+    """So it may be asked for again with the same key, and nothing is done twice."""
+    answers = [status, 201]
+
+    @idempotent()
+    def view(request: HttpRequest) -> HttpResponse:
+        pay(request)
+        return HttpResponse(status=answers.pop(0))
+
+    assert view(request()).status_code == status
+    assert paid() == 0
+    assert [view(request()).status_code for _ in range(2)] == [201, 201]
+    assert paid() == 1
+
+
+def test_error_leaves_nothing() -> None:
+    """It reaches the caller, also one that looks like ours."""
+    errors: list[Exception] = [ZeroDivisionError(), IntegrityError("the view's own")]
+
+    @idempotent()
+    def view(request: HttpRequest) -> HttpResponse:
+        pay(request)
+        if errors:
+            raise errors.pop(0)
+        return HttpResponse("done")
+
+    for kind in (ZeroDivisionError, IntegrityError):
+        with pytest.raises(kind):
+            view(request())
+        assert (paid(), StoredResponse.objects.count()) == (0, 0)
+    assert [view(request()).content for _ in range(2)] == [b"done"] * 2
+    assert paid() == 1
+
+
+def test_what_cannot_be_kept_is_an_error() -> None:
+    """And leaves nothing: it could not be answered again."""
+
+    def view(request: HttpRequest) -> Any:
+        pay(request)
+        return StreamingHttpResponse(["x"]) if b"stream" in request.body else HttpResponse("x" * 9)
+
+    with pytest.raises(LockUsageError, match="has 9 bytes.*at most 8"):
+        idempotent(max_body=8)(view)(request())
+    with pytest.raises(LockUsageError, match="is streaming"):
+        idempotent()(view)(request(data="stream"))
+    assert (paid(), StoredResponse.objects.count()) == (0, 0)
+    assert idempotent(max_body=9)(view)(request()).status_code == 200
+
+
+def test_template_is_rendered_before_it_is_kept() -> None:
+    """Others do so behind the view."""
+
+    @idempotent()
+    def view(request: HttpRequest) -> TemplateResponse:
+        return TemplateResponse(request, "django_distlock/busy.html", {"said": f"paid {paid()}"})
+
+    templates = [{"BACKEND": "django.template.backends.django.DjangoTemplates", "APP_DIRS": True}]
+    with override_settings(TEMPLATES=templates):
+        first = view(request())
+        pay(request())
+        assert view(request()).content == first.content
+    assert b"paid 0" in first.content
+
+
+def test_response_is_over_behind_its_time() -> None:
+    """Then the request runs again, whatever it is."""
+    view = idempotent(keep=timedelta(hours=1))(pay)
+    view(request())
+    row = StoredResponse.objects.get()
+    assert (row.until - row.made_at, row.status) == (timedelta(hours=1), 201)
+    StoredResponse.objects.update(until=datetime.now(UTC))
+    assert view(request(data="[]")).content == b'{"number": 2}'
+    assert view(request(data="[]")).content == b'{"number": 2}'
+    assert StoredResponse.objects.get().until > datetime.now(UTC)
+
+
+# At once
+
+
+class Slow:
+    """A view that waits until it is told to end."""
+
+    def __init__(self) -> None:
+        self.begun, self.end = threading.Event(), threading.Event()
+
+    def __call__(self, request: HttpRequest) -> HttpResponse:
+        """Pay, and wait."""
+        made = pay(request)
+        self.begun.set()
+        assert self.end.wait(20)
+        return made
+
+
+@pytest.fixture(params=["postgresql", "mariadb", "sqlite"])
+def store(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Give the alias in which responses are kept, and rows of the shop."""
+    if request.param == "postgresql":
+        yield "default"
+        return
+    if request.param not in connections.settings:
+        pytest.skip("declared: no MariaDB")
+    using = request.param
+
+    class Router:
+        def db_for_write(self, model: Any, **_: Any) -> str | None:
+            return using if model in (StoredResponse, Row) else None
+
+        db_for_read = db_for_write
+
+    with override_settings(DATABASE_ROUTERS=[Router()]):
+        StoredResponse.objects.all().delete()
+        Row.objects.all().delete()
+        yield using
+        StoredResponse.objects.all().delete()
+        Row.objects.all().delete()
+        connections[using].close()
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_request_beside_the_first_is_told_to_come_again(store: str, *, outer: bool) -> None:
+    """Soon, and without waiting for it: also where the transaction is around the view."""
+    slow = Slow()
+    plain = idempotent()(slow.__call__)
+
+    def view(request: HttpRequest) -> Any:
+        if not outer:
+            return plain(request)
+        with transaction.atomic(using=store):
+            return plain(request)
+
+    first = Later(view, request())
+    assert slow.begun.wait(10)
+    # On SQLite, whoever writes waits for the file as long as its connection says.
+    with prompt(5 if store == "sqlite" else 1.5):
+        refused = Later(view, request()).result()
+    assert told(refused) == (409, "in_progress")
+    assert (refused["Retry-After"], refused["Cache-Control"]) == ("1", "no-store")
+    if store != "sqlite":
+        other = Later(idempotent()(pay), request("other")).result()
+        assert other.status_code == 201
+    slow.end.set()
+    assert first.result().status_code == 201
+    assert view(request()).content == first.result().content
+
+
+def test_many_at_once_run_once(store: str) -> None:
+    """Each gets the response, or is told to come again, and then gets it."""
+    view = idempotent()(pay)
+
+    def send() -> Any:
+        while (answer := view(request())).status_code == 409:
+            assert answer["Retry-After"] == "1"
+        return answer
+
+    answers = at_once([send] * 8)
+    assert {each.content for each in answers} == {b'{"number": 1}'}
+    assert paid() == 1
+
+
+def test_transaction_around_it_is_rolled_back_with_the_response(store: str) -> None:
+    """The caller's transaction, that is: one cannot be there without the other."""
+    view = idempotent()(pay)
+    with rolled_back(store):
+        assert view(request()).status_code == 201
+    assert (paid(), StoredResponse.objects.count()) == (0, 0)
+    with transaction.atomic(using=store):
+        Row.objects.create(name="beside")
+        assert view(request()).status_code == 201
+        assert view(request())["Idempotency-Replayed"] == "true"
+    assert paid() == 1
+    assert Row.objects.filter(name="beside").exists()
+
+
+def test_refused_request_leaves_the_transaction_around_it_as_it_was() -> None:
+    """What it wrote before is there, and its own bound on waits."""
+    slow = Slow()
+    view = idempotent()(slow.__call__)
+    first = Later(view, request())
+    assert slow.begun.wait(10)
+    with transaction.atomic():
+        Row.objects.create(name="beside")
+        with connection.cursor() as cursor:
+            cursor.execute("SET LOCAL lock_timeout = '7s'")
+            assert view(request()).status_code == 409
+            cursor.execute("SHOW lock_timeout")
+            assert cursor.fetchone() == ("7s",)
+    slow.end.set()
+    first.result()
+    assert Row.objects.filter(name="beside").exists()
+
+
+def test_view_has_its_own_bound_on_waits() -> None:
+    """That of the row ends with it."""
+
+    @idempotent()
+    def view(request: HttpRequest) -> HttpResponse:
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW lock_timeout")
+            return HttpResponse(cursor.fetchone()[0])
+
+    assert view(request()).content == b"0"
+
+
+def test_process_that_dies_leaves_nothing() -> None:
+    """The next request runs: what the first one wrote was not committed."""
+    with spawn("tests.integration.test_idempotency:pay_and_hang") as worker:
+        worker.wait_for("paying")
+        worker.kill()
+    view = idempotent()(pay)
+
+    def send() -> Any:
+        while (answer := view(request())).status_code == 409:
+            pass  # Until the server has seen it.
+        return answer
+
+    assert Later(send).result().status_code == 201
+    assert paid() == 1
+
+
+def pay_and_hang() -> None:
+    """Be a server that hangs in its view."""
+
+    def hang(request: HttpRequest) -> HttpResponse:
+        made = pay(request)
+        print("paying")
+        input()
+        return made
+
+    idempotent()(functools.wraps(pay)(hang))(request())
+
+
+# Views of all kinds
+
+
+class Token(rest_framework.authentication.BaseAuthentication):  # type: ignore[misc] # it has no types
+    """Knows who asks only within the framework."""
+
+    def authenticate(self, request: Any) -> Any:
+        """Return who has the token."""
+        users = {"ada": ADA, "bob": BOB}
+        return (users[request.headers["X-Token"]], None) if "X-Token" in request.headers else None
+
+
+class HasBody(BasePermission):  # type: ignore[misc] # it has no types
+    """Reads the body before the view."""
+
+    def has_permission(self, request: Any, view: Any) -> bool:
+        """Refuse what is empty."""
+        return bool(request.data)
+
+
+class Api(rest_framework.views.APIView):  # type: ignore[misc] # it has no types
+    """A view of Django REST framework."""
+
+    authentication_classes = (Token,)
+
+    @idempotent()
+    def post(self, request: Any) -> Any:
+        """Pay, unless there is nothing to be paid."""
+        if request.data.get("amount") == 0:
+            Row.objects.create(name="paid")
+            raise rest_framework.exceptions.ValidationError("nothing")
+        pay(request)
+        return rest_framework.response.Response({"number": paid()}, 201, headers={"ETag": '"1"'})
+
+    @idempotent("{request.user.pk}")
+    def put(self, request: Any) -> Any:
+        """Pay."""
+        return self.post(request)
+
+
+class Reading(Api):
+    """One whose permission has read the body."""
+
+    permission_classes = (HasBody,)
+
+
+@api_view(["POST"])
+@authentication_classes([Token])
+@permission_classes([HasBody])
+@idempotent()
+def api(request: Any) -> Any:
+    """Pay."""
+    pay(request)
+    return rest_framework.response.Response({"number": paid()}, 201)
+
+
+class Plain(View):
+    """A view of Django."""
+
+    @idempotent("{pk}")
+    def post(self, request: HttpRequest, pk: int) -> HttpResponse:
+        """Pay."""
+        return pay(request)
+
+
+@method_decorator(idempotent(lambda *_, **__: "client"), name="dispatch")
+class Dispatching(View):
+    """One that is decorated as a whole."""
+
+    def post(self, request: HttpRequest) -> HttpResponse:
+        """Pay."""
+        return pay(request)
+
+
+urlpatterns = [
+    path("api/class/", Api.as_view()),
+    path("api/reading/", Reading.as_view()),
+    path("api/function/", api),
+    path("plain/<int:pk>/", Plain.as_view()),
+    path("dispatching/", Dispatching.as_view()),
+]
+
+
+def send(url: str, data: Any = "{}", method: str = "post", **headers: str) -> Any:
+    """Send a request with a key through all of Django."""
+    headers = {"Idempotency-Key": "k", **headers}
+    how: dict[str, Any] = {"content_type": "application/json"} if isinstance(data, str) else {}
+    with override_settings(ROOT_URLCONF=__name__):
+        client = Client(raise_request_exception=True)
+        return getattr(client, method)(url, data, headers=headers, **how)
+
+
+@pytest.mark.parametrize("requests", [False, True])
+@pytest.mark.parametrize("url", ["/api/class/", "/api/reading/", "/api/function/"])
+def test_framework_takes_a_request_once(url: str, *, requests: bool) -> None:
+    """For the user that it has found out, whatever its permissions have read by then."""
+    with patch.dict(connections.settings["default"], {"ATOMIC_REQUESTS": requests}):
+        answers = [
+            send(url, '{"amount": 5}', **{"X-Token": each}) for each in ("ada", "bob", "ada")
+        ]
+        assert [each.json() for each in answers] == [{"number": 1}, {"number": 2}, {"number": 1}]
+        assert [each.status_code for each in answers] == [201] * 3
+        assert {each["Content-Type"] for each in answers} == {"application/json"}
+        assert send(url, '{"amount": 6}', **{"X-Token": "ada"}).status_code == 422
+        if url != "/api/function/":
+            assert send(url, '{"amount": 5}').status_code == 400
+    assert paid() == 2
+
+
+def test_error_of_the_framework_leaves_nothing() -> None:
+    """It makes a response of it behind the method."""
+    for _ in range(2):
+        answer = send("/api/class/", '{"amount": 0}', **{"X-Token": "ada"})
+        assert (answer.status_code, answer.json()) == (400, ["nothing"])
+    assert (paid(), StoredResponse.objects.count()) == (0, 0)
+
+
+def test_form_of_the_framework_is_compared_by_its_parts() -> None:
+    """Django's client makes a boundary of its own."""
+    for _ in range(2):
+        assert (
+            send("/api/class/", upload("x", b"1", amount="5"), **{"X-Token": "ada"}).status_code
+            == 201
+        )
+    assert (
+        send("/api/class/", upload("x", b"2", amount="5"), **{"X-Token": "ada"}).status_code == 422
+    )
+    assert paid() == 1
+
+
+def test_methods_and_classes_take_a_request_once() -> None:
+    """Decorated next to the function, or as a whole."""
+    for url in ("/plain/5/", "/plain/6/", "/dispatching/"):
+        before = paid()
+        assert [send(url).status_code for _ in range(2)] == [201, 201]
+        assert paid() == before + 1
+    assert [
+        send("/api/class/", method="put", **{"X-Token": "ada"}).status_code for _ in range(2)
+    ] == [201] * 2
+
+
+# Cleaning up
+
+
+def test_responses_whose_time_is_over_are_removed() -> None:
+    """By the command, batch by batch; and what is not over stays."""
+    now = datetime.now(UTC)
+    StoredResponse.objects.bulk_create(
+        StoredResponse(name=f"{n}", status=200, made_at=now, until=now + timedelta(hours=n - 5))
+        for n in range(10)
+    )
+    steps: list[int] = []
+    assert prune_responses(batch=4, progress=steps.append) == 6
+    assert steps == [4, 6]
+    assert StoredResponse.objects.count() == 4
+    StoredResponse.objects.filter(name="9").update(until=now)
+    kept = ["--older-than=3600", "--events-older-than=never"]
+    assert run("distlock_cleanup", *kept, "--backend=postgres", "--json").json["responses"] is None
+    assert "responses: 1 response removed.\n" in run("distlock_cleanup", *kept).out
+    assert run("distlock_cleanup", *kept, "--json").json["responses"] == 0
+    assert "response" not in run("distlock_cleanup", *kept).out
+    with pytest.raises(InvalidArgument):
+        prune_responses(batch=0)
+
+
+def test_every_database_keeps_responses(empty: str) -> None:
+    """As bytes, whatever these are."""
+    migrate(empty)
+    now, raw = datetime.now(UTC), bytes(range(256)) * 900
+    StoredResponse(name="n", status=200, body=raw, made_at=now, until=now).save(using=empty)
+    assert bytes(StoredResponse.objects.using(empty).get().body) == raw
+
+
+# Wrong uses
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"keep": 0}, "keep"),
+    ({"keep": None}, "keep"),
+    ({"keep": 400 * 86_400}, "keep"),
+    ({"max_body": -1}, "max_body"),
+    ({"max_body": True}, "max_body"),
+    ({"max_body": 1.5}, "max_body"),
+    ({"key": 5}, "key"),
+    ({"key": ""}, "key"),
+]
+
+
+@pytest.mark.parametrize(("how", "named"), WRONG, ids=str)
+def test_wrong_arguments_are_refused(how: dict[str, Any], named: str) -> None:
+    """Where the view is decorated."""
+    with pytest.raises(InvalidArgument, match=named):
+        idempotent(**how)
+
+
+def test_wrong_views_are_refused() -> None:
+    """Without parentheses, asynchronous, classes, and templates of other views."""
+
+    async def later(request: HttpRequest) -> HttpResponse:
+        return HttpResponse()
+
+    with pytest.raises(LockUsageError, match="asynchronous"):
+        idempotent()(later)
+    with pytest.raises(LockUsageError, match="class"):
+        idempotent()(Plain)
+    with pytest.raises(InvalidArgument, match="shop"):
+        idempotent("{shop}")(pay)
+    number: Any = lambda request: request.user.pk  # noqa: E731
+    with pytest.raises(InvalidArgument, match="a text or None, not 1"):
+        idempotent(number)(pay)(request())
+
+
+def test_alias_of_the_responses_is_the_routers(postgresql: str) -> None:
+    """The view writes there, too, or elsewhere."""
+    migrate(postgresql)
+
+    class Router:
+        def db_for_write(self, model: Callable[..., Any], **_: Any) -> str | None:
+            return postgresql if model is StoredResponse else None
+
+    with override_settings(DATABASE_ROUTERS=[Router()]):
+        view: Any = idempotent()(pay)
+        assert [view(request()).content for _ in range(2)] == [b'{"number": 1}'] * 2
+    assert StoredResponse.objects.using(postgresql).count() == 1
