@@ -1,15 +1,15 @@
-"""A leader loop in plain locks: who is killed or stands still is replaced, and loses no write."""
+"""A loop of `leader()`: who is killed or stands still is replaced, and loses no write."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from contextlib import suppress
 
 import pytest
 
-from django_distlock import FenceRejected, LockLost, distlock
+from django_distlock import leader
+from django_distlock.leading import Term
 from tests.processes import Process, spawn
 from tests.shop.models import Account
 
@@ -29,18 +29,18 @@ pytestmark = pytest.mark.parametrize("alias", ["postgres", "redis"])
 
 def lead(alias: str, key: str, pk: int, every: float, ttl: float) -> None:
     """Write again and again while leading, and stand by while another one leads."""
-    lock = distlock(key, ttl=ttl, wait=None, backend=alias)
+
+    def work(term: Term) -> None:
+        print("leads")
+        while term:
+            account = Account.objects.fenced(term.lease).get(pk=pk)
+            account.value += 1
+            account.save()
+            print("wrote")
+            term.wait(every)
+
     print("stands by")
-    while True:
-        with suppress(LockLost, FenceRejected), lock as lease:
-            print("leads")
-            while True:
-                account = Account.objects.fenced(lease).get(pk=pk)
-                account.value += 1
-                account.save()
-                print("wrote")
-                time.sleep(every)
-                lease.check()
+    leader(key, ttl=ttl, backend=alias).run(work)
 
 
 def candidate(alias: str, key: str, pk: int) -> Process:

@@ -1,23 +1,20 @@
-"""One leader among beats, and what it has sent: both in the store of the locks."""
+"""What the leader among beats has sent, in the store of the locks."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from ...backends.base import BaseLockBackend
 from ...core.clock import monotonic
-from ...core.errors import BackendUnavailable, LockError, LockNotAcquired
+from ...core.errors import BackendUnavailable
 from ...core.holders import Holder
 from ...core.keys import MAX_KEY_BYTES, OWN_MARKER, new_token, own_key
 from ...core.logs import log_fields
 from ...core.records import Grant, Record
-from ...locks.lease import Lease
-from ...locks.lock import Lock
 from ...process.host import current_holder
 
 logger = logging.getLogger("django_distlock")
@@ -34,65 +31,6 @@ class Moved(Exception):
 
 class NotNow(Exception):
     """The mark cannot be moved at the moment: an operator paused it, or its record is busy."""
-
-
-class Leadership:
-    """The right to schedule, as far as this process has it. Used by one thread.
-
-    Args:
-        lock: Whose holder leads.
-    """
-
-    def __init__(self, lock: Lock):
-        self._lock = lock
-        self._lease: Lease | None = None
-        self._block = ExitStack()
-        self._state = ""
-
-    @property
-    def held(self) -> bool:
-        """Whether this process leads: a look at the lease, which asks nobody."""
-        return self._lease is not None and self._lease.held
-
-    def gain(self, patience: float) -> bool:
-        """Lead from here on, unless somebody else does for all of `patience` seconds."""
-        self.give_up()
-        try:
-            self._lease = self._block.enter_context(replace(self._lock, wait=patience))
-        except LockNotAcquired as error:
-            holder = error.holder
-            who = holder.who if holder else "another"
-            self.say("follows", logging.INFO, "Beat stands by: %s leads", who)
-            return False
-        except BackendUnavailable as error:
-            self.trouble(error)
-            return False
-        self.succeeded()
-        return True
-
-    def give_up(self) -> None:
-        """Let the next one lead at once, if this process does."""
-        was_lost = self._lease is not None and self._lease.is_lost
-        self._lease = None
-        # A lease that was lost says so here too; who lost it has heard.
-        with suppress(LockError):
-            self._block.close()
-        if was_lost:
-            self.say("lost", logging.ERROR, "Beat leads no more, and schedules nothing")
-
-    def succeeded(self) -> None:
-        """Say that this process leads, unless it went on doing so."""
-        self.say("leads", logging.INFO, "Beat leads: it schedules, and no other one does")
-
-    def trouble(self, error: LockError) -> None:
-        """Say once that the store does not answer."""
-        self.say("trouble", logging.ERROR, "Beat schedules nothing: %s", error)
-
-    def say(self, state: str, level: int, message: str, *arguments: object) -> None:
-        """Say what has become of it, unless that was the last thing to be said."""
-        if state != self._state:
-            self._state = state
-            logger.log(level, message, *arguments, extra=log_fields(f"beat_{state}"))
 
 
 @dataclass(frozen=True, slots=True)

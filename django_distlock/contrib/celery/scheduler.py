@@ -23,8 +23,9 @@ from ...core.holders import LEADER
 from ...core.keys import own_key
 from ...exceptions import InvalidLockBackend
 from ...handler import lock_backends
+from ...leading import Leadership
 from ...locks.lock import distlock
-from .beats import Leadership, Mark, Marks, Moved, NotNow, mark_key
+from .beats import Mark, Marks, Moved, NotNow, mark_key
 
 #: Seconds that a beat which stands by waits in one go, and that a leader sleeps at most.
 PATIENCE: Final = 5.0
@@ -85,7 +86,7 @@ class OneLeader:
         ttl = conf.get("beat_distlock_ttl")
         lock = distlock(key, ttl=ttl, backend=alias, metadata=dict(LEADER))
         mark_key(lock.key, "x" * 1000)  # Refuses a key that leaves no room for names.
-        self._leadership = Leadership(lock)
+        self._leadership = Leadership(lock, "Beat", does="schedules", word="beat")
         self._marks = Marks(store, lock.key)
         self._can_lead = True
         super().setup_schedule()  # type: ignore[misc]

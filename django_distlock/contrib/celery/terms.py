@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from ...core.durations import MIN_TTL, Duration, seconds
 from ...core.errors import InvalidArgument, shown
-from ...core.keys import MAX_KEY_BYTES, UNIQUE_PREFIX, KeyTemplate, own_key
+from ...core.keys import MAX_KEY_BYTES, RUNS_PREFIX, UNIQUE_PREFIX, KeyTemplate, own_key
 from ...core.retry import Retry
 from ...policy import choice
 from ..jobs import RETRY, JobLock, OnConflict, OnUnavailable, Rules
@@ -20,11 +20,15 @@ from ..jobs import RETRY, JobLock, OnConflict, OnUnavailable, Rules
 Unavailable: TypeAlias = OnUnavailable | Literal["retry"]
 #: Makes a key: a template, a function of the call's arguments, or True for all of them.
 KeyOf = str | Callable[..., str] | bool
+#: Until when a task keeps others like it from being queued.
+Until: TypeAlias = Literal["done", "start"]
 
 #: Seconds for which a process is watched that was told to end.
 GRACE: Final = 10.0
 #: Seconds that a queued task keeps its unique key without being started.
 QUEUED_FOR: Final = 3600.0
+#: Seconds of the shortest debounce.
+SHORTEST: Final = 1.0
 #: Seconds for which a delivery is known to be finished.
 REDELIVERY_WINDOW: Final = 86400.0
 
@@ -82,6 +86,11 @@ class Keys:
             f" None, not {shown(given)}."
         )
 
+    def of_runs(self) -> Keys:
+        """Return the keys of the runs of tasks whose own keys are these."""
+        given = RUNS_PREFIX + self.given if isinstance(self.given, str) else self.given
+        return Keys(given, lambda call: own_key(RUNS_PREFIX + self.make(call)), self.is_plain)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
@@ -90,6 +99,8 @@ class Terms:
     Attributes:
         lock: The keys of which one run at a time has each; None: none.
         unique: The keys of which one task at a time is queued or running; None: none.
+        until_start: Whether a task gives its unique key back before its body begins.
+        debounce: Seconds behind its last call in which a task is run; 0: it is not debounced.
         rules: The lock, and what jobs have in common; what it says of refusals is not asked.
         on_conflict: What was asked for; None: what `acks_late` suggests.
         on_unavailable: The same where the store does not answer.
@@ -101,6 +112,8 @@ class Terms:
 
     lock: Keys | None
     unique: Keys | None
+    until_start: bool
+    debounce: float
     rules: Rules
     on_conflict: OnConflict | None
     on_unavailable: Unavailable | None
@@ -116,6 +129,8 @@ class Terms:
         *,
         lock: KeyOf | None,
         unique: KeyOf | None = None,
+        unique_until: Until | None = None,
+        debounce: Duration | None = None,
         on_conflict: OnConflict | None = None,
         on_unavailable: Unavailable | None = None,
         max_wait: Duration = 3600,
@@ -133,6 +148,8 @@ class Terms:
             raise InvalidArgument("wait has an end: a task that waits takes a worker's place.")
         if lock is None and unique is None:
             lock = True
+        _check_until(unique, unique_until, debounce, on_conflict)
+        until_start = unique_until == "start" or debounce is not None
         if on_unavailable is not None:
             choice("on_unavailable", on_unavailable, ("raise", "skip", "run", "retry"))
         rules = Rules.of(
@@ -142,9 +159,15 @@ class Terms:
             retry=RETRY if retry is None else retry,
             **options,
         )
+        unique_keys = None if unique is None else Keys.of("unique", unique, function)
+        keys = None if lock is None else Keys.of("lock", lock, function)
+        if until_start and unique_keys is not None and keys is None:
+            keys = unique_keys.of_runs()
         return cls(
-            lock=None if lock is None else Keys.of("lock", lock, function),
-            unique=None if unique is None else Keys.of("unique", unique, function),
+            lock=keys,
+            unique=unique_keys,
+            until_start=until_start,
+            debounce=0.0 if debounce is None else seconds(debounce, "debounce", minimum=SHORTEST),
             rules=rules,
             on_conflict=on_conflict,
             on_unavailable=on_unavailable,
@@ -180,6 +203,27 @@ class Terms:
         lock = replace(self.rules.lock, wait=0.0, steal_if_dead=False)
         # To keep the key taken behind the run is asked of the lock.
         return lock if self.lock is None else replace(lock, hold=False, min_hold=0.0)
+
+
+def _check_until(unique: object, until: object, debounce: object, on_conflict: object) -> None:
+    if until is not None:
+        choice("unique_until", until, ("done", "start"))
+    if unique is None and (until is not None or debounce is not None):
+        name = "unique_until" if debounce is None else "debounce"
+        raise InvalidArgument(f"{name} is about tasks with one key: say which, by unique=.")
+    if debounce is not None and until == "done":
+        raise InvalidArgument(
+            'debounce goes with unique_until="start": a call that comes while the task runs is the'
+            " last one."
+        )
+    refused = [] if until != "start" and debounce is None else ["skip"]
+    refused += [] if debounce is None else ["run"]
+    if on_conflict in refused:
+        name = 'unique_until="start"' if debounce is None else "debounce"
+        raise InvalidArgument(
+            f"{name} does not go with on_conflict={on_conflict!r}: what was called while the task"
+            ' runs is to run behind it. Use "retry", which it does by itself.'
+        )
 
 
 def terms_of(task: Any) -> Terms | None:

@@ -1,0 +1,352 @@
+"""One leader among many: who campaigns waits for a key, and leads for as long as it holds that."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from types import FrameType, TracebackType
+from typing import Any, Final
+
+from .core.clock import monotonic
+from .core.durations import Duration, seconds
+from .core.errors import (
+    BackendUnavailable,
+    FenceRejected,
+    LockError,
+    LockLost,
+    LockNotAcquired,
+    LockUsageError,
+)
+from .core.holders import LEADER, Holder
+from .core.keys import normalize_key, own_key
+from .core.logs import log_fields
+from .core.threads import Bell
+from .handler import lock_backends
+from .locks.lease import Lease
+from .locks.lock import Lock, distlock
+
+logger = logging.getLogger("django_distlock")
+
+#: Seconds that a candidate waits in one go: then it looks whether another thread has stopped it.
+PATIENCE: Final = 5.0
+#: Seconds until a candidate campaigns again behind a term, or an error of the store.
+AGAIN: Final = 1.0
+#: Seconds between two looks whether an operator has asked the leader to finish.
+LOOK: Final = 1.0
+
+
+def leader(
+    name: str,
+    *,
+    ttl: Duration | None = None,
+    backend: str = "default",
+    steal_if_dead: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+) -> Leader:
+    """Describe an election, of which this process is a candidate.
+
+    Args:
+        name: What is led; a part of a key.
+        ttl: Seconds (or a `timedelta`) of the leader's lease; None: the `TTL` of the backend. A
+            leader that is dead, or stands still, is replaced a second behind that at the latest.
+        backend: An alias in `DISTLOCK`.
+        steal_if_dead: See `distlock`.
+        metadata: See `distlock`. Its `"role"` is `"leader"`.
+
+    Raises:
+        InvalidArgument: An argument breaks a rule.
+    """
+    told = {**(metadata or {}), **LEADER}
+    key = _key(name)
+    lock = distlock(key, ttl=ttl, backend=backend, steal_if_dead=steal_if_dead, metadata=told)
+    return Leader(name, lock)
+
+
+def leader_of(name: str, *, backend: str = "default") -> Holder | None:
+    """Return who leads by the same name; None: nobody. It only reads.
+
+    A leader that died is named until another one may lead: for its ttl, and a second.
+
+    Raises:
+        BackendUnavailable: The store did not answer.
+    """
+    record = lock_backends[backend].read(_key(name))
+    return None if record is None else record.holder
+
+
+def _key(name: str) -> str:
+    return own_key(f"leader:{normalize_key(name)}")
+
+
+class Leadership:
+    """The right to lead, as far as this process has it. Used by one thread.
+
+    Args:
+        lock: Whose holder leads.
+        who: What leads, as the log calls it.
+        does: What a leader does, in a word of the log.
+        word: What the events in the log begin with.
+    """
+
+    def __init__(self, lock: Lock, who: str, *, does: str = "does", word: str = "leader"):
+        self._lock = lock
+        self._who, self._does, self._word = who, does, word
+        self._lease: Lease | None = None
+        self._block = ExitStack()
+        self._state = ""
+
+    @property
+    def held(self) -> bool:
+        """Whether this process leads: a look at the lease, which asks nobody."""
+        return self._lease is not None and self._lease.held
+
+    @property
+    def is_in_trouble(self) -> bool:
+        """Whether the store did not answer, when it was asked last."""
+        return self._state == "trouble"
+
+    def gain(self, patience: float) -> Lease | None:
+        """Lead from here on, unless somebody else does for all of `patience` seconds."""
+        self.give_up()
+        try:
+            self._lease = self._block.enter_context(replace(self._lock, wait=patience))
+        except LockNotAcquired as error:
+            who = error.holder.who if error.holder else "another"
+            self._say("follows", logging.INFO, "%s stands by: %s leads", self._who, who)
+            return None
+        except BackendUnavailable as error:
+            self.trouble(error)
+            return None
+        self.succeeded()
+        return self._lease
+
+    def give_up(self) -> None:
+        """Let the next one lead at once, if this process does."""
+        was_lost = self._lease is not None and self._lease.is_lost
+        self._lease = None
+        # A lease that was lost says so here too; who lost it has heard.
+        with suppress(LockError):
+            self._block.close()
+        if was_lost:
+            self._say(
+                "lost", logging.ERROR, "%s leads no more, and %s nothing", self._who, self._does
+            )
+
+    def succeeded(self) -> None:
+        """Say that this process leads, unless it went on doing so."""
+        self._say("leads", logging.INFO, "%s leads, and no other one does", self._who)
+
+    def trouble(self, error: LockError) -> None:
+        """Say once that the store does not answer."""
+        self._say("trouble", logging.ERROR, "%s %s nothing: %s", self._who, self._does, error)
+
+    def _say(self, state: str, level: int, message: str, *arguments: object) -> None:
+        """Say what has become of it, unless that was the last thing to be said."""
+        if state != self._state:
+            self._state = state
+            extra = log_fields(
+                f"{self._word}_{state}", backend=self._lock.backend, key=self._lock.key
+            )
+            logger.log(level, message, *arguments, extra=extra)
+
+
+class _Stopped(BaseException):
+    """Ends a campaign at once: raised by the handler of a signal."""
+
+
+class Term:
+    """The time for which a leader leads. It is true while it lasts.
+
+    It is over when the lease is lost, an operator asks the holder to finish, or the leader is
+    stopped, by `stop()` or by SIGTERM. Then whoever leads comes to an end of its work.
+    """
+
+    def __init__(self, lease: Lease, leader: Leader):
+        self._lease = lease
+        self._leader = leader
+        #: Whether who leads has been told of the end.
+        self._is_told = False
+
+    def __bool__(self) -> bool:
+        lease = self._lease
+        lasts = lease.held and not (lease.stop_requested or self._leader._is_stopped)
+        self._is_told = self._is_told or not lasts
+        return lasts
+
+    @property
+    def fence(self) -> int:
+        """The number of the term: later ones have higher ones. Write it beside what you do."""
+        return self._lease.fence
+
+    @property
+    def lease(self) -> Lease:
+        """The lease of the leader, for guards and fenced rows."""
+        return self._lease
+
+    def check(self) -> None:
+        """Raise where somebody else may lead: call it before a step that must not be done twice.
+
+        Raises:
+            LockLost: The lease ended first.
+        """
+        self._is_told = self._is_told or not self._lease.held
+        self._lease.check()
+
+    def wait(self, duration: Duration) -> bool:
+        """Sleep, but not beyond the end of the term; return whether it lasts.
+
+        Args:
+            duration: Seconds (or a `timedelta`).
+        """
+        until, bell = monotonic() + seconds(duration, "wait"), self._leader._bell
+        while True:
+            # What rings from here on is heard below.
+            bell.clear()
+            if not self:
+                return False
+            if (left := until - monotonic()) <= 0:
+                return True
+            bell.wait(min(left, LOOK))
+
+
+class Leader:
+    """A candidate, made by `leader()`. Used by one thread, but for `stop()`.
+
+    As a context manager it campaigns until it leads, gives the `Term`, and steps down behind the
+    block. In the main thread SIGTERM stops it, where nobody ignores that: the term is over, what
+    handled the signal before is called too, and a second SIGTERM does what it did before.
+    """
+
+    def __init__(self, name: str, lock: Lock):
+        self._leadership = Leadership(lock, f"Leader {name!r}")
+        self._lock = lock
+        self._bell = Bell()
+        self._is_stopped = self._is_used = self._campaigns = False
+        self._block: ExitStack | None = None
+        self._term: Term | None = None
+
+    def stop(self) -> None:
+        """Step down, or campaign no more, for good. For any thread, and for handlers of signals.
+
+        A leader is told at once; a candidate looks within 5 seconds.
+        """
+        self._is_stopped = True
+        self._bell.ring()
+
+    def run(self, work: Callable[[Term], object]) -> None:
+        """Call `work(term)` in each term that this process is elected for, until it is stopped.
+
+        It also ends when `work` returns while its term lasts. Behind a term that is over, whether
+        `work` returns or raises `LockLost` or `FenceRejected`, it campaigns again.
+
+        Raises:
+            Exception: What else `work` raises; somebody else may lead at once.
+            LockUsageError: It runs already.
+        """
+        with self._listening():
+            while (term := self._elected()) is not None:
+                try:
+                    work(term)
+                    if term:
+                        return
+                except (LockLost, FenceRejected):
+                    # Of something else, where we still lead.
+                    if term.lease.held:
+                        raise
+                finally:
+                    self._leadership.give_up()
+                if not self._is_stopped:
+                    # Others shall lead where an operator wants it.
+                    self._bell.wait(AGAIN)
+
+    def __enter__(self) -> Term:
+        with ExitStack() as stack:
+            stopped = stack.enter_context(self._listening())
+            stack.callback(self._leadership.give_up)
+            term = self._elected()
+            if term is None:
+                stack.close()
+                if stopped:
+                    # Nothing is held: the signal does what it would have done.
+                    signal.raise_signal(signal.SIGTERM)
+                raise LockNotAcquired(
+                    f"{self._lock.key!r}: the candidate was stopped before it led.",
+                    key=self._lock.key,
+                    code="aborted",
+                )
+            self._term, self._block = term, stack.pop_all()
+        return term
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        block, term = self._block, self._term
+        self._block = self._term = None
+        if block is None or term is None:
+            return
+        was_lost = term.lease.is_lost
+        block.close()
+        # Who was not told has worked beside another leader.
+        if was_lost and exc_type is None and not term._is_told:
+            term.check()
+
+    def _elected(self) -> Term | None:
+        """Campaign until this process leads; None: it was stopped first."""
+        try:
+            self._campaigns = True
+            while not self._is_stopped:
+                if (lease := self._leadership.gain(PATIENCE)) is not None:
+                    self._campaigns = False
+                    lease.on_lost(lambda _lease: self._bell.ring())
+                    return Term(lease, self)
+                if self._leadership.is_in_trouble:
+                    # Some errors come at once.
+                    self._bell.wait(AGAIN)
+        except _Stopped:
+            self._leadership.give_up()
+        finally:
+            self._campaigns = False
+        return None
+
+    @contextmanager
+    def _listening(self) -> Iterator[list[int]]:
+        """Let SIGTERM stop this one, in the main thread; give those that nobody else handled."""
+        if self._is_used:
+            raise LockUsageError(
+                f"The candidate for {self._lock.key!r} is in use: make one by leader() for each"
+                " block or run().",
+                key=self._lock.key,
+                code="unsupported",
+            )
+        unhandled: list[int] = []
+        before = None
+        if threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGTERM)
+
+        def told(signum: int, frame: FrameType | None) -> None:
+            signal.signal(signal.SIGTERM, before)
+            self.stop()
+            if callable(before):
+                before(signum, frame)
+            else:
+                unhandled.append(signum)
+            if self._campaigns:
+                raise _Stopped
+
+        self._is_used = True
+        try:
+            # None is a handler that is not Python's.
+            if before not in (None, signal.SIG_IGN):
+                signal.signal(signal.SIGTERM, told)
+            yield unhandled
+        finally:
+            self._is_used = False
+            if before is not None and signal.getsignal(signal.SIGTERM) is told:
+                signal.signal(signal.SIGTERM, before)
