@@ -80,9 +80,27 @@ class Stage:
                 runs.pop(run, None)
         return list(runs.values())
 
+    def change(self) -> None:
+        """Change what runs look at."""
+        with self._path("changes").open("a") as changes:
+            changes.write("x")
+
+    def changes(self) -> int:
+        """Return how often that was done."""
+        path = self._path("changes")
+        return path.stat().st_size if path.exists() else 0
+
     def open(self, gate: str) -> None:
         """Let go on whoever waits for this."""
         self._path(gate).touch()
+
+    def takes(self, gate: str) -> bool:
+        """Be the first who finds this open, and close it."""
+        try:
+            self._path(gate).unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
     def wait(self, gate: str) -> None:
         """Wait until the test lets go on."""
@@ -278,6 +296,11 @@ def _queue(task: Any) -> str:
     return str(task.request.delivery_info["routing_key"])
 
 
+def _look(run: Run, sent_at: str) -> None:
+    """Tell which changes this run has seen, and at which of them it was called."""
+    run.stage.tell("saw", changes=run.stage.changes(), sent_at=int(sent_at))
+
+
 def _tell(run: Run, event: str) -> None:
     run.stage.tell(event)
 
@@ -290,6 +313,7 @@ STEPS = {
     "fail_until": _fail_until,
     "handlers": _handlers,
     "ignore": _ignore,
+    "look": _look,
     "lose": _lose,
     "raise": _raise,
     "unavailable": _unavailable,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import stat
 from contextlib import suppress
@@ -15,7 +16,8 @@ from celery.signals import worker_init, worker_ready
 from celery.worker.control import inspect_command
 
 from django_distlock import distlock
-from django_distlock.signals import lock_not_acquired
+from django_distlock.core.keys import RUNS_PREFIX
+from django_distlock.signals import lock_acquired, lock_not_acquired
 
 from .acting import stage_of
 
@@ -44,8 +46,16 @@ def create(settings: dict[str, Any]) -> Celery:
 
 def _tell_of_refusals(key: str | None = None, **facts: Any) -> None:
     """Let a test count how often its key was refused."""
-    if key and key.startswith("t"):
+    key = (key or "").removeprefix(RUNS_PREFIX)
+    if key.startswith("t"):
         stage_of(key.partition(":")[0]).tell("refused")
+
+
+def _die_with_a_lock(key: str, **facts: Any) -> None:
+    """Let this process be killed when it has a lock, once, where a test has said so."""
+    stage = stage_of(key.rpartition(":")[2])
+    if stage.takes("doomed"):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _be_ready(**facts: Any) -> None:
@@ -77,6 +87,7 @@ if "DISTLOCK_TEST_CELERY" in os.environ:
     app = create(json.loads(os.environ["DISTLOCK_TEST_CELERY"]))
     app.set_current()
     lock_not_acquired.connect(_tell_of_refusals, weak=False)
+    lock_acquired.connect(_die_with_a_lock, weak=False)
     worker_ready.connect(_be_ready, weak=False)
     if os.environ.get("DISTLOCK_TEST_LOCK_BEFORE_FORK"):
         worker_init.connect(_lock_before_the_fork, weak=False)

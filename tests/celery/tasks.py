@@ -43,6 +43,16 @@ _act("late", {"acks_late": True, "reject_on_worker_lost": True}, retry=SOON)
 _act("late_wait", {"acks_late": True}, on_conflict="wait", retry=SOON)
 _act("late_run", {"acks_late": True}, on_conflict="run", retry=SOON)
 _act("late_short", {"acks_late": True, "reject_on_worker_lost": True}, ttl=SHORT, retry=SOON)
+_act("late_permit", {"acks_late": True}, permits=2, retry=SOON)
+_act("permit", {}, permits=2, on_conflict="retry", retry=SOON)
+_act(
+    "permit_late",
+    {"acks_late": True, "reject_on_worker_lost": True},
+    permits=2,
+    ttl=SHORT,
+    on_conflict="retry",
+    retry=SOON,
+)
 _act("raise", {}, on_conflict="raise")
 _act("wait", {}, on_conflict="wait")
 _act("retry", {"max_retries": 0}, on_conflict="retry", retry=SOON)
@@ -73,7 +83,24 @@ _act_unique("unique_late", {"acks_late": True, "reject_on_worker_lost": True}, r
 _act_unique("unique_late_second", {"acks_late": True}, retry=SOON, max_wait=1)
 _act_unique("unique_and_locked", {}, lock="{key}", on_conflict="retry", retry=SOON)
 _act_unique("unique_and_locked_raise", {}, lock="{key}", on_conflict="raise")
+_act_unique("unique_and_locked_wait", {}, lock="{key}", on_conflict="wait", wait=30)
 _act_unique("unique_and_locked_skip", {}, lock="{key}", on_conflict="skip")
+
+_STARTED: dict[str, Any] = {"unique_until": "start", "retry": SOON}
+_act_unique("started", {}, **_STARTED)
+_act_unique("started_late", {"acks_late": True, "reject_on_worker_lost": True}, **_STARTED)
+_act_unique(
+    "started_short", {"acks_late": True, "reject_on_worker_lost": True}, ttl=SHORT, **_STARTED
+)
+_act_unique("started_beside", {}, on_conflict="run", **_STARTED)
+_act_unique("started_and_locked", {}, lock="{key}", **_STARTED)
+_LAST: dict[str, Any] = {"debounce": 1, "retry": SOON}
+_act_unique("last", {}, **_LAST)
+_act_unique("last_late", {"acks_late": True, "reject_on_worker_lost": True}, **_LAST)
+_act_unique("last_short", {"acks_late": True, "reject_on_worker_lost": True}, ttl=SHORT, **_LAST)
+_act_unique("last_pickled", {"serializer": "pickle"}, **_LAST)
+_act_unique("last_and_locked", {}, lock="{key}", **_LAST)
+_act_unique("last_that_waits", {}, lock="{key}", on_conflict="wait", wait=30, **_LAST)
 
 
 @shared_task(name="plain", bind=True, acks_late=True, reject_on_worker_lost=True)

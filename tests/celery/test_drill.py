@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,12 @@ class Drill:
             )
             self.sent.add(result.id)
 
+    def change(self, stage: Stage) -> None:
+        """Change what the tasks of a key look at, and call one."""
+        stage.change()
+        steps = [f"look {stage.changes()}", f"sleep {BODY}"]
+        self.app.tasks[self.task].apply_async((stage.key, steps), queue=self.key)
+
     def ended(self) -> Counter[str]:
         """Count how often each task has run to the end of its body."""
         return Counter(each["task_id"] for stage in self.stages for each in stage.told("ended"))
@@ -113,10 +120,10 @@ class Drill:
             if looks > QUIET and time.monotonic() > give_up:
                 assert not self.sent - set(self.ended()), "tasks were lost"
             if self.kills["children"] < CHILDREN:
-                self._kill_child()
+                self.kill_child()
             # Among the others, and not before some have run.
             if self.kills["workers"] < self.kills["children"] * DOOMED // CHILDREN:
-                self._kill_worker()
+                self.kill_worker()
             time.sleep(self.dice.uniform(0.1, 0.4))
 
     def taken_keys(self) -> list[str]:
@@ -125,7 +132,7 @@ class Drill:
             stage.key for stage in self.stages if taken(distlock(stage.key, backend=self.store))
         ]
 
-    def _kill_child(self) -> None:
+    def kill_child(self) -> None:
         """Kill a child, more often than not while it runs a body."""
         children = {pid for worker in self.workers for pid in worker.children()}
         inside = {each["pid"] for stage in self.stages for each in stage.inside()} & children
@@ -135,7 +142,8 @@ class Drill:
             os.kill(self.dice.choice(sorted(inside or children)), signal.SIGKILL)
             self.kills["children"] += 1
 
-    def _kill_worker(self) -> None:
+    def kill_worker(self) -> None:
+        """Kill a worker with all of its children, and start another one."""
         doomed = self.workers.pop(self.dice.randrange(len(self.workers)))
         if self.broker.url.startswith("redis:"):
             # What Redis has given away and Celery not yet noted would be lost without any lock too.
@@ -200,6 +208,47 @@ def test_killed_processes_lose_no_task_and_overlap_in_none(
             # A kill between the end of a body and the note of it.
             assert not (again > made.kills.total() and again), "tasks ran twice"
             assert free, made.taken_keys()
+
+
+@pytest.mark.parametrize("name", ["started_short", "last_short"])
+def test_killed_processes_hide_no_change(
+    home: Path, impatient: Broker, key: str, store: str, name: str
+) -> None:
+    """What changed before a call is seen by a run that comes to its end, and by the last one."""
+    with client_of(impatient) as app:
+        made = drill(home, impatient, app, key, store=store, task=f"{store}.{name}")
+        stages = made.stages[:3]
+        has_seen = partial(has_seen_all, is_debounced=name == "last_short")
+        with made.staffed():
+            for number in range(TASKS):
+                made.change(made.dice.choice(stages))
+                time.sleep(made.dice.uniform(0, 2 * BODY))
+                if number % 4 == 0:
+                    made.kill_child()
+                if number % (TASKS // 2) == TASKS // 4:
+                    made.kill_worker()
+            for stage in stages:
+                # Those who drop what is called amid a run have no other chance.
+                made.change(stage)
+                assert eventually(stage.busy)
+                made.change(stage)
+            seen = eventually(lambda: all(map(has_seen, stages)), LONGEST)
+            free = eventually(lambda: not any(each.busy() for each in stages))
+            called = sum(stage.changes() for stage in stages)
+            print(f"{called} calls, {made.told('began')} runs; killed: {dict(made.kills)}")
+            assert seen, [each.told("saw")[-2:] for each in stages]
+            assert free
+            assert made.kills["children"] > 0
+            assert not made.told("overlapped")
+            assert made.told("began") <= called + SLOTS * made.kills.total()
+
+
+def has_seen_all(stage: Stage, *, is_debounced: bool) -> bool:
+    """Whether the run that ended last began behind all changes, called with the last of them."""
+    changes, last = stage.changes(), stage.told("saw", "ended")[-2:]
+    if not changes or [each["event"] for each in last] != ["saw", "ended"]:
+        return not changes
+    return last[0]["changes"] == changes and (last[0]["sent_at"] == changes or not is_debounced)
 
 
 @pytest.mark.nightly

@@ -565,6 +565,8 @@ def checked(app: Celery, **task: Any) -> list[str]:
         ({"time_limit": 60}, {"ttl": 30}, []),
         ({"acks_late": True, "time_limit": 60}, {"ttl": 30}, ["distlock.W401"]),
         ({"acks_late": True, "time_limit": 4}, {"ttl": 5}, []),
+        ({"base": LockedTask}, {"unique": "{number}", "debounce": 11}, ["distlock.W401"]),
+        ({"base": LockedTask}, {"unique": "{number}", "debounce": 9}, []),
         ({"time_limit": 60}, {"ttl": 30, "on_conflict": "skip"}, []),
         (
             {"acks_late": True, "reject_on_worker_lost": True},

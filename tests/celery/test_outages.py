@@ -120,7 +120,7 @@ def queued_again(crew: Crew, task_id: str) -> int:
     return crew.worker.said().count(f"The task {task_id} is queued again")
 
 
-@pytest.mark.parametrize("name", ["late", "unique_late"])
+@pytest.mark.parametrize("name", ["late", "unique_late", "started_late", "last_late"])
 def test_queued_tasks_outlast_an_outage(crew: Crew, away: StoreWire, name: str) -> None:
     """With `acks_late` they go back to the broker until the store answers, and run once each."""
     results = [crew.send(name) for _ in range(3 if name == "late" else 1)]
@@ -134,8 +134,21 @@ def test_queued_tasks_outlast_an_outage(crew: Crew, away: StoreWire, name: str) 
     assert len(crew.stage.told("ended")) == len(results)
     assert not crew.stage.told("overlapped")
     assert {each["retries"] for each in crew.stage.told("began")} == {0}
-    if name == "unique_late":
+    if name != "late":
         crew.becomes_free(unique_key(crew))
+
+
+def test_retry_is_sent_though_the_store_is_away(crew: Crew, wires: dict[str, StoreWire]) -> None:
+    """Nobody knows then whether others are queued; it runs, and nothing is left."""
+    result = crew.send("started_short", "wait go", "retry 1")
+    crew.begun()
+    wires[crew.store].go_away()
+    crew.stage.open("go")
+    crew.until(lambda: result.state == "RETRY", "it is queued again")
+    wires[crew.store].come_back()
+    assert crew.outcome(result) == "SUCCESS"
+    assert [each["retries"] for each in crew.stage.told("began")] == [0, 1]
+    crew.becomes_free(unique_key(crew))
 
 
 @pytest.mark.parametrize("name", ["unique", "unique_late_second"])

@@ -51,7 +51,14 @@ def began(crew: Crew) -> int:
 
 @pytest.mark.parametrize(
     ("store", "name"),
-    [("default", "late"), ("redis", "late"), ("default", "late_wait"), ("redis", "late_run")],
+    [
+        ("default", "late"),
+        ("redis", "late"),
+        ("default", "late_wait"),
+        ("redis", "late_run"),
+        ("default", "late_permit"),
+        ("redis", "late_permit"),
+    ],
 )
 def test_c5_task_that_arrives_while_it_runs_waits(
     worker: Worker, sender: Celery, crew_of: Callable[..., Crew], name: str

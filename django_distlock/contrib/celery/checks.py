@@ -97,7 +97,7 @@ def _check_limits(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
 
 
 def _check_visibility(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
-    if not task.acks_late:
+    if not (task.acks_late or terms.debounce):
         return
     conf = task.app.conf
     scheme = str(conf.broker_url or "").partition(":")[0]
@@ -107,7 +107,14 @@ def _check_visibility(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
     options = conf.broker_transport_options or {}
     visible = float(options.get("visibility_timeout", default))
     needed = max(float(task.time_limit or 0), terms.rules.lock.ttl or 0.0)
-    if visible < needed:
+    if visible < terms.debounce:
+        yield checks.Warning(
+            f"The broker delivers what is not acknowledged for {visible:g} s again, and calls of"
+            f" the task {task.name} are put off by {terms.debounce:g} s: one may run twice.",
+            hint=f"Raise visibility_timeout in broker_transport_options. {_DOCS}",
+            id="distlock.W401",
+        )
+    if task.acks_late and visible < needed:
         yield checks.Warning(
             f"The broker delivers what is not acknowledged for {visible:g} s again, and the task"
             f" {task.name} may take {needed:g} s: it will be delivered while it runs, and queued"

@@ -35,12 +35,14 @@ def declare(function: Callable[..., Any], terms: Terms, *, acks_late: bool | Non
     found = []
     if terms.lock is not None:
         policy = {None: "skip or retry", True: "retry", False: "skip"}[acks_late]
+        policy = "retry" if terms.until_start else policy
         chosen = terms.on_conflict or policy
         found.append(Declaration.of(Kind.CELERY_LOCK, terms.lock.given, terms.rules.lock, chosen))
     if terms.unique is not None:
         given = terms.unique.given
         key = UNIQUE_PREFIX + given if isinstance(given, str) else given
-        chosen = terms.on_conflict or "skip"
+        chosen = "skip" if terms.until_start else terms.on_conflict or "skip"
+        chosen = "replace" if terms.debounce else chosen
         found.append(Declaration.of(Kind.CELERY_UNIQUE, key, terms.unique_lock, chosen))
     declared[function] = tuple(found)
 

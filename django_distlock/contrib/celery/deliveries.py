@@ -29,6 +29,8 @@ logger = logging.getLogger("django_distlock")
 UNIQUE: Final = "distlock_unique"
 #: The fence of the lease that the sender of the task works under.
 LEASE: Final = "distlock_lease"
+#: How its arguments are written, where who sent it said so: Celery forgets it between two attempts.
+SERIALIZER: Final = "distlock_serializer"
 #: Until when a task that did not get its lock is queued again, in seconds since 1970.
 UNTIL: Final = "distlock_until"
 #: How often that was done.

@@ -27,7 +27,7 @@ from ...core.threads import Bell, start_thread
 from ...handler import lock_backends
 from ...process.host import current_holder, is_gone
 from ...signals import lock_released, tell
-from . import queueing
+from . import calls, queueing
 from .deliveries import UNIQUE
 from .terms import Terms, terms_of
 
@@ -124,7 +124,7 @@ def _revoked(sender: Any = None, request: Any = None, terminated: bool = False, 
         call = queueing.call_of(sender, tuple(request.args or ()), dict(request.kwargs or {}))
         lock = terms.unique_of(call, request.id)
         if lock is not None:
-            queueing.free(lock, fence)
+            calls.free(lock, int(fence))
 
     _do(store, free)
 
@@ -139,6 +139,10 @@ def _end_all(store: BaseLockBackend, terms: Terms, request: Any, *, at_once: boo
     living = []
     for record in _held(store, terms, request):
         holder = record.holder
+        if holder.is_queued:
+            if at_once and _is_over(request) and record.fence_token == _claim_of(request):
+                _free_claim(store, record, request)
+            continue
         if (holder.host, holder.boot_id) != (ours.host, ours.boot_id) or record.is_settled:
             continue
         if holder.pid == os.getpid() or request.worker_pid not in (None, holder.pid):
@@ -191,6 +195,17 @@ def _held(store: BaseLockBackend, terms: Terms, request: Any) -> Iterator[Record
             return
 
 
+def _claim_of(request: Any) -> str | None:
+    """Return the fence by which a message kept others from being queued."""
+    fence: str | None = request.request_dict.get(UNIQUE)
+    return fence
+
+
+def _is_over(request: Any) -> bool:
+    """Whether the broker does not deliver the task again whose process is dead."""
+    return not (request.task.acks_late and request.task.reject_on_worker_lost)
+
+
 def _is_dead(record: Record, patience: float) -> bool:
     until = time.monotonic() + patience
     while not is_gone(record.holder):
@@ -228,6 +243,16 @@ def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any)
         released=bool(released),
         cause=LockError(f"Process {record.holder.pid} is dead.", key=record.key),
     )
+
+
+def _free_claim(store: BaseLockBackend, record: Record, request: Any) -> None:
+    if store.release(record.grant) is True:
+        logger.warning(
+            "%r is given back: its task %s was not started before its process died",
+            record.key,
+            request.id,
+            extra=_fields("given_back", store, record, request),
+        )
 
 
 def _fields(event: str, store: BaseLockBackend, record: Record, request: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,6 +19,8 @@ from celery.utils import uuid
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from ...backends.base import BaseLockBackend
+from ...core.clock import monotonic
+from ...core.durations import MIN_TTL, Duration, seconds
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError, LockLost, LockNotAcquired
 from ...core.keys import new_token
 from ...core.logs import log_fields
@@ -32,7 +35,8 @@ from ...policy import skip
 from ...process import deferred_release
 from ...process.host import is_gone
 from ...signals import lock_acquired, tell
-from ..jobs import JobLock
+from ..jobs import WAIT, JobLock
+from . import calls
 from .deliveries import LEASE, UNIQUE, Delivery, kept_headers
 from .terms import Call, Terms, terms_of
 
@@ -40,6 +44,8 @@ logger = logging.getLogger("django_distlock")
 
 #: Options of tasks that others wait for. A chord's body is known by the id that it was given.
 _AWAITED = ("chord", "group_id", "chain", "link")
+#: The same, of what is about one message: a second one of the same call goes without.
+_OF_ONE = {*_AWAITED, "link_error", "group_index", "parent_id", "root_id", "reply_to"}
 #: The leases of tasks that run in this process, by token: one thread may send what another runs.
 _here: WeakValueDictionary[str, Lease] = WeakValueDictionary()
 
@@ -57,40 +63,39 @@ def send(
     kwargs: dict[str, Any],
     task_id: str | None,
     options: dict[str, Any],
+    unique_ttl: Duration | None = None,
 ) -> Any:
     """Queue a task unless one like it is queued or running; see `LockedTask.apply_async`.
 
     Args:
         publish: Queues it.
+        unique_ttl: See there.
     """
     terms = terms_of(task)
-    if terms is None or terms.unique is None or _goes_on(task, task_id, options):
+    kept_for = _checked(unique_ttl, task, terms)
+    goes_on = _goes_on(task, task_id, options)
+    if terms is None or terms.unique is None or (goes_on and not _has_no_claim(task, terms)):
         return publish(args, kwargs, task_id=task_id, **options)
+    delay = _seconds_until(options.get("countdown") or options.get("eta"))
+    if not goes_on and terms.debounce > delay:
+        delay = terms.debounce
+        options = {**options, "countdown": delay, "eta": None}
     # What follows in a chain, and a callback, are sent by a worker: nobody would hear of an error.
-    follows = bool(options.get("parent_id") or options.get("root_id"))
+    follows = goes_on or bool(options.get("parent_id") or options.get("root_id"))
     is_awaited = follows or task_id is not None or any(options.get(name) for name in _AWAITED)
     task_id = task_id or uuid()
     lock = terms.unique_of(call_of(task, args, kwargs), task_id)
     assert lock is not None  # noqa: S101 - there is a unique key
+    publish = partial(publish, args, kwargs)
     try:
-        grant = _reserve(
-            lock, terms, _seconds_until(options.get("countdown") or options.get("eta"))
-        )
+        grant = _reserve(lock, terms, delay, kept_for)
     except LockNotAcquired as error:
         if is_awaited:
             # Others wait for this very task: it is sent, and skipped when it comes.
-            return publish(args, kwargs, task_id=task_id, **options)
-        if error.holder is None or error.holder.task_id is None:
+            return publish(task_id=task_id, **options)
+        if terms.debounce or error.holder is None or error.holder.task_id is None:
             raise
-        extra = log_fields("queued_already", backend=lock.backend, task=task_id, error=error)
-        logger.info(
-            "Not queued, for it is already, as %s: %r",
-            error.holder.task_id,
-            error.key,
-            extra=extra,
-        )
-        tell_skipped(lock.backend, lock.key, error)
-        return task.AsyncResult(error.holder.task_id)
+        return _queued_already(task, task_id, lock, error, error.holder.task_id)
     except BackendUnavailable as error:
         policy = terms.on_unavailable
         if policy == "run" or follows or (policy == "skip" and is_awaited):
@@ -98,17 +103,70 @@ def send(
             logger.warning(
                 "Nobody knows whether %r is queued already: %s", lock.key, error, extra=extra
             )
-            return publish(args, kwargs, task_id=task_id, **options)
+            return publish(task_id=task_id, **options)
         if policy == "skip":
             marker = skip(f"The task {task_id}", error, lock.backend, lock.key, task=task_id)
             return EagerResult(task_id, marker, states.SUCCESS, name=task.name)
         raise
-    headers = {**(options.pop("headers", None) or {}), UNIQUE: f"{grant.fence:015d}"}
+    result = _publish_claimed(publish, lock, grant, task_id, options)
+    if not terms.debounce:
+        return result
+    options = {name: value for name, value in options.items() if name not in _OF_ONE}
+    again = partial(send, task, publish.func, args, kwargs, None, options, unique_ttl)
+    later = _send_if_overtaken(lock, grant, again, partial(publish, task_id=uuid(), **options))
+    return result if later is None or is_awaited else later
+
+
+def _checked(unique_ttl: Duration | None, task: Any, terms: Terms | None) -> float | None:
+    if unique_ttl is None:
+        return None
+    if terms is None or terms.unique is None:
+        raise InvalidArgument(f"unique_ttl is about unique tasks, and {task.name} is none.")
+    return seconds(unique_ttl, "unique_ttl", minimum=MIN_TTL)
+
+
+def _queued_already(
+    task: Any, task_id: str, lock: JobLock, error: LockNotAcquired, queued: str
+) -> Any:
+    """Return the result of the task that is queued or running, and say so."""
+    extra = log_fields("queued_already", backend=lock.backend, task=task_id, error=error)
+    logger.info("Not queued, for it is already, as %s: %r", queued, error.key, extra=extra)
+    tell_skipped(lock.backend, lock.key, error)
+    return task.AsyncResult(queued)
+
+
+def _publish_claimed(
+    publish: Callable[..., Any], lock: JobLock, grant: Grant, task_id: str, options: dict[str, Any]
+) -> Any:
+    """Queue a task whose key is taken; give the key back if that fails."""
+    headers = {**(options.get("headers") or {}), UNIQUE: f"{grant.fence:015d}"}
     try:
-        return publish(args, kwargs, task_id=task_id, headers=headers, **options)
+        return publish(task_id=task_id, **{**options, "headers": headers})
     except BaseException:
         _give_back(lock, grant)
         raise
+
+
+def _send_if_overtaken(
+    lock: JobLock, grant: Grant, again: Callable[[], Any], publish: Callable[[], Any]
+) -> Any:
+    """Note that a call is in the broker; send it again if its message would give way in vain.
+
+    Args:
+        again: Sends it as a later call.
+        publish: Sends it without a number: such a message gives way to none.
+
+    Returns:
+        What was sent; None: nothing.
+    """
+    try:
+        return again() if calls.is_overtaken(lock, grant) else None
+    except LockError as error:
+        extra = log_fields("bypassed", backend=lock.backend, task=lock.task_id, error=error)
+        logger.warning(
+            "Nobody knows which call of %r is the last one: %s", lock.key, error, extra=extra
+        )
+        return publish()
 
 
 def headers_of_retry(request: Any, given: dict[str, Any] | None) -> dict[str, Any]:
@@ -151,21 +209,6 @@ def keep(lease: Lease, terms: Terms, when: object) -> None:
     except LockError as error:
         extra = log_fields("extend_failed", backend=store.alias, key=lease.key, error=error)
         logger.warning("%r may be taken before its retry: %s", lease.key, error, extra=extra)
-
-
-def free(lock: JobLock, fence: str) -> None:
-    """Give back a key that no run has taken over from the queue. What has changed hands stays.
-
-    Args:
-        fence: What the task's message says that it has.
-
-    Raises:
-        BackendUnavailable: The store did not answer.
-    """
-    store = lock_backends[lock.backend]
-    record = store.read(lock.key)
-    if record is not None and record.fence_token == fence:
-        store.release(record.grant)
 
 
 def remember(lease: Lease) -> None:
@@ -262,11 +305,17 @@ def _goes_on(task: Any, task_id: str | None, options: dict[str, Any]) -> bool:
     return task_id is not None and not request.called_directly and task_id == request.id
 
 
-def _reserve(lock: JobLock, terms: Terms, delay: float) -> Grant:
+def _has_no_claim(task: Any, terms: Terms) -> bool:
+    """Whether this is a retry of a run that has given its claim back before it began."""
+    run = getattr(task.request, "distlock_run", None)
+    return terms.until_start and not terms.debounce and run is not None and run.has_begun
+
+
+def _reserve(lock: JobLock, terms: Terms, delay: float, unique_ttl: float | None) -> Grant:
     store = lock_backends[lock.backend]
     lock = replace(
         lock,
-        ttl=_queue_ttl(terms, store.config.max_ttl, delay),
+        ttl=_queue_ttl(terms, store.config.max_ttl, delay, unique_ttl),
         wait=0.0,
         hold=False,
         min_hold=0.0,
@@ -274,7 +323,7 @@ def _reserve(lock: JobLock, terms: Terms, delay: float) -> Grant:
         max_lifetime=None,
         is_queued=True,
     )
-    lease = lock.acquire()
+    lease = replace_any(lock) if terms.debounce else lock.acquire()
     try:
         return _detached(lease)
     except LockError:
@@ -304,6 +353,27 @@ def _give_back(lock: JobLock, grant: Grant) -> None:
         )
 
 
+def replace_any(lock: JobLock) -> Lease:
+    """Take a claim, or take it over from the call before: of many, one is the last.
+
+    Raises:
+        LockNotAcquired: The key is paused, or others came first each time.
+        BackendUnavailable: The store did not answer.
+    """
+    store = lock_backends[lock.backend]
+    until = monotonic() + WAIT
+    while True:
+        record = store.read(lock.key)
+        try:
+            return lock.acquire() if record is None else _replace(lock, record)
+        except LockNotAcquired:
+            counter = store.counter(lock.key)
+            is_paused = counter is not None and counter.paused_until is not None
+            # Unless it is, another caller had its turn.
+            if is_paused or monotonic() >= until:
+                raise
+
+
 def _replace(lock: JobLock, record: Record) -> Lease:
     store = lock_backends[lock.backend]
     kept = lock._terms(store)
@@ -330,8 +400,11 @@ def _lease(store: BaseLockBackend, grant: Grant, sent_at: float, kept: Kept) -> 
     return Lease(store, Granted(grant, deadline), kept)
 
 
-def _queue_ttl(terms: Terms, longest: float, delay: float) -> float:
-    return min(longest, max(terms.queued_for, terms.rules.lock.ttl or 0.0) + max(0.0, delay))
+def _queue_ttl(
+    terms: Terms, longest: float, delay: float, unique_ttl: float | None = None
+) -> float:
+    usual = max(terms.queued_for, terms.rules.lock.ttl or 0.0)
+    return min(longest, (usual if unique_ttl is None else unique_ttl) + max(0.0, delay))
 
 
 def _seconds_until(when: object) -> float:

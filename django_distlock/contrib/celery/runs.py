@@ -24,7 +24,7 @@ from ...locks.no_lease import tell_bypassed, tell_requeued
 from ...policy import Refusal, attempt, skip
 from ...process.host import is_gone
 from ..jobs import WAIT, JobLock
-from . import failed, leftovers, queueing
+from . import calls, failed, leftovers, queueing
 from .deliveries import LEASE, UNIQUE, Delivery, forget_wait, queue_again, queue_behind_itself
 from .terms import Terms
 
@@ -62,10 +62,12 @@ class Run:
 
     Attributes:
         unique: What keeps others like it from being queued, until its result is stored.
+        has_begun: Whether its body has.
     """
 
     def __init__(self, terms: Terms, delivery: Delivery, body: Callable[[], Any]):
         self.unique: Lease | None = None
+        self.has_begun = False
         self._terms = terms
         self._delivery = delivery
         self._body = body
@@ -73,7 +75,8 @@ class Run:
         # What keeps others from being queued, as long as the run has not taken it over.
         self._queued: JobLock | None = None
         self._fence = 0
-        self._has_begun = False
+        # Whether a later call runs in its place.
+        self._is_replaced = False
         # Whether it waited for others, of which one may have been another delivery of this task.
         self._has_met = False
         # By which people see that it waited in its queue.
@@ -89,7 +92,7 @@ class Run:
         with attempt(self._held(lock, unique)) as refusal:
             if refusal is None:
                 self._wait_no_more()
-                return self._run()
+                return self._left(unique) if self._is_replaced else self._run()
         return self._refused(refusal, unique)
 
     def end(self, state: str, retval: Any) -> None:
@@ -99,10 +102,10 @@ class Run:
             state: The one that the run came to.
             retval: What it returned, or raised.
         """
-        is_left = state == states.FAILURE and not self._has_begun and self._delivery.is_queued
+        is_left = state == states.FAILURE and not self.has_begun and self._delivery.is_queued
         if is_left and isinstance(retval, BackendUnavailable):
             failed.keep(self._delivery, self._terms.backend, retval.key or self._key or "")
-        if self._has_begun and state in (states.SUCCESS, states.FAILURE, states.RETRY):
+        if self.has_begun and state in (states.SUCCESS, states.FAILURE, states.RETRY):
             self._note()
         if state != states.RETRY:
             self._wait_no_more()
@@ -110,12 +113,15 @@ class Run:
         if unique is None:
             # A task that is over, and was refused before it took its key over from the queue.
             if self._queued is not None and state in (states.SUCCESS, states.FAILURE):
-                fence = self._delivery.header(UNIQUE)
-                self._free(partial(queueing.free, self._queued, fence), self._queued.key)
+                self._free_claim(self._queued)
         elif state == states.RETRY:
             queueing.keep(unique, self._terms, getattr(retval, "when", None))
         else:
             self._free(unique.release, unique.key)
+
+    def _free_claim(self, queued: JobLock) -> None:
+        fence = int(self._delivery.header(UNIQUE))
+        self._free(partial(calls.free, queued, fence), queued.key)
 
     def _free(self, release: Callable[[], object], key: str) -> None:
         leftovers.free(release, self._terms.backend, key)
@@ -142,16 +148,24 @@ class Run:
     @contextmanager
     def _held(self, lock: JobLock | None, unique: JobLock | None) -> Iterator[None]:
         """Hold what a run needs."""
-        delivery = self._delivery
+        delivery, until_start = self._delivery, self._terms.until_start
         with ExitStack() as stack:
             if delivery.is_redelivered:
                 self._refuse_if_finished(0.0)
+            elif self._gives_way():
+                if delivery.queued is not None:
+                    # Its first message may have been delivered again, and have run.
+                    self._refuse_if_finished(0.0)
+                yield
+                return
             if lock is not None:
                 self._hold(stack, lock)
-            if unique is not None:
+            if unique is not None and not until_start:
                 self._take(stack, unique, binds=lock is None)
             if delivery.is_redelivered or delivery.queued is not None or self._has_met:
                 self._refuse_if_finished(_SETTLING)
+            if until_start:
+                self._start()
             yield
 
     def _hold(self, stack: ExitStack, lock: JobLock) -> None:
@@ -169,12 +183,32 @@ class Run:
         try:
             self._look(lock)
             lease = stack.enter_context(lock)
+            self._refuse_beside_itself(lease)
         except LockNotAcquired as error:
-            if not self._is_by_itself(error) or not _may_be_stolen(lock, error):
+            # Who has one of several permits leaves the others: nothing has to be taken over.
+            alone = not lock.shared and lock.permits == 1
+            if not (alone and self._is_by_itself(error) and _may_be_stolen(lock, error)):
                 raise
             lease = stack.enter_context(replace(lock, steal_if_dead=True))
         self._fence = lease.fence
         queueing.remember(lease)
+
+    def _refuse_beside_itself(self, lease: Lease) -> None:
+        """Refuse to run beside another delivery of the same task, which shares the key.
+
+        Raises:
+            LockNotAcquired: One that came before this one does, and may live.
+        """
+        if not (lease.shared and self._delivery.is_queued):
+            return
+        for each in self._store.records.sharing(lease.key):
+            is_ours = each.holder.task_id == self._delivery.id
+            if is_ours and each.fence < lease.fence and not is_gone(each.holder):
+                raise LockNotAcquired(
+                    f"{lease.key!r} is shared by another delivery of this task.",
+                    key=lease.key,
+                    holder=each.holder,
+                )
 
     def _look(self, lock: JobLock) -> None:
         """Refuse to wait in a worker for another delivery of the same task.
@@ -202,10 +236,28 @@ class Run:
             context.bind(self, lease)
             stack.callback(context.unbind, self)
 
+    def _gives_way(self) -> bool:
+        """Whether a later call was sent: before a lock is waited for."""
+        if self._terms.debounce and self._queued is not None:
+            number = int(self._delivery.header(UNIQUE))
+            self._is_replaced = calls.is_replaced(self._queued, number)
+        return self._is_replaced
+
+    def _start(self) -> None:
+        """Let others be queued from now on: the body sees what they were sent for, or they run."""
+        if self._queued is None:
+            return
+        number = int(self._delivery.header(UNIQUE))
+        if self._terms.debounce:
+            self._is_replaced = not calls.begin(self._queued, number)
+        else:
+            calls.free(self._queued, number)
+        self._queued = None
+
     # The body
 
     def _run(self) -> Any:
-        self._has_begun = True
+        self.has_begun = True
         return self._body()
 
     def _refuse_if_finished(self, patience: float) -> None:
@@ -238,7 +290,7 @@ class Run:
         forget_wait(self._terms.backend, waits)
 
     def _note(self) -> None:
-        self._has_begun = False
+        self.has_begun = False
         delivery = self._delivery
         if not (self._terms.redelivery_window and delivery.is_acked_late and self._fence):
             return
@@ -256,7 +308,7 @@ class Run:
 
     def _policy(self, *, is_duplicate: bool = False) -> str:
         # A duplicate has nothing to do that the other one does not.
-        is_retried = self._is_late and not is_duplicate
+        is_retried = (self._is_late or self._terms.until_start) and not is_duplicate
         return self._terms.on_conflict or ("retry" if is_retried else "skip")
 
     @property
@@ -287,12 +339,23 @@ class Run:
             return skip(f"The task {delivery.label}", error, terms.backend, key, task=delivery.id)
         if chosen == "run":
             tell_bypassed(terms.backend, self._key, monotonic() - self._started_at, error)
+            if terms.until_start and self._queued is not None:
+                self._free_claim(self._queued)
+                self._queued = None
             return self._run()
         if chosen == "retry" and delivery.is_queued:
             retry = queue_again(delivery, terms.rules, error)
             tell_requeued(terms.backend, key, error)
             raise retry
         raise error
+
+    def _left(self, unique: JobLock | None) -> Any:
+        """Leave the work to a later call."""
+        self._queued = None
+        key = "" if unique is None else unique.key
+        error = LockNotAcquired(f"{key!r} was called again.", key=key, code="superseded")
+        delivery = self._delivery
+        return skip(f"The task {delivery.label}", error, self._terms.backend, key, task=delivery.id)
 
     def _fields(self, event: str, error: LockError | None = None) -> dict[str, Any]:
         """Return the `extra` of a log record about this run."""

@@ -16,8 +16,9 @@ from ...core.durations import Duration
 from ...core.errors import InvalidArgument
 from ..jobs import MAX_WAIT, OnConflict, only_function, refuse_function
 from . import declaring, queueing
+from .deliveries import SERIALIZER
 from .runs import run
-from .terms import KeyOf, Terms, Unavailable
+from .terms import KeyOf, Terms, Unavailable, Until
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,6 +28,8 @@ def locked_task(
     lock: KeyOf | None = None,
     *,
     unique: KeyOf | None = None,
+    unique_until: Until | None = None,
+    debounce: Duration | None = None,
     on_conflict: OnConflict | None = None,
     on_unavailable: Unavailable | None = None,
     max_wait: Duration = MAX_WAIT,
@@ -49,10 +52,17 @@ def locked_task(
             all of its arguments. None: nothing, where `unique` is given; else as True.
         unique: The same for what is queued or running, once at most. Needs
             `@shared_task(base=LockedTask)`; a further `delay()` returns the result of the first.
+        unique_until: Until when `unique` keeps others from being queued. "done", or None: the
+            result is stored. "start": its body begins; what is queued meanwhile runs behind it,
+            by `lock`, or by a key of its own.
+        debounce: Seconds (or a `timedelta`), from 1, by which a call of a `unique` task is put
+            off. Of the calls that have not begun the last one's arguments run, once; that of the
+            others ends with a marker. As "start" otherwise.
         on_conflict: What is done if somebody else has the key. "skip": the task succeeds with a
             marker in place of its result; "retry": it is queued again, without counting as a
             retry; "wait": it waits in its worker; "raise": `LockNotAcquired`; "run": it runs
-            without. None: "retry" under `acks_late`, else "skip".
+            without. None: "retry" under `acks_late`, and with
+            `unique_until="start"` or `debounce`, else "skip".
         on_unavailable: The same if the store does not answer, without "wait". None: "retry" under
             `acks_late`, else "raise": `BackendUnavailable`.
         max_wait: Seconds (or a `timedelta`) since its first attempt for which "retry" goes on;
@@ -72,6 +82,8 @@ def locked_task(
     given = {
         "lock": lock,
         "unique": unique,
+        "unique_until": unique_until,
+        "debounce": debounce,
         "on_conflict": on_conflict,
         "on_unavailable": on_unavailable,
         "max_wait": max_wait,
@@ -134,15 +146,26 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
         args: Any = None,
         kwargs: Any = None,
         task_id: str | None = None,
+        *,
+        unique_ttl: Duration | None = None,
         **options: Any,
     ) -> Any:
         """Queue the task, or return the result of the one that is queued or running already.
 
+        Args:
+            unique_ttl: Seconds (or a `timedelta`) that this one keeps its `unique` key without
+                being started, behind its `countdown` or `eta`; None: those of `locked_task`.
+
         Raises:
+            InvalidArgument: `unique_ttl` is no such time, or the task is not unique.
             BackendUnavailable: The store did not answer, and nothing was queued.
         """
         send = super().apply_async
-        return queueing.send(self, send, tuple(args or ()), dict(kwargs or {}), task_id, options)
+        if options.get("serializer") is not None:
+            kept = {SERIALIZER: options["serializer"]}
+            options["headers"] = {**(options.get("headers") or {}), **kept}
+        arguments = tuple(args or ()), dict(kwargs or {})
+        return queueing.send(self, send, *arguments, task_id, options, unique_ttl)
 
     def signature_from_request(
         self,
@@ -155,7 +178,9 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
         """Let a retry go on with the unique key of the run that sends it."""
         request = self.request if request is None else request
         headers = extra_options.pop("headers", None)
-        extra_options["headers"] = queueing.headers_of_retry(request, headers)
+        extra_options["headers"] = headers = queueing.headers_of_retry(request, headers)
+        if SERIALIZER in headers:
+            extra_options.setdefault("serializer", headers[SERIALIZER])
         return super().signature_from_request(request, args, kwargs, queue, **extra_options)
 
 

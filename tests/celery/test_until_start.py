@@ -1,0 +1,223 @@
+"""Tasks that are at most once queued, until they start: what is called meanwhile runs behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import group
+
+from django_distlock import distlock, lock_backends
+from django_distlock.contrib.celery import LockedTask, locked_task
+from django_distlock.core.errors import InvalidArgument
+from django_distlock.core.keys import own_key
+from tests.contract.locking import held_elsewhere
+
+from .brokers import Broker
+from .crews import Crew
+from .workers import working
+
+KINDS = ["started", "started_late", "started_and_locked"]
+
+
+def claim(crew: Crew) -> str:
+    """Return the key of what is queued."""
+    return own_key(f"unique:{crew.key}")
+
+
+def ended(crew: Crew, times: int) -> None:
+    """Wait until so many runs have ended, none beside another one."""
+    crew.until(lambda: len(crew.stage.told("ended")) == times, f"{times} runs have ended")
+    assert not crew.stage.told("overlapped")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_calls_from_the_running_body_are_queued_once(prefork: Crew, name: str) -> None:
+    """What the body sends of its own kind is one task more, behind it."""
+    send = f"send {prefork.store}.{name}"
+    result = prefork.send(name, send, "tell sent", send, send, "wait go")
+    prefork.until(lambda: bool(prefork.stage.told("sent")), "it has sent one")
+    prefork.until(lambda: prefork.is_taken(claim(prefork)), "one is queued")
+    prefork.until(lambda: bool(prefork.stage.told("refused", "child")), "it has met the run")
+    assert not prefork.stage.told("child")
+    prefork.stage.open("go")
+    assert prefork.outcome(result) == "SUCCESS"
+    ended(prefork, 2)
+    prefork.becomes_free(claim(prefork))
+    assert len(prefork.stage.told("child")) == 1
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_call_amid_a_run_is_queued_once(prefork: Crew, name: str) -> None:
+    """Whoever calls while it runs gets one further task, and calls while that waits join it."""
+    first = prefork.send(name, "wait go")
+    prefork.begun()
+    later = [prefork.send(name, "tell later") for _ in range(3)]
+    assert len({each.id for each in later}) == 1
+    assert later[0].id != first.id
+    prefork.until(lambda: bool(prefork.stage.told("refused", "later")), "it has met the run")
+    prefork.stage.open("go")
+    assert [prefork.outcome(each) for each in (first, later[0])] == ["SUCCESS"] * 2
+    ended(prefork, 2)
+    assert len(prefork.stage.told("later")) == 1
+    assert not prefork.is_taken(claim(prefork))
+
+
+def test_task_that_waits_for_its_lock_has_not_started(prefork: Crew) -> None:
+    """It is still the one that is queued, for it has seen nothing yet."""
+    with held_elsewhere(distlock(prefork.key, backend=prefork.store, ttl=60)):
+        first = prefork.send("started_and_locked")
+        prefork.until(lambda: len(prefork.stage.told("refused")) >= 3, "three attempts")
+        assert prefork.send("started_and_locked").id == first.id
+    assert prefork.outcome(first) == "SUCCESS"
+    ended(prefork, 1)
+    assert not prefork.is_taken(claim(prefork))
+
+
+@pytest.mark.parametrize("is_begun", [True, False], ids=["amid the body", "before it starts"])
+def test_killed_run_comes_again(prefork: Crew, *, is_begun: bool) -> None:
+    """What is delivered again runs, whoever has been queued meanwhile, and nothing is left."""
+    if not is_begun:
+        prefork.stage.open("doomed")
+    first = prefork.send("started_late", *(["wait go", "die"] if is_begun else []))
+    if is_begun:
+        prefork.begun()
+        later = prefork.send("started_late")
+        assert later.id != first.id
+        prefork.stage.open("go")
+        assert prefork.outcome(later) == "SUCCESS"
+    assert prefork.outcome(first) == "SUCCESS"
+    ended(prefork, 2 if is_begun else 1)
+    assert f"its task {first.id} was not started" not in prefork.worker.said()
+    prefork.becomes_free(claim(prefork))
+    prefork.becomes_free(own_key(f"runs:{prefork.key}"))
+
+
+def test_killed_task_that_comes_no_more_leaves_no_claim(prefork: Crew) -> None:
+    """Killed before its start, and acknowledged: who calls later is queued."""
+    prefork.stage.open("doomed")
+    assert prefork.outcome(prefork.send("started")) == "FAILURE"
+    prefork.becomes_free(claim(prefork))
+    assert "was not started" in prefork.worker.said()
+    assert prefork.outcome(prefork.send("started")) == "SUCCESS"
+    ended(prefork, 1)
+
+
+def test_killed_task_that_waited_in_its_worker_leaves_no_claim(
+    home: Path, broker: Broker, crew_of: Any, store: str
+) -> None:
+    """The same where the key is kept until the task is done, and its lock is another one."""
+    with working(home, broker) as worker:
+        crew = crew_of(worker)
+        with held_elsewhere(distlock(crew.key, backend=store, ttl=60)):
+            result = crew.send("unique_and_locked_wait")
+            crew.until(lambda: result.state == "STARTED", "it waits")
+            os.kill(worker.children()[0], signal.SIGKILL)
+            assert crew.outcome(result) == "FAILURE"
+            crew.becomes_free(claim(crew))
+
+
+def test_runs_side_by_side_if_asked_to(prefork: Crew) -> None:
+    """A run beside another one has started, too: what is called behind that is queued."""
+    results = [prefork.send("started_beside", "wait go")]
+    prefork.begun()
+    results.append(prefork.send("started_beside", "wait go"))
+    prefork.begun(2)
+    prefork.becomes_free(claim(prefork))
+    results.append(prefork.send("started_beside", "wait go"))
+    assert len({each.id for each in results}) == 3
+    prefork.begun(3)
+    prefork.stage.open("go")
+    assert [prefork.outcome(each) for each in results] == ["SUCCESS"] * 3
+
+
+def test_retry_is_queued_as_others_are(prefork: Crew) -> None:
+    """Until it starts, calls join it; where one has been called before, both run."""
+    result = prefork.send("started", "retry 300")
+    prefork.until(lambda: result.state == "RETRY", "it is queued again")
+    assert prefork.send("started").id == result.id
+    assert len(prefork.stage.told("began")) == 1
+
+
+def test_retry_beside_another_call_runs(prefork: Crew) -> None:
+    """A run that has called its task, and fails then, comes again as well."""
+    result = prefork.send("started", f"send {prefork.store}.started", "retry 1")
+    assert prefork.outcome(result) == "SUCCESS"
+    prefork.until(lambda: len(prefork.stage.told("ended")) >= 2, "retry and child")
+    assert [each["retries"] for each in prefork.stage.told("began", task_id=result.id)] == [0, 1]
+    assert prefork.stage.told("child")
+    prefork.becomes_free(claim(prefork))
+
+
+def test_parts_of_a_group_run_one_behind_another(prefork: Crew) -> None:
+    """Somebody waits for each of them: none is left out."""
+    parts = [prefork.signature("started", f"tell {number}") for number in range(3)]
+    result = group(parts, app=prefork.app).apply_async()
+    prefork.until(result.ready, "all have run")
+    assert result.successful()
+    ended(prefork, 3)
+    assert not prefork.is_taken(claim(prefork))
+
+
+def test_revoked_task_can_be_sent_again(prefork: Crew) -> None:
+    """It gives its key back where a worker throws it away."""
+    result = prefork.send("started", countdown=1)
+    result.revoke()
+    assert prefork.outcome(result) == "REVOKED"
+    prefork.becomes_free(claim(prefork))
+    assert prefork.outcome(prefork.send("started")) == "SUCCESS"
+
+
+@pytest.mark.parametrize("name", ["unique", "started"])
+def test_one_call_says_how_long_it_keeps_its_key(prefork: Crew, name: str) -> None:
+    """The key of this one is free earlier than that of others, behind its countdown."""
+    nowhere = {"queue": f"nowhere-{prefork.key}"}
+    prefork.send(name, unique_ttl=120, **nowhere)
+    assert prefork.record(claim(prefork)).ttl == 120
+    lock_backends[prefork.store].force_release(claim(prefork))
+    prefork.send(name, unique_ttl=1, countdown=60, **nowhere)
+    assert 60 < (prefork.record(claim(prefork)).ttl or 0) <= 61
+    lock_backends[prefork.store].force_release(claim(prefork))
+    first = prefork.send(name, unique_ttl=0.1, **nowhere)
+    prefork.becomes_free(claim(prefork))
+    assert prefork.send(name, **nowhere).id != first.id
+
+
+@pytest.mark.parametrize(
+    ("name", "unique_ttl", "says"),
+    [("unique", 0, "unique_ttl"), ("unique", "1", "unique_ttl"), ("early", 120, "is none")],
+)
+def test_wrong_times_are_refused(prefork: Crew, name: str, unique_ttl: Any, says: str) -> None:
+    """Before anything is queued."""
+    task = prefork.task(name)
+    if name == "early":
+        assert not isinstance(task, LockedTask)
+        task = LockedTask()
+        task.name = "nobody"
+    with pytest.raises(InvalidArgument, match=says):
+        task.apply_async((prefork.key,), unique_ttl=unique_ttl)
+    assert not prefork.is_taken(claim(prefork))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"unique_until": "start"}, "unique_until is about"),
+        ({"unique": "{key}", "unique_until": "begin"}, "unique_until is one of"),
+        ({"unique": "{key}", "unique_until": "start", "on_conflict": "skip"}, "on_conflict='skip'"),
+        ({"debounce": 30}, "debounce is about"),
+        ({"unique": "{key}", "debounce": 0.5}, "debounce"),
+        ({"unique": "{key}", "debounce": 30, "unique_until": "done"}, "goes with"),
+        ({"unique": "{key}", "debounce": 30, "on_conflict": "skip"}, "on_conflict='skip'"),
+        ({"unique": "{key}", "debounce": 30, "on_conflict": "run"}, "on_conflict='run'"),
+    ],
+)
+def test_wrong_terms_are_refused(options: dict[str, Any], says: str) -> None:
+    """They name what is wrong, when the module is imported."""
+    with pytest.raises(InvalidArgument, match=says):
+
+        @locked_task(**options)
+        def work(key: str) -> None: ...
