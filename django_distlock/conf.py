@@ -32,6 +32,7 @@ DEFAULT_TABLES: Mapping[str, str] = {
     "seen": "django_distlock_seenfence",
     "notes": "django_distlock_runnote",
     "failed": "django_distlock_failedtask",
+    "responses": "django_distlock_storedresponse",
 }
 
 #: PostgreSQL's names have at most 63 bytes, and functions and constraints add up to 15 to theirs.

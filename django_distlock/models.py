@@ -1,7 +1,8 @@
-"""The tables: held locks, fence counters that are never deleted, waiters, events, fences, notes."""
+"""The tables: locks, fence counters that are never deleted, what is seen, noted and kept."""
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any, ClassVar, NoReturn
 
 from django.db import models
@@ -10,6 +11,7 @@ from django.utils.translation import gettext_lazy as _
 
 from . import conf
 from .core.fences import FENCE_MAX
+from .core.keys import PLACE_BYTES, is_place
 from .core.records import Record, Waiting, known_holder
 from .core.wording import printable
 from .database.fields import EventTimeField, InstantField, KeyField, NoteField
@@ -27,7 +29,10 @@ class HeldLock(models.Model):
     Written by `HeldLockManager` and the server functions alone.
     """
 
-    storage_key = KeyField(_("storage key"), primary_key=True, max_length=MAX_STORAGE_KEY)
+    #: Of a lease that shares its key, `place_name`.
+    storage_key = KeyField(
+        _("storage key"), primary_key=True, max_length=MAX_STORAGE_KEY + PLACE_BYTES
+    )
     key = KeyField(_("key"), max_length=512)
     token = KeyField(_("token"), unique=True, max_length=22)
     fence = models.PositiveBigIntegerField(_("fence"))
@@ -63,6 +68,10 @@ class HeldLock(models.Model):
     def __str__(self) -> str:
         return printable(self.key)
 
+    def is_live(self, now: datetime) -> bool:
+        """Whether the key is not free yet."""
+        return self.free_at is None or now < self.free_at
+
     def as_record(self) -> Record:
         """Return the row as the value that backends answer with."""
         return Record(
@@ -77,6 +86,7 @@ class HeldLock(models.Model):
             holder=known_holder(self.holder),
             wanted=self.wanted,
             stop_requested_at=self.stop_requested_at,
+            shared=is_place(self.storage_key),
         )
 
 
@@ -91,6 +101,8 @@ class FenceCounter(models.Model):
     fence = models.PositiveBigIntegerField(_("fence"))
     paused_until = InstantField(_("paused until"), null=True)
     paused_by = KeyField(_("paused by"), max_length=200, null=True)
+    #: Until when nobody joins those who share the key; null: nobody does.
+    closed_until = InstantField(_("closed until"), null=True)
 
     objects: ClassVar[FenceCounterManager] = FenceCounterManager()
 
@@ -202,6 +214,33 @@ class FailedTask(models.Model):
 
     def __str__(self) -> str:
         return f"{printable(self.task)} {printable(self.task_id)}"
+
+
+class StoredResponse(models.Model):
+    """What a request was answered, for who sends it again.
+
+    Written by `idempotency` alone.
+    """
+
+    #: A hash of the view, of whose key it is, and of the key.
+    name = KeyField(_("name"), primary_key=True, max_length=64)
+    #: A hash of what was asked for.
+    request = KeyField(_("request"), max_length=64)
+    #: 0 until the view has answered, which nobody else sees.
+    status = models.PositiveSmallIntegerField(_("status"))
+    headers = models.JSONField(_("headers"), default=dict)
+    body = models.BinaryField(_("body"), default=b"")
+    made_at = InstantField(_("made at"))
+    until = InstantField(_("until"), db_index=True)
+
+    class Meta:
+        db_table = conf.table("responses")
+        default_permissions = ()
+        verbose_name = _("stored response")
+        verbose_name_plural = _("stored responses")
+
+    def __str__(self) -> str:
+        return f"{self.status} {self.name}"
 
 
 class LockEvent(models.Model):

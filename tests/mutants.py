@@ -45,6 +45,7 @@ RELEASE = "tests/contract/test_transaction_release.py"
 ACQUIRE = "django_distlock/database/sql/postgresql/acquire.sql"
 EXTEND = "django_distlock/database/sql/postgresql/extend.sql"
 DROP = "django_distlock/database/sql/postgresql/release.sql"
+SHARING = "tests/contract/test_sharing.py"
 MANAGERS = "django_distlock/managers/lock.py"
 MEMORY = "django_distlock/backends/memory.py"
 COMPACT = "django_distlock/managers/compact.py"
@@ -76,6 +77,8 @@ HOSTILE = "tests/integration/test_hostile_schema.py"
 RUN_NOTES = "tests/integration/test_run_notes.py"
 
 CALLED = "tests/integration/test_wakeups_postgresql.py"
+LATE = "tests/contract/test_late_questions.py"
+EXTENDING = "django_distlock/locks/extending.py"
 INTERRUPTED = "tests/integration/test_interrupted_connections.py"
 SILENCE = "tests/redis/test_silence.py"
 
@@ -167,7 +170,7 @@ MUTANTS = (
     ),
     Mutant(
         "no row lock", "postgres", ACQUIRE,
-        old=r"(?s) FOR UPDATE;(.*?) AND \(l.token = p_replace OR l.free_at <= t\);", new=r";\1;",
+        old=r"(?s) FOR UPDATE;(.*?) AND \(\s+l.free_at <= t OR .*?\)\s+\);", new=r";\1;",
         test=f"{RACES}::test_stalled_extend_wins_over_an_acquire",
     ),
     Mutant(
@@ -247,7 +250,7 @@ MUTANTS = (
     Mutant(
         "keys that are called out by name", "postgresql",
         "django_distlock/database/sql/__init__.py",
-        old=r'"\{called\}": called\("p_storage_key"\)', new='"{called}": "p_storage_key"',
+        old=r'"\{called_whole\}": called\(.*\),', new='"{called_whole}": "p_storage_key",',
         test="tests/integration/test_hostile_role.py::test_what_is_called_out_is_not_heard",
         case="",
     ),
@@ -278,8 +281,8 @@ MUTANTS = (
     ),
     Mutant(
         "transaction time for the clock", "sqlite", COMPACT,
-        old=r"( +)(with transaction.atomic\(self.db\):\n +contended, last, )now, _ =",
-        new=r"\1now = datetime.now(UTC)\n\1\2_, _ =",
+        old=r"( +)(with transaction.atomic\(self.db\):\n +contended, last, )now, _, is_shared =",
+        new=r"\1now = datetime.now(UTC)\n\1\2_, _, is_shared =",
         test=f"{RACES}::test_waiter_gets_its_full_ttl",
         case="{backend}-expired",
     ),
@@ -336,8 +339,8 @@ MUTANTS = (
     ),
     Mutant(
         "counter deleted with the lock", "memory", MEMORY,
-        old=r"(        del self._records\[name\]\n)",
-        new=r"\1        self._fences.pop(name, None)\n",
+        old=r"(                self._shelf.drop\(name\)\n)(            return True)",
+        new=r"\1                self._fences.pop(name, None)\n\2",
         test=f"{CONTRACT}::test_fences_grow_over_releases",
     ),
     Mutant(
@@ -457,7 +460,7 @@ MUTANTS = (
     ),
     Mutant(
         "a window that ends with its work", "memory", "django_distlock/locks/release.py",
-        old=r"if holding.terms.hold:", new="if False:",
+        old="holding.terms.hold or None", new="None",
         test="tests/contract/test_modes.py::test_held_key_stays_taken_for_the_ttl",
         case="in_a_block-{backend}",
     ),
@@ -856,6 +859,56 @@ MUTANTS = (
         test="tests/integration/test_metrics_prometheus.py::test_oldest_holding_has_its_age_by_prefix",
     ),
     Mutant(
+        "a waiter whose time in line counts as silence", "all",
+        "django_distlock/backends/queues.py",
+        old="elif was_first:", new="elif False:",
+        test="tests/unit/test_queues.py::test_silence_counts_from_the_front", case="",
+    ),
+    Mutant(
+        "an extend without an answer that is forgotten", "memory", EXTENDING,
+        old="if not answered:", new="if False:",
+        test="tests/contract/test_lock_leases.py::"
+        "test_extend_that_is_heard_late_ends_no_lease_before_its_deadline",
+        case="called-{backend}",
+    ),
+    Mutant(
+        "a renewal that was cut short and counts in full", "memory",
+        "django_distlock/locks/state.py",
+        old=r"self.counted\(self._asked_for\)", new="self.counted(self.grant.ttl)",
+        test=f"{LATE}::test_renewal_that_was_cut_short_counts_when_it_is_heard_late",
+        case="no answer",
+    ),
+    Mutant(
+        "an acquire without an answer that is forgotten", "memory",
+        "django_distlock/locks/attempts.py",
+        old="ttl if self._unanswered else math.inf", new="math.inf",
+        test=f"{LATE}::test_acquire_that_is_heard_late_ends_no_lease_before_its_deadline",
+        case="called-{backend}",
+    ),
+    Mutant(
+        "a window that its own late question takes", "memory", RECORDS,
+        old="not \\(is_own and record.is_settled\\)", new="True",
+        test=f"{CONTRACT}::test_question_behind_the_end_of_its_work_takes_nothing",
+    ),
+    Mutant(
+        "a release without an answer that leaves the lease held", "memory",
+        "django_distlock/locks/release.py",
+        old="holding.given_up = holding.given_up, True",
+        new="holding.given_up = holding.given_up, False",
+        test=f"{LATE}::test_release_without_an_answer_ends_the_work", case="",
+    ),
+    Mutant(
+        "a key that nobody has behind a late acquire", "memory",
+        "django_distlock/locks/release.py",
+        old="if holding.unheard < math.inf:", new="if False:",
+        test=f"{LATE}::test_key_that_a_late_acquire_takes_is_given_back", case="called",
+    ),
+    Mutant(
+        "an extend that asks behind the loss", "memory", EXTENDING,
+        old="if holding.is_lost:", new="if False:",
+        test=f"{LATE}::test_extend_does_not_ask_behind_the_loss", case="",
+    ),
+    Mutant(
         "a token in a report of an error", "postgres", "django_distlock/core/records.py",
         old=r"Token\(self.token\)", new="str(self.token)",
         test="tests/integration/test_secrets.py::test_report_of_a_block_shows_no_token",
@@ -869,6 +922,78 @@ MUTANTS = (
         "a password in the message of a check", "all", "django_distlock/core/secrets.py",
         old=r"return _CREDENTIALS.*", new="return text",
         test="tests/integration/test_secrets.py::test_checks_echo_no_password", case="wrong1",
+    ),
+    Mutant(
+        "a value that each who waited computes", "redis", "django_distlock/flights.py",
+        old=r"        if found\.is_fresh:\n            flight\.land\(found\.value\)",
+        new="        if False:\n            flight.land(found.value)",
+        test="tests/integration/test_flights.py::test_many_threads_of_processes_compute_once",
+    ),
+    Mutant(
+        "a value that comes too late, and is kept", "memory", "django_distlock/flights.py",
+        old="if lease is None or lease.held:", new="if True:",
+        test="tests/integration/test_flights.py::test_who_lost_the_lock_keeps_nothing", case="",
+    ),
+    Mutant(
+        "a response for who has the same key", "default", "django_distlock/idempotency.py",
+        old=r'return f"\{user.*?", client or ""', new='return "", client or "all"',
+        test="tests/integration/test_idempotency.py::test_users_share_no_key", case="",
+    ),
+    Mutant(
+        "an error that is answered for a day", "default", "django_distlock/idempotency.py",
+        old="if response.status_code >= 500 or", new="if",
+        test="tests/integration/test_idempotency.py::test_what_is_not_kept_is_rolled_back",
+        case="503",
+    ),
+    Mutant(
+        "a term that outlasts its lease", "postgres", "django_distlock/leading.py",
+        old=r"lasts = lease\.held and not \(", new="lasts = not (",
+        test="tests/contract/test_leader.py::test_term_ends_with_its_lease",
+    ),
+    Mutant(
+        "a leader that goes on when it is told to end", "postgres", "django_distlock/leading.py",
+        old=r" or self\._leader\._is_stopped", new="",
+        test="tests/contract/test_leader.py::test_leader_that_is_told_to_end_steps_down",
+        case="{backend}-run",
+    ),
+    Mutant(
+        "one holder more than there are permits", "memory", "django_distlock/core/sharing.py",
+        old=r"len\(others\) >= attempt.permits", new="len(others) > attempt.permits",
+        test=f"{SHARING}::test_no_more_than_the_permits",
+    ),
+    Mutant(
+        "one holder more than there are permits", "postgres",
+        "django_distlock/database/sql/postgresql/share.sql",
+        old=r"v_others >= p_permits", new="v_others > p_permits",
+        test=f"{SHARING}::test_no_more_than_the_permits",
+    ),
+    Mutant(
+        "one holder more than there are permits", "redis", "django_distlock/backends/lua/share.lua",
+        old=r"#others >= tonumber", new="#others > tonumber",
+        test=f"{SHARING}::test_no_more_than_the_permits",
+    ),
+    Mutant(
+        "readers who join while a writer waits", "postgres",
+        "django_distlock/database/sql/postgresql/share.sql",
+        old=r"v_closed_until > t THEN", new="false THEN",
+        test=f"{SHARING}::test_who_waits_to_be_alone_closes_the_door",
+    ),
+    Mutant(
+        "readers who join while a writer waits", "redis", "django_distlock/backends/lua/share.lua",
+        old=r"elseif now < closed then", new="elseif false then",
+        test=f"{SHARING}::test_who_waits_to_be_alone_closes_the_door",
+    ),
+    Mutant(
+        "a transaction that does not see who shares its key", "postgres",
+        "django_distlock/database/sql/postgresql/transaction_lock.sql",
+        old=r" OR c.closed_until IS NOT NULL\)", new=")",
+        test="tests/contract/test_transaction_locks.py::test_leases_that_share_a_key",
+    ),
+    Mutant(
+        "an extend that lets the place of its lease go", "redis",
+        "django_distlock/backends/lua/extend.lua",
+        old=r"    keep_place\(shared, lock, free_at\)", new="",
+        test=f"{SHARING}::test_lease_that_was_extended_keeps_its_place",
     ),
 )  # fmt: skip
 

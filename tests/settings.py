@@ -75,6 +75,16 @@ SECRET_KEY = "only for tests"
 SILENCED_SYSTEM_CHECKS = ["distlock.W002", "distlock.W007", "distlock.W008", "distlock.W403"]
 USE_TZ = True
 
+CACHES = {
+    "default": {"BACKEND": "django.core.cache.backends.locmem.LocMemCache"},
+    # Of all processes.
+    "shared": {
+        "BACKEND": "django.core.cache.backends.filebased.FileBasedCache",
+        "LOCATION": SCRATCH / "cache",
+    },
+    "nothing": {"BACKEND": "django.core.cache.backends.dummy.DummyCache"},
+}
+
 DATABASE_BACKEND = "django_distlock.backends.database.DatabaseBackend"
 REDIS_BACKEND = "django_distlock.backends.redis.RedisBackend"
 DISTLOCK: dict[str, dict[str, Any]] = {

@@ -24,9 +24,10 @@ ROOT = Path(__file__).parent
 #: The files of the contract that are about backends. The others are about locks, whose code is
 #: the same above all backends.
 OF_BACKENDS = """
-    advisory arguments async bounds busy cleanup contention durability expiry extend_many failures
-    fence_floor fences grants keys listing notes operators races raise_fences redis_records registry
-    release transaction_locks transaction_races transaction_sqlite wakeups
+    advisory arguments async bounds busy calls cleanup contention durability expiry extend_many
+    failures fence_floor fences grants keys listing model notes operators races raise_fences
+    redis_records registry release sharing sharing_races transaction_locks transaction_races
+    transaction_sqlite wakeups
 """.split()  # noqa: SIM905 - as a list it would be a page
 #: Files in which the shape of an argument is tested, which is checked above the backends.
 OF_SHAPES = ["arguments", "keys", "raise_fences"]
@@ -48,9 +49,12 @@ SHARING = ("celery", "e2e")
 QUICK_BACKENDS = ("memory", "sqlite", "postgres", "redis")
 #: The folders and files of a quick run; of a file only some tests, if they are named.
 QUICK: dict[str, tuple[str, ...]] = {
+    "audit/test_command.py": (),
+    "audit/test_rules.py": (),
     "core": (),
     "unit": (),
     "contract": (),
+    "simulation": (),
     # One test of each thing that stands on the locks.
     "celery/test_endings.py": ("test_success",),
     "celery/test_locked_task.py": ("test_import_before_the_apps_are_loaded",),
@@ -218,7 +222,7 @@ def servers(item: pytest.Item) -> Collection[str]:
     if marker := item.get_closest_marker("servers"):
         return marker.args
     folder = item.path.relative_to(ROOT).parts[0]
-    if folder == "core":
+    if folder in ("audit", "core"):
         return ()
     if folder in ("contract", "unit"):
         more = {"mysql": "MariaDB", "redis": "Redis", "redis_cluster": "Redis Cluster"}

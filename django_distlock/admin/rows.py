@@ -18,6 +18,7 @@ ICONS: Final = {
     State.PAST_EXPIRY: "▲",
     State.NO_EXPIRY: "∞",
     State.STOP_REQUESTED: "■",
+    State.SHARED: "◉",
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace as changed
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, TypeVar
 
 from ..conf import BackendConfig
 from ..core import durations
@@ -17,7 +17,13 @@ from ..core.durations import MAX_BOUND, Duration
 from ..core.errors import InvalidArgument, LockUsageError, shown
 from ..core.fences import validate_fence
 from ..core.holders import Holder, Session, is_plain_text
-from ..core.keys import normalize_prefix, storage_key, stored_key, validate_token
+from ..core.keys import (
+    normalize_prefix,
+    place_name,
+    storage_key,
+    stored_key,
+    validate_token,
+)
 from ..core.records import (
     Attempt,
     Contended,
@@ -33,11 +39,14 @@ from ..core.records import (
     Waiting,
     Waits,
 )
+from ..core.sharing import validate_permits
 from ..exceptions import InvalidLockBackend
 from .counts import Count, Counts, States, Strain, every_record, listed_states
 from .groups import Guards, Notes, Records, Transactions, Waiters
 from .queues import Queues
 from .threads import CallThreads
+
+T = TypeVar("T")
 
 #: Every backend of this process: a fork copies them all.
 _every: weakref.WeakSet[BaseLockBackend] = weakref.WeakSet()
@@ -54,6 +63,7 @@ _SHOWN_BY = {
     "supports_guard": "_guard",
     "supports_listing": "_list",
     "supports_operators": "_force_release",
+    "supports_sharing": "_sharing",
     "supports_token_lookup": "_read_token",
     "supports_transactions": "_lock_for_transaction",
 }
@@ -92,6 +102,8 @@ class BaseLockBackend:
     supports_guard: bool = False
     # Can the caller's transaction lock keys until its end? Who has `_lock_for_transaction` can.
     supports_transactions: bool = False
+    # Can several hold a key at the same time? Who has `_sharing` can.
+    supports_sharing: ClassVar[bool] = False
     # Can held locks be listed? Who has `_list` can.
     supports_listing: ClassVar[bool] = False
     # Can a lock be found by its token? Who has `_read_token` can.
@@ -147,6 +159,7 @@ class BaseLockBackend:
         *,
         wanted: bool = False,
         replace: str | None = None,
+        permits: int | None = 1,
         bound: Duration = MAX_BOUND,
     ) -> Grant | Contended:
         """Grant the key to `token` if it is free.
@@ -157,7 +170,10 @@ class BaseLockBackend:
             ttl: Seconds until the lease ends by itself, from 0.1 to `MAX_TTL`; None: no expiry.
             holder: Who asks.
             wanted: Mark the grant that is in the way, so that its end wakes the caller.
-            replace: Grant also if this is the token of the grant that is in the way.
+            replace: Grant also if this is the token of the grant that is in the way; not if it is
+                `token` itself, which has settled it.
+            permits: How many may hold the key at the same time, from 1 to 10,000; None: any number.
+                Other than 1: `supports_sharing`.
             bound: Seconds to wait inside the store, at most 1.
 
         Raises:
@@ -171,9 +187,13 @@ class BaseLockBackend:
         token = validate_token(token)
         if replace is not None:
             replace = validate_token(replace)
-        name = self._name(key)
+        if permits is not None:
+            validate_permits(permits)
+        if permits != 1:
+            self._require("supports_sharing", "let several hold a key at the same time")
+        name, ttl = self._name(key), self._ttl(ttl)
         attempt = Attempt(
-            name, key, token, self._ttl(ttl), holder or _NOBODY, wanted, replace, _bound(bound)
+            name, key, token, ttl, holder or _NOBODY, wanted, replace, _bound(bound), permits
         )
         answer = self._acquire(attempt)
         if self.supports_guard and isinstance(answer, Contended) and answer.is_unclear:
@@ -194,7 +214,7 @@ class BaseLockBackend:
         """
         validate_token(grant.token)
         ttl = grant.ttl if ttl is None else ttl
-        name = self._name(stored_key(grant.key))
+        name = self._place(grant)
         return self._extend(name, grant, self._ttl(ttl), bound=_bound(bound))
 
     def release(
@@ -207,7 +227,7 @@ class BaseLockBackend:
                 seconds since the grant. If that is past, the key goes at once. `supports_ttl`.
         """
         validate_token(grant.token)
-        name = self._name(stored_key(grant.key))
+        name = self._place(grant)
         if held is not None:
             held = durations.seconds(held, "held", maximum=self.config.max_ttl)
         seconds = _bound(bound)
@@ -216,7 +236,10 @@ class BaseLockBackend:
         return self._freed(name, self._release(name, grant, held, bound=seconds))
 
     def read(self, key: str) -> Record | None:
-        """Return the record of a held key; None: nobody holds it."""
+        """Return the record of a held key; None: nobody holds it.
+
+        Of several that share it, that which is free last.
+        """
         return self._read(self._name(stored_key(key)))
 
     # Leases
@@ -229,10 +252,10 @@ class BaseLockBackend:
         Returns:
             An answer as `extend` gives it for each grant, in the order of `grants`.
         """
-        named = [(self._name(stored_key(grant.key)), grant) for grant in grants]
         for grant in grants:
             validate_token(grant.token)
             self._ttl(grant.ttl)
+        named = [(self._place(grant), grant) for grant in grants]
         return self._extend_many(named) if named else []
 
     def is_cut_off(self, grant: Grant) -> bool:
@@ -346,12 +369,16 @@ class BaseLockBackend:
                 has 0.
 
         Returns:
-            The record that was removed; None: nobody held it (or not by that fence); busy: a
-            guarded transaction of the holder is open, nothing was changed.
+            The record that was removed, of several that shared the key the last one; None: nobody
+            held it (or not by that fence); busy: a guarded transaction of the holder is open,
+            nothing was changed.
         """
         key = stored_key(key)
         _seen(fence)
-        return self._force_release(self._name(key), key, fence, bound=_bound(bound))
+        seconds = _bound(bound)
+        return self._of_each_holder(
+            key, None, lambda place: self._force_release(place, key, fence, bound=seconds)
+        )
 
     def request_stop(
         self,
@@ -385,7 +412,11 @@ class BaseLockBackend:
         seconds = _bound(bound)
         if within is not None:
             self._require("supports_ttl", "end a lease at a time: no lease ends by itself")
-        return self._request_stop(self._name(key), within, token, fence, bound=seconds)
+        return self._of_each_holder(
+            key,
+            token,
+            lambda place: self._request_stop(place, within, token, fence, bound=seconds),
+        )
 
     def pause(
         self,
@@ -458,6 +489,26 @@ class BaseLockBackend:
         """
         return self._states(durations.seconds(soon, "soon"))
 
+    def _of_each_holder(self, key: str, token: str | None, operate: Callable[[str], T]) -> T | None:
+        """Operate on who holds a key, or on all who share it; return the last answer.
+
+        Args:
+            token: Only on the lease with this token; None: whoever has it.
+        """
+        name = self._name(key)
+        answer: T | None = operate(name)
+        if answer is not None or not self.supports_sharing:
+            return answer
+        places = (
+            [place_name(name, each.token) for each in self._sharing(name)]
+            if token is None
+            else [place_name(name, token)]
+        )
+        for place in places:
+            found = operate(place)
+            answer = answer if found is None else found
+        return answer
+
     # What a backend defines: the first four, and what else its store can do
 
     def _acquire(self, attempt: Attempt) -> Grant | Contended:
@@ -481,6 +532,10 @@ class BaseLockBackend:
 
     def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> Sequence[Grant | Unknown | None]:
         return [self._extend(name, grant, grant.ttl, bound=MAX_BOUND) for name, grant in named]
+
+    def _sharing(self, name: str) -> Sequence[Record]:
+        """Return the records of all who share a key now."""
+        return ()
 
     def _time(self) -> datetime:
         return datetime.now(UTC)
@@ -620,6 +675,11 @@ class BaseLockBackend:
 
     def _name(self, key: str) -> str:
         return storage_key(self.key_prefix, key, self.storage_key_limit)
+
+    def _place(self, grant: Grant) -> str:
+        """Return what the store calls a lease."""
+        name = self._name(stored_key(grant.key))
+        return place_name(name, grant.token) if grant.shared else name
 
     def _ttl(self, ttl: Duration | None) -> float | None:
         return None if ttl is None else durations.ttl_seconds(ttl, maximum=self.config.max_ttl)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -14,6 +14,7 @@ from django.db.utils import DatabaseError, InterfaceError
 from ..conf import BackendConfig
 from ..core.errors import LockError
 from ..core.holders import Holder
+from ..core.keys import whole_name
 from ..core.records import (
     UNKNOWN,
     Attempt,
@@ -119,12 +120,21 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         return listener is not None and not self._in_test_case() and listener.ensure(bound)
 
     def _acquire(self, attempt: Attempt) -> Grant | Contended:
-        def acquire(on: str) -> Grant | Contended:
+        def acquire(on: str) -> Grant | Contended | None:
             return self._hot.db_manager(on).acquire(attempt)
 
+        def share(on: str) -> Grant | Contended:
+            return self._hot.db_manager(on).share(attempt)
+
         busy = partial(self._busy, attempt.name)
+        if not attempt.shared:
+            answer: Grant | Contended | None = self._ask(
+                acquire, bound=attempt.bound, busy=busy, single=self._single, key=attempt.key
+            )
+            if answer is not None:
+                return answer
         return self._ask(
-            acquire, bound=attempt.bound, busy=busy, single=self._single, key=attempt.key
+            share, bound=attempt.bound, busy=busy, single=self._single, key=attempt.key
         )
 
     def _extend(
@@ -155,7 +165,10 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         return freed if isinstance(freed, Unknown) else freed != "gone"
 
     def _read(self, name: str) -> Record | None:
-        return self._find(pk=name)
+        return self._find(lambda locks: locks.read_key(name), pk=name)
+
+    def _sharing(self, name: str) -> Sequence[Record]:
+        return self._ask(lambda on: self._locks_on(on).sharing(name), writes=False)
 
     def _read_many(self, names: Sequence[str]) -> Sequence[Record | None]:
         def read(on: str) -> dict[str, Record]:
@@ -165,11 +178,13 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         return [found.get(name) for name in names]
 
     def _read_token(self, token: str) -> Record | None:
-        record = self._find(token=token)
+        record = self._find(lambda locks: locks.read(token=token), token=token)
         return None if record is None or record.is_settled else record
 
-    def _find(self, **lookup: Any) -> Record | None:
-        record = self._ask(lambda on: self._locks_on(on).read(**lookup), writes=False)
+    def _find(
+        self, read: Callable[[HeldLockManager], Record | None], **lookup: Any
+    ) -> Record | None:
+        record = self._ask(lambda on: read(self._locks_on(on)), writes=False)
         if record is None and self.cleanup_on_read:
             # Housekeeping: whatever becomes of it, the answer is known.
             with suppress(LockError):
@@ -181,16 +196,16 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
     ) -> Page:
         start = self._namespace(prefix)
 
-        def page(on: str) -> list[Record | Unreadable]:
+        def page(on: str) -> list[tuple[str, Record | Unreadable]]:
             return self._locks_on(on).live_records(
                 start, cursor, host=host, task_id=task_id, limit=limit + 1
             )
 
         found = self._ask(page, writes=False, long=True)
-        shown = found[:limit]
+        shown = [each for _name, each in found[:limit]]
         return Page(
             tuple(each for each in shown if isinstance(each, Record)),
-            self._name(shown[-1].key) if len(found) > limit else None,
+            found[limit - 1][0] if len(found) > limit else None,
             tuple(each for each in shown if isinstance(each, Unreadable)),
         )
 
@@ -310,7 +325,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         """Return a busy answer, with the holder if a plain read can tell."""
         try:
             with self._connections.use(0, writes=False) as on:
-                record = self._locks_on(on).read(pk=name, bound=0)
+                record = self._locks_on(on).read_key(whole_name(name), bound=0)
                 now = vendors.of(on).now()
         except (DatabaseError, InterfaceError, NoConnectionFree):
             return Contended(busy=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..core import durations
 from ..core.durations import MAX_BOUND, Duration
+from ..core.errors import LockUsageError
 from ..core.fences import validate_fence
 from ..core.holders import Holder, Session
 from ..core.keys import stored_key
@@ -62,6 +63,13 @@ class Guards(_InTransactions):
             BackendUnavailable: Somebody was in the way for longer than the bound.
         """
         using = self.alias(using)
+        if grant.shared:
+            raise LockUsageError(
+                f"A lease that shares {grant.key!r} guards no transaction: others hold the key as"
+                " well. Take it alone, or lock it with transaction_lock(shared=True).",
+                key=grant.key,
+                code="unsupported",
+            )
         name = self._backend._name(stored_key(grant.key))
         seconds = durations.seconds(bound, "bound", maximum=MAX_BOUND)
         return self._backend._guard(name, grant, using, bound=seconds)
@@ -121,9 +129,16 @@ class Records:
         self._backend = backend
 
     def of(self, keys: Sequence[str]) -> Sequence[Record | None]:
-        """Return the record of each key, in their order, in one round trip; None: it is free."""
+        """Return the record of each key, in their order, in one round trip; None: it is free.
+
+        Of several that share a key, that which is free last.
+        """
         names = [self._backend._name(stored_key(key)) for key in keys]
         return self._backend._read_many(names) if names else []
+
+    def sharing(self, key: str) -> Sequence[Record]:
+        """Return the records of all who share a key now; () where one holds it alone, or nobody."""
+        return self._backend._sharing(self._backend._name(stored_key(key)))
 
 
 class Waiters:

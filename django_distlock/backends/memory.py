@@ -20,6 +20,7 @@ from ..core.clock import monotonic
 from ..core.errors import InvalidArgument
 from ..core.fences import clock_fence, next_fence
 from ..core.holders import Session
+from ..core.keys import whole_name
 from ..core.records import (
     Attempt,
     Contended,
@@ -31,8 +32,10 @@ from ..core.records import (
     Unknown,
     lease_ends,
 )
+from ..core.sharing import DOOR_SECONDS, in_the_way, last_to_end, paused
 from ..database.connections import OpenTransaction
 from .base import BaseLockBackend
+from .shelf import Shelf
 
 
 class MemoryBackend(BaseLockBackend):
@@ -71,36 +74,33 @@ class MemoryBackend(BaseLockBackend):
         name, key, token = attempt.name, attempt.key, attempt.token
         with self._mutex:
             now = self._now()
-            record = self._live(name, now)
-            paused = self._pause_of(name, now) is not None
-            if record is not None and (paused or record.token != attempt.replace):
-                if attempt.wanted and not record.wanted:
-                    self._put(name, changed(record, wanted=True))
-                return record.contended(now, paused=paused)
-            if paused:
-                return Contended(observed_at=now, paused=True)
+            if (kept := self._in_the_way(attempt, now)) is not None:
+                return kept
             if self._is_guarded(name):
                 return Contended(observed_at=now, busy=True, guarded=True)
-            if self._by_token.get(token, name) != name:
+            if whole_name(self._shelf.names.get(token, name)) != name:
                 raise InvalidArgument("This token already holds another key.", key=key)
             granted = attempt.record(self._next_fence(name, key, now), now)
-            self._wake(record, name)
-            self._put(name, granted)
+            over = self._shelf.over(attempt, now)
+            for each in over:
+                # Their mark goes with them, and they have to mark what comes.
+                self._wake(self._shelf.records[each], name)
+            self._shelf.replace(over, attempt.place, granted)
             return granted.grant
 
     def _extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
         with self._mutex:
             now = self._now()
-            record = self._owned(name, grant.token, now)
+            record = self._shelf.owned(name, grant.token, now)
             extended = record and record.extended(now, ttl)
             if record is None or extended is None:
                 return None
-            self._put(name, extended)
+            self._shelf.put(name, extended)
             self._wake_if_sooner(record, name)
-            stop = record.stop_requested_at is not None
             return changed(
                 grant, fence=record.fence, ttl=ttl, acquired_at=record.acquired_at,
-                expires_at=lease_ends(now, ttl)[0], stop_requested=stop,
+                expires_at=lease_ends(now, ttl)[0],
+                stop_requested=record.stop_requested_at is not None,
             )  # fmt: skip
 
     def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
@@ -110,15 +110,15 @@ class MemoryBackend(BaseLockBackend):
     def _release(self, name: str, grant: Grant, held: float | None, *, bound: float) -> bool:
         with self._mutex:
             now = self._now()
-            record = self._owned(name, grant.token, now)
+            record = self._shelf.owned(name, grant.token, now)
             if record is None:
                 return False
             until = now if held is None else record.acquired_at + timedelta(seconds=held)
             self._given_up(record, name)
             if now < until:
-                self._put(name, changed(record, expires_at=until, free_at=until))
+                self._shelf.put(name, changed(record, expires_at=until, free_at=until))
             else:
-                self._drop(name)
+                self._shelf.drop(name)
             return True
 
     def _alias_in_database(self, using: str | None) -> str:
@@ -135,18 +135,23 @@ class MemoryBackend(BaseLockBackend):
 
     def _read(self, name: str) -> Record | None:
         with self._mutex:
-            return self._live(name, self._now())
+            holders = self._shelf.holders(name, self._now())
+            return last_to_end(holders) if holders else None
+
+    def _sharing(self, name: str) -> list[Record]:
+        with self._mutex:
+            return self._shelf.sharing(name, self._now())
 
     def _read_token(self, token: str) -> Record | None:
         with self._mutex:
-            name = self._by_token.get(token)
-            return None if name is None else self._owned(name, token, self._now())
+            name = self._shelf.names.get(token)
+            return None if name is None else self._shelf.owned(name, token, self._now())
 
     def _list(
         self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
     ) -> Page:
         def is_wanted(name: str) -> bool:
-            record = self._records[name]
+            record = self._shelf.records[name]
             return (
                 (cursor is None or name > cursor)
                 and record.is_live(now)
@@ -157,16 +162,19 @@ class MemoryBackend(BaseLockBackend):
 
         with self._mutex:
             now = self._now()
-            names = sorted(filter(is_wanted, self._records))
+            names = sorted(filter(is_wanted, self._shelf.records))
             shown = names[:limit]
-            records = tuple(self._records[name] for name in shown)
+            records = tuple(self._shelf.records[name] for name in shown)
             return Page(records, shown[-1] if len(names) > limit else None)
 
     def _expired(self, name: str | None, limit: int) -> Sequence[Record]:
         with self._mutex:
             now = self._now()
-            records = [*self._records.items()]
-        found = [each for key, each in records if name in (None, key) and each.is_expired(now)]
+            records = [*self._shelf.records.items()]
+        found = [
+            each for place, each in records
+            if name in (None, whole_name(place)) and each.is_expired(now)
+        ]  # fmt: skip
         return sorted(found, key=lambda each: each.expires_at or now, reverse=True)[:limit]
 
     def _force_release(
@@ -174,14 +182,14 @@ class MemoryBackend(BaseLockBackend):
     ) -> Record | Contended | None:
         with self._mutex:
             now = self._now()
-            record = self._live(name, now)
+            record = self._shelf.live(name, now)
             if record is None or not record.is_seen(fence):
                 return None
             if self._is_guarded(name):
                 return record.contended(now, busy=True)
-            self._next_fence(name, key, now)
+            self._next_fence(whole_name(name), key, now)
             self._wake(record, name)
-            self._drop(name)
+            self._shelf.drop(name)
             return record
 
     def _request_stop(
@@ -195,11 +203,11 @@ class MemoryBackend(BaseLockBackend):
     ) -> Record | None:
         with self._mutex:
             now = self._now()
-            record = self._owned(name, token, now)
+            record = self._shelf.owned(name, token, now)
             if record is None or not record.is_seen(fence):
                 return None
             asked = record.asked_to_stop(now, within)
-            self._put(name, asked)
+            self._shelf.put(name, asked)
             self._wake_if_sooner(record, name)
             return asked
 
@@ -239,22 +247,22 @@ class MemoryBackend(BaseLockBackend):
             rest = sorted(filter(lambda each: cursor is None or each > cursor, self._fences))
             names = rest[:limit] if name is None else [name]
             low = set(filter(lambda each: self._fences[each] < fence, names))
-            held = sorted(filter(lambda each: self._live(each, now), low))
+            held = sorted(filter(self._read, low))
             self._fences |= dict.fromkeys(low.difference(held), fence)
             more = name is None and len(rest) > limit
-            keys = tuple(self._records[each].key for each in held)
+            keys = tuple(record.key for record in map(self._read, held) if record is not None)
             return Raised(len(low) - len(held), keys, names[-1] if more else None)
 
     def _cleanup(self, before: datetime, limit: int) -> int:
         def is_over(name: str) -> bool:
-            free_at = self._records[name].free_at
+            free_at = self._shelf.records[name].free_at
             return free_at is not None and free_at <= before
 
         with self._mutex:
             before = min(before, self._now())
-            over = sorted(filter(is_over, self._records))
+            over = sorted(filter(is_over, self._shelf.records))
             for name in over[:limit]:
-                self._drop(name)
+                self._shelf.drop(name)
             return len(over[:limit])
 
     def _note(self, name: str, fence: int, seconds: float) -> None:
@@ -281,8 +289,7 @@ class MemoryBackend(BaseLockBackend):
     def _begin(self) -> None:
         """Hold nothing. In a forked child too: its parent's locks are held by its parent."""
         self._mutex = threading.RLock()
-        self._records: dict[str, Record] = {}
-        self._by_token: dict[str, str] = {}
+        self._shelf = Shelf()
         self._guards: dict[str, list[OpenTransaction]] = {}
 
     # What the operations are made of; the mutex is held. Each step may be the last one, should a
@@ -292,17 +299,9 @@ class MemoryBackend(BaseLockBackend):
     def _now(self) -> datetime:
         return self._epoch + timedelta(seconds=self.monotonic())
 
-    def _live(self, name: str, now: datetime) -> Record | None:
-        record = self._records.get(name)
-        return record if record is not None and record.is_live(now) else None
-
     def _pause_of(self, name: str, now: datetime) -> tuple[datetime, str | None] | None:
         pause = self._pauses.get(name)
         return pause if pause is not None and now < pause[0] else None
-
-    def _owned(self, name: str, token: str | None, now: datetime) -> Record | None:
-        record = self._records.get(name)
-        return record if record is not None and record.is_owned(token, now) else None
 
     def _is_guarded(self, name: str) -> bool:
         guards = [each for each in self._guards.pop(name, ()) if each.is_open]
@@ -310,23 +309,23 @@ class MemoryBackend(BaseLockBackend):
             self._guards[name] = guards
         return bool(guards)
 
-    def _put(self, name: str, record: Record) -> None:
-        before = self._records.get(name)
-        if before is not None:
-            self._by_token.pop(before.token, None)
-        self._records[name] = record
-        self._by_token[record.token] = name
-
-    def _drop(self, name: str) -> None:
-        self._by_token.pop(self._records[name].token, None)
-        del self._records[name]
+    def _in_the_way(self, attempt: Attempt, now: datetime) -> Contended | None:
+        """Return why the key cannot be had, and mark who has it; see `HeldLockManager.share`."""
+        holders = self._shelf.holders(attempt.name, now)
+        kept = in_the_way(attempt, holders, self._shelf.doors.get(attempt.name), now)
+        kept = paused(holders, now) if self._pause_of(attempt.name, now) else kept
+        if kept is not None and attempt.wanted:
+            self._shelf.mark(attempt.name, holders)
+            if not attempt.shared and holders and holders[0].shared:
+                self._shelf.doors[attempt.name] = now + timedelta(seconds=DOOR_SECONDS)
+        return kept
 
     def _wake(self, record: Record | None, name: str) -> None:
         if record is not None and record.wanted:
             self.queues.ring(name)
 
     def _wake_if_sooner(self, before: Record, name: str) -> None:
-        free_at = self._records[name].free_at
+        free_at = self._shelf.records[name].free_at
         if free_at is not None and (before.free_at is None or free_at < before.free_at):
             self._wake(before, name)
 

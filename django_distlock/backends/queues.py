@@ -11,7 +11,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from ..core.keys import whole_name
 
 #: How many notes about released keys are kept.
 _MANY = 1024
@@ -27,12 +29,12 @@ class Turn:
         name: The storage key.
         ring: Wakes the waiter; may be called in any thread, and as often as one likes. False: it
             is not there any more.
-        asked_at: When it asked the store last, or came, by `time.monotonic`.
+        asked_at: When it asked the store last, or came to the front, by `time.monotonic`.
     """
 
     name: str
     ring: Callable[[], bool]
-    asked_at: float = field(default_factory=time.monotonic)
+    asked_at: float = 0.0
 
 
 class Queues:
@@ -65,6 +67,7 @@ class Queues:
 
     def join(self, turn: Turn) -> None:
         """Queue up at the end."""
+        turn.asked_at = time.monotonic()
         with self._mutex:
             self._queues.setdefault(turn.name, deque()).append(turn)
             self._by_call[self._called(turn.name)] = turn.name
@@ -93,7 +96,12 @@ class Queues:
             self.ring(turn.name)
 
     def ring(self, name: str) -> None:
-        """Wake whoever is first in the queue of a key: it became free, or may be."""
+        """Wake whoever is first in the queue of a key: it became free, or may be.
+
+        Args:
+            name: The storage key, or that of a lease which shares the key.
+        """
+        name = whole_name(name)
         while (first := self.front(name)) is not None and not first.ring():
             # Such as a task of an event loop that was closed: it must not strand the others.
             self._remove(first)
@@ -109,7 +117,8 @@ class Queues:
             self.ring(name)
 
     def note_wanted(self, name: str) -> None:
-        """Note that this process gave a key up for which only others wait."""
+        """Note that this process gave a key up for which only others wait: see `ring`."""
+        name = whole_name(name)
         with self._mutex:
             if name in self._queues:
                 return  # Newcomers come behind the waiters of this process in any case.
@@ -155,4 +164,7 @@ class Queues:
             if not queue:
                 del self._queues[turn.name]
                 self._by_call.pop(self._called(turn.name), None)
+            elif was_first:
+                # Those behind it count its silence from here on: it could not ask before.
+                queue[0].asked_at = time.monotonic()
             return was_first

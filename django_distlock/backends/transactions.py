@@ -13,12 +13,13 @@ from django.db.utils import DatabaseError, InterfaceError
 from ..core.clock import monotonic
 from ..core.durations import MAX_BOUND
 from ..core.errors import LockUsageError
-from ..core.keys import OWN_MARKER, stored_key
+from ..core.keys import OWN_MARKER, stored_key, whole_name
 from ..core.records import Contended, InTheWay, KeptKey, KeysAsked
 from ..database import vendors
 from ..database.connections import older_snapshot, require_transaction
-from ..database.fields import to_microseconds
+from ..database.fields import from_microseconds, to_microseconds
 from ..database.server_functions import ServerFunctions, contended
+from ..managers.lock import HeldLockManager
 from .guards import postgresql_kept_keys
 from .tables import FenceTable
 
@@ -45,6 +46,7 @@ class TransactionLocks(FenceTable):
 
     _hot: Any  # A manager, or the functions of PostgreSQL.
     _name: Callable[[str], str]
+    _locks_on: Callable[[str], HeldLockManager]
 
     def _lock_for_transaction(self, asked: KeysAsked) -> InTheWay | None:
         connection, vendor = connections[asked.using], vendors.of(asked.using)
@@ -187,6 +189,11 @@ class TransactionLocks(FenceTable):
                 name, _token, *facts, holder = others[0]
                 told = json.loads(holder)
                 return InTheWay(names[name], contended("contended", now, *facts, told=told))
+            alone = [each for each in some if not asked.keys[names[each]]]
+            for row in self._locks_on(on).places_of(alone):
+                if row.is_live(from_microseconds(now)) and row.token not in asked.tokens:
+                    kept = row.as_record().contended(from_microseconds(now))
+                    return InTheWay(names[whole_name(row.pk)], kept)
             for (name,) in self._rows(on, _PAUSES, some, now):
                 nothing = [None] * 4
                 return InTheWay(names[name], contended("paused", now, *nothing, told=None))

@@ -19,14 +19,23 @@ from django.db.migrations.loader import MigrationLoader
 from ..backends.tables import FenceTable
 from ..database.connections import database_file
 from ..database.vendors import VENDORS
-from ..models import FailedTask, FenceCounter, HeldLock, LockEvent, RunNote, SeenFence, Waiter
+from ..models import (
+    FailedTask,
+    FenceCounter,
+    HeldLock,
+    LockEvent,
+    RunNote,
+    SeenFence,
+    StoredResponse,
+    Waiter,
+)
 from .configured import DOCS, Subject, about, ask, check_each, configured, where
 from .schema import APP, creators, functions, indexes, readers, several, unapplied
 from .servers import forgetful, forgetful_rows, read_only
 from .triggers import fence_triggers
 
 _MODELS: tuple[type[models.Model], ...] = (
-    FailedTask, HeldLock, FenceCounter, LockEvent, Waiter, SeenFence, RunNote,
+    FailedTask, HeldLock, FenceCounter, LockEvent, Waiter, SeenFence, RunNote, StoredResponse,
 )  # fmt: skip
 
 

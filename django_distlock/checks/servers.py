@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from django.core import checks
 from django.db import connections
 
-from ..models import FenceCounter, HeldLock, RunNote, SeenFence
+from ..models import FenceCounter, HeldLock, RunNote, SeenFence, StoredResponse
 from .configured import DOCS, ask
 from .fencing import fenced_models_in
 
@@ -52,7 +52,8 @@ def forgetful(using: str) -> Iterator[checks.CheckMessage]:
             hint=f"Set fsync to on. {_DURABLE}",
             id="distlock.W108",
         )
-    tables = [model._meta.db_table for model in (HeldLock, FenceCounter, SeenFence, RunNote)]
+    kept = (HeldLock, FenceCounter, SeenFence, RunNote, StoredResponse)
+    tables = [model._meta.db_table for model in kept]
     unlogged = ask(
         using,
         "SELECT relname FROM pg_class WHERE relname = ANY(%s) AND relpersistence = 'u'"

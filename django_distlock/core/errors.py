@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .secrets import without_credentials
 
@@ -44,16 +44,20 @@ class LockNotAcquired(LockError):
     Or its holder waits for a key that the caller keeps; then the error comes before that time.
 
     `code` is `"acquisition_timeout"`; `"deadlock"` where the database has found one among
-    transactions.
+    transactions; `"aborted"` where a candidate of `leader()` was stopped; `"superseded"`, never
+    raised, where a later call of a debounced task runs.
 
     Attributes:
         holder: Who holds it, if the store could tell.
         held_for: Seconds it has been held, by the store's clock, or None.
         expires_in: Seconds until its holder's lease ends, or None (unknown, or no expiry).
         settled: Whether the holder is done, and the key is kept behind its run on purpose.
+        lock: The `Lock` that was not granted: which of two, where blocks are in each other. Copies
+            and pickles have None, and so has the error of what is no `Lock`.
     """
 
     code = "acquisition_timeout"
+    lock: object | None = None
 
     def __init__(
         self,
@@ -71,6 +75,11 @@ class LockNotAcquired(LockError):
         self.held_for = held_for
         self.expires_in = expires_in
         self.settled = settled
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process has another one, and may not be able to load this.
+        facts = {name: value for name, value in vars(self).items() if name != "lock"}
+        return type(self), self.args, facts
 
 
 class LockLost(LockError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import binascii
 import datetime
 import decimal
@@ -16,7 +17,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from .errors import InvalidArgument, shown
 from .secrets import Token
@@ -36,12 +37,23 @@ HASH_MARKER = "\u2126"
 OWN_MARKER = "\u2329"
 #: What the keys of tasks begin with of which one is queued or running.
 UNIQUE_PREFIX = f"{OWN_MARKER}unique:"
+#: What the keys of their runs begin with, where a further one may be queued meanwhile. Not longer.
+RUNS_PREFIX = f"{OWN_MARKER}runs:"
+#: Stands in a storage key between that of the key and the place of one of those who share it. NFC
+#: writes another bracket here, too.
+PLACE_MARKER = "\u232a"
+#: Bytes that the place adds to a storage key.
+PLACE_BYTES = 25
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{22}")
 
 
 class IllegalKey(InvalidArgument):
     """A text that no key can be: what a client sends may be one."""
+
+
+#: What a project may give as a key.
+Key: TypeAlias = str | int
 
 
 class OwnKey(str):
@@ -84,19 +96,52 @@ _stored_text = lru_cache(maxsize=1024)(_stored)
 
 
 def normalize_key(key: object) -> str:
-    """Return `key` in NFC: two spellings that look the same are one lock.
+    """Return `key` in NFC: two spellings that look the same are one lock. An int is its digits.
 
     Raises:
-        InvalidArgument: Not a `str`.
+        InvalidArgument: Neither a `str` nor an `int`, or True or False.
         IllegalKey: Empty, longer than 512 bytes of UTF-8, or with NUL or a lone surrogate.
     """
     if isinstance(key, OwnKey):
         return key
+    if isinstance(key, int) and not isinstance(key, bool):
+        return _digits(key)
     if not isinstance(key, str):
-        raise InvalidArgument(f"A key must be a str, not {type(key).__name__} ({shown(key)}).")
+        raise InvalidArgument(
+            f"A key must be a str or an int, not {type(key).__name__} ({shown(key)})."
+        )
     if not key:
         raise IllegalKey("A key must not be empty.")
     return _checked(nfc(key))
+
+
+def _digits(number: int) -> str:
+    # Python refuses to write down much longer ones.
+    if abs(number) >= 10 ** (MAX_KEY_BYTES - 1):
+        raise IllegalKey(f"A key has at most {MAX_KEY_BYTES} bytes, and this int more digits.")
+    return int.__repr__(number)
+
+
+def hashed_key(name: str, text: str) -> str:
+    """Return a key for a text that may be empty, or longer than a key: an address, a query.
+
+    It has 43 characters that stand for SHA-256 of the text, as it is: two spellings that look the
+    same are two keys.
+
+    Args:
+        name: What stands before the hash, so that people and metrics know what it is about.
+        text: Any text, NUL and lone surrogates included.
+
+    Raises:
+        InvalidArgument: An argument is no `str`, or the name breaks a rule of keys.
+        IllegalKey: With the hash, the name is longer than 512 bytes of UTF-8.
+    """
+    if not (isinstance(name, str) and isinstance(text, str)):
+        wrong = text if isinstance(name, str) else name
+        raise InvalidArgument(f"hashed_key() takes a name and a text, not {shown(wrong)}.")
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    encoded = base64.urlsafe_b64encode(digest).decode().rstrip("=")
+    return normalize_key(f"{normalize_key(name)}:{encoded}")
 
 
 def nfc(text: str) -> str:
@@ -184,6 +229,26 @@ def namespace(prefix: str) -> str:
     is not the key `42` of `app:user`.
     """
     return prefix.replace("%", "%25").replace(":", "%3A") + ":"
+
+
+def place_name(name: str, token: str) -> str:
+    """Return what a store calls the lease of one of those who share a key.
+
+    Args:
+        name: What it calls the key.
+        token: That of the lease, which the name does not tell.
+    """
+    return f"{name}{PLACE_MARKER}{key_hash(token)}"
+
+
+def is_place(name: str) -> bool:
+    """Whether a store calls a lease so that shares its key."""
+    return PLACE_MARKER in name
+
+
+def whole_name(name: str) -> str:
+    """Return what a store calls the key of a lease, whether that shares the key or not."""
+    return name.partition(PLACE_MARKER)[0]
 
 
 def _hashed(prefix: str, full: str) -> str:

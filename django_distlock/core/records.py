@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 from .durations import GRACE
 from .errors import LockError
 from .holders import Holder, Session
+from .keys import place_name
 from .secrets import Token
 
 _GRACE: Final = timedelta(seconds=GRACE)
@@ -58,6 +59,7 @@ class Grant:
         acquired_at: When it was granted, by the store's clock.
         expires_at: When it ends, as stored; None: no expiry.
         stop_requested: An operator asked the holder to finish.
+        shared: Others may hold the key at the same time.
     """
 
     key: str
@@ -67,6 +69,7 @@ class Grant:
     acquired_at: datetime
     expires_at: datetime | None
     stop_requested: bool = False
+    shared: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token", Token(self.token))
@@ -80,8 +83,9 @@ class Attempt:
         name: What the key is called in the store.
         ttl: Seconds that the lease lasts; None: no expiry.
         wanted: Mark the grant that is in the way, so that its end wakes whoever asks.
-        replace: Grant also if this is the token of the grant that is in the way.
+        replace: Grant also if this is the token of the grant that is in the way: see `may_replace`.
         bound: Seconds to wait inside the store.
+        permits: How many may hold the key at the same time; None: any number.
     """
 
     name: str
@@ -92,15 +96,42 @@ class Attempt:
     wanted: bool
     replace: str | None = field(repr=False)
     bound: float
+    permits: int | None = 1
+
+    @property
+    def shared(self) -> bool:
+        """Whether others may hold the key at the same time."""
+        return self.permits != 1
+
+    @property
+    def place(self) -> str:
+        """What its lease is called in the store."""
+        return place_name(self.name, self.token) if self.shared else self.name
+
+    def may_replace(self, record: Record) -> bool:
+        """Whether a live record is no obstacle.
+
+        One that this very token has settled is: a question that is heard behind the end of its own
+        work takes nothing.
+        """
+        if self.replace is None:
+            return False
+        is_own = record.token == self.token
+        # Of a place it may have been granted already: see `in_the_way`.
+        is_meant = record.token == self.replace or (self.shared and is_own)
+        return is_meant and not (is_own and record.is_settled)
 
     def record(self, fence: int, now: datetime) -> Record:
         """Return what the store keeps where the key is granted with this fence."""
         ends = lease_ends(now, self.ttl)
-        return Record(self.key, self.token, fence, self.ttl, now, now, *ends, self.holder)
+        shared = self.shared
+        return Record(
+            self.key, self.token, fence, self.ttl, now, now, *ends, self.holder, shared=shared
+        )
 
     def grant(self, fence: int, now: datetime, expires_at: datetime | None) -> Grant:
         """Return the answer then."""
-        return Grant(self.key, self.token, fence, self.ttl, now, expires_at)
+        return Grant(self.key, self.token, fence, self.ttl, now, expires_at, shared=self.shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +254,7 @@ class Record:
         free_at: `expires_at` plus the grace; equal to it once settled; later where the lease was
             shortened, because its holder was promised that much; None: no expiry.
         wanted: A waiter of this grant sleeps, and its end must wake it.
+        shared: Others may hold the key at the same time.
     """
 
     key: str
@@ -236,6 +268,7 @@ class Record:
     holder: Holder
     wanted: bool = False
     stop_requested_at: datetime | None = None
+    shared: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token", Token(self.token))
@@ -243,7 +276,10 @@ class Record:
     @property
     def grant(self) -> Grant:
         """What it takes to extend or release what somebody else has acquired."""
-        return Grant(self.key, self.token, self.fence, self.ttl, self.acquired_at, self.expires_at)
+        return Grant(
+            self.key, self.token, self.fence, self.ttl, self.acquired_at, self.expires_at,
+            shared=self.shared,
+        )  # fmt: skip
 
     @property
     def fence_token(self) -> str:

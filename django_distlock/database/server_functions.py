@@ -28,6 +28,7 @@ from ..core.records import (
     Unknown,
     known_holder,
 )
+from ..core.sharing import DOOR_SECONDS
 from . import vendors
 from .connections import is_own
 from .fields import from_microseconds
@@ -42,9 +43,12 @@ class NeedsTransaction(Exception):
     """The server's default is another isolation level: it has to be said in a transaction."""
 
 
+#: Microseconds for which nobody joins behind who waits to be alone.
+DOOR = round(DOOR_SECONDS * 1_000_000)
 #: What stands for the arguments of each function.
 _PLACEHOLDERS = {
     "acquire": f"%s, %s, %s, %s, {GRACE}, %s::jsonb, %s, %s, %s, %s",
+    "share": f"%s, %s, %s, %s, {GRACE}, %s::jsonb, %s, %s, %s, %s, %s, %s::integer, {DOOR}",
     "extend": f"%s, %s, %s, {GRACE}, %s",
     "extend_many": f"%s::text[], %s::text[], %s::double precision[], {GRACE}, %s",
     "release": "%s, %s, %s, %s",
@@ -72,15 +76,23 @@ class ServerFunctions:
         other._using = using
         return other
 
-    def acquire(self, attempt: Attempt) -> Grant | Contended:
-        """Grant the key if it is free."""
-        arguments = [
+    def acquire(self, attempt: Attempt) -> Grant | Contended | None:
+        """Grant the key if it is free; None: it is shared, or was: see `share`."""
+        *facts, told = _parts(self._call("acquire", self._asked(attempt)), 7)
+        return None if facts[0] == "shared" else acquired(attempt, *facts, told=told)
+
+    def share(self, attempt: Attempt) -> Grant | Contended:
+        """Grant a key that several share, or that somebody wants alone: see `in_the_way`."""
+        arguments = [*self._asked(attempt), attempt.place, attempt.permits]
+        *facts, told = _parts(self._call("share", arguments), 7)
+        return acquired(attempt, *facts, told=told)
+
+    def _asked(self, attempt: Attempt) -> list[Any]:
+        return [
             attempt.name, attempt.key, attempt.token, attempt.ttl,
             json.dumps(attempt.holder.as_json()), attempt.wanted, attempt.replace,
             self._follows_clock, _bound(attempt.bound),
         ]  # fmt: skip
-        *facts, told = _parts(self._call("acquire", arguments), 7)
-        return acquired(attempt, *facts, told=told)
 
     def extend(
         self, name: str, grant: Grant, ttl: float | None, *, bound: float
@@ -241,7 +253,14 @@ def _extended(
         return UNKNOWN if outcome == "busy" else None
     granted_at = from_microseconds(acquired_at)
     return Grant(
-        grant.key, grant.token, fence, ttl, granted_at, _instant(expires_at), stop_requested
+        grant.key,
+        grant.token,
+        fence,
+        ttl,
+        granted_at,
+        _instant(expires_at),
+        stop_requested,
+        grant.shared,
     )
 
 

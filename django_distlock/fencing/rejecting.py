@@ -51,7 +51,7 @@ def require_fence(by: Fenced) -> int:
 
     Raises:
         LockUsageError: There is none: the lock was not granted, its backend has no fences, or the
-            lease is that of the process that forked this one.
+            lease is that of the process that forked this one; or others hold the key as well.
     """
     fence = getattr(by, "fence", None)
     if not isinstance(fence, int) or fence < 1:
@@ -62,6 +62,13 @@ def require_fence(by: Fenced) -> int:
         )
     if isinstance(by, Lease):
         by._holding.require_process()
+        if by.shared:
+            raise LockUsageError(
+                f"Nothing can be fenced by {by!r}: it shares the key, and a fence would refuse"
+                " those who were granted it before, and hold it still. Take it alone to write.",
+                key=by.key,
+                code="unsupported",
+            )
     return fence
 
 

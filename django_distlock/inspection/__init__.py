@@ -8,11 +8,11 @@ asks `may()` before.
 from ..core.keys import own_key
 from .held import HeldKey, State
 from .listing import Failure, LockPage, list_locks
-from .lookups import LockInfo, get_by_key, get_by_token, held_keys, owns
+from .lookups import LockInfo, aowns, get_by_key, get_by_token, held_keys, owns
 from .operations import cleanup, expire_soon, force_release, pause, request_stop, resume
 from .outcomes import Outcome, Result
 from .permissions import Operation, may
-from .pruning import Pruned, prune_events
+from .pruning import Pruned, prune_events, prune_responses
 from .showing import KeyView, show
 from .statistics import Statistics, statistics
 from .summary import Summary, summary
@@ -33,6 +33,7 @@ __all__ = [
     "Summary",
     "TransactionLock",
     "TransactionLocks",
+    "aowns",
     "cleanup",
     "expire_soon",
     "force_release",
@@ -46,6 +47,7 @@ __all__ = [
     "owns",
     "pause",
     "prune_events",
+    "prune_responses",
     "request_stop",
     "resume",
     "show",

@@ -26,6 +26,7 @@ class State(enum.StrEnum):
     PAST_EXPIRY = "past_expiry"
     NO_EXPIRY = "no_expiry"
     STOP_REQUESTED = "stop_requested"
+    SHARED = "shared"
 
     @property
     def label(self) -> Promise:
@@ -40,6 +41,7 @@ _LABELS = {
     State.PAST_EXPIRY: _("past expiry, in its grace"),
     State.NO_EXPIRY: _("held without expiry"),
     State.STOP_REQUESTED: _("asked to finish"),
+    State.SHARED: _("held with others"),
 }
 
 
@@ -63,6 +65,7 @@ class HeldKey:
         observed_at: The store's clock when it was looked at.
         by_session: Whether it ends with a session of the server, instead of at a time.
         waits: How many wait for it; None: it was not asked, or the store did not tell.
+        shared: Whether others may hold the key at the same time.
     """
 
     backend: str
@@ -80,6 +83,7 @@ class HeldKey:
     observed_at: datetime
     by_session: bool = False
     waits: Waits | None = None
+    shared: bool = False
 
     @classmethod
     def of(cls, store: BaseLockBackend, record: Record, now: datetime) -> HeldKey:
@@ -99,6 +103,7 @@ class HeldKey:
             stop_requested_at=record.stop_requested_at,
             observed_at=now,
             by_session=not store.supports_ttl,
+            shared=record.shared,
         )
 
     @property
@@ -114,7 +119,7 @@ class HeldKey:
             return State.NO_EXPIRY
         if self.holder.is_queued:
             return State.QUEUED
-        return State.HELD
+        return State.SHARED if self.shared else State.HELD
 
     @property
     def held_for(self) -> float:
@@ -133,7 +138,7 @@ class HeldKey:
         names = (
             "backend", "key", "key_hash", "token_hash", "fence", "state", "ttl", "acquired_at",
             "renewed_at", "expires_at", "free_at", "held_for", "expires_in", "holder",
-            "stop_requested_at", "observed_at",
+            "stop_requested_at", "observed_at", "shared",
         )  # fmt: skip
         waits = self.waits
         return {

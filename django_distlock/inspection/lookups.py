@@ -11,7 +11,7 @@ from typing import Any
 from ..backends.base import BaseLockBackend
 from ..core.errors import InvalidArgument, shown
 from ..core.holders import Holder
-from ..core.keys import normalize_key
+from ..core.keys import Key, normalize_key, stored_key
 from ..core.records import Record, Waiting
 from ..handler import lock_backends
 from .hashes import hashed, token_hash
@@ -70,17 +70,17 @@ class LockInfo(_Raw):
         return self._raw[1] if self._raw else None
 
 
-def get_by_key(key: str, *, backend: str = "default", raw: bool = False) -> LockInfo | None:
+def get_by_key(key: Key, *, backend: str = "default", raw: bool = False) -> LockInfo | None:
     """Return who holds `key`; None: nobody.
 
     Args:
         raw: Whether `key` and `token` can be read from the answer.
     """
     store = lock_backends[backend]
-    return _info(store, store.read(key), raw=raw)
+    return _info(store, store.read(stored_key(key)), raw=raw)
 
 
-def held_keys(keys: Iterable[str], *, backend: str = "default") -> dict[str, Holder]:
+def held_keys(keys: Iterable[Key], *, backend: str = "default") -> dict[str, Holder]:
     """Return which of these keys are held, and by whom, in one round trip.
 
     For workers that prove by a lock that they live, say.
@@ -109,6 +109,12 @@ def get_by_token(token: str, *, backend: str = "default", raw: bool = False) -> 
 def owns(token: str, *, backend: str = "default") -> bool:
     """Return whether `token` holds a key now. For diagnosis: it may be over a moment later."""
     return lock_backends[backend].read_token(token) is not None
+
+
+async def aowns(token: str, *, backend: str = "default") -> bool:
+    """See `owns`."""
+    store = lock_backends[backend]
+    return await store.threads.run(store.read_token, token) is not None
 
 
 def _info(store: BaseLockBackend, record: Record | None, *, raw: bool) -> LockInfo | None:

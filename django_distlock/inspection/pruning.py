@@ -1,4 +1,4 @@
-"""Events that nobody needs any more are removed, oldest first."""
+"""Events and responses that nobody needs any more are removed, oldest first."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 EVENTS_KEPT = 90 * 86_400.0
 #: The least that is kept of what operators did: 400 days, so that a yearly audit finds all of it.
 AUDIT_KEPT = 400 * 86_400.0
+_EVENTS, _RESPONSES = "LockEvent", "StoredResponse"
 #: The most that go in one transaction. Their keys are arguments of one statement.
 MAX_BATCH = 10_000
 
@@ -78,8 +79,7 @@ def prune_events(
         BackendUnavailable: The database of the events did not answer.
     """
     order = Order(Operation.CLEANUP, actor, reason)
-    if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
-        raise InvalidArgument(f"batch must be an int from 1 to {MAX_BATCH}, not {shown(batch)}.")
+    _require_batch(batch)
     age = seconds(older_than, "older_than", maximum=MAX_SPAN)
     now = datetime.now(UTC)
     before, audit_before = (now - timedelta(seconds=each) for each in (age, max(age, AUDIT_KEPT)))
@@ -94,16 +94,39 @@ def prune_events(
     return pruned
 
 
-def _model() -> type[LockEvent]:
-    model: type[LockEvent] = apps.get_model("django_distlock", "LockEvent")
-    return model
+def prune_responses(
+    *, batch: int = 1000, progress: Callable[[int], object] = lambda removed: None
+) -> int:
+    """Remove the responses of `idempotent` whose time is over; return how many.
+
+    Args:
+        batch: See `prune_events`, as the next one.
+
+    Raises:
+        InvalidArgument: `batch` breaks a rule.
+        LockUsageError: No database keeps responses here.
+        BackendUnavailable: The database of the responses did not answer.
+    """
+    _require_batch(batch)
+    using = _using(_RESPONSES)
+    over = _model(_RESPONSES).objects.using(using).filter(until__lte=datetime.now(UTC))
+    return _remove(using, over.order_by("until"), batch, progress, by="until")
 
 
-def _using() -> str:
-    """Return the database that keeps events."""
-    using: str = router.db_for_write(_model())
+def _require_batch(batch: object) -> None:
+    if isinstance(batch, bool) or not isinstance(batch, int) or not 1 <= batch <= MAX_BATCH:
+        raise InvalidArgument(f"batch must be an int from 1 to {MAX_BATCH}, not {shown(batch)}.")
+
+
+def _model(name: str = _EVENTS) -> type[Any]:
+    return apps.get_model("django_distlock", name)
+
+
+def _using(name: str = _EVENTS) -> str:
+    """Return the database that keeps what a model is about."""
+    using: str = router.db_for_write(_model(name))
     if connections[using].vendor not in vendors.VENDORS:
-        raise LockUsageError("No database keeps lock events here.", code="unsupported")
+        raise LockUsageError(f"No database keeps a {name} here.", code="unsupported")
     return using
 
 
@@ -113,34 +136,38 @@ def _events(using: str, before: datetime, *, audit: bool) -> models.QuerySet[Loc
     by_operators = [
         kinds.FORCED, kinds.SHORTENED, kinds.STOP_REQUESTED, kinds.PAUSED, kinds.RESUMED,
     ]  # fmt: skip
-    older = _model().objects.using(using).filter(at__lt=before).order_by("at")
+    older: models.QuerySet[LockEvent] = (
+        _model().objects.using(using).filter(at__lt=before).order_by("at")
+    )
     return older.filter(kind__in=by_operators) if audit else older.exclude(kind__in=by_operators)
 
 
 def _remove(
     using: str,
-    events: models.QuerySet[LockEvent],
+    rows: models.QuerySet[Any],
     batch: int,
     progress: Callable[[int], object],
+    *,
+    by: str = "at",
 ) -> int:
-    """Remove events, each batch in a transaction of its own; return how many."""
-    vendor, gone, left = vendors.of(using), 0, events
+    """Remove rows, ordered by a column, each batch in a transaction of its own; return how many."""
+    vendor, gone, left = vendors.of(using), 0, rows
     while True:
         with _translated(using):
-            found = list(left.values_list("pk", "at")[:batch])
+            found = list(left.values_list("pk", by)[:batch])
             if not found:
                 return gone
             try:
                 with vendor.short_transaction(MAX_BOUND):
-                    numbers = [pk for pk, _at in found]
-                    gone += _model().objects.using(using).filter(pk__in=numbers).delete()[0]
+                    # Made anew meanwhile, it is not one of these any more.
+                    gone += rows.order_by().filter(pk__in=[pk for pk, _at in found]).delete()[0]
             except DatabaseError as error:
                 if not vendor.is_busy(error):
                     raise
                 return gone  # Somebody else is at it. What is left goes with the next one.
         progress(gone)
         # Not again past what is kept longer, and lies in between.
-        left = events.filter(at__gte=found[-1][1])
+        left = rows.filter(**{f"{by}__gte": found[-1][1]})
 
 
 def _tell(using: str, order: Order, pruned: Pruned) -> None:
@@ -160,9 +187,9 @@ def _translated(using: str) -> Iterator[None]:
     try:
         yield
     except (DatabaseError, InterfaceError) as error:
-        vendor, about = vendors.of(using), f"The database of lock events, {using!r},"
+        vendor, about = vendors.of(using), f"The database {using!r}"
         if vendor.is_missing(error):
-            message = f"{about} has no table for them: {error}"
+            message = f"{about} lacks a table: {error}"
             raise LockUsageError(message, code="unsupported") from error
         code = vendor.unavailable_code(error)
         if code is None:

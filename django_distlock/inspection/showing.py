@@ -43,7 +43,8 @@ class KeyView:
         backend: The alias of the backend that was asked.
         key: The key, normalised.
         key_hash: What stands for it in logs.
-        held: The lock; None: nobody holds it.
+        held: The lock, of several who share the key that which is free last; None: nobody holds it.
+        sharing: Of all who share the key.
         expired: The lease that ended by its time, and that nobody has given back; None: there is
             none, or the store has removed its record.
         counter: Its fence, and its pause; None: never granted, and not paused.
@@ -58,6 +59,7 @@ class KeyView:
     key: str
     key_hash: str
     held: HeldKey | None
+    sharing: tuple[HeldKey, ...]
     expired: HeldKey | None
     counter: Counter | None
     waiters: tuple[Waiting, ...]
@@ -82,6 +84,7 @@ class KeyView:
             **by_name(
                 self, "backend", "key", "key_hash", "held", "expired", "fence", "paused_until"
             ),
+            "sharing": [each.as_json() for each in self.sharing],
             "paused_by": None if self.counter is None else self.counter.paused_by,
             "waiters": [{**plain(each), "is_retrying": each.is_retrying} for each in self.waiters],
             "guards": plain(self.guards),
@@ -100,6 +103,7 @@ def show(key: str, backend: str = "default") -> KeyView:
     """
     key, store = stored_key(key), lock_backends[backend]
     record = store.read(key)
+    sharing = store.records.sharing(key) if record is not None and record.shared else ()
     now = store.clock()
     waiters = tuple(store.waiters.of(key))
     held = None if record is None else HeldKey.of(store, record, now)
@@ -109,6 +113,7 @@ def show(key: str, backend: str = "default") -> KeyView:
         key=key,
         key_hash=hashed(key),
         held=held and replace(held, waits=Waits.of(waiters)),
+        sharing=tuple(HeldKey.of(store, each, now) for each in sharing),
         expired=over[0] if over else None,
         counter=_counter(store, key),
         waiters=waiters,

@@ -72,6 +72,7 @@ class Request:
         home: Whose transactions the caller works in.
         inside: What is held by the blocks that it cannot leave before.
         passed: A release behind those transactions that nobody can go on with.
+        permits: How many may hold the key at the same time; None: any number.
     """
 
     key: str
@@ -84,6 +85,12 @@ class Request:
     home: int = 0
     inside: tuple[Name, ...] = ()
     passed: deferred_release.Deferred | None = None
+    permits: int | None = 1
+
+    @property
+    def shared(self) -> bool:
+        """Whether others may hold the key at the same time."""
+        return self.permits != 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +100,13 @@ class Granted:
     Attributes:
         deadline: By the store's `monotonic`. It counts from before the request was sent: the store
             cannot have granted earlier than that.
+        unheard: Seconds of the shortest question with this token that got no answer: the store may
+            hear it behind others.
     """
 
     grant: Grant
     deadline: float
+    unheard: float = math.inf
 
 
 class Attempts:
@@ -168,6 +178,7 @@ class Attempts:
                     wanted=step.wanted,
                     # A grant whose reply was lost is in our own way: it is ours to take over.
                     replace=step.replace or (self._token if unanswered else None),
+                    permits=request.permits,
                     bound=step.bound,
                 )
             except BackendUnavailable as error:
@@ -207,7 +218,9 @@ class Attempts:
             until=math.inf if request.wait is None else self._started + request.wait,
             ring=ring,
         )
-        waits.begin(self._wait)
+        # Of some permits, one that is kept is not in the way: others end.
+        if request.permits in (1, None):
+            waits.begin(self._wait)
         for call in when_waiting:
             call()
         return not self.is_first
@@ -326,9 +339,9 @@ class Attempts:
             self._tell(lock_acquired, fence=outcome.fence, holder=request.holder)
             if self._taken_from is not None:
                 self._tell_takeover(outcome, self._taken_from)
-            return Granted(
-                outcome, math.inf if outcome.ttl is None else self._sent_at + outcome.ttl
-            )
+            ttl = math.inf if outcome.ttl is None else outcome.ttl
+            unheard = ttl if self._unanswered else math.inf
+            return Granted(outcome, self._sent_at + ttl, unheard)
         if self._unanswered:
             self._release_later()
         if isinstance(outcome, KeptHere):
@@ -422,25 +435,9 @@ class Attempts:
         return min(NOTE_LIVES, max(1.0, left))
 
     def _release_later(self) -> None:
-        """Release what an attempt without answer may have been granted, now and once more.
-
-        A server that lost its client goes on waiting for its turn, and may grant behind the first
-        release: as long as the bound for each of the two rows that it waits for.
-        """
-        release = partial(self._release_unanswered, self._token)
-        deferred_release.later(release)
-        deferred_release.later(release, 2.5 * MAX_BOUND)
-
-    def _release_unanswered(self, token: str) -> None:
         request, now = self.request, datetime.now(UTC)
-        try:
-            self.backend.release(Grant(request.key, token, 1, request.ttl, now, None))
-        except BackendUnavailable:
-            logger.debug(
-                "%r may stay taken for its ttl: the store is away",
-                request.key,
-                extra=log_fields("release_failed", backend=self.backend.alias, key=request.key),
-            )
+        grant = Grant(request.key, self._token, 1, request.ttl, now, None, shared=request.shared)
+        release_unanswered(self.backend, grant)
 
     def _tell_takeover(self, grant: Grant, previous: Holder) -> None:
         who = f"{previous.process or 'a process'} (pid {previous.pid}) on {previous.host}"
@@ -476,6 +473,32 @@ class Attempts:
             key=self.request.key,
             waited=self.backend.monotonic() - self._started,
             **facts,
+        )
+
+
+def release_unanswered(backend: BaseLockBackend, grant: Grant) -> None:
+    """Release what an attempt without answer may have been granted, now and once more.
+
+    A server that lost its client goes on waiting for its turn, and may grant behind the first
+    release: as long as the bound for each of the two rows that it waits for.
+    """
+    deferred_release.later(partial(_release_unheard, backend, grant))
+    release_once_more(backend, grant)
+
+
+def release_once_more(backend: BaseLockBackend, grant: Grant) -> None:
+    """Release what the store may grant to a token that is not used any more: see `Attempts`."""
+    deferred_release.later(partial(_release_unheard, backend, grant), 2.5 * MAX_BOUND)
+
+
+def _release_unheard(backend: BaseLockBackend, grant: Grant) -> None:
+    try:
+        backend.release(grant)
+    except BackendUnavailable:
+        logger.debug(
+            "%r may stay taken for its ttl: the store is away",
+            grant.key,
+            extra=log_fields("release_failed", backend=backend.alias, key=grant.key),
         )
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..core.durations import MIN_TTL, seconds, ttl_seconds, wait_seconds
-from ..core.errors import InvalidArgument, shown
+from ..core.errors import InvalidArgument, LockUsageError, shown
 from ..core.holders import validate_metadata
 from ..core.keys import normalize_key
 from ..core.retry import Retry
+from ..core.sharing import validate_permits
 from .taking import Unset
 
 if TYPE_CHECKING:
@@ -44,6 +45,22 @@ def check_lifetime(lock: Lock, ttl: float | None) -> None:
         )
 
 
+def template(lock: Lock) -> str:
+    """Return the template of a decorator's keys.
+
+    Raises:
+        LockUsageError: The lock leaves it to its block whether it works: a function would not look.
+    """
+    if lock.on_conflict == "yield":
+        raise LockUsageError(
+            f'on_conflict="yield" leaves it to a block whether it works without {lock.key!r}: a'
+            ' function would. Use "raise", "run", or a block inside of it.',
+            key=lock.key,
+            code="unsupported",
+        )
+    return lock.key
+
+
 def _check_times(lock: Lock) -> None:
     if lock.ttl is not None:
         ttl_seconds(lock.ttl)
@@ -55,11 +72,21 @@ def _check_times(lock: Lock) -> None:
 
 
 def _check_modes(lock: Lock) -> None:
-    for name in ("heartbeat", "hold", "reentrant", "steal_if_dead", "basic"):
+    for name in ("heartbeat", "hold", "reentrant", "shared", "steal_if_dead", "basic"):
         if not isinstance(getattr(lock, name), bool):
             raise InvalidArgument(f"{name} is True or False, not {shown(getattr(lock, name))}.")
-    if lock.on_conflict not in ("raise", "run"):
-        raise InvalidArgument(f'on_conflict is "raise" or "run", not {shown(lock.on_conflict)}.')
+    if lock.on_conflict not in ("raise", "run", "yield"):
+        raise InvalidArgument(
+            f'on_conflict is "raise", "run" or "yield", not {shown(lock.on_conflict)}.'
+        )
+    validate_permits(lock.permits)
+    if lock.shared and lock.permits != 1:
+        raise InvalidArgument("shared is for any number of holders: leave permits out.")
+    if lock.steal_if_dead and (lock.shared or lock.permits != 1):
+        raise InvalidArgument(
+            "steal_if_dead takes a key over that one holder has: with shared or permits there are"
+            " several, and the lease of one that is gone ends with its ttl."
+        )
     if lock.max_lifetime is not None and (lock.basic or not lock.heartbeat):
         raise InvalidArgument("max_lifetime is an end to renewals, and this lock has none.")
     if lock.hold and lock.min_hold:

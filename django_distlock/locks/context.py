@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..backends.base import BaseLockBackend
 from ..core import budgets
 from ..core.errors import LockError, LockUsageError
-from ..core.keys import stored_key
+from ..core.keys import Key, stored_key
 from ..core.records import Grant, Unknown
 from . import blocks
 from .acquire import insist
@@ -27,7 +27,7 @@ from .state import Holding, Terms
 _bound: ContextVar[tuple[Block, ...]] = ContextVar("distlock_leases", default=())
 
 
-def current_lease(key: str | None = None) -> Lease | None:
+def current_lease(key: Key | None = None) -> Lease | None:
     """Return the lease of the innermost block around the code that runs.
 
     Args:
@@ -166,10 +166,13 @@ def _successor(
     kept: Holding, store: BaseLockBackend, terms: Terms, wait: float | None, block: Block
 ) -> Lease | None:
     with kept.mutex:
+        if kept.given_up:
+            return None
         sent_at = store.monotonic()
         until = kept.deadline if wait is None else min(kept.deadline, sent_at + wait)
 
         def question(bound: float) -> Grant | Unknown | None:
+            kept.shorten(store.monotonic() + kept.counted(terms.ttl))
             return ask_to_extend(kept, terms.ttl, bound)
 
         end = time.monotonic() + (math.inf if wait is None else wait) + budgets.PATIENCE
@@ -180,9 +183,7 @@ def _successor(
     deadline = sent_at + kept.counted(answer.ttl)
     # What this one has promised, its successor keeps.
     terms = replace(terms, hold=max(terms.hold, kept.terms.hold), holder=kept.terms.holder)
-    adopted = Lease(store, Granted(answer, deadline), terms, block)
-    adopted._holding.unheard = kept.unheard
-    return adopted
+    return Lease(store, Granted(answer, deadline, kept.unheard), terms, block)
 
 
 def _held() -> Iterator[Lease]:

@@ -28,11 +28,10 @@ def extend(holding: Holding, ttl: Duration | None) -> None:
             nonlocal sent_at, deadline
             sent_at = holding.monotonic()
             deadline = sent_at + holding.counted(new)
-            # A shorter lease may begin with the request and its answer be lost.
-            if deadline < holding.deadline:
-                holding.deadline = deadline
-                # Whatever interrupts this.
-                holding.renew_soon()
+            holding.shorten(deadline)
+            if holding.is_lost:
+                # While an earlier question had no answer, or just now: it is told, and stays so.
+                holding.lose(holding.why_over())
             return ask_to_extend(holding, new, bound)
 
         try:

@@ -23,6 +23,7 @@ from . import transfer
 from .attempts import Granted
 from .blocks import Block
 from .callbacks import Callback, before_end
+from .downgrading import downgrade
 from .extending import extend
 from .release import Release
 from .state import GONE, Holding, Terms
@@ -79,6 +80,11 @@ class Lease:
     def fence_token(self) -> str:
         """The fence as 15 digits, whose order as text is that of the numbers."""
         return f"{self.fence:015d}"
+
+    @property
+    def shared(self) -> bool:
+        """Whether others may hold the key at the same time: its lock has `shared` or `permits`."""
+        return self._holding.grant.shared
 
     @property
     def held(self) -> bool:
@@ -197,6 +203,25 @@ class Lease:
         """See `extend`."""
         await self._holding.store.threads.run(self.extend, ttl)
 
+    def downgrade(self) -> None:
+        """Share the key from now on, with a new token and fence, and let waiting readers join.
+
+        Nobody else is alone in between. The other direction is refused: two who share a key and
+        wait to be alone would wait for each other.
+
+        Raises:
+            LockLost: The lease ended first.
+            LockNotAcquired: The key is paused. The lease stands as it was.
+            BackendUnavailable: No answer, twice. If the store has heard, the lease is lost.
+            LockUsageError: The backend cannot do that, or the lease was released.
+        """
+        downgrade(self._holding)
+        self.token, self.fence = self._holding.token, self._holding.fence
+
+    async def adowngrade(self) -> None:
+        """See `downgrade`."""
+        await self._holding.store.threads.run(self.downgrade)
+
     def release(self) -> bool:
         """Give the key back: at once, or when the transactions of this thread have ended.
 
@@ -205,7 +230,8 @@ class Lease:
             What was over is given back all the same, if nobody else has the key by now.
 
         Raises:
-            BackendUnavailable: The store did not answer. May be called again.
+            BackendUnavailable: The store did not answer. May be called again; the lease is not held
+                any more, because the store may still hear it.
         """
         return self._release.by_call()
 
@@ -311,6 +337,8 @@ class Lease:
             BackendUnavailable: The store did not answer.
         """
         loaded = transfer.load(text)
-        retry = loaded.store.config.retry
-        terms = Terms(ttl=loaded.ttl, holder=loaded.holder, retry=retry, hold=loaded.hold)
+        terms = Terms(
+            ttl=loaded.ttl, holder=loaded.holder, retry=loaded.store.config.retry,
+            hold=loaded.hold, permits=loaded.permits,
+        )  # fmt: skip
         return cls(loaded.store, loaded.granted, terms)

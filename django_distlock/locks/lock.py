@@ -18,7 +18,7 @@ from ..core.declarations import Declaration, Kind, declared
 from ..core.durations import Duration, seconds, ttl_seconds, wait_seconds
 from ..core.errors import InvalidArgument, LockNotAcquired, LockUsageError
 from ..core.holders import validate_metadata
-from ..core.keys import KeyTemplate, normalize_key
+from ..core.keys import Key, KeyTemplate, normalize_key
 from ..core.retry import Retry
 from ..handler import lock_backends
 from ..process import deferred_release
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def distlock(  # noqa: PLR0913 - each says one thing, by name
-    key: str,
+    key: Key,
     *,
     ttl: Duration | None = None,
     wait: Duration | Unset | None = UNSET,
@@ -43,9 +43,11 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
     hold: bool = False,
     min_hold: Duration = 0,
     reentrant: bool = False,
+    shared: bool = False,
+    permits: int = 1,
     steal_if_dead: bool = False,
     basic: bool = False,
-    on_conflict: Literal["raise", "run"] = "raise",
+    on_conflict: Literal["raise", "run", "yield"] = "raise",
     retry: Retry | None = None,
     max_lifetime: Duration | None = None,
     metadata: Mapping[str, Any] | None = None,
@@ -53,7 +55,7 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
     """Describe a lock to hold around a block or a call.
 
     Args:
-        key: What is locked: text of at most 512 bytes of UTF-8. For a decorator, a template.
+        key: Text of at most 512 bytes of UTF-8, or an int: its digits. For a decorator, a template.
         ttl: Seconds (or a `timedelta`) until the lease ends by itself, at least 0.1 and at most
             the `MAX_TTL` of the backend; None: its `TTL`, or no expiry if `basic`.
         wait: Seconds (or a `timedelta`) to keep trying; 0: one attempt; None: for ever, unless the
@@ -63,20 +65,20 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
         heartbeat: Whether the lease of a block is renewed while the block runs.
         hold: Keep the key taken for all of the ttl, also when the work ends sooner: at most one
             run per window.
-        min_hold: Seconds (or a `timedelta`) since the grant for which the key stays taken at
-            least.
+        min_hold: Seconds (or a `timedelta`) from the grant for which the key at least stays taken.
         reentrant: Whether a block inside of one that holds the key may enter again. It gets the
             same lease, which the outer block releases.
+        shared: Whether any number of shared leases may hold the key at once, or else one alone.
+        permits: How many may hold the key at the same time, from 1 to 10,000: a lease for each.
         steal_if_dead: Whether to take the key over at once where its holder is provably gone:
             a process of this machine that ended, or the same named worker before a restart.
         basic: No heartbeat, and with `ttl=None` no expiry: it ends by release or by an operator.
         on_conflict: What a block does that was not granted the key within `wait`. "raise":
-            `LockNotAcquired`; "run": it runs without the lock, and its lease is not `held`.
+            `LockNotAcquired`; "run": it runs without; "yield": it runs to look at its lease.
         retry: Pauses between attempts; None: the `RETRY` of the backend.
         max_lifetime: Seconds (or a `timedelta`) since the grant until which the heartbeat renews
             the lease, at least the ttl; None: for as long as the block runs.
-        metadata: What to keep beside the holder's identity: a user, a reason. JSON, at most 4096
-            bytes.
+        metadata: What to keep beside the holder's identity: JSON of at most 4096 bytes.
 
     Raises:
         InvalidArgument: An argument breaks a rule. Nothing was touched.
@@ -90,6 +92,8 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
         hold=hold,
         min_hold=seconds(min_hold, "min_hold"),
         reentrant=reentrant,
+        shared=shared,
+        permits=permits,
         steal_if_dead=steal_if_dead,
         basic=basic,
         on_conflict=on_conflict,
@@ -103,8 +107,7 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
 class Lock:
     """What to hold, for how long, and how long to wait for it. Made by `distlock()`.
 
-    Holds no state: it may be shared between threads and used as often as one likes. What one
-    holding of it has is in the `Lease`.
+    Holds no state: it may be shared between threads and used as often as one likes.
 
     As a context manager, sync or async, it gives the lease, releases it behind the block, and
     raises `LockLost` there if the block succeeded but the lease had ended first. As a decorator it
@@ -119,9 +122,11 @@ class Lock:
     hold: bool = False
     min_hold: float = 0.0
     reentrant: bool = False
+    shared: bool = False
+    permits: int = 1
     steal_if_dead: bool = False
     basic: bool = False
-    on_conflict: Literal["raise", "run"] = "raise"
+    on_conflict: Literal["raise", "run", "yield"] = "raise"
     retry: Retry | None = None
     max_lifetime: float | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -212,11 +217,11 @@ class Lock:
 
         Raises:
             InvalidArgument: The key is no template of the function's parameters.
-            LockUsageError: A class; or its body would run when the call is over: a generator
-                function, say. The call raises it where only what that returns tells.
+            LockUsageError: A class; `on_conflict="yield"`; or its body would run behind the call: a
+                generator function, say. The call raises it where only what that returns tells.
         """
         function = whole(function)
-        template = KeyTemplate.for_function(self.key, function)
+        template = KeyTemplate.for_function(checking.template(self), function)
 
         if inspect.iscoroutinefunction(function):
 
@@ -262,4 +267,5 @@ class Lock:
             hold=hold,
             max_lifetime=self.max_lifetime,
             basic=self.basic,
+            permits=None if self.shared else self.permits,
         )

@@ -66,9 +66,10 @@ def _tell(signal: Signal, backend: str, key: str, cause: LockError) -> None:
 
 
 class NoLease(Lease):
-    """Stands for a lease where `on_conflict="run"` let a block run without: it is false."""
+    """Stands for a lease where `on_conflict` let a block run without: it is false."""
 
-    def __init__(self, backend: str, key: str):
+    def __init__(self, backend: str, key: str, on_conflict: str):
+        self._on_conflict = on_conflict
         self.key = key
         self.backend = backend
         self.token = ""
@@ -86,6 +87,11 @@ class NoLease(Lease):
     def ttl(self) -> float | None:
         """Raise: there is nothing to expire."""
         self._refuse("has a ttl")
+
+    @property
+    def shared(self) -> bool:
+        """Never: nothing is held."""
+        return False
 
     @property
     def held(self) -> bool:
@@ -134,6 +140,14 @@ class NoLease(Lease):
         """See `extend`."""
         self._refuse("can be extended")
 
+    def downgrade(self) -> NoReturn:
+        """Raise: there is nothing to share."""
+        self._refuse("can be shared")
+
+    async def adowngrade(self) -> NoReturn:
+        """See `downgrade`."""
+        self._refuse("can be shared")
+
     def release(self) -> bool:
         """Return False: there is nothing to release."""
         return False
@@ -164,7 +178,7 @@ class NoLease(Lease):
 
     def _refuse(self, what: str) -> NoReturn:
         raise LockUsageError(
-            f'No lease on {self.key!r} {what}: on_conflict="run" lets this block run without the'
-            f" lock. Ask lease.held first.",
+            f'No lease on {self.key!r} {what}: on_conflict="{self._on_conflict}" lets this block'
+            " run without the lock. Ask lease.held first.",
             key=self.key,
         )

@@ -19,6 +19,7 @@ from ..process.at_exit import held_here
 from ..process.deadlocks import waits
 from ..signals import lock_released
 from .acquire import insist
+from .attempts import release_once_more
 from .state import GONE, Holding
 
 logger = logging.getLogger("django_distlock")
@@ -235,13 +236,18 @@ class Release:
             holding.state = "released"
             queues = holding.store.queues
             queues.note_held(queues.name_of(holding.key), held_for)
+        if holding.unheard < math.inf:
+            # An acquire of its may be heard behind its end.
+            release_once_more(holding.store, holding.grant)
         return answer
 
     def _ask(self, bound: float) -> bool | Unknown:
         holding = self.holding
-        if holding.terms.hold:
-            return holding.store.release(holding.grant, holding.terms.hold, bound=bound)
-        return holding.store.release(holding.grant, bound=bound)
+        # Until an answer has come. One that was refused its turn before has none, and stays so.
+        given_up, holding.given_up = holding.given_up, True
+        answer = holding.store.release(holding.grant, holding.terms.hold or None, bound=bound)
+        holding.given_up = given_up
+        return answer
 
     def _deferred(self) -> bool:
         """Release behind a transaction; False: the record is held, try again later."""

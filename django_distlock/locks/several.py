@@ -22,7 +22,7 @@ from ..core.bodies import whole
 from ..core.declarations import Declaration, Kind, declared
 from ..core.durations import Duration
 from ..core.errors import InvalidArgument, LockNotAcquired, LockUsageError
-from ..core.keys import KeyTemplate
+from ..core.keys import Key, KeyTemplate
 from ..handler import lock_backends
 from .lease import Lease
 from .lock import Lock, distlock
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def distlock_all(
-    *keys: str, wait: Duration | Unset | None = UNSET, backend: str = "default", **how: Any
+    *keys: Key, wait: Duration | Unset | None = UNSET, backend: str = "default", **how: Any
 ) -> LockSet:
     """Describe several locks to hold at the same time around a block or a call: all, or none.
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn
 
 from ..backends.base import BaseLockBackend
-from ..core.errors import BackendUnavailable, LockError, LockLost, LockUsageError
+from ..core.errors import BackendUnavailable, LockLost, LockUsageError
 from ..core.holders import Holder
 from ..core.interruptions import Underway
 from ..core.logs import log_fields
@@ -51,6 +51,7 @@ class Terms:
         hold: Seconds from the grant for which the key stays taken behind a release; 0: none.
         max_lifetime: Seconds from the grant until which a heartbeat renews it; None: for ever.
         basic: Whether nothing ever renews it.
+        permits: How many may hold the key at the same time; None: any number.
     """
 
     ttl: float | None
@@ -59,6 +60,7 @@ class Terms:
     hold: float = 0.0
     max_lifetime: float | None = None
     basic: bool = False
+    permits: int | None = 1
 
 
 class Holding:
@@ -88,8 +90,10 @@ class Holding:
         self.losses = Losses()
         # What a renewal said of it, where its time has not passed.
         self.lost_by: str | None = None
-        # Seconds of the shortest extend that got no answer: the store may hear it behind others.
-        self.unheard = math.inf
+        # Of the shortest question that got no answer: see `Granted`.
+        self.unheard = granted.unheard
+        # Whether a release got no answer: the store may hear it at any time.
+        self.given_up = False
         self.thread = threading.current_thread()
         # Held while the store is asked, so that an extend, a renewal and a release cannot cross.
         # Whoever only looks does not take it: the store may hang.
@@ -101,6 +105,8 @@ class Holding:
             else self.deadline - (self.grant.ttl or 0.0) + terms.max_lifetime,
         )
         self._is_renewed = self._is_watched = False
+        # Seconds of the renewal that is on its way.
+        self._asked_for = math.inf
         self._heartbeat: Heartbeat | None = None
         self.releasing = Underway()
         #: What it is renewed for; None: for whoever said so, or a transaction.
@@ -109,7 +115,8 @@ class Holding:
     @property
     def held(self) -> bool:
         """Whether the lease can be worked under: neither released, nor lost, nor another's."""
-        return self.pid == os.getpid() and self.state == "held" and not self.is_lost
+        is_ours = self.pid == os.getpid() and not self.given_up
+        return is_ours and self.state == "held" and not self.is_lost
 
     @property
     def is_lost(self) -> bool:
@@ -184,6 +191,12 @@ class Holding:
             raise LockUsageError(f"The lease on {self.key!r} was released.", key=self.key)
         if self.is_lost:
             self.lose(self.why_over())
+        if self.given_up:
+            raise LockUsageError(
+                f"The lease on {self.key!r} was given up, by a release without an answer that the"
+                " store may still hear. Call release() again, and take the lock anew.",
+                key=self.key,
+            )
 
     def overtaken(self, using: str, *, hold: bool) -> int | None:
         """Return the fence of the key, if somebody was granted it since; None: nobody was.
@@ -237,6 +250,7 @@ class Holding:
             self.mutex.release()
             self.renewing.due_at = math.inf
             return None
+        self._asked_for = seconds
         return self.grant if seconds == ttl else replace(self.grant, ttl=seconds)
 
     def end_renewal(self, sent_at: float, answer: Answer) -> None:
@@ -256,8 +270,8 @@ class Holding:
             elif answer is None:
                 lost = GONE
             else:
-                if isinstance(answer, LockError):
-                    self.unheard = self.counted(self.grant.ttl)
+                # `UNKNOWN` is also a part of the store that did not answer.
+                self.unheard = self.counted(self._asked_for)
                 if self.renewing.failed(now):
                     lost = f"{self.renewing.failures} renewals in a row had no answer"
             if lost is not None and self.state == "held":
@@ -332,6 +346,13 @@ class Holding:
         self.renewing.due_at = min(self.renewing.due_at, self.monotonic())
         self.keep_on()
 
+    def shorten(self, deadline: float) -> None:
+        """Count on nothing beyond an end that is asked for: its answer may be lost."""
+        if deadline < self.deadline:
+            self.deadline = deadline
+            # Whatever interrupts this.
+            self.renew_soon()
+
     def keep_on(self) -> None:
         """Tell the timers that the lease may end sooner, or at all."""
         if self._is_renewed and self._heartbeat is not None:
@@ -389,7 +410,7 @@ class Holding:
     def _ended(self) -> bool:
         """Whether there is nothing to keep; what waits for a transaction's end is kept."""
         is_left = self.block is not None and not self.block.is_open
-        return is_left or self not in held_here or self.state == "lost"
+        return is_left or self.given_up or self not in held_here or self.state == "lost"
 
     def _is_cut_off(self) -> bool:
         # What a fork copied says nothing: the parent's lease is the parent's.

@@ -192,6 +192,8 @@ def _enter_again(lock: Lock, block: Block) -> Lease | None:
             key=lock.key,
             code="reentrant",
         )
+    if around.shared and not (lock.shared or lock.permits > 1):
+        raise _upgrade(lock.key)
     block.lease, block.release, block.inner = around, around._release, True
     return around
 
@@ -200,8 +202,9 @@ def _bypass(lock: Lock, error: LockNotAcquired, waited: float, block: Block) -> 
     """Return what stands for a lease where the block runs without; or raise the error."""
     if lock.on_conflict == "raise":
         raise error
-    tell_bypassed(lock.backend, lock.key, waited, error)
-    block.lease = lease = NoLease(lock.backend, lock.key)
+    if lock.on_conflict == "run":
+        tell_bypassed(lock.backend, lock.key, waited, error)
+    block.lease = lease = NoLease(lock.backend, lock.key, lock.on_conflict)
     return lease
 
 
@@ -218,6 +221,8 @@ def _take(
     blocks.flush(name)
     deferred_release.flush(name)
     request = _request(lock, store, terms, wait, since, home)
+    if _is_upgrade(request):
+        raise _upgrade(lock.key)
     adopted = context.adopt(store, request, terms, block)
     if adopted is not None:
         return adopted
@@ -227,6 +232,9 @@ def _take(
         # Meanwhile another block has left it to the transaction.
         now = store.monotonic()
         return _take(lock, store, _left(request.wait, now - since), block, now)
+    except LockNotAcquired as error:
+        error.lock = lock
+        raise
 
 
 async def _atake(
@@ -238,6 +246,8 @@ async def _atake(
     await blocks.aflush(store, name)
     await deferred_release.aflush(store, name)
     request = _request(lock, store, terms, wait, since, home)
+    if _is_upgrade(request):
+        raise _upgrade(lock.key)
     adopted = await context.aadopt(store, request, terms, block)
     if adopted is not None:
         return adopted
@@ -246,6 +256,9 @@ async def _atake(
     except KeptHere:
         now = store.monotonic()
         return await _atake(lock, store, _left(request.wait, now - since), block, now)
+    except LockNotAcquired as error:
+        error.lock = lock
+        raise
 
 
 def _begin(lock: Lock, store: BaseLockBackend, home: int) -> Terms:
@@ -289,6 +302,23 @@ def _request(
         home=home,
         inside=context.entered_here(),
         passed=deferred_release.waiting_release((lock.backend, lock.key), home),
+        permits=terms.permits,
+    )
+
+
+def _is_upgrade(request: Request) -> bool:
+    """Whether a transaction of the caller's shares the key until it ends."""
+    kept = request.passed
+    return kept is not None and kept.owner.grant.shared and not request.shared
+
+
+def _upgrade(key: str) -> LockUsageError:
+    return LockUsageError(
+        f"{key!r} is shared by a block or transaction around this one, and cannot be held alone"
+        " inside of it: two who both share it and wait to be alone would wait for each other. Take"
+        " it alone from the start, and share it behind that by lease.downgrade().",
+        key=key,
+        code="reentrant",
     )
 
 

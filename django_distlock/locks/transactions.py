@@ -30,7 +30,7 @@ from ..core.errors import (
     LockUsageError,
     shown,
 )
-from ..core.keys import KeyTemplate, normalize_key
+from ..core.keys import Key, KeyTemplate, normalize_key
 from ..core.pacing import Pacing
 from ..core.records import InTheWay, KeysAsked
 from ..database.connections import older_snapshot
@@ -49,12 +49,12 @@ T = TypeVar("T")
 
 
 def transaction_lock(
-    *keys: str,
+    *keys: Key,
     shared: bool = False,
     wait: Duration | Unset | None = UNSET,
     using: str | None = None,
     backend: str = "default",
-    parent: str | None = None,
+    parent: Key | None = None,
     escalate_at: int | None = None,
 ) -> None:
     """Lock keys until the transaction that is open ends: all of them, or none.
@@ -108,7 +108,7 @@ def transaction_lock(
         keep(connection, kept, with_savepoints=connection.vendor == "postgresql")
 
 
-async def atransaction_lock(*keys: str, **how: Any) -> None:
+async def atransaction_lock(*keys: Key, **how: Any) -> None:
     """See `transaction_lock`. The transaction is that of the thread in `async_to_sync`."""
     await sync_to_async(transaction_lock, thread_sensitive=True)(*keys, **how)
 
@@ -159,7 +159,7 @@ def transaction_locked(
 
 
 def _sorted(
-    keys: Iterable[str], *, shared: bool, parent: str | None, escalate_at: int | None
+    keys: Iterable[Key], *, shared: bool, parent: Key | None, escalate_at: int | None
 ) -> Mapping[str, bool]:
     """Return what is locked, in that order, and what of it is shared."""
     if not isinstance(shared, bool):

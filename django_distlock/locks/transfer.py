@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime
+from types import NoneType
 from typing import Any, Final, TypeVar
 
 from django.core import signing
@@ -15,6 +16,7 @@ from ..backends.base import BaseLockBackend
 from ..core.errors import (
     BackendUnavailable,
     InvalidArgument,
+    LockError,
     LockLost,
     LockNotAcquired,
     LockUsageError,
@@ -27,12 +29,24 @@ from ..handler import lock_backends
 from ..process.at_exit import held_here
 from ..process.host import current_holder
 from .acquire import insist
-from .attempts import Granted
-from .state import Holding
+from .attempts import Granted, release_unanswered
+from .state import Holding, Terms
 
 A = TypeVar("A", bound=Answer)
 
 _SALT: Final = "django_distlock.lease"
+_FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
+    "backend": (str,),
+    "key": (str,),
+    "token": (str,),
+    "fence": (int,),
+    "ttl": (float, int, NoneType),
+    "acquired_at": (str,),
+    "hold": (float, int),
+    "extend_by": (float, int, NoneType),
+    "permits": (int, NoneType),
+}
+_OTHER_VERSION: Final = "The text of this lease is that of another version of django-distlock:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +56,7 @@ class Loaded:
     Attributes:
         hold: Seconds from the new grant for which the key stays taken behind a release.
         ttl: Seconds of an extend that does not say; None: no expiry.
+        permits: How many may hold the key at the same time; None: any number.
     """
 
     store: BaseLockBackend
@@ -49,6 +64,7 @@ class Loaded:
     holder: Holder
     hold: float
     ttl: float | None
+    permits: int | None
 
 
 def dump(holding: Holding) -> str:
@@ -59,14 +75,14 @@ def dump(holding: Holding) -> str:
     """
     with holding.mutex:
         holding.check()
-        text = _signed(holding.store, holding.grant, hold=holding.terms.hold, ttl=holding.terms.ttl)
+        text = _signed(holding.store, holding.grant, holding.terms)
         holding.end_keeping()
         held_here.discard(holding)
         holding.state = "released"
         return text
 
 
-def _signed(store: BaseLockBackend, grant: Grant, *, hold: float, ttl: float | None) -> str:
+def _signed(store: BaseLockBackend, grant: Grant, terms: Terms) -> str:
     if store.distributed and not store.supports_ttl:
         raise LockUsageError(
             f"The lock backend {store.alias!r} ({type(store).__name__}) holds a lease by a"
@@ -82,8 +98,9 @@ def _signed(store: BaseLockBackend, grant: Grant, *, hold: float, ttl: float | N
             "fence": grant.fence,
             "ttl": grant.ttl,
             "acquired_at": grant.acquired_at.isoformat(),
-            "hold": hold,
-            "extend_by": ttl,
+            "hold": terms.hold,
+            "extend_by": terms.ttl,
+            "permits": terms.permits,
         },
         salt=_SALT,
     )
@@ -104,24 +121,32 @@ def load(text: str) -> Loaded:
     """
     given = _read(text)
     store = lock_backends[given["backend"]]
-    acquired_at = datetime.fromisoformat(given["acquired_at"])
-    grant = Grant(given["key"], given["token"], given["fence"], given["ttl"], acquired_at, None)
-    taking = _Taking(store, grant)
+    acquired_at: datetime = given["acquired_at"]
+    permits = given["permits"]
+    grant = Grant(
+        given["key"], given["token"], given["fence"], given["ttl"], acquired_at, None,
+        shared=permits != 1,
+    )  # fmt: skip
+    taking = _Taking(store, grant, permits)
     granted = taking.take()
-    moved = (granted.grant.acquired_at - acquired_at).total_seconds()
+    # The clock of a store may have gone back.
+    moved = max(0.0, (granted.grant.acquired_at - acquired_at).total_seconds())
     # The window began with the first grant.
     hold = max(0.0, given["hold"] - moved)
-    return Loaded(store, granted, taking.holder, hold, given["extend_by"])
+    return Loaded(store, granted, taking.holder, hold, given["extend_by"], permits)
 
 
 class _Taking:
     """Puts a new lease in the place of one that was given away."""
 
-    def __init__(self, store: BaseLockBackend, grant: Grant):
+    def __init__(self, store: BaseLockBackend, grant: Grant, permits: int | None):
+        self._permits = permits
         self.holder = current_holder()
         self._store = store
         self._grant = grant
         self._token = new_token()
+        # Whether a question with it got no answer: it may have been granted.
+        self._unanswered = False
         self._retry = store.config.retry
         # What has no expiry gets one while it changes hands.
         self._seconds = grant.ttl or store.config.ttl
@@ -129,13 +154,21 @@ class _Taking:
 
     def take(self) -> Granted:
         """Return the new grant."""
+        try:
+            return self._take()
+        except LockError:
+            if self._unanswered:
+                self._release_unanswered()
+            raise
+
+    def _take(self) -> Granted:
         extended = self._insist(
             lambda bound: self._store.extend(self._grant, self._seconds, bound=bound)
         )
         if not isinstance(extended, Grant) or extended.expires_at is None:
             raise self._over()
         self._look()
-        lasts = (extended.expires_at - extended.acquired_at).total_seconds()
+        lasts = max(0.0, (extended.expires_at - extended.acquired_at).total_seconds())
         spent = self._insist(lambda bound: self._store.release(self._grant, lasts, bound=bound))
         if spent is not True:
             raise self._over()
@@ -143,7 +176,7 @@ class _Taking:
 
     def _look(self) -> None:
         """Refuse while the key is paused, as long as the text can be kept for later."""
-        seen = self._acquire(replace=None)
+        seen = self._acquire(permits=1)
         if isinstance(seen, Grant):
             # Taken away by an operator just now.
             self._store.release(seen)
@@ -159,33 +192,43 @@ class _Taking:
         # A reply may have been lost: then the record has our token already.
         ours, theirs = self._token, self._grant.token
         replace, pauses = theirs, self._retry.pauses()
-        refused, unanswered = 0, False
+        refused = 0
         while True:
             sent_at = self._store.monotonic()
             try:
-                answer = self._acquire(replace=replace)
+                answer = self._acquire(replace=replace, permits=self._permits)
             except BackendUnavailable:
                 if sent_at >= self._until:
                     raise
-                replace, refused, unanswered = ours, 0, True
+                replace, refused = ours, 0
             else:
                 if isinstance(answer, Grant):
                     if self._store.monotonic() >= self._until:
                         # The old lease may have ended before: then this is another one.
                         self._store.release(answer)
                         raise self._over()
-                    ttl = answer.ttl
-                    return Granted(answer, math.inf if ttl is None else sent_at + ttl)
+                    ttl = math.inf if answer.ttl is None else answer.ttl
+                    return Granted(answer, sent_at + ttl, ttl if self._unanswered else math.inf)
                 if not (answer.busy or answer.paused):
                     refused += 1
                     replace = theirs if replace == ours else ours
-                if refused > unanswered or sent_at >= self._until:
+                if refused > self._unanswered or sent_at >= self._until:
                     raise self._over()
             time.sleep(next(pauses, 1.0) if not refused else 0.0)
 
-    def _acquire(self, *, replace: str | None) -> Grant | Contended:
-        given = self._grant
-        return self._store.acquire(given.key, self._token, given.ttl, self.holder, replace=replace)
+    def _acquire(self, *, replace: str | None = None, permits: int | None) -> Grant | Contended:
+        given, before, self._unanswered = self._grant, self._unanswered, True
+        answer = self._store.acquire(
+            given.key, self._token, given.ttl, self.holder, replace=replace, permits=permits
+        )
+        self._unanswered = before
+        return answer
+
+    def _release_unanswered(self) -> None:
+        # What `_look` is granted holds the key alone.
+        for shared in {self._grant.shared, False}:
+            grant = replace(self._grant, token=self._token, shared=shared)
+            release_unanswered(self._store, grant)
 
     def _insist(self, question: Callable[[float], A]) -> A:
         return insist(self._store, question, self._until, self._retry)
@@ -205,4 +248,19 @@ def _read(text: str) -> dict[str, Any]:
         raise InvalidArgument(
             "This is no text that Lease.dump() made with this project's SECRET_KEY."
         ) from None
+    if not isinstance(given, dict):
+        raise InvalidArgument(f"A lease is described by a dict, not by a {type(given).__name__}.")
+    # Its values are shown to nobody: one of them is the token.
+    if differing := sorted(map(str, given.keys() ^ _FIELDS.keys())):
+        raise InvalidArgument(f"{_OTHER_VERSION} {', '.join(differing)} missing, or unknown here.")
+    for name, kinds in _FIELDS.items():
+        if type(given[name]) not in kinds:
+            found = type(given[name]).__name__
+            raise InvalidArgument(f"{_OTHER_VERSION} {name} is a {found}.")
+    try:
+        given["acquired_at"] = datetime.fromisoformat(given["acquired_at"])
+    except ValueError:
+        raise InvalidArgument(f"{_OTHER_VERSION} acquired_at is no time.") from None
+    if given["acquired_at"].utcoffset() is None:
+        raise InvalidArgument(f"{_OTHER_VERSION} acquired_at has no time zone.")
     return given

@@ -25,7 +25,7 @@ _NOBODY = Holder()
 
 _LOOK = """
 SELECT
-    c.fence, c.paused_until,
+    c.fence, c.paused_until, c.closed_until IS NOT NULL,
     l.token, l.fence, l.acquired_at, l.expires_at, l.free_at, l.wanted, l.holder
 FROM (SELECT %s AS storage_key) asked
 LEFT JOIN {fences} c ON c.storage_key = asked.storage_key
@@ -92,19 +92,21 @@ class CompactLockManager(HeldLockManager):
         compact._statements = _Statements(*(each.format(**tables) for each in _Statements()))
         return compact
 
-    def acquire(self, attempt: Attempt) -> Grant | Contended:
-        """Grant the key if it is free."""
+    def acquire(self, attempt: Attempt) -> Grant | Contended | None:
+        """Grant the key if it is free; None: it is shared, or was: see `share`."""
         name, key, holder = attempt.name, attempt.key, attempt.holder
         with connections[self.db].cursor() as cursor:
             # Read first: whoever loses takes no lock and writes nothing.
-            contended, _, _, unmarked = self._in_the_way(cursor, attempt)
+            contended, _, _, unmarked, is_shared = self._in_the_way(cursor, attempt)
             if contended is not None:
                 if attempt.wanted and unmarked:
                     cursor.execute(self._statements.mark, [name, contended.fence])
                 return contended
+            if is_shared:
+                return None
             with transaction.atomic(self.db):
-                contended, last, now, _ = self._in_the_way(cursor, attempt)
-                if contended is not None:
+                contended, last, now, _, is_shared = self._in_the_way(cursor, attempt)
+                if contended is not None or is_shared:
                     return contended
                 fence = next_fence(key, last, self._floor(now))
                 expires_at, free_at = lease_ends(now, attempt.ttl)
@@ -130,7 +132,7 @@ class CompactLockManager(HeldLockManager):
         expires_at = lease_ends(now, ttl)[0]
         return Grant(
             grant.key, record.token, record.fence, ttl, record.acquired_at, expires_at,
-            stop_requested,
+            stop_requested, grant.shared,
         )  # fmt: skip
 
     def release(self, name: str, grant: Grant, *, held: float | None = None, bound: float) -> Freed:
@@ -148,20 +150,25 @@ class CompactLockManager(HeldLockManager):
 
     def _in_the_way(
         self, cursor: CursorWrapper, attempt: Attempt
-    ) -> tuple[Contended | None, int, datetime, bool]:
-        """Return why the key cannot be had, if so, its last fence, the time, and what is unmarked.
+    ) -> tuple[Contended | None, int, datetime, bool, bool]:
+        """Return why the key cannot be had, if so, its last fence, the time, and two facts more.
 
-        That is: whether somebody holds the key, and has not been told that others want it.
+        That is: whether somebody holds the key alone, and has not been told that others want it;
+        and whether it is shared, or was.
         """
         cursor.execute(self._statements.look, [attempt.name])
-        last, paused_until, token, *lease = cursor.fetchone()
+        last, paused_until, is_shared, token, *lease = cursor.fetchone()
         fence, acquired_at, expires_at, free_at, wanted, told = lease
         now = datetime.now(UTC)
         at = to_microseconds(now)
         paused = paused_until is not None and at < paused_until
         if token is None or (free_at is not None and free_at <= at):
             contended = Contended(observed_at=now, paused=True) if paused else None
-        elif token == attempt.replace and not paused:
+        elif (
+            token == attempt.replace
+            and not paused
+            and (token != attempt.token or free_at is None or free_at != expires_at)
+        ):
             contended = None
         else:
             contended = Contended(
@@ -174,7 +181,7 @@ class CompactLockManager(HeldLockManager):
                 paused=paused,
             )
         is_held = contended is not None and contended.fence is not None
-        return contended, last or 0, now, is_held and not wanted
+        return contended, last or 0, now, is_held and not wanted, bool(is_shared)
 
     def _owned_record(
         self, cursor: CursorWrapper, name: str, grant: Grant

@@ -53,21 +53,23 @@ class CompoundLockManager(HeldLockManager):
     _extending: str
     _release: str
 
-    def acquire(self, attempt: Attempt) -> Grant | Contended:
-        """Grant the key if it is free."""
+    def acquire(self, attempt: Attempt) -> Grant | Contended | None:
+        """Grant the key if it is free; None: it is shared, or was: see `share`."""
         if not self._can:
             return super().acquire(attempt)
         holder = attempt.holder
         values = {
             "name": attempt.name, "key": attempt.key, "token": attempt.token, "ttl": attempt.ttl,
             "lasts": _microseconds(attempt.ttl), "replace": attempt.replace,
-            "wanted": attempt.wanted,
+            "again": attempt.replace == attempt.token, "wanted": attempt.wanted,
             "floor": self.follows_clock, "holder": json.dumps(holder.as_json()),
             "host": holder.host, "task": holder.task_id,
         }  # fmt: skip
         facts: list[Any] = ["again"]
         while facts[0] == "again":
             *facts, told = self._run(self._acquire, values, attempt.bound)
+        if facts[0] == "shared":
+            return None
         return acquired(attempt, *facts, told=None if told is None else json.loads(told))
 
     def extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
@@ -80,7 +82,14 @@ class CompoundLockManager(HeldLockManager):
             return None
         granted_at = from_microseconds(acquired_at)
         return Grant(
-            grant.key, grant.token, fence, ttl, granted_at, _instant(expires_at), bool(stop)
+            grant.key,
+            grant.token,
+            fence,
+            ttl,
+            granted_at,
+            _instant(expires_at),
+            bool(stop),
+            grant.shared,
         )
 
     def release(self, name: str, grant: Grant, *, held: float | None = None, bound: float) -> Freed:

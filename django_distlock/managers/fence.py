@@ -15,6 +15,7 @@ from django.db.models import Q
 from ..core.durations import MAX_BOUND
 from ..core.errors import LockUsageError
 from ..core.fences import clock_fence, next_fence
+from ..core.keys import whole_name
 from ..core.records import Counter, Raised
 from ..database import vendors
 from ..database.vendors.base import LOOK_SECONDS
@@ -63,26 +64,33 @@ class FenceCounterManager(models.Manager.from_queryset(FenceCounterQuerySet)):  
         return vendors.of(self.db)
 
     @contextmanager
-    def turn(self, name: str, key: str, bound: float) -> Iterator[bool]:
+    def turn(self, name: str, key: str, bound: float, *, shared: bool = False) -> Iterator[bool]:
         """Open a transaction in which nobody else acquires the key once its counter is locked.
+
+        Args:
+            shared: Others who share the key have their turn as well, and the counter is there.
 
         Yields:
             Whether somebody may have been waited for.
         """
         store = self._store
-        if store.turns_by_counter:
+        if store.turns_by_counter or shared:
             with store.short_transaction(bound, writes=False):
                 is_there = self.filter(pk=name).exists()
             if not is_there:
                 with suppress(IntegrityError), store.short_transaction(bound):
                     self.create(pk=name, key=key, fence=0)
         with store.short_transaction(bound):
-            yield store.take_turn(name)
+            yield store.take_turn(name, shared=shared)
 
-    def lock(self, name: str) -> FenceCounter | None:
-        """Lock the counter of a key at once, or raise: a guard may hold it for long."""
+    def lock(self, name: str, *, wait: bool = False) -> FenceCounter | None:
+        """Lock the counter of a key at once, or raise: a guard may hold it for long.
+
+        Args:
+            wait: Wait for others, as long as a statement may.
+        """
         # Its key never changes, so the weaker lock does: foreign keys to it could go on.
-        rows = self.select_for_update(nowait=True, no_key=self._has_no_key_locks)
+        rows = self.select_for_update(nowait=not wait, no_key=self._has_no_key_locks)
         return only(rows.filter(pk=name))
 
     def is_guarded(self, name: str, fences: str) -> bool:
@@ -117,11 +125,9 @@ class FenceCounterManager(models.Manager.from_queryset(FenceCounterQuerySet)):  
         Args:
             floor: The time that it is not to be below; None: it just counts.
         """
-        fence = next_fence(key, 0 if counter is None else counter.fence, floor)
-        if counter is None:
-            self.create(pk=name, key=key, fence=fence)
-        else:
-            models.QuerySet.update(self.filter(pk=name), fence=fence)
+        counter = counter or self._lock_or_make(name, key)
+        fence = next_fence(key, counter.fence, floor)
+        models.QuerySet.update(self.filter(pk=name), fence=fence)
         return fence
 
     def raise_one(self, fence: int | None, name: str, key: str) -> Raised:
@@ -156,23 +162,31 @@ class FenceCounterManager(models.Manager.from_queryset(FenceCounterQuerySet)):  
             models.QuerySet.update(rows, fence=fence)
         return Raised(len(raised), tuple(low[each] for each in sorted(low.keys() - free)))
 
-    def _lock_or_make(self, name: str, key: str) -> None:
-        if self.lock(name) is None:
-            # Locks that last for a session make their counters out of turn.
+    def _lock_or_make(self, name: str, key: str) -> FenceCounter:
+        counter = self.lock(name)
+        if counter is None:
+            # Those who share a key make its counter out of turn, and so do locks of a session.
             self.bulk_create([self.model(pk=name, key=key, fence=0)], ignore_conflicts=True)
-            self.lock(name)
+            counter = self.filter(pk=name).select_for_update(no_key=self._has_no_key_locks).get()
+        return counter
 
     def _with_live_record(self, names: Sequence[str]) -> Collection[str]:
         locks = apps.get_model("django_distlock", "HeldLock").objects.db_manager(self.db)
         now = self._store.now()
         live = locks.filter(Q(free_at__isnull=True) | Q(free_at__gt=now), pk__in=names)
-        return list(live.values_list("pk", flat=True))
+        shared = [whole_name(row.pk) for row in locks.places_of(names) if row.is_live(now)]
+        return [*live.values_list("pk", flat=True), *shared]
 
     def paused_until(self, name: str) -> datetime | None:
         """Return until when a key is paused, if it ever was."""
         rows = self.filter(pk=name).values_list("paused_until", flat=True)
         until: datetime | None = rows.first()
         return until
+
+    def shared_among(self, names: Sequence[str]) -> list[str]:
+        """Return those of these keys that are shared, or were when they were last granted."""
+        rows = self.filter(pk__in=names, closed_until__isnull=False)
+        return list(rows.values_list("pk", flat=True))
 
     def look(self, name: str) -> Counter | None:
         """Return the fence and the pause of a key; None: it has neither."""

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace as changed
-from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 from django.apps import apps
 from django.db import connections, models
-from django.db.models import F
+from django.db.models import F, Q
 
 from ..core.durations import MAX_BOUND
 from ..core.holders import Holder
+from ..core.keys import PLACE_MARKER, is_place, prefix_end, whole_name
 from ..core.records import (
     SPOILED,
     UNKNOWN,
@@ -32,6 +33,7 @@ from ..core.records import (
     lease_ends,
 )
 from ..core.secrets import Token
+from ..core.sharing import DOOR_SECONDS, in_the_way, last_to_end, paused
 from ..database import vendors
 from ..database.fields import to_microseconds
 from .fence import FenceCounterManager
@@ -43,10 +45,13 @@ if TYPE_CHECKING:
 
 L = TypeVar("L")
 
-#: What a record is made of: what the model calls by the same names.
+#: Until when a door is closed that nobody has closed.
+_NEVER: Final = datetime.fromtimestamp(0, UTC)
+
+#: What a record is made of: its name, its holder, and what the model calls by the same names.
 _COLUMNS = (
-    "holder", "key", "token", "fence", "ttl", "acquired_at", "renewed_at", "expires_at", "free_at",
-    "wanted", "stop_requested_at",
+    "storage_key", "holder", "key", "token", "fence", "ttl", "acquired_at", "renewed_at",
+    "expires_at", "free_at", "wanted", "stop_requested_at",
 )  # fmt: skip
 _CLEAN = """
 WITH gone AS (
@@ -74,8 +79,8 @@ class HeldLockManager(models.Manager["HeldLock"]):
         made.model, made._db, made.follows_clock = self.model, self._db, self.follows_clock
         return cast("L", made)
 
-    def acquire(self, attempt: Attempt) -> Grant | Contended:
-        """Grant the key if it is free."""
+    def acquire(self, attempt: Attempt) -> Grant | Contended | None:
+        """Grant the key if it is free; None: it is shared, or was: see `share`."""
         store, counters = self._store, self._counters
         name, key, bound = attempt.name, attempt.key, attempt.bound
         while True:
@@ -83,6 +88,8 @@ class HeldLockManager(models.Manager["HeldLock"]):
             with store.short_transaction(bound, writes=False):
                 contended, row = self._look(attempt)
             if contended is None:
+                if counters.shared_among([name]):
+                    return None
                 with counters.turn(name, key, bound) as waited:
                     if waited:
                         contended, row = self._look(attempt)
@@ -99,6 +106,27 @@ class HeldLockManager(models.Manager["HeldLock"]):
                     ends = {"expires_at": marked.expires_at, "free_at": marked.free_at}
                     return changed(contended, **ends)
             # Released or marked by somebody else meanwhile: look again.
+
+    def share(self, attempt: Attempt) -> Grant | Contended:
+        """Grant a key that several share, or that somebody wants alone: see `in_the_way`."""
+        name, bound, counters = attempt.name, attempt.bound, self._counters
+        while True:
+            # Read first: whoever loses takes no lock, and writes what is new to its holders.
+            with self._store.short_transaction(bound, writes=False):
+                seen = self._seen_by(attempt, counters.filter(pk=name).first())
+            if seen.contended is not None and not (attempt.wanted and self._is_news(attempt, seen)):
+                return seen.contended
+            with counters.turn(name, attempt.key, bound, shared=attempt.shared):
+                # Others who share the key are soon done.
+                counter = counters.lock(name, wait=True)
+                settled = self._settle_over(attempt)
+                seen = self._seen_by(attempt, counter)
+                over = [row for row in seen.rows if not self._stays(attempt, row, seen.now)]
+                if seen.contended is None and settled.issuperset(row.pk for row in over):
+                    return self._grant_among(attempt, seen, over)
+                if seen.contended is not None and self._mark_all(attempt, seen):
+                    return seen.contended
+            # One of them has ended meanwhile: look again.
 
     def extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
         """Replace the ttl of a lease; None: it is gone."""
@@ -154,19 +182,60 @@ class HeldLockManager(models.Manager["HeldLock"]):
             row = self.filter(**lookup).first()
             return None if row is None else _live(row, self._store.now())
 
+    def read_key(self, name: str, *, bound: float = MAX_BOUND) -> Record | None:
+        """Return the live record of a key; of several that share it, that which is free last."""
+        with self._store.short_transaction(bound, writes=False):
+            rows, now = self._rows_of(name), self._store.now()
+            live = [record for row in rows if (record := _live(row, now)) is not None]
+            return last_to_end(live) if live else None
+
+    def sharing(self, name: str) -> list[Record]:
+        """Return the live records of those who share a key."""
+        with self._store.short_transaction(MAX_BOUND, writes=False):
+            return [row.as_record() for row in self._store.live(self._places(name))]
+
     def read_many(self, names: Sequence[str]) -> dict[str, Record]:
-        """Return the live records among these storage keys, by a statement for each thousand."""
+        """Return the live records of these storage keys, by a statement for each thousand."""
         # One statement sees what is committed, whatever the isolation level.
-        found: dict[str, Record] = {}
+        found: dict[str, list[Record]] = {}
         for start in range(0, len(names), 1000):
-            rows = self.filter(pk__in=names[start : start + 1000])
-            found |= {row.pk: row.as_record() for row in self._store.live(rows)}
-        return found
+            part = names[start : start + 1000]
+            alone, places = self.filter(pk__in=part), self.places_of(part)
+            for row in self._store.live(alone).union(self._store.live(places), all=True):
+                found.setdefault(whole_name(row.pk), []).append(row.as_record())
+        return {name: last_to_end(each) for name, each in found.items()}
+
+    def places_of(self, names: Sequence[str]) -> models.QuerySet[HeldLock]:
+        """Return the rows of all who share one of these keys, also of those that are over."""
+        if not names:
+            return self.none()
+        ops = connections[self.db].ops
+        fences = ops.quote_name(self._counters.model._meta.db_table)
+        locks = ops.quote_name(self.model._meta.db_table)
+        start, end = (
+            f"CONCAT({fences}.storage_key, '{mark}')"
+            if connections[self.db].vendor == "mysql"
+            else f"{fences}.storage_key || '{mark}'"
+            for mark in (PLACE_MARKER, prefix_end(PLACE_MARKER))
+        )
+        among = ", ".join(["%s"] * len(names))
+        # A join that the ORM cannot say; of the few counters that are shared to their places.
+        return self.extra(  # noqa: S610 - names of our own
+            tables=[fences],
+            where=[
+                f"{fences}.storage_key IN ({among}) AND {fences}.closed_until IS NOT NULL",
+                f"{locks}.storage_key >= {start} AND {locks}.storage_key < {end}",
+            ],
+            params=[*names],
+        )
 
     def live_records(
         self, prefix: str, after: str | None, *, host: str | None, task_id: str | None, limit: int
-    ) -> list[Record | Unreadable]:
-        """Return up to `limit` live records whose storage keys start with `prefix`, in order."""
+    ) -> list[tuple[str, Record | Unreadable]]:
+        """Return up to `limit` live records whose storage keys start with `prefix`, in order.
+
+        Each with its storage key.
+        """
         rows = between(self.all(), prefix, after)
         if host is not None:
             rows = rows.filter(holder_host=host)
@@ -183,7 +252,7 @@ class HeldLockManager(models.Manager["HeldLock"]):
             rows = between(self.all(), prefix, None)
             rows = rows.filter(expires_at__lte=self._store.now(), free_at__gt=F("expires_at"))
             if name is not None:
-                rows = rows.filter(pk=name)
+                rows = rows.filter(Q(pk=name) | _is_place(name))
             return [row.as_record() for row in rows.order_by("-expires_at")[:limit]]
 
     def request_stop(
@@ -216,13 +285,14 @@ class HeldLockManager(models.Manager["HeldLock"]):
         with self._store.short_transaction(bound, writes=False):
             if not self.filter(pk=name).exists():
                 return None  # And no counter is made for a key that nobody ever held.
-        with self._counters.turn(name, key, bound):
-            counter = self._counters.lock(name)
+        counted = whole_name(name)
+        with self._counters.turn(counted, key, bound):
+            counter = self._counters.lock(counted)
             row, now = self._owned(name, None, fence)
             if row is None:
                 return None
             self._store.make_durable()
-            self._counters.advance(name, key, counter, self._floor(now))
+            self._counters.advance(counted, key, counter, self._floor(now))
             self.filter(pk=name).delete()
             self._call_out(row)
             return row.as_record()
@@ -308,7 +378,7 @@ class HeldLockManager(models.Manager["HeldLock"]):
         record = None if row is None else _live(row, now)
         if record is None:
             return Contended(observed_at=now, paused=True) if paused else None, None
-        if record.token == attempt.replace and not paused:
+        if attempt.may_replace(record) and not paused:
             return None, None
         return record.contended(now, paused=paused), row
 
@@ -323,9 +393,12 @@ class HeldLockManager(models.Manager["HeldLock"]):
         counter = self._counters.lock(attempt.name)
         row = only(self.select_for_update().filter(pk=attempt.name))
         now = self._store.now()
+        if counter is not None and counter.closed_until is not None:
+            return None
         if counter is not None and counter.paused_until is not None and now < counter.paused_until:
             return None
-        if row is not None and row.token != attempt.replace and row.as_record().is_live(now):
+        record = None if row is None else _live(row, now)
+        if record is not None and not attempt.may_replace(record):
             return None
         return counter, row, now
 
@@ -335,7 +408,7 @@ class HeldLockManager(models.Manager["HeldLock"]):
         expires_at, free_at = lease_ends(now, attempt.ttl)
         holder = attempt.holder
         values: dict[str, Any] = {
-            "storage_key": attempt.name, "key": attempt.key, "token": attempt.token,
+            "storage_key": attempt.place, "key": attempt.key, "token": attempt.token,
             "fence": fence, "ttl": attempt.ttl, "acquired_at": now, "renewed_at": now,
             "expires_at": expires_at, "free_at": free_at, "wanted": False,
             "holder": holder.as_json(), "holder_host": holder.host, "task_id": holder.task_id,
@@ -362,7 +435,7 @@ class HeldLockManager(models.Manager["HeldLock"]):
     def _call_out(self, row: HeldLock) -> bool:
         """Call a key out if somebody waits for it; return whether so."""
         if row.wanted:
-            self._store.call_out(row.pk)
+            self._store.call_out(whole_name(row.pk))
         return row.wanted
 
     def _call_out_if_sooner(self, row: HeldLock, free_at: datetime | None) -> None:
@@ -399,16 +472,116 @@ class HeldLockManager(models.Manager["HeldLock"]):
         stop_requested = row.stop_requested_at is not None
         expires_at = lease_ends(now, ttl)[0]
         return Grant(
-            grant.key, row.token, row.fence, ttl, row.acquired_at, expires_at, stop_requested
+            grant.key,
+            row.token,
+            row.fence,
+            ttl,
+            row.acquired_at,
+            expires_at,
+            stop_requested,
+            grant.shared,
         )
 
+    # Several who hold a key at the same time. Whoever makes a place has the key's counter locked.
 
-def _recorded(holder: Any, *values: Any) -> Record | Unreadable:
-    fields = dict(zip(_COLUMNS[1:], values, strict=True))
+    def _rows_of(self, name: str) -> list[HeldLock]:
+        alone = self.filter(pk=name).first()
+        return [*([] if alone is None else [alone]), *self._places(name)]
+
+    def _places(self, name: str) -> models.QuerySet[HeldLock]:
+        return self.filter(_is_place(name)).order_by("pk")
+
+    def _seen_by(self, attempt: Attempt, counter: FenceCounter | None) -> _Seen:
+        rows, now = self._rows_of(attempt.name), self._store.now()
+        live = [row for row in rows if row.is_live(now)]
+        records = [row.as_record() for row in live]
+        closed_until = None if counter is None else counter.closed_until
+        contended = in_the_way(attempt, records, closed_until, now)
+        paused_until = None if counter is None else counter.paused_until
+        if paused_until is not None and now < paused_until:
+            contended = paused(records, now)
+        return _Seen(counter, rows, live, now, contended)
+
+    def _stays(self, attempt: Attempt, row: HeldLock, now: datetime) -> bool:
+        """Whether a grant leaves the row of another one of its key."""
+        return row.is_live(now) and not attempt.may_replace(row.as_record())
+
+    def _settle_over(self, attempt: Attempt) -> set[str]:
+        """Lock what looks over, and what is replaced: an extend may be in flight.
+
+        Returns:
+            Which rows these are. What is over since may be extended until it is locked as well.
+        """
+        now = self._store.now()
+        rows = [row for row in self._rows_of(attempt.name) if not self._stays(attempt, row, now)]
+        for row in rows:
+            only(self.select_for_update().filter(pk=row.pk))
+        return {row.pk for row in rows}
+
+    def _is_news(self, attempt: Attempt, seen: _Seen) -> bool:
+        """Whether the holders have yet to be marked, or the door to be closed."""
+        if any(not row.wanted for row in seen.live):
+            return True
+        until = None if seen.counter is None else seen.counter.closed_until
+        half = timedelta(seconds=DOOR_SECONDS / 2)
+        return not attempt.shared and until is not None and until < seen.now + half
+
+    def _mark_all(self, attempt: Attempt, seen: _Seen) -> bool:
+        """Ask for a wake-up at the end of each grant; False: one has ended meanwhile."""
+        if not attempt.wanted:
+            return True
+        tokens = [row.token for row in seen.live]
+        marked = self.filter(pk__in=[row.pk for row in seen.live], token__in=tokens)
+        if marked.update(wanted=True) < len(seen.live):
+            return False
+        if not attempt.shared and any(is_place(row.pk) for row in seen.live):
+            until = seen.now + timedelta(seconds=DOOR_SECONDS)
+            self._counters.filter(pk=attempt.name).update(closed_until=until)
+        return True
+
+    def _grant_among(self, attempt: Attempt, seen: _Seen, over: Sequence[HeldLock]) -> Grant:
+        """Write the record of a grant, and remove those that are over or replaced."""
+        counter, now, name = seen.counter, seen.now, attempt.name
+        fence = self._counters.advance(name, attempt.key, counter, self._floor(now))
+        if len(over) == len(seen.rows):
+            closed_until = _NEVER if attempt.shared else None
+            self._counters.filter(pk=name).update(closed_until=closed_until)
+        in_place = next((row for row in over if row.pk == attempt.place), None)
+        gone = [row for row in over if row is not in_place]
+        if gone:
+            self._store.delete(self.all(), [row.pk for row in gone])
+            # Their mark goes with them, and they have to mark what comes.
+            any(map(self._call_out, gone))
+        return self._grant(attempt, fence, in_place, now)
+
+
+class _Seen(NamedTuple):
+    """What an attempt to share a key, or to have it alone, finds.
+
+    Attributes:
+        rows: Of all who hold the key, or did.
+        live: Those who do.
+        contended: Why it cannot be had.
+    """
+
+    counter: FenceCounter | None
+    rows: list[HeldLock]
+    live: list[HeldLock]
+    now: datetime
+    contended: Contended | None
+
+
+def _is_place(name: str) -> Q:
+    start = name + PLACE_MARKER
+    return Q(pk__gte=start, pk__lt=prefix_end(start))
+
+
+def _recorded(pk: str, holder: Any, *values: Any) -> tuple[str, Record | Unreadable]:
+    fields = dict(zip(_COLUMNS[2:], values, strict=True))
     try:
-        return Record(holder=Holder.from_json(holder), **fields)
+        return pk, Record(holder=Holder.from_json(holder), shared=is_place(pk), **fields)
     except SPOILED as error:
-        return Unreadable.of(fields["key"], error)
+        return pk, Unreadable.of(fields["key"], error)
 
 
 def _live(row: HeldLock, now: datetime) -> Record | None:

@@ -21,7 +21,7 @@ class Migration(migrations.Migration):
                 (
                     "storage_key",
                     KeyField(
-                        max_length=640,
+                        max_length=665,
                         primary_key=True,
                         serialize=False,
                         verbose_name="storage key",
@@ -76,6 +76,7 @@ class Migration(migrations.Migration):
                     "paused_by",
                     KeyField(max_length=200, null=True, verbose_name="paused by"),
                 ),
+                ("closed_until", InstantField(null=True, verbose_name="closed until")),
             ],
             options={
                 "verbose_name": "fence counter",
@@ -229,6 +230,27 @@ class Migration(migrations.Migration):
                 "verbose_name": "failed task",
                 "verbose_name_plural": "failed tasks",
                 "db_table": table("failed"),
+                "default_permissions": (),
+            },
+        ),
+        migrations.CreateModel(
+            name="StoredResponse",
+            fields=[
+                (
+                    "name",
+                    KeyField(max_length=64, primary_key=True, serialize=False, verbose_name="name"),
+                ),
+                ("request", KeyField(max_length=64, verbose_name="request")),
+                ("status", models.PositiveSmallIntegerField(verbose_name="status")),
+                ("headers", models.JSONField(default=dict, verbose_name="headers")),
+                ("body", models.BinaryField(default=b"", verbose_name="body")),
+                ("made_at", InstantField(verbose_name="made at")),
+                ("until", InstantField(db_index=True, verbose_name="until")),
+            ],
+            options={
+                "verbose_name": "stored response",
+                "verbose_name_plural": "stored responses",
+                "db_table": table("responses"),
                 "default_permissions": (),
             },
         ),

@@ -56,6 +56,14 @@ class HeldHere:
             self._sweep()
         self._by_token[ending.holding.token] = ending
 
+    def rename(self, lease: Held, token: str) -> None:
+        """Give a lease another token, by which it is found from now on."""
+        ending, before = self._by_token.get(lease.token), lease.token
+        if ending is not None:
+            self._by_token[token] = ending
+        lease.token = token
+        self._by_token.pop(before, None)
+
     def discard(self, lease: Held) -> None:
         """Forget a lease: it has ended."""
         if lease in self:

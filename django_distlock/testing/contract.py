@@ -283,6 +283,24 @@ class BackendContract:
         assert held(backend, key).token == lost.token
         assert backend.release(found) is True
 
+    @_has_ttl
+    def test_question_behind_the_end_of_its_work_takes_nothing(
+        self, backend: BaseLockBackend, key: str
+    ) -> None:
+        """Asked in its own place, and heard late, it does not take what its token has settled."""
+        grant = take(backend, key, 10)
+        assert backend.release(grant, 60) is True
+        settled = held(backend, key)
+        for wanted in (False, True):
+            refused = backend.acquire(key, grant.token, 30, replace=grant.token, wanted=wanted)
+            assert isinstance(refused, Contended)
+            assert (refused.fence, refused.free_at) == (grant.fence, settled.free_at)
+        assert held(backend, key).free_at == settled.free_at
+        # Whoever takes over does, and so does what has no expiry and is not settled.
+        assert backend.release(take(backend, key, replace=grant.token)) is True
+        lasting = take(backend, key, None)
+        assert take(backend, key, token=lasting.token, replace=lasting.token).fence > lasting.fence
+
     def test_lost_answer_is_released_by_its_token(self, backend: BaseLockBackend, key: str) -> None:
         """The caller made the token, so it can release a grant that it never heard of."""
         token = new_token()
@@ -640,7 +658,7 @@ class BackendContract:
 
     # What is refused
 
-    @pytest.mark.parametrize("bad", ["", None, 7, b"key", "a\0b", "\ud800", "k" * 513])
+    @pytest.mark.parametrize("bad", ["", None, True, 7.5, b"key", "a\0b", "\ud800", "k" * 513])
     def test_bad_keys_are_refused(self, backend: BaseLockBackend, bad: Any) -> None:
         """Whatever is no key is refused before the store is asked."""
         token = new_token()

@@ -116,7 +116,7 @@ class MemoryStore(Store):
         self.memory._fences[self.name(key)] = fence
 
     def has_record(self, key: str) -> bool:
-        return self.name(key) in self.memory._records
+        return self.name(key) in self.memory._shelf.records
 
     def with_prefix(self, prefix: str) -> BaseLockBackend:
         return MemoryBackend(replace(self.memory.config, key_prefix=prefix), clock=self.clock)
@@ -155,8 +155,9 @@ class DatabaseStore(Store):
             [past, past, past, past, self.mark],
         )
         self.ask(
-            f"UPDATE {self.fences} SET paused_until = paused_until - %s WHERE {where}",
-            [past, self.mark],
+            f"UPDATE {self.fences} SET paused_until = paused_until - %s,"
+            f" closed_until = closed_until - %s WHERE {where}",
+            [past, past, self.mark],
         )
 
     def now(self) -> datetime:

@@ -19,7 +19,15 @@ from .redis_clients import close, cluster_url, single_url
 from .stores import Store, Stranger
 
 #: The times in a record, and in a pause.
-TIMES = ("acquired_at", "renewed_at", "expires_at", "free_at", "stop_requested_at", "until")
+TIMES = (
+    "acquired_at",
+    "renewed_at",
+    "expires_at",
+    "free_at",
+    "stop_requested_at",
+    "until",
+    "closed",
+)
 
 # One step, as for everything that the backend does. Where a key is over, Redis removes it.
 AGE = """
@@ -115,7 +123,7 @@ class RedisStore(Store):
         for name in self._found(f"*{self.mark}*"):
             # No prefix has braces: the first one begins the tag, behind the role.
             start, role = name.partition(":{")[0].rpartition(":")[::2]
-            if role in ("lock", "pause"):
+            if role in ("lock", "pause", "shared"):
                 # Before its record, which Redis may remove on the way.
                 token = self.client.hget(name, "token")
                 self.client.eval(script, 1, name, past, *TIMES)

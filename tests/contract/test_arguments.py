@@ -94,7 +94,7 @@ BY_LIMIT: Calls = {
 }
 
 BAD_KEYS = [
-    "", None, 7, b"key", ["key"], "a\0b", "\ud800", "k" * 513, "é" * 257, "🔒" * 128 + "k",
+    "", None, 7.5, b"key", ["key"], "a\0b", "\ud800", "k" * 513, "é" * 257, "🔒" * 128 + "k",
 ]  # fmt: skip
 BAD_TOKENS = [
     "", 22, b"abcdefghijklmnopqrstuv", "short", TOKEN[:-1], TOKEN + "w", TOKEN + "\n",
@@ -139,7 +139,7 @@ REFUSED = {
         (
             "prefix",
             {"list": lambda backend, bad: backend.list(bad)},
-            ["a\0", "\ud800", "k" * 513, 7],
+            ["a\0", "\ud800", "k" * 513, 7.5],
         ),
         ("cursor", {"list": lambda backend, bad: backend.list("", bad)}, BAD_TEXTS),
         ("host", {"list": lambda backend, bad: backend.list(host=bad)}, BAD_TEXTS),

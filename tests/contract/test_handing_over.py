@@ -321,6 +321,40 @@ def test_other_texts_are_refused(text: Any) -> None:
         Lease.load(text)
 
 
+#: What another version of this package may write, whose text is signed with the same secret.
+OTHER_VERSIONS: list[dict[str, Any]] = [
+    {"token": None},
+    {"acquired_at": None},
+    {"acquired_at": "yesterday"},
+    {"acquired_at": "2026-01-01T00:00:00"},
+    {"ttl": "20"},
+    {"fence": True},
+    {"hold": [1]},
+    {"places": 3},
+]
+
+
+@HAS_TTL
+@pytest.mark.parametrize("change", OTHER_VERSIONS, ids=str)
+def test_text_of_another_version_is_refused_and_touches_nothing(
+    registered: Registered, key: str, change: dict[str, Any]
+) -> None:
+    """The error names what is missing, unknown, or of another kind, and never the token."""
+    text = dumped(registered, key)
+    salt = "django_distlock.lease"
+    given = signing.loads(text, salt=salt)
+    (name,) = change
+    other = {**given, **change}
+    if name in given and change[name] is None:
+        del other[name]
+    with pytest.raises(InvalidArgument, match=name) as caught:
+        Lease.load(signing.dumps(other, salt=salt))
+    assert given["token"] not in str(caught.value)
+    with pytest.raises(InvalidArgument):
+        Lease.load(signing.dumps([given], salt=salt))
+    assert Lease.load(text).release() is True
+
+
 @HAS_TTL
 def test_tampered_text_is_refused_and_touches_nothing(registered: Registered, key: str) -> None:
     """One character is enough; the right text still works."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 
 import pytest
@@ -144,3 +145,30 @@ def test_block_leaves_nothing_to_the_garbage_collector(registered: Registered, k
         gone = weakref.ref(lease)
     del lease
     assert gone() is None
+
+
+def test_error_of_an_inner_block_is_told_from_the_outer_ones(
+    registered: Registered, key: str, hold: Hold
+) -> None:
+    """The error says which lock was not granted, however it was asked for."""
+    outer = lock_of(registered, key, wait=0)
+    inner = lock_of(registered, f"{key}:inner", wait=0)
+    refused = []
+
+    def work(_: Lease) -> None:
+        with pytest.raises(LockNotAcquired) as caught:
+            hold(inner, lambda lease: lease)
+        refused.append(caught.value)
+
+    with held_elsewhere(inner):
+        hold(outer, work)
+        for ask in (inner.acquire, lambda: asyncio.run(inner.aacquire())):
+            with pytest.raises(LockNotAcquired) as caught:
+                ask()
+            refused.append(caught.value)
+    with held_elsewhere(outer), pytest.raises(LockNotAcquired) as caught:
+        hold(outer, work)
+    assert [each.lock for each in refused] == [inner] * 3
+    # A function's key is filled in for each of its calls.
+    assert [each.lock is inner for each in refused[1:]] == [True, True]
+    assert caught.value.lock == outer

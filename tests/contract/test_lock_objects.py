@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import uuid
 from typing import Any
 
 import pytest
 
-from django_distlock import InvalidLockBackend, Lease, Lock, LockUsageError, Retry, distlock
+from django_distlock import (
+    InvalidLockBackend,
+    Lease,
+    Lock,
+    LockUsageError,
+    Retry,
+    current_lease,
+    distlock,
+    distlock_all,
+    held_keys,
+)
+from django_distlock.inspection import get_by_key
 from tests.backends import Registered
 
 from .helpers import at_once
@@ -84,7 +96,7 @@ def test_aliases_are_stores_of_their_own(registered: Registered, key: str) -> No
 
 @pytest.mark.parametrize(
     "name",
-    ["timeout", "blocking", "fair", "permits"],
+    ["timeout", "blocking", "fair"],
 )
 def test_argument_without_behaviour_is_absent(name: str) -> None:
     """A parameter appears when it does something."""
@@ -125,3 +137,17 @@ def test_metadata_is_copied(registered: Registered, key: str) -> None:
     lock = lock_of(registered, key, metadata=metadata)
     metadata["reason"] = "second"
     assert lock == lock_of(registered, key, metadata={"reason": "first"})
+
+
+def test_int_and_its_digits_are_one_key(registered: Registered) -> None:
+    """A primary key is a key as it is; whatever is asked by it, or by its text, is the same."""
+    number = uuid.uuid4().int
+    alias = registered.alias
+    with distlock(number, backend=alias, ttl=5) as lease:
+        assert lease.key == str(number)
+        assert current_lease(number) is current_lease(str(number)) is lease
+        assert distlock(str(number), backend=alias).locked()
+        assert [*held_keys([number, str(number), 0], backend=alias)] == [str(number)]
+        assert get_by_key(number, backend=alias) is not None
+    with distlock_all(number, number + 1, str(number), backend=alias, ttl=5) as leases:
+        assert [*leases] == sorted([str(number), str(number + 1)])

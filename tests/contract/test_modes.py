@@ -373,7 +373,7 @@ BAD: list[tuple[str, str, list[Any]]] = [
     ("backend", "alias", [5, None]),
     *((name, "True or False", [5, None, "yes"]) for name in ("heartbeat", "hold", "reentrant")),
     *((name, "True or False", [0, 1]) for name in ("steal_if_dead", "basic")),
-    ("on_conflict", '"raise" or "run"', ["skip", "RUN", "", None, True, []]),
+    ("on_conflict", '"raise", "run" or "yield"', ["skip", "RUN", "", None, True, []]),
     ("retry", "Retry", [5, {"delay": 1}]),
     ("metadata", "mapping", ["Ada", [("user", "Ada")], [], 0, "", False]),
     ("metadata", "JSON", [{"user": object()}]),
@@ -394,7 +394,9 @@ def test_bad_argument_is_refused(name: str, rule: str, values: list[Any]) -> Non
         assert rule in str(caught.value)
 
 
-@pytest.mark.parametrize("key", ["", None, 5, b"key", "a\0b", "\ud800", "x" * 513, "é" * 257])
+@pytest.mark.parametrize(
+    "key", ["", None, True, 0.5, b"key", "a\0b", "\ud800", "x" * 513, "é" * 257]
+)
 def test_bad_key_is_refused(key: Any) -> None:
     """Where the lock is described, and not first where it is used."""
     with pytest.raises(InvalidArgument):

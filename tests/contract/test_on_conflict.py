@@ -1,10 +1,10 @@
-"""`on_conflict="run"`: a block that was not granted the key runs without."""
+"""`on_conflict="run"` and `"yield"`: a block that was not granted the key runs without."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from django.db import transaction
@@ -31,7 +31,7 @@ from .turn_workers import LAZY
 
 def runs(registered: Registered, key: str, **more: Any) -> Lock:
     """Describe a lock that is not insisted on."""
-    return lock_of(registered, key, on_conflict="run", **{"wait": 0, **more})
+    return lock_of(registered, key, **{"wait": 0, "on_conflict": "run", **more})
 
 
 def test_block_runs_without_the_lock(registered: Registered, key: str) -> None:
@@ -80,6 +80,67 @@ def test_block_asks_as_it_does_elsewhere(registered: Registered, key: str) -> No
         asyncio.run(awork())
     assert protected == [True, True]
     assert heard.facts == []
+
+
+def test_block_that_looks_is_no_bypass(registered: Registered, key: str) -> None:
+    """With "yield" a block runs and leaves: what was not granted is told, and nothing else."""
+    lock = runs(registered, key, on_conflict="yield")
+    protected = []
+
+    def work() -> None:
+        with lock as lease:
+            assert current_lease() is (lease or None)
+            if not lease:
+                return
+            protected.append(lease.held)
+
+    async def awork() -> None:
+        async with lock as lease:
+            if not lease:
+                return
+            protected.append(lease.held)
+
+    with (
+        held_elsewhere(lock_of(registered, key)) as holder,
+        Heard(signals.lock_bypassed, key) as bypassed,
+        Heard(signals.lock_not_acquired, key) as refusals,
+    ):
+        work()
+        asyncio.run(awork())
+        assert holder.held
+    assert (protected, bypassed.facts, len(refusals.facts)) == ([], [], 2)
+    work()
+    asyncio.run(awork())
+    assert protected == [True, True]
+    assert grantable(lock_of(registered, key))
+
+
+def test_lease_that_was_not_looked_at_refuses(registered: Registered, key: str) -> None:
+    """With the word that let the block run."""
+    with held_elsewhere(lock_of(registered, key)):
+        with runs(registered, key, on_conflict="yield") as lease:
+            assert lease.release() is False
+            with pytest.raises(LockUsageError, match='on_conflict="yield".*lease.held'):
+                lease.check()
+        with (
+            runs(registered, key) as lease,
+            pytest.raises(LockUsageError, match='on_conflict="run"'),
+        ):
+            lease.extend()
+
+
+def test_yield_decorates_no_function() -> None:
+    """A function does not look at its lease: it is refused where it is defined."""
+    lock = distlock("job:{pk}", on_conflict="yield")
+
+    def work(pk: int) -> None: ...
+
+    async def awork(pk: int) -> None: ...
+
+    for function in (work, awork):
+        with pytest.raises(LockUsageError, match="a function would") as caught:
+            lock(function)
+        assert (caught.value.code, caught.value.key) == ("unsupported", "job:{pk}")
 
 
 async def refused(lease: Lease) -> dict[str, str]:
@@ -179,9 +240,10 @@ def test_decorated_function_runs_without_the_lock(registered: Registered, key: s
     assert grantable(lock_of(registered, key))
 
 
-def test_acquire_still_raises(registered: Registered, key: str) -> None:
+@pytest.mark.parametrize("on_conflict", ["run", "yield"])
+def test_acquire_still_raises(registered: Registered, key: str, on_conflict: str) -> None:
     """Without a block there is nothing to run: `acquire()` raises, `try_acquire()` says None."""
-    lock = runs(registered, key)
+    lock = runs(registered, key, on_conflict=on_conflict)
     with held_elsewhere(lock_of(registered, key)):
         with pytest.raises(LockNotAcquired):
             lock.acquire()
@@ -214,13 +276,14 @@ async def test_receiver_of_an_awaited_bypass_may_use_the_orm(
 
 
 @AWAY
+@pytest.mark.parametrize("on_conflict", ["run", "yield"])
 def test_store_that_is_away_is_no_conflict(
-    registered: Registered, key: str, tmp_path: Path
+    registered: Registered, key: str, tmp_path: Path, on_conflict: Literal["run", "yield"]
 ) -> None:
     """Nobody knows whether somebody else works: the block does not run."""
     with store_away(registered, tmp_path) as (alias, _), Heard(signals.lock_bypassed, key) as heard:
         lock = distlock(
-            key, backend=alias, wait=0.2, on_conflict="run", retry=Retry(delay=0.02, cap=0.02)
+            key, backend=alias, wait=0.2, on_conflict=on_conflict, retry=Retry(delay=0.02, cap=0.02)
         )
         with pytest.raises(BackendUnavailable), lock:
             pytest.fail("ran")
@@ -234,11 +297,12 @@ def test_store_that_is_away_is_no_conflict(
     assert heard.facts == []
 
 
-def test_misuse_is_no_conflict(registered: Registered, key: str) -> None:
+@pytest.mark.parametrize("on_conflict", ["run", "yield"])
+def test_misuse_is_no_conflict(registered: Registered, key: str, on_conflict: str) -> None:
     """Re-entry is refused, and does not run."""
     with (
         lock_of(registered, key),
         pytest.raises(LockUsageError, match=key),
-        runs(registered, key),
+        runs(registered, key, on_conflict=on_conflict),
     ):
         pytest.fail("entered twice")

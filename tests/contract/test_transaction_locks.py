@@ -567,3 +567,30 @@ def test_snapshot_is_refused(registered: Registered, key: str, how: IsolationLev
         pytest.raises(LockUsageError, match="snapshot"),
     ):
         transaction_lock(key, using=alias, backend=registered.alias)
+
+
+def test_leases_that_share_a_key(registered: Registered, key: str) -> None:
+    """They are in the way of a transaction that wants it alone, and of none that shares it."""
+    backend = lock_backends[registered.alias]
+    grants = [take(backend, key, permits=None) for _ in range(2)]
+    for each in grants:
+        assert not locks(registered, key)
+        assert not locks(registered, f"{key}-other", key)
+        assert locks(registered, key, shared=True)
+        assert backend.release(each) is True
+    assert locks(registered, key)
+    over = take(backend, key, permits=None)
+    assert backend.release(over, 0.001) is True
+    assert locks(registered, key)
+
+
+@SIDE_BY_SIDE
+def test_lease_that_shares_a_key_beside_transactions(registered: Registered, key: str) -> None:
+    """PostgreSQL lets both share it at the same time; elsewhere, the lease comes behind."""
+    lock = lock_of(registered, key, shared=True, wait=0)
+    with locked_elsewhere(registered, key, shared=True):
+        assert grantable(lock) is (registered.store == "postgresql")
+        assert not grantable(lock_of(registered, key, wait=0))
+    with locked_elsewhere(registered, key):
+        assert not grantable(lock)
+    assert grantable(lock)

@@ -70,6 +70,16 @@ def test_errors_survive_pickling_with_all_they_know(error: LockError, protocol: 
     assert everything(copy.copy(error)) == everything(error)
 
 
+def test_lock_of_an_error_stays_at_home() -> None:
+    """A pickle or a copy has none: it may be what no other process can load."""
+    error = LockNotAcquired("text", key="k")
+    assert error.lock is None
+    error.lock = lambda: None
+    for made in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert made.lock is None
+        assert (made.args, made.key, made.settled) == (("text",), "k", False)
+
+
 def test_not_acquired_knows_its_holder() -> None:
     """Who holds the key, since when and until when are attributes."""
     error = LockNotAcquired("text", key="k", holder=Holder(host="h"), held_for=1.0, expires_in=None)

@@ -18,13 +18,24 @@ from django_distlock.core.keys import (
     IllegalKey,
     KeyTemplate,
     advisory_id,
+    hashed_key,
     new_token,
     normalize_key,
     normalize_prefix,
     prefix_end,
     storage_key,
+    stored_key,
     validate_token,
 )
+
+
+class Priority(enum.IntEnum):
+    """An int that shows itself by a name."""
+
+    HIGH = 3
+
+    def __str__(self) -> str:
+        return self.name
 
 
 class Text(str):
@@ -125,9 +136,58 @@ def test_illegal_text_is_refused_with_the_rule(key: str, rule: str) -> None:
         normalize_key(key)
 
 
-@pytest.mark.parametrize("key", [None, 42, b"bytes", 4.2, ["a"], True, object])
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [(42, "42"), (0, "0"), (-7, "-7"), (Priority.HIGH, "3"), (10**511 - 1, "9" * 511)],
+)
+def test_int_is_its_digits(key: int, text: str) -> None:
+    """A primary key is a key as it is, and the same one as its text."""
+    assert normalize_key(key) == stored_key(key) == text
+    assert type(normalize_key(key)) is str
+
+
+@pytest.mark.parametrize("key", [10**511, -(10**511), 10**5000], ids=["512", "513", "5001"])
+def test_int_that_is_too_long_is_refused(key: int) -> None:
+    """Also one that Python would not write down."""
+    with pytest.raises(IllegalKey, match="at most 512 bytes"):
+        normalize_key(key)
+
+
+TEXTS = ["", "x", "x" * 10_000, "\0", "\ud800", "é", "e\u0301", "page:x"]
+
+
+def test_hashed_keys_of_any_texts_are_legal_and_differ() -> None:
+    """A text that no key could be has one, which says what it is about."""
+    keys = {text: hashed_key("page", text) for text in TEXTS}
+    assert len({*keys.values()}) == len(TEXTS)
+    for text, key in keys.items():
+        assert normalize_key(key) == key == hashed_key("page", text)
+        assert re.fullmatch(r"page:[\w-]{43}", key, re.ASCII)
+    assert hashed_key("other", "x") != hashed_key("page", "x")
+    # SHA-256 of the empty text, as anybody computes it.
+    assert keys[""] == "page:47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rule"),
+    [
+        ("", "x", "empty"),
+        ("n" * 469, "x", "at most 512 bytes"),
+        ("page", None, "takes a name and a text, not None"),
+        ("page", b"x", "takes a name and a text, not b'x'"),
+        (5, "x", "takes a name and a text, not 5"),
+    ],
+)
+def test_hashed_key_refuses_what_breaks_a_rule(name: Any, text: Any, rule: str) -> None:
+    """With the value, or the rule."""
+    with pytest.raises(InvalidArgument, match=rule):
+        hashed_key(name, text)
+    assert len(hashed_key("n" * 468, "x")) == MAX_KEY_BYTES
+
+
+@pytest.mark.parametrize("key", [None, b"bytes", 4.2, ["a"], True, object])
 def test_other_types_are_refused_with_the_value(key: object) -> None:
-    """A key is text: nothing is converted, and the message names type and value."""
+    """A key is text or an int: nothing else is converted; the message names type and value."""
     with pytest.raises(InvalidArgument, match="must be a str") as caught:
         normalize_key(key)
     assert type(key).__name__ in str(caught.value)

@@ -29,6 +29,7 @@ FUNCTIONS = {
     "django_distlock_heldlock_extend_v3",
     "django_distlock_heldlock_extend_many_v3",
     "django_distlock_heldlock_release_v3",
+    "django_distlock_heldlock_share_v3",
     "django_distlock_heldlock_transaction_lock_v3",
     "django_distlock_fencecounter_guard_v1",
 }
@@ -40,6 +41,7 @@ TABLES = {
     "django_distlock_waiter",
     "django_distlock_seenfence",
     "django_distlock_runnote",
+    "django_distlock_storedresponse",
     "django_distlock_failedtask",
 }
 #: On PostgreSQL, without models.

@@ -180,7 +180,7 @@ def test_state_is_a_word_and_a_sign(browser: Client, key: str) -> None:
 def test_cards_lead_to_what_they_count(browser: Client, key: str) -> None:
     """Each number is a link to the list of what it counts."""
     take("postgres", f"{key}-lasting", 600)
-    take("postgres", f"{key}-soon", 5)
+    take("postgres", f"{key}-soon", 9.5)
     cards = {each.name: each.href for each in browser.get(LOCKS).context["overview"].cards}
     assert cards["waiting"].endswith("#distlock-wanted")
     for name, shown in (("held", ["lasting", "soon"]), ("ending_soon", ["soon"]), ("overdue", [])):

@@ -71,7 +71,7 @@ def test_each_database_counts_what_is_its_own(empty: str, key: str) -> None:
         if connections[empty].vendor == "sqlite":
             assert told["sizes"]["bytes"] > 0
         else:
-            assert len(tables) == 7
+            assert len(tables) == 8
             assert tables["django_distlock_fencecounter"]["bytes"] > 0
         # Zeros, and no fence, are no error. What is noted beside the locks is none.
         lock_backends["fresh"].notes.put("done", 7, 60)

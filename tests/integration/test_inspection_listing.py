@@ -182,6 +182,7 @@ def test_state_says_the_most_telling_thing(key: str) -> None:
         State.NO_EXPIRY: endless,
         State.QUEUED: replace(held, holder=replace(held.holder, pid=0, task_id="a")),
         State.SETTLED: replace(held, free_at=held.expires_at),
+        State.SHARED: replace(held, shared=True),
     }
     assert {state: each.state for state, each in states.items()} == {each: each for each in states}
     assert len({str(state.label) for state in State}) == len(State) == len(states)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from datetime import UTC, datetime, timedelta
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from django.contrib.auth.models import AnonymousUser, Permission, User
+from django.core.management import call_command
 from django.test import override_settings
 
 from django_distlock import (
@@ -20,6 +22,7 @@ from django_distlock import (
     distlock,
     lock_backends,
 )
+from django_distlock.core.holders import Holder
 from django_distlock.core.records import Counter
 from django_distlock.inspection import (
     Operation,
@@ -279,6 +282,30 @@ def test_key_is_shown_with_all_that_is_known(key: str, alias: str) -> None:
         assert document["fence"] == lease.fence
         for shown in (repr(view), json.dumps(document)):
             assert lease.token not in shown
+
+
+@each_backend
+def test_all_who_share_a_key_are_shown(key: str, alias: str) -> None:
+    """Where several do; each is in the list, and the key can be taken from one of them."""
+    store = lock_backends[alias]
+    with distlock(key, backend=alias):
+        assert show(key, alias).sharing == ()
+    if not store.supports_sharing:
+        return
+    with distlock(key, backend=alias, shared=True) as one:
+        other = take(store, key, 60, holder=Holder(host="there"), permits=None)
+        view = show(key, alias)
+        assert view.held is not None
+        assert view.held.state is State.SHARED
+        assert sorted(each.fence for each in view.sharing) == [one.fence, other.fence]
+        assert {each["shared"] for each in view.as_json()["sharing"]} == {True}
+        if store.distributed:
+            said = io.StringIO()
+            call_command("distlock_show", key, "--backend", alias, stdout=said)
+            assert "HELD BY" in said.getvalue()
+        force_release(key, backend=alias, fence=other.fence, **WHO)
+        assert [each.fence for each in show(key, alias).sharing] == [one.fence]
+        one.check()
 
 
 def test_latest_events_are_shown_the_last_first(key: str) -> None:

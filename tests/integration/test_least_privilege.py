@@ -18,7 +18,7 @@ from django_distlock.fencing.rejecting import Fence
 from django_distlock.fencing.seen import see
 from django_distlock.handler import lock_backends
 from django_distlock.inspection import prune_events, statistics, summary
-from django_distlock.models import FailedTask, LockEvent
+from django_distlock.models import FailedTask, LockEvent, StoredResponse
 from tests.backends import ADVISORY
 from tests.contract.aliases import locks_on
 from tests.contract.helpers import take
@@ -84,6 +84,10 @@ def do_all(limited: str, **options: Any) -> None:
     for _ in range(2):
         row = FailedTask(task_id="5f6d", failed_at=timezone.now())
         FailedTask.objects.using(limited).bulk_create([row], ignore_conflicts=True)
+    over = StoredResponse(name="5f6d", status=0, made_at=timezone.now(), until=timezone.now())
+    over.save(using=limited)
+    over.save(using=limited, update_fields=["status"])
+    over.delete(using=limited)
     see(Fence("key", 7), limited)
     assert see(Fence("key", 9), limited) == 9
     LockEvent.objects.using(limited).create(

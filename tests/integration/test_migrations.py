@@ -13,7 +13,7 @@ from django.db import DatabaseError, connection, connections
 from django.test import override_settings
 
 from django_distlock import LockError, LockUsageError, distlock
-from django_distlock.conf import table
+from django_distlock.conf import DEFAULT_TABLES, table
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
@@ -48,6 +48,7 @@ NAMES = pytest.mark.parametrize(
                 "seen": "select",
                 "notes": "where",
                 "failed": "from",
+                "responses": "grant",
             },
             id="reserved",
         ),
@@ -269,10 +270,7 @@ def _not_refused() -> list[str]:
 @pytest.mark.parametrize(
     "names",
     [
-        {
-            each: f"acme_{each}"
-            for each in ("locks", "fences", "events", "waiters", "seen", "notes", "failed")
-        },
+        {each: f"acme_{each}" for each in DEFAULT_TABLES},
         {
             "locks": "Django_Distlock_HeldLock",
             "fences": "Django_Distlock_FenceCounter",
@@ -281,6 +279,7 @@ def _not_refused() -> list[str]:
             "seen": "Django_Distlock_SeenFence",
             "notes": "Django_Distlock_RunNote",
             "failed": "Django_Distlock_FailedTask",
+            "responses": "Django_Distlock_StoredResponse",
         },
     ],
     ids=["other names", "other case"],

@@ -30,6 +30,7 @@ from django_distlock.models import (
     LockEvent,
     RunNote,
     SeenFence,
+    StoredResponse,
     Waiter,
 )
 from tests.contract.aliases import locks_on
@@ -38,7 +39,7 @@ from .databases import APP, ask, lock_and_release, migrate
 from .projects import Project
 
 MODELS: tuple[type[models.Model], ...] = (
-    HeldLock, FenceCounter, Waiter, LockEvent, SeenFence, RunNote, FailedTask,
+    HeldLock, FenceCounter, Waiter, LockEvent, SeenFence, RunNote, FailedTask, StoredResponse,
 )  # fmt: skip
 TABLE = "django_distlock_heldlock"
 FENCES = "django_distlock_fencecounter"

@@ -156,7 +156,8 @@ def test_lease_is_released_though_the_pool_is_empty(key: str) -> None:
         with emptied(using):
             with pytest.raises(BackendUnavailable):
                 lease.release()
-            assert lease.held
+            # The store may hear it at any time.
+            assert not lease.held
         assert lease.release() is True
         assert lock.locked() is False
 

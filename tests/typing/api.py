@@ -23,21 +23,28 @@ from django_distlock import (
     LockUsageError,
     Retry,
     RunScope,
+    asingle_flight,
     current_lease,
     default_lock_backend,
     distlock,
     distlock_all,
+    hashed_key,
     held_keys,
+    leader,
+    leader_of,
     lock_backends,
+    single_flight,
     transaction_lock,
     transaction_locked,
 )
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.contrib.celery import locked_task as celery_task
 from django_distlock.contrib.tasks import locked_task
+from django_distlock.idempotency import idempotent
 from django_distlock.inspection import (
     LockPage,
     Outcome,
+    aowns,
     force_release,
     get_by_key,
     get_by_token,
@@ -80,10 +87,13 @@ def describe() -> None:
     distlock("key", ttl=5.5, wait=0)
     distlock("key", ttl=None, wait=0.5)
     distlock("key", 5)  # type: ignore[call-arg]
-    distlock(5)  # type: ignore[arg-type]
+    assert_type(distlock(5), Lock)
+    distlock(5.5)  # type: ignore[arg-type]
+    assert_type(hashed_key("page", "https://example.org"), str)
     distlock("key", backend=None)  # type: ignore[arg-type]
     distlock("key", retry={"delay": 1})  # type: ignore[arg-type]
     distlock("key", timeout=5)  # type: ignore[call-arg]
+    assert_type(distlock("key", on_conflict="yield"), Lock)
     distlock("key", on_conflict="skip")  # type: ignore[arg-type]
     # What becomes a duration is typed, so that a slip is found before it runs.
     distlock("key", ttl="5")  # type: ignore[arg-type]
@@ -104,6 +114,7 @@ def use(lock: Lock) -> None:
 
 async def ause(lock: Lock) -> None:
     """The same with awaits."""
+    assert_type(await aowns("token", backend="default"), bool)
     async with lock as lease:
         assert_type(lease, Lease)
     assert_type(await lock.aacquire(), Lease)
@@ -244,6 +255,48 @@ def schedules() -> None:
     assert_type(made, Callable[[int], Coroutine[Any, Any, str | Skipped]])
 
 
+def leaders() -> None:
+    """A candidate gives terms."""
+    candidate = leader("name", ttl=timedelta(seconds=5), steal_if_dead=True, metadata={"a": 1})
+    with candidate as term:
+        assert_type(term.fence, int)
+        assert_type(term.lease, Lease)
+        assert_type(term.wait(timedelta(seconds=5)), bool)
+        term.check()
+    candidate.run(lambda term: term.wait(5))
+    candidate.stop()
+    assert_type(leader_of("name", backend="default"), Holder | None)
+
+
+def requests() -> None:
+    """A view stays one."""
+    idempotent()(lambda request: request)
+    idempotent("shop:{shop}", keep=timedelta(days=2), max_body=5)(lambda request, shop: request)
+    idempotent(key=lambda request: None, keep=5, required=True)(lambda request: request)
+
+
+async def values() -> None:
+    """What is computed once has the type of what computes it."""
+
+    async def wait() -> bytes:
+        return b""
+
+    assert_type(single_flight("key", lambda: 5, timeout=5), int)
+    assert_type(single_flight("key", str, timeout=None, wait=timedelta(seconds=3), ttl=3), str)
+    assert_type(await asingle_flight("key", wait, timeout=5, stale=5, on_error="stale"), bytes)
+
+    @single_flight("key:{pk}", timeout=5, cache="c", on_conflict="run", backend="b")
+    def value(pk: int) -> str:
+        return str(pk)
+
+    @single_flight("key:{pk}", timeout=5)
+    async def awaited(pk: int) -> str:
+        return str(pk)
+
+    assert_type(value(5), str)
+    assert_type(await awaited(5), str)
+
+
 def errors() -> None:
     """What errors know."""
     try:
@@ -298,6 +351,8 @@ async def jobs() -> None:
     later = locked_task("key:{number}", on_conflict="skip", max_wait=60)(awaited)
     assert_type(await later(1), str | dict[str, Any])
     assert_type(celery_task("key:{number}", on_unavailable="run", ttl=60)(body)(1), str)
+    assert_type(celery_task(unique="key:{number}", unique_until="start")(body)(1), str)
+    assert_type(celery_task(unique=True, debounce=timedelta(seconds=30))(body)(1), str)
 
 
 def operate() -> None:

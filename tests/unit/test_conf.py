@@ -179,6 +179,7 @@ TABLES = {
     "seen": "django_distlock_seenfence",
     "notes": "django_distlock_runnote",
     "failed": "django_distlock_failedtask",
+    "responses": "django_distlock_storedresponse",
 }
 
 

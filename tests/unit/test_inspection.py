@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
 import json
@@ -16,7 +17,7 @@ from django.core.serializers.json import DjangoJSONEncoder
 from django.test import override_settings
 
 from django_distlock import InvalidArgument, InvalidLockBackend, Lease, LockInfo, distlock
-from django_distlock.inspection import get_by_key, get_by_token, owns
+from django_distlock.inspection import aowns, get_by_key, get_by_token, owns
 
 KEY = "invoice:42"
 STRANGER = "A" * 22
@@ -65,11 +66,13 @@ def test_token_finds_what_it_holds(lease: Lease) -> None:
     """Who has the token finds its lock; behind the release, nobody does."""
     assert get_by_token(lease.token, backend="memory") == look(lease)
     assert owns(lease.token, backend="memory") is True
+    assert asyncio.run(aowns(lease.token, backend="memory")) is True
     token = lease.token
     lease.release()
     assert get_by_token(token, backend="memory") is None
     assert get_by_key(KEY, backend="memory") is None
     assert owns(token, backend="memory") is False
+    assert asyncio.run(aowns(token, backend="memory")) is False
 
 
 def test_keys_and_tokens_are_checked(lease: Lease) -> None:

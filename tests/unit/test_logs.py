@@ -62,9 +62,9 @@ def test_page_lists_the_words() -> None:
     section = (ROOT / "docs/howto/monitor.md").read_text().partition("### Words\n")[2]
     first = re.findall(r"^\| (`.*?`) \|", section.partition("\n#")[0], re.MULTILINE)
     listed = {word for cell in first[1:] for word in re.findall(r"`(\w+)`", cell)}
-    of_beats = {word for word in listed if word.startswith("beat_")}
-    assert listed - of_beats == named
-    assert len(of_beats) == 4
+    of_leaders = {word for word in listed if word.startswith(("beat_", "leader_"))}
+    assert listed - of_leaders == named
+    assert len(of_leaders) == 8
 
 
 def test_other_records_of_the_logger_have_empty_fields(caplog: pytest.LogCaptureFixture) -> None:

@@ -32,13 +32,18 @@ PUBLIC = [
     "LockUsageError",
     "Retry",
     "RunScope",
+    "asingle_flight",
     "atransaction_lock",
     "current_lease",
     "default_lock_backend",
     "distlock",
     "distlock_all",
+    "hashed_key",
     "held_keys",
+    "leader",
+    "leader_of",
     "lock_backends",
+    "single_flight",
     "transaction_lock",
     "transaction_locked",
 ]
@@ -46,12 +51,12 @@ PUBLIC = [
 #: What a user sees of a lock, and of a lease. Whatever else they have begins with an underscore.
 LOCK = """
     aacquire acquire alocked atry_acquire backend basic heartbeat hold key locked max_lifetime
-    metadata min_hold on_conflict reentrant retry steal_if_dead try_acquire ttl wait
+    metadata min_hold on_conflict permits reentrant retry shared steal_if_dead try_acquire ttl wait
 """
 LEASE = """
-    acquired_at aextend afenced arelease atomic backend check deadline dump expires_at extend fence
-    fence_token fenced guard held holder is_lost is_released key load on_danger on_lost release
-    remaining stop_requested token ttl
+    acquired_at adowngrade aextend afenced arelease atomic backend check deadline downgrade dump
+    expires_at extend fence fence_token fenced guard held holder is_lost is_released key load
+    on_danger on_lost release remaining shared stop_requested token ttl
 """
 #: What the documentation imports, and settings name, beside the root.
 PATHS = {
@@ -81,13 +86,15 @@ PATHS = {
         BadFence FenceJump FenceMiddleware fence_header fence_required read_fence_header
     """,
     "fencing.redis": "FencedValue",
+    "idempotency": "idempotent",
     "inspection": """
-        Failure HeldKey KeyView LockInfo LockPage Operation Outcome Pruned Result State Statistics
-        Summary cleanup expire_soon force_release get_by_key get_by_token list_locks may own_key
-        owns pause prune_events request_stop resume show statistics summary
+        Failure HeldKey KeyView LockInfo LockPage Operation Outcome Pruned Result State
+        Statistics Summary aowns cleanup expire_soon force_release get_by_key get_by_token
+        list_locks may own_key owns pause prune_events prune_responses request_stop resume show
+        statistics summary
     """,
     "management.locked": "LockedCommand",
-    "models": "FailedTask FenceCounter HeldLock LockEvent RunNote SeenFence Waiter",
+    "models": "FailedTask FenceCounter HeldLock LockEvent RunNote SeenFence StoredResponse Waiter",
     "process.heartbeat": "heartbeat_of",
     "scheduling": "RunScope Skipped scheduled",
     "signals": """
@@ -210,6 +217,19 @@ def test_root_imports_before_settings_and_without_extras() -> None:
     names = ", ".join(PUBLIC)
     program = f"{WITHOUT_EXTRAS}\nfrom django_distlock import {names}\nprint('fine')"
     assert run(program) == "fine\n"
+
+
+def test_root_itself_needs_no_django() -> None:
+    """Its names are there, and what each of them needs is imported when it is asked for."""
+    program = """
+import sys
+import django_distlock
+assert set(django_distlock.__all__) <= set(dir(django_distlock))
+print("django" in sys.modules)
+from django_distlock import *
+print(distlock.__module__, "django" in sys.modules)
+"""
+    assert run(program) == "False\ndjango_distlock.locks.lock True\n"
 
 
 def test_lock_may_be_described_before_settings() -> None:

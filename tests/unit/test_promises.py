@@ -28,7 +28,13 @@ FEWER = {
         "postgres_orm", "redis_cluster", "sqlite", "sqlite_orm", "mariadb",
         "mariadb_orm",
     },
+    "tests/contract/test_late_questions.py": HAS_NO_TTL,
     "tests/contract/test_lock_processes.py": IS_OF_ONE_PROCESS,
+    "tests/contract/test_sharing.py": HAS_NO_TTL,
+    "tests/contract/test_sharing_races.py": {
+        *HAS_NO_TTL, *IS_OF_ONE_PROCESS, "postgres_orm", "redis_cluster", "sqlite_orm",
+        "mariadb_orm",
+    },
     "tests/contract/test_takeover.py": HAS_NO_TTL,
     # These go over the backends by themselves.
     "tests/contract/test_transaction_test_cases.py": {*BACKENDS},

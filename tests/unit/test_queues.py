@@ -71,6 +71,19 @@ def test_only_the_first_is_rung(queues: Queues) -> None:
     assert [each.rung for each in waiters] == [2, 0, 0]
 
 
+def test_silence_counts_from_the_front(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has stood in a queue for long is not taken for stuck when its turn comes."""
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    first, second, third = (Waiter(queues) for _ in range(3))
+    now = 200.0
+    first.leave()
+    assert (second.turn.asked_at, third.turn.asked_at) == (200.0, 100.0)
+    now = 300.0
+    third.leave()
+    assert second.turn.asked_at == 200.0
+
+
 def test_ringing_where_nobody_waits_does_nothing(queues: Queues) -> None:
     """Nobody has to be there when a key becomes free."""
     queues.ring("a")

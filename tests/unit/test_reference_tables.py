@@ -46,7 +46,12 @@ MODULES = (
     "django_distlock.testing",
 )
 #: Modules without `__all__` whose signatures `api.md` has.
-OTHERS = ("django_distlock.scheduling", "django_distlock.views", "django_distlock.contrib.tasks")
+OTHERS = (
+    "django_distlock.idempotency",
+    "django_distlock.scheduling",
+    "django_distlock.views",
+    "django_distlock.contrib.tasks",
+)
 COMMANDS = sorted(each.stem for each in (CODE / "management/commands").glob("distlock_*.py"))
 
 

@@ -1,15 +1,18 @@
 -- Grant a key if it is free.
 --
--- KEYS: record, fence, pause; where tokens are indexed, that of the token, and of the one replaced.
+-- KEYS: record, fence, pause, who shares it; where tokens are indexed, that of the token, and of the
+-- one replaced.
 -- Answers: granted fence now expires_at | contended now [record] | paused now [record] | duplicate
--- | overflow
-local lock, fence, pause, index, replaced = unpack(KEYS)
+-- | overflow | shared (ask `share`)
+local lock, fence, pause, shared, index, replaced = unpack(KEYS)
 local token, ttl, grace, maximum, key, holder, wanted, replace, channel = unpack(ARGV)
 
-local held = redis.call('HMGET', lock, 'token', 'free_at', 'wanted')
+local held = redis.call('HMGET', lock, 'token', 'free_at', 'wanted', 'expires_at')
 local live = held[1] and is_live(held[2])
 local paused = now < tonumber(redis.call('HGET', pause, 'until') or '0')
-if paused or live and held[1] ~= replace then
+-- A token that asks in its own place does not take what it has settled.
+local spent = replace == token and held[2] ~= '' and held[2] == held[4]
+if paused or live and (held[1] ~= replace or spent) then
     local outcome = (paused and 'paused ' or 'contended ') .. text(now)
     if not live then
         return outcome
@@ -18,6 +21,9 @@ if paused or live and held[1] ~= replace then
         redis.call('HSETNX', lock, 'wanted', '1')
     end
     return outcome .. ' ' .. described(lock)
+end
+if redis.call('EXISTS', shared) == 1 then
+    return 'shared'
 end
 local indexed = index and redis.call('GET', index)
 if indexed and indexed ~= lock then
@@ -35,17 +41,7 @@ end
 if replaced and held[1] == replace then
     redis.call('DEL', replaced)
 end
-local expires_at, free_at = lease_ends(ttl, grace)
-redis.call(
-    'HSET', lock, 'key', key, 'token', token, 'fence', text(granted), 'ttl', ttl,
-    'acquired_at', text(now), 'renewed_at', text(now), 'expires_at', expires_at,
-    'free_at', free_at, 'holder', holder
-)
-remove_at(lock, free_at)
-if index then
-    redis.call('SET', index, lock)
-    remove_at(index, free_at)
-end
+local expires_at = put_record(lock, index, key, token, granted, ttl, grace, holder)
 if live and held[3] then
     -- They have to mark this grant.
     wake(channel, lock)

@@ -35,16 +35,40 @@ local function remove_at(key, time)
     end
 end
 
+-- Write the record of a grant, and the index of its token where there is one; return when it ends,
+-- and from when on its key is free.
+local function put_record(lock, index, key, token, fence, ttl, grace, holder)
+    local expires_at, free_at = lease_ends(ttl, grace)
+    redis.call(
+        'HSET', lock, 'key', key, 'token', token, 'fence', text(fence), 'ttl', ttl,
+        'acquired_at', text(now), 'renewed_at', text(now), 'expires_at', expires_at,
+        'free_at', free_at, 'holder', holder
+    )
+    remove_at(lock, free_at)
+    if index then
+        redis.call('SET', index, lock)
+        remove_at(index, free_at)
+    end
+    return expires_at, free_at
+end
+
 -- A server without memory lets a script go on that began with a write that takes none.
 local function begin(lock)
     redis.call('PERSIST', lock)
 end
 
--- All fields of a record, as JSON.
-local function described(lock)
+local function is_sooner(free_at, before)
+    return free_at ~= '' and (before == '' or tonumber(free_at) < tonumber(before))
+end
+
+-- All fields of a record, as JSON. With a time: as if its key were free then at the latest.
+local function described(lock, latest)
     local fields, flat = {}, redis.call('HGETALL', lock)
     for each = 1, #flat, 2 do
         fields[flat[each]] = flat[each + 1]
+    end
+    if latest and is_sooner(text(latest), fields.free_at) then
+        fields.free_at = text(latest)
     end
     return cjson.encode(fields)
 end
@@ -70,15 +94,63 @@ local function is_seen(lock, fence)
     return fence == '' or redis.call('HGET', lock, 'fence') == fence
 end
 
-local function is_sooner(free_at, before)
-    return free_at ~= '' and (before == '' or tonumber(free_at) < tonumber(before))
+-- Between the name of a key and that of a lease which shares it: U+232A, which is in no key.
+local PLACE = '\226\140\170'
+
+-- The role and the name of the key of a lease, whether that shares the key or not.
+local function whole(lock)
+    local place = string.find(lock, PLACE, 1, true)
+    return place and string.sub(lock, 1, place - 1) or lock
+end
+
+-- The live records of those who share a key, of the set that names them; and the names of others.
+local function sharers(shared)
+    local live, over = {}, {}
+    for _, place in ipairs(redis.call('HKEYS', shared)) do
+        if place ~= 'closed' then
+            local free_at = redis.call('HGET', place, 'free_at')
+            table.insert(free_at and is_live(free_at) and live or over, place)
+        end
+    end
+    return live, over
+end
+
+-- The one of these records that is free last.
+local function last_to_end(places)
+    local found, latest
+    for _, place in ipairs(places) do
+        local free_at = tonumber(redis.call('HGET', place, 'free_at')) or math.huge
+        if not latest or free_at > latest then
+            found, latest = place, free_at
+        end
+    end
+    return found
+end
+
+-- Keep the name of a lease that shares a key, for as long as that lasts at least.
+local function keep_place(shared, place, free_at)
+    local left = redis.call('PTTL', shared)
+    redis.call('HSET', shared, place, '')
+    if free_at == '' or left == -1 then
+        redis.call('PERSIST', shared)
+    else
+        remove_at(shared, math.max(tonumber(free_at), left < 0 and 0 or now + left * 1000))
+    end
+end
+
+-- Forget the name of a lease that shares a key.
+local function drop_place(shared, place)
+    redis.call('HDEL', shared, place)
+    if redis.call('HLEN', shared) == redis.call('HEXISTS', shared, 'closed') then
+        redis.call('DEL', shared)
+    end
 end
 
 -- Call out to the waiters of a key that something has become of it. Where the server forbids that,
 -- they ask again by themselves.
 local function wake(channel, key)
     -- No prefix has a brace: the first one begins the name, behind the role.
-    redis.pcall('PUBLISH', channel, string.sub(key, string.find(key, '{', 1, true), -1))
+    redis.pcall('PUBLISH', channel, string.sub(whole(key), string.find(key, '{', 1, true), -1))
 end
 
 -- A counter that is no number is nil, and so an error before anything is written.

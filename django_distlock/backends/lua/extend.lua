@@ -1,8 +1,10 @@
 -- Let a lease end `ttl` seconds from now.
 --
--- KEYS: record; where tokens are indexed, that of the token.
+-- KEYS: record; of one that shares its key, who does; where tokens are indexed, that of the token.
 -- Answers: extended fence acquired_at stop_requested(0 or 1) expires_at | why not
-local lock, index = unpack(KEYS)
+local lock = KEYS[1]
+local shared = whole(lock) ~= lock and KEYS[2]
+local index = KEYS[shared and 3 or 2]
 local token, ttl, grace, channel = unpack(ARGV)
 
 local why_not, before, wanted = refused(lock, token)
@@ -20,6 +22,9 @@ local ends = shortened and not is_sooner(expires_at, last) and last or expires_a
 begin(lock)
 redis.call('HSET', lock, 'ttl', ttl, 'renewed_at', text(now), 'expires_at', ends, 'free_at', free_at)
 remove_at(lock, free_at)
+if shared then
+    keep_place(shared, lock, free_at)
+end
 if index then
     redis.call('SET', index, lock)
     remove_at(index, free_at)

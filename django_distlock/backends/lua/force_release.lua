@@ -1,7 +1,7 @@
 -- Take a key from its holder, whose fence is passed in the same step.
 --
--- KEYS: record, fence. Answers: held now record | overflow | free
-local lock, fence = unpack(KEYS)
+-- KEYS: record, fence, and who shares the key. Answers: held now record | overflow | free
+local lock, fence, shared = unpack(KEYS)
 local maximum, channel, seen = unpack(ARGV)
 
 local free_at, wanted = unpack(redis.call('HMGET', lock, 'free_at', 'wanted'))
@@ -16,6 +16,9 @@ local record = described(lock)
 -- First: a server without memory lets a script go on that began with a write that takes none.
 redis.call('DEL', lock)
 redis.call('SET', fence, text(moved))
+if whole(lock) ~= lock then
+    drop_place(shared, lock)
+end
 if wanted then
     wake(channel, lock)
 end

@@ -1,7 +1,8 @@
--- Read the record of a held key. An expired one may be removed on the way.
+-- Read the record of a held key; of several that share it, that which is free last. An expired one
+-- may be removed on the way.
 --
--- KEYS: record. Answers: held now record | free
-local lock = KEYS[1]
+-- KEYS: record, and who shares the key. Answers: held now record | free
+local lock, shared = unpack(KEYS)
 local cleanup = ARGV[1]
 
 local free_at = redis.call('HGET', lock, 'free_at')
@@ -10,5 +11,9 @@ if free_at and is_live(free_at) then
 end
 if free_at and cleanup == '1' then
     redis.call('DEL', lock)
+end
+local last = shared and last_to_end((sharers(shared)))
+if last then
+    return 'held ' .. text(now) .. ' ' .. described(last)
 end
 return 'free'

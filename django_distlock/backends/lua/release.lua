@@ -1,8 +1,10 @@
 -- Give a key back, or keep it taken for so many seconds since its grant, without grace.
 --
--- KEYS: record; where tokens are indexed, that of the token.
+-- KEYS: record; of one that shares its key, who does; where tokens are indexed, that of the token.
 -- Answers: released | wanted (released, and somebody waited for it) | why not
-local lock, index = unpack(KEYS)
+local lock = KEYS[1]
+local shared = whole(lock) ~= lock and KEYS[2]
+local index = KEYS[shared and 3 or 2]
 local token, channel, seconds = unpack(ARGV)
 
 local why_not, _, wanted = refused(lock, token)
@@ -19,6 +21,9 @@ if ends and now < ends then
     remove_at(lock, text(ends))
 else
     redis.call('DEL', lock)
+    if shared then
+        drop_place(shared, lock)
+    end
 end
 if not wanted then
     return 'released'

@@ -17,7 +17,7 @@ from ...conf import BackendConfig
 from ...core.durations import GRACE
 from ...core.errors import LockError
 from ...core.fences import FENCE_MAX
-from ...core.keys import key_hash
+from ...core.keys import key_hash, whole_name
 from ...core.logs import log_fields
 from ...core.records import (
     SPOILED,
@@ -33,12 +33,13 @@ from ...core.records import (
     Unreadable,
 )
 from ...core.secrets import Token
+from ...core.sharing import DOOR_SECONDS
 from ...database.fields import from_microseconds, to_microseconds
 from ...exceptions import InvalidLockBackend
 from ..counts import Counts, States, Strain
 from ..listening import Listener
 from ..lua import script
-from .answers import counted, extended, granted, held, overflow
+from .answers import counted, extended, granted, held, overflow, sharing
 from .bulk import key_of
 from .clients import client_source
 from .counting import count_keys
@@ -113,7 +114,7 @@ class RedisBackend(RedisWaiters):
         return not self.store.is_cluster
 
     def _acquire(self, attempt: Attempt) -> Grant | Contended:
-        keys = [self._at(kind, attempt.name) for kind in ("lock", "fence", "pause")]
+        keys = [self._at(kind, attempt.name) for kind in ("lock", "fence", "pause", "shared")]
         concerned = (attempt.token, attempt.replace)
         tokens = [self._token(each) for each in concerned if each is not None]
         arguments = (
@@ -121,7 +122,15 @@ class RedisBackend(RedisWaiters):
             json.dumps(attempt.holder.as_json()), "1" if attempt.wanted else "",
             attempt.replace or "", self._channel,
         )  # fmt: skip
-        question = Call(script("acquire"), keys, arguments, tokens)
+        if not attempt.shared:
+            question = Call(script("acquire"), keys, arguments, tokens)
+            answer = self._run(question, partial(_granted_alone, attempt), attempt.key)
+            if answer is not None:
+                return answer
+        permits = "" if attempt.permits is None else str(attempt.permits)
+        more = permits, repr(DOOR_SECONDS)
+        places = [self._at("lock", attempt.place), *keys]
+        question = Call(script("share"), places, (*arguments, *more), tokens)
         return self._run(question, partial(granted, attempt), attempt.key)
 
     def _extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
@@ -129,22 +138,25 @@ class RedisBackend(RedisWaiters):
         return self._run(question, partial(extended, grant, ttl), grant.key)
 
     def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
-        answers = self.store.ask_all(
-            [self._extension(name, grant, grant.ttl) for name, grant in named]
-        )
+        calls = [self._extension(name, grant, grant.ttl) for name, grant in named]
+        answers = self.store.ask_all(calls)
         failed = [each for each in answers if isinstance(each, LockError)]
         if len(failed) == len(answers):
             raise failed[0]
-        # One server of a cluster is no reason to count the leases of the others as unknown.
-        return [
-            UNKNOWN if isinstance(answer, LockError) else extended(grant, grant.ttl, answer)
-            for (_name, grant), answer in zip(named, answers, strict=True)
-        ]
+        found: list[Grant | Unknown | None] = []
+        for (_name, grant), call, answer in zip(named, calls, answers, strict=True):
+            # One server of a cluster, or one record that somebody has spoiled, is no reason to
+            # count the other leases as unknown.
+            with suppress(LockError):
+                found.append(_read(partial(extended, grant, grant.ttl), _or_raise(answer), call))
+                continue
+            found.append(UNKNOWN)
+        return found
 
     def _extension(self, name: str, grant: Grant, ttl: float | None) -> Call:
         arguments = (grant.token, _seconds(ttl), _GRACE, self._channel)
         tokens = [self._token(grant.token)]
-        return Call(script("extend"), [self._at("lock", name)], arguments, tokens)
+        return Call(script("extend"), self._kept_at(name), arguments, tokens)
 
     def _release(self, name: str, grant: Grant, held: float | None, *, bound: float) -> bool:
         def read(answer: str) -> bool:
@@ -158,14 +170,17 @@ class RedisBackend(RedisWaiters):
 
         arguments = (grant.token, self._channel, *([] if held is None else [repr(held)]))
         tokens = [self._token(grant.token)]
-        question = Call(script("release"), [self._at("lock", name)], arguments, tokens)
+        question = Call(script("release"), self._kept_at(name), arguments, tokens)
         return self._run(question, read, grant.key)
 
     def _read(self, name: str) -> Record | None:
-        return self._run(self._reading(self._at("lock", name)), held)
+        return self._run(self._reading(self._at("lock", name), self._at("shared", name)), held)
+
+    def _sharing(self, name: str) -> Sequence[Record]:
+        return self._run(Call(script("sharing"), [self._at("shared", name)], ()), sharing)
 
     def _read_many(self, names: Sequence[str]) -> Sequence[Record | None]:
-        calls = [self._reading(self._at("lock", name)) for name in names]
+        calls = [self._reading(self._at("lock", name), self._at("shared", name)) for name in names]
         answers = zip(self.store.ask_all(calls), calls, strict=True)
         return [_read(held, _or_raise(answer), call) for answer, call in answers]
 
@@ -177,8 +192,8 @@ class RedisBackend(RedisWaiters):
             return None
         return record
 
-    def _reading(self, lock: str) -> Call:
-        return Call(script("read"), [lock], ("1" if self.cleanup_on_read else "",))
+    def _reading(self, *keys: str) -> Call:
+        return Call(script("read"), keys, ("1" if self.cleanup_on_read else "",))
 
     def _list(
         self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
@@ -226,7 +241,8 @@ class RedisBackend(RedisWaiters):
         def read(answer: str) -> Record | None:
             return overflow(key) if answer == "overflow" else held(answer)
 
-        keys = [self._at("lock", name), self._at("fence", name)]
+        whole = whole_name(name)
+        keys = [self._at("lock", name), self._at("fence", whole), self._at("shared", whole)]
         arguments = (_FENCE_MAX, self._channel, _fence(fence))
         record = self._run(Call(script("force_release"), keys, arguments), read, key)
         if record is not None:
@@ -357,7 +373,9 @@ class RedisBackend(RedisWaiters):
         arguments = ("" if to is None else str(to),)
         questions = [
             Call(
-                script("raise_fence"), [self._at("lock", name), self._at("fence", name)], arguments
+                script("raise_fence"),
+                [self._at(role, name) for role in ("lock", "fence", "shared")],
+                arguments,
             )
             for name in names
         ]
@@ -374,12 +392,23 @@ class RedisBackend(RedisWaiters):
         # A tag of its own: with braces in the key, a cluster would take that part of it.
         return _tagged(self._prefix, key)
 
+    def _kept_at(self, name: str) -> list[str]:
+        """Return the names of a lease: of one that shares its key, also that of who does."""
+        whole = whole_name(name)
+        lock = self._at("lock", name)
+        return [lock] if whole == name else [lock, self._at("shared", whole)]
+
     def _at(self, role: str, name: str) -> str:
         return f"{self._prefix}{role}:{name}"
 
     def _token(self, token: str) -> str:
         # The name of an index tells the token as well.
         return Token(f"{self._prefix}token:{token}")
+
+
+def _granted_alone(attempt: Attempt, answer: str) -> Grant | Contended | None:
+    """Read the answer to an acquire; None: others share the key, or did."""
+    return None if answer == "shared" else granted(attempt, answer)
 
 
 @lru_cache(maxsize=1024)  # A key is named again when it is released.

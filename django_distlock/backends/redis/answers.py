@@ -38,7 +38,14 @@ def extended(grant: Grant, ttl: float | None, answer: str) -> Grant | None:
     fence, acquired_at, stop, expires_at = rest
     granted_at = from_microseconds(int(acquired_at))
     return Grant(
-        grant.key, grant.token, int(fence), ttl, granted_at, _instant(expires_at), stop == "1"
+        grant.key,
+        grant.token,
+        int(fence),
+        ttl,
+        granted_at,
+        _instant(expires_at),
+        stop == "1",
+        grant.shared,
     )
 
 
@@ -69,6 +76,11 @@ def held(answer: str) -> Record | None:
     return _record(rest.partition(" ")[2]) if outcome == "held" else None
 
 
+def sharing(answer: str) -> list[Record]:
+    """Read the records of those who share a key."""
+    return [recorded(each) for each in json.loads(answer)]
+
+
 def counted(answer: str) -> Counter | None:
     """Read a key's counter; None: it was never granted, and is not paused."""
     fence, until, by = answer.split(" ", 2)
@@ -96,6 +108,7 @@ def recorded(fields: Mapping[str, str]) -> Record:
         holder=Holder.from_json(json.loads(fields["holder"])),
         wanted="wanted" in fields,
         stop_requested_at=_instant(stop) if stop else None,
+        shared="shared" in fields,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Final
 
 from ...core.errors import BackendUnavailable, LockError
 from ...core.holders import Holder
+from ...core.keys import whole_name
 from ...core.records import SPOILED, Record, Unreadable
 from .answers import recorded
 from .lines import ThreadLines
@@ -15,7 +16,7 @@ from .lines import ThreadLines
 #: Of a record, what is read. `free_at` is there as long as the record is.
 _FIELDS: Final = (
     "free_at", "key", "token", "fence", "ttl", "acquired_at", "renewed_at", "expires_at", "holder",
-    "wanted", "stop_requested_at",
+    "wanted", "stop_requested_at", "shared",
 )  # fmt: skip
 
 
@@ -46,7 +47,7 @@ def live_records(
 
 def key_of(name: str) -> str:
     """Return the key that a record's name in the store is about."""
-    return name.partition("}:")[2]
+    return whole_name(name).partition("}:")[2]
 
 
 def _live(answer: Sequence[str | bytes | None], now: int) -> Record | None:

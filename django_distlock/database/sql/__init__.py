@@ -15,9 +15,10 @@ import re
 from importlib.resources import files
 
 from ...conf import DEFAULT_TABLES, table
+from ...core.keys import PLACE_MARKER, prefix_end
 
 #: What is called for locks.
-FUNCTIONS = ("acquire", "extend", "extend_many", "release", "transaction_lock")
+FUNCTIONS = ("acquire", "share", "extend", "extend_many", "release", "transaction_lock")
 #: How PostgreSQL notes where each function looks names up: nobody else may create there.
 FIXED_PATH = "search_path=pg_catalog, pg_temp"
 #: In the order of installation.
@@ -112,7 +113,10 @@ def script(name: str, schema: str) -> str:
         "{seed}": _SEED,
         "{mark}": mark(),
         "{channel}": channel(),
+        "{place}": PLACE_MARKER,
+        "{place_end}": str(prefix_end(PLACE_MARKER)),
         "{called}": called("p_storage_key"),
+        "{called_whole}": called(f"pg_catalog.split_part(p_storage_key, '{PLACE_MARKER}', 1)"),
     }
     for stands_for, expression in salted.items():
         text = text.replace(stands_for, expression)

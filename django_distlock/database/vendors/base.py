@@ -78,8 +78,11 @@ class Vendor(ABC):
         with transaction.atomic(using=self.using):
             yield
 
-    def take_turn(self, name: str) -> bool:
+    def take_turn(self, name: str, *, shared: bool = False) -> bool:
         """Wait for the other acquirers of a key, so that two cannot create it at once.
+
+        Args:
+            shared: Not for those who share the key.
 
         Returns:
             Whether one of them may have been granted the key meanwhile.

@@ -95,8 +95,9 @@ class PostgreSQL(Vendor):
             if nested:
                 self._ask("SELECT set_config('lock_timeout', %s, true)", [before])
 
-    def take_turn(self, name: str) -> bool:
-        self._salted(f"pg_catalog.pg_advisory_xact_lock({number('turn', '%s')})", name)
+    def take_turn(self, name: str, *, shared: bool = False) -> bool:
+        kind = "_shared" if shared else ""
+        self._salted(f"pg_catalog.pg_advisory_xact_lock{kind}({number('turn', '%s')})", name)
         return True
 
     def make_durable(self) -> None:

@@ -1,9 +1,10 @@
-"""Remove the records of leases that are over, and old events."""
+"""Remove the records of leases that are over, responses that are, and old events."""
 
 from __future__ import annotations
 
 import math
 from argparse import ArgumentTypeError
+from collections.abc import Callable
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -12,7 +13,14 @@ from django.core.management.base import CommandParser
 from ...core.durations import seconds
 from ...core.errors import InvalidArgument, LockError, LockUsageError
 from ...handler import lock_backends
-from ...inspection import Failure, Outcome, Pruned, cleanup, prune_events
+from ...inspection import (
+    Failure,
+    Outcome,
+    Pruned,
+    cleanup,
+    prune_events,
+    prune_responses,
+)
 from ...inspection.operations import MAX_SPAN
 from ...inspection.pruning import AUDIT_KEPT, EVENTS_KEPT, MAX_BATCH
 from ..operating import OperatorCommand, batch, duration, raise_unavailable, refuse_memory
@@ -25,8 +33,9 @@ class Command(OperatorCommand):
     """`distlock_cleanup [--older-than SECONDS] [--events-older-than DAYS] …`."""
 
     help = (
-        "Removes what leases left behind that ended by expiry, and events that are old. Nothing"
-        " depends on either. Live locks and fence counters are never touched."
+        "Removes what leases left behind that ended by expiry, responses whose time is over, and"
+        " events that are old. Nothing depends on any of it. Live locks and fence counters are"
+        " never touched."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -71,7 +80,7 @@ class Command(OperatorCommand):
         json: bool,
         **options: Any,
     ) -> None:
-        """Clean one backend after the other, then the events of all."""
+        """Clean one backend after the other, then the responses, and the events of all."""
         if backend is not None:
             refuse_memory(backend)
         outcomes: list[Outcome] = []
@@ -84,19 +93,25 @@ class Command(OperatorCommand):
                 raise
             except (LockError, ImproperlyConfigured) as error:
                 failures.append(Failure.of(alias, error))
-        days, pruned = options["events_older_than"], None
+        days = options["events_older_than"]
+        removed: dict[str, Any] = {"responses": None, "events": None}
         if days is None:
             # Events are those of all backends.
             days = EVENTS_KEPT / DAY if backend is None else math.inf
-        try:
-            pruned = self._prune(days, batch, quiet=json)
-        except LockError as error:
-            failures.append(Failure.of("events", error))
+        others: dict[str, Callable[[], object]] = {
+            "responses": lambda: self._forget(backend, batch, quiet=json),
+            "events": lambda: self._prune(days, batch, quiet=json),
+        }
+        for name, remove in others.items():
+            try:
+                removed[name] = remove()
+            except LockError as error:
+                failures.append(Failure.of(name, error))
         if json:
             self.print_json(
                 {
                     "removed": {each.backend: each.removed for each in outcomes},
-                    "events": pruned,
+                    **removed,
                     "failures": failures,
                 }
             )
@@ -115,6 +130,19 @@ class Command(OperatorCommand):
         )
         line.end(f"{_counted(outcome.removed, 'record')} removed.")
         return outcome
+
+    def _forget(self, backend: str | None, batch: int, *, quiet: bool) -> int | None:
+        """Remove the responses whose time is over; None: they are to be kept, or none are."""
+        if backend is not None:
+            return None
+        line = _Line(self, "responses", quiet=quiet)
+        try:
+            gone = prune_responses(batch=min(batch, MAX_BATCH), progress=line.progress)
+        except (ImproperlyConfigured, LockUsageError):
+            return None
+        if gone:
+            line.end(f"{_counted(gone, 'response')} removed.")
+        return gone
 
     def _prune(self, days: float, batch: int, *, quiet: bool) -> Pruned | None:
         """Remove old events; None: they are to be kept, or none are."""

@@ -39,6 +39,7 @@ class Command(OperatorCommand):
             return
         for name, text in self._lines(view):
             self.stdout.write(f"{self.style.MIGRATE_HEADING(name.ljust(12))}{printable(text)}")
+        self._print_sharing(view)
         self._print_waiters(view)
         self._print_events(view)
 
@@ -55,6 +56,23 @@ class Command(OperatorCommand):
             yield "paused", f"until {instant(view.paused_until)}{by}"
         for session in view.guards or ():
             yield "guarded by", named(session)
+
+    def _print_sharing(self, view: KeyView) -> None:
+        if view.sharing:
+            self.stdout.write("")
+            self.print_table(
+                ("HELD BY", "TASK", "SINCE", "EXPIRES", "FENCE"),
+                [
+                    [
+                        each.holder.where or "-",
+                        each.holder.task_id or "-",
+                        instant(each.acquired_at),
+                        "-" if each.expires_at is None else instant(each.expires_at),
+                        str(each.fence),
+                    ]
+                    for each in view.sharing
+                ],
+            )
 
     def _print_waiters(self, view: KeyView) -> None:
         if view.waiters:

@@ -7,6 +7,9 @@
 --           paused     the same, where somebody holds it
 --           again      granted, extended, released, marked or paused meanwhile; nothing was written
 --           overflow   the key has used up its fences; nothing was written
+--           shared     the key is shared, or was; nothing was written
+--
+-- `again`: the token asks in its own place. What it has settled it does not take.
 --
 -- With `wanted`, the record that is in the way is marked: whoever ends it leaves the key to others
 -- for a moment.
@@ -15,9 +18,11 @@
 -- the last of them.
 {begin}
     -- Read first: whoever loses takes no lock and writes nothing.
-    SELECT c.fence, c.paused_until, l.storage_key IS NOT NULL, l.token = %(replace)s, l.token,
+    SELECT c.fence, c.paused_until, c.closed_until IS NOT NULL, l.storage_key IS NOT NULL,
+        l.token = %(replace)s AND (NOT %(again)s OR l.free_at IS NULL OR l.expires_at < l.free_at),
+        l.token,
         l.fence, l.acquired_at, l.expires_at, l.free_at, l.wanted, l.holder
-        INTO v_last, v_paused_until, h_there, h_ours, h_token,
+        INTO v_last, v_paused_until, v_shared, h_there, h_ours, h_token,
             h_fence, h_acquired_at, h_expires_at, h_free_at, h_wanted, h_holder
         FROM (SELECT 1) asked
         LEFT JOIN {fences} c ON c.storage_key = %(name)s
@@ -28,6 +33,8 @@
         SET v_outcome = 'paused';
     ELSEIF h_there AND h_ours IS NOT TRUE THEN
         SET v_outcome = 'contended';
+    ELSEIF v_shared THEN
+        SET v_outcome = 'shared';
     ELSE
         IF v_last IS NULL THEN
             -- Two who lock a row that is not there lock the gap, and deadlock.
@@ -38,14 +45,18 @@
         START TRANSACTION;
         -- A guard may stand for as long as a transaction: answer now.
         SET STATEMENT innodb_lock_wait_timeout = 0 FOR
-            SELECT c.fence, c.paused_until INTO v_last, v_paused_until
+            SELECT c.fence, c.paused_until, c.closed_until IS NOT NULL
+                INTO v_last, v_paused_until, v_shared
                 FROM {fences} c WHERE c.storage_key = %(name)s FOR UPDATE;
         -- Waits for an extend or a release in flight.
-        SELECT COUNT(*), MAX(l.token = %(replace)s), MAX(l.free_at) INTO h_there, h_ours, h_free_at
+        SELECT COUNT(*),
+            MAX(l.token = %(replace)s
+                AND (NOT %(again)s OR l.free_at IS NULL OR l.expires_at < l.free_at)),
+            MAX(l.free_at) INTO h_there, h_ours, h_free_at
             FROM {locks} l WHERE l.storage_key = %(name)s FOR UPDATE;
         SET t = {now};
         SET v_fence = GREATEST(v_last + 1, %(floor)s * (t DIV 10));
-        IF v_paused_until > t
+        IF v_paused_until > t OR v_shared
                 OR (h_there AND h_ours IS NOT TRUE AND (h_free_at IS NULL OR t < h_free_at)) THEN
             -- Granted, extended or paused since the look above.
             SET v_outcome = 'again';

@@ -7,12 +7,16 @@
 --           paused     the same, where somebody holds it
 --           busy       no answer within p_bound; the last holder that was seen, if any
 --           overflow   the key has used up its fences; nothing was written
+--           shared     the key is shared, or was; nothing was written
 --
 -- Locks are taken in the order advisory(key), fence row, lock row, here and everywhere.
 --
 -- With p_wanted, the record that is in the way is marked. Whoever ends, replaces or shortens a
 -- marked grant calls a hash of its storage key out, on a channel with a secret name: nothing is sent
 -- where nobody waits, because NOTIFY takes a lock of the whole server at commit.
+--
+-- A token that asks in its own place (p_replace = p_token) does not take what it has settled: the
+-- question is one that comes behind the end of its own work.
 --
 -- Answers are one text each, as all these functions give, because a row of columns costs the server
 -- a third more than the call itself: see docs/explanation/performance.md.
@@ -42,6 +46,7 @@ DECLARE
     v_outcome text;
     v_last bigint;
     v_paused boolean;
+    v_shared boolean;
     v_fence bigint;
     v_expires bigint;
     v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
@@ -63,7 +68,10 @@ BEGIN
                 FROM "django_distlock_heldlock" l
                 WHERE l.storage_key = p_storage_key;
             h_live := h_token IS NOT NULL AND (h_free_at IS NULL OR h_now < h_free_at);
-            IF h_live AND h_token IS DISTINCT FROM p_replace THEN
+            IF h_live AND (
+                h_token IS DISTINCT FROM p_replace
+                OR p_replace = p_token AND h_free_at = h_expires_at
+            ) THEN
                 v_outcome := 'contended';
             ELSE
                 IF v_turn IS NULL THEN
@@ -80,7 +88,7 @@ BEGIN
                     CONTINUE;
                 END IF;
                 -- A guard's FOR SHARE may stand for as long as a transaction: answer now.
-                SELECT c.fence INTO v_last FROM "django_distlock_fencecounter" c
+                SELECT c.fence, c.closed_until IS NOT NULL INTO v_last, v_shared FROM "django_distlock_fencecounter" c
                     WHERE c.storage_key = p_storage_key AND (
                         c.paused_until IS NULL OR
                         c.paused_until <= (
@@ -117,6 +125,10 @@ BEGIN
                     EXIT;
                 END IF;
             END IF;
+            IF v_shared THEN
+                v_outcome := 'shared';
+                EXIT;
+            END IF;
             -- Waits for an extend or a release in flight.
             SELECT l.wanted INTO h_wanted FROM "django_distlock_heldlock" l
                 WHERE l.storage_key = p_storage_key FOR UPDATE;
@@ -133,7 +145,12 @@ BEGIN
                     wanted = false, holder = p_holder, holder_host = p_holder->>'host',
                     task_id = p_holder->>'task_id', stop_requested_at = NULL
                     WHERE l.storage_key = p_storage_key
-                        AND (l.token = p_replace OR l.free_at <= t);
+                        AND (
+                            l.free_at <= t OR l.token = p_replace AND (
+                                p_replace <> p_token OR l.free_at IS NULL
+                                OR l.expires_at < l.free_at
+                            )
+                        );
                 IF NOT FOUND THEN
                     -- Granted or extended since the look above.
                     v_last := NULL;

@@ -45,7 +45,7 @@ BEGIN
                 expires_at = least(v_expires, v_until), free_at = v_free
                 WHERE l.storage_key = p_storage_key;
             IF r.wanted AND (v_free < r.free_at OR r.free_at IS NULL AND v_free IS NOT NULL) THEN
-                PERFORM pg_catalog.pg_notify({channel}, {called})
+                PERFORM pg_catalog.pg_notify({channel}, {called_whole})
                     FROM "django_distlock_heldlock_salt" s;
             END IF;
             IF pg_catalog.current_setting('synchronous_commit') <> 'remote_apply' THEN

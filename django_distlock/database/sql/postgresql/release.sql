@@ -55,7 +55,7 @@ BEGIN
             END IF;
         END IF;
         IF r.wanted AND (p_held IS NULL OR v_outcome = 'released') THEN
-            PERFORM pg_catalog.pg_notify({channel}, {called})
+            PERFORM pg_catalog.pg_notify({channel}, {called_whole})
                 FROM "django_distlock_heldlock_salt" s;
             IF v_outcome = 'released' THEN
                 v_outcome := 'wanted';

@@ -29,6 +29,7 @@ DECLARE
     v_turn bigint;
     v_at integer := 0;
     v_place integer;
+    v_paused boolean;
     v_outcome text := 'locked';
     v_ignored text;
     t bigint;
@@ -93,11 +94,31 @@ BEGIN
         ELSE
             SELECT pg_catalog.array_position(
                     p_storage_keys, (c.storage_key COLLATE "C")::text
-                ) INTO v_place
+                ), c.paused_until > t INTO v_place, v_paused
                 FROM "django_distlock_fencecounter" c
-                WHERE c.storage_key = ANY (p_storage_keys) AND c.paused_until > t LIMIT 1;
-            IF FOUND THEN
+                WHERE c.storage_key = ANY (p_storage_keys)
+                    AND (c.paused_until > t OR c.closed_until IS NOT NULL)
+                ORDER BY c.paused_until > t DESC NULLS LAST LIMIT 1;
+            IF v_paused THEN
                 v_outcome := 'paused';
+            ELSIF FOUND THEN
+                -- Leases share one of the keys, or did.
+                SELECT l.fence, l.acquired_at, l.expires_at, l.free_at, l.holder, k.place
+                    INTO h_fence, h_acquired_at, h_expires_at, h_free_at, h_holder, v_place
+                    FROM ROWS FROM (
+                        pg_catalog.unnest(p_storage_keys), pg_catalog.unnest(p_shared)
+                    ) WITH ORDINALITY k(storage_key, shared, place)
+                    JOIN "django_distlock_fencecounter" c
+                        ON c.storage_key = k.storage_key AND c.closed_until IS NOT NULL
+                    JOIN "django_distlock_heldlock" l
+                        ON l.storage_key >= pg_catalog.textcat(k.storage_key, '{place}')
+                        AND l.storage_key < pg_catalog.textcat(k.storage_key, '{place_end}')
+                    WHERE NOT k.shared AND (l.free_at IS NULL OR l.free_at > t)
+                        AND NOT (l.token = ANY (p_tokens))
+                    ORDER BY l.free_at DESC LIMIT 1;
+                IF FOUND THEN
+                    v_outcome := 'contended';
+                END IF;
             END IF;
         END IF;
         IF v_outcome = 'paused' OR v_outcome = 'contended' AND NOT p_keep THEN

@@ -1,0 +1,104 @@
+-- Grant a key that several share, or that somebody wants alone whom those may be in the way of: the
+-- rule is `in_the_way` in core/sharing.py.
+--
+-- KEYS: the new record, record of who is alone, fence, pause, who shares it; where tokens are indexed,
+-- that of the token, and of the one replaced.
+-- Answers: as `acquire`.
+local place, lock, fence, pause, shared, index, replaced = unpack(KEYS)
+local token, ttl, grace, maximum, key, holder, wanted, replace, channel, permits, door = unpack(ARGV)
+local alone = permits == '1'
+
+local held = redis.call('HMGET', lock, 'token', 'free_at')
+local live, over = sharers(shared)
+if held[1] and is_live(held[2]) then
+    live = {lock}
+elseif held[1] then
+    table.insert(over, lock)
+end
+local others, own, again = {}, nil, false
+for _, each in ipairs(live) do
+    local theirs, free_at, expires_at = unpack(
+        redis.call('HMGET', each, 'token', 'free_at', 'expires_at')
+    )
+    local spent = theirs == token and free_at ~= '' and free_at == expires_at
+    if replace ~= '' and not spent
+        and (theirs == replace or not alone and theirs == token) then
+        own = each
+    else
+        again = again or theirs == token
+        table.insert(others, each)
+    end
+end
+local closed = tonumber(redis.call('HGET', shared, 'closed') or '0')
+local gone = not (alone or own or replace == '' or replace == token)
+local blocking, ends
+if #others > 0 then
+    if alone or gone or live[1] == lock then
+        blocking = last_to_end(others)
+    elseif own then
+        blocking = nil
+    elseif again or permits ~= '' and #others >= tonumber(permits) then
+        blocking = others[1]
+        for _, each in ipairs(others) do
+            if is_sooner(redis.call('HGET', each, 'free_at'), redis.call('HGET', blocking, 'free_at')) then
+                blocking = each
+            end
+        end
+    elseif now < closed then
+        blocking, ends = last_to_end(others), closed
+    end
+end
+local paused = now < tonumber(redis.call('HGET', pause, 'until') or '0')
+if paused or blocking or gone then
+    local outcome = (paused and 'paused ' or 'contended ') .. text(now)
+    blocking = blocking or last_to_end(live)
+    if not blocking then
+        return outcome
+    end
+    if wanted == '1' then
+        for _, each in ipairs(live) do
+            redis.call('HSETNX', each, 'wanted', '1')
+        end
+        if alone and live[1] ~= lock then
+            redis.call('HSET', shared, 'closed', text(now + microseconds(door)))
+        end
+    end
+    return outcome .. ' ' .. described(blocking, ends)
+end
+local indexed = index and redis.call('GET', index)
+if indexed and whole(indexed) ~= lock then
+    return 'duplicate'
+end
+local granted = next_fence(fence)
+if granted > tonumber(maximum) then
+    return 'overflow'
+end
+-- The fence first: whatever happened behind it, it would only be skipped.
+redis.call('SET', fence, text(granted))
+local called
+if own then
+    table.insert(over, own)
+end
+for _, each in ipairs(over) do
+    called = redis.call('HGET', each, 'wanted') or called
+    redis.call('DEL', each)
+    redis.call('HDEL', shared, each)
+end
+if replaced and own then
+    redis.call('DEL', replaced)
+end
+local expires_at, free_at = put_record(place, index, key, token, granted, ttl, grace, holder)
+if alone then
+    redis.call('DEL', shared)
+else
+    redis.call('HSET', place, 'shared', '1')
+    if #others == 0 then
+        redis.call('HDEL', shared, 'closed')
+    end
+    keep_place(shared, place, free_at)
+end
+if called then
+    -- They have to mark this grant.
+    wake(channel, lock)
+end
+return 'granted ' .. text(granted) .. ' ' .. text(now) .. ' ' .. expires_at

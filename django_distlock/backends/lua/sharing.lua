@@ -1,0 +1,8 @@
+-- Read the records of all who share a key.
+--
+-- KEYS: who shares it. Answers: records, as JSON
+local records = {}
+for _, place in ipairs((sharers(KEYS[1]))) do
+    table.insert(records, described(place))
+end
+return '[' .. table.concat(records, ',') .. ']'

@@ -1,0 +1,80 @@
+"""Who may join those who share a key: one rule, for every store."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace as changed
+from datetime import datetime
+from typing import Final
+
+from .errors import InvalidArgument, shown
+from .pacing import SAFETY_SECONDS
+from .records import Attempt, Contended, Record
+
+#: Seconds for which nobody joins those who share a key behind each question of who waits to hold it
+#: alone: such a waiter asks again before.
+DOOR_SECONDS: Final = SAFETY_SECONDS + 1.0
+
+#: How many may hold a key at the same time at most, where there is a limit.
+MAX_PERMITS: Final = 10_000
+
+
+def validate_permits(permits: object) -> int:
+    """Return how many may hold a key at the same time.
+
+    Raises:
+        InvalidArgument: It is no int from 1 to `MAX_PERMITS`.
+    """
+    if isinstance(permits, bool) or not isinstance(permits, int) or not 0 < permits <= MAX_PERMITS:
+        raise InvalidArgument(
+            f"permits must be an int from 1 to {MAX_PERMITS:,}, not {shown(permits)}."
+        )
+    return permits
+
+
+def last_to_end(records: Sequence[Record]) -> Record:
+    """Return the one of these that is free last."""
+    return max(records, key=_free_at)
+
+
+def paused(holders: Sequence[Record], now: datetime) -> Contended:
+    """Return that a key is paused, and of those who hold it which one is free last."""
+    if not holders:
+        return Contended(observed_at=now, paused=True)
+    return last_to_end(holders).contended(now, paused=True)
+
+
+def in_the_way(
+    attempt: Attempt, holders: Sequence[Record], closed_until: datetime | None, now: datetime
+) -> Contended | None:
+    """Return why those who hold a key are in the way of an attempt; None: they are not.
+
+    An attempt to share a key in the place of another lease is refused where that is gone: others
+    may have been there in between.
+
+    Args:
+        holders: The records of all who hold the key now: of one alone, or of those who share it.
+        closed_until: Until when nobody joins those who share it; None: they are joined.
+    """
+    others = [each for each in holders if not attempt.may_replace(each)]
+    has_place = len(others) < len(holders)
+    if attempt.shared and attempt.replace not in (None, attempt.token) and not has_place:
+        return last_to_end(others).contended(now) if others else Contended(observed_at=now)
+    if not others:
+        return None
+    if not (attempt.shared and others[0].shared):
+        return last_to_end(others).contended(now)
+    if has_place:
+        return None
+    is_full = attempt.permits is not None and len(others) >= attempt.permits
+    if is_full or any(each.token == attempt.token for each in others):
+        return min(others, key=_free_at).contended(now)
+    if closed_until is not None and now < closed_until:
+        found = last_to_end(others).contended(now)
+        return changed(found, free_at=min(found.free_at or closed_until, closed_until))
+    return None
+
+
+def _free_at(record: Record) -> float:
+    return math.inf if record.free_at is None else record.free_at.timestamp()

@@ -1,0 +1,69 @@
+"""How a lease that holds its key alone shares it from now on, without a moment in between."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from ..core.errors import LockNotAcquired
+from ..core.keys import new_token
+from ..core.records import UNKNOWN, Grant, Unknown
+from ..process.at_exit import held_here
+from .acquire import insist
+from .attempts import release_unanswered
+from .state import GONE, Holding
+
+
+def downgrade(holding: Holding) -> None:
+    """Share the key of a lease: see `Lease.downgrade`."""
+    with holding.mutex:
+        holding.check()
+        before, store, sent_at, unanswered = holding.grant, holding.store, 0.0, 0
+        # Behind an answer that was lost, it takes the place that it has by then.
+        token = new_token()
+        if before.shared:
+            return
+
+        def question(bound: float) -> Grant | Unknown | None:
+            nonlocal sent_at, unanswered
+            sent_at = holding.monotonic()
+            unanswered += 1
+            answer = store.acquire(
+                before.key,
+                token,
+                before.ttl,
+                holding.terms.holder,
+                replace=before.token,
+                permits=None,
+                bound=bound,
+            )
+            unanswered -= 1
+            if isinstance(answer, Grant):
+                return answer
+            if answer.paused:
+                raise LockNotAcquired(
+                    f"The lease on {before.key!r} cannot be shared: the key is paused.",
+                    key=before.key,
+                    holder=answer.holder,
+                )
+            return UNKNOWN if answer.is_unclear else None
+
+        is_kept = False
+        try:
+            answer = insist(store, question, holding.deadline, holding.terms.retry)
+            if not isinstance(answer, Grant) or holding.is_lost:
+                holding.state = "lost"
+                holding.lose("no answer came before its deadline" if answer is UNKNOWN else GONE)
+            held_here.rename(holding, token)
+            holding.grant, holding.fence = answer, answer.fence
+            is_kept = True
+        finally:
+            if not is_kept:
+                # It may have been granted, be it that no answer came or that a signal raised.
+                release_unanswered(store, replace(before, token=token, shared=True))
+        holding.terms = replace(holding.terms, permits=None)
+        # What was asked with the token before concerns nobody any more.
+        holding.unheard = before.ttl if unanswered and before.ttl is not None else math.inf
+        holding.deadline = sent_at + holding.counted(answer.ttl)
+        holding.renewing.renewed(sent_at, holding.counted(answer.ttl))
+    holding.keep_on()

@@ -1,0 +1,351 @@
+"""`shared=True` and `permits=N`: several leases of one key, in blocks, tasks and transactions."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.db import transaction
+
+from django_distlock import (
+    InvalidArgument,
+    Lease,
+    LockLost,
+    LockNotAcquired,
+    LockUsageError,
+    current_lease,
+    distlock,
+)
+from django_distlock.fencing import Fence
+from django_distlock.fencing.rejecting import require_fence
+from django_distlock.handler import lock_backends
+from django_distlock.process.at_exit import held_here
+from tests.backends import Registered
+
+from .conftest import Hold
+from .helpers import Later, prompt
+from .locking import eventually, grantable, held_elsewhere, lock_of, take_away, taken
+
+SHARES = pytest.mark.requires("supports_sharing")
+
+
+@SHARES
+def test_readers_together_or_a_writer_alone(registered: Registered, key: str, hold: Hold) -> None:
+    """However the block is written."""
+    reader, writer = lock_of(registered, key, shared=True, wait=0), lock_of(registered, key, wait=0)
+
+    def read(lease: Lease) -> None:
+        assert lease.shared
+        assert current_lease(key) is lease
+        with held_elsewhere(reader) as other:
+            assert (other.fence, other.token) != (lease.fence, lease.token)
+        assert not grantable(writer)
+        lease.check()
+
+    hold(reader, read)
+    assert not taken(reader)
+
+    def write(lease: Lease) -> None:
+        assert not lease.shared
+        assert not grantable(reader)
+
+    hold(writer, write)
+
+
+@SHARES
+def test_permits_are_held_by_so_many(registered: Registered, key: str, hold: Hold) -> None:
+    """And no more, whoever asks; each is given back once."""
+    lock = lock_of(registered, key, permits=3, wait=0)
+
+    def work(lease: Lease) -> None:
+        with held_elsewhere(lock) as one, held_elsewhere(lock):
+            with pytest.raises(LockNotAcquired) as caught:
+                Later(lock.acquire).result()
+            assert caught.value.holder is not None
+            assert Later(one.release).result() is True
+            assert Later(one.release).result() is False
+            with held_elsewhere(lock):
+                assert not grantable(lock)
+        assert lease.held
+
+    hold(lock, work)
+    assert not taken(lock)
+
+
+@SHARES
+def test_waiting_for_a_permit(registered: Registered, key: str) -> None:
+    """The end of any of them wakes whoever waits, and so does that of one who is alone."""
+    lock = lock_of(registered, key, permits=2, wait=20)
+    one, two = Later(lock.acquire).result(), Later(lock.acquire).result()
+    third = Later(lock.acquire)
+    with pytest.raises(TimeoutError):
+        third.result(0.3)
+    assert Later(two.release).result() is True
+    with prompt():
+        lease = third.result()
+    for each in (one, lease):
+        assert Later(each.release).result() is True
+    alone = Later(lock_of(registered, key).acquire).result()
+    waiting = [Later(lock.acquire), Later(lock.acquire)]
+    with pytest.raises(TimeoutError):
+        waiting[0].result(0.3)
+    assert Later(alone.release).result() is True
+    for each in [each.result() for each in waiting]:
+        assert Later(each.release).result() is True
+
+
+@SHARES
+def test_writer_is_not_starved(registered: Registered, key: str) -> None:
+    """Readers that come behind a waiting writer wait for it."""
+    reader, writer = lock_of(registered, key, shared=True, wait=20), lock_of(registered, key)
+    first = Later(reader.acquire).result()
+    writing = Later(writer.acquire)
+    assert eventually(lambda: not grantable(lock_of(registered, key, shared=True, wait=0)))
+    second = Later(reader.acquire)
+    with pytest.raises(TimeoutError):
+        second.result(0.3)
+    assert Later(first.release).result() is True
+    alone = writing.result()
+    with pytest.raises(TimeoutError):
+        second.result(0.3)
+    assert Later(alone.release).result() is True
+    assert second.result().fence > alone.fence > first.fence
+    assert Later(second.result().release).result() is True
+
+
+@pytest.mark.requires("supports_sharing", "supports_ttl")
+def test_shared_lease_is_renewed(registered: Registered, key: str) -> None:
+    """Each by itself, for as long as its block runs."""
+    lock = lock_of(registered, key, shared=True, ttl=1)
+    with lock as lease, held_elsewhere(lock_of(registered, key, shared=True, ttl=30)):
+        first = lease.expires_at
+        assert eventually(lambda: lease.expires_at != first)
+        lease.check()
+        lease.extend(7)
+        assert 6 < lease.remaining() <= 7
+        assert lease.shared
+
+
+@pytest.mark.requires("supports_sharing", "supports_operators")
+def test_shared_lease_is_lost(registered: Registered, key: str) -> None:
+    """An operator takes the key from all who share it."""
+    lock = lock_of(registered, key, shared=True)
+    with ExitStack() as stack:
+        lease = stack.enter_context(lock)
+        other = stack.enter_context(held_elsewhere(lock))
+        take_away(lease)
+        for each in (lease, other):
+            with pytest.raises(LockLost):
+                each.extend()
+        stack.pop_all()
+
+
+@SHARES
+def test_lease_is_downgraded(registered: Registered, key: str) -> None:
+    """Readers who waited join at once; no writer comes in between."""
+    reader = lock_of(registered, key, shared=True, wait=20)
+    with lock_of(registered, key) as lease:
+        waiting = Later(reader.acquire)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        fence = lease.fence
+        lease.downgrade()
+        assert lease.shared
+        assert lease.fence > fence
+        joined = waiting.result()
+        assert joined.fence > lease.fence
+        lease.downgrade()
+        lease.extend()
+        lease.check()
+        assert not grantable(lock_of(registered, key, wait=0))
+        assert Later(joined.release).result() is True
+        assert not grantable(lock_of(registered, key, wait=0))
+    assert not taken(reader)
+
+
+@SHARES
+def test_downgrade_that_a_signal_breaks_off(
+    registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the answer of the store: nothing stays held that nobody knows of."""
+    lease = lock_of(registered, key, ttl=300).acquire()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(held_here, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            lease.downgrade()
+    lease.release()
+    assert eventually(lambda: not taken(lock_of(registered, key)), 10)
+
+
+@SHARES
+async def test_awaited_downgrade(registered: Registered, key: str) -> None:
+    """The event loop goes on meanwhile."""
+    async with lock_of(registered, key) as lease:
+        await lease.adowngrade()
+        assert lease.shared
+        async with lock_of(registered, key, shared=True, reentrant=True, wait=0) as inner:
+            assert inner is lease
+
+
+@pytest.mark.requires("supports_sharing", "supports_operators")
+def test_lost_lease_is_not_downgraded(registered: Registered, key: str) -> None:
+    """Whoever had the key in between may have written."""
+    lease = lock_of(registered, key).acquire()
+    take_away(lease)
+    with pytest.raises(LockLost):
+        lease.downgrade()
+    assert lease.is_lost
+    assert not taken(lock_of(registered, key))
+
+
+@pytest.mark.requires("supports_sharing", "supports_operators")
+def test_downgrade_of_a_paused_key(registered: Registered, key: str) -> None:
+    """It is refused, and the lease stands."""
+    store = lock_backends[registered.alias]
+    with lock_of(registered, key) as lease:
+        store.pause(key, store.clock() + timedelta(days=1))
+        with pytest.raises(LockNotAcquired, match="paused"):
+            lease.downgrade()
+        lease.extend()
+        assert not lease.shared
+        store.pause(key, None)
+
+
+@SHARES
+def test_no_upgrade(registered: Registered, key: str) -> None:
+    """Two readers who wait to be alone would wait for each other; so it is refused at once."""
+    with (
+        lock_of(registered, key, shared=True) as lease,
+        prompt(),
+        pytest.raises(LockUsageError, match=r"cannot be held alone.*downgrade") as caught,
+        lock_of(registered, key, reentrant=True),
+    ):
+        pass
+    assert caught.value.code == "reentrant"
+    assert not lease.held
+
+
+@SHARES
+def test_entering_again(registered: Registered, key: str) -> None:
+    """A reader inside a writer works under the writer's lease; and so does one inside a reader."""
+    for outer in (lock_of(registered, key), lock_of(registered, key, permits=2)):
+        with outer as lease:
+            with lock_of(registered, key, shared=True, reentrant=True) as inner:
+                assert inner is lease
+            with pytest.raises(LockUsageError) as caught, lock_of(registered, key, shared=True):
+                pass
+            assert caught.value.code == "reentrant"
+            lease.check()
+
+
+@SHARES
+@pytest.mark.stores("memory", "postgresql", "redis", why="it is the same in each")
+@pytest.mark.django_db(transaction=True)
+def test_transaction_keeps_a_shared_lease(registered: Registered, key: str) -> None:
+    """To its commit; the next block goes on with it, and none is alone with the key."""
+    reader, writer = lock_of(registered, key, shared=True, wait=0), lock_of(registered, key, wait=0)
+    with transaction.atomic():
+        with reader as first:
+            pass
+        assert not grantable(writer)
+        assert grantable(reader)
+        with reader as second:
+            assert second.token == first.token
+            assert second.shared
+        with prompt(), pytest.raises(LockUsageError, match="cannot be held alone"), writer:
+            pass
+    assert eventually(lambda: grantable(writer))
+
+
+@pytest.mark.requires("supports_sharing", "supports_ttl", "distributed")
+def test_shared_lease_is_handed_over(registered: Registered, key: str) -> None:
+    """Once, with the place that it has; the others go on."""
+    lock = lock_of(registered, key, permits=2, wait=0)
+    lease = lock.acquire()
+    with held_elsewhere(lock):
+        text = lease.dump()
+        assert not grantable(lock)
+        loaded = Lease.load(text)
+        assert loaded.shared
+        assert loaded.fence > lease.fence
+        with pytest.raises(LockLost):
+            Lease.load(text)
+        assert not grantable(lock)
+        assert loaded.release()
+        assert grantable(lock)
+
+
+@SHARES
+def test_shared_lease_fences_nothing(registered: Registered, key: str) -> None:
+    """A fence would refuse those who were granted the key before, and hold it still."""
+    with lock_of(registered, key, shared=True) as lease:
+        with pytest.raises(LockUsageError, match="shares the key"):
+            require_fence(lease)
+        assert require_fence(Fence(key, lease.fence)) == lease.fence
+
+
+@pytest.mark.requires("supports_sharing", "supports_ttl")
+def test_so_many_in_a_window(registered: Registered, key: str) -> None:
+    """`hold` keeps a place for all of its ttl, also when the work ends sooner."""
+    lock = lock_of(registered, key, permits=2, hold=True, ttl=1, wait=0)
+    for _ in range(2):
+        with lock:
+            pass
+    assert not grantable(lock_of(registered, key, permits=2, wait=0))
+    assert eventually(lambda: grantable(lock_of(registered, key, permits=2, wait=0)))
+
+
+@SHARES
+async def test_tasks_share_a_key(registered: Registered, key: str) -> None:
+    """As many as have permits, and all of them in the end."""
+    inside: list[int] = []
+
+    async def work(number: int) -> int:
+        async with lock_of(registered, key, permits=2, wait=30):
+            inside.append(number)
+            most = len(inside)
+            await asyncio.sleep(0.01)
+            inside.remove(number)
+        return most
+
+    assert max(await asyncio.gather(*map(work, range(6)))) <= 2
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"permits": 0},
+        {"permits": 10_001},
+        {"permits": True},
+        {"permits": None},
+        {"permits": 2.0},
+        {"shared": 1},
+        {"shared": True, "permits": 2},
+        {"shared": True, "steal_if_dead": True},
+        {"permits": 2, "steal_if_dead": True},
+    ],
+)
+@pytest.mark.aliases("memory")
+def test_wrong_arguments(registered: Registered, key: str, how: dict[str, Any]) -> None:
+    """Nothing was touched."""
+    with pytest.raises(InvalidArgument):
+        distlock(key, backend=registered.alias, **how)
+
+
+def test_backend_that_cannot_share(registered: Registered, key: str) -> None:
+    """It says so, and a single permit is a lock like any other."""
+    lock = lock_of(registered, key, shared=True)
+    with lock_of(registered, key, permits=1) as lease:
+        assert not lease.shared
+    if lock_backends[registered.alias].supports_sharing:
+        return
+    with pytest.raises(LockUsageError, match="several hold a key") as caught, lock:
+        pass
+    assert caught.value.code == "unsupported"
