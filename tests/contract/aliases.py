@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from django.db import connections
 from django.test import override_settings
 
 from django_distlock import LockError
+from django_distlock.database.workers import releases
 
 DATABASE = "django_distlock.backends.database.DatabaseBackend"
 
@@ -34,9 +36,19 @@ def alias_like(using: str, **changes: Any) -> Iterator[str]:
     try:
         yield alias
     finally:
+        _do_what_was_put_off()
         connections[alias].close()
         del connections[alias]
         del connections.settings[alias]
+
+
+def _do_what_was_put_off() -> None:
+    """Have delayed releases done now, while the alias is there that they use."""
+    for timer in threading.enumerate():
+        if isinstance(timer, threading.Timer) and timer.function == releases.put:
+            timer.cancel()
+            timer.function(*timer.args)
+    releases.finish()
 
 
 @contextmanager

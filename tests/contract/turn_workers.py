@@ -80,18 +80,20 @@ def take_turns(alias: str, key: str, path: str, turns: int) -> dict[str, Any]:
     }
 
 
-def compete(alias: str, key: str, seconds: float) -> int:
-    """Take as many turns as one gets, and say how many."""
+def compete(alias: str, key: str, path: str, together: int) -> int:
+    """Take turns until all processes have taken so many together, and say how many one got."""
     lock = distlock(key, backend=alias, ttl=60, wait=30)
     _warm_up(alias, key)
+    signal.alarm(2 * LIFETIME_SECONDS)
     print("asks")
     input()
-    turns, until = 0, time.monotonic() + seconds
-    while time.monotonic() < until:
+    turns = 0
+    while True:
         with lock:
+            if add_one(path) > together:
+                return turns
             turns += 1
             time.sleep(0.002)
-    return turns
 
 
 def _warm_up(alias: str, key: str) -> None:

@@ -69,8 +69,8 @@ def count_up(backend: BaseLockBackend | None, key: str, path: str, times: int) -
     return attempts
 
 
-def add_one(path: str) -> None:
-    """Read, think, write."""
+def add_one(path: str) -> int:
+    """Read, think, write; return what was written."""
     file = os.open(path, os.O_RDWR)
     try:
         value = int(os.pread(file, WIDTH, 0) or b"0")
@@ -78,6 +78,7 @@ def add_one(path: str) -> None:
         os.pwrite(file, str(value + 1).zfill(WIDTH).encode(), 0)
     finally:
         os.close(file)
+    return value + 1
 
 
 def ask_with_clock_off(alias: str, key: str, held_key: str, seconds: float) -> dict[str, Any]:

@@ -307,7 +307,7 @@ def test_stale_value_takes_the_place_of_an_error(
     ask = functools.partial(fly, key, work, timeout=60, stale=60, on_error="stale")
     with pytest.raises(ConnectionResetError):
         ask()
-    assert not caplog.records
+    assert not [each for each in caplog.records if key in each.message]
     aged(key, "old")
     assert ask() == "old"
     (said,) = caplog.records
