@@ -197,13 +197,13 @@ def of_key(backend: BaseLockBackend, key: str) -> list[Any]:
 
 
 @pytest.mark.stores("memory", "postgresql", "redis", why="what holds for these holds for others")
-def test_thousand_leases_share_their_round_trips(
+def test_hundreds_of_leases_share_their_round_trips(
     registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All leases of a process are renewed at once, whichever thread took them, and when."""
     answers = noted(monkeypatch, lock_backends[registered.alias], "extend_many")
     with ExitStack() as stack:
-        locks = [lock_of(registered, f"{key}:{number}", ttl=12) for number in range(1000)]
+        locks = [lock_of(registered, f"{key}:{number}", ttl=12) for number in range(300)]
         leases = [stack.enter_context(lock) for lock in locks]
         began = len(answers)
         ends = [(lease, lease.expires_at) for lease in leases]
@@ -212,7 +212,7 @@ def test_thousand_leases_share_their_round_trips(
         )
         asked = [len(each) for each in answers]
         assert len(asked) - began <= 6, asked
-        assert max(asked) >= 500
+        assert max(asked) >= 150
         assert all(lease.held for lease in leases)
     assert all(lease.is_released for lease in leases)
 

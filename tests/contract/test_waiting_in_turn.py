@@ -22,7 +22,7 @@ from django_distlock.core.records import Grant
 from django_distlock.handler import lock_backends
 from tests.backends import Registered
 
-from .helpers import PROMPT, Later, crew, noted, prompt, race
+from .helpers import PATIENCE, PROMPT, Later, crew, noted, prompt, race
 from .locking import eventually, grantable, held_elsewhere, lock_of
 from .turn_workers import LAZY
 
@@ -62,7 +62,7 @@ class Line:
 
     def joined(self, length: int) -> None:
         """Wait until so many stand in line."""
-        assert eventually(lambda: self.length == length, timeout=5), self.length
+        assert eventually(lambda: self.length == length, timeout=30), self.length
 
     async def ajoined(self, length: int) -> None:
         """Wait until so many stand in line, and let the event loop go on."""
@@ -403,7 +403,7 @@ def test_everybody_gets_the_key_however_many_come_and_go(
 
     running = [Later(run, number) for number in range(6)]
     for each in running:
-        each.result(60)
+        each.result(PATIENCE)
     assert len(granted) >= 6 * 4
     assert line.length == 0
     assert grantable(line.lock)

@@ -17,7 +17,7 @@ from django_distlock.backends.advisory import AdvisoryBackend
 from django_distlock.core.fences import clock_fence
 from django_distlock.models import FenceCounter
 from tests.contract.aliases import alias_like
-from tests.contract.helpers import take
+from tests.contract.helpers import PATIENCE, take
 from tests.contract.locking import eventually
 from tests.setups.servers import Restartable, restartable_postgres
 
@@ -42,6 +42,8 @@ def mortal() -> Iterator[tuple[Restartable, AdvisoryBackend]]:
             "PASSWORD": "",
         }
         with psycopg.connect(server.url, autocommit=True) as raw:
+            # It starts behind the server.
+            assert eventually(lambda: bool(raw.execute(WAL_WRITER).fetchall()), PATIENCE)
             ((wal_writer,),) = raw.execute(WAL_WRITER).fetchall()
             os.kill(wal_writer, signal.SIGSTOP)
         with alias_like("default", **there) as using, advisory(using) as backend:

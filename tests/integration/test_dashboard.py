@@ -180,12 +180,15 @@ def test_state_is_a_word_and_a_sign(browser: Client, key: str) -> None:
 def test_cards_lead_to_what_they_count(browser: Client, key: str) -> None:
     """Each number is a link to the list of what it counts."""
     take("postgres", f"{key}-lasting", 600)
-    take("postgres", f"{key}-soon", 9.5)
+    soon = lock_backends["postgres"].acquire(f"{key}-soon", new_token(), 9.5)
+    assert isinstance(soon, Grant)
     cards = {each.name: each.href for each in browser.get(LOCKS).context["overview"].cards}
     assert cards["waiting"].endswith("#distlock-wanted")
     for name, shown in (("held", ["lasting", "soon"]), ("ending_soon", ["soon"]), ("overdue", [])):
         query = {"backend": "postgres", "begins": key}
         query |= dict(parse_qsl(urlsplit(cards[name]).query))
+        # It ends as soon, however long the page before took.
+        assert lock_backends["postgres"].extend(soon)
         text = page(browser, **query)
         assert "errorlist" not in text
         assert [each for each in ("lasting", "soon") if f"{key}-{each}</bdi>" in text] == shown
