@@ -18,12 +18,17 @@ from ..core.errors import BackendUnavailable, InvalidArgument, LockError
 from ..core.holders import Session
 from ..handler import lock_backends
 from ..inspection import Failure, HeldKey, State
+from ..process import event_log
 from ..process.host import current_holder
 from .statuses import UNAVAILABLE, USAGE
 from .tables import Cell, aligned, instant, span
 
 #: The most records that one transaction removes.
 MAX_BATCH = 100_000
+
+#: Seconds that a command waits at its end for its events to be written: they are the audit of
+#: what an operator did.
+AUDIT_SECONDS = 15
 
 #: Of a table of held keys.
 HEADINGS = (
@@ -56,6 +61,12 @@ class OperatorCommand(BaseCommand):
                 alias = named if isinstance(named, str) else ""
                 self.print_json({"failures": [Failure.of(alias, error)]})
             raise CommandError(str(error), returncode=status) from error
+        finally:
+            if not event_log.finish(AUDIT_SECONDS):
+                self.stderr.write(
+                    f"The lock events of this command were not written within {AUDIT_SECONDS} s:"
+                    " their database is slow. They are lost when this process ends."
+                )
 
     def print_json(self, document: Any) -> None:
         """Print one JSON document."""

@@ -63,9 +63,13 @@ def connect() -> None:
     atexit.register(finish)
 
 
-def finish() -> None:
-    """Wait until what happened so far is written, for a second at most."""
-    _writer.finish()
+def finish(seconds: float = MAX_BOUND) -> bool:
+    """Wait until what happened so far is written, or could not be; return whether that is so.
+
+    Args:
+        seconds: How long to wait at most.
+    """
+    return _writer.finish(seconds)
 
 
 def _note_takeover(*, previous: Holder | None = None, **facts: Any) -> None:
@@ -181,16 +185,17 @@ class _Writer:
             if not self._is_running:
                 self._start()
 
-    def finish(self) -> None:
-        """Wait until there is nothing to write, for a second at most."""
+    def finish(self, seconds: float) -> bool:
+        """Wait until there is nothing to write, and return whether that is so."""
         if self._pid != os.getpid():
-            return
+            return True
         with self._mutex:
             is_stuck = bool(self._waiting) and not self._is_running
         if is_stuck:
             # At the end of the interpreter, Python 3.12 starts no thread any more.
             self._run(MAX_BOUND)
-        self._idle.wait(MAX_BOUND)
+        self._idle.wait(seconds)
+        return self._idle.is_rung
 
     def tell(self, using: str, error: Exception) -> None:
         """Say that events are not kept: once, until they are again.

@@ -102,6 +102,11 @@ class Later(Generic[T]):
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the call has ended."""
+        return self._future.done()
+
     def result(self, timeout: float = 20) -> T:
         """Return what the call returned, or raise what it raised."""
         self._thread.join(timeout)

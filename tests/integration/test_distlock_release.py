@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from io import StringIO
@@ -17,10 +18,14 @@ from django_distlock import lock_backends
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Counter, Grant
+from django_distlock.management import operating
 from django_distlock.management.commands import distlock_release
 from django_distlock.models import HeldLock, LockEvent
+from tests.contract.helpers import PATIENCE, Later
+from tests.contract.locking import eventually
 
-from .operating import DEAD, event_of, no_event_of, run
+from .operating import DEAD, event_of, no_event_of, run, written
+from .test_events import somebody_waits, table_locked
 
 OF = "--backend=postgres"
 FORCED = ("--force", "--reason", "it hangs")
@@ -63,6 +68,31 @@ def test_key_is_taken_from_its_holder(key: str, alias: str) -> None:
     assert (event.kind, event.reason) == (LockEvent.Kind.FORCED, "it hangs")
     assert event.actor.startswith(f"{getpass.getuser()}@")
     assert grant.token not in ran.out + ran.err
+
+
+def test_command_ends_when_its_event_is_written(key: str) -> None:
+    """However long that takes the database: who took the key, and why, is never lost."""
+    hold("postgres", key)
+    with table_locked():
+        releasing = Later(run, "distlock_release", key, OF, *FORCED)
+        assert eventually(somebody_waits, PATIENCE)
+        assert eventually(lambda: lock_backends["postgres"].read(key) is None)
+        # Longer than what happens in other processes gets at their end.
+        time.sleep(1.5)
+        assert not releasing.is_done
+    assert releasing.result().status == 0
+    assert written(key) == 1
+
+
+def test_command_says_that_its_event_is_lost(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A database that hangs holds the command up for a bounded time."""
+    monkeypatch.setattr(operating, "AUDIT_SECONDS", 0.1)
+    hold("postgres", key)
+    with table_locked():
+        ran = run("distlock_release", key, OF, *FORCED)
+        assert ran.status == 0
+        assert "were not written within 0.1 s" in ran.err
+    assert event_of(key).kind == LockEvent.Kind.FORCED
 
 
 def test_json_tells_what_became_of_each(grants: list[Grant], key: str) -> None:
