@@ -23,7 +23,7 @@ def account(walk: Walk, fence: int = 0) -> int:
     return row.pk
 
 
-@incident("rejected-fence", "One writer came too late", "postgresql", "mysql", "sqlite", "redis")
+@incident("rejected-fence", "One stale writer", "postgresql", "mysql", "sqlite", "redis")
 def test_a_late_writer_is_ended(walk: Walk) -> None:
     """The page shows that the counter is level with the row; the next run writes it."""
     site, pk = walk.site, account(walk)
