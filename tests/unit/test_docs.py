@@ -34,9 +34,15 @@ def test_readme_names_the_versions_that_the_package_declares(of: str) -> None:
     assert set(re.findall(r"\d+\.\d+", named[1])) == versions(of)
 
 
-def test_readme_tells_how_long_the_reading_path_is() -> None:
+def test_readme_is_short() -> None:
+    """It fits on a few screens; whatever else there is to say has a page."""
+    assert len(README.splitlines()) <= 150
+
+
+def test_contributing_tells_how_long_the_reading_path_is() -> None:
     """The core is read in ten minutes: the number of lines is right, and has a bound."""
-    path = README.partition("## Read the code")[2].partition("Then, by")[0]
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    path = contributing.partition("## Read the code")[2].partition("Then, by")[0]
     files = re.findall(r"`(django_distlock/[\w/]+\.py)`", path)
     lines = sum(len((ROOT / file).read_text().splitlines()) for file in files)
     told = re.search(r"about ([\d,]+) lines", path)
