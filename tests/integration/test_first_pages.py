@@ -1,0 +1,198 @@
+"""What the first pages tell a newcomer to type works as printed: README, landing page, tutorial."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TUTORIAL = (ROOT / "docs/tutorial/first-lock.md").read_text(encoding="utf-8")
+PATIENCE = 120.0
+#: Runs what is typed into a shell, block by block, and answers how many lines went otherwise.
+SHELL = """
+import doctest, json, sys, django
+
+django.setup()
+names = {}
+for line in sys.stdin:
+    typed = doctest.DocTestParser().get_doctest(json.loads(line), {}, "typed", None, 0)
+    typed.globs = names
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    print(runner.run(typed, out=sys.stderr.write, clear_globs=False).failed, flush=True)
+"""
+
+
+def blocks(language: str, page: str = TUTORIAL) -> list[str]:
+    """Return the blocks of code of a page in one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+
+
+def the_block(language: str, word: str, page: str = TUTORIAL) -> str:
+    """Return the only block in which a word stands."""
+    (found,) = (each for each in blocks(language, page) if word in each)
+    return found
+
+
+def environment(project: Path) -> dict[str, str]:
+    """Return an environment in which `python` is this one, and no test's setting is known."""
+    outer = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTEST_", "DJANGO_", "DISTLOCK_"))
+    }
+    return outer | {
+        "PATH": f"{project / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{project}:{ROOT}",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDEVMODE": "",
+    }
+
+
+def sh(project: Path, commands: str) -> str:
+    """Type commands in the folder of the project; return what they printed."""
+    done = subprocess.run(
+        ["bash", "-ec", commands],
+        cwd=project,
+        env=environment(project),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def typed(block: str) -> str:
+    """Return what is typed in a block of the console."""
+    return "\n".join(re.findall(r"^\$ (.*)$", block, re.MULTILINE))
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Give the project of the tutorial, made as it says; the package is there without pip."""
+    (tmp_path / "bin").mkdir()
+    for name, arguments in (("python", ""), ("django-admin", "-m django")):
+        program = tmp_path / "bin" / name
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
+        program.chmod(0o755)
+    install, migrate, *_ = blocks("console")
+    (start,) = (line for line in typed(install).splitlines() if "startproject" in line)
+    sh(tmp_path, start)
+    settings = tmp_path / "project/settings.py"
+    (app,) = (line for line in blocks("python")[0].splitlines() if "django_distlock" in line)
+    text = settings.read_text().replace("INSTALLED_APPS = [", f"INSTALLED_APPS = [\n{app}", 1)
+    settings.write_text(text)
+    sh(tmp_path, typed(migrate))
+    return tmp_path
+
+
+class Shell:
+    """A Python shell in the project."""
+
+    def __init__(self, project: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SHELL],
+            cwd=project,
+            env=environment(project) | {"DJANGO_SETTINGS_MODULE": "project.settings"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def send(self, block: str) -> str:
+        """Type a block; return what the shell answers, nothing if it died."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(block) + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def leave(self) -> str:
+        """End the shell; return what went otherwise."""
+        return self.process.communicate(timeout=PATIENCE)[1]
+
+
+@contextmanager
+def shell(project: Path) -> Iterator[Shell]:
+    """Give a shell that has shown what the tutorial shows."""
+    found = Shell(project)
+    try:
+        yield found
+    finally:
+        told = found.leave()
+    assert "Failed example" not in told, told
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_first_code_of_a_page_runs(project: Path, page: str) -> None:
+    """The block of ten lines is granted its key."""
+    code = the_block("python", 'distlock("invoice:42"', (ROOT / page).read_text(encoding="utf-8"))
+    setup = 'import os, django\nos.environ["DJANGO_SETTINGS_MODULE"] = "project.settings"\n'
+    (project / "first.py").write_text(f"{setup}django.setup()\n{code}")
+    assert "held, fence 1\n" in sh(project, "python first.py")
+
+
+def test_shells_of_the_tutorial_say_what_it_prints(project: Path) -> None:
+    """One holds and one is refused; the fence grows; a killed holder is waited for."""
+    take, refused, release, again, lost, die, wait = blocks("pycon")
+    with shell(project) as first, shell(project) as second:
+        # The seconds that are left are fewer where the machine is slow.
+        assert first.send(take.replace("60.0 s", "... s")) == "0"
+        assert second.send(refused) == "0"
+        assert first.send(release) == "0"
+        assert second.send(again) == "0"
+    with shell(project) as third:
+        assert third.send(lost) == "0"
+        assert third.send(die) == ""
+    assert third.process.returncode == 1
+    with shell(project) as last:
+        assert last.send(wait) == "0"
+
+
+def test_counter_of_the_tutorial_counts_to_sixty(project: Path) -> None:
+    """Three processes add under the lock, and none is lost."""
+    (project / "count.py").write_text(the_block("python", "counter.txt"))
+    block = the_block("console", "--lock")
+    assert sh(project, typed(block)).split()[-1] == block.split()[-1] == "60"
+
+
+def test_report_of_the_tutorial_is_renewed_and_lost_by_a_pause(project: Path) -> None:
+    """It outlasts its ttl, and raises where its process stood still for longer than that."""
+    (project / "jobs.py").write_text(the_block("python", "make_report"))
+    block = the_block("console", "make_report")
+    shown = [re.sub(r"[\d.]+ s", "… s", line) for line in block.splitlines()[1:]]
+    told = sh(project, typed(block)).splitlines()
+    assert [re.sub(r"[\d.]+ s", "… s", line) for line in told][-len(shown) :] == shown
+
+    with subprocess.Popen(
+        ["bash", "-ec", f"exec {typed(block)}"],
+        cwd=project,
+        env=environment(project),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as paused:
+        try:
+            assert paused.stdout is not None
+            assert any(line.startswith("step 0") for line in paused.stdout)
+            paused.send_signal(signal.SIGSTOP)
+            ttl = re.search(r"ttl=(\d+)", the_block("python", "make_report"))
+            assert ttl
+            time.sleep(int(ttl[1]) + 0.5)
+        finally:
+            paused.send_signal(signal.SIGCONT)
+        _, errors = paused.communicate(timeout=PATIENCE)
+    assert "django_distlock.core.errors.LockLost: " in errors
