@@ -85,6 +85,27 @@ def test_pages_say_what_is_so() -> None:
     assert {page: wrong for page, wrong in found.items() if wrong} == {}
 
 
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("install", "tutorial/first-lock"),
+        ("stampede", "howto/compute-once"),
+        ("read/write lock", "howto/lease-or-transaction"),
+        ("semaphore", "glossary"),
+        ("mutex", "glossary"),
+    ],
+)
+def test_page_has_the_words_that_people_search_for(words: str, page: str) -> None:
+    """A search finds the page by them."""
+    assert words in (ROOT / f"docs/{page}.md").read_text().lower()
+
+
+@pytest.mark.parametrize("words", ["install", "semaphore", "read/write lock", "cache stampede"])
+def test_landing_page_leads_on_from_common_words(words: str) -> None:
+    """It names what a newcomer looks for."""
+    assert words in (ROOT / "docs/index.md").read_text().lower()
+
+
 def test_checks_page_lists_the_checks() -> None:
     """Every id that the code reports has a row, and every row an id."""
     page = (ROOT / "docs/reference/checks.md").read_text()
