@@ -12,6 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 README = (ROOT / "README.md").read_text()
+CODE = "".join(each.read_text() for each in sorted((ROOT / "django_distlock").rglob("*.py")))
+#: The ids that the code reports.
+CHECKS = set(re.findall(r'id="(distlock\.\w+)"', CODE))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -72,6 +75,7 @@ def wrong_on(page: Path) -> Iterator[str]:
     ):
         if not (ROOT / path).exists():
             yield path
+    yield from sorted(set(re.findall(r"\bdistlock\.[EW]\d{3}\b", text)) - CHECKS)
     for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         try:
             compile(block, page.name, "exec", flags=0x2000)  # top-level await
@@ -109,7 +113,14 @@ def test_landing_page_leads_on_from_common_words(words: str) -> None:
 def test_checks_page_lists_the_checks() -> None:
     """Every id that the code reports has a row, and every row an id."""
     page = (ROOT / "docs/reference/checks.md").read_text()
-    code = "".join(each.read_text() for each in (ROOT / "django_distlock").rglob("*.py"))
-    assert set(re.findall(r"^\| `(distlock\.\w+)`", page, re.MULTILINE)) == set(
-        re.findall(r'id="(distlock\.\w+)"', code)
-    )
+    assert set(re.findall(r"^\| `(distlock\.\w+)`", page, re.MULTILINE)) == CHECKS
+
+
+def test_troubleshooting_names_codes_that_errors_have() -> None:
+    """Each code exists, and the page has the forty commonest errors."""
+    page = (ROOT / "docs/howto/troubleshooting.md").read_text()
+    named = set(re.findall(r"\bcode `(\w+)`", page))
+    assert len(named) >= 10
+    errors = (ROOT / "django_distlock/core/errors.py").read_text()
+    assert named - set(re.findall(r'"(\w+)"', errors)) == set()
+    assert len(re.findall(r"^\| (?!you see|---)", page, re.MULTILINE)) >= 40
