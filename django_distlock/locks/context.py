@@ -28,13 +28,16 @@ _bound: ContextVar[tuple[Block, ...]] = ContextVar("distlock_leases", default=()
 
 
 def current_lease(key: Key | None = None) -> Lease | None:
-    """Return the lease of the innermost block around the code that runs.
+    """Return the lease of the innermost block around the code that runs; None: there is none.
+
+    A lease that was lost amid the block is returned as well, so that `check()` raises `LockLost`.
 
     Args:
         key: Only that of this key.
     """
     wanted = None if key is None else stored_key(key)
-    return next((each for each in _held() if wanted is None or each.key == wanted), None)
+    leases = (each for each in _around() if each.held or each.is_lost)
+    return next((each for each in leases if wanted is None or each.key == wanted), None)
 
 
 def has_blocks() -> bool:
@@ -187,8 +190,12 @@ def _successor(
 
 
 def _held() -> Iterator[Lease]:
+    return (each for each in _around() if each.held)
+
+
+def _around() -> Iterator[Lease]:
     # A copied context may still show what its original has released since, or does right now.
     for block in reversed(_bound.get()):
         lease: Lease | None = block.lease
-        if lease is not None and lease.held and block.is_open:
+        if lease is not None and block.is_open:
             yield lease

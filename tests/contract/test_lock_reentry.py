@@ -105,15 +105,22 @@ def test_current_lease_is_that_of_the_innermost_block(registered: Registered, ke
     assert current_lease(outer) is None
 
 
-def test_current_lease_is_none_once_lost_or_released(registered: Registered, key: str) -> None:
-    """Who asks gets a lease to work under, or none."""
+def test_current_lease_is_none_once_released(registered: Registered, key: str) -> None:
+    """There is nothing to work under any more."""
     with lock_of(registered, key) as lease:
         lease.release()
         assert current_lease() is None
+
+
+def test_current_lease_that_is_lost_says_so(registered: Registered, key: str) -> None:
+    """So that `check()` of what is called amid the block raises the loss."""
     with suppress(LockLost), lock_of(registered, key, ttl=SHORT, heartbeat=False) as lease:
-        assert current_lease() in (lease, None)
+        assert current_lease() is lease
         time.sleep(PAST)
-        assert current_lease() is None
+        assert current_lease(key) is current_lease() is lease
+        assert not lease
+        with pytest.raises(LockLost):
+            lease.check()
 
 
 def test_current_lease_of_another_thread_is_not_ours(registered: Registered, key: str) -> None:
