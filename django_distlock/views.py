@@ -1,4 +1,7 @@
-"""Views that one request at a time runs: a decorator, and a mixin for classes."""
+"""Views that one request at a time runs: a decorator, and a mixin for classes.
+
+Django REST framework is not imported: its classes and requests are told by what they alone have.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
 from functools import partial, wraps
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 from urllib.parse import quote
@@ -24,7 +28,7 @@ from django.utils.translation import get_language, gettext, ngettext
 from .core.bodies import whole
 from .core.declarations import Declaration, Kind, declared
 from .core.durations import GRACE, Duration, seconds
-from .core.errors import InvalidArgument, LockNotAcquired, shown
+from .core.errors import InvalidArgument, LockNotAcquired, LockUsageError, shown
 from .core.holders import MAX_METADATA_BYTES, MAX_TEXT
 from .core.keys import IllegalKey, KeyTemplate, normalize_key
 from .locks.lock import Lock, distlock
@@ -35,6 +39,8 @@ View = Callable[..., Any]
 MakeRefusal = Callable[[HttpRequest, Exception], HttpResponseBase]
 
 TEMPLATE: Final = "django_distlock/busy.html"
+#: The type of what programs are told about errors.
+PROBLEM: Final = "application/problem+json"
 #: Seconds until one may ask again, where nobody knows when the key will be free.
 ASK_AGAIN: Final = 1
 #: What the metadata of a lock call the request that it is held for.
@@ -53,25 +59,30 @@ def locked_view(
     retry_after: Duration | None = None,
     **options: Any,
 ) -> Callable[[View], View]:
-    """Hold a lock around each call of a view, sync or async.
+    """Hold a lock around each call of a view, sync or async, or of a method of a class of views.
+
+    Methods are those that get `self` and a request, of Django's classes and of Django REST
+    framework's, actions included. There a conflict is answered with problem JSON (RFC 9457).
 
     With `ATOMIC_REQUESTS`, the transaction is inside of the lock: it is committed before the key is
-    free. What a streaming response sends is not under the lock, for it is made behind the view.
+    free. The transaction of a method begins around its class: there the key is free behind the
+    commit. What a streaming response sends is not under the lock, for it is made behind the view.
 
     The request is kept beside the holder, as `metadata["request"]`: "POST /invoices/5/", its path
     escaped, without the query, and cut to 255 characters, or to what other metadata leave.
 
     Args:
-        key: A template of the view's parameters, such as `"invoice:{pk}"` or
-            `"cart:{request.user.pk}"`; or what returns the key, called as the view is.
+        key: A template of the view's parameters, such as `"invoice:{pk}"`, `"invoice:{kwargs[pk]}"`
+            or `"cart:{request.user.pk}"`; or what returns the key, called as the view is.
         on_conflict: What is done if the key is not granted within `wait`: `"skip"` answers
             `status` and `Retry-After` without a call of the view, `"raise"` raises
             `LockNotAcquired`, `"run"` runs the view without the lock.
         on_unavailable: What is done if the store does not answer: `"raise"` raises
             `BackendUnavailable`, `"skip"` answers 503, `"run"` runs the view without the lock.
         status: 409 (Conflict) or 423 (Locked).
-        refusal: Makes the answer of `"skip"`, of the request and the error; None: JSON where the
-            request asks for it, else the template `django_distlock/busy.html`.
+        refusal: Makes the answer of `"skip"`, of the request and the error; None: problem JSON from
+            views of Django REST framework, JSON where the request asks for it, else the template
+            `django_distlock/busy.html`.
         retry_after: Seconds (or a `timedelta`) that `Retry-After` says, rounded up; None: as long
             as the holder has had the key by now, at least 1 and at most until its lease ends.
         options: Those of `distlock()`: `ttl`, `wait`, `backend`, `metadata` and so on. A
@@ -79,9 +90,9 @@ def locked_view(
 
     Raises:
         InvalidArgument: An argument breaks a rule, the template names no parameter of the view, or
-            it is no view: a class or a method, for which there is `LockedViewMixin`.
+            it is no view: a class, say, for which there is `LockedViewMixin`.
         LockUsageError: The view's body would run when its call is over: a generator's, say. The
-            call raises it where only what that returns tells.
+            call raises it where only what that returns tells, and where it has no request.
     """
     locked = _Locked.of(
         on_conflict=on_conflict,
@@ -125,8 +136,8 @@ class LockedViewMixin:
             raise TypeError(f"{cls.__qualname__} has no lock: put LockedViewMixin first.")
 
     @classmethod
-    def as_view(cls, **initkwargs: Any) -> View:
-        """See Django's.
+    def as_view(cls, *args: Any, **initkwargs: Any) -> View:
+        """See Django's, and that of Django REST framework's viewsets.
 
         Raises:
             ImproperlyConfigured: `lock_key` is no template.
@@ -135,9 +146,9 @@ class LockedViewMixin:
             raise ImproperlyConfigured(
                 f"{cls.__qualname__}.lock_key is a template, not {shown(cls.lock_key)}."
             )
-        locked = _Locked.of(**cls.lock_options)
+        locked = _Locked.of(**cls.lock_options).answering_for(cls)
         locked.key = cls._lock_template(KeyTemplate.for_keywords(cls.lock_key))
-        view: View = super().as_view(_locked=locked, **initkwargs)  # type: ignore[misc]
+        view: View = super().as_view(*args, _locked=locked, **initkwargs)  # type: ignore[misc]
         if not iscoroutinefunction(view):
             locked.begin_transactions_of(view)
         on_conflict = cls.lock_options.get("on_conflict", "skip")
@@ -175,11 +186,7 @@ def refuse(request: HttpRequest, error: Exception, again_in: int) -> HttpRespons
         error: Why.
         again_in: Seconds until it may be asked again.
     """
-    if isinstance(error, LockNotAcquired):
-        said = gettext("Somebody else is working on this right now.")
-    else:
-        said = gettext("This cannot be done at the moment.")
-    again = ngettext("Try again in %d second.", "Try again in %d seconds.", again_in) % again_in
+    said, again = _said(error, again_in)
     wanted = request.get_preferred_type(["text/html", "application/json"])
     if wanted == "application/json":
         code = getattr(error, "code", "internal")
@@ -201,8 +208,43 @@ def refuse(request: HttpRequest, error: Exception, again_in: int) -> HttpRespons
     return HttpResponse(template.render(context, request))
 
 
+def problem(error: Exception, again_in: int, status: int) -> HttpResponse:
+    """Say the same as problem JSON (RFC 9457).
+
+    Args:
+        error: Why.
+        again_in: Seconds until it may be asked again.
+        status: The status of the answer.
+    """
+    content = {
+        "type": "about:blank",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": " ".join(_said(error, again_in)),
+        "error": getattr(error, "code", "internal"),
+        "retry_after": again_in,
+    }
+    return JsonResponse(content, status=status, content_type=PROBLEM)
+
+
+def _said(error: Exception, again_in: int) -> tuple[str, str]:
+    """Return what is wrong, and when to ask again, in the language of the request."""
+    if isinstance(error, LockNotAcquired):
+        said = gettext("Somebody else is working on this right now.")
+    else:
+        said = gettext("This cannot be done at the moment.")
+    again = ngettext("Try again in %d second.", "Try again in %d seconds.", again_in) % again_in
+    return said, again
+
+
 class _Refusing:
-    """How errors become answers."""
+    """How errors become answers.
+
+    Attributes:
+        problems: Whether they are problem JSON, whatever the request is.
+    """
+
+    problems = False
 
     def __init__(self, status: int, make: MakeRefusal | None, retry_after: float | None):
         self._status = status
@@ -213,8 +255,14 @@ class _Refusing:
         """Return the answer."""
         given = self._retry_after
         again = _estimated(error) if given is None else math.ceil(given)
-        made = self._make(request, error) if self._make else refuse(request, error, again)
-        made.status_code = self._status if isinstance(error, LockNotAcquired) else 503
+        status = self._status if isinstance(error, LockNotAcquired) else 503
+        if self._make is not None:
+            made = self._make(request, error)
+        elif self.problems or hasattr(request, "parser_context"):
+            made = problem(error, again, status)
+        else:
+            made = refuse(request, error, again)
+        made.status_code = status
         made.headers.setdefault("Retry-After", str(again))
         made.headers.setdefault("Cache-Control", "no-store")
         return made
@@ -225,6 +273,8 @@ class _Locked:
 
     #: Returns the key of a request, called as the view is.
     key: Callable[..., str]
+    #: Where a view's call has its request: behind the object, if it is a method.
+    _place = 0
 
     def __init__(self, lock: Lock, policy: Policy, refusing: _Refusing):
         self.lock = lock
@@ -261,22 +311,34 @@ class _Locked:
     def around(self, view: View, key: Callable[..., str]) -> View:
         """Return what is called in the place of a view."""
         # A decorator may be used more than once.
-        locked = copy(self)
+        # What Django REST framework makes of a function or a class knows the class.
+        locked = copy(self).answering_for(getattr(view, "cls", None))
         locked.key, locked._not_atomic = key, set()
+        if _is_method(view):
+            # The transaction of its request has begun before.
+            locked._place, locked._not_atomic = 1, _Every(set())
         if iscoroutinefunction(view):
 
             @wraps(view)
-            async def asynchronous(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
-                return await locked.arun(view, request, *args, **kwargs)
+            async def asynchronous(*args: Any, **kwargs: Any) -> Any:
+                return await locked.arun(view, *args, **kwargs)
 
             return asynchronous
 
         @wraps(view)
-        def synchronous(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
-            return locked.run(view, request, *args, **kwargs)
+        def synchronous(*args: Any, **kwargs: Any) -> Any:
+            return locked.run(view, *args, **kwargs)
 
-        locked.begin_transactions_of(synchronous)
+        if not locked._place:
+            locked.begin_transactions_of(synchronous)
         return synchronous
+
+    def answering_for(self, cls: Any) -> _Locked:
+        """Answer with problems if this is a class of Django REST framework; None: no class."""
+        if hasattr(cls, "initialize_request"):
+            self._refusing = copy(self._refusing)
+            self._refusing.problems = True
+        return self
 
     def begin_transactions_of(self, view: Any) -> None:
         """Begin the transactions of a request inside of the lock: Django's would be around it."""
@@ -285,27 +347,42 @@ class _Locked:
         self._not_atomic = marks if isinstance(marks, _Every) else set(marks)
         view._non_atomic_requests = _Every(self._not_atomic)
 
-    def run(self, view: View, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+    def run(self, view: View, *args: Any, **kwargs: Any) -> Any:
         """Answer a request."""
+        request = self._request_of(view, *args, **kwargs)
         lock = self._lock_of(request, *args, **kwargs)
         return self._policy.run(
             lock,
-            partial(self._atomic, view, request, *args, **kwargs),
+            partial(self._atomic, view, *args, **kwargs),
             partial(self._refusing.answer, request),
         )
 
-    async def arun(self, view: View, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+    async def arun(self, view: View, *args: Any, **kwargs: Any) -> Any:
         """Answer a request, with awaits."""
+        request = self._request_of(view, *args, **kwargs)
         lock = self._lock_of(request, *args, **kwargs)
 
         async def answer(error: Refusal) -> HttpResponseBase:
             return self._refusing.answer(request, error)
 
-        return await self._policy.arun(lock, partial(view, request, *args, **kwargs), answer)
+        return await self._policy.arun(lock, partial(view, *args, **kwargs), answer)
+
+    def _request_of(self, view: View, *args: Any, **kwargs: Any) -> HttpRequest:
+        request: Any = kwargs.get("request")
+        if len(args) > self._place:
+            request = args[self._place]
+        if not hasattr(request, "META"):
+            raise LockUsageError(
+                f"locked_view finds no request in a call of {view.__qualname__}: it decorates"
+                " functions that get one first, and methods that get it behind self. A method is"
+                " decorated where it is defined, without method_decorator.",
+                code="unsupported",
+            )
+        return request  # type: ignore[no-any-return]
 
     def _lock_of(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Lock:
         try:
-            key = normalize_key(self.key(request, *args, **kwargs))
+            key = normalize_key(self.key(*args, **kwargs))
         except IllegalKey as error:
             # Made of what the client has sent.
             raise BadRequest(str(error)) from error
@@ -314,14 +391,14 @@ class _Locked:
             metadata = {REQUEST: _line(request)[: self._room], **metadata}
         return replace(self.lock, key=key, metadata=metadata)
 
-    def _atomic(self, view: View, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+    def _atomic(self, view: View, *args: Any, **kwargs: Any) -> Any:
         """Call a view in the transactions that Django would have begun around it."""
         with ExitStack() as stack:
             for alias in connections:
                 wanted = connections.settings[alias]["ATOMIC_REQUESTS"]
                 if wanted and alias not in self._not_atomic:
                     stack.enter_context(transaction.atomic(using=alias))
-            return view(request, *args, **kwargs)
+            return view(*args, **kwargs)
 
 
 class _Every:
@@ -348,10 +425,15 @@ def _require_view(view: object) -> None:
             f'locked_view is written with a key, @locked_view("…"), above a view, not'
             f" {shown(view)}."
         )
-    if inspect.isclass(view) or next(iter(inspect.signature(view).parameters), "") == "self":
+    if inspect.isclass(view):
         raise InvalidArgument(
-            "locked_view decorates functions. A class takes LockedViewMixin as its first base."
+            "locked_view decorates functions and methods. A class takes LockedViewMixin as its"
+            " first base."
         )
+
+
+def _is_method(view: View) -> bool:
+    return next(iter(inspect.signature(view).parameters), "") == "self"
 
 
 def _line(request: HttpRequest) -> str:
