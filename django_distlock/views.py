@@ -255,7 +255,7 @@ class _Refusing:
         """Return the answer."""
         given = self._retry_after
         again = _estimated(error) if given is None else math.ceil(given)
-        status = self._status if isinstance(error, LockNotAcquired) else 503
+        status = self._status_of(error)
         if self._make is not None:
             made = self._make(request, error)
         elif self.problems or hasattr(request, "parser_context"):
@@ -266,6 +266,9 @@ class _Refusing:
         made.headers.setdefault("Retry-After", str(again))
         made.headers.setdefault("Cache-Control", "no-store")
         return made
+
+    def _status_of(self, error: Exception) -> int:
+        return self._status if isinstance(error, LockNotAcquired) else 503
 
 
 class _Locked:
@@ -350,7 +353,7 @@ class _Locked:
     def run(self, view: View, *args: Any, **kwargs: Any) -> Any:
         """Answer a request."""
         request = self._request_of(view, *args, **kwargs)
-        lock = self._lock_of(request, *args, **kwargs)
+        lock = self._lock_of(request, args, kwargs)
         return self._policy.run(
             lock,
             partial(self._atomic, view, *args, **kwargs),
@@ -360,7 +363,7 @@ class _Locked:
     async def arun(self, view: View, *args: Any, **kwargs: Any) -> Any:
         """Answer a request, with awaits."""
         request = self._request_of(view, *args, **kwargs)
-        lock = self._lock_of(request, *args, **kwargs)
+        lock = self._lock_of(request, args, kwargs)
 
         async def answer(error: Refusal) -> HttpResponseBase:
             return self._refusing.answer(request, error)
@@ -380,9 +383,11 @@ class _Locked:
             )
         return request  # type: ignore[no-any-return]
 
-    def _lock_of(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Lock:
+    def _lock_of(
+        self, request: HttpRequest, values: tuple[Any, ...], named: dict[str, Any]
+    ) -> Lock:
         try:
-            key = normalize_key(self.key(*args, **kwargs))
+            key = normalize_key(self.key(*values, **named))
         except IllegalKey as error:
             # Made of what the client has sent.
             raise BadRequest(str(error)) from error

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from django.core.management import call_command
 from django.db import connection, connections, transaction
 
-from django_distlock import distlock
+from django_distlock import LockNotAcquired, distlock
 
-from .projects import Project
+from .projects import PATIENCE, Project
 
 OURS = "django_distlock"
-SHARED = ["django_tenants", "tests.integration.tenants", "django.contrib.contenttypes"]
+CONTENT = "django.contrib.contenttypes"
+SHARED = ["django_tenants", "tests.integration.tenants", CONTENT]
 
 
-def project_of(using: str, *, in_tenants: bool) -> Project:
+def project_of(using: str, *, in_tenants: bool, **settings: Any) -> Project:
     """Give a project whose tenants have tables of locks as well, or have none."""
     plain = Project(using).settings["DATABASES"]["default"]
     return Project(
         using,
         DATABASES={"default": {**plain, "ENGINE": "django_tenants.postgresql_backend"}},
-        DATABASE_ROUTERS=["django_tenants.routers.TenantSyncRouter"],
-        INSTALLED_APPS=[*SHARED, OURS],
-        SHARED_APPS=[*SHARED, OURS],
-        TENANT_APPS=["django.contrib.contenttypes", *([OURS] if in_tenants else [])],
-        TENANT_MODEL="tenants.Client",
-        # Told by another test.
-        SILENCED_SYSTEM_CHECKS=["distlock.E106"],
+        **{
+            "DATABASE_ROUTERS": ["django_tenants.routers.TenantSyncRouter"],
+            "INSTALLED_APPS": [*SHARED, OURS],
+            "SHARED_APPS": [*SHARED, OURS],
+            "TENANT_APPS": [CONTENT, *([OURS] if in_tenants else [])],
+            "TENANT_MODEL": "tenants.Client",
+            # Told by another test.
+            "SILENCED_SYSTEM_CHECKS": ["distlock.E106"],
+            **settings,
+        },
     )
 
 
@@ -41,13 +47,18 @@ def test_tenants_share_the_locks(postgresql: str, in_tenants: bool) -> None:
     assert said["fences"] == [1, 2, 3, 4]
 
 
-def contend() -> dict[str, Any]:
-    """Make two tenants, and take a lock in the schema of each."""
+def make_tenants() -> None:
+    """Make two tenants."""
     from .tenants.models import Client
 
     call_command("migrate_schemas", "--shared", verbosity=0)
     for name in ("a", "b"):
         Client(schema_name=name).save(verbosity=0)
+
+
+def contend() -> dict[str, Any]:
+    """Make two tenants, and take a lock in the schema of each."""
+    make_tenants()
     lock, fences, most = distlock("invoice:42", wait=0), [], 0
     for name in ("a", "b"):
         connection.set_schema(name)  # type: ignore[attr-defined]
@@ -73,13 +84,73 @@ def _ask(statement: str) -> Any:
         return cursor.fetchone()
 
 
-def test_tables_of_tenants_are_refused(postgresql: str) -> None:
-    """E106 where tenants get tables that no lock is kept in, and not where they get none."""
-    mixed = project_of(postgresql, in_tenants=True)
-    mixed.settings["SILENCED_SYSTEM_CHECKS"] = []
-    said = mixed.manage("check", status=1)
+@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize("in_tenants", [True, False], ids=["both", "shared"])
+def test_processes_of_two_tenants_exclude_each_other(
+    postgresql: str, in_tenants: bool, atomic: bool
+) -> None:
+    """And the lease is renewed and released by connections that know no tenant."""
+    project = project_of(postgresql, in_tenants=in_tenants)
+    project.run(f"{__name__}:make_tenants")
+    with project.start(f"{__name__}:hold", "a", atomic) as holder:
+        holder.wait_for("held", PATIENCE)
+        refused = project.run(f"{__name__}:attempt", "b")
+        assert (refused["fence"], refused["holder"]) == (None, holder.popen.pid)
+        holder.send("let go")
+        fence = holder.result(PATIENCE)
+    assert project.run(f"{__name__}:attempt", "b") == {"fence": fence + 1, "holder": None}
+
+
+def hold(tenant: str, atomic: bool) -> int:
+    """Hold a key in the schema of a tenant for longer than the ttl, until told otherwise."""
+    connection.set_schema(tenant)  # type: ignore[attr-defined]
+    with transaction.atomic() if atomic else nullcontext():
+        _ask("SELECT 1")
+        with distlock("invoice:42", ttl=1, wait=0) as lease:
+            renewed = lease.deadline
+            while lease.deadline == renewed:
+                time.sleep(0.05)
+            print("held")
+            input()
+            lease.check()
+    return lease.fence
+
+
+def attempt(tenant: str) -> dict[str, Any]:
+    """Try once to take it in the schema of another one; say who holds it."""
+    connection.set_schema(tenant)  # type: ignore[attr-defined]
+    try:
+        with distlock("invoice:42", wait=0) as lease:
+            return {"fence": lease.fence, "holder": None}
+    except LockNotAcquired as error:
+        assert error.holder is not None
+        return {"fence": None, "holder": error.holder.pid}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"TENANT_APPS": [CONTENT, OURS]},
+        {"TENANT_APPS": [CONTENT, OURS], "SHARED_APPS": SHARED},
+        {"TENANT_APPS": [CONTENT, f"{OURS}.apps.DistlockConfig"]},
+        {"TENANT_TYPES": {"public": {"APPS": [*SHARED, OURS]}, "paying": {"APPS": [OURS]}}},
+    ],
+    ids=["both", "tenants", "config", "types"],
+)
+def test_tables_of_tenants_are_refused(postgresql: str, settings: dict[str, Any]) -> None:
+    """E106 where tenants get tables that no lock is kept in."""
+    project = project_of(postgresql, in_tenants=False, SILENCED_SYSTEM_CHECKS=[], **settings)
+    said = project.manage("check", status=1)
     assert "(distlock.E106)" in said
     assert "TENANT_APPS" in said
-    shared = project_of(postgresql, in_tenants=False)
-    shared.settings["SILENCED_SYSTEM_CHECKS"] = []
-    assert "E106" not in shared.manage("check")
+
+
+def test_tables_that_tenants_share_are_no_error(postgresql: str) -> None:
+    """No E106 where tenants get none."""
+    project = project_of(postgresql, in_tenants=False, SILENCED_SYSTEM_CHECKS=[])
+    assert "E106" not in project.manage("check")
+    types = {"public": {"APPS": [*SHARED, OURS]}, "paying": {"APPS": [CONTENT]}}
+    project = project_of(
+        postgresql, in_tenants=False, SILENCED_SYSTEM_CHECKS=[], TENANT_TYPES=types
+    )
+    assert "E106" not in project.manage("check")
