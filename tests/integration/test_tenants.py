@@ -102,11 +102,11 @@ def test_processes_of_two_tenants_exclude_each_other(
 
 
 def hold(tenant: str, atomic: bool) -> int:
-    """Hold a key in the schema of a tenant for longer than the ttl, until told otherwise."""
+    """Hold a key in the schema of a tenant, renewed at least once, until told otherwise."""
     connection.set_schema(tenant)  # type: ignore[attr-defined]
     with transaction.atomic() if atomic else nullcontext():
         _ask("SELECT 1")
-        with distlock("invoice:42", ttl=1, wait=0) as lease:
+        with distlock("invoice:42", ttl=6, wait=0) as lease:
             renewed = lease.deadline
             while lease.deadline == renewed:
                 time.sleep(0.05)
