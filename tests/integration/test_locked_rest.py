@@ -224,6 +224,12 @@ def test_store_that_is_away_is_a_problem(key: str) -> None:
     assert told["error"] == "service_unavailable"
 
 
+@pytest.mark.parametrize("address", ["/invoices/{}/", "/locked/{}/", "/api/{}/", "/below/{}/"])
+def test_key_that_no_lock_can_have(address: str) -> None:
+    """It is the mistake of the client."""
+    assert ask("put", address.format("x" * 600)).status_code == 400
+
+
 def test_views_of_django_answer_as_ever(taken: str) -> None:
     """Their methods are locked too, and their answers are pages."""
     response = ask("put", f"/plain/{taken}/")
