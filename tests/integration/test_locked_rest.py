@@ -202,7 +202,7 @@ def test_conflict_is_a_problem(method: str, address: str, taken: str) -> None:
     told = response.json()
     again = int(response.headers["Retry-After"])
     assert again == 7 if "pay" in address else 1 <= again < 20
-    assert told.pop("detail").startswith("Somebody else is working on this right now. Try again")
+    assert f"is working on this right now. Try again in {again} second" in told.pop("detail")
     assert told == {
         "type": "about:blank",
         "title": title,
