@@ -14,7 +14,7 @@ from ..conf import BackendConfig
 from ..core import durations
 from ..core.clock import monotonic
 from ..core.durations import MAX_BOUND, Duration
-from ..core.errors import InvalidArgument, LockUsageError, shown
+from ..core.errors import BackendUnavailable, InvalidArgument, LockUsageError, shown
 from ..core.fences import validate_fence
 from ..core.holders import Holder, Session, is_plain_text
 from ..core.keys import (
@@ -25,6 +25,7 @@ from ..core.keys import (
     validate_token,
 )
 from ..core.records import (
+    UNKNOWN,
     Attempt,
     Contended,
     Counter,
@@ -183,22 +184,15 @@ class BaseLockBackend:
             LockUsageError: The store cannot be asked from here.
             LockError: The key has used up its fences.
         """
-        key = stored_key(key)
-        token = validate_token(token)
         if replace is not None:
             replace = validate_token(replace)
-        if permits is not None:
-            validate_permits(permits)
-        if permits != 1:
-            self._require("supports_sharing", "let several hold a key at the same time")
-        name, ttl = self._name(key), self._ttl(ttl)
-        attempt = Attempt(
-            name, key, token, ttl, holder or _NOBODY, wanted, replace, _bound(bound), permits
+        attempt = changed(
+            self._attempt_for(key, token, ttl, holder, permits, bound),
+            wanted=wanted,
+            replace=replace,
         )
         answer = self._acquire(attempt)
-        if self.supports_guard and isinstance(answer, Contended) and answer.is_unclear:
-            return changed(answer, guarded=self._is_guarded(name))
-        return answer
+        return self._clearer(attempt.name, answer) if isinstance(answer, Contended) else answer
 
     def extend(
         self, grant: Grant, ttl: Duration | None = None, *, bound: Duration = MAX_BOUND
@@ -241,6 +235,50 @@ class BaseLockBackend:
         Of several that share it, that which is free last.
         """
         return self._read(self._name(stored_key(key)))
+
+    # Several keys
+
+    def acquire_many(
+        self,
+        tokens: Mapping[str, str],
+        ttl: Duration | None,
+        holder: Holder | None = None,
+        *,
+        permits: int | None = 1,
+        bound: Duration = MAX_BOUND,
+    ) -> Sequence[Grant] | InTheWay:
+        """Grant several keys at once, each to a token of its own, or none of them.
+
+        Where one is contended, no key is taken. A store that has an operation for it writes nothing
+        then, and uses no fence up; another one takes the keys one by one and gives them back.
+
+        Args:
+            tokens: A token for each key.
+            ttl: See `acquire`, as for the other arguments; each is for all keys.
+            bound: Seconds to wait inside the store, for all keys together, at most 1.
+
+        Returns:
+            A grant for each key, in the order of `tokens`; or a key that is contended.
+
+        Raises:
+            InvalidArgument: An argument breaks a rule, or two keys or two tokens are the same.
+            LockError: See `acquire`. Any of the keys may have been granted: release all of them.
+        """
+        attempts = [
+            self._attempt_for(key, token, ttl, holder, permits, bound)
+            for key, token in tokens.items()
+        ]
+        for what in ("name", "token"):
+            if len({getattr(each, what) for each in attempts}) < len(attempts):
+                raise InvalidArgument(f"Two keys have the same {what} here: each needs its own.")
+        # One order for all callers, so that none of them waits for another in a circle.
+        found = self._acquire_many(sorted(attempts, key=lambda each: each.name)) if attempts else []
+        if isinstance(found, InTheWay):
+            return changed(
+                found, answer=self._clearer(self._name(stored_key(found.key)), found.answer)
+            )
+        grants = {each.token: each for each in found}
+        return [grants[each.token] for each in attempts]
 
     # Leases
 
@@ -514,6 +552,18 @@ class BaseLockBackend:
     def _acquire(self, attempt: Attempt) -> Grant | Contended:
         raise NotImplementedError
 
+    def _acquire_many(self, attempts: Sequence[Attempt]) -> Sequence[Grant] | InTheWay:
+        until = self.monotonic() + attempts[0].bound
+        granted: list[Grant] = []
+        for attempt in attempts:
+            left = max(0.0, until - self.monotonic())
+            answer = self._acquire(changed(attempt, bound=left))
+            if isinstance(answer, Contended):
+                self._give_back(granted)
+                return InTheWay(attempt.key, answer)
+            granted.append(answer)
+        return granted
+
     def _extend(
         self, name: str, grant: Grant, ttl: float | None, *, bound: float
     ) -> Grant | Unknown | None:
@@ -666,6 +716,46 @@ class BaseLockBackend:
         self.queues.forget()
 
     # What these share
+
+    def _attempt_for(
+        self,
+        key: str,
+        token: str,
+        ttl: Duration | None,
+        holder: Holder | None,
+        permits: int | None,
+        bound: Duration,
+    ) -> Attempt:
+        key, token = stored_key(key), validate_token(token)
+        if permits is not None:
+            validate_permits(permits)
+        if permits != 1:
+            self._require("supports_sharing", "let several hold a key at the same time")
+        return Attempt(
+            *(self._name(key), key, token, self._ttl(ttl), holder or _NOBODY),
+            wanted=False,
+            replace=None,
+            bound=_bound(bound),
+            permits=permits,
+        )
+
+    def _clearer(self, name: str, answer: Contended) -> Contended:
+        """Return an answer that says nothing about the key with whether a guard is in the way."""
+        if self.supports_guard and answer.is_unclear:
+            return changed(answer, guarded=self._is_guarded(name))
+        return answer
+
+    def _give_back(self, grants: Sequence[Grant]) -> None:
+        for grant in reversed(grants):
+            name = self._place(grant)
+            freed = self._release(name, grant, None, bound=MAX_BOUND)
+            if self._freed(name, freed) is UNKNOWN:
+                raise BackendUnavailable(
+                    f"{grant.key!r} was granted beside a key that was not, and could not be given"
+                    f" back within {MAX_BOUND:g} s.",
+                    key=grant.key,
+                    code="network_timeout",
+                )
 
     def _freed(self, name: str, answer: bool | Unknown) -> bool | Unknown:
         # Without wake-ups, at least those who wait in this process need not wait for longer.

@@ -21,6 +21,7 @@ from ..core.records import (
     Contended,
     Freed,
     Grant,
+    InTheWay,
     Page,
     Record,
     Unknown,
@@ -135,6 +136,18 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
                 return answer
         return self._ask(
             share, bound=attempt.bound, busy=busy, single=self._single, key=attempt.key
+        )
+
+    def _acquire_many(self, attempts: Sequence[Attempt]) -> Sequence[Grant] | InTheWay:
+        functions, first = self._hot, attempts[0]
+        if not isinstance(functions, ServerFunctions):
+            return super()._acquire_many(attempts)
+        busy = InTheWay(first.key, Contended(busy=True))
+        return self._ask(
+            lambda on: functions.db_manager(on).acquire_many(attempts),
+            bound=first.bound,
+            busy=lambda: busy,
+            single=True,
         )
 
     def _extend(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, Final, Literal
@@ -210,7 +210,7 @@ class KeysAsked:
 
 @dataclass(frozen=True, slots=True)
 class InTheWay:
-    """Why a transaction did not get all the keys that it asked for.
+    """Why not all of the keys were granted that were asked for together.
 
     Attributes:
         key: One that somebody has.
@@ -221,6 +221,18 @@ class InTheWay:
     key: str
     answer: Contended
     deadlock: bool = False
+
+
+def all_or_none(
+    answers: Iterable[Grant | Contended], attempts: Iterable[Attempt]
+) -> list[Grant] | InTheWay:
+    """Return the grants of keys that were asked for together, or the first that was none."""
+    granted: list[Grant] = []
+    for answer, attempt in zip(answers, attempts, strict=True):
+        if isinstance(answer, Contended):
+            return InTheWay(attempt.key, answer)
+        granted.append(answer)
+    return granted
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,10 @@ from ..core.records import (
     Contended,
     Freed,
     Grant,
+    InTheWay,
     KeysAsked,
     Unknown,
+    all_or_none,
     known_holder,
 )
 from ..core.sharing import DOOR_SECONDS
@@ -49,6 +51,10 @@ DOOR = round(DOOR_SECONDS * 1_000_000)
 _PLACEHOLDERS = {
     "acquire": f"%s, %s, %s, %s, {GRACE}, %s::jsonb, %s, %s, %s, %s",
     "share": f"%s, %s, %s, %s, {GRACE}, %s::jsonb, %s, %s, %s, %s, %s, %s::integer, {DOOR}",
+    "acquire_many": (
+        f"%s::text[], %s::text[], %s::text[], %s::text[], %s, {GRACE}, %s::jsonb, %s, %s,"
+        f" %s::integer, {DOOR}"
+    ),
     "extend": f"%s, %s, %s, {GRACE}, %s",
     "extend_many": f"%s::text[], %s::text[], %s::double precision[], {GRACE}, %s",
     "release": "%s, %s, %s, %s",
@@ -86,6 +92,30 @@ class ServerFunctions:
         arguments = [*self._asked(attempt), attempt.place, attempt.permits]
         *facts, told = _parts(self._call("share", arguments), 7)
         return acquired(attempt, *facts, told=told)
+
+    def acquire_many(self, attempts: Sequence[Attempt]) -> list[Grant] | InTheWay:
+        """Grant several keys, or none of them; they differ in key and token alone."""
+        first = attempts[0]
+        arguments = [
+            [each.name for each in attempts],
+            [each.key for each in attempts],
+            [each.token for each in attempts],
+            [each.place for each in attempts],
+            first.ttl,
+            json.dumps(first.holder.as_json()),
+            self._follows_clock,
+            milliseconds(first.bound),
+            first.permits,
+        ]
+        place, answers = json.loads(self._call("acquire_many", arguments))
+        if place:
+            attempts, answers = attempts[place - 1 : place], [answers]
+        facts = [_padded(each, 7) for each in answers]
+        found = [
+            acquired(attempt, *each, told=told)
+            for attempt, (*each, told) in zip(attempts, facts, strict=True)
+        ]
+        return all_or_none(found, attempts)
 
     def _asked(self, attempt: Attempt) -> list[Any]:
         return [

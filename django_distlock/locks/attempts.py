@@ -62,6 +62,19 @@ class KeptHere(LockError):
     """The transactions that the caller works in keep the key: its lease is gone on with."""
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What a store answered about a key that was asked for together with others.
+
+    Attributes:
+        sent_at: When it was asked, by its `monotonic`.
+    """
+
+    token: str
+    sent_at: float
+    outcome: Outcome
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What a caller asks for: a key, for how long, and how long to keep trying.
@@ -73,6 +86,7 @@ class Request:
         inside: What is held by the blocks that it cannot leave before.
         passed: A release behind those transactions that nobody can go on with.
         permits: How many may hold the key at the same time; None: any number.
+        answered: Gives what the store has answered already, once: it counts as the first attempt.
     """
 
     key: str
@@ -86,6 +100,7 @@ class Request:
     inside: tuple[Name, ...] = ()
     passed: deferred_release.Deferred | None = None
     permits: int | None = 1
+    answered: Callable[[], Answered | None] | None = None
 
     @property
     def shared(self) -> bool:
@@ -122,7 +137,8 @@ class Attempts:
         # Of all that is asked of the store, by `time.monotonic`.
         self._end = time.monotonic() + self._started - now + wait + budgets.PATIENCE
         self._took = 0.0
-        self._token = new_token()
+        self._answered = None if request.answered is None else request.answered()
+        self._token = new_token() if self._answered is None else self._answered.token
         self._sent_at = self._started
         # Whether an attempt got no answer: it may have been granted.
         self._unanswered = False
@@ -144,12 +160,14 @@ class Attempts:
         """Return the algorithm that drives these attempts."""
         request, queues = self.request, self.backend.queues
         name = self.backend.queues.name_of(request.key)
+        # What is granted already is not left to others.
+        is_new = self._answered is None
         return acquiring(
             now=self._started,
             wait=request.wait,
             pacing=self._pacing,
-            rest=self._rest(name),
-            others_wait=lambda: name in queues,
+            rest=self._rest(name) if is_new else 0.0,
+            others_wait=lambda: is_new and name in queues,
             is_gone=is_gone if request.steal_if_dead else None,
             margin=BUSY_SECONDS,
         )
@@ -157,11 +175,13 @@ class Attempts:
     def attempt(self, step: Attempt) -> Outcome:
         """Ask the store once."""
         request = self.request
-        if (instead := self.instead) is not None:
+        if self._answered is None and (instead := self.instead) is not None:
             return instead
         with self._mutex:
             if self._abandoned:
                 return Contended(busy=True)
+            if self._answered is not None:
+                return self._hear(self._answered)
             self._sent_at = self.backend.monotonic()
             if self._turn is not None:
                 self._turn.asked_at = time.monotonic()
@@ -195,6 +215,17 @@ class Attempts:
                 self._in_the_way = outcome.holder
             self._unanswered = unanswered
             return outcome
+
+    def _hear(self, answered: Answered) -> Outcome:
+        """Take the answer of a question that was asked before."""
+        outcome = answered.outcome
+        self._answered, self._sent_at = None, answered.sent_at
+        self._unanswered = isinstance(outcome, BackendUnavailable)
+        if isinstance(outcome, Grant):
+            self._granted = outcome
+        elif isinstance(outcome, Contended):
+            self._in_the_way = outcome.holder
+        return outcome
 
     def read(self) -> Record | None:
         """Return the record of the key; None: nobody holds it, or the store does not answer."""

@@ -24,6 +24,7 @@ from ..handler import lock_backends
 from ..process import deferred_release
 from ..process.host import current_holder
 from . import checking, taking
+from .attempts import Answered
 from .blocks import Leaving
 from .lease import Lease
 from .state import Terms
@@ -130,6 +131,8 @@ class Lock:
     retry: Retry | None = None
     max_lifetime: float | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    #: See `Request.answered`.
+    _answered: Callable[[], Answered | None] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         checking.check(self)

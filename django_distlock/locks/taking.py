@@ -303,6 +303,7 @@ def _request(
         inside=context.entered_here(),
         passed=deferred_release.waiting_release((lock.backend, lock.key), home),
         permits=terms.permits,
+        answered=lock._answered,
     )
 
 

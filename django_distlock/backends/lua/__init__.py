@@ -19,12 +19,20 @@ class Script(NamedTuple):
     digest: str
 
 
+#: The scripts that a script calls, as functions of keys and arguments.
+_CALLS = {"acquire_many": ("acquire", "share")}
+
+
 @cache
 def script(name: str) -> Script:
     """Return the script of an operation, such as `"acquire"`."""
-    folder = files(__package__)
-    text = "\n".join(
-        (folder / f"{each}.lua").read_text(encoding="utf-8") for each in ("common", name)
+    called = "".join(
+        f"local function {each}(KEYS, ARGV)\n{_source(each)}end\n" for each in _CALLS.get(name, ())
     )
+    text = f"{_source('common')}\n{called}{_source(name)}"
     # Not a signature: it is what EVALSHA takes.
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+def _source(name: str) -> str:
+    return (files(__package__) / f"{name}.lua").read_text(encoding="utf-8")

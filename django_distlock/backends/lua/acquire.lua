@@ -3,9 +3,9 @@
 -- KEYS: record, fence, pause, who shares it; where tokens are indexed, that of the token, and of the
 -- one replaced.
 -- Answers: granted fence now expires_at | contended now [record] | paused now [record] | duplicate
--- | overflow | shared (ask `share`)
+-- | overflow | shared (ask `share`) | free (only asked whether it would be granted)
 local lock, fence, pause, shared, index, replaced = unpack(KEYS)
-local token, ttl, grace, maximum, key, holder, wanted, replace, channel = unpack(ARGV)
+local token, ttl, grace, maximum, key, holder, wanted, replace, channel, _, _, look = unpack(ARGV)
 
 local held = redis.call('HMGET', lock, 'token', 'free_at', 'wanted', 'expires_at')
 local live = held[1] and is_live(held[2])
@@ -32,6 +32,9 @@ end
 local granted = next_fence(fence)
 if granted > tonumber(maximum) then
     return 'overflow'
+end
+if look then
+    return 'free'
 end
 -- The fence first: whatever happened behind it, it would only be skipped.
 redis.call('SET', fence, text(granted))

@@ -5,7 +5,7 @@
 -- that of the token, and of the one replaced.
 -- Answers: as `acquire`.
 local place, lock, fence, pause, shared, index, replaced = unpack(KEYS)
-local token, ttl, grace, maximum, key, holder, wanted, replace, channel, permits, door = unpack(ARGV)
+local token, ttl, grace, maximum, key, holder, wanted, replace, channel, permits, door, look = unpack(ARGV)
 local alone = permits == '1'
 
 local held = redis.call('HMGET', lock, 'token', 'free_at')
@@ -72,6 +72,9 @@ end
 local granted = next_fence(fence)
 if granted > tonumber(maximum) then
     return 'overflow'
+end
+if look then
+    return 'free'
 end
 -- The fence first: whatever happened behind it, it would only be skipped.
 redis.call('SET', fence, text(granted))

@@ -26,6 +26,7 @@ from ...core.records import (
     Contended,
     Counter,
     Grant,
+    InTheWay,
     Page,
     Raised,
     Record,
@@ -39,7 +40,7 @@ from ...exceptions import InvalidLockBackend
 from ..counts import Counts, States, Strain
 from ..listening import Listener
 from ..lua import script
-from .answers import counted, extended, granted, held, overflow, sharing
+from .answers import counted, extended, granted, granted_many, held, overflow, sharing
 from .bulk import key_of
 from .clients import client_source
 from .counting import count_keys
@@ -132,6 +133,23 @@ class RedisBackend(RedisWaiters):
         places = [self._at("lock", attempt.place), *keys]
         question = Call(script("share"), places, (*arguments, *more), tokens)
         return self._run(question, partial(granted, attempt), attempt.key)
+
+    def _acquire_many(self, attempts: Sequence[Attempt]) -> Sequence[Grant] | InTheWay:
+        if self.store.is_cluster:
+            return super()._acquire_many(attempts)
+        first, keys, named = attempts[0], list[str](), list[str]()
+        for each in attempts:
+            keys.append(self._at("lock", each.place))
+            keys += [self._at(kind, each.name) for kind in ("lock", "fence", "pause", "shared")]
+            keys.append(self._token(each.token))
+            named += [each.token, each.key]
+        arguments = (
+            *(_seconds(first.ttl), _GRACE, _FENCE_MAX, json.dumps(first.holder.as_json())),
+            *(self._channel, "" if first.permits is None else str(first.permits)),
+            *(repr(DOOR_SECONDS), *named),
+        )
+        question = Call(script("acquire_many"), keys, arguments)
+        return self._run(question, partial(granted_many, attempts))
 
     def _extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
         question = self._extension(name, grant, ttl)

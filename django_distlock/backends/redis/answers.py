@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import NoReturn
 
@@ -12,7 +12,16 @@ from ...core.errors import InvalidArgument, LockError
 from ...core.fences import FENCE_MAX, check_fence
 from ...core.holders import Holder
 from ...core.logs import log_fields
-from ...core.records import SPOILED, Attempt, Contended, Counter, Grant, Record
+from ...core.records import (
+    SPOILED,
+    Attempt,
+    Contended,
+    Counter,
+    Grant,
+    InTheWay,
+    Record,
+    all_or_none,
+)
 from ...database.fields import from_microseconds
 
 logger = logging.getLogger("django_distlock")
@@ -26,6 +35,14 @@ def granted(attempt: Attempt, answer: str) -> Grant | Contended:
     fence, now, expires_at = rest.split(" ")
     check_fence(attempt.key, int(fence))
     return attempt.grant(int(fence), from_microseconds(int(now)), _instant(expires_at))
+
+
+def granted_many(attempts: Sequence[Attempt], answer: str) -> list[Grant] | InTheWay:
+    """Read the answer to an acquire of several keys."""
+    place, told = json.loads(answer)
+    if place:
+        attempts, told = attempts[place - 1 : place], [told]
+    return all_or_none(map(granted, attempts, told), attempts)
 
 
 def extended(grant: Grant, ttl: float | None, answer: str) -> Grant | None:

@@ -18,7 +18,10 @@ from ...conf import DEFAULT_TABLES, table
 from ...core.keys import PLACE_MARKER, prefix_end
 
 #: What is called for locks.
-FUNCTIONS = ("acquire", "share", "extend", "extend_many", "release", "transaction_lock")
+FUNCTIONS = (
+    *("acquire", "share", "acquire_many", "extend", "extend_many", "release"),
+    "transaction_lock",
+)
 #: How PostgreSQL notes where each function looks names up: nobody else may create there.
 FIXED_PATH = "search_path=pg_catalog, pg_temp"
 #: In the order of installation.

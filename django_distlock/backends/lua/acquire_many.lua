@@ -1,0 +1,36 @@
+-- Grant several keys, or none of them: first all are looked at, then all are granted.
+--
+-- KEYS: for each key what `share` has, but for a token that is replaced. ARGV: ttl, grace, maximum,
+-- holder, channel, permits, door; then for each key its token and the key.
+-- Answers, as JSON: place, answer. Place 0: the answers of all keys. Else: that of the key at this
+-- place, which is not granted; then nothing was written.
+local ttl, grace, maximum, holder, channel, permits, door = unpack(ARGV, 1, 7)
+local each, number = 6, #KEYS / 6
+
+local function ask(place, look)
+    local record, lock, fence, pause, shared, index = unpack(KEYS, (place - 1) * each + 1, place * each)
+    local token, key = unpack(ARGV, 6 + place * 2, 7 + place * 2)
+    local words = {
+        token, ttl, grace, maximum, key, holder, '', '', channel, permits, door, look or nil,
+    }
+    local answer = 'shared'
+    if permits == '1' then
+        answer = acquire({lock, fence, pause, shared, index}, words)
+    end
+    if answer == 'shared' then
+        answer = share({record, lock, fence, pause, shared, index}, words)
+    end
+    return answer
+end
+
+for place = 1, number do
+    local answer = ask(place, '1')
+    if answer ~= 'free' then
+        return cjson.encode({place, answer})
+    end
+end
+local answers = {}
+for place = 1, number do
+    answers[place] = ask(place)
+end
+return cjson.encode({0, answers})
