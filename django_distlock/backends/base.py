@@ -61,6 +61,7 @@ ONE_BY_ONE: Final = 100
 
 #: What a backend can do, by the method that it has for it.
 _SHOWN_BY = {
+    "acquires_together": "_acquire_many",
     "supports_guard": "_guard",
     "supports_listing": "_list",
     "supports_operators": "_force_release",
@@ -99,6 +100,8 @@ class BaseLockBackend:
     supports_ttl: ClassVar[bool] = True
     # Does the store wake its waiters?
     supports_wakeups: ClassVar[bool] = False
+    # Are several keys granted in one step? Who has `_acquire_many` does that.
+    acquires_together: bool = False
     # Can a transaction keep a key from being taken over until its end? Who has `_guard` can.
     supports_guard: bool = False
     # Can the caller's transaction lock keys until its end? Who has `_lock_for_transaction` can.
@@ -249,8 +252,9 @@ class BaseLockBackend:
     ) -> Sequence[Grant] | InTheWay:
         """Grant several keys at once, each to a token of its own, or none of them.
 
-        Where one is contended, no key is taken. A store that has an operation for it writes nothing
-        then, and uses no fence up; another one takes the keys one by one and gives them back.
+        Where one is contended, no key is taken. With `acquires_together` it is one round trip, and a
+        refusal writes nothing and uses no fence up. Without, the keys are taken one by one, and
+        given back.
 
         Args:
             tokens: A token for each key.

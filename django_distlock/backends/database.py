@@ -96,6 +96,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         # On PostgreSQL there is no other way to it than the function.
         self.supports_transactions = self._single or vendor != "postgresql"
         self._hot: HeldLockManager | ServerFunctions = self._locks
+        self.acquires_together = self._single
         if self._single:
             self._hot = ServerFunctions(
                 self.using, self._connections.named, follows_clock=self._locks.follows_clock

@@ -67,9 +67,10 @@ class Opening:
     """Asks for several keys at once, and has what was granted until each key has its lease.
 
     The leases are entered inside of a block of it. If that raises, or is interrupted, no key stays
-    granted. Where the store grants them, each lease takes its part of the answer; where a key is
+    granted. Where the store grants them, each lease takes its part of the answer. Where a key is
     contended, nothing was taken, and the keys are waited for one by one, in their order: a caller
-    that holds nothing while it waits might never find all of many keys free at the same time.
+    that holds nothing while it waits might never find all of many keys free at the same time. So it
+    is where the store does not grant several keys in one step.
 
     Args:
         locks: What to ask for, in the order of the keys; they differ in the key alone.
@@ -108,6 +109,11 @@ class Opening:
 
     def ask(self) -> None:
         """Ask the store once. Its answer is for the leases."""
+        try:
+            if not self.backend.acquires_together:
+                return
+        except LockError:
+            return  # It cannot be reached, as the first key will say.
         for each in self._locks:
             # What a rollback or an interruption has left must not be in the way.
             blocks.flush((each.backend, each.key))

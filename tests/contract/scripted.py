@@ -17,6 +17,8 @@ class ScriptedMemory(MemoryBackend):
 
     #: By operation: what its next calls do first. An error is raised, a number slept, UNKNOWN said.
     script: dict[str, list[Any]] = {}
+    #: For what is made of an answer about several keys.
+    acquires_together = True
     #: What was asked.
     asked: list[str] = []
 

@@ -114,6 +114,11 @@ class RedisBackend(RedisWaiters):
         """Not on a cluster, where a token would lie on another server than its record."""
         return not self.store.is_cluster
 
+    @property
+    def acquires_together(self) -> bool:  # type: ignore[override]
+        """Not on a cluster, whose servers have different keys."""
+        return not self.store.is_cluster
+
     def _acquire(self, attempt: Attempt) -> Grant | Contended:
         keys = [self._at(kind, attempt.name) for kind in ("lock", "fence", "pause", "shared")]
         concerned = (attempt.token, attempt.replace)
@@ -135,7 +140,7 @@ class RedisBackend(RedisWaiters):
         return self._run(question, partial(granted, attempt), attempt.key)
 
     def _acquire_many(self, attempts: Sequence[Attempt]) -> Sequence[Grant] | InTheWay:
-        if self.store.is_cluster:
+        if not self.acquires_together:
             return super()._acquire_many(attempts)
         first, keys, named = attempts[0], list[str](), list[str]()
         for each in attempts:
