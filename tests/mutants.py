@@ -46,6 +46,7 @@ ACQUIRE = "django_distlock/database/sql/postgresql/acquire.sql"
 EXTEND = "django_distlock/database/sql/postgresql/extend.sql"
 DROP = "django_distlock/database/sql/postgresql/release.sql"
 SHARING = "tests/contract/test_sharing.py"
+TOGETHER = "tests/contract/test_acquire_many.py"
 MANAGERS = "django_distlock/managers/lock.py"
 MEMORY = "django_distlock/backends/memory.py"
 COMPACT = "django_distlock/managers/compact.py"
@@ -994,6 +995,19 @@ MUTANTS = (
         "django_distlock/backends/lua/extend.lua",
         old=r"    keep_place\(shared, lock, free_at\)", new="",
         test=f"{SHARING}::test_lease_that_was_extended_keeps_its_place",
+    ),
+    Mutant(
+        "some of several keys that are kept where one is contended", "postgres",
+        "django_distlock/database/sql/postgresql/acquire_many.sql",
+        old=r"RAISE EXCEPTION 'not all' USING ERRCODE = 'DLOCK';\n( +)END IF;\n( +)v_answers",
+        new=r"EXIT;\n\1END IF;\n\2v_answers",
+        test=f"{TOGETHER}::test_refusal_that_is_seen_late_undoes_what_came_before",
+    ),
+    Mutant(
+        "several keys of which the first are granted before all are looked at", "redis",
+        "django_distlock/backends/lua/acquire_many.lua",
+        old=r"ask\(place, '1'\)", new="ask(place, place > 1 and '1' or nil)",
+        test=f"{TOGETHER}::test_one_key_in_the_way_is_enough",
     ),
 )  # fmt: skip
 

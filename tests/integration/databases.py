@@ -26,6 +26,7 @@ from tests.contract.aliases import alias_like, locks_on
 APP = "django_distlock"
 FUNCTIONS = {
     "django_distlock_heldlock_acquire_v3",
+    "django_distlock_heldlock_acquire_many_v3",
     "django_distlock_heldlock_extend_v3",
     "django_distlock_heldlock_extend_many_v3",
     "django_distlock_heldlock_release_v3",
