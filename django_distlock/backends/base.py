@@ -252,8 +252,8 @@ class BaseLockBackend:
     ) -> Sequence[Grant] | InTheWay:
         """Grant several keys at once, each to a token of its own, or none of them.
 
-        Where one is contended, no key is taken. With `acquires_together` it is one round trip, and a
-        refusal writes nothing and uses no fence up. Without, the keys are taken one by one, and
+        Where one is contended, no key is taken. With `acquires_together` it is one round trip, and
+        a refusal writes nothing and uses no fence up. Without, the keys are taken one by one, and
         given back.
 
         Args:

@@ -98,8 +98,7 @@ def test_refused_question_uses_no_fence_up(backend: BaseLockBackend, key: str) -
     assert counters[f"{key}-4"].fence == grant.fence  # type: ignore[union-attr]
 
 
-@TOGETHER
-@SHARES
+@pytest.mark.requires("acquires_together", "supports_sharing")
 def test_refusal_that_is_seen_late_undoes_what_came_before(
     backend: BaseLockBackend, key: str
 ) -> None:
