@@ -17,7 +17,7 @@ import pytest
 from asgiref.sync import async_to_sync
 from django.db.transaction import atomic
 
-from django_distlock import Lease, Lock, signals
+from django_distlock import Lease, Lock, distlock_all, signals
 from django_distlock.handler import lock_backends
 from django_distlock.locks import blocks
 from django_distlock.locks.release import Release
@@ -145,6 +145,20 @@ def test_interruption_at_any_line_leaves_nothing_held(
 def test_interruption_of_other_ways_to_lock(key: str, operation: Operation) -> None:
     """The same without a block, in a stack of blocks, and behind a transaction."""
     interrupt_everywhere(lock_of(BACKENDS["memory"], key, ttl=60, wait=2), operation)
+
+
+@pytest.mark.aliases("memory", "redis", "postgres")
+def test_interruption_of_several_keys(registered: Registered, key: str) -> None:
+    """Those that were granted together are all given back, wherever the block is broken off."""
+    locks = [lock_of(registered, f"{key}-{number}", ttl=60, wait=2) for number in range(2)]
+
+    def hold(_lock: Lock) -> None:
+        keys = [each.key for each in locks]
+        with distlock_all(*keys, ttl=60, wait=2, backend=registered.alias):
+            pass
+
+    interrupt_everywhere(locks[0], hold)
+    assert eventually(lambda: all(map(nothing_is_left, locks)), PATIENT)
 
 
 def test_interrupted_block_in_a_transaction_keeps_the_key_to_its_end(
