@@ -20,6 +20,7 @@ from .handler import lock_backends
 from .locks.lease import Lease
 from .locks.lock import Lock
 from .locks.no_lease import tell_bypassed, tell_requeued, tell_skipped
+from .locks.several import Leases, LockSet
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -96,24 +97,27 @@ class Policy:
         body: Callable[[], T],
         skip: Callable[[Refusal], R],
         again: Callable[[Refusal], R] | None = None,
+        around: LockSet | None = None,
     ) -> T | R:
         """Call the body under its lock, or do what the policy says.
 
         Args:
+            around: Several locks to hold in the place of `lock`, which is the first of them.
             skip: Returns what stands in place of a result.
             again: Queues the work again and returns the same, or raises the refusal.
         """
         started_at = monotonic()
-        with attempt(lock) as answer:
-            if isinstance(answer, Lease):
+        held: AbstractContextManager[Lease | Leases] = around or lock
+        with attempt(held) as answer:
+            if isinstance(answer, Lease | Leases):
                 return body()
-        chosen = self._chosen(answer)
+        chosen, key = self._chosen(answer), answer.key or lock.key
         if chosen == "run":
-            tell_bypassed(lock.backend, lock.key, monotonic() - started_at, answer)
+            tell_bypassed(lock.backend, key, monotonic() - started_at, answer)
             return body()
         if chosen == "retry" and again is not None:
             result = again(answer)
-            tell_requeued(lock.backend, lock.key, answer)
+            tell_requeued(lock.backend, key, answer)
             return result
         if chosen == "skip":
             return skip(answer)
@@ -125,20 +129,23 @@ class Policy:
         body: Callable[[], Awaitable[T]],
         skip: Callable[[Refusal], Awaitable[R]],
         again: Callable[[Refusal], Awaitable[R]] | None = None,
+        around: LockSet | None = None,
     ) -> T | R:
         """See `run`. Receivers of signals are called in a thread: they may block."""
         started_at = monotonic()
-        async with aattempt(lock) as answer:
-            if isinstance(answer, Lease):
+        held: AbstractAsyncContextManager[Lease | Leases] = around or lock
+        async with aattempt(held) as answer:
+            if isinstance(answer, Lease | Leases):
                 return await body()
-        chosen, tell = self._chosen(answer), lock_backends[lock.backend].threads.run
+        chosen, key = self._chosen(answer), answer.key or lock.key
+        tell = lock_backends[lock.backend].threads.run
         if chosen == "run":
             waited = monotonic() - started_at
-            await tell(tell_bypassed, lock.backend, lock.key, waited, answer)
+            await tell(tell_bypassed, lock.backend, key, waited, answer)
             return await body()
         if chosen == "retry" and again is not None:
             result = await again(answer)
-            await tell(tell_requeued, lock.backend, lock.key, answer)
+            await tell(tell_requeued, lock.backend, key, answer)
             return result
         if chosen == "skip":
             return await skip(answer)

@@ -9,7 +9,7 @@ import inspect
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, ParamSpec, Protocol, TypeVar, cast, overload
@@ -103,16 +103,20 @@ class Schedule:
     jitter: float
     every: float | None = None
 
-    def lock_of(self, key: str) -> Lock:
-        """Return the lock of one tick.
+    def lock_of(self, key: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Lock:
+        """Return the lock of one tick."""
+        return replace(self.lock.for_call(key, args, kwargs), backend=self.backend)
+
+    @property
+    def backend(self) -> str:
+        """The alias of the lock backend.
 
         A backend that is not distributed needs no fallback: its locks end with this process anyway.
         """
-        alias = self.lock.backend
         # Beside backends that are configured, an unknown alias is a mistake, and is raised.
         if self.scope is RunScope.PREFER_GLOBAL and not list(lock_backends):
-            alias = FALLBACK
-        return replace(self.lock, key=key, backend=alias)
+            return FALLBACK
+        return self.lock.backend
 
     def pause(self) -> float:
         """Return the seconds to wait before the tick."""
@@ -142,7 +146,7 @@ class Schedule:
 
     def skip(self, key: str, error: Refusal) -> Skipped:
         """Say that others do it, or nobody."""
-        skip(f"The tick {key!r}", error, self.lock_of(key).backend, key)
+        skip(f"The tick {key!r}", error, self.backend, key)
         return Skipped(key, error)
 
     def note_run(self, key: str) -> None:
@@ -150,7 +154,7 @@ class Schedule:
         if self.every is None:
             return
         try:
-            note_run(lock_backends[self.lock_of(key).backend], PREFIX + self.name)
+            note_run(lock_backends[self.backend], PREFIX + self.name)
         except LockError as error:
             # The tick is run all the same. The next one makes up for it.
             extra = self._fields("note_failed", key, error)
@@ -303,7 +307,7 @@ def _called(
         key = own_key(template.render(args, kwargs))
         pauses = schedule.retries(monotonic())
         while True:
-            with attempt(schedule.lock_of(key)) as answer:
+            with attempt(schedule.lock_of(key, args, kwargs)) as answer:
                 if isinstance(answer, Lease):
                     with schedule.timed(key, answer):
                         schedule.note_run(key)
@@ -324,7 +328,7 @@ def _awaited(
         if schedule.scope is RunScope.NODE_LOCAL:
             return await function(*args, **kwargs)
         key = own_key(template.render(args, kwargs))
-        lock, pauses = schedule.lock_of(key), schedule.retries(monotonic())
+        lock, pauses = schedule.lock_of(key, args, kwargs), schedule.retries(monotonic())
         while True:
             async with aattempt(lock) as answer:
                 if isinstance(answer, Lease):

@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 from urllib.parse import quote
 
 from asgiref.sync import iscoroutinefunction
@@ -35,6 +35,7 @@ from .locks.lock import Lock, distlock
 from .policy import Policy, Refusal
 
 View = Callable[..., Any]
+Status: TypeAlias = Literal[409, 423, 429]
 #: Makes the answer to a request that is refused.
 MakeRefusal = Callable[[HttpRequest, Exception], HttpResponseBase]
 
@@ -54,7 +55,7 @@ def locked_view(
     *,
     on_conflict: Literal["skip", "raise", "run"] = "skip",
     on_unavailable: Literal["raise", "skip", "run"] = "raise",
-    status: Literal[409, 423] = 409,
+    status: Status | None = None,
     refusal: MakeRefusal | None = None,
     retry_after: Duration | None = None,
     **options: Any,
@@ -79,7 +80,8 @@ def locked_view(
             `LockNotAcquired`, `"run"` runs the view without the lock.
         on_unavailable: What is done if the store does not answer: `"raise"` raises
             `BackendUnavailable`, `"skip"` answers 503, `"run"` runs the view without the lock.
-        status: 409 (Conflict) or 423 (Locked).
+        status: 409 (Conflict), 423 (Locked) or 429 (Too Many Requests); None: 429 where `permits`
+            is above 1, and else 409.
         refusal: Makes the answer of `"skip"`, of the request and the error; None: problem JSON from
             views of Django REST framework, JSON where the request asks for it, else the template
             `django_distlock/busy.html`.
@@ -246,7 +248,7 @@ class _Refusing:
 
     problems = False
 
-    def __init__(self, status: int, make: MakeRefusal | None, retry_after: float | None):
+    def __init__(self, status: int | None, make: MakeRefusal | None, retry_after: float | None):
         self._status = status
         self._make = make
         self._retry_after = retry_after
@@ -268,7 +270,9 @@ class _Refusing:
         return made
 
     def _status_of(self, error: Exception) -> int:
-        return self._status if isinstance(error, LockNotAcquired) else 503
+        if not isinstance(error, LockNotAcquired):
+            return 503
+        return self._status or (429 if getattr(error.lock, "permits", 1) != 1 else 409)
 
 
 class _Locked:
@@ -293,7 +297,7 @@ class _Locked:
         *,
         on_conflict: Literal["skip", "raise", "run"] = "skip",
         on_unavailable: Literal["raise", "skip", "run"] = "raise",
-        status: Literal[409, 423] = 409,
+        status: Status | None = None,
         refusal: MakeRefusal | None = None,
         retry_after: Duration | None = None,
         **options: Any,
@@ -304,8 +308,8 @@ class _Locked:
             InvalidArgument: An argument breaks a rule.
         """
         policy = Policy.of(on_conflict, on_unavailable)
-        if status not in (409, 423):
-            raise InvalidArgument(f"status is 409 or 423, not {shown(status)}.")
+        if status not in (None, 409, 423, 429):
+            raise InvalidArgument(f"status is 409, 423 or 429, not {shown(status)}.")
         lock = distlock("?", on_conflict="run" if on_conflict == "run" else "raise", **options)
         if retry_after is not None:
             retry_after = seconds(retry_after, "retry_after")
@@ -394,7 +398,8 @@ class _Locked:
         metadata = self.lock.metadata
         if self._room:
             metadata = {REQUEST: _line(request)[: self._room], **metadata}
-        return replace(self.lock, key=key, metadata=metadata)
+        lock = self.lock.for_call(key, (request, *args), kwargs)
+        return replace(lock, metadata=metadata)
 
     def _atomic(self, view: View, *args: Any, **kwargs: Any) -> Any:
         """Call a view in the transactions that Django would have begun around it."""

@@ -8,10 +8,10 @@ import logging
 import math
 import random
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, cast
 
 from ..backends.base import BaseLockBackend
 from ..core.durations import Duration, seconds
@@ -19,8 +19,11 @@ from ..core.errors import InvalidArgument, shown
 from ..core.keys import KeyTemplate
 from ..core.logs import log_fields
 from ..core.retry import Retry
+from ..core.sharing import Permits
 from ..handler import lock_backends
+from ..locks.checking import counted
 from ..locks.lock import Lock, distlock
+from ..locks.several import LockSet
 from ..locks.state import Terms
 from ..policy import Policy, Refusal, skip
 
@@ -28,6 +31,8 @@ T = TypeVar("T")
 
 OnConflict: TypeAlias = Literal["skip", "retry", "wait", "raise", "run"]
 OnUnavailable: TypeAlias = Literal["raise", "skip", "run"]
+#: One of several locks of a job: its key, and how many may hold it; a key alone: one.
+Limit: TypeAlias = str | Callable[..., str] | tuple[str | Callable[..., str], Permits]
 #: The result of a job whose body did not run: JSON.
 Marker: TypeAlias = dict[str, Any]
 
@@ -148,9 +153,25 @@ class Rules:
             retry=lock.retry or RETRY,
         )
 
-    def lock_of(self, key: str, task_id: str | None) -> JobLock:
-        """Return the lock of one job."""
-        return replace(self.lock, key=key, task_id=task_id)
+    def with_permits(self, permits: Permits | None) -> Self:
+        """Return the rules of one of several locks; None: those of the only one."""
+        if permits is None:
+            return self
+        # A block that holds several keys has all or none: what runs without, the policy says.
+        return replace(self, lock=replace(self.lock, permits=permits, on_conflict="raise"))
+
+    def lock_of(
+        self, key: str, task_id: str | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> JobLock:
+        """Return the lock of one job.
+
+        Args:
+            key: Its key.
+            task_id: Its id.
+            args: What `permits` is called with, where that is a function.
+            kwargs: The same, by name.
+        """
+        return replace(self.lock.for_call(key, args, kwargs), task_id=task_id)
 
     def pause(self, queued: Queued, now: float) -> float | None:
         """Return the seconds until the next attempt; None: there is none.
@@ -170,34 +191,80 @@ class Rules:
         return min(left, random.uniform(0, step))  # noqa: S311 - to spread load
 
     def run(
-        self, lock: Lock, body: Callable[[], T], again: Callable[[Refusal], Marker]
+        self, locks: list[JobLock], body: Callable[[], T], again: Callable[[Refusal], Marker]
     ) -> T | Marker:
         """Call the body under its lock, or do what the rules say.
 
         What the body raises is its own, also where it is a `LockNotAcquired`.
 
         Args:
-            lock: From `lock_of`.
+            locks: From `lock_of`. Several: all or none.
             body: The work.
             again: Queues the job again because of the error, or raises it.
         """
-        return self.policy.run(lock, body, partial(self._skip, lock), again)
+        lock = locks[0]
+        return self.policy.run(lock, body, partial(self._skip, lock), again, lock_set(locks))
 
     async def arun(
         self,
-        lock: Lock,
+        locks: list[JobLock],
         body: Callable[[], Awaitable[T]],
         again: Callable[[Refusal], Awaitable[Marker]],
     ) -> T | Marker:
         """See `run`."""
+        lock = locks[0]
 
         async def left(refusal: Refusal) -> Marker:
             return await lock_backends[lock.backend].threads.run(self._skip, lock, refusal)
 
-        return await self.policy.arun(lock, body, left, again)
+        return await self.policy.arun(lock, body, left, again, lock_set(locks))
 
     def _skip(self, lock: Lock, refusal: Refusal) -> Marker:
-        return skip(f"The job of {lock.key!r}", refusal, lock.backend, lock.key)
+        key = refusal.key or lock.key
+        return skip(f"The job of {key!r}", refusal, lock.backend, key)
+
+
+def lock_set(locks: list[JobLock]) -> LockSet | None:
+    """Return what holds several locks, all or none; None: there is one, which holds itself.
+
+    Where two limits of a job have one key, the lower one counts.
+    """
+    if len(locks) == 1:
+        return None
+    return LockSet(sorted(locks, key=counted, reverse=True))
+
+
+def limits_of(
+    key: object, locks: Sequence[Limit] | None, options: Mapping[str, Any]
+) -> list[tuple[Any, Permits | None]]:
+    """Return the keys of a job, each with its number of permits; None: what its options say.
+
+    Args:
+        key: Of the only lock; None: there are `locks`.
+        locks: Several: each a key, or a key and its permits.
+        options: Those of the decorator.
+
+    Raises:
+        InvalidArgument: Both are given, or `locks` is no such list.
+    """
+    if locks is None:
+        return [(key, None)]
+    if clashes := sorted({"permits", "shared"} & options.keys()):
+        raise InvalidArgument(f"locks says how many may hold each key: leave {clashes[0]} out.")
+    if key is not None:
+        raise InvalidArgument("Give one key, or several as locks=[…], not both.")
+    if isinstance(locks, str) or not isinstance(locks, Sequence) or not locks:
+        raise InvalidArgument(f"locks is a list of keys and permits, not {shown(locks)}.")
+    found: list[tuple[Any, Permits | None]] = []
+    for each in locks:
+        pair = each if isinstance(each, tuple) else (each, 1)
+        if len(pair) != 2 or not (isinstance(pair[0], str) or callable(pair[0])):
+            raise InvalidArgument(
+                "Each of locks is a key, or a key and how many may hold it, such as"
+                f' ("tenant:{{tenant}}", 3), not {shown(each)}.'
+            )
+        found.append((pair[0], pair[1]))
+    return found
 
 
 def queued_again(error: Refusal, key: str, task_id: str, pause: float) -> Marker:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,16 +19,19 @@ from ..core.bodies import whole
 from ..core.declarations import Declaration, Kind, declared
 from ..core.durations import Duration
 from ..core.errors import InvalidArgument, LockUsageError, shown
+from ..core.sharing import Permits
 from ..policy import Refusal
 from .jobs import (
     MAX_WAIT,
     JobLock,
+    Limit,
     Marker,
     OnConflict,
     OnUnavailable,
     Queued,
     Rules,
     key_maker,
+    limits_of,
     only_function,
     queued_again,
     refuse_function,
@@ -59,8 +62,9 @@ class Decorator(Protocol):
 
 
 def locked_task(
-    key: str | Callable[..., str],
+    key: str | Callable[..., str] | None = None,
     *,
+    locks: Sequence[Limit] | None = None,
     on_conflict: OnConflict | None = None,
     on_unavailable: OnUnavailable = "raise",
     max_wait: Duration | None = MAX_WAIT,
@@ -72,6 +76,8 @@ def locked_task(
     Args:
         key: A template of the task's arguments, such as `"invoice:{invoice_id}"`; or what returns
             the key, called with them. A first parameter `context` is not among them.
+        locks: Several in the place of `key`, all or none: `[("tenant:{tenant}", 3), ("stripe",
+            10)]`, each a key and how many may hold it. A key alone: one.
         on_conflict: What is done if the key is not granted within `wait`. `"skip"`: the task
             succeeds without a run of the body, and its result says so; `"retry"`: it is queued
             again, with growing pauses, and its result says as which one; `"wait"`: as `"raise"`,
@@ -92,6 +98,9 @@ def locked_task(
             call is over, such as a generator.
     """
     refuse_function(key)
+    limits = limits_of(key, locks, options)
+    if key is None and locks is None:
+        raise InvalidArgument("locked_task takes a key, or several as locks=[…].")
     rules = Rules.of(
         on_conflict="retry" if on_conflict is None else on_conflict,
         on_unavailable=on_unavailable,
@@ -105,10 +114,13 @@ def locked_task(
         _refuse_others(function)
         function = whole(function)
         _listen()
-        made = _Locked(function, rules, key, insists=on_conflict == "retry").wrapped()
+        made = _Locked(function, rules, limits, insists=on_conflict == "retry").wrapped()
         # What it does by itself depends on the backend of the task that is made of it.
         policy = on_conflict or "retry or raise"
-        declared[made] = (Declaration.of(Kind.DJANGO_TASK, key, rules.lock, policy),)
+        declared[made] = tuple(
+            Declaration.of(Kind.DJANGO_TASK, each, rules.with_permits(permits).lock, policy)
+            for each, permits in limits
+        )
         return made
 
     return cast("Decorator", decorate)
@@ -119,15 +131,19 @@ class _Run(NamedTuple):
 
     Attributes:
         result: The `TaskResult`; None: a call, or of a backend that does not tell.
-        lock: Its lock.
+        locks: Its locks.
         queued: What has travelled with it.
         kwargs: Its arguments by name, without that.
     """
 
     result: Any
-    lock: JobLock
+    locks: list[JobLock]
     queued: Queued
     kwargs: dict[str, Any]
+
+    def key_of(self, error: Refusal) -> str:
+        """Return the key that was refused."""
+        return error.key or self.locks[0].key
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +163,7 @@ class _Locked:
         self,
         function: Callable[..., Any],
         rules: Rules,
-        key: str | Callable[..., str],
+        limits: list[tuple[Any, Permits | None]],
         *,
         insists: bool,
     ):
@@ -159,7 +175,10 @@ class _Locked:
             )
         # Both packages insist on this name where a task takes its context, and on this place.
         self._hidden = 1 if names[:1] == ["context"] else 0
-        self._key = key_maker(key, function, hidden=self._hidden)
+        self._limits = [
+            (key_maker(key, function, hidden=self._hidden), rules.with_permits(permits))
+            for key, permits in limits
+        ]
         self._function = function
         self._rules = rules
         self._insists = insists
@@ -175,10 +194,10 @@ class _Locked:
                 async def again(error: Refusal) -> Marker:
                     later = self._later(run, error)
                     result = await later.task.aenqueue(*later.args, **later.kwargs)
-                    return queued_again(error, run.lock.key, str(result.id), later.pause)
+                    return queued_again(error, run.key_of(error), str(result.id), later.pause)
 
                 return await self._rules.arun(
-                    run.lock, lambda: self._function(*args, **run.kwargs), again
+                    run.locks, lambda: self._function(*args, **run.kwargs), again
                 )
 
             return asynchronous
@@ -190,9 +209,9 @@ class _Locked:
             def again(error: Refusal) -> Marker:
                 later = self._later(run, error)
                 result = later.task.enqueue(*later.args, **later.kwargs)
-                return queued_again(error, run.lock.key, str(result.id), later.pause)
+                return queued_again(error, run.key_of(error), str(result.id), later.pause)
 
-            return self._rules.run(run.lock, lambda: self._function(*args, **run.kwargs), again)
+            return self._rules.run(run.locks, lambda: self._function(*args, **run.kwargs), again)
 
         return synchronous
 
@@ -202,9 +221,12 @@ class _Locked:
             self._refuse_backend(result)
         queued = Queued.from_json(kwargs[TRAVELS]) if TRAVELS in kwargs else Queued(time.time())
         kwargs = {name: value for name, value in kwargs.items() if name != TRAVELS}
-        key = self._key(*args[self._hidden :], **kwargs)
-        lock = self._rules.lock_of(key, None if result is None else str(result.id))
-        return _Run(result, lock, queued, kwargs)
+        own, task_id = args[self._hidden :], None if result is None else str(result.id)
+        locks = [
+            rules.lock_of(make(*own, **kwargs), task_id, own, kwargs)
+            for make, rules in self._limits
+        ]
+        return _Run(result, locks, queued, kwargs)
 
     def _result_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._hidden and args and _is_context(args[0]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import string
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -31,7 +31,7 @@ class Declaration:
     Attributes:
         kind: What is locked.
         key: The template; or, where code of the project makes the key, what that is called.
-        lock: The `Lock`, but for its key.
+        lock: The `Lock`, but for its key, and for `permits` where that is a function.
         on_conflict: What is done if somebody else has the key, in the words of the decorator.
         is_template: Whether `key` is one.
         scope: The value of a schedule's `RunScope`; None: it is no schedule.
@@ -45,6 +45,10 @@ class Declaration:
     is_template: bool = True
     scope: str | None = None
     every: float | None = None
+
+    def __post_init__(self) -> None:
+        if callable(getattr(self.lock, "permits", None)):
+            object.__setattr__(self, "lock", replace(self.lock, permits=1))
 
     @classmethod
     def of(

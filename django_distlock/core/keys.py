@@ -39,6 +39,8 @@ OWN_MARKER = "\u2329"
 UNIQUE_PREFIX = f"{OWN_MARKER}unique:"
 #: What the keys of their runs begin with, where a further one may be queued meanwhile. Not longer.
 RUNS_PREFIX = f"{OWN_MARKER}runs:"
+#: What the keys begin with of which each call that waits behind a lock has a place. Not longer.
+BACKLOG_PREFIX = f"{OWN_MARKER}queue:"
 #: Stands in a storage key between that of the key and the place of one of those who share it. NFC
 #: writes another bracket here, too.
 PLACE_MARKER = "\u232a"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace as changed
 from datetime import datetime
-from typing import Final
+from typing import Final, TypeAlias
 
 from .errors import InvalidArgument, shown
 from .pacing import SAFETY_SECONDS
@@ -18,17 +18,19 @@ DOOR_SECONDS: Final = SAFETY_SECONDS + 1.0
 
 #: How many may hold a key at the same time at most, where there is a limit.
 MAX_PERMITS: Final = 10_000
+#: That number, or what returns it for the arguments of a decorated call.
+Permits: TypeAlias = int | Callable[..., int]
 
 
-def validate_permits(permits: object) -> int:
-    """Return how many may hold a key at the same time.
+def validate_permits(permits: object, name: str = "permits") -> int:
+    """Return how many may hold a key at the same time; `name` is what messages call that.
 
     Raises:
         InvalidArgument: It is no int from 1 to `MAX_PERMITS`.
     """
     if isinstance(permits, bool) or not isinstance(permits, int) or not 0 < permits <= MAX_PERMITS:
         raise InvalidArgument(
-            f"permits must be an int from 1 to {MAX_PERMITS:,}, not {shown(permits)}."
+            f"{name} must be an int from 1 to {MAX_PERMITS:,}, not {shown(permits)}."
         )
     return permits
 

@@ -61,6 +61,22 @@ def template(lock: Lock) -> str:
     return lock.key
 
 
+def counted(lock: Lock) -> int:
+    """Return how many may hold the key of a lock.
+
+    Raises:
+        LockUsageError: That is a function of arguments, and there is no call that has any.
+    """
+    if callable(lock.permits):
+        raise LockUsageError(
+            f"permits of {lock.key!r} is a function of a call's arguments: it goes with decorators."
+            " Give a number here.",
+            key=lock.key,
+            code="unsupported",
+        )
+    return lock.permits
+
+
 def _check_times(lock: Lock) -> None:
     if lock.ttl is not None:
         ttl_seconds(lock.ttl)
@@ -79,7 +95,8 @@ def _check_modes(lock: Lock) -> None:
         raise InvalidArgument(
             f'on_conflict is "raise", "run" or "yield", not {shown(lock.on_conflict)}.'
         )
-    validate_permits(lock.permits)
+    if not callable(lock.permits):
+        validate_permits(lock.permits)
     if lock.shared and lock.permits != 1:
         raise InvalidArgument("shared is for any number of holders: leave permits out.")
     if lock.steal_if_dead and (lock.shared or lock.permits != 1):

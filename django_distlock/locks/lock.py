@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Self, TypeVar, cast
 
 from ..backends.base import BaseLockBackend
 from ..core.bodies import whole
@@ -20,6 +20,7 @@ from ..core.errors import InvalidArgument, LockNotAcquired, LockUsageError
 from ..core.holders import validate_metadata
 from ..core.keys import Key, KeyTemplate, normalize_key
 from ..core.retry import Retry
+from ..core.sharing import Permits, validate_permits
 from ..handler import lock_backends
 from ..process import deferred_release
 from ..process.host import current_holder
@@ -45,7 +46,7 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
     min_hold: Duration = 0,
     reentrant: bool = False,
     shared: bool = False,
-    permits: int = 1,
+    permits: Permits = 1,
     steal_if_dead: bool = False,
     basic: bool = False,
     on_conflict: Literal["raise", "run", "yield"] = "raise",
@@ -70,7 +71,8 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
         reentrant: Whether a block inside of one that holds the key may enter again. It gets the
             same lease, which the outer block releases.
         shared: Whether any number of shared leases may hold the key at once, or else one alone.
-        permits: How many may hold the key at the same time, from 1 to 10,000: a lease for each.
+        permits: How many may hold the key at the same time, from 1 to 10,000: a lease for each. A
+            decorator also takes a function that is called with the arguments and returns that.
         steal_if_dead: Whether to take the key over at once where its holder is provably gone:
             a process of this machine that ended, or the same named worker before a restart.
         basic: No heartbeat, and with `ttl=None` no expiry: it ends by release or by an operator.
@@ -124,7 +126,7 @@ class Lock:
     min_hold: float = 0.0
     reentrant: bool = False
     shared: bool = False
-    permits: int = 1
+    permits: Permits = 1
     steal_if_dead: bool = False
     basic: bool = False
     on_conflict: Literal["raise", "run", "yield"] = "raise"
@@ -230,18 +232,31 @@ class Lock:
 
             @functools.wraps(function)
             async def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
-                async with replace(self, key=template.render(args, kwargs)):
+                async with self.for_call(template.render(args, kwargs), args, kwargs):
                     return await function(*args, **kwargs)
 
         else:
 
             @functools.wraps(function)
             def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
-                with replace(self, key=template.render(args, kwargs)):
+                with self.for_call(template.render(args, kwargs), args, kwargs):
                     return function(*args, **kwargs)
 
         declared[wrapper] = (Declaration(Kind.FUNCTION, self.key, self, self.on_conflict),)
         return cast("Callable[P, T]", wrapper)
+
+    def for_call(self, key: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Self:
+        """Return the lock of one call of what it decorates.
+
+        Args:
+            key: The key of that call.
+            args: The arguments, with which `permits` is called where it is a function.
+            kwargs: The same, by name.
+        """
+        permits = self.permits
+        if callable(permits):
+            permits = validate_permits(permits(*args, **kwargs))
+        return replace(self, key=key, permits=permits)
 
     def _terms(self, store: BaseLockBackend) -> Terms:
         """Return what a lease is held for, with the settings in place of what is left out."""
@@ -270,5 +285,5 @@ class Lock:
             hold=hold,
             max_lifetime=self.max_lifetime,
             basic=self.basic,
-            permits=None if self.shared else self.permits,
+            permits=None if self.shared else checking.counted(self),
         )

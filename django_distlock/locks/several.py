@@ -177,7 +177,7 @@ class LockSet:
 
         def filled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LockSet:
             return LockSet(
-                replace(lock, key=template.render(args, kwargs))
+                lock.for_call(template.render(args, kwargs), args, kwargs)
                 for lock, template in zip(self._locks, templates, strict=True)
             )
 

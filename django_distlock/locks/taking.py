@@ -192,7 +192,7 @@ def _enter_again(lock: Lock, block: Block) -> Lease | None:
             key=lock.key,
             code="reentrant",
         )
-    if around.shared and not (lock.shared or lock.permits > 1):
+    if around.shared and not (lock.shared or lock.permits != 1):
         raise _upgrade(lock.key)
     block.lease, block.release, block.inner = around, around._release, True
     return around

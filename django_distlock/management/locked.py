@@ -18,6 +18,7 @@ from ..core.declarations import Declaration, Kind, declared
 from ..core.durations import Duration, wait_seconds
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockLost, LockNotAcquired
 from ..core.keys import KeyTemplate
+from ..core.sharing import validate_permits
 from ..locks.lease import Lease
 from ..locks.lock import Lock, distlock
 from ..locks.taking import UNSET
@@ -42,6 +43,7 @@ class LockedCommand(BaseCommand):
         lock_wait: Seconds (or a `timedelta`) to wait for another run; 0: not at all; None: for
             ever. `--lock-wait` overrides it.
         lock_hold: Whether the key stays taken for all of the ttl: one run per window.
+        lock_permits: How many runs may hold the key at the same time.
         lock_backend: An alias in `DISTLOCK`.
         on_conflict: What a run does that was not granted the key. "skip": it says who has it and
             ends with status 75; "raise": a `CommandError`; "run": it runs without the lock, and
@@ -53,6 +55,7 @@ class LockedCommand(BaseCommand):
     lock_ttl: ClassVar[Duration | None] = None
     lock_wait: ClassVar[Duration | None] = 0
     lock_hold: ClassVar[bool] = False
+    lock_permits: ClassVar[int] = 1
     lock_backend: ClassVar[str] = "default"
     on_conflict: ClassVar[Literal["skip", "raise", "run"]] = "skip"
 
@@ -156,6 +159,7 @@ class LockedCommand(BaseCommand):
             wait=wait,
             backend=self.lock_backend,
             hold=self.lock_hold,
+            permits=validate_permits(self.lock_permits),
             on_conflict="run" if self.on_conflict == "run" else "raise",
         )
 

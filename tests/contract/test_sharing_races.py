@@ -16,7 +16,7 @@ from tests.processes import Process, spawn
 
 from .helpers import PATIENCE
 from .locking import lock_of
-from .sharing_workers import TTL
+from .sharing_workers import SECONDS_OF_A_HOLDING, TTL
 
 PROCESSES, PERMITS = 16, 5
 #: Seconds in which a lease is over, and its key free.
@@ -104,7 +104,8 @@ def held_by_many(
         time.sleep(PAST)
         for each in stopped:
             each.go_on()
-        assert sum(each.result(900) for each in workers) == times * PROCESSES
+        patience = 900 + times * SECONDS_OF_A_HOLDING
+        assert sum(each.result(patience) for each in workers) == times * PROCESSES
     found: dict[int, Held] = {}
     for line in path.read_text().splitlines():
         fence, alone, began, ended = json.loads(line)

@@ -7,13 +7,14 @@ docs/decisions/the-last-of-many-calls.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from ...backends.base import BaseLockBackend
 from ...core.clock import monotonic
 from ...core.errors import BackendUnavailable
 from ...core.keys import OWN_MARKER, UNIQUE_PREFIX, own_key
-from ...core.records import UNKNOWN, Grant
+from ...core.records import UNKNOWN, Grant, Record
 from ...handler import lock_backends
 from ..jobs import WAIT, JobLock
 
@@ -83,13 +84,25 @@ def free(lock: JobLock, fence: int) -> None:
         BackendUnavailable: The store did not answer, or somebody's transaction is in the way.
     """
     store = lock_backends[lock.backend]
-    record = store.read(lock.key)
-    if record is None or record.fence != fence:
+    record = next((each for each in records_of(store, lock.key) if each.fence == fence), None)
+    if record is None:
         return
     if store.release(record.grant) is UNKNOWN:
         raise BackendUnavailable(
             f"The claim {lock.key!r} was not given back: a transaction holds its row.", key=lock.key
         )
+
+
+def records_of(store: BaseLockBackend, key: str) -> Sequence[Record]:
+    """Return the records of all who hold a key.
+
+    Raises:
+        BackendUnavailable: The store did not answer.
+    """
+    record = store.read(key)
+    if record is None:
+        return ()
+    return store.records.sharing(key) if record.shared else (record,)
 
 
 def _name(lock: JobLock) -> str:

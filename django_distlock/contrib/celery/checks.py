@@ -74,7 +74,7 @@ def _check_attributes(task: Any) -> Iterator[checks.CheckMessage]:
 
 
 def _check_base(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
-    if terms.unique is None:
+    if terms.unique is None and not terms.max_queued:
         return
     try:
         require_base(task)

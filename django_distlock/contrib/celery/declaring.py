@@ -33,11 +33,15 @@ def declare(function: Callable[..., Any], terms: Terms, *, acks_late: bool | Non
         acks_late: Whether its task is; None: it is of no task yet.
     """
     found = []
-    if terms.lock is not None:
+    for keys, permits in terms.locks:
         policy = {None: "skip or retry", True: "retry", False: "skip"}[acks_late]
         policy = "retry" if terms.until_start else policy
         chosen = terms.on_conflict or policy
-        found.append(Declaration.of(Kind.CELERY_LOCK, terms.lock.given, terms.rules.lock, chosen))
+        found.append(
+            Declaration.of(
+                Kind.CELERY_LOCK, keys.given, terms.rules.with_permits(permits).lock, chosen
+            )
+        )
     if terms.unique is not None:
         given = terms.unique.given
         key = UNIQUE_PREFIX + given if isinstance(given, str) else given

@@ -28,6 +28,7 @@ from ...handler import lock_backends
 from ...process.host import current_holder, is_gone
 from ...signals import lock_released, tell
 from . import calls, queueing
+from .backlog import PLACE
 from .deliveries import UNIQUE
 from .terms import Terms, terms_of
 
@@ -113,18 +114,20 @@ def _watch(sender: Any = None, **_: Any) -> None:
 def _revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:
     """Let a task be queued again that was revoked before it was started."""
     terms = terms_of(sender)
-    if terms is None or terms.unique is None or terminated or request is None:
+    if terms is None or terminated or request is None:
         return
-    fence = (request.headers or {}).get(UNIQUE)
-    if fence is None:
+    fence, place = (_header_of(request.headers, name) for name in (UNIQUE, PLACE))
+    if fence is None and place is None:
         return
     store = lock_backends[terms.backend]
 
     def free() -> None:
         call = queueing.call_of(sender, tuple(request.args or ()), dict(request.kwargs or {}))
         lock = terms.unique_of(call, request.id)
-        if lock is not None:
+        if lock is not None and fence is not None:
             calls.free(lock, int(fence))
+        if place is not None and terms.max_queued:
+            calls.free(terms.place_of(call, request.id), int(place))
 
     _do(store, free)
 
@@ -140,7 +143,7 @@ def _end_all(store: BaseLockBackend, terms: Terms, request: Any, *, at_once: boo
     for record in _held(store, terms, request):
         holder = record.holder
         if holder.is_queued:
-            if at_once and _is_over(request) and record.fence_token == _claim_of(request):
+            if at_once and _is_over(request) and record.fence_token in _claims_of(request):
                 _free_claim(store, record, request)
             continue
         if (holder.host, holder.boot_id) != (ours.host, ours.boot_id) or record.is_settled:
@@ -177,14 +180,16 @@ def _watch_over(
 
 def _held(store: BaseLockBackend, terms: Terms, request: Any) -> Iterator[Record]:
     """Give what a task holds."""
-    keys = [each for each in (terms.lock, terms.unique) if each is not None]
-    if all(each.is_plain for each in keys):
+    keys = [*(each for each, _ in terms.locks), *([terms.unique] if terms.unique else [])]
+    if all(each.is_plain for each in keys) and not terms.counts_by_code:
         call = queueing.call_of(request.task, tuple(request.args), dict(request.kwargs))
-        locks = (terms.lock_of(call, request.id), terms.unique_of(call, request.id))
+        locks = [*terms.locks_of(call, request.id), terms.unique_of(call, request.id)]
+        if terms.max_queued:
+            locks.append(terms.place_of(call, request.id))
         for lock in locks:
-            record = None if lock is None else store.read(lock.key)
-            if record is not None and record.holder.task_id == request.id:
-                yield record
+            for record in () if lock is None else calls.records_of(store, lock.key):
+                if record.holder.task_id == request.id:
+                    yield record
         return
     # A key that is made by code of the project is not made in the parent.
     cursor = None
@@ -195,10 +200,15 @@ def _held(store: BaseLockBackend, terms: Terms, request: Any) -> Iterator[Record
             return
 
 
-def _claim_of(request: Any) -> str | None:
-    """Return the fence by which a message kept others from being queued."""
-    fence: str | None = request.request_dict.get(UNIQUE)
-    return fence
+def _claims_of(request: Any) -> set[str]:
+    """Return the fences by which a message kept others from being queued."""
+    found = (_header_of(request.request_dict, name) for name in (UNIQUE, PLACE))
+    return {each for each in found if each is not None}
+
+
+def _header_of(headers: Any, name: str) -> str | None:
+    found: str | None = (headers or {}).get(name)
+    return found
 
 
 def _is_over(request: Any) -> bool:

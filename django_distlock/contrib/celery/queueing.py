@@ -1,42 +1,32 @@
-"""How locked tasks are queued: at most once, or under the lease of their sender."""
+"""How locked tasks are queued: at most once, so many behind a key, or under a sender's lease."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
-from celery import current_app, states
-from celery.result import EagerResult
+from celery import current_app
 from celery.utils import uuid
-from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from ...backends.base import BaseLockBackend
-from ...core.clock import monotonic
 from ...core.durations import MIN_TTL, Duration, seconds
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError, LockLost, LockNotAcquired
-from ...core.keys import new_token
 from ...core.logs import log_fields
-from ...core.records import Grant, Record
+from ...core.records import Grant
 from ...handler import lock_backends
 from ...locks import context
-from ...locks.attempts import Granted
 from ...locks.lease import Lease
 from ...locks.no_lease import tell_skipped
 from ...locks.state import Terms as Kept
-from ...policy import skip
 from ...process import deferred_release
 from ...process.host import is_gone
-from ...signals import lock_acquired, tell
-from ..jobs import WAIT, JobLock
-from . import calls
+from ..jobs import JobLock
+from . import backlog, calls, claims
 from .deliveries import LEASE, UNIQUE, Delivery, kept_headers
 from .terms import Call, Terms, terms_of
 
@@ -74,53 +64,90 @@ def send(
     terms = terms_of(task)
     kept_for = _checked(unique_ttl, task, terms)
     goes_on = _goes_on(task, task_id, options)
-    if terms is None or terms.unique is None or (goes_on and not _has_no_claim(task, terms)):
+    is_bounded = terms is not None and bool(terms.unique or terms.max_queued)
+    if terms is None or not is_bounded or (goes_on and not _has_no_claim(task, terms)):
         return publish(args, kwargs, task_id=task_id, **options)
-    delay = _seconds_until(options.get("countdown") or options.get("eta"))
+    delay = claims.seconds_until(options.get("countdown") or options.get("eta"))
     if not goes_on and terms.debounce > delay:
         delay = terms.debounce
         options = {**options, "countdown": delay, "eta": None}
     # What follows in a chain, and a callback, are sent by a worker: nobody would hear of an error.
     follows = goes_on or bool(options.get("parent_id") or options.get("root_id"))
     is_awaited = follows or task_id is not None or any(options.get(name) for name in _AWAITED)
-    task_id = task_id or uuid()
-    lock = terms.unique_of(call_of(task, args, kwargs), task_id)
-    assert lock is not None  # noqa: S101 - there is a unique key
+    sending = backlog.Sending(
+        task=task,
+        terms=terms,
+        call=call_of(task, args, kwargs),
+        delay=delay,
+        unique_ttl=kept_for,
+        follows=follows,
+        is_awaited=is_awaited,
+    )
+    again = partial(send, task, publish, args, kwargs)
     publish = partial(publish, args, kwargs)
+    if terms.max_queued and not goes_on:
+        publish = partial(backlog.publish, sending, publish)
+    if terms.unique is not None:
+        publish = partial(_send_unique, sending, publish, again)
+    task_id = task_id or uuid()
     try:
-        grant = _reserve(lock, terms, delay, kept_for)
+        return publish(task_id=task_id, **options)
     except LockNotAcquired as error:
-        if is_awaited:
+        if error.code != backlog.FULL or terms.on_full != "drop":
+            raise
+        return sending.skipped(error, terms.place_of(sending.call, task_id))
+
+
+def _send_unique(
+    sending: backlog.Sending,
+    publish: Callable[..., Any],
+    again: Callable[..., Any],
+    *,
+    task_id: str,
+    **options: Any,
+) -> Any:
+    """Queue a call unless one like it is queued or running.
+
+    Args:
+        publish: Queues it.
+        again: Sends it as a later call, with its options.
+    """
+    task, terms = sending.task, sending.terms
+    lock = terms.unique_of(sending.call, task_id)
+    assert lock is not None  # noqa: S101 - there is a unique key
+    try:
+        grant = claims.reserve(lock, terms, sending.delay, sending.unique_ttl)
+    except LockNotAcquired as error:
+        if sending.is_awaited:
             # Others wait for this very task: it is sent, and skipped when it comes.
             return publish(task_id=task_id, **options)
         if terms.debounce or error.holder is None or error.holder.task_id is None:
             raise
         return _queued_already(task, task_id, lock, error, error.holder.task_id)
     except BackendUnavailable as error:
-        policy = terms.on_unavailable
-        if policy == "run" or follows or (policy == "skip" and is_awaited):
-            extra = log_fields("bypassed", backend=lock.backend, task=task_id, error=error)
-            logger.warning(
-                "Nobody knows whether %r is queued already: %s", lock.key, error, extra=extra
-            )
-            return publish(task_id=task_id, **options)
-        if policy == "skip":
-            marker = skip(f"The task {task_id}", error, lock.backend, lock.key, task=task_id)
-            return EagerResult(task_id, marker, states.SUCCESS, name=task.name)
-        raise
+        return sending.without_store(
+            error,
+            lock,
+            "Nobody knows whether %r is queued already: %s",
+            partial(publish, task_id=task_id, **options),
+        )
     result = _publish_claimed(publish, lock, grant, task_id, options)
     if not terms.debounce:
         return result
     options = {name: value for name, value in options.items() if name not in _OF_ONE}
-    again = partial(send, task, publish.func, args, kwargs, None, options, unique_ttl)
-    later = _send_if_overtaken(lock, grant, again, partial(publish, task_id=uuid(), **options))
-    return result if later is None or is_awaited else later
+    later = _send_if_overtaken(
+        lock,
+        grant,
+        partial(again, None, options, sending.unique_ttl),
+        partial(publish, task_id=uuid(), **options),
+    )
+    return result if later is None or sending.is_awaited else later
 
 
 def _checked(unique_ttl: Duration | None, task: Any, terms: Terms | None) -> float | None:
     if unique_ttl is None:
         return None
-    if terms is None or terms.unique is None:
+    if terms is None or (terms.unique is None and not terms.max_queued):
         raise InvalidArgument(f"unique_ttl is about unique tasks, and {task.name} is none.")
     return seconds(unique_ttl, "unique_ttl", minimum=MIN_TTL)
 
@@ -143,7 +170,7 @@ def _publish_claimed(
     try:
         return publish(task_id=task_id, **{**options, "headers": headers})
     except BaseException:
-        _give_back(lock, grant)
+        claims.give_back(lock, grant)
         raise
 
 
@@ -190,7 +217,7 @@ def take(lock: JobLock, delivery: Delivery) -> Lease:
     if record is not None and record.holder.task_id == delivery.id and not record.is_settled:
         is_queued = record.fence_token == delivery.header(UNIQUE)
         if is_queued or is_gone(record.holder):
-            return _replace(lock, record)
+            return claims.replace_one(lock, record)
     return lock.acquire()
 
 
@@ -202,8 +229,10 @@ def keep(lease: Lease, terms: Terms, when: object) -> None:
     """
     store = lock_backends[lease.backend]
     try:
-        grant = _detached(lease)
-        store.extend(grant, _queue_ttl(terms, store.config.max_ttl, _seconds_until(when)))
+        grant = claims.detached(lease)
+        store.extend(
+            grant, claims.queue_ttl(terms, store.config.max_ttl, claims.seconds_until(when))
+        )
     except LockLost:
         return  # The retry has begun, or takes the key as anybody would.
     except LockError as error:
@@ -275,7 +304,7 @@ def under(store: BaseLockBackend, key: str, fence: str) -> Iterator[Lease | None
         yield None
         return
     kept = Kept(ttl=answer.ttl, holder=record.holder, retry=store.config.retry)
-    lease = _lease(store, answer, sent_at, kept)
+    lease = claims.lease_of(store, answer, sent_at, kept)
     try:
         lease._holding.begin_block(heartbeat=True)
         with _bound(lease):
@@ -309,109 +338,3 @@ def _has_no_claim(task: Any, terms: Terms) -> bool:
     """Whether this is a retry of a run that has given its claim back before it began."""
     run = getattr(task.request, "distlock_run", None)
     return terms.until_start and not terms.debounce and run is not None and run.has_begun
-
-
-def _reserve(lock: JobLock, terms: Terms, delay: float, unique_ttl: float | None) -> Grant:
-    store = lock_backends[lock.backend]
-    lock = replace(
-        lock,
-        ttl=_queue_ttl(terms, store.config.max_ttl, delay, unique_ttl),
-        wait=0.0,
-        hold=False,
-        min_hold=0.0,
-        basic=False,
-        max_lifetime=None,
-        is_queued=True,
-    )
-    lease = replace_any(lock) if terms.debounce else lock.acquire()
-    try:
-        return _detached(lease)
-    except LockError:
-        # A store whose leases no other process can take over.
-        lease.release()
-        raise
-
-
-def _detached(lease: Lease) -> Grant:
-    """Let go of a lease without ending it, and return what it takes to do so.
-
-    Raises:
-        LockError: It is over, or its backend cannot do that.
-    """
-    grant = lease._holding.grant
-    lease._let_go()
-    return grant
-
-
-def _give_back(lock: JobLock, grant: Grant) -> None:
-    try:
-        lock_backends[lock.backend].release(grant)
-    except LockError as error:
-        extra = log_fields("release_failed", backend=lock.backend, key=lock.key, error=error)
-        logger.warning(
-            "%r stays taken, and its task was not queued: %s", lock.key, error, extra=extra
-        )
-
-
-def replace_any(lock: JobLock) -> Lease:
-    """Take a claim, or take it over from the call before: of many, one is the last.
-
-    Raises:
-        LockNotAcquired: The key is paused, or others came first each time.
-        BackendUnavailable: The store did not answer.
-    """
-    store = lock_backends[lock.backend]
-    until = monotonic() + WAIT
-    while True:
-        record = store.read(lock.key)
-        try:
-            return lock.acquire() if record is None else _replace(lock, record)
-        except LockNotAcquired:
-            counter = store.counter(lock.key)
-            is_paused = counter is not None and counter.paused_until is not None
-            # Unless it is, another caller had its turn.
-            if is_paused or monotonic() >= until:
-                raise
-
-
-def _replace(lock: JobLock, record: Record) -> Lease:
-    store = lock_backends[lock.backend]
-    kept = lock._terms(store)
-    sent_at = store.monotonic()
-    answer = store.acquire(lock.key, new_token(), kept.ttl, kept.holder, replace=record.token)
-    if not isinstance(answer, Grant):
-        raise LockNotAcquired(
-            f"{lock.key!r} was taken by somebody else.", key=lock.key, holder=answer.holder
-        )
-    tell(
-        lock_acquired,
-        type(store),
-        alias=lock.backend,
-        key=lock.key,
-        fence=answer.fence,
-        holder=kept.holder,
-        waited=store.monotonic() - sent_at,
-    )
-    return _lease(store, answer, sent_at, kept)
-
-
-def _lease(store: BaseLockBackend, grant: Grant, sent_at: float, kept: Kept) -> Lease:
-    deadline = math.inf if grant.ttl is None else sent_at + grant.ttl
-    return Lease(store, Granted(grant, deadline), kept)
-
-
-def _queue_ttl(
-    terms: Terms, longest: float, delay: float, unique_ttl: float | None = None
-) -> float:
-    usual = max(terms.queued_for, terms.rules.lock.ttl or 0.0)
-    return min(longest, (usual if unique_ttl is None else unique_ttl) + max(0.0, delay))
-
-
-def _seconds_until(when: object) -> float:
-    """Return the seconds until a time; of a number, itself."""
-    if isinstance(when, int | float):
-        return float(when)
-    if not when:
-        return 0.0
-    at = maybe_make_aware(maybe_iso8601(when))
-    return float((at - datetime.now(UTC)).total_seconds())

@@ -23,8 +23,9 @@ from ...locks.lock import Lock
 from ...locks.no_lease import tell_bypassed, tell_requeued
 from ...policy import Refusal, attempt, skip
 from ...process.host import is_gone
-from ..jobs import WAIT, JobLock
-from . import calls, failed, leftovers, queueing
+from ..jobs import WAIT, JobLock, lock_set
+from . import backlog, calls, failed, leftovers, queueing
+from .backlog import FULL, PLACE
 from .deliveries import LEASE, UNIQUE, Delivery, forget_wait, queue_again, queue_behind_itself
 from .terms import Terms
 
@@ -74,6 +75,8 @@ class Run:
         self._store = lock_backends[terms.backend]
         # What keeps others from being queued, as long as the run has not taken it over.
         self._queued: JobLock | None = None
+        # Its place among those that wait, until its body begins.
+        self._place: JobLock | None = None
         self._fence = 0
         # Whether a later call runs in its place.
         self._is_replaced = False
@@ -87,12 +90,12 @@ class Run:
 
     def __call__(self) -> Any:
         """Run the body, or what is done in its place."""
-        lock, unique = self._locks()
-        self._key = next((each.key for each in (lock, unique) if each is not None), None)
-        with attempt(self._held(lock, unique)) as refusal:
+        locks, unique = self._locks()
+        self._key = next((each.key for each in (*locks, unique) if each is not None), None)
+        with attempt(self._held(locks, unique)) as refusal:
             if refusal is None:
                 self._wait_no_more()
-                return self._left(unique) if self._is_replaced else self._run()
+                return self._left(locks, unique) if self._is_replaced else self._run()
         return self._refused(refusal, unique)
 
     def end(self, state: str, retval: Any) -> None:
@@ -109,6 +112,8 @@ class Run:
             self._note()
         if state != states.RETRY:
             self._wait_no_more()
+        if state in (states.SUCCESS, states.FAILURE):
+            self._leave_backlog()
         unique, self.unique = self.unique, None
         if unique is None:
             # A task that is over, and was refused before it took its key over from the queue.
@@ -119,6 +124,12 @@ class Run:
         else:
             self._free(unique.release, unique.key)
 
+    def _leave_backlog(self) -> None:
+        place, self._place = self._place, None
+        if place is not None:
+            number = int(self._delivery.header(PLACE))
+            self._free(partial(calls.free, place, number), place.key)
+
     def _free_claim(self, queued: JobLock) -> None:
         fence = int(self._delivery.header(UNIQUE))
         self._free(partial(calls.free, queued, fence), queued.key)
@@ -128,25 +139,27 @@ class Run:
 
     # The locks
 
-    def _locks(self) -> tuple[JobLock | None, JobLock | None]:
+    def _locks(self) -> tuple[list[JobLock], JobLock | None]:
         terms, delivery = self._terms, self._delivery
-        if terms.unique is not None and delivery.task is not None:
+        if (terms.unique is not None or terms.max_queued) and delivery.task is not None:
             require_base(delivery.task)
+        if terms.max_queued and delivery.header(PLACE) is not None:
+            self._place = terms.place_of(delivery.call, delivery.id)
         unique = terms.unique_of(delivery.call, delivery.id)
         if delivery.header(UNIQUE) is not None:
             self._queued = unique
-        lock = terms.lock_of(delivery.call, delivery.id)
-        if lock is not None and lock.on_conflict == "run" and delivery.is_queued:
+        locks = terms.locks_of(delivery.call, delivery.id)
+        if delivery.is_queued:
             # Whose key it is decides: beside another delivery of this task, it does not run.
-            lock = replace(lock, on_conflict="raise")
-        if lock is not None and self._policy() == "retry" and not delivery.is_queued:
+            locks = [replace(each, on_conflict="raise") for each in locks]
+        elif self._policy() == "retry":
             # There is no queue to go back to.
             longest = WAIT if terms.rules.max_wait is None else min(WAIT, terms.rules.max_wait)
-            lock = replace(lock, wait=longest)
-        return lock, unique
+            locks = [replace(each, wait=longest) for each in locks]
+        return locks, unique
 
     @contextmanager
-    def _held(self, lock: JobLock | None, unique: JobLock | None) -> Iterator[None]:
+    def _held(self, locks: list[JobLock], unique: JobLock | None) -> Iterator[None]:
         """Hold what a run needs."""
         delivery, until_start = self._delivery, self._terms.until_start
         with ExitStack() as stack:
@@ -158,18 +171,32 @@ class Run:
                     self._refuse_if_finished(0.0)
                 yield
                 return
-            if lock is not None:
-                self._hold(stack, lock)
+            if locks:
+                self._hold(stack, locks)
             if unique is not None and not until_start:
-                self._take(stack, unique, binds=lock is None)
+                self._take(stack, unique, binds=not locks)
             if delivery.is_redelivered or delivery.queued is not None or self._has_met:
                 self._refuse_if_finished(_SETTLING)
             if until_start:
                 self._start()
+            self._leave_backlog()
             yield
 
-    def _hold(self, stack: ExitStack, lock: JobLock) -> None:
-        """Hold the lock until the stack ends."""
+    def _hold(self, stack: ExitStack, locks: list[JobLock]) -> None:
+        """Hold the locks until the stack ends."""
+        several = lock_set(locks)
+        if several is not None:
+            for each in locks:
+                self._look(each)
+            leases = list(stack.enter_context(several).values())
+            for lease in leases:
+                self._refuse_beside_itself(lease)
+                queueing.remember(lease)
+            self._fence = leases[0].fence
+        else:
+            self._hold_one(stack, locks[0])
+
+    def _hold_one(self, stack: ExitStack, lock: JobLock) -> None:
         if self._terms.inherit:
             fence = self._delivery.header(LEASE)
             lease = None
@@ -237,7 +264,10 @@ class Run:
             stack.callback(context.unbind, self)
 
     def _gives_way(self) -> bool:
-        """Whether a later call was sent: before a lock is waited for."""
+        """Whether a later call was sent in its place: before a lock is waited for."""
+        if self._place is not None:
+            number = int(self._delivery.header(PLACE))
+            self._is_replaced = backlog.is_replaced(self._place, number)
         if self._terms.debounce and self._queued is not None:
             number = int(self._delivery.header(UNIQUE))
             self._is_replaced = calls.is_replaced(self._queued, number)
@@ -349,11 +379,14 @@ class Run:
             raise retry
         raise error
 
-    def _left(self, unique: JobLock | None) -> Any:
-        """Leave the work to a later call."""
-        self._queued = None
-        key = "" if unique is None else unique.key
+    def _left(self, locks: list[JobLock], unique: JobLock | None) -> Any:
+        """Leave the work to a later call, or to nobody where it found no place."""
+        if self._terms.debounce:
+            self._queued = None
+        key = locks[0].key if unique is None else unique.key
         error = LockNotAcquired(f"{key!r} was called again.", key=key, code="superseded")
+        if self._place is not None and int(self._delivery.header(PLACE)) == 0:
+            error = LockNotAcquired(f"No place was free behind {key!r}.", key=key, code=FULL)
         delivery = self._delivery
         return skip(f"The task {delivery.label}", error, self._terms.backend, key, task=delivery.id)
 
@@ -376,8 +409,8 @@ def require_base(task: Any) -> None:
     """
     if not getattr(type(task), "distlock_base", False):
         raise LockUsageError(
-            f"The task {task.name} is unique, and only LockedTask looks whether it is queued"
-            " already: use @shared_task(base=LockedTask)."
+            f"The task {task.name} is unique, or has max_queued, and only LockedTask looks whether"
+            " it is queued already: use @shared_task(base=LockedTask)."
         )
 
 

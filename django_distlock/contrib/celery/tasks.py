@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, ParamSpec, TypeVar, cast
 
 from celery import Task
@@ -14,11 +14,11 @@ from celery.local import Proxy
 from ...core.bodies import whole
 from ...core.durations import Duration
 from ...core.errors import InvalidArgument
-from ..jobs import MAX_WAIT, OnConflict, only_function, refuse_function
+from ..jobs import MAX_WAIT, Limit, OnConflict, only_function, refuse_function
 from . import declaring, queueing
 from .deliveries import SERIALIZER
 from .runs import run
-from .terms import KeyOf, Terms, Unavailable, Until
+from .terms import Full, KeyOf, Terms, Unavailable, Until
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -27,9 +27,12 @@ T = TypeVar("T")
 def locked_task(
     lock: KeyOf | None = None,
     *,
+    locks: Sequence[Limit] | None = None,
     unique: KeyOf | None = None,
     unique_until: Until | None = None,
     debounce: Duration | None = None,
+    max_queued: int | None = None,
+    on_full: Full | None = None,
     on_conflict: OnConflict | None = None,
     on_unavailable: Unavailable | None = None,
     max_wait: Duration = MAX_WAIT,
@@ -50,6 +53,8 @@ def locked_task(
         lock: What one run at a time has: a template of the function's parameters, a function that
             is called with the task's arguments and returns the key, or True: the task's name and
             all of its arguments. None: nothing, where `unique` is given; else as True.
+        locks: Several in its place, all or none: `[("tenant:{tenant}", 3), ("stripe", 10)]`, each a
+            key and how many may hold it. A key alone: one.
         unique: The same for what is queued or running, once at most. Needs
             `@shared_task(base=LockedTask)`; a further `delay()` returns the result of the first.
         unique_until: Until when `unique` keeps others from being queued. "done", or None: the
@@ -58,6 +63,11 @@ def locked_task(
         debounce: Seconds (or a `timedelta`), from 1, by which a call of a `unique` task is put
             off. Of the calls that have not begun the last one's arguments run, once; that of the
             others ends with a marker. As "start" otherwise.
+        max_queued: How many calls may wait behind the key, or the first of `locks`, from 1 to
+            10,000: sent, and not begun. Needs `@shared_task(base=LockedTask)`.
+        on_full: What becomes of one more. "raise", or None: `LockNotAcquired`, with the code
+            "backlog_full"; "drop": it is not queued, and its result is a marker; "replace": it is
+            queued, and the oldest one that waits ends with a marker.
         on_conflict: What is done if somebody else has the key. "skip": the task succeeds with a
             marker in place of its result; "retry": it is queued again, without counting as a
             retry; "wait": it waits in its worker; "raise": `LockNotAcquired`; "run": it runs
@@ -71,7 +81,7 @@ def locked_task(
         options: `retry`, a `Retry`: the pauses of "retry". `wait`: seconds to wait in the worker,
             5 with "wait", else 0. `grace`: seconds for which the parent watches whether a process
             is dead that was told to end. `unique_ttl`: seconds that a queued task keeps its
-            `unique` key without being started. `redelivery_window`: seconds for which a delivery
+            `unique` key, or its place among `max_queued`, without being started. `redelivery_window`: seconds for which a delivery
             of an `acks_late` task is known to be finished. All others are those of `distlock()`.
 
     Raises:
@@ -81,9 +91,12 @@ def locked_task(
     refuse_function(lock)
     given = {
         "lock": lock,
+        "locks": locks,
         "unique": unique,
         "unique_until": unique_until,
         "debounce": debounce,
+        "max_queued": max_queued,
+        "on_full": on_full,
         "on_conflict": on_conflict,
         "on_unavailable": on_unavailable,
         "max_wait": max_wait,
@@ -127,7 +140,8 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         described = {"lock", "unique", "lock_options", "run"} & set(cls.__dict__)
-        if not described or (cls.lock is None and cls.unique is None):
+        keys = (cls.lock, cls.unique, cls.lock_options.get("locks"))
+        if not described or all(each is None for each in keys):
             return
         run = inspect.getattr_static(cls, "run")
         if run is inspect.getattr_static(Task, "run"):
@@ -153,11 +167,12 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
         """Queue the task, or return the result of the one that is queued or running already.
 
         Args:
-            unique_ttl: Seconds (or a `timedelta`) that this one keeps its `unique` key without
-                being started, behind its `countdown` or `eta`; None: those of `locked_task`.
+            unique_ttl: Seconds (or a `timedelta`) that this one keeps its `unique` key, or its
+                place among `max_queued`, without being started, behind its `countdown` or `eta`; None: those of `locked_task`.
 
         Raises:
             InvalidArgument: `unique_ttl` is no such time, or the task is not unique.
+            LockNotAcquired: `max_queued` of them wait already.
             BackendUnavailable: The store did not answer, and nothing was queued.
         """
         send = super().apply_async

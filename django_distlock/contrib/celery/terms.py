@@ -5,16 +5,24 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from ...core.durations import MIN_TTL, Duration, seconds
 from ...core.errors import InvalidArgument, shown
-from ...core.keys import MAX_KEY_BYTES, RUNS_PREFIX, UNIQUE_PREFIX, KeyTemplate, own_key
+from ...core.keys import (
+    BACKLOG_PREFIX,
+    MAX_KEY_BYTES,
+    RUNS_PREFIX,
+    UNIQUE_PREFIX,
+    KeyTemplate,
+    own_key,
+)
 from ...core.retry import Retry
+from ...core.sharing import Permits, validate_permits
 from ...policy import choice
-from ..jobs import RETRY, JobLock, OnConflict, OnUnavailable, Rules
+from ..jobs import RETRY, JobLock, Limit, OnConflict, OnUnavailable, Rules, limits_of
 
 #: What is done if the store does not answer.
 Unavailable: TypeAlias = OnUnavailable | Literal["retry"]
@@ -22,6 +30,9 @@ Unavailable: TypeAlias = OnUnavailable | Literal["retry"]
 KeyOf = str | Callable[..., str] | bool
 #: Until when a task keeps others like it from being queued.
 Until: TypeAlias = Literal["done", "start"]
+
+#: What becomes of a call that finds the backlog full.
+Full: TypeAlias = Literal["raise", "drop", "replace"]
 
 #: Seconds for which a process is watched that was told to end.
 GRACE: Final = 10.0
@@ -97,10 +108,13 @@ class Terms:
     """What is held around a task's body, and what is done where it cannot be.
 
     Attributes:
-        lock: The keys of which one run at a time has each; None: none.
+        locks: The keys that a run holds, all or none, each with its permits; None: what the rules
+            say. None of them: it holds none.
         unique: The keys of which one task at a time is queued or running; None: none.
         until_start: Whether a task gives its unique key back before its body begins.
         debounce: Seconds behind its last call in which a task is run; 0: it is not debounced.
+        max_queued: How many calls may wait behind a key; 0: any number.
+        on_full: What becomes of one more: "raise", "drop" or "replace".
         rules: The lock, and what jobs have in common; what it says of refusals is not asked.
         on_conflict: What was asked for; None: what `acks_late` suggests.
         on_unavailable: The same where the store does not answer.
@@ -110,10 +124,12 @@ class Terms:
         redelivery_window: See `REDELIVERY_WINDOW`; 0: none.
     """
 
-    lock: Keys | None
+    locks: tuple[tuple[Keys, Permits | None], ...]
     unique: Keys | None
     until_start: bool
     debounce: float
+    max_queued: int
+    on_full: Full
     rules: Rules
     on_conflict: OnConflict | None
     on_unavailable: Unavailable | None
@@ -128,9 +144,12 @@ class Terms:
         function: Callable[..., Any],
         *,
         lock: KeyOf | None,
+        locks: Sequence[Limit] | None = None,
         unique: KeyOf | None = None,
         unique_until: Until | None = None,
         debounce: Duration | None = None,
+        max_queued: int | None = None,
+        on_full: Full | None = None,
         on_conflict: OnConflict | None = None,
         on_unavailable: Unavailable | None = None,
         max_wait: Duration = 3600,
@@ -146,9 +165,13 @@ class Terms:
             raise InvalidArgument(f"inherit is True or False, not {shown(inherit)}.")
         if options.get("wait", 0) is None:
             raise InvalidArgument("wait has an end: a task that waits takes a worker's place.")
-        if lock is None and unique is None:
+        if lock is None and locks is None and unique is None:
             lock = True
+        limits = [] if lock is None and locks is None else limits_of(lock, locks, options)
+        if inherit and locks is not None:
+            raise InvalidArgument("inherit is about one lock, and locks are several.")
         _check_until(unique, unique_until, debounce, on_conflict)
+        _check_backlog(max_queued, on_full, bool(limits), debounce)
         until_start = unique_until == "start" or debounce is not None
         if on_unavailable is not None:
             choice("on_unavailable", on_unavailable, ("raise", "skip", "run", "retry"))
@@ -160,14 +183,18 @@ class Terms:
             **options,
         )
         unique_keys = None if unique is None else Keys.of("unique", unique, function)
-        keys = None if lock is None else Keys.of("lock", lock, function)
-        if until_start and unique_keys is not None and keys is None:
-            keys = unique_keys.of_runs()
+        keys = [(Keys.of("lock", each, function), permits) for each, permits in limits]
+        if until_start and unique_keys is not None and not keys:
+            keys = [(unique_keys.of_runs(), None)]
+        for _, permits in keys:
+            rules.with_permits(permits)  # What breaks a rule is refused here.
         return cls(
-            lock=keys,
+            locks=tuple(keys),
             unique=unique_keys,
             until_start=until_start,
             debounce=0.0 if debounce is None else seconds(debounce, "debounce", minimum=SHORTEST),
+            max_queued=max_queued or 0,
+            on_full=on_full or "raise",
             rules=rules,
             on_conflict=on_conflict,
             on_unavailable=on_unavailable,
@@ -182,11 +209,25 @@ class Terms:
         """The alias of the lock backend."""
         return self.rules.lock.backend
 
-    def lock_of(self, call: Call, task_id: str | None) -> JobLock | None:
-        """Return the lock of one run."""
-        if self.lock is None:
-            return None
-        return self.rules.lock_of(self.lock.make(call), task_id)
+    @property
+    def lock(self) -> Keys | None:
+        """The keys of the only lock, or of the first one; None: there is none."""
+        return self.locks[0][0] if self.locks else None
+
+    @property
+    def counts_by_code(self) -> bool:
+        """Whether code of the project says how many may hold a key."""
+        given = [self.rules.lock.permits, *(permits for _, permits in self.locks)]
+        return any(callable(each) for each in given)
+
+    def locks_of(self, call: Call, task_id: str | None) -> list[JobLock]:
+        """Return the locks of one run."""
+        return [
+            self.rules.with_permits(permits).lock_of(
+                keys.make(call), task_id, call.own_args, call.kwargs
+            )
+            for keys, permits in self.locks
+        ]
 
     def unique_of(self, call: Call, task_id: str | None) -> JobLock | None:
         """Return what one run holds so that no other one like it is queued."""
@@ -195,12 +236,17 @@ class Terms:
         key = own_key(UNIQUE_PREFIX + self.unique.make(call))
         return replace(self.unique_lock, key=key, task_id=task_id)
 
+    def place_of(self, call: Call, task_id: str | None) -> JobLock:
+        """Return the place of one call among those that wait, behind its first key."""
+        key = own_key(BACKLOG_PREFIX + self.locks[0][0].make(call))
+        return replace(self.unique_lock, key=key, task_id=task_id, permits=self.max_queued)
+
     @property
     def unique_lock(self) -> JobLock:
         """What keeps others from being queued, but for key and job."""
         # Between two runs its holder is no process that could be dead. What a dead run leaves is
         # ended by its parent, or taken over by the next delivery of its task.
-        lock = replace(self.rules.lock, wait=0.0, steal_if_dead=False)
+        lock = replace(self.rules.lock, wait=0.0, steal_if_dead=False, permits=1, shared=False)
         # To keep the key taken behind the run is asked of the lock.
         return lock if self.lock is None else replace(lock, hold=False, min_hold=0.0)
 
@@ -224,6 +270,24 @@ def _check_until(unique: object, until: object, debounce: object, on_conflict: o
             f"{name} does not go with on_conflict={on_conflict!r}: what was called while the task"
             ' runs is to run behind it. Use "retry", which it does by itself.'
         )
+
+
+def _check_backlog(most: object, on_full: object, is_locked: bool, debounce: object) -> None:
+    if on_full is not None:
+        choice("on_full", on_full, ("raise", "drop", "replace"))
+    if most is None:
+        if on_full is not None:
+            raise InvalidArgument(
+                "on_full is about a full backlog: say when it is, by max_queued=."
+            )
+        return
+    validate_permits(most, "max_queued")
+    if not is_locked:
+        raise InvalidArgument(
+            "max_queued is about what waits behind a key: say which, by lock= or locks=."
+        )
+    if debounce is not None:
+        raise InvalidArgument("max_queued does not go with debounce: of those calls one waits.")
 
 
 def terms_of(task: Any) -> Terms | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -20,6 +20,7 @@ from django.db import connections
 from ...core.clock import monotonic
 from ...core.durations import seconds, ttl_seconds
 from ...core.errors import InvalidArgument, LockError, LockLost, LockNotAcquired, LockUsageError
+from ...core.sharing import validate_permits
 from ...handler import lock_backends
 from ...locks.lease import Lease
 from ...locks.lock import Lock, distlock
@@ -29,6 +30,8 @@ from ..leash import Leash, end
 from ..locked import wait_option
 from ..programs import Program, Signals, find
 from ..statuses import BUSY, LOST, UNAVAILABLE, USAGE, who_holds
+
+N = TypeVar("N")
 
 #: Seconds between TERM and KILL.
 GRACE = 10.0
@@ -67,6 +70,13 @@ class Command(BaseCommand):
             "--hold",
             action="store_true",
             help="keep the lock for all of the ttl, also where the program ends sooner",
+        )
+        parser.add_argument(
+            "--permits",
+            type=_number(validate_permits, int),
+            default=1,
+            metavar="NUMBER",
+            help="how many may hold the lock at the same time (default: %(default)s)",
         )
         parser.add_argument(
             "--backend",
@@ -137,6 +147,7 @@ class Command(BaseCommand):
             wait=wait,
             backend=store.alias,
             hold=options["hold"],
+            permits=options["permits"],
             metadata={"program": command[0].encode(errors="replace").decode()[:200]},
         )
         if not store.using:
@@ -228,10 +239,10 @@ class _Run:
         self._command.stderr.write(f"The lock on {lease.key!r} is lost: {what}.")
 
 
-def _number(check: Callable[[float], float]) -> Callable[[str], float]:
-    def number(text: str) -> float:
+def _number(check: Callable[[Any], N], kind: Callable[[str], float] = float) -> Callable[[str], N]:
+    def number(text: str) -> N:
         try:
-            return check(float(text))
+            return check(kind(text))
         except InvalidArgument as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 

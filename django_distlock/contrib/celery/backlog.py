@@ -1,0 +1,190 @@
+"""How many calls of a task wait behind a key at most, and what becomes of one too many.
+
+Each call takes a place until its body begins: one of so many permits of a key of its own. A place
+whose message is gone ends with its ttl.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from celery import states
+from celery.result import EagerResult
+
+from ...backends.base import BaseLockBackend
+from ...core.errors import BackendUnavailable, LockError, LockNotAcquired
+from ...core.logs import log_fields
+from ...core.records import Grant, Record
+from ...handler import lock_backends
+from ...policy import skip
+from ..jobs import JobLock
+from . import claims
+from .calls import records_of
+from .terms import Call, Terms
+
+logger = logging.getLogger("django_distlock")
+
+#: The header with the fence of the place that a call has; 0: it found none.
+PLACE: Final = "distlock_place"
+#: The code of the error of a call that found none.
+FULL: Final = "backlog_full"
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """A call that is about to be queued.
+
+    Attributes:
+        task: Its task.
+        terms: Those of the task.
+        call: Its arguments.
+        delay: Seconds until it may begin.
+        unique_ttl: Seconds that it keeps its place; None: those of the terms.
+        follows: Whether a worker sends it, where nobody would hear of an error.
+        is_awaited: Whether others wait for this very task.
+    """
+
+    task: Any
+    terms: Terms
+    call: Call
+    delay: float
+    unique_ttl: float | None
+    follows: bool
+    is_awaited: bool
+
+    def without_store(
+        self, error: BackendUnavailable, lock: JobLock, what: str, publish: Callable[[], Any]
+    ) -> Any:
+        """Do what the terms say of a call where the store does not answer.
+
+        Args:
+            lock: What it was to hold.
+            what: What nobody knows then, as the log says it; takes the key.
+            publish: Queues it without.
+        """
+        policy = self.terms.on_unavailable
+        if policy == "run" or self.follows or (policy == "skip" and self.is_awaited):
+            extra = log_fields("bypassed", backend=lock.backend, task=lock.task_id, error=error)
+            logger.warning(what, lock.key, error, extra=extra)
+            return publish()
+        if policy == "skip":
+            return self.skipped(error, lock)
+        raise error
+
+    def skipped(self, error: LockNotAcquired | BackendUnavailable, lock: JobLock) -> Any:
+        """Return the result of a call that is not queued."""
+        marker = skip(f"The task {lock.task_id}", error, lock.backend, lock.key, task=lock.task_id)
+        return EagerResult(lock.task_id, marker, states.SUCCESS, name=self.task.name)
+
+
+def publish(sending: Sending, queue: Callable[..., Any], *, task_id: str, **options: Any) -> Any:
+    """Queue a call in a place of the backlog, or do what the terms say where that is full.
+
+    Args:
+        queue: Queues it.
+
+    Raises:
+        LockNotAcquired: It is full, with the code "backlog_full".
+        BackendUnavailable: The store did not answer.
+    """
+    terms = sending.terms
+    place = terms.place_of(sending.call, task_id)
+    queue = partial(queue, task_id=task_id)
+    try:
+        grant, replaced = _take(place, sending)
+    except LockNotAcquired as error:
+        if not sending.is_awaited:
+            raise
+        if terms.on_full == "drop":
+            # It is sent, and skipped when it comes.
+            return queue(**_with_place(options, 0))
+        extra = log_fields("bypassed", backend=place.backend, task=task_id, error=error)
+        logger.warning(
+            "%r is full, and one more waits behind it: %s", place.key, error, extra=extra
+        )
+        return queue(**options)
+    except BackendUnavailable as error:
+        return sending.without_store(
+            error, place, "Nobody knows whether %r is full: %s", partial(queue, **options)
+        )
+    try:
+        result = queue(**_with_place(options, grant.fence))
+    except BaseException:
+        claims.give_back(place, grant)
+        raise
+    if replaced is not None:
+        _note_replaced(lock_backends[place.backend], replaced, terms)
+    return result
+
+
+def is_replaced(place: JobLock, number: int) -> bool:
+    """Whether a call has nothing to do: it found no place, or a later one has its place.
+
+    Args:
+        place: From `Terms.place_of`.
+        number: What the header says.
+
+    Raises:
+        BackendUnavailable: The store did not answer.
+    """
+    store = lock_backends[place.backend]
+    return number == 0 or store.notes.get(_note(place.task_id)) == number
+
+
+def _take(place: JobLock, sending: Sending) -> tuple[Grant, Record | None]:
+    """Take a place, and say whose it was."""
+    store, terms = lock_backends[place.backend], sending.terms
+    reserve = partial(claims.reserve, place, terms, sending.delay, sending.unique_ttl)
+    try:
+        return reserve(), None
+    except LockNotAcquired as error:
+        full = _full(place, error)
+        if terms.on_full != "replace":
+            raise full from error
+    # Somebody else may have taken the place of the same one meanwhile, or that one has begun.
+    for _ in range(terms.max_queued or 1):
+        oldest = min(records_of(store, place.key), key=lambda each: each.fence, default=None)
+        try:
+            if oldest is None:
+                return reserve(), None
+            return reserve(instead_of=oldest), oldest
+        except LockNotAcquired:
+            continue
+    raise full
+
+
+def _full(place: JobLock, error: LockNotAcquired) -> LockNotAcquired:
+    return LockNotAcquired(
+        f"{place.permits} calls wait behind {place.key!r}, and no more may.",
+        key=place.key,
+        holder=error.holder,
+        held_for=error.held_for,
+        expires_in=error.expires_in,
+        code=FULL,
+    )
+
+
+def _note_replaced(store: BaseLockBackend, replaced: Record, terms: Terms) -> None:
+    """Let the call before do nothing; without the note it runs as well."""
+    task_id = replaced.holder.task_id
+    kept = claims.queue_ttl(terms, store.config.max_ttl, 0.0)
+    try:
+        store.notes.put(_note(task_id), replaced.fence, max(kept, replaced.ttl or 0.0))
+    except LockError as error:
+        extra = log_fields("note_failed", backend=store.alias, task=task_id, error=error)
+        logger.warning(
+            "Replaced by a later call, the task %s runs: %s", task_id, error, extra=extra
+        )
+
+
+def _note(task_id: str | None) -> str:
+    return f"celery:replaced:{task_id}"
+
+
+def _with_place(options: dict[str, Any], fence: int) -> dict[str, Any]:
+    headers = {**(options.get("headers") or {}), PLACE: f"{fence:015d}"}
+    return {**options, "headers": headers}

@@ -1,0 +1,170 @@
+"""What a task holds while it is queued: leases of no process, which a later run takes over."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+
+from ...backends.base import BaseLockBackend
+from ...core.clock import monotonic
+from ...core.errors import LockError, LockNotAcquired
+from ...core.keys import new_token
+from ...core.logs import log_fields
+from ...core.records import Grant, Record
+from ...handler import lock_backends
+from ...locks import checking
+from ...locks.attempts import Granted
+from ...locks.lease import Lease
+from ...locks.state import Terms as Kept
+from ...signals import lock_acquired, tell
+from ..jobs import WAIT, JobLock
+from .terms import Terms
+
+logger = logging.getLogger("django_distlock")
+
+
+def reserve(
+    lock: JobLock,
+    terms: Terms,
+    delay: float,
+    unique_ttl: float | None,
+    instead_of: Record | None = None,
+) -> Grant:
+    """Take a claim for a call that is about to be queued.
+
+    Args:
+        lock: What it is to hold.
+        delay: Seconds until it may begin.
+        unique_ttl: Seconds that it keeps the claim behind those; None: what the terms say.
+        instead_of: The claim to take over; None: a free one.
+
+    Raises:
+        LockNotAcquired: It is taken, or the other one is gone.
+        BackendUnavailable: The store did not answer.
+        LockError: A store whose leases no other process can take over.
+    """
+    store = lock_backends[lock.backend]
+    lock = replace(
+        lock,
+        ttl=queue_ttl(terms, store.config.max_ttl, delay, unique_ttl),
+        wait=0.0,
+        hold=False,
+        min_hold=0.0,
+        basic=False,
+        max_lifetime=None,
+        is_queued=True,
+    )
+    if instead_of is not None:
+        lease = replace_one(lock, instead_of)
+    elif terms.debounce:
+        lease = replace_any(lock)
+    else:
+        lease = lock.acquire()
+    try:
+        return detached(lease)
+    except LockError:
+        lease.release()
+        raise
+
+
+def replace_any(lock: JobLock) -> Lease:
+    """Take a claim, or take it over from the call before: of many, one is the last.
+
+    Raises:
+        LockNotAcquired: The key is paused, or others came first each time.
+        BackendUnavailable: The store did not answer.
+    """
+    store = lock_backends[lock.backend]
+    until = monotonic() + WAIT
+    while True:
+        record = store.read(lock.key)
+        try:
+            return lock.acquire() if record is None else replace_one(lock, record)
+        except LockNotAcquired:
+            counter = store.counter(lock.key)
+            is_paused = counter is not None and counter.paused_until is not None
+            # Unless it is, another caller had its turn.
+            if is_paused or monotonic() >= until:
+                raise
+
+
+def replace_one(lock: JobLock, record: Record) -> Lease:
+    """Take a key in the place of another lease.
+
+    Raises:
+        LockNotAcquired: That is gone.
+        BackendUnavailable: The store did not answer.
+    """
+    store = lock_backends[lock.backend]
+    kept = lock._terms(store)
+    sent_at = store.monotonic()
+    answer = store.acquire(
+        lock.key,
+        new_token(),
+        kept.ttl,
+        kept.holder,
+        replace=record.token,
+        permits=checking.counted(lock),
+    )
+    if not isinstance(answer, Grant):
+        raise LockNotAcquired(
+            f"{lock.key!r} was taken by somebody else.", key=lock.key, holder=answer.holder
+        )
+    tell(
+        lock_acquired,
+        type(store),
+        alias=lock.backend,
+        key=lock.key,
+        fence=answer.fence,
+        holder=kept.holder,
+        waited=store.monotonic() - sent_at,
+    )
+    return lease_of(store, answer, sent_at, kept)
+
+
+def detached(lease: Lease) -> Grant:
+    """Let go of a lease without ending it, and return what it takes to do so.
+
+    Raises:
+        LockError: It is over, or its backend cannot do that.
+    """
+    grant = lease._holding.grant
+    lease._let_go()
+    return grant
+
+
+def give_back(lock: JobLock, grant: Grant) -> None:
+    """Give a claim back whose task was not queued."""
+    try:
+        lock_backends[lock.backend].release(grant)
+    except LockError as error:
+        extra = log_fields("release_failed", backend=lock.backend, key=lock.key, error=error)
+        logger.warning(
+            "%r stays taken, and its task was not queued: %s", lock.key, error, extra=extra
+        )
+
+
+def lease_of(store: BaseLockBackend, grant: Grant, sent_at: float, kept: Kept) -> Lease:
+    """Return the lease of a grant that was asked for at `sent_at`."""
+    deadline = math.inf if grant.ttl is None else sent_at + grant.ttl
+    return Lease(store, Granted(grant, deadline), kept)
+
+
+def queue_ttl(terms: Terms, longest: float, delay: float, unique_ttl: float | None = None) -> float:
+    """Return the seconds for which a queued task keeps a claim; see `reserve`."""
+    usual = max(terms.queued_for, terms.rules.lock.ttl or 0.0)
+    return min(longest, (usual if unique_ttl is None else unique_ttl) + max(0.0, delay))
+
+
+def seconds_until(when: object) -> float:
+    """Return the seconds until a time; of a number, itself."""
+    if isinstance(when, int | float):
+        return float(when)
+    if not when:
+        return 0.0
+    at = maybe_make_aware(maybe_iso8601(when))
+    return float((at - datetime.now(UTC)).total_seconds())
