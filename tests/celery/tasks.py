@@ -103,6 +103,50 @@ _act_unique("last_and_locked", {}, lock="{key}", **_LAST)
 _act_unique("last_that_waits", {}, lock="{key}", on_conflict="wait", wait=30, **_LAST)
 
 
+def _act_limited(name: str, task: dict[str, Any], **options: Any) -> None:
+    """The same, under two limits: one of the key, and a narrower one that all share."""
+    for store in STORES:
+
+        @shared_task(name=f"{store}.{name}", bind=True, **task)
+        @locked_task(
+            locks=[("{key}", _permits), "{key}:shared"],
+            backend=store,
+            **{"ttl": LONG, "on_conflict": "retry", "retry": SOON, **options},
+        )
+        def played(self: Any, key: str, steps: Sequence[str] = ()) -> Any:
+            return play(self, key, steps)
+
+
+def _permits(key: str, steps: Sequence[str] = ()) -> int:
+    return 2
+
+
+_act_limited("limited", {})
+_act_limited("limited_late", {"acks_late": True, "reject_on_worker_lost": True})
+
+
+def _act_bounded(name: str, **options: Any) -> None:
+    """The same, one at a time, of which two may wait."""
+    for store in STORES:
+
+        @shared_task(name=f"{store}.{name}", bind=True, base=LockedTask)
+        @locked_task(
+            "{key}",
+            backend=store,
+            max_queued=2,
+            **{"ttl": LONG, "on_conflict": "retry", "retry": SOON, **options},
+        )
+        def played(self: Any, key: str, steps: Sequence[str] = ()) -> Any:
+            return play(self, key, steps)
+
+
+_act_bounded("bounded")
+_act_bounded("bounded_wait", on_conflict="wait", wait=30)
+_act_bounded("bounded_drop", on_full="drop")
+_act_bounded("bounded_replace", on_full="replace")
+_act_bounded("bounded_unique", unique="{key}:{steps}", on_full="drop")
+
+
 @shared_task(name="plain", bind=True, acks_late=True, reject_on_worker_lost=True)
 def plain(self: Any, key: str, steps: Sequence[str] = ()) -> Any:
     """Play without a lock."""

@@ -81,11 +81,11 @@ class Sending:
         return EagerResult(lock.task_id, marker, states.SUCCESS, name=self.task.name)
 
 
-def publish(sending: Sending, queue: Callable[..., Any], *, task_id: str, **options: Any) -> Any:
+def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **options: Any) -> Any:
     """Queue a call in a place of the backlog, or do what the terms say where that is full.
 
     Args:
-        queue: Queues it.
+        send: Queues it.
 
     Raises:
         LockNotAcquired: It is full, with the code "backlog_full".
@@ -93,7 +93,7 @@ def publish(sending: Sending, queue: Callable[..., Any], *, task_id: str, **opti
     """
     terms = sending.terms
     place = terms.place_of(sending.call, task_id)
-    queue = partial(queue, task_id=task_id)
+    send = partial(send, task_id=task_id)
     try:
         grant, replaced = _take(place, sending)
     except LockNotAcquired as error:
@@ -101,18 +101,18 @@ def publish(sending: Sending, queue: Callable[..., Any], *, task_id: str, **opti
             raise
         if terms.on_full == "drop":
             # It is sent, and skipped when it comes.
-            return queue(**_with_place(options, 0))
+            return send(**_with_place(options, 0))
         extra = log_fields("bypassed", backend=place.backend, task=task_id, error=error)
         logger.warning(
             "%r is full, and one more waits behind it: %s", place.key, error, extra=extra
         )
-        return queue(**options)
+        return send(**options)
     except BackendUnavailable as error:
         return sending.without_store(
-            error, place, "Nobody knows whether %r is full: %s", partial(queue, **options)
+            error, place, "Nobody knows whether %r is full: %s", partial(send, **options)
         )
     try:
-        result = queue(**_with_place(options, grant.fence))
+        result = send(**_with_place(options, grant.fence))
     except BaseException:
         claims.give_back(place, grant)
         raise

@@ -102,6 +102,7 @@ def _send_unique(
     sending: backlog.Sending,
     publish: Callable[..., Any],
     again: Callable[..., Any],
+    /,
     *,
     task_id: str,
     **options: Any,

@@ -24,7 +24,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def locked_task(
+def locked_task(  # noqa: PLR0913 - each says one thing, by name
     lock: KeyOf | None = None,
     *,
     locks: Sequence[Limit] | None = None,
@@ -81,8 +81,9 @@ def locked_task(
         options: `retry`, a `Retry`: the pauses of "retry". `wait`: seconds to wait in the worker,
             5 with "wait", else 0. `grace`: seconds for which the parent watches whether a process
             is dead that was told to end. `unique_ttl`: seconds that a queued task keeps its
-            `unique` key, or its place among `max_queued`, without being started. `redelivery_window`: seconds for which a delivery
-            of an `acks_late` task is known to be finished. All others are those of `distlock()`.
+            `unique` key, or its place among `max_queued`, without being started.
+            `redelivery_window`: seconds for which a delivery of an `acks_late` task is known to be
+            finished. All others are those of `distlock()`.
 
     Raises:
         InvalidArgument: An argument breaks a rule, or the function is a task already.
@@ -168,7 +169,8 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
 
         Args:
             unique_ttl: Seconds (or a `timedelta`) that this one keeps its `unique` key, or its
-                place among `max_queued`, without being started, behind its `countdown` or `eta`; None: those of `locked_task`.
+                place among `max_queued`, without being started, behind its `countdown` or `eta`;
+                None: those of `locked_task`.
 
         Raises:
             InvalidArgument: `unique_ttl` is no such time, or the task is not unique.

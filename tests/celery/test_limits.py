@@ -1,0 +1,164 @@
+"""Two limits at once, and a backlog with an end: what a worker does with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import chain
+
+from django_distlock import LockNotAcquired, distlock, lock_backends
+from django_distlock.core.keys import own_key
+from tests.contract.helpers import Later
+from tests.contract.locking import held_elsewhere
+
+from .brokers import Broker
+from .crews import Crew
+from .workers import working
+
+
+def places(crew: Crew) -> list[Any]:
+    """Return what waits behind the key, by the store."""
+    key = own_key(f"queue:{crew.key}")
+    store = lock_backends[crew.store]
+    record = Later(store.read, key).result()
+    if record is None:
+        return []
+    return list(Later(store.records.sharing, key).result()) if record.shared else [record]
+
+
+def no_place_is_left(crew: Crew) -> None:
+    """Wait until nothing waits behind the key."""
+    crew.until(lambda: not places(crew), "no place is taken")
+
+
+def test_two_limits_all_or_none(prefork: Crew) -> None:
+    """What lacks one of them holds none of the other, goes back to the queue, and runs in time."""
+    shared = distlock(f"{prefork.key}:shared", backend=prefork.store, ttl=60)
+    with held_elsewhere(shared):
+        result = prefork.send("limited")
+        prefork.until(lambda: result.state == "RETRY", "it is queued again")
+        prefork.becomes_free()
+        assert not prefork.stage.told("began")
+    assert prefork.outcome(result) == "SUCCESS"
+    prefork.becomes_free()
+    prefork.becomes_free(shared.key)
+
+
+def test_narrower_limit_holds_among_tasks(prefork: Crew) -> None:
+    """Two permits of the one key do not let two past the other; all of them run."""
+    results = [prefork.send("limited", "sleep 0.3") for _ in range(4)]
+    assert [prefork.outcome(each) for each in results] == ["SUCCESS"] * 4
+    assert len(prefork.stage.told("ended")) == 4
+    assert not prefork.stage.told("overlapped")
+
+
+@pytest.mark.parametrize("name", ["limited", "limited_late"])
+def test_killed_child_gives_all_of_its_limits_back(prefork: Crew, name: str) -> None:
+    """Long before their time: the parent sees its death. The task comes again if it is to."""
+    result = prefork.send(name, "die", "tell survived")
+    assert prefork.outcome(result) == ("SUCCESS" if name == "limited_late" else "FAILURE")
+    assert len(prefork.stage.told("survived")) == (name == "limited_late")
+    assert not prefork.stage.told("overlapped")
+    prefork.becomes_free()
+    prefork.becomes_free(f"{prefork.key}:shared")
+
+
+def test_full_backlog_raises(prefork: Crew) -> None:
+    """One runs and two wait: the next one is refused, until one of those has begun."""
+    first = prefork.send("bounded", "wait go")
+    prefork.begun()
+    waiting = [prefork.send("bounded", "wait go") for _ in range(2)]
+    assert len(places(prefork)) == 2
+    for _ in range(2):
+        with pytest.raises(LockNotAcquired) as caught:
+            prefork.send("bounded", "tell one too many")
+        assert caught.value.code == "backlog_full"
+    assert len(places(prefork)) == 2
+    prefork.stage.open("go")
+    assert [prefork.outcome(each) for each in (first, *waiting)] == ["SUCCESS"] * 3
+    no_place_is_left(prefork)
+    assert prefork.outcome(prefork.send("bounded")) == "SUCCESS"
+    assert not prefork.stage.told("overlapped", "one too many")
+
+
+def test_full_backlog_drops(prefork: Crew) -> None:
+    """The call is not queued, and its result says so; in a chain it is sent, and skipped."""
+    first = prefork.send("bounded_drop", "wait go")
+    prefork.begun()
+    waiting = [prefork.send("bounded_drop") for _ in range(2)]
+    dropped = prefork.send("bounded_drop", "tell dropped")
+    assert (dropped.get()["distlock"], dropped.get()["why"]) == ("skipped", "backlog_full")
+    name = prefork.task("bounded_drop").name
+    last = chain(
+        prefork.signature("bounded_drop", "tell dropped"),
+        prefork.app.signature("collect", (prefork.key,)).set(**prefork.to()),
+    ).apply_async()
+    prefork.until(lambda: bool(prefork.stage.told("collected")), "the chain has gone on")
+    assert prefork.stage.told("collected")[0]["results"]["why"] == "backlog_full", name
+    prefork.stage.open("go")
+    ended = (first, *waiting, last)
+    assert [prefork.outcome(each) for each in ended] == ["SUCCESS"] * 4
+    no_place_is_left(prefork)
+    assert not prefork.stage.told("dropped")
+
+
+def test_full_backlog_replaces_the_oldest(prefork: Crew) -> None:
+    """The newest ones run; each of those before ends with a marker, and is not lost unseen."""
+    first = prefork.send("bounded_replace", "wait go")
+    prefork.begun()
+    sent = [prefork.send("bounded_replace", f"tell number {number}") for number in range(5)]
+    assert len(places(prefork)) == 2
+    prefork.stage.open("go")
+    assert [prefork.outcome(each) for each in (first, *sent)] == ["SUCCESS"] * 6
+    told = sorted(each["event"] for each in prefork.stage.told("number 0", "number 1", "number 2"))
+    assert told == []
+    assert len(prefork.stage.told("number 3", "number 4")) == 2
+    assert [each.result.get("why") for each in sent[:3]] == ["superseded"] * 3
+    no_place_is_left(prefork)
+
+
+def test_unique_call_that_finds_no_place_is_not_queued(prefork: Crew) -> None:
+    """It gives its unique key back, so that it may be called again."""
+    first = prefork.send("bounded_unique", "wait go")
+    prefork.begun()
+    waiting = [prefork.send("bounded_unique", f"tell {number}") for number in "ab"]
+    assert prefork.send("bounded_unique", "tell a").id == waiting[0].id
+    assert prefork.send("bounded_unique", "tell c").get()["why"] == "backlog_full"
+    prefork.stage.open("go")
+    assert [prefork.outcome(each) for each in (first, *waiting)] == ["SUCCESS"] * 3
+    assert prefork.outcome(prefork.send("bounded_unique", "tell c")) == "SUCCESS"
+    assert [len(prefork.stage.told(each)) for each in "abc"] == [1, 1, 1]
+    no_place_is_left(prefork)
+
+
+def test_call_that_cannot_be_sent_keeps_no_place(prefork: Crew) -> None:
+    """Nor does one that is revoked before it began."""
+    with pytest.raises(Exception, match="serializ"):
+        prefork.task("bounded").apply_async((prefork.key, [object()]), **prefork.to())
+    assert not places(prefork)
+    with held_elsewhere(distlock(prefork.key, backend=prefork.store, ttl=60)):
+        result = prefork.send("bounded")
+        prefork.until(lambda: result.state == "RETRY", "it waits")
+        assert len(places(prefork)) == 1
+        result.revoke()
+        no_place_is_left(prefork)
+
+
+def test_killed_call_that_waited_keeps_no_place(
+    home: Path, broker: Broker, crew_of: Callable[..., Crew]
+) -> None:
+    """Killed before it began, and acknowledged."""
+    with working(home, broker) as worker:
+        crew = crew_of(worker)
+        with held_elsewhere(distlock(crew.key, backend=crew.store, ttl=60)):
+            result = crew.send("bounded_wait")
+            crew.until(lambda: result.state == "STARTED", "it waits in its worker")
+            assert len(places(crew)) == 1
+            os.kill(worker.children()[0], signal.SIGKILL)
+            assert crew.outcome(result) == "FAILURE"
+            no_place_is_left(crew)
