@@ -44,8 +44,9 @@ class LockNotAcquired(LockError):
     Or its holder waits for a key that the caller keeps; then the error comes before that time.
 
     `code` is `"acquisition_timeout"`; `"deadlock"` where the database has found one among
-    transactions; `"aborted"` where a candidate of `leader()` was stopped; `"superseded"`, never
-    raised, where a later call of a debounced task runs.
+    transactions; `"aborted"` where a candidate of `leader()` was stopped; `"backlog_full"` where
+    `max_queued` calls of a task wait already; `"superseded"`, never raised, where a later call of
+    a task runs.
 
     Attributes:
         holder: Who holds it, if the store could tell.

@@ -18,6 +18,7 @@ from django_distlock import (
     LockUsageError,
     current_lease,
     distlock,
+    distlock_all,
 )
 from django_distlock.fencing import Fence
 from django_distlock.fencing.rejecting import require_fence
@@ -73,6 +74,37 @@ def test_permits_are_held_by_so_many(registered: Registered, key: str, hold: Hol
 
     hold(lock, work)
     assert not taken(lock)
+
+
+@SHARES
+def test_permits_of_the_arguments(registered: Registered, key: str) -> None:
+    """A function of the call's arguments says how many, in sync and async; blocks have none."""
+
+    def so_many(plan: str, more: int = 0) -> int:
+        return {"small": 1, "large": 2}[plan] + more
+
+    lock = lock_of(registered, key, permits=so_many, wait=0)
+
+    def work(plan: str, more: int = 0) -> bool:
+        lease = current_lease(key)
+        return lease is not None and lease.shared
+
+    async def awaited(plan: str, more: int = 0) -> bool:
+        return work(plan, more)
+
+    with held_elsewhere(lock_of(registered, key, permits=5)):
+        assert lock(work)("large")
+        assert asyncio.run(lock(awaited)("small", more=1))
+        for refused in (
+            lock(work),
+            distlock_all(key, permits=so_many, wait=0, backend=registered.alias)(work),
+        ):
+            with pytest.raises(LockNotAcquired):
+                refused("small")
+    with pytest.raises(InvalidArgument, match="permits must be an int from 1"):
+        lock(work)("small", -1)
+    with pytest.raises(LockUsageError, match="goes with decorators"):
+        lock.acquire()
 
 
 @SHARES

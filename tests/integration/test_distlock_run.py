@@ -122,6 +122,18 @@ def test_held_key_stays_taken_behind_the_program(key: str) -> None:
     lock_backends["default"].force_release(key)
 
 
+def test_as_many_run_as_there_are_permits(key: str) -> None:
+    """With `--permits`, one beside another; and no more than that."""
+    here("postgres")
+    one = distlock(key, backend="postgres", ttl=60, permits=2).acquire()
+    arguments = (key, "--wait", "0", "--permits", "2", "--backend", "postgres")
+    assert status_here(*arguments, *shell("exit 0")) == 0
+    another = distlock(key, backend="postgres", ttl=60, permits=2).acquire()
+    assert refused(*arguments, *shell("exit 0")).returncode == 75
+    one.release()
+    another.release()
+
+
 # What is refused
 
 
@@ -218,6 +230,8 @@ def test_store_that_does_not_answer_is_69(key: str) -> None:
         (["--ttl", "1e7", "--", "true"], "at most 604800"),
         (["--wait", "-1", "--", "true"], "wait"),
         (["--wait", "long", "--", "true"], "'long' is no number"),
+        (["--permits", "0", "--", "true"], "from 1 to 10,000"),
+        (["--permits", "many", "--", "true"], "'many'"),
         (["--grace", "-1", "--", "true"], "grace"),
         (["--on-lost", "kill", "--", "true"], "invalid choice"),
         (["--backend", "nowhere", "--", "true"], "'nowhere' is not configured"),

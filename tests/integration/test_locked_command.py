@@ -98,6 +98,19 @@ def test_lock_is_what_the_attributes_say(key: str) -> None:
     lock_backends["memory"].force_release(key)
 
 
+def test_as_many_run_as_there_are_permits(key: str) -> None:
+    """One beside another, and no more than that; a wrong number is named."""
+    made = command(key, lock_permits=2)
+    with held_elsewhere(distlock(key, permits=2)):
+        run(made)
+        assert not made.skipped
+        with held_elsewhere(distlock(key, permits=2)):
+            run(made)
+            assert made.skipped
+    with pytest.raises(CommandError, match="permits must be an int"):
+        run(command(key, lock_permits=0))
+
+
 def test_mixes_with_other_commands(key: str) -> None:
     """Also with those that have a `handle()` of their own, and call the next one's."""
 

@@ -63,6 +63,12 @@ def locked(request: HttpRequest, key: str) -> HttpResponse:
     return said()
 
 
+@locked_view("view:{key}", wait=0, permits=lambda request, key: 2)
+def limited(request: HttpRequest, key: str) -> HttpResponse:
+    """Answer two at a time."""
+    return said()
+
+
 @locked_view("view:{key}", wait=0, on_conflict="raise")
 def raising(request: HttpRequest, key: str) -> HttpResponse:
     """Leave the conflict to others."""
@@ -236,6 +242,7 @@ urlpatterns = [
     path("misspelt/<key>/", Misspelt.as_view()),
     path("plain/<key>/", plain),
     path("locked/<key>/", locked),
+    path("limited/<key>/", limited),
     path("raising/<key>/", raising),
     path("running/<key>/", running),
     path("away/<key>/", away),
@@ -388,9 +395,23 @@ def test_when_to_come_back(held_for: float | None, expires_in: float | None, aga
     assert answer(retry_after=2.5).headers["Retry-After"] == "3"
 
 
+def test_too_many_requests(key: str) -> None:
+    """Where as many run as `permits` lets, with `Retry-After`; below that they run."""
+    lock = distlock(f"view:{key}", ttl=30, permits=2)
+    leases = [Later(lock.acquire).result()]
+    assert get(f"/limited/{key}/").content[:9] == b"held=True"
+    leases.append(Later(lock.acquire).result())
+    response = get(f"/limited/{key}/")
+    assert response.status_code == 429
+    assert 1 <= int(response.headers["Retry-After"]) <= 31
+    for each in leases:
+        Later(each.release).result()
+
+
 def test_answers_of_the_project(taken: str, tmp_path: Path) -> None:
     """Another status, a function's answer, a page in the place of ours, or none at all."""
     assert get(f"/locked/{taken}/").status_code == 423
+    assert get(f"/limited/{taken}/").status_code == 429
     response = get(f"/own/{taken}/")
     assert (response.status_code, response.content) == (409, b"LockNotAcquired")
     assert response.headers["Retry-After"] == "99"

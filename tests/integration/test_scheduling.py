@@ -96,6 +96,15 @@ def test_one_of_many_runs(key: str) -> None:
     assert all(isinstance(each.why, LockNotAcquired) for each in skipped)
 
 
+def test_as_many_run_as_there_are_permits(key: str) -> None:
+    """Of six nodes two, each of which keeps its permit for the window."""
+    made = at_once([tick(key, permits=2)] * 6)
+    assert [key, key] == RUNS
+    assert sum(isinstance(each, Skipped) for each in made) == 4
+    assert isinstance(tick(key, permits=lambda: 2)(), Skipped)
+    assert tick(key, permits=lambda: 3)() == "held=True"
+
+
 def test_run_that_cannot_be_noted_is_run(
     key: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ from django_distlock.handler import lock_backends
 from django_distlock.signals import work_requeued
 from django_distlock.testing import lose_connection
 from tests.contract.helpers import PATIENCE, Later
-from tests.contract.locking import Heard, eventually
+from tests.contract.locking import Heard, eventually, held_elsewhere
 
 from .projects import Project
 
@@ -75,6 +75,27 @@ def plain(key: str, more: int = 7) -> dict[str, Any]:
 async def asynchronous(key: str, more: int = 7) -> dict[str, Any]:
     """Be an asynchronous task."""
     return said(more=more)
+
+
+@task()
+@locked_task(locks=[("task:{key}", lambda key: 2), "task:{key}:shared"], on_conflict="skip")
+def limited(key: str) -> dict[str, Any]:
+    """Be a task with two limits."""
+    return said()
+
+
+@task()
+@locked_task(locks=[("task:{key}", 2), ("task:{key}:shared", 1)], on_conflict="skip")
+async def async_limited(key: str) -> dict[str, Any]:
+    """Be an asynchronous one."""
+    return said()
+
+
+@task()
+@locked_task(locks=[("task:{key}", 2), ("task:{key}:shared", 1)])
+def limited_again(key: str) -> dict[str, Any]:
+    """Be one that is queued again."""
+    return said()
 
 
 @task(takes_context=True)
@@ -280,6 +301,53 @@ def test_conflict_queues_the_task_again(tasks: Tasks, task: Any, key: str) -> No
     returned = tasks.work(third)
     assert (returned["held"], returned["more"], returned["task_id"]) == (True, 8, third.id)
     assert len(tasks.queue()) == 4
+
+
+@pytest.mark.parametrize("task", [limited, async_limited], ids=["sync", "async"])
+def test_two_limits_all_or_none(tasks: Tasks, task: Any, key: str) -> None:
+    """Beside one who has a permit it runs; where one of the limits is met, it holds none."""
+    limit, shared = distlock(f"task:{key}", permits=2), distlock(f"task:{key}:shared")
+    with held_elsewhere(limit):
+        assert tasks.now(task, key).return_value["held"] is True
+        with held_elsewhere(limit):
+            skipped = tasks.now(task, key).return_value
+            assert (skipped["distlock"], skipped["key"]) == ("skipped", limit.key)
+            assert not Later(shared.locked).result()
+    with held_elsewhere(shared):
+        skipped = tasks.now(task, key).return_value
+        assert (skipped["distlock"], skipped["key"]) == ("skipped", shared.key)
+        assert not Later(limit.locked).result()
+
+
+def test_two_limits_queue_the_task_again(tasks: Tasks, key: str) -> None:
+    """It says which of the keys was taken, and runs when both are free."""
+    first = tasks.of(limited_again, backend="later").enqueue(key)
+    with held_elsewhere(distlock(f"task:{key}:shared")):
+        assert tasks.work(first)["key"] == f"task:{key}:shared"
+    assert tasks.work(tasks.queue()[-1])["held"] is True
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({}, "takes a key, or several"),
+        ({"key": "k", "locks": ["k"]}, "not both"),
+        ({"locks": []}, "list of keys and permits"),
+        ({"locks": "k"}, "list of keys and permits"),
+        ({"locks": [("k", 2, 3)]}, "how many may hold it"),
+        ({"locks": [5]}, "how many may hold it"),
+        ({"locks": [("k", 0)]}, "from 1 to 10,000, not 0"),
+        ({"locks": ["k"], "permits": 3}, "leave permits out"),
+    ],
+)
+def test_limits_that_cannot_be(options: dict[str, Any], rule: str) -> None:
+    """They are refused where the decorator stands, and named."""
+
+    def body(key: str) -> None:
+        pass
+
+    with pytest.raises(InvalidArgument, match=rule):
+        locked_task(**options)(body)
 
 
 def test_task_is_not_queued_for_ever(tasks: Tasks, taken: str) -> None:
