@@ -1009,6 +1009,12 @@ MUTANTS = (
         old=r"ask\(place, '1'\)", new="ask(place, place > 1 and '1' or nil)",
         test=f"{TOGETHER}::test_one_key_in_the_way_is_enough",
     ),
+    Mutant(
+        "a call that runs beside the one that has its place", "redis",
+        "django_distlock/contrib/celery/backlog.py",
+        old=r" or store\.notes\.get\(_note\(place\.task_id\)\) == number", new="",
+        test="tests/celery/test_limits.py::test_full_backlog_replaces_the_oldest",
+    ),
 )  # fmt: skip
 
 

@@ -353,6 +353,11 @@ async def jobs() -> None:
     assert_type(celery_task("key:{number}", on_unavailable="run", ttl=60)(body)(1), str)
     assert_type(celery_task(unique="key:{number}", unique_until="start")(body)(1), str)
     assert_type(celery_task(unique=True, debounce=timedelta(seconds=30))(body)(1), str)
+    limits = celery_task(locks=[("key:{number}", 3), "all"], max_queued=100, on_full="drop")
+    assert_type(limits(body)(1), str)
+    several = locked_task(locks=[("key:{number}", lambda number: number), ("all", 10)])
+    assert_type(several(body)(1), str | dict[str, Any])
+    assert_type(distlock("key:{number}", permits=lambda number: 2)(body)(1), str)
 
 
 def operate() -> None:
