@@ -165,7 +165,7 @@ class Run:
         with ExitStack() as stack:
             if delivery.is_redelivered:
                 self._refuse_if_finished(0.0)
-            elif self._gives_way():
+            if self._gives_way():
                 if delivery.queued is not None:
                     # Its first message may have been delivered again, and have run.
                     self._refuse_if_finished(0.0)
@@ -179,6 +179,8 @@ class Run:
                 self._refuse_if_finished(_SETTLING)
             if until_start:
                 self._start()
+            if self._has_no_place():
+                self._is_replaced = True
             self._leave_backlog()
             yield
 
@@ -265,13 +267,16 @@ class Run:
 
     def _gives_way(self) -> bool:
         """Whether a later call was sent in its place: before a lock is waited for."""
-        if self._place is not None:
-            number = int(self._delivery.header(PLACE))
-            self._is_replaced = backlog.is_replaced(self._place, number)
-        if self._terms.debounce and self._queued is not None:
+        self._is_replaced = self._has_no_place()
+        if self._terms.debounce and self._queued is not None and not self._delivery.is_redelivered:
             number = int(self._delivery.header(UNIQUE))
             self._is_replaced = calls.is_replaced(self._queued, number)
         return self._is_replaced
+
+    def _has_no_place(self) -> bool:
+        if self._place is None:
+            return False
+        return backlog.is_replaced(self._place, int(self._delivery.header(PLACE)))
 
     def _start(self) -> None:
         """Let others be queued from now on: the body sees what they were sent for, or they run."""
