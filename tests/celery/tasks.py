@@ -144,7 +144,7 @@ _act_bounded("bounded")
 _act_bounded("bounded_wait", on_conflict="wait", wait=30)
 _act_bounded("bounded_drop", on_full="drop")
 _act_bounded("bounded_replace", on_full="replace")
-_act_bounded("bounded_unique", unique="{key}:{steps}", on_full="drop")
+_act_bounded("bounded_unique", unique=lambda key, steps=(): ":".join((key, *steps)), on_full="drop")
 
 
 @shared_task(name="plain", bind=True, acks_late=True, reject_on_worker_lost=True)
