@@ -5,7 +5,8 @@ They need no store: what depends on the settings is checked when a lock is taken
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..core.durations import MIN_TTL, seconds, ttl_seconds, wait_seconds
 from ..core.errors import InvalidArgument, LockUsageError, shown
@@ -59,6 +60,12 @@ def template(lock: Lock) -> str:
             code="unsupported",
         )
     return lock.key
+
+
+def permits_of(lock: Lock, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return how many may hold the key of a lock in one call of what that decorates."""
+    permits = lock.permits
+    return validate_permits(permits(*args, **kwargs)) if callable(permits) else permits
 
 
 def counted(lock: Lock) -> int:

@@ -20,7 +20,7 @@ from ..core.errors import InvalidArgument, LockNotAcquired, LockUsageError
 from ..core.holders import validate_metadata
 from ..core.keys import Key, KeyTemplate, normalize_key
 from ..core.retry import Retry
-from ..core.sharing import Permits, validate_permits
+from ..core.sharing import Permits
 from ..handler import lock_backends
 from ..process import deferred_release
 from ..process.host import current_holder
@@ -71,8 +71,7 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
         reentrant: Whether a block inside of one that holds the key may enter again. It gets the
             same lease, which the outer block releases.
         shared: Whether any number of shared leases may hold the key at once, or else one alone.
-        permits: How many may hold the key at the same time, from 1 to 10,000: a lease for each. A
-            decorator also takes a function that is called with the arguments and returns that.
+        permits: How many may hold the key at once, 1 to 10,000. Decorators: or what returns it.
         steal_if_dead: Whether to take the key over at once where its holder is provably gone:
             a process of this machine that ended, or the same named worker before a restart.
         basic: No heartbeat, and with `ttl=None` no expiry: it ends by release or by an operator.
@@ -246,17 +245,8 @@ class Lock:
         return cast("Callable[P, T]", wrapper)
 
     def for_call(self, key: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Self:
-        """Return the lock of one call of what it decorates.
-
-        Args:
-            key: The key of that call.
-            args: The arguments, with which `permits` is called where it is a function.
-            kwargs: The same, by name.
-        """
-        permits = self.permits
-        if callable(permits):
-            permits = validate_permits(permits(*args, **kwargs))
-        return replace(self, key=key, permits=permits)
+        """Return the lock of one call of what it decorates, with these arguments."""
+        return replace(self, key=key, permits=checking.permits_of(self, args, kwargs))
 
     def _terms(self, store: BaseLockBackend) -> Terms:
         """Return what a lease is held for, with the settings in place of what is left out."""

@@ -8,7 +8,7 @@ import pytest
 from django.db import connections
 
 from django_distlock.contrib.celery import calls
-from django_distlock.contrib.celery.queueing import replace_any
+from django_distlock.contrib.celery.claims import replace_any
 from django_distlock.contrib.jobs import JobLock
 from django_distlock.core.keys import own_key
 from django_distlock.core.records import Grant, Record

@@ -164,7 +164,7 @@ def _full(place: JobLock, error: LockNotAcquired) -> LockNotAcquired:
         holder=error.holder,
         held_for=error.held_for,
         expires_in=error.expires_in,
-        code=FULL,
+        code="backlog_full",
     )
 
 
