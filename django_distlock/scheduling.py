@@ -24,6 +24,7 @@ from .core.keys import OWN_MARKER, KeyTemplate, own_key
 from .core.logs import log_fields
 from .core.retry import Retry
 from .handler import FALLBACK, lock_backends
+from .locks.checking import for_call
 from .locks.lease import Lease
 from .locks.lock import Lock, distlock
 from .policy import Refusal, aattempt, attempt, skip, skipped
@@ -105,7 +106,7 @@ class Schedule:
 
     def lock_of(self, key: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Lock:
         """Return the lock of one tick."""
-        return replace(self.lock.for_call(key, args, kwargs), backend=self.backend)
+        return replace(for_call(self.lock, key, args, kwargs), backend=self.backend)
 
     @property
     def backend(self) -> str:

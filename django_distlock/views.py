@@ -31,6 +31,7 @@ from .core.durations import GRACE, Duration, seconds
 from .core.errors import InvalidArgument, LockNotAcquired, LockUsageError, shown
 from .core.holders import MAX_METADATA_BYTES, MAX_TEXT
 from .core.keys import IllegalKey, KeyTemplate, normalize_key
+from .locks.checking import for_call
 from .locks.lock import Lock, distlock
 from .policy import Policy, Refusal
 
@@ -398,7 +399,7 @@ class _Locked:
         metadata = self.lock.metadata
         if self._room:
             metadata = {REQUEST: _line(request)[: self._room], **metadata}
-        lock = self.lock.for_call(key, (request, *args), kwargs)
+        lock = for_call(self.lock, key, (request, *args), kwargs)
         return replace(lock, metadata=metadata)
 
     def _atomic(self, view: View, *args: Any, **kwargs: Any) -> Any:

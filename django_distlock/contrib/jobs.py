@@ -21,7 +21,7 @@ from ..core.logs import log_fields
 from ..core.retry import Retry
 from ..core.sharing import Permits
 from ..handler import lock_backends
-from ..locks.checking import counted
+from ..locks.checking import counted, for_call
 from ..locks.lock import Lock, distlock
 from ..locks.several import LockSet
 from ..locks.state import Terms
@@ -171,7 +171,7 @@ class Rules:
             args: What `permits` is called with, where that is a function.
             kwargs: The same, by name.
         """
-        return replace(self.lock.for_call(key, args, kwargs), task_id=task_id)
+        return replace(for_call(self.lock, key, args, kwargs), task_id=task_id)
 
     def pause(self, queued: Queued, now: float) -> float | None:
         """Return the seconds until the next attempt; None: there is none.

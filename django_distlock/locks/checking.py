@@ -6,7 +6,8 @@ They need no store: what depends on the settings is checked when a lock is taken
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.durations import MIN_TTL, seconds, ttl_seconds, wait_seconds
 from ..core.errors import InvalidArgument, LockUsageError, shown
@@ -18,6 +19,8 @@ from .taking import Unset
 
 if TYPE_CHECKING:
     from .lock import Lock
+
+L = TypeVar("L", bound="Lock")
 
 
 def check(lock: Lock) -> None:
@@ -62,10 +65,18 @@ def template(lock: Lock) -> str:
     return lock.key
 
 
-def permits_of(lock: Lock, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return how many may hold the key of a lock in one call of what that decorates."""
+def for_call(lock: L, key: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> L:
+    """Return the lock of one call of what it decorates.
+
+    Args:
+        key: The key of that call.
+        args: The arguments, with which `permits` is called where it is a function.
+        kwargs: The same, by name.
+    """
     permits = lock.permits
-    return validate_permits(permits(*args, **kwargs)) if callable(permits) else permits
+    if callable(permits):
+        permits = validate_permits(permits(*args, **kwargs))
+    return replace(lock, key=key, permits=permits)
 
 
 def counted(lock: Lock) -> int:

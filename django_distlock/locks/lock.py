@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar, cast
 
 from ..backends.base import BaseLockBackend
 from ..core.bodies import whole
@@ -231,22 +231,18 @@ class Lock:
 
             @functools.wraps(function)
             async def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
-                async with self.for_call(template.render(args, kwargs), args, kwargs):
+                async with checking.for_call(self, template.render(args, kwargs), args, kwargs):
                     return await function(*args, **kwargs)
 
         else:
 
             @functools.wraps(function)
             def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
-                with self.for_call(template.render(args, kwargs), args, kwargs):
+                with checking.for_call(self, template.render(args, kwargs), args, kwargs):
                     return function(*args, **kwargs)
 
         declared[wrapper] = (Declaration(Kind.FUNCTION, self.key, self, self.on_conflict),)
         return cast("Callable[P, T]", wrapper)
-
-    def for_call(self, key: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Self:
-        """Return the lock of one call of what it decorates, with these arguments."""
-        return replace(self, key=key, permits=checking.permits_of(self, args, kwargs))
 
     def _terms(self, store: BaseLockBackend) -> Terms:
         """Return what a lease is held for, with the settings in place of what is left out."""

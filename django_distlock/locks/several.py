@@ -25,6 +25,7 @@ from ..core.durations import Duration
 from ..core.errors import InvalidArgument, LockNotAcquired, LockUsageError
 from ..core.keys import Key, KeyTemplate
 from ..handler import lock_backends
+from .checking import for_call
 from .lease import Lease
 from .lock import Lock, distlock
 from .opening import Opening
@@ -177,7 +178,7 @@ class LockSet:
 
         def filled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LockSet:
             return LockSet(
-                lock.for_call(template.render(args, kwargs), args, kwargs)
+                for_call(lock, template.render(args, kwargs), args, kwargs)
                 for lock, template in zip(self._locks, templates, strict=True)
             )
 
