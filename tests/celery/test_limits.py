@@ -9,9 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import chain
+from celery import Celery, chain
 
-from django_distlock import LockNotAcquired, distlock, lock_backends
+from django_distlock import (
+    InvalidArgument,
+    LockNotAcquired,
+    LockUsageError,
+    distlock,
+    lock_backends,
+)
+from django_distlock.contrib.celery import locked_task
 from django_distlock.core.keys import own_key
 from tests.contract.helpers import Later
 from tests.contract.locking import held_elsewhere
@@ -162,3 +169,38 @@ def test_killed_call_that_waited_keeps_no_place(
             os.kill(worker.children()[0], signal.SIGKILL)
             assert crew.outcome(result) == "FAILURE"
             no_place_is_left(crew)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"lock": "k", "locks": ["k"]}, "not both"),
+        ({"locks": []}, "list of keys and permits"),
+        ({"locks": [("k", 0)]}, "from 1 to 10,000, not 0"),
+        ({"locks": [("k", 2)], "permits": 3}, "leave permits out"),
+        ({"locks": [("k", 2)], "inherit": True}, "inherit is about one lock"),
+        ({"locks": [("k", 2)], "steal_if_dead": True}, "steal_if_dead"),
+        ({"lock": "k", "max_queued": 0}, "max_queued must be an int from 1"),
+        ({"lock": "k", "on_full": "drop"}, "say when it is"),
+        ({"lock": "k", "max_queued": 1, "on_full": "wait"}, "on_full is one of"),
+        ({"unique": "k", "max_queued": 1}, "by lock= or locks="),
+        ({"lock": "k", "unique": "k", "debounce": 5, "max_queued": 1}, "not go with debounce"),
+    ],
+)
+def test_arguments_that_cannot_be(options: dict[str, Any], rule: str) -> None:
+    """They are refused where the decorator stands, and named."""
+    with pytest.raises(InvalidArgument, match=rule):
+        locked_task(**options)(lambda: None)
+
+
+def test_backlog_needs_the_base() -> None:
+    """Without it nobody would count what is queued."""
+    app = Celery("without", set_as_current=False)
+
+    @app.task(name="without.base")
+    @locked_task("k", max_queued=1)
+    def body() -> None:
+        pass
+
+    with pytest.raises(LockUsageError, match="has max_queued, and only LockedTask"):
+        body.apply(throw=True)

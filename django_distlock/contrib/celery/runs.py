@@ -27,7 +27,7 @@ from ..jobs import WAIT, JobLock, lock_set
 from . import backlog, calls, failed, leftovers, queueing
 from .backlog import FULL, PLACE
 from .deliveries import LEASE, UNIQUE, Delivery, forget_wait, queue_again, queue_behind_itself
-from .terms import Terms
+from .terms import Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
 
@@ -407,15 +407,17 @@ class Run:
 
 
 def require_base(task: Any) -> None:
-    """Refuse `unique` where nobody sees that the task is queued.
+    """Refuse `unique` and `max_queued` where nobody sees that the task is queued.
 
     Raises:
         LockUsageError: Its base is not `LockedTask`.
     """
     if not getattr(type(task), "distlock_base", False):
+        terms = terms_of(task)
+        what = "is unique" if terms is None or terms.unique else "has max_queued"
         raise LockUsageError(
-            f"The task {task.name} is unique, or has max_queued, and only LockedTask looks whether"
-            " it is queued already: use @shared_task(base=LockedTask)."
+            f"The task {task.name} {what}, and only LockedTask looks whether it is queued already:"
+            " use @shared_task(base=LockedTask)."
         )
 
 
