@@ -399,7 +399,7 @@ class _Locked:
         metadata = self.lock.metadata
         if self._room:
             metadata = {REQUEST: _line(request)[: self._room], **metadata}
-        lock = for_call(self.lock, key, (request, *args), kwargs)
+        lock = for_call(self.lock, key, values, named)
         return replace(lock, metadata=metadata)
 
     def _atomic(self, view: View, *args: Any, **kwargs: Any) -> Any:

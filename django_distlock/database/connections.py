@@ -46,7 +46,7 @@ KEEPALIVES: dict[str, Any] = {
 CONNECT_SECONDS = 5
 
 #: What has to come to an end before a database can be dropped.
-before_drop: list[Callable[[], None]] = []
+before_drop: list[Callable[[], object]] = []
 
 #: What libpq calls a connection with a statement, with a transaction, and with a failed one.
 _OPEN = (1, 2, 3)

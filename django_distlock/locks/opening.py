@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from types import TracebackType
@@ -73,7 +74,7 @@ class Opening:
     is where the store does not grant several keys in one step.
 
     Args:
-        locks: What to ask for, in the order of the keys; they differ in the key alone.
+        locks: What to ask for, in the order of the keys.
         wait: Seconds for all of them; None: for ever.
 
     Attributes:
@@ -144,8 +145,11 @@ class Opening:
     def _may_ask(self, locks: Sequence[Lock]) -> bool:
         """Whether nothing here has to be looked at key by key.
 
-        That is where the caller, or its transaction, has one of the keys, or others were first.
+        That is where the caller, or its transaction, has one of the keys, others were first, or the
+        locks differ in more than the key, as those with limits of their own.
         """
+        if any(replace(each, key=locks[0].key) != locks[0] for each in locks):
+            return False
         home, queues = deferred_release.home(), self.backend.queues
         transactions = deferred_release.managed_transactions(home)
         for each in locks:

@@ -17,6 +17,7 @@ from django_distlock import (
     current_lease,
     distlock_all,
 )
+from django_distlock.locks.several import LockSet
 from tests.backends import Registered
 
 from .helpers import Later, at_once, prompt
@@ -63,6 +64,22 @@ async def entered(locks: Any) -> None:
     """Enter with an await."""
     async with locks:
         pass
+
+
+@pytest.mark.requires("supports_sharing")
+def test_each_key_has_a_limit_of_its_own(registered: Registered, key: str) -> None:
+    """Whichever comes first, and however the store is asked."""
+    wide = lock_of(registered, f"{key}-1", wait=0, permits=3)
+    narrow = lock_of(registered, f"{key}-2", wait=0, permits=2)
+    held = [LockSet([wide, narrow]).acquire(), LockSet([narrow, wide]).acquire()]
+    with pytest.raises(LockNotAcquired) as caught:
+        LockSet([wide, narrow]).acquire()
+    assert caught.value.key == narrow.key
+    assert grantable(wide)
+    assert not grantable(narrow)
+    held.pop().release()
+    assert grantable(narrow)
+    held.pop().release()
 
 
 def test_awaited_block(registered: Registered, key: str) -> None:
