@@ -134,9 +134,7 @@ def idempotent(
                 )
             owner = _owner(request, None if client is None else client(*args, **kwargs))
             if owner is None:
-                return _refusal(
-                    400, "no_owner", gettext("An Idempotency-Key is for those who are logged in.")
-                )
+                return _refusal(400, "no_owner", gettext("An Idempotency-Key requires a login."))
             name = _digest(f"{view.__module__}.{view.__qualname__}", *owner, given)
             return _once(name, request, call, kept_for, max_body)
 

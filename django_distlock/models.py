@@ -249,12 +249,12 @@ class LockEvent(models.Model):
     class Kind(models.TextChoices):
         """What happened."""
 
-        FORCED = "forced", _("forced")
+        FORCED = "forced", _("force-released")
         LOST = "lost", _("lost")
         TAKEN_OVER = "taken_over", _("taken over")
         REJECTED = "rejected", _("rejected")
         SHORTENED = "shortened", _("shortened")
-        STOP_REQUESTED = "stop_requested", _("asked to finish")
+        STOP_REQUESTED = "stop_requested", _("stop requested")
         PAUSED = "paused", _("paused")
         RESUMED = "resumed", _("resumed")
         CLEANED = "cleaned", _("cleaned up")

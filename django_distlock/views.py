@@ -233,9 +233,9 @@ def problem(error: Exception, again_in: int, status: int) -> HttpResponse:
 def _said(error: Exception, again_in: int) -> tuple[str, str]:
     """Return what is wrong, and when to ask again, in the language of the request."""
     if isinstance(error, LockNotAcquired):
-        said = gettext("Somebody else is working on this right now.")
+        said = gettext("Someone else is working on this right now.")
     else:
-        said = gettext("This cannot be done at the moment.")
+        said = gettext("This is not possible at the moment.")
     again = ngettext("Try again in %d second.", "Try again in %d seconds.", again_in) % again_in
     return said, again
 

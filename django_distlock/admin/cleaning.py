@@ -24,7 +24,7 @@ class CleanupForm(ReasonForm):
 
     backend = forms.ChoiceField(label=gettext_lazy("Backend"), choices=named_backends)
     hours = forms.FloatField(
-        label=gettext_lazy("Over for hours"), min_value=0, max_value=8760, initial=0
+        label=gettext_lazy("Expired for at least (hours)"), min_value=0, max_value=8760, initial=0
     )
     field_order = ("backend", "hours", "reason")
 
@@ -51,9 +51,9 @@ def clean_up(request: HttpRequest, form: CleanupForm) -> None:
     try:
         outcome = inspection.cleanup(actor=request.user, **form.arguments())
     except (LockError, ImproperlyConfigured) as error:
-        messages.error(request, _("Not cleaned up: %(error)s") % {"error": error})
+        messages.error(request, _("Cleanup failed: %(error)s") % {"error": error})
         return
     text = ngettext(
-        "%(number)d record was removed.", "%(number)d records were removed.", outcome.removed
+        "%(number)d expired record removed.", "%(number)d expired records removed.", outcome.removed
     )
     messages.success(request, text % {"number": outcome.removed})

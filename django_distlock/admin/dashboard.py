@@ -116,7 +116,7 @@ class LockDashboard(ReadOnlyAdmin):
             raise Http404
         back = self._behind(request, targets)
         if not targets:
-            self.message_user(request, _("No key was chosen. Nothing was changed."), "warning")
+            self.message_user(request, _("No key selected. Nothing was changed."), "warning")
             return redirect(back)
         form = act.form(request.POST if "confirmed" in request.POST else None)
         if form.is_valid():

@@ -31,8 +31,8 @@ def _backends() -> list[tuple[str, Any]]:
 LATE = 0.7
 #: What the numbers above the list count and no state says, and what `list_locks` takes for it.
 COUNTED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "ending_soon": (_("ending within 10 s"), {"ends_within": SOON}),
-    "overdue": (_("heartbeat is late"), {"overdue": LATE}),
+    "ending_soon": (_("expires within 10 s"), {"ends_within": SOON}),
+    "overdue": (_("late heartbeat"), {"overdue": LATE}),
 }
 
 
@@ -61,7 +61,7 @@ class FilterForm(forms.Form):
 
     backend = forms.ChoiceField(label=_("Backend"), required=False, choices=_backends)
     begins = forms.CharField(
-        label=_("Key begins with"), required=False, max_length=512, strip=False
+        label=_("Key starts with"), required=False, max_length=512, strip=False
     )
     state = forms.ChoiceField(label=_("State"), required=False, choices=_states)
     host = forms.CharField(label=_("Host"), required=False, max_length=255)

@@ -47,8 +47,17 @@ class KeyPage:
         held = self.view.held
         return None if held is None else row_of(held, self.pages)
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the store and the events know nothing of the key."""
+        view = self.view
+        found = (view.held, view.expired, view.counter)
+        return all(each is None for each in found) and not (view.waiters or view.events)
+
     def fits(self, operation: Operation) -> bool:
         """Whether there is something now that it could be done to."""
+        if self.is_unknown:
+            return False
         paused = self.view.paused_until is not None
         if operation in (Operation.PAUSE, Operation.RESUME):
             return paused == (operation is Operation.RESUME)
@@ -72,21 +81,21 @@ class KeyPage:
         held = self.view.held
         if held is None:
             return
-        yield Moment(held.acquired_at, _("granted"), held.fence)
+        yield Moment(held.acquired_at, _("acquired"), held.fence)
         if held.renewed_at != held.acquired_at:
             yield Moment(held.renewed_at, _("last renewed"), held.fence)
         if held.stop_requested_at is not None:
-            yield Moment(held.stop_requested_at, _("asked to finish"), held.fence)
+            yield Moment(held.stop_requested_at, _("stop requested"), held.fence)
         if held.expires_at is not None:
-            yield Moment(held.expires_at, _("ends, unless it is renewed"), held.fence)
+            yield Moment(held.expires_at, _("expires unless renewed"), held.fence)
 
     @property
     def commands(self) -> list[tuple[Promise, str]]:
         """What an operator may type instead, ready for a shell."""
         named = f"--backend {shlex.quote(self.target.backend)} {_quoted(self.target.key)}"
         return [
-            (_("Look at it"), f"python manage.py distlock_show {named}"),
-            (_("Take it from its holder"), f"python manage.py distlock_release {named}"),
+            (_("Show"), f"python manage.py distlock_show {named}"),
+            (_("Force-release"), f"python manage.py distlock_release {named}"),
         ]
 
     @property

@@ -12,7 +12,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.http import HttpRequest
 from django.utils.functional import Promise
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, ngettext
+from django.utils.translation import gettext_lazy, ngettext_lazy
 
 from .. import inspection
 from ..core.errors import LockError
@@ -27,7 +27,9 @@ class ReasonForm(forms.Form):
     reason = forms.CharField(
         label=gettext_lazy("Reason"), max_length=200, required=False,
         widget=forms.TextInput(attrs={"class": "vTextField", "autocomplete": "off"}),
-        help_text=gettext_lazy("Kept with your name in the events and in the admin's log."),
+        help_text=gettext_lazy(
+            "Recorded with your user name in the lock events and in the admin log."
+        ),
     )  # fmt: skip
 
     def arguments(self) -> dict[str, Any]:
@@ -47,7 +49,7 @@ class WithinForm(ReasonForm):
     """How soon, and why."""
 
     within = forms.FloatField(
-        label=gettext_lazy("Ends within seconds"), min_value=0, max_value=604_800, initial=10
+        label=gettext_lazy("Expires within (seconds)"), min_value=0, max_value=604_800, initial=10
     )
     field_order = ("within", "reason")
 
@@ -60,7 +62,7 @@ class PauseForm(ReasonForm):
     """For how long, and why."""
 
     minutes = forms.FloatField(
-        label=gettext_lazy("For minutes"), min_value=0.1, max_value=527_040, initial=10
+        label=gettext_lazy("Duration (minutes)"), min_value=0.1, max_value=527_040, initial=10
     )
     field_order = ("minutes", "reason")
 
@@ -76,6 +78,7 @@ class Act:
     Attributes:
         label: What the button says.
         promise: What will happen, in a sentence or two.
+        result: What was done, by the number of keys.
         form: What has to be said before.
         run: The function of `inspection`.
         is_grave: Whether it takes something away.
@@ -85,6 +88,7 @@ class Act:
     operation: Operation
     label: Promise
     promise: Promise
+    result: Any
     form: type[ReasonForm]
     run: Callable[..., Outcome]
     is_grave: bool = False
@@ -96,32 +100,41 @@ ACTS: Final = {
     for each in (
         Act(
             Operation.REQUEST_STOP,
-            gettext_lazy("Ask the holder to finish"),
+            gettext_lazy("Request stop"),
             gettext_lazy(
-                "The holder sees it at its next beat, a third of its ttl from now at most. It"
-                " keeps the lock until it is done."
+                "The holder sees the request at its next heartbeat, after a third of its TTL at"
+                " the latest. It keeps the lock until its work is done."
+            ),
+            ngettext_lazy(
+                "Stop requested for %(number)d lock.",
+                "Stop requested for %(number)d locks.",
+                "number",
             ),
             ReasonForm,
             inspection.request_stop,
         ),
         Act(
             Operation.EXPIRE_SOON,
-            gettext_lazy("Let the lease end soon"),
+            gettext_lazy("Shorten lease"),
             gettext_lazy(
-                "The holder is asked to finish, and renews the lease no more behind that time. The"
-                " key is free when the holder releases it, or when its last renewal is over: never"
-                " before the holder must have noticed."
+                "The holder is asked to stop, and cannot renew its lease past that time. The key"
+                " becomes free when the holder releases it or its last renewal expires. It never"
+                " becomes free before the holder has been able to notice."
             ),
+            ngettext_lazy("%(number)d lease shortened.", "%(number)d leases shortened.", "number"),
             WithinForm,
             inspection.expire_soon,
         ),
         Act(
             Operation.FORCE_RELEASE,
-            gettext_lazy("Take the key from its holder"),
+            gettext_lazy("Force-release"),
             gettext_lazy(
-                "The fence moves first, so that writes with the old one are refused; then the key"
-                " is free. A holder that lives goes on working without the lock until it looks:"
-                " end its process first, where you can."
+                "The fence moves first, so that writes with the old fence are refused. Then the"
+                " key becomes free. A live holder keeps working without the lock until its next"
+                " check. If you can, end its process first."
+            ),
+            ngettext_lazy(
+                "%(number)d lock force-released.", "%(number)d locks force-released.", "number"
             ),
             NeededReasonForm,
             inspection.force_release,
@@ -129,16 +142,20 @@ ACTS: Final = {
         ),
         Act(
             Operation.PAUSE,
-            gettext_lazy("Pause the key"),
-            gettext_lazy("Nobody is granted the key until then. Its holder keeps its lease."),
+            gettext_lazy("Pause key"),
+            gettext_lazy(
+                "Nobody can acquire the key until the pause ends. A current holder keeps its lease."
+            ),
+            ngettext_lazy("%(number)d key paused.", "%(number)d keys paused.", "number"),
             PauseForm,
             inspection.pause,
             is_about_holder=False,
         ),
         Act(
             Operation.RESUME,
-            gettext_lazy("End the pause of the key"),
-            gettext_lazy("The key is granted again."),
+            gettext_lazy("Resume key"),
+            gettext_lazy("The key can be acquired again."),
+            ngettext_lazy("%(number)d key resumed.", "%(number)d keys resumed.", "number"),
             ReasonForm,
             inspection.resume,
             is_about_holder=False,
@@ -164,7 +181,7 @@ def act_on(
                 target.key, backend=target.backend, actor=request.user, **seen, **arguments
             )
         except (LockError, ImproperlyConfigured) as error:
-            text = _("Not done to %(key)s: %(error)s") % {
+            text = _("Failed for %(key)s: %(error)s") % {
                 "key": printable(target.key),
                 "error": error,
             }
@@ -178,29 +195,28 @@ def act_on(
         elif outcome.result is Result.NOTHING:
             messages.info(
                 request,
-                _("Nothing was changed, there was nothing to do: %(key)s.")
+                _("Nothing was changed: there was nothing to do for %(key)s.")
                 % {"key": printable(target.key)},
             )
     if done:
-        text = ngettext("%(label)s: %(number)d key.", "%(label)s: %(number)d keys.", done)
-        messages.success(request, text % {"label": act.label, "number": done})
+        messages.success(request, act.result % {"number": done})
 
 
 # The admin begins messages with a capital letter: no key may come first.
 
 
 def _another(target: Target) -> str:
-    text = _("Nothing was changed: somebody else holds %(key)s by now. Look at it again.")
+    text = _("Nothing was changed: %(key)s has a new holder. Check it and try again.")
     return text % {"key": printable(target.key)}
 
 
 def _busy(outcome: Outcome) -> str:
     sessions = ", ".join(str(each.pid) for each in outcome.sessions or ())
     if not sessions:
-        text = _("Busy, and nothing was changed: a transaction is in the way of %(key)s.")
+        text = _("Nothing was changed: a transaction has locked %(key)s. Try again.")
     else:
         text = _(
-            "Busy, and nothing was changed: %(key)s is guarded by a transaction of session"
-            " %(sessions)s."
+            "Nothing was changed: a transaction guards %(key)s (session %(sessions)s). Try again"
+            " when it has ended."
         )
     return text % {"key": printable(outcome.key), "sessions": sessions}

@@ -57,7 +57,6 @@ class Card:
     href: str
     is_exact: bool = True
     is_grave: bool = False
-    unit: str = ""
     is_least: bool = False
 
     def facts(self) -> tuple[object, ...]:
@@ -214,21 +213,28 @@ def _cards(
     for name, label, href, is_grave in (
         ("held", _("Held"), locks, False),
         ("waiting", _("Waiting"), f"{locks}#distlock-wanted", False),
-        ("ending_soon", _("Ending within 10 s"), f"{locks}?state=ending_soon", False),
-        ("past_expiry", _("Held past expiry"), f"{locks}#distlock-expired", True),
+        ("ending_soon", _("Expiring within 10 s"), f"{locks}?state=ending_soon", False),
+        ("past_expiry", _("Expired, not released"), f"{locks}#distlock-expired", True),
     ):
         counts = [getattr(each, name) for each in summaries]
         known = [each for each in counts if each is not None]
         number = sum(each.number for each in known) if known else None
+        # What is left out may be all there is.
+        if is_least and not number:
+            number = None
         exact = all(each.is_exact for each in known)
         grave = is_grave and bool(number)
         yield Card(name, label, number, href, exact, grave, is_least=is_least)
     parts = [each.overdue for each in summaries if each.overdue is not None]
     worst = round(max(parts) * 100) if parts else None
-    late = _("Worst heartbeat, of its ttl")
+    # A percent sign, and no placeholder. xgettext:no-python-format
+    late = _("Latest heartbeat (% of TTL)")
     grave = worst is not None and worst > LATE * 100
-    yield Card("overdue", late, worst, f"{locks}?state=overdue", True, grave, " %")
-    for kind, label in (("lost", _("Lost in 24 h")), ("rejected", _("Rejected in 24 h"))):
+    yield Card("overdue", late, worst, f"{locks}?state=overdue", True, grave)
+    for kind, label in (
+        ("lost", _("Leases lost in 24 h")),
+        ("rejected", _("Writes rejected in 24 h")),
+    ):
         number = None if past is None else past.kinds.get(kind, 0)
         href = pages.events and f"{pages.events}?kind={kind}"
         yield Card(kind, label, number, href, True, bool(number))

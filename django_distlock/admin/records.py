@@ -72,7 +72,7 @@ class FenceCounterAdmin(ReadOnlyAdmin):
 
     list_display = ("plain_key", "plain_fence", "paused", "by")
     search_fields = ("key",)
-    search_help_text = _("The beginning of a key")
+    search_help_text = _("Search by the start of the key")
     ordering = ("storage_key",)
     fields = ("plain_key", "stored_as", "plain_fence", "paused", "by")
     readonly_fields = ("plain_key", "stored_as", "plain_fence", "paused", "by")
@@ -117,7 +117,7 @@ class LockEventAdmin(ReadOnlyAdmin):
     list_filter = ("kind",)
     date_hierarchy = "at"
     search_fields = ("key",)
-    search_help_text = _("The beginning of a key")
+    search_help_text = _("Search by the start of the key")
     ordering = ("-at", "-pk")
     fields = (
         "moment", "kind", "key_page", "backend", "plain_fence", "by", "why", "held_by", "more",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..backends.advisory import AdvisoryBackend
 
 _DIRECT = (
-    "Set OPTIONS['using'] to an alias that goes to PostgreSQL itself: see"
+    "Set OPTIONS['using'] to an alias that connects to PostgreSQL directly: see"
     " docs/howto/use-session-locks.md."
 )
 
@@ -25,8 +25,9 @@ def check_session_alias(backend: AdvisoryBackend) -> Iterator[checks.CheckMessag
     """W301: the alias is not set up for a pooler."""
     if connections[backend.using].settings_dict.get("DISABLE_SERVER_SIDE_CURSORS"):
         yield checks.Warning(
-            f"{where(backend)} holds locks by sessions of {backend.using!r}, which is set up for a"
-            " pooler of transactions (DISABLE_SERVER_SIDE_CURSORS). Behind one, it refuses.",
+            f"{where(backend)} holds session locks on {backend.using!r}, which is configured for a"
+            " transaction pooler (DISABLE_SERVER_SIDE_CURSORS). Behind such a pooler, it refuses"
+            " to acquire.",
             hint=_DIRECT,
             id="distlock.W301",
         )
@@ -41,13 +42,13 @@ def check_session_servers(backend: AdvisoryBackend) -> Iterator[checks.CheckMess
         yield checks.Error(f"{where(backend)}: {error}", hint=_DIRECT, id="distlock.E301")
         return
     except LockError as error:
-        said = f"{where(backend)} cannot be asked: {error}"
+        said = f"{where(backend)} cannot be checked: {error}"
         yield checks.Warning(said, hint=DOCS, id="distlock.W302")
         return
     if backend.max_connections >= most:
         yield checks.Warning(
-            f"{where(backend)} may open {backend.max_connections} sessions in each"
-            f" process, and the server takes {most} in all.",
+            f"{where(backend)} may open {backend.max_connections} sessions in each process, but"
+            f" the server allows {most} in total.",
             hint=f"Lower OPTIONS['max_connections'], or raise the server's. {DOCS}",
             id="distlock.W303",
         )

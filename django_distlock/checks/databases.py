@@ -46,16 +46,16 @@ def check_aliases(backend: FenceTable) -> Iterator[checks.CheckMessage]:
     if (connection.settings_dict.get("TEST") or {}).get("MIRROR"):
         yield checks.Error(
             f"{where(backend)} keeps its locks in {backend.using!r}, which is a mirror of another"
-            " database. A replica lags behind: two would hold one lock.",
-            hint=f"Set OPTIONS['using'] to the database that is written. {DOCS}",
+            " database. A replica lags behind, so two processes could hold the same lock.",
+            hint=f"Set OPTIONS['using'] to the primary database. {DOCS}",
             id="distlock.E102",
         )
     if connection.vendor == "sqlite" and _shares_file(backend.using):
         yield checks.Warning(
-            f"{where(backend)} keeps its locks in the SQLite file of other models"
-            f" ({backend.using!r}). SQLite has one writer per file: inside atomic() on it,"
-            " acquire is refused.",
-            hint="Give the locks an alias with a file of its own, and a router: see"
+            f"{where(backend)} keeps its locks in the same SQLite file as other models"
+            f" ({backend.using!r}). SQLite allows one writer per file, so acquire is refused"
+            " inside atomic() on this database.",
+            hint="Give the locks a database alias with its own file, and a router: see"
             " docs/howto/choose-a-database.md.",
             id="distlock.W101",
         )
@@ -76,11 +76,11 @@ def check_tenants(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
     for backend in configured(FenceTable):
         if connections[backend.using].vendor == "postgresql":
             told = checks.Error(
-                f"{where(backend)} keeps the locks of all tenants in one schema, and"
-                " django_distlock is one of TENANT_APPS: each tenant would have tables that no"
-                " lock is kept in.",
-                hint="Name django_distlock in SHARED_APPS alone, and put the tenant into the keys"
-                f" whose locks are its own. {DOCS}",
+                f"{where(backend)} keeps the locks of all tenants in one schema, but"
+                " django_distlock is in TENANT_APPS. Each tenant would get lock tables that are"
+                " never used.",
+                hint="List django_distlock in SHARED_APPS only. Include the tenant in the keys of"
+                f" locks that belong to one tenant. {DOCS}",
                 obj=Subject((backend.alias,)),
                 id="distlock.E106",
             )
@@ -110,7 +110,7 @@ def check_databases(
         except Error as error:
             # Other databases are not ours to tell of.
             if aliases:
-                said = f"The lock tables in {using!r} cannot be looked for: {error}"
+                said = f"The lock tables in {using!r} cannot be checked: {error}"
                 found += about(aliases, [checks.Warning(said, hint=DOCS, id="distlock.W102")])
     return found
 
@@ -160,7 +160,7 @@ def _lacks_tables(using: str, missing: list[type[models.Model]]) -> checks.Check
         f"The database {using!r} has no table"
         f" {', '.join(each._meta.db_table for each in missing)}.",
         hint=f"Run manage.py migrate --database {using}. If DISTLOCK_TABLES was changed after a"
-        " migration, the tables have to be renamed: see docs/howto/rename-tables.md.",
+        " migration, rename the tables: see docs/howto/rename-tables.md.",
         id="distlock.W103",
     )
 
@@ -178,9 +178,9 @@ def _loader(using: str) -> MigrationLoader | None:
 def _mysql_findings(using: str) -> Iterator[checks.CheckMessage]:
     if not connections[using].features.has_select_for_update_skip_locked:
         yield checks.Error(
-            f"The database {using!r} cannot skip locked rows, which several leases are extended"
-            " with.",
-            hint=f"Use MariaDB 10.6 or MySQL 8.0.1, or newer. {DOCS}",
+            f"The database {using!r} does not support SKIP LOCKED, which is needed to renew"
+            " several leases at once.",
+            hint=f"Use MariaDB 10.6 or later, or MySQL 8.0.1 or later. {DOCS}",
             id="distlock.E103",
         )
     for name, engine in ask(
@@ -191,16 +191,16 @@ def _mysql_findings(using: str) -> Iterator[checks.CheckMessage]:
         FenceCounter._meta.db_table,
     ):
         yield checks.Warning(
-            f"The table {name} of {using!r} is kept by {engine}, which cannot lock rows: two"
-            " could hold one lock.",
+            f"The table {name} of {using!r} is kept by {engine}, which cannot lock rows. Two"
+            " processes could hold the same lock.",
             hint=f"ALTER TABLE `{name}` ENGINE = InnoDB. {DOCS}",
             id="distlock.W104",
         )
     if ask(using, "SELECT @@innodb_flush_log_at_trx_commit") != [(1,)]:
         yield checks.Warning(
-            f"The database {using!r} does not write its log at each commit: a crash may undo"
-            " grants, and hand out their fences again.",
-            hint=f"Set innodb_flush_log_at_trx_commit to 1, or FENCE_FLOOR. {DOCS}",
+            f"The database {using!r} does not write its log at each commit. A crash may undo"
+            " grants and reissue their fences.",
+            hint=f"Set innodb_flush_log_at_trx_commit to 1, or set FENCE_FLOOR. {DOCS}",
             id="distlock.W105",
         )
 

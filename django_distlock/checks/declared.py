@@ -21,10 +21,10 @@ def check_templates(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
     """W007: a template begins with a text of its own."""
     return [
         checks.Warning(
-            f"The key template {each.key!r} of {getattr(made, '__qualname__', made)} begins with a"
-            " field: a value that somebody else chooses, a file name, can be the key of another"
-            " lock.",
-            hint=f"Begin it with a text: 'invoice:{{number}}'. {DOCS}",
+            f"The key template {each.key!r} of {getattr(made, '__qualname__', made)} starts with a"
+            " field. A value chosen by someone else, such as a file name, could then equal the"
+            " key of another lock.",
+            hint=f"Start it with a text: 'invoice:{{number}}'. {DOCS}",
             id="distlock.W007",
         )
         for made, each in declarations()
@@ -47,10 +47,10 @@ def check_mixins(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
     )
     return [
         checks.Warning(
-            f"{view.__module__}.{view.__qualname__} takes its lock before it asks who the client"
-            " is: anybody can hold its keys, leaves a fence counter for each, and is told"
-            " whether somebody else holds one.",
-            hint=f"Put LoginRequiredMixin and its like before LockedViewMixin. {DOCS}",
+            f"{view.__module__}.{view.__qualname__} acquires its lock before it authenticates the"
+            " client. Anyone can then hold its keys, create fence counters, and learn whether a"
+            " key is held.",
+            hint=f"Put LoginRequiredMixin and similar mixins before LockedViewMixin. {DOCS}",
             id="distlock.W008",
         )
         for view in classes

@@ -38,9 +38,9 @@ def check_fence_floor(backend: DatabaseBackend) -> Iterator[checks.CheckMessage]
     """W002: rows outlive what a failover or a restore takes back from the fence counters."""
     if backend.config.fence_floor is None and _fenced_models(None):
         yield checks.Warning(
-            f"{where(backend)} has no FENCE_FLOOR, and there are models whose rows refuse stale"
-            f" fences: after a failover or a restore that loses the last grants, new leases have"
-            f" fences that the rows know already.",
+            f"{where(backend)} has no FENCE_FLOOR, but there are fenced models. After a failover"
+            " or a restore that loses the latest grants, new leases would get fences that were"
+            " already written to rows.",
             hint=f"Set FENCE_FLOOR to 'clock'. {DOCS}",
             id="distlock.W002",
         )

@@ -15,7 +15,7 @@ from .configured import DOCS, REDIS, check_each, where
 if TYPE_CHECKING:
     from ..backends.redis import RedisBackend
 
-_GUARANTEES = "What it costs is in docs/explanation/guarantees.md."
+_GUARANTEES = "For the consequences, see docs/explanation/guarantees.md."
 
 
 @check_each(REDIS)
@@ -37,10 +37,10 @@ def check_redis_cache(backend: RedisBackend) -> Iterator[checks.CheckMessage]:
     ]
     if same:
         yield checks.Warning(
-            f"{where(backend)} keeps its locks in the Redis database of the cache"
-            f" {same[0]!r}, whose clear() removes them and their fences.",
-            hint="Give the locks a database or a server of their own, by a url or by a"
-            f" cache alias. {DOCS}",
+            f"{where(backend)} keeps its locks in the Redis database of the cache {same[0]!r}. Its"
+            " clear() would remove the locks and their fences.",
+            hint="Give the locks their own Redis database or server, by a url or a cache alias."
+            f" {DOCS}",
             id="distlock.W201",
         )
 
@@ -51,7 +51,7 @@ def check_redis_servers(backend: RedisBackend) -> Iterator[checks.CheckMessage]:
     try:
         answers = backend.store.of_each_server("INFO", "everything")
     except LockError as error:
-        said = f"{where(backend)} cannot be asked: {error}"
+        said = f"{where(backend)} cannot be checked: {error}"
         yield checks.Warning(said, hint=DOCS, id="distlock.W205")
         return
     for server, answer in answers.items():
@@ -74,28 +74,31 @@ def _findings(
 ) -> Iterator[checks.CheckMessage]:
     if fields.get("cluster_enabled") == "1" and not backend.store.is_cluster:
         yield checks.Error(
-            f"{about} is a node of a cluster, and is asked as if it were alone: it refuses the"
-            " keys of the other nodes.",
-            hint=f"Set OPTIONS['client_factory'] to what makes a redis.RedisCluster. {DOCS}",
+            f"{about} is a cluster node, but is used as a standalone server. It refuses keys of"
+            " the other nodes.",
+            hint="Set OPTIONS['client_factory'] to a callable that returns a redis.RedisCluster."
+            f" {DOCS}",
             id="distlock.E201",
         )
     policy = fields.get("maxmemory_policy", "noeviction")
     if policy != "noeviction":
         yield checks.Warning(
-            f"{about} may evict keys ({policy}): a held lock could be granted again.",
-            hint=f"Set maxmemory-policy to noeviction, on a server for locks. {_GUARANTEES} {DOCS}",
+            f"{about} may evict keys ({policy}). A held lock could then be granted again.",
+            hint="Set maxmemory-policy to noeviction on a server that is used for locks only."
+            f" {_GUARANTEES} {DOCS}",
             id="distlock.W202",
         )
     if fields.get("aof_enabled") == "0" and not _saves(backend):
         yield checks.Warning(
-            f"{about} keeps nothing over a restart: locks that are held could be granted again.",
+            f"{about} does not persist its data. After a restart, held locks could be granted"
+            " again.",
             hint=f"Set appendonly to yes. {_GUARANTEES} {DOCS}",
             id="distlock.W203",
         )
     if fields.get("role") == "slave":
         yield checks.Warning(
-            f"{about} is a replica: it refuses to write, and no lock can be taken.",
-            hint=f"Name the primary, or ask Sentinel for it. {DOCS}",
+            f"{about} is a replica and refuses writes. No lock can be acquired.",
+            hint=f"Connect to the primary, or use Sentinel to find it. {DOCS}",
             id="distlock.W204",
         )
 

@@ -32,8 +32,8 @@ def check_routers(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
         if not any(router.allow_migrate_model(alias, HeldLock) for alias in _same(using)):
             found.append(
                 checks.Warning(
-                    f"{where(backend)} keeps its locks in {using!r}, and the routers let migrate"
-                    f" make no tables of django_distlock there.",
+                    f"{where(backend)} keeps its locks in {using!r}, but the database routers do"
+                    " not allow the migrations of django_distlock there.",
                     hint=_HINT,
                     obj=Subject((backend.alias,)),
                     id="distlock.W110",
@@ -44,9 +44,9 @@ def check_routers(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
         found.append(
             checks.Warning(
                 f"{_listed(where(each) for each in backends.values())} keeps locks in"
-                f" {_listed(map(repr, backends))}, and the models of django_distlock are read and"
-                f" written in {written!r}: the admin shows no locks, and events are kept apart"
-                " from them.",
+                f" {_listed(map(repr, backends))}, but the routers send the models of"
+                f" django_distlock to {written!r}. The admin shows no locks, and events are stored"
+                " apart from them.",
                 hint=_HINT,
                 obj=Subject(tuple(each.alias for each in backends.values())),
                 id="distlock.W110",

@@ -39,7 +39,7 @@ def unapplied(using: str, loader: MigrationLoader) -> Iterator[checks.CheckMessa
     )
     if names:
         yield checks.Warning(
-            f"The database {using!r} lacks migrations of {APP}: {', '.join(names)}.",
+            f"The database {using!r} has unapplied migrations of {APP}: {', '.join(names)}.",
             hint=f"Run manage.py migrate {APP} --database {using}. {DOCS}",
             id="distlock.W106",
         )
@@ -61,15 +61,15 @@ def functions(using: str) -> Iterator[checks.CheckMessage]:
     wrong = [*_wrong_functions(using, schema, wanted), *_lacking_secret(using, schema)]
     if guarded and not ask(using, TRIGGER, _GUARD, quoted(FenceCounter._meta.db_table)):
         wrong.append(
-            f"the trigger {_GUARD} is missing or disabled, which refuses to delete or lower a fence"
-            " counter"
+            f"the trigger {_GUARD} is missing or disabled (it refuses to delete or lower a fence"
+            " counter)"
         )
     if wrong:
         yield checks.Warning(
             f"In the database {using!r}, {'; '.join(wrong)}.",
             hint=f"Run manage.py migrate {APP} --database {using}, as a role that may create"
-            " functions; where none may, set OPTIONS['server_functions'] to False. A trigger that"
-            f" was disabled is enabled by ALTER TABLE … ENABLE TRIGGER {_GUARD}. See"
+            " functions. If no role may, set OPTIONS['server_functions'] to False. To enable"
+            f" a disabled trigger, use ALTER TABLE … ENABLE TRIGGER {_GUARD}. See"
             " docs/howto/choose-a-database.md.",
             id="distlock.W107",
         )
@@ -85,9 +85,9 @@ def several(using: str) -> Iterator[checks.CheckMessage]:
     if len(found) > 1:
         yield checks.Warning(
             f"The table {FenceCounter._meta.db_table} of {using!r} is in several schemas of the"
-            f" search path: {', '.join(found)}. Whoever begins with another path may keep locks"
-            " and fences in another one, and two would hold one key.",
-            hint=f"Drop the tables that are not in use, which take their fences along. {DOCS}",
+            f" search path: {', '.join(found)}. A process with another search path would use other"
+            " tables, so two processes could hold the same key.",
+            hint=f"Drop the unused tables. Their fences are dropped as well. {DOCS}",
             id="distlock.W112",
         )
 
@@ -105,8 +105,9 @@ def creators(using: str) -> Iterator[checks.CheckMessage]:
     if told:
         yield checks.Warning(
             f"In the database {using!r}, roles that do not own it may create functions and"
-            f" operators on its search path, which run as the application ({'; '.join(told)}).",
-            hint="REVOKE CREATE ON SCHEMA … FROM them, or from PUBLIC: see"
+            " operators in its search path. These would run with the rights of the application"
+            f" ({'; '.join(told)}).",
+            hint="REVOKE CREATE ON SCHEMA … FROM these roles or from PUBLIC: see"
             " docs/howto/grant-least-privilege.md.",
             id="distlock.W113",
         )
@@ -117,10 +118,10 @@ def readers(using: str) -> Iterator[checks.CheckMessage]:
     salt = side_table("salt")
     if ask(using, _READERS, salt):
         yield checks.Warning(
-            f"In the database {using!r}, everybody may read the table {salt}. Whoever may connect"
-            " can then keep any key from being granted, and listen to who waits.",
-            hint=f"REVOKE ALL ON {salt} FROM PUBLIC, and DELETE its row while no process takes"
-            " locks: migrate makes another one. See docs/howto/grant-least-privilege.md.",
+            f"In the database {using!r}, every role may read the table {salt}. A role that can"
+            " connect could then block any key and listen to its waiters.",
+            hint=f"REVOKE ALL ON {salt} FROM PUBLIC, and DELETE its row while no process acquires"
+            " locks. Migrate creates a new one. See docs/howto/grant-least-privilege.md.",
             id="distlock.W114",
         )
 
@@ -139,7 +140,7 @@ def indexes(using: str, present: list[type[models.Model]]) -> Iterator[checks.Ch
         if lacks:
             yield checks.Warning(
                 f"The table {table} of {using!r} lacks {', '.join(lacks)}.",
-                hint="Make it again, as `manage.py sqlmigrate` prints it. The columns are in"
+                hint="Create it again as `manage.py sqlmigrate` prints it. For the columns, see"
                 " docs/reference/database-schema.md.",
                 id="distlock.W111",
             )
@@ -194,7 +195,7 @@ def _wrong_functions(using: str, schema: str, wanted: dict[str, str]) -> Iterato
         if name not in there:
             yield f"the function {name} is missing in the schema {schema}"
         elif body is None or there[name] != [body[1], [FIXED_PATH]]:
-            yield f"the function {name} is not the one of this release"
+            yield f"the function {name} is not that of this release"
 
 
 def _lacking_secret(using: str, schema: str) -> Iterator[str]:

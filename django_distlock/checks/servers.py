@@ -11,8 +11,8 @@ from ..models import FenceCounter, HeldLock, RunNote, SeenFence, StoredResponse
 from .configured import DOCS, ask
 from .fencing import fenced_models_in
 
-_PRIMARY = f"Set OPTIONS['using'] to an alias that leads to the primary. {DOCS}"
-_DURABLE = "What a crash leaves is in docs/howto/production.md."
+_PRIMARY = f"Set OPTIONS['using'] to an alias of the primary. {DOCS}"
+_DURABLE = "For the effects of a crash, see docs/howto/production.md."
 
 #: Whether it is a standby, and whether its transactions only read unless they say otherwise.
 _READ_ONLY = {
@@ -33,10 +33,10 @@ def read_only(using: str) -> Iterator[checks.CheckMessage]:
     ((standby, reads),) = ask(using, _READ_ONLY[vendor].format(session=session))
     # From MariaDB 12 on, it is a word.
     if standby not in (False, 0, "OFF"):
-        said = f"The database {using!r} is read-only, as a replica is: no lock can be taken."
+        said = f"The database {using!r} is read-only, like a replica. No lock can be acquired."
         yield checks.Error(said, hint=_PRIMARY, id="distlock.E105")
     elif reads:
-        said = f"The sessions of {using!r} are set to read only: no lock can be taken."
+        said = f"The sessions of {using!r} are read-only. No lock can be acquired."
         yield checks.Error(said, hint=_PRIMARY, id="distlock.E105")
 
 
@@ -47,8 +47,8 @@ def forgetful(using: str) -> Iterator[checks.CheckMessage]:
     """
     if ask(using, "SHOW fsync") != [("on",)]:
         yield checks.Warning(
-            f"The server of {using!r} does not wait for its disk (fsync): a crash may undo"
-            " grants, hand out their fences again, or spoil the whole database.",
+            f"The server of {using!r} does not wait for its disk (fsync is off). A crash may undo"
+            " grants, reissue their fences, or corrupt the database.",
             hint=f"Set fsync to on. {_DURABLE}",
             id="distlock.W108",
         )
@@ -62,8 +62,8 @@ def forgetful(using: str) -> Iterator[checks.CheckMessage]:
     )
     for (name,) in unlogged:
         yield checks.Warning(
-            f"The table {name} of {using!r} is unlogged: it is empty after a crash, and held keys"
-            " or used fences are handed out again, or finished tasks run again.",
+            f"The table {name} of {using!r} is unlogged, so it is empty after a crash. Held keys"
+            " and used fences would be granted again, and finished tasks would run again.",
             hint=f'ALTER TABLE "{name}" SET LOGGED. {_DURABLE}',
             id="distlock.W108",
         )
@@ -74,9 +74,10 @@ def forgetful_rows(using: str) -> Iterator[checks.CheckMessage]:
     fenced = fenced_models_in(using)
     if fenced and ask(using, "SHOW synchronous_commit") == [("off",)]:
         yield checks.Warning(
-            f"The database {using!r} answers before a commit is on its disk (synchronous_commit)."
-            f" Locks set that right for themselves; rows that refuse stale fences, such as those of"
-            f" {fenced[0]._meta.label}, do not: a crash may undo a write, and a stale one pass.",
-            hint=f"Leave synchronous_commit on for what writes fenced rows. {_DURABLE}",
+            f"The database {using!r} confirms a commit before it is on disk (synchronous_commit)."
+            " Lock operations override this. Writes of fenced models, such as"
+            f" {fenced[0]._meta.label}, do not: a crash may undo such a write and let a stale one"
+            " pass.",
+            hint=f"Keep synchronous_commit on for transactions that write fenced rows. {_DURABLE}",
             id="distlock.W108",
         )

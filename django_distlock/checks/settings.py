@@ -67,9 +67,9 @@ def check_threads(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
         return []
     return [
         checks.Warning(
-            "uWSGI runs this process without threads: between requests ours stand still. What a"
-            " rollback gave up stays taken until the next one, and no heartbeat renews a lease"
-            " that outlives its request.",
+            "uWSGI runs this process without threads, so the heartbeat stops between requests. A"
+            " lease that outlives its request is not renewed, and a lease whose release waits for"
+            " a rollback stays held until the next request.",
             hint="Set enable-threads = true: see docs/howto/production.md.",
             id="distlock.W001",
         )
@@ -90,10 +90,10 @@ def check_scopes(backend: BaseLockBackend) -> Iterator[checks.CheckMessage]:
     for each in dict.fromkeys(declaration for _, declaration in declarations()):
         if each.scope == RunScope.REQUIRE_GLOBAL.value and each.lock.backend == backend.alias:
             yield checks.Warning(
-                f"The schedule {each.key.removeprefix(PREFIX)!r} is to run on one node"
-                " (RunScope.REQUIRE_GLOBAL), and no other process sees the locks of"
-                f" {where(backend)}: every process runs it.",
-                hint=f"Use a backend that is distributed, or RunScope.PREFER_GLOBAL. {DOCS}",
+                f"The schedule {each.key.removeprefix(PREFIX)!r} requires one node"
+                " (RunScope.REQUIRE_GLOBAL), but other processes cannot see the locks of"
+                f" {where(backend)}. Every process would run it.",
+                hint=f"Use a distributed backend, or RunScope.PREFER_GLOBAL. {DOCS}",
                 id="distlock.W003",
             )
 
@@ -103,9 +103,9 @@ def check_heartbeat(backend: BaseLockBackend) -> Iterator[checks.CheckMessage]:
     """W004: a renewal that gets no answer leaves the time for another one."""
     if (part := backend.config.heartbeat) > _MOST_OF_THE_TTL:
         yield checks.Warning(
-            f"{where(backend)} renews a lease after {part:.0%} of its ttl (HEARTBEAT). Where one"
-            f" renewal gets no answer, at most {1 - 2 * part:.0%} of the ttl is left when the next"
-            " one is due, less the time that the first one waited: one failure may end a lease.",
+            f"{where(backend)} renews a lease after {part:.0%} of its ttl (HEARTBEAT). If one"
+            f" renewal fails, at most {1 - 2 * part:.0%} of the ttl is left when the next one is"
+            " due. A single failure may end a lease.",
             hint=f"Set HEARTBEAT to 1/3 or less. {DOCS}",
             id="distlock.W004",
         )
@@ -121,11 +121,11 @@ def check_memory(backend: BaseLockBackend) -> Iterator[checks.CheckMessage]:
     strict = sorted({each.key for each in users if each.scope not in _PER_NODE})
     if backend.distributed or (users and not strict):
         return
-    named = f" Among others, {strict[0]!r} is locked there." if strict else ""
+    named = f" For example, {strict[0]!r} uses it." if strict else ""
     yield checks.Warning(
-        f"{where(backend)} keeps its locks in the memory of a process: no other process"
-        f" sees them, and each may hold the same key.{named}",
-        hint="Use a backend that processes share: see docs/howto/choose-a-database.md.",
+        f"{where(backend)} keeps its locks in process memory. Other processes cannot see them, so"
+        f" several may hold the same key.{named}",
+        hint="Use a backend that is shared between processes: see docs/howto/choose-a-database.md.",
         id="distlock.W005",
     )
 
@@ -138,9 +138,9 @@ def check_prefixes(backend: BaseLockBackend) -> Iterator[checks.CheckMessage]:
     """
     if (size := len(backend.key_prefix.encode())) > _LONG_PREFIX:
         yield checks.Warning(
-            f"{where(backend)} has a KEY_PREFIX of {size} bytes. It is kept with each key that was"
-            " ever locked, for good.",
-            hint=f"Choose one of at most {_LONG_PREFIX} bytes before there are counters: with"
-            f" another prefix, fences start anew. {DOCS}",
+            f"{where(backend)} has a KEY_PREFIX of {size} bytes. It is stored with every key that"
+            " was ever locked, permanently.",
+            hint=f"Choose a prefix of at most {_LONG_PREFIX} bytes before the first use. A change"
+            f" of the prefix restarts all fences. {DOCS}",
             id="distlock.W006",
         )

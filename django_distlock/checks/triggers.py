@@ -36,11 +36,11 @@ def fence_triggers(using: str, loader: MigrationLoader) -> Iterator[checks.Check
         table = _table(state)
         if not is_there(connection, table, trigger.name):
             yield checks.Warning(
-                f"The table {table} of {using!r} lacks the trigger {trigger.name}, by which"
-                f" EnforceFence lets the database refuse to lower {trigger.field!r} of"
-                f" {state.app_label}.{state.name}. Or it is disabled there.",
+                f"The table {table} of {using!r} lacks the trigger {trigger.name} of EnforceFence,"
+                f" which makes the database refuse to lower {trigger.field!r} of"
+                f" {state.app_label}.{state.name}, or the trigger is disabled.",
                 hint=f"Add a migration with EnforceFence({state.name_lower!r},"
-                f" field={trigger.field!r}), which makes it anew: see"
+                f" field={trigger.field!r}), which creates it again: see"
                 " docs/reference/enforce-fence.md.",
                 id="distlock.W109",
             )

@@ -371,7 +371,7 @@ def _read_under(row: models.Model) -> Fenced | None:
 
 def _no_values(by: Fenced) -> LockUsageError:
     return LockUsageError(
-        "A fenced read gives instances, whose fences can be looked at, and no values().", key=by.key
+        "A fenced read gives instances, whose fences can be checked, and no values().", key=by.key
     )
 
 

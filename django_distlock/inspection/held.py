@@ -37,11 +37,11 @@ class State(enum.StrEnum):
 _LABELS = {
     State.HELD: _("held"),
     State.QUEUED: _("queued"),
-    State.SETTLED: _("kept behind its run"),
-    State.PAST_EXPIRY: _("past expiry, in its grace"),
-    State.NO_EXPIRY: _("held without expiry"),
-    State.STOP_REQUESTED: _("asked to finish"),
-    State.SHARED: _("held with others"),
+    State.SETTLED: _("kept after its run"),
+    State.PAST_EXPIRY: _("expired, in grace period"),
+    State.NO_EXPIRY: _("no expiry"),
+    State.STOP_REQUESTED: _("stop requested"),
+    State.SHARED: _("shared"),
 }
 
 

@@ -50,7 +50,7 @@ class Order:
                 f" surrogates, not {shown(self.reason)}."
             )
         if self.operation is Operation.FORCE_RELEASE and not self.reason.strip():
-            raise InvalidArgument("To take a key from its holder needs a reason.")
+            raise InvalidArgument("A force-release requires a reason.")
         if not (_is_user(self.actor) or _is_name(self.actor)):
             raise InvalidArgument(
                 f"actor must be a user, or a text of 1 to {MAX_TEXT} characters, not"
@@ -120,7 +120,11 @@ class Order:
             pass_on(error)
             extra = log_fields("admin_log_failed", key=key)
             logger.warning(
-                "What %s did to %r is not in the admin's log: %s", self.by, key, error, extra=extra
+                "The action of %s on %r could not be written to the admin log: %s",
+                self.by,
+                key,
+                error,
+                extra=extra,
             )
 
 

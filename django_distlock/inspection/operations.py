@@ -80,8 +80,8 @@ def expire_soon(
         record = store.request_stop(key, left, fence=fence)
         if isinstance(record, Record) and record.expires_at is None:
             raise LockUsageError(
-                f"The lease on {key!r} has no expiry, and its holder would not notice one. Ask it"
-                " to finish, or take the key from it by a force-release.",
+                f"The lease on {key!r} has no expiry, so it cannot be shortened. Request a stop,"
+                " or force-release the key.",
                 key=key,
                 code="unsupported",
             )
@@ -278,5 +278,7 @@ def _end_of_pause(until: datetime | Duration, now: datetime) -> datetime:
     if until.utcoffset() is None:
         raise InvalidArgument(f"until must be an aware datetime, not {shown(until)}.")
     if until <= now:
-        raise InvalidArgument(f"until must lie ahead: it is {now.astimezone(UTC).isoformat()}.")
+        raise InvalidArgument(
+            f"until must be in the future. The store's time is {now.astimezone(UTC).isoformat()}."
+        )
     return until

@@ -126,7 +126,7 @@ def _using(name: str = _EVENTS) -> str:
     """Return the database that keeps what a model is about."""
     using: str = router.db_for_write(_model(name))
     if connections[using].vendor not in vendors.VENDORS:
-        raise LockUsageError(f"No database keeps a {name} here.", code="unsupported")
+        raise LockUsageError(f"No database stores the table {name}.", code="unsupported")
     return using
 
 

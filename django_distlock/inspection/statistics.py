@@ -44,8 +44,8 @@ class Statistics:
         about = "" if counters.is_exact else "about "
         warning = (
             f"The lock backend {self.backend!r} has {about}{counters.number} fence counters, more"
-            f" than {MANY_COUNTERS}. They are never deleted: lock what there is a bounded"
-            " number of."
+            f" than {MANY_COUNTERS}. Counters are never deleted, so use a bounded number"
+            " of keys."
         )
         return (warning,)
 

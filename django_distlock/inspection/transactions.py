@@ -82,7 +82,7 @@ def list_transactions(*, backends: Collection[str] | None = None) -> Transaction
             failures.append(Failure.of(alias, error))
             continue
         if kept is None and backends is not None:
-            message = f"The lock backend {alias!r} cannot tell which transactions keep keys."
+            message = f"The lock backend {alias!r} cannot list transaction locks."
             failures.append(Failure(backend=alias, code="unsupported", message=message))
         for each in kept or ():
             before = found.get((each.number, each.session.pid))

@@ -61,7 +61,8 @@ def ensure_tables(using: str, wait: float | None) -> None:
             return
         except _Taken as error:
             failure: LockError = LockNotAcquired(
-                f"Another process has been making the lock tables in {using!r} all the time."
+                f"Another process is still creating the lock tables in {using!r}: gave up waiting"
+                " for it."
             )
             failure.__cause__ = error
         except Error as error:
@@ -127,7 +128,7 @@ def _refuse_unless_made(using: str, error: Error) -> None:
     """
     needed = {table(name) for name in ("locks", "fences", "events")}
     if not needed <= {*connections[using].introspection.table_names()}:
-        raise LockError(f"The lock tables cannot be made in {using!r}: {error}") from error
+        raise LockError(f"The lock tables cannot be created in {using!r}: {error}") from error
     extra = log_fields("migration_failed")
     logger.warning(
         "The migrations of %s cannot be applied to %r: %s", APP, using, error, extra=extra

@@ -22,7 +22,7 @@ def app_and(name: str) -> tuple[Any, Any]:
     app = declaring.app_of_project()
     if app is None:
         raise LockUsageError(
-            "There is no Celery app: import it in the package of the settings, as Celery's pages"
-            " about Django say."
+            "No Celery app was found. Import it in the package of the settings, as the Celery"
+            " documentation for Django describes."
         )
     return module, app

@@ -48,16 +48,16 @@ def refuse_impossible(store: BaseLockBackend) -> None:
         LockUsageError: It is one, or processes cannot be stopped here.
     """
     if not hasattr(signal, "SIGSTOP"):
-        raise LockUsageError("This system cannot stop a process and let it go on.")
+        raise LockUsageError("This operating system cannot suspend and resume a process.")
     if not store.distributed:
         raise LockUsageError(
-            f"The lock backend {store.alias!r} keeps its locks in the memory of each process: they"
-            " keep no other process away."
+            f"The lock backend {store.alias!r} keeps its locks in process memory. They do not"
+            " exclude other processes."
         )
     if not store.supports_ttl:
         raise LockUsageError(
-            f"The lock backend {store.alias!r} ends no lease at a time: a holder that is stopped"
-            " keeps its key, and nobody takes over."
+            f"The lock backend {store.alias!r} has no lease expiry. A suspended holder keeps its"
+            " key, and nobody can take it over."
         )
 
 
@@ -114,17 +114,17 @@ class Drill:
             stack.callback(self._clear)
             late = stack.enter_context(Late(self._store.alias, self._key, LIMIT))
             late.wait_for("holding")
-            self._of(late, f"takes the lock, for {TTL:g} s and as long as it renews it")
+            self._of(late, f"acquires the lock with a ttl of {TTL:g} s, and renews it")
             late.stop()
-            self._of(late, "is stopped in the middle of its work, and its heartbeat with it")
+            self._of(late, "is suspended in the middle of its work, together with its heartbeat")
             lease = self._take_over(late, stack)
             if lease is None:
                 return
             self._write(lease)
             late.go_on()
-            self._of(late, "goes on, and writes without a look at its lease")
+            self._of(late, "resumes, and writes without a check of its lease")
             said = late.wait_for("refused", "written")
-            self._of(late, said.get("why", "has written, and nothing has refused it"))
+            self._of(late, said.get("why", "has written, and its write was not refused"))
             late.wait()
             self._judge(lease, said)
 
@@ -132,18 +132,23 @@ class Drill:
         """Wait for the end of its lease, and take the lock."""
         before = self._store.read(self._key)
         if before is not None:
-            self._ours(None, "waits for the lock: its lease has to end, and a second to pass")
+            self._ours(
+                None,
+                "waits for the lock until the lease has expired and the grace of 1 s has passed",
+            )
         longest = min(LIMIT, self._store.config.max_ttl)
         lock = distlock(self._key, ttl=longest, wait=LIMIT / 2, backend=self._store.alias)
         try:
             lease = lock.acquire()
         except LockNotAcquired as error:
             self._ours(None, str(error))
-            self._look("the next one is granted the lock when the lease has ended", kept=False)
+            self._look(
+                "the next holder is granted the lock after the lease has expired", kept=False
+            )
             return None
         stack.callback(lease.release)
         self._ours(lease, "takes over")
-        self._look("the next one is granted the lock when the lease has ended", kept=True)
+        self._look("the next holder is granted the lock after the lease has expired", kept=True)
         self._look("and not before", kept=_is_behind(lease, before))
         grows = late.fence is not None and late.fence < lease.fence
         self._look("its fence is higher", kept=grows)
@@ -162,11 +167,11 @@ class Drill:
     def _judge(self, lease: Lease, said: dict[str, Any]) -> None:
         """Look at what has become of the late write, and of both leases."""
         stands = self._target.fence() == lease.fence
-        self._look("the late write is refused", kept=said["step"] == "refused" and stands)
-        self._look("the lease of the late holder counts as lost", kept=said["is_lost"])
+        self._look("the stale write is refused", kept=said["step"] == "refused" and stands)
+        self._look("the lease of the stale holder is lost", kept=said["is_lost"])
         record = self._store.read(self._key)
         held = record is not None and record.fence == lease.fence and not lease.is_lost
-        self._look("the late holder takes nothing from the new one", kept=held)
+        self._look("the stale holder does not release the new holder's lock", kept=held)
 
     def _clear(self) -> None:
         """Leave no lock, whoever held it last, and nothing that was written."""

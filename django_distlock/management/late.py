@@ -94,8 +94,8 @@ class Late:
                     return said
         status = self._process.wait()
         raise Stuck(
-            f"The first process ended before it came to this step: {' or '.join(steps)} (exit"
-            f" status {status}).",
+            f"The first process ended before this step: {' or '.join(steps)} (exit status"
+            f" {status}).",
             status if status >= 0 else None,
         )
 

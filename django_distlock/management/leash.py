@@ -98,7 +98,7 @@ def main(grace: str) -> None:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     said = sys.stdin.read().split()
     if said and _OVER not in said:
-        print("distlock_run was killed: its program is ended.", file=sys.stderr)  # noqa: T201
+        print("distlock_run was killed: its program is being stopped.", file=sys.stderr)  # noqa: T201
         sys.stderr.flush()
         end(int(said[0]), float(grace))
 

@@ -70,8 +70,8 @@ class LockedCommand(BaseCommand):
             type=wait_option,
             default=UNSET,
             metavar="SECONDS",
-            help="how long to wait for another run of this command; 0: not at all; none: for ever"
-            f" (default: {'none' if self.lock_wait is None else self.lock_wait})",
+            help="seconds to wait for another run of this command; 0: one attempt; none: without"
+            f" limit (default: {'none' if self.lock_wait is None else self.lock_wait})",
         )
         return parser
 
@@ -189,5 +189,5 @@ def wait_option(text: str) -> float | None:
     try:
         return wait_seconds(None if text.lower() == "none" else float(text))
     except ValueError as error:
-        message = str(error) if isinstance(error, InvalidArgument) else f"{text!r} is no number."
+        message = str(error) if isinstance(error, InvalidArgument) else f"{text!r} is not a number."
         raise argparse.ArgumentTypeError(message) from None

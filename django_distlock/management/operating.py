@@ -138,8 +138,8 @@ def refuse_memory(alias: str) -> None:
 def in_memory(alias: str) -> Failure:
     """Return why a backend in memory cannot be asked by a command."""
     message = (
-        f"The lock backend {alias!r} keeps its locks in the memory of each process: no other"
-        " process sees them."
+        f"The lock backend {alias!r} keeps its locks in process memory. Other processes cannot see"
+        " them."
     )
     return Failure(backend=alias, code="unsupported", message=message)
 
@@ -155,7 +155,7 @@ def raise_unavailable(failures: Iterable[Failure]) -> None:
     ]
     if silent:
         raise CommandError(
-            f"Not all backends could be asked: {', '.join(silent)}.", returncode=UNAVAILABLE
+            f"Some backends are unavailable: {', '.join(silent)}.", returncode=UNAVAILABLE
         )
 
 
@@ -168,7 +168,7 @@ def duration(text: str) -> float:
     try:
         return seconds(float(text), "a duration")
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no number of seconds, at least 0.") from None
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds of at least 0.") from None
 
 
 def batch(text: str) -> int:
@@ -178,7 +178,7 @@ def batch(text: str) -> int:
         ArgumentTypeError: It is none.
     """
     if not (text.isdecimal() and 1 <= int(text) <= MAX_BATCH):
-        raise ArgumentTypeError(f"{text!r} is no number from 1 to {MAX_BATCH}.")
+        raise ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_BATCH}.")
     return int(text)
 
 

@@ -44,7 +44,7 @@ def find(name: str) -> str:
     folders = [""] if os.path.dirname(name) else os.get_exec_path()  # noqa: PTH120 - "./x" has one
     if name and any(Path(folder, name).exists() for folder in folders):
         raise CommandError(f"{name!r} is not executable.", returncode=NOT_EXECUTABLE)
-    raise CommandError(f"There is no program {name!r}.", returncode=NOT_FOUND)
+    raise CommandError(f"Program not found: {name!r}.", returncode=NOT_FOUND)
 
 
 class Program:

@@ -117,12 +117,12 @@ class Migration(migrations.Migration):
                     "kind",
                     models.CharField(
                         choices=[
-                            ("forced", "forced"),
+                            ("forced", "force-released"),
                             ("lost", "lost"),
                             ("taken_over", "taken over"),
                             ("rejected", "rejected"),
                             ("shortened", "shortened"),
-                            ("stop_requested", "asked to finish"),
+                            ("stop_requested", "stop requested"),
                             ("paused", "paused"),
                             ("resumed", "resumed"),
                             ("cleaned", "cleaned up"),

@@ -186,7 +186,7 @@ def test_project_without_an_app(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told what to import."""
     monkeypatch.setattr(_state._tls, "current_app", None)
     monkeypatch.setattr(_state, "default_app", None)
-    with pytest.raises(CommandError, match="There is no Celery app") as caught:
+    with pytest.raises(CommandError, match="No Celery app was found") as caught:
         call_command("distlock_orphans")
     assert caught.value.returncode == 1
 

@@ -89,9 +89,9 @@ def test_key_is_taken_with_a_reason_and_audited(shop: Dashboard, browser: Browse
         ]  # fmt: skip
         browser.one("[name=reason]").send_keys("its host burnt down")
         browser.one("input[type=submit].grave").click()
-        browser.until(lambda: "1 key." in browser.text(".messagelist"))
+        browser.until(lambda: "1 lock force-released" in browser.text(".messagelist"))
         browser.until(lambda: "its host burnt down" in _again(browser, ".distlock-timeline"))
-        assert "nobody holds it" in browser.text(".distlock-facts")
+        assert "not held" in browser.text(".distlock-facts")
         browser.open("/admin/django_distlock/lockevent/")
         assert "its host burnt down" in browser.text("#result_list")
         # The program that held it lost it, and is ended by its leash.
@@ -108,6 +108,8 @@ def test_reason_cannot_be_left_out(shop: Dashboard, browser: Browser) -> None:
     """The browser says so, and so does the server."""
     with held(shop, "kept"):
         show(browser, "kept")
+        # Nothing is offered before something is chosen.
+        assert not browser.one("#distlock-operation").is_displayed()
         browser.one(f"{row('kept')} input").click()
         browser.one("#distlock-operation option[value=force_release]").click()
         browser.one(".distlock-acts button").click()
@@ -145,13 +147,13 @@ def test_everything_but_the_refresh_works_without_script(shop: Dashboard, browse
         show(browser, "plain", "other")
         assert not browser.one(".distlock-live").is_displayed()
         browser.one("[name=begins]").send_keys("pla")
-        browser.one(".distlock-filters button").click()
+        browser.one("[role=search] button").click()
         browser.until(lambda: not browser.every(row("other")))
         browser.one(f"{row('plain')} a").click()
         browser.one("button[value=request_stop]").click()
         browser.one("input[type=submit].default").click()
-        browser.until(lambda: "1 key." in browser.text(".messagelist"))
-        assert "asked to finish" in browser.text(".distlock-facts")
+        browser.until(lambda: "1 lock force-released" in browser.text(".messagelist"))
+        assert "stop requested" in browser.text(".distlock-facts")
 
 
 def test_hostile_key_is_text(shop: Dashboard, browser: Browser) -> None:
@@ -167,7 +169,7 @@ def test_hostile_key_is_text(shop: Dashboard, browser: Browser) -> None:
         assert browser.driver.title != "taken"
         browser.one("[name=reason]").send_keys(HOSTILE)
         browser.one("input[type=submit].default").click()
-        browser.until(lambda: "1 key." in browser.text(".messagelist"))
+        browser.until(lambda: "1 lock force-released" in browser.text(".messagelist"))
         browser.until(lambda: HOSTILE in _again(browser, ".distlock-timeline"))
     for model in ("lockevent", "fencecounter"):
         browser.open(f"/admin/django_distlock/{model}/?{urlencode({'q': HOSTILE})}")

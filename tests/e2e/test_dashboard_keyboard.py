@@ -21,7 +21,8 @@ window.look = element => {
     const {outlineStyle, outlineWidth, outlineColor, boxShadow} = getComputedStyle(element);
     return {outlineStyle, outlineWidth, outlineColor, boxShadow};
 };
-const all = ':is(a[href], button, input, select, textarea, [tabindex]:not([tabindex="-1"]))';
+const focusable = '[tabindex]:not([tabindex="-1"])';
+const all = `:is(a[href], button, input, select, textarea, summary, ${focusable})`;
 window.stops = [...document.querySelectorAll(`#distlock ${all}`)]
     .filter(each => each.type !== 'hidden' && !each.disabled && each.checkVisibility());
 window.looks = window.stops.map(window.look);
@@ -116,11 +117,13 @@ def walk(browser: Browser, *, back: bool = False) -> list[dict[str, Any]]:
 
 
 def open_dashboard(browser: Browser) -> None:
-    """Open the list, and let nothing refresh it: by a key, too."""
+    """Open the list, choose a row, and let nothing refresh it: by a key, too."""
     show(browser, "typed")
     go_to(browser, "[data-pause]")
     browser.press(Keys.SPACE)
     browser.until(lambda: "Paused" in browser.text(".distlock-live"))
+    go_to(browser, f"{row('typed')} input")
+    browser.press(Keys.SPACE)
 
 
 def open_key(browser: Browser) -> None:
@@ -146,7 +149,7 @@ def open_operation(browser: Browser) -> None:
             open_dashboard,
             ["data-pause", "filter-host", "distlock-operation", "typed", "All events"],
         ),
-        (open_key, ["All locks", "request_stop", "force_release", "data-copy"]),
+        (open_key, ["request_stop", "force_release", "Hashes", "data-copy"]),
         (open_operation, ["reason", "grave", "take me back"]),
     ],
 )
@@ -187,7 +190,7 @@ def test_key_is_taken_by_the_keyboard_alone(shop: Dashboard, browser: Browser) -
         browser.press(Keys.SPACE)
         assert browser.one(f"{row('typed')} input").is_selected()
         go_to(browser, "#distlock-operation", back=True)
-        browser.press("Take")
+        browser.press("Force")
         assert browser.one("#distlock-operation").get_property("value") == "force_release"
         go_to(browser, ".distlock-acts button")
         browser.press(Keys.ENTER)
@@ -196,7 +199,7 @@ def test_key_is_taken_by_the_keyboard_alone(shop: Dashboard, browser: Browser) -
         browser.press("its host burnt down")
         go_to(browser, "input[type=submit].grave")
         browser.press(Keys.ENTER)
-        browser.until(lambda: "1 key." in browser.text(".messagelist"))
+        browser.until(lambda: "1 lock force-released" in browser.text(".messagelist"))
         show(browser, "untouched")
         assert not browser.every(row("typed"))
         # The program that held it lost it, and is ended by its leash.

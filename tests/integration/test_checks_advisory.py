@@ -29,7 +29,7 @@ def test_way_to_the_server() -> None:
     with pgbouncer(pool_mode="transaction") as address, alias_like("default", **address) as using:
         told = found(using)
         assert list(told) == ["distlock.E301"]
-        assert "goes to PostgreSQL directly" in told["distlock.E301"]
+        assert "connects to PostgreSQL directly" in told["distlock.E301"]
     # Without asking anybody, the alias tells.
     with alias_like("default", DISABLE_SERVER_SIDE_CURSORS=True) as using:
         assert list(found(using, deploy=False)) == ["distlock.W301"]

@@ -54,7 +54,7 @@ def test_migration_that_was_not_applied(empty: str) -> None:
     drop_index(empty)
     told = found(empty)
     assert list(told) == ["distlock.W106"]
-    assert told["distlock.W106"].endswith(f"lacks migrations of {APP}: 0001_initial.")
+    assert told["distlock.W106"].endswith(f"has unapplied migrations of {APP}: 0001_initial.")
     call_command("migrate", APP, database=empty, fake=True, verbosity=0)
     assert list(found(empty)) == ["distlock.W111"]
     # Where the project makes the tables without migrations, none is missing.
@@ -115,7 +115,7 @@ def test_function_of_another_release(postgresql: str, name: str) -> None:
     ):
         ask(postgresql, change)
         told = found(postgresql)["distlock.W107"]
-        assert told.endswith(f", the function {name} is not the one of this release.")
+        assert told.endswith(f", the function {name} is not that of this release.")
         migrate(postgresql)
         assert found(postgresql) == {}
 

@@ -77,20 +77,20 @@ def test_lock_is_in_the_list(browser: Client, alias: str, key: str) -> None:
     text = page(browser, backend=alias, begins=key)
     for told in (key, "h-1 web[7]", "t-1", "POST /pay", str(fence), ">2</td>", "<progress"):
         assert told in text
-    assert "No lock is held that fits." not in text
+    assert "No locks match these filters." not in text
 
 
 @pytest.mark.parametrize("alias", ["postgres", "redis"])
 def test_page_of_a_key_tells_all(browser: Client, alias: str, key: str) -> None:
     """The lock, who waits, and lines for a shell; its token is on no page. Free, it says so."""
     store, token = lock_backends[alias], new_token()
-    assert "Nothing that is kept." in key_page(browser, alias, key)
+    assert "has no record of this key" in key_page(browser, alias, key)
     holder = Holder(host="h-1", thread="MainThread", metadata={"user": "ann"})
     fence = store.acquire(key, token, 60, holder).fence
     store.waiters.note(key, Holder(host="h-2", process="w", pid=3), 60)
     text = key_page(browser, alias, key)
     for told in (
-        key, str(fence), "h-1", "MainThread", "ann", "h-2 w[3]", "granted",
+        key, str(fence), "h-1", "MainThread", "ann", "h-2 w[3]", "acquired",
         f"distlock_show --backend {alias} {key}",
     ):  # fmt: skip
         assert told in text
@@ -98,7 +98,7 @@ def test_page_of_a_key_tells_all(browser: Client, alias: str, key: str) -> None:
     assert key in listed
     assert token not in text + listed
     store.force_release(key)
-    assert "nobody holds it" in key_page(browser, alias, key)
+    assert "not held" in key_page(browser, alias, key)
 
 
 def readable(text: str) -> str:
@@ -173,7 +173,7 @@ def test_state_is_a_word_and_a_sign(browser: Client, key: str) -> None:
     take("postgres", f"{key}-asked")
     request_stop(f"{key}-asked", backend="postgres", actor="ann")
     text = page(browser, backend="postgres", begins=key)
-    for sign, word in (("●", "held"), ("∞", "held without expiry"), ("■", "asked to finish")):
+    for sign, word in (("●", "held"), ("∞", "no expiry"), ("■", "stop requested")):
         assert f'<span aria-hidden="true">{sign}</span> {word}' in text
 
 
@@ -259,7 +259,7 @@ def test_backend_that_is_down_is_told(browser: Client, key: str) -> None:
     assert f"{key}</bdi>" in text
     for told in ("<strong>down</strong>", "<strong>wrong</strong>", "unheard_of"):
         assert told in text
-    assert "memory keeps its locks in the memory of each process" in text
+    assert "memory keeps its locks in process memory" in text
     assert answer.status_code == 503
 
 
@@ -315,7 +315,7 @@ def test_second_site_keeps_to_itself(reader: Client, key: str) -> None:
         assert all(each.startswith(f"/{name}/") for each in ours)
         (row,) = answer.context["overview"].rows
         page_of_key = reader.get(row.href).content.decode()
-        assert f'<a href="{site}">All locks</a>' in page_of_key
+        assert f'<a href="{site}">Locks</a>' in page_of_key
 
 
 def test_page_of_no_key_is_not_found(browser: Client) -> None:

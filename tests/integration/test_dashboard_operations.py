@@ -67,7 +67,7 @@ def test_key_is_taken_with_a_reason(browser: Client, operator: User, log: Any, k
         OPERATE, confirmed(Operation.FORCE_RELEASE, key, reason="stuck"), follow=True
     )
     assert answer.redirect_chain == [(LOCKS, 302)]
-    assert "Take the key from its holder: 1 key." in answer.content.decode()
+    assert "1 lock force-released." in answer.content.decode()
     assert lock_backends["postgres"].read(key) is None
     counter = lock_backends["postgres"].counter(key)
     assert counter is not None
@@ -92,8 +92,8 @@ def test_several_keys_at_once(browser: Client, key: str) -> None:
         follow=True,
     )
     text = answer.content.decode()
-    assert "2 keys." in text
-    assert f"nothing to do: {key}-gone." in text
+    assert "2 locks force-released." in text
+    assert f"there was nothing to do for {key}-gone." in text
     assert all(lock_backends["postgres"].read(f"{key}-{each}") is None for each in "ab")
 
 
@@ -143,9 +143,9 @@ def test_hostile_keys_are_text_in_messages(browser: Client) -> None:
         answer = browser.post(OPERATE, confirmed(Operation.PAUSE, *targets), follow=True)
         done = readable(answer.content.decode())
     for each in shown:
-        assert f"there was nothing to do: {each}." in nothing
+        assert f"there was nothing to do for {each}." in nothing
         assert f'class="errornote">{each}: ' in asked
-        assert f"Not done to {each}: " in done
+        assert f"Failed for {each}: " in done
 
 
 def test_key_is_shortened_asked_paused_and_resumed(
@@ -173,18 +173,22 @@ def test_key_is_shortened_asked_paused_and_resumed(
 
 
 def test_page_of_a_key_offers_what_can_be_done(browser: Client, key: str) -> None:
-    """To a key that is held, to one that is free, and to one that is paused."""
+    """To a key that is unknown, to one that is held, to one that is paused, and to a free one."""
     address = f"{LOCKS}key/?backend=postgres&key={key}"
 
     def offered() -> list[str]:
         return [each.operation.value for each in browser.get(address).context["acts"]]
 
-    assert offered() == ["pause"]
+    assert offered() == []
+    assert "has no record of this key" in browser.get(address).content.decode()
     take("postgres", key)
     assert offered() == ["request_stop", "expire_soon", "force_release", "pause"]
     browser.post(OPERATE, confirmed(Operation.PAUSE, key))
     browser.post(OPERATE, confirmed(Operation.FORCE_RELEASE, key))
     assert offered() == ["resume"]
+    browser.post(OPERATE, confirmed(Operation.RESUME, key))
+    assert offered() == ["pause"]
+    assert "has no record of this key" not in browser.get(address).content.decode()
 
 
 def test_guarded_key_is_busy(browser: Client, key: str) -> None:
@@ -192,7 +196,7 @@ def test_guarded_key_is_busy(browser: Client, key: str) -> None:
     take("postgres", key)
     with other_guard("postgres", key, "elsewhere") as pid:
         answer = browser.post(OPERATE, confirmed(Operation.FORCE_RELEASE, key), follow=True)
-    assert f"guarded by a transaction of session {pid}" in answer.content.decode()
+    assert f"a transaction guards {key} (session {pid})" in answer.content.decode()
     assert lock_backends["postgres"].read(key) is not None
 
 
@@ -255,7 +259,7 @@ def test_what_is_no_order_does_nothing(browser: Client, key: str) -> None:
     answer = browser.post(OPERATE, confirmed(Operation.FORCE_RELEASE, key, reason="  "))
     assert "Nothing was changed." in answer.content.decode()
     answer = browser.post(OPERATE, form(Operation.FORCE_RELEASE), follow=True)
-    assert "No key was chosen." in answer.content.decode()
+    assert "No key selected." in answer.content.decode()
     for wrong in (
         {"operation": "cleanup"},
         {"operation": ""},

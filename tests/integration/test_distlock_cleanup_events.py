@@ -76,7 +76,7 @@ def test_what_operators_did_is_kept_longer() -> None:
     happened(1000, Kind.FORCED)
     happened(1000)
     ran = run("distlock_cleanup", "--older-than=3600", "--events-older-than=500")
-    assert ran.out.endswith("events: 2 events removed, 1 of them of operators.\n")
+    assert ran.out.endswith("events: 2 events removed, 1 of them operators' events.\n")
     assert len(kept()) == len(operators)
 
 
@@ -122,7 +122,7 @@ def test_slips_remove_nothing() -> None:
     """Before anything is looked at; the message says what may be given."""
     happened(1000)
     for days in ("-1", "many", "nan", "1000000", ""):
-        with pytest.raises(CommandError, match="is no number of days, from 0 to 3660, and not nev"):
+        with pytest.raises(CommandError, match="is not a number of days from 0 to 3660, or .never"):
             call_command("distlock_cleanup", f"--events-older-than={days}")
     wrongs: list[dict[str, Any]] = [
         {"batch": 0}, {"batch": True}, {"batch": 10_001}, {"older_than": -1}, {"actor": ""},

@@ -118,7 +118,7 @@ def test_what_dead_processes_leave(store: BaseLockBackend, dead: Holder) -> None
     assert "free at " in leased["message"]
     waiter = found(store, "D002")
     assert waiter["keys"] == ["invoice:1"]
-    assert "0 whose time is over, 1 of processes of this host that have ended" in waiter["message"]
+    assert "0 have expired, 1 of processes of this host that have ended" in waiter["message"]
 
 
 def leave(like: str, prefix: str) -> None:
@@ -149,7 +149,7 @@ def test_what_no_process_holds_is_not_dead(like: str, key: str) -> None:
         process.popen.wait(PATIENCE)
     with examined(like, key) as made:
         assert found(made, "D005")["keys"] == ["invoice:42"]
-        text = "4 locks looked at, 2 of them held by queued tasks"
+        text = "4 locks checked, 2 of them held by queued tasks"
         assert look(scan(made), "locks") == (Mark.OK, text)
 
 
@@ -165,10 +165,10 @@ def test_what_is_over_and_was_not_removed(alias: str, key: str) -> None:
             lambda: all(made.read(f"invoice:{n}") is None for n in range(5)), PATIENCE
         )
         finding = found(made, "D004")
-        assert "5 leases ended by expiry, and nobody gave them back" in finding["message"]
+        assert "5 leases expired and were not released" in finding["message"]
         assert len(finding["keys"]) == 3
         assert finding["message"].endswith("…")
-        assert "1 whose time is over" in found(made, "D002")["message"]
+        assert "1 have expired" in found(made, "D002")["message"]
         assert run("distlock_cleanup", f"--backend={ALIAS}").status == 0
         assert ids(made) == []
 
@@ -273,13 +273,13 @@ def test_scan_is_bounded(store: BaseLockBackend, monkeypatch: pytest.MonkeyPatch
     for number in range(4):
         take(store, f"invoice:{number}", 60)
         store.waiters.note(f"invoice:{number}", ELSEWHERE, 60)
-    more, bounded = "; there are more, and they were not", scan(store, 3)
-    assert look(bounded, "locks")[1] == f"3 locks looked at{more}"
+    more, bounded = "; there are more", scan(store, 3)
+    assert look(bounded, "locks")[1] == f"3 locks checked{more}"
     said = "none among 3 waiters (the first 3; there are more)"
     assert look(bounded, "orphan waiters")[1] == said
     # At exactly all there is nothing more.
     whole = scan(store, 4)
-    assert look(whole, "locks")[1] == "4 locks looked at"
+    assert look(whole, "locks")[1] == "4 locks checked"
     assert look(whole, "orphan waiters")[1] == "none among 4 waiters"
     monkeypatch.setattr(scanned, "SECONDS", 0.0)
     monkeypatch.setattr(scanned, "PAGE", 2)
@@ -296,4 +296,4 @@ def test_large_redis_is_not_walked_through(key: str, monkeypatch: pytest.MonkeyP
         take(made, "invoice:42", 60)
         mark, text = look(scan(made), "locks")
     assert mark is Mark.SKIPPED
-    assert "not walked through" in text
+    assert "not scanned" in text

@@ -111,8 +111,8 @@ def test_transcript_is_for_people() -> None:
         *("first", "first", "second", "second", "second", "first", "first")
     ]
     assert [line.split()[0] for line in promises.splitlines()] == ["kept"] * PROMISES
-    assert ends.startswith("What has to refuse late writes here: the table")
-    assert "What stays: the fence counter of 'distlock-drill:" in ends
+    assert ends.startswith("Stale writes are refused by: the table")
+    assert "Left in the store: the fence counter of 'distlock-drill:" in ends
 
 
 def test_broken_promise_is_named() -> None:
@@ -124,9 +124,9 @@ def test_broken_promise_is_named() -> None:
     project = Project("default", DISTLOCK={"default": brittle})
     text = project.manage("distlock_drill", status=1)
     assert "BROKEN  its fence is higher" in text
-    assert "BROKEN  the late write is refused" in text
+    assert "BROKEN  the stale write is refused" in text
     assert "kept    the new holder writes" in text
-    assert "Not as promised: its fence is higher; the late write is refused" in text
+    assert "A guarantee was broken: its fence is higher; the stale write is refused" in text
 
 
 def test_program_of_the_project_is_started_again(tmp_path: Path) -> None:
@@ -215,8 +215,8 @@ def test_interrupted_drill_leaves_nothing(signum: int, step: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "why"),
     [
-        ("memory", "in the memory of each process"),
-        ("advisory", "ends no lease at a time"),
+        ("memory", "in process memory"),
+        ("advisory", "has no lease expiry"),
         ("nowhere", "'nowhere' is not configured"),
     ],
 )

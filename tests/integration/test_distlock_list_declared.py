@@ -265,7 +265,7 @@ def test_what_cannot_be_imported_is_named_and_hides_nothing(project: Path) -> No
     assert "-1" in failures["the command wrong"]
     for what in failures:
         assert f"{what}: {failures[what]}" in ran.err
-    assert "Not all could be imported" in ran.err.splitlines()[-1]
+    assert "These modules could not be imported" in ran.err.splitlines()[-1]
 
 
 def test_module_that_is_broken_for_a_worker_alone_is_named(project: Path) -> None:

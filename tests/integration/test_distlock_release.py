@@ -145,13 +145,13 @@ def test_question_is_asked_first(grants: list[Grant], key: str) -> None:
     for answers in ("", "no\n", "y\n", "\n"):
         ran = run("distlock_release", "--prefix", key, OF, answers=answers)
         assert ran.status == 1
-        assert "Take these 3 keys from their holders?" in ran.out
+        assert "Force-release these 3 locks?" in ran.out
         assert "Nothing was released." in ran.err
     assert run("distlock_release", "--prefix", key, OF, answers="yes\n\n").status == 2
     assert still_held(grants) == [True] * 3
     ran = run("distlock_release", grants[0].key, OF, answers="yes\nit hangs\n")
     assert ran.status == 0
-    assert ran.out.index("worker[77]") < ran.out.index("Take this key from its holder?")
+    assert ran.out.index("worker[77]") < ran.out.index("Force-release this lock?")
     assert still_held(grants) == [False, True, True]
     assert event_of(grants[0].key).reason == "it hangs"
     ran = run("distlock_release", grants[1].key, OF, "--reason=known", answers="yes\n")
@@ -187,7 +187,7 @@ def test_nothing_to_release_is_status_1(key: str, what: list[str]) -> None:
     chosen = [each.format(key=key) for each in what]
     ran = run("distlock_release", *chosen, OF, *FORCED)
     assert ran.status == 1
-    assert "No such lock is held." in ran.out
+    assert "No locks match." in ran.out
     ran = run("distlock_release", *chosen, OF, *FORCED, "--json")
     assert (ran.status, ran.json["found"], ran.json["outcomes"]) == (1, [], [])
     assert run("distlock_release", *chosen, OF, "--dry-run").status == 0
@@ -225,7 +225,7 @@ def test_successor_is_spared(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
         (["key", "--json"], 2, "--json asks nobody"),
         (["key\0", *FORCED], 2, "NUL"),
         (["key", *FORCED, "--backend=nowhere"], 1, "'nowhere' is not configured"),
-        (["key", *FORCED, "--backend=memory"], 1, "in the memory of each process"),
+        (["key", *FORCED, "--backend=memory"], 1, "in process memory"),
         # Nothing is known about the key.
         (["key", *FORCED, "--backend=dead"], 69, "dead"),
         (["--prefix=key", *FORCED, "--backend=dead"], 69, "dead"),
@@ -308,10 +308,10 @@ class Terminal(StringIO):
 @pytest.mark.parametrize(
     ("arguments", "status", "rule"),
     [
-        (["--batch=0"], 1, "'0' is no number from 1 to 100000"),
+        (["--batch=0"], 1, "'0' is not a number from 1 to 100000"),
         (["--older-than=-1"], 1, "--older-than"),
         (["--backend=nowhere"], 1, "'nowhere' is not configured"),
-        (["--backend=memory"], 1, "in the memory of each process"),
+        (["--backend=memory"], 1, "in process memory"),
     ],
 )
 def test_slips_clean_nothing(arguments: list[str], status: int, rule: str) -> None:

@@ -222,8 +222,8 @@ def test_store_that_does_not_answer_is_69(key: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "rule"),
     [
-        (["true"], "write -- and the program"),
-        (["--"], "write -- and the program"),
+        (["true"], 'write "--" and the program'),
+        (["--"], 'write "--" and the program'),
         (["another", "--", "true"], "unrecognized arguments: another"),
         (["--ttl", "0", "--", "true"], "at least 0.1"),
         (["--ttl", "soon", "--", "true"], "'soon'"),
@@ -235,7 +235,7 @@ def test_store_that_does_not_answer_is_69(key: str) -> None:
         (["--grace", "-1", "--", "true"], "grace"),
         (["--on-lost", "kill", "--", "true"], "invalid choice"),
         (["--backend", "nowhere", "--", "true"], "'nowhere' is not configured"),
-        (["--backend", "memory", "--", "true"], "in the memory of each process"),
+        (["--backend", "memory", "--", "true"], "in process memory"),
     ],
 )
 def test_wrong_arguments_are_2(
@@ -353,7 +353,7 @@ def test_lost_lock_ends_the_program(project: Project, key: str) -> None:
         assert lock_backends["default"].force_release(key)
         run.says("told")
         assert run.status() == 76
-        assert f"The lock on '{key}' is lost: its program is ended." in run.said
+        assert f"The lock on '{key}' is lost: its program is being stopped." in run.said
     assert state_of(child) == ""
 
 
@@ -378,7 +378,7 @@ def test_program_may_go_on_without_its_lock(project: Project, key: str) -> None:
         program = int(run.says("started "))
         try:
             assert lock_backends["default"].force_release(key)
-            run.says(f"The lock on '{key}' is lost: its program goes on without it.")
+            run.says(f"The lock on '{key}' is lost: its program continues without it.")
             others = children_of(run.popen.pid) - {program}
             assert others
             run.signal(signal.SIGKILL)

@@ -84,7 +84,7 @@ def test_makes_our_tables_alone_and_up_to_date(
 def test_waits_for_who_makes_them(empty: str) -> None:
     """Until they are made; for as long as it may, and then that is what it says."""
     with _ALONE[connections[empty].vendor](empty):
-        with prompt(0.2), pytest.raises(LockNotAcquired, match="making the lock tables"):
+        with prompt(0.2), pytest.raises(LockNotAcquired, match="creating the lock tables"):
             Later(ensure_tables, empty, 0.2).result()
         waiting = Later(ensure_tables, empty, 60)
         time.sleep(0.05)
@@ -98,7 +98,7 @@ def test_waits_for_who_makes_them(empty: str) -> None:
 def test_migrations_that_fail_are_an_error(empty: str) -> None:
     """Without lock tables there is no lock, and the reason is said."""
     ask(empty, "CREATE TABLE django_distlock_fencecounter (id integer)")
-    with pytest.raises(LockError, match=r"cannot be made in .*fencecounter") as caught:
+    with pytest.raises(LockError, match=r"cannot be created in .*fencecounter") as caught:
         ensure_tables(empty, 0)
     assert not isinstance(caught.value, BackendUnavailable | LockNotAcquired)
 

@@ -197,5 +197,5 @@ def test_backend_that_cannot_be_counted_is_said() -> None:
     assert [each["backend"] for each in ran.json["failures"]] == ["dead"]
     ran = run("distlock_stats", "--backend=memory")
     assert ran.status == 1
-    assert "in the memory of each process" in ran.err
+    assert "in process memory" in ran.err
     assert run("distlock_stats", "--backend=nowhere").status == 1

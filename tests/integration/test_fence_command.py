@@ -74,7 +74,7 @@ def test_raises_all_of_a_backend(empty: str) -> None:
         (["key", "--to", "many"], "not 'many'"),
         (["key\0", "--to", "5"], "NUL"),
         (["key", "--to", "5", "--backend", "nowhere"], "'nowhere' is not configured"),
-        (["key", "--to", "5", "--backend", "memory"], "in the memory of each process"),
+        (["key", "--to", "5", "--backend", "memory"], "in process memory"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], rule: str) -> None:
@@ -129,7 +129,7 @@ def test_options_of_django_come_before_and_behind(postgresql: str) -> None:
 def test_mark_is_shown_and_set(key: str, caplog: pytest.LogCaptureFixture) -> None:
     """One that was raised too far is set back; the log says by whom, for stale requests pass."""
     asked = ("distlock_fence", "seen", key)
-    assert run(*asked).out == f"No request has come with a fence of '{key}'.\n"
+    assert run(*asked).out == f"No request has carried a fence of '{key}'.\n"
     assert run(*asked, "--json").json == {"key": key, "before": None, "seen": None}
     see(Fence(key, 500))
     assert run(*asked).out == f"The highest fence seen of '{key}' is 500.\n"

@@ -66,8 +66,9 @@ def _check_attributes(task: Any) -> Iterator[checks.CheckMessage]:
     ]
     if ours:
         yield checks.Error(
-            f"The task {task.name} says {' and '.join(ours)}, and only LockedTask reads that: it"
-            " is not locked. Use @shared_task(base=LockedTask), or a subclass of it.",
+            f"The task {task.name} says {' and '.join(ours)}, but only LockedTask reads these"
+            " options. The task is not locked. Use @shared_task(base=LockedTask), or a subclass"
+            " of it.",
             hint=_DOCS,
             id="distlock.E401",
         )
@@ -89,9 +90,9 @@ def _check_limits(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
     longest = lock.max_lifetime if lock.max_lifetime is not None else lives
     if limit and longest is not None and limit > longest:
         yield checks.Error(
-            f"The task {task.name} may run for {limit:g} s, and its lease ends after"
-            f" {longest:g} s.",
-            hint=f"Lower the time limit, or let the lease live longer (max_lifetime, ttl). {_DOCS}",
+            f"The task {task.name} may run for {limit:g} s, but its lease ends after {longest:g}"
+            " s.",
+            hint=f"Lower the time limit, or raise max_lifetime or ttl. {_DOCS}",
             id="distlock.E402",
         )
 
@@ -109,16 +110,17 @@ def _check_visibility(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
     needed = max(float(task.time_limit or 0), terms.rules.lock.ttl or 0.0)
     if visible < terms.debounce:
         yield checks.Warning(
-            f"The broker delivers what is not acknowledged for {visible:g} s again, and calls of"
-            f" the task {task.name} are put off by {terms.debounce:g} s: one may run twice.",
+            f"The broker redelivers messages that are not acknowledged within {visible:g} s, but"
+            f" calls of the task {task.name} are delayed by {terms.debounce:g} s. A call may run"
+            " twice.",
             hint=f"Raise visibility_timeout in broker_transport_options. {_DOCS}",
             id="distlock.W401",
         )
     if task.acks_late and visible < needed:
         yield checks.Warning(
-            f"The broker delivers what is not acknowledged for {visible:g} s again, and the task"
-            f" {task.name} may take {needed:g} s: it will be delivered while it runs, and queued"
-            " again until it has ended.",
+            f"The broker redelivers messages that are not acknowledged within {visible:g} s, but"
+            f" the task {task.name} may take {needed:g} s. It is redelivered while it runs, and"
+            " queued again until the run has ended.",
             hint=f"Raise visibility_timeout in broker_transport_options. {_DOCS}",
             id="distlock.W401",
         )
@@ -127,8 +129,9 @@ def _check_visibility(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
 def _check_skipping(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
     if terms.on_conflict == "skip" and task.acks_late and task.reject_on_worker_lost:
         yield checks.Warning(
-            f"The task {task.name} is delivered again when its worker dies, and skips what it finds"
-            " taken: where the lease of a dead worker outlives it, its work is lost.",
+            f"The task {task.name} is redelivered when its worker dies, but is skipped if its key"
+            " is held. The lease of the dead worker may still hold the key, and the work would be"
+            " lost.",
             hint=f'Use on_conflict="retry". {_DOCS}',
             id="distlock.W402",
         )
@@ -137,8 +140,8 @@ def _check_skipping(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
 def _check_running(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
     if terms.on_conflict == "run" and task.acks_late:
         yield checks.Warning(
-            f"The task {task.name} may be delivered again while it runs, and runs without its lock"
-            " where another task has it: then nothing tells that it runs, or has run, already.",
+            f"The task {task.name} may be redelivered while it runs, and runs without its lock if"
+            " the key is held. It may then run twice.",
             hint=f'Use on_conflict="retry". {_DOCS}',
             id="distlock.W403",
         )
@@ -149,9 +152,10 @@ def _check_template(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
     # The key of a queued task begins with a text of ours.
     if isinstance(given, str) and begins_with_field(given):
         yield checks.Warning(
-            f"The key template {given!r} of the task {task.name} begins with a field: a value that"
-            " somebody else chooses, a file name, can be the key of another lock.",
-            hint=f"Begin it with a text: 'invoice:{{number}}'. {_DOCS}",
+            f"The key template {given!r} of the task {task.name} starts with a field. A value"
+            " chosen by someone else, such as a file name, could then equal the key of another"
+            " lock.",
+            hint=f"Start it with a text: 'invoice:{{number}}'. {_DOCS}",
             id="distlock.W007",
         )
 

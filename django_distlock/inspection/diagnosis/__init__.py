@@ -47,7 +47,7 @@ _QUESTIONS: Final = (
     "store", "clock", "locking", "wake-ups", "connections", "locks", "orphan waiters", "pauses",
 )  # fmt: skip
 
-_MISTAKE: Final = "This is a mistake of the backend, or of the diagnosis: report it."
+_MISTAKE: Final = "This is a bug in the backend or in distlock_doctor. Please report it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def diagnose(
             work = partial(_ask_and_scan, store, each, writes=writes, limit=limit)
             asked[alias] = begun(work, alias)
         else:
-            each.skip("store", "in the memory of each process")
+            each.skip("store", "in process memory")
     for alias, done in asked.items():
         notes[alias] = _heard(notes[alias], done, began + PATIENCE * FOR_STORES)
     project, left = Notes(), began + PATIENCE - time.monotonic()

@@ -39,17 +39,14 @@ APART: Final = 1.0
 #: The part of a server's connections that may be used.
 NEARLY: Final = 0.8
 
-_REMEDY: Final = "Look at what its server says, and whether the migrations are applied there."
-_DOWN: Final = (
-    "Look whether its server runs, can be reached from this host, and is the one that is written"
-    " to."
-)
-_SLOW: Final = f"{_DOWN} If it runs, look whether somebody has the tables of locks locked."
+_REMEDY: Final = "Check the server's log, and whether the migrations are applied there."
+_DOWN: Final = "Check that its server runs, is reachable from this host, and is the primary."
+_SLOW: Final = f"{_DOWN} If it runs, check whether another session has locked the lock tables."
 #: By the code of the error.
 _REMEDIES: Final = {
-    "auth_failed": "Look at the user's name, its password, and what it may do there.",
+    "auth_failed": "Check the user name, the password and the permissions of this user.",
     "network_timeout": _SLOW,
-    "rate_limited": "Look at the server's limits of connections and of memory.",
+    "rate_limited": "Check the server's limits for connections and memory.",
     "service_unavailable": _DOWN,
 }
 
@@ -138,7 +135,8 @@ def _note_speed(notes: Notes, median: float) -> None:
         "D009",
         "store",
         f"{text}, more than {SLOW * 1000:g} ms",
-        "Every lock takes two or more of them. Look at the way to the server, and at its load.",
+        "Every lock needs at least two round trips. Check the network path to the server and the"
+        " server's load.",
     )
 
 
@@ -147,7 +145,7 @@ def _note_speed(notes: Notes, median: float) -> None:
 
 def _note_clocks(store: BaseLockBackend, notes: Notes) -> None:
     if store.time_authority == "client":
-        notes.skip("clock", "leases end by this host's own")
+        notes.skip("clock", "leases expire by this host's own clock")
         return
     best: dict[str, Offset] = {}
     for _ in range(TRIPS):
@@ -168,9 +166,9 @@ def _note_clocks(store: BaseLockBackend, notes: Notes) -> None:
     notes.find(
         "D001",
         "clock",
-        f"the store's clock is off against this host's by {_listed(wrong)}",
-        "Find out which of the two is wrong (chronyc tracking, timedatectl), and let it be slewed,"
-        " not stepped: a store's clock that steps forward ends leases that are held.",
+        f"the store's clock differs from this host's by {_listed(wrong)}",
+        "Find out which clock is wrong (chronyc tracking, timedatectl). Slew it, do not step it:"
+        " if the store's clock steps forward, held leases expire.",
     )
 
 
@@ -201,17 +199,17 @@ def _note_writing(store: BaseLockBackend, notes: Notes, *, writes: bool) -> bool
         seconds, text = _timed(lambda: _locked(store))
     except LockError as error:
         # It has told its clock, so it is there: a replica, or a user who may only read.
-        text = f"answers, and no lock can be taken: {error}"
+        text = f"answers, but no lock can be acquired: {error}"
         notes.find("D011", "locking", text, remedy(error), level=checks.ERROR)
         return False
-    notes.look("locking", text or f"a lock was taken and given back in {seconds * 1000:.1f} ms")
+    notes.look("locking", text or f"a lock was acquired and released in {seconds * 1000:.1f} ms")
     return True
 
 
 def _locked(store: BaseLockBackend) -> str:
     answer = store.acquire(KEY, new_token(), TTL, current_holder())
     if isinstance(answer, Contended):
-        return f"answers; the key {KEY!r} is not free right now, and that is all that was tried"
+        return f"answers; the key {KEY!r} is held, so no lock was acquired for this test"
     store.release(answer)
     return ""
 
@@ -221,26 +219,26 @@ def _locked(store: BaseLockBackend) -> str:
 
 def _note_wake_ups(store: BaseLockBackend, notes: Notes) -> None:
     if not store.supports_wakeups:
-        notes.skip("wake-ups", "this store has none: waiters ask again and again")
+        notes.skip("wake-ups", "this store has no wake-ups: waiters use polling")
         return
     listener = getattr(store, "_listener", None)
     if not isinstance(listener, Listener):
-        notes.skip("wake-ups", "this store does not tell how they are heard")
+        notes.skip("wake-ups", "this store does not report how wake-ups are received")
         return
     try:
         listener._subscribe().close()
     except NoWakeUps as error:
-        text, hint = str(error), "Until then waiters ask again and again, which takes longer."
+        text, hint = str(error), "Until then, waiters use polling, which takes longer."
         notes.find("D008", "wake-ups", text, hint)
     except Exception as error:  # noqa: BLE001 - a driver may raise anything
         notes.find(
             "D008",
             "wake-ups",
-            f"the connection on which wake-ups are heard cannot be opened: {error}",
-            "Look at the alias in OPTIONS['listen_using'], and at the server's limits.",
+            f"the connection that receives wake-ups cannot be opened: {error}",
+            "Check the alias in OPTIONS['listen_using'] and the server's connection limits.",
         )
     else:
-        notes.look("wake-ups", "a connection that hears them was opened")
+        notes.look("wake-ups", "a connection that receives wake-ups was opened")
 
 
 def _note_connections(store: BaseLockBackend, notes: Notes) -> None:
@@ -257,8 +255,8 @@ def _note_connections(store: BaseLockBackend, notes: Notes) -> None:
             "D010",
             "connections",
             f"nearly all connections are used: {', '.join(map(str, many))}",
-            "Find out who holds them, put a pooler in between, or raise the limit. A process that"
-            " gets none takes no lock, and renews none.",
+            "Find out which clients use them, add a pooler, or raise the limit. A process without"
+            " a connection can neither acquire nor renew locks.",
         )
     elif found:
         notes.look("connections", ", ".join(map(str, found)))

@@ -105,8 +105,8 @@ def _said(project: Notes, databases: list[str], patience: float) -> list[checks.
         begun(work, "checks").result(max(0.0, patience))
     except TimeoutError:
         rest = ", ".join(list(ours)[len(said) :])
-        text = f"the system checks have not ended within {patience:.0f} s; without an answer:"
-        hint = f"Look which of these databases hangs: {', '.join(databases)}."
+        text = f"the system checks have not ended within {patience:.0f} s. No answer from:"
+        hint = f"Check which of these databases hangs: {', '.join(databases)}."
         project.find("D013", "system checks", f"{text} {rest}", hint)
     return [message for each in list(said) for message in each]
 
@@ -123,7 +123,7 @@ def _ask(
             found += check(app_configs=None, databases=databases)
         except Exception as error:  # noqa: BLE001 - one check's trouble stops no other
             text = f"the check {name} failed: {type(error).__name__}: {error}"
-            hint = "Run manage.py check, which shows where."
+            hint = "Run manage.py check to see where."
             project.find("D013", name.replace("_", " "), text, hint)
         said.append(found)
 

@@ -30,10 +30,10 @@ _WHAT: Final = "data"
 #: What comes of a database that remembers nothing.
 _UNTOLD: Final = (Error, ConnectionDoesNotExist, ImproperlyConfigured, LockUsageError)
 _LOST: Final = (
-    "What was held then may be granted again, unique tasks that were queued may be queued and run a"
-    " second time, and pauses are gone. Fences follow the clock, so they rise all the same, but for"
-    " those that were raised above it. When that is dealt with, as the runbook says:"
-    " distlock_doctor --accept-loss {alias}"
+    "Keys that were held may be granted again, queued unique tasks may run a second time, and"
+    " pauses are lost. Fences follow the clock and still rise, except fences that were raised"
+    " above the clock. After you have followed the runbook, run: distlock_doctor --accept-loss"
+    " {alias}"
 )
 
 
@@ -51,7 +51,9 @@ def look_for_loss(store: BaseLockBackend, notes: Notes, *, writes: bool) -> None
     try:
         text = _compared(store, found, notes, writes=writes)
     except _UNTOLD as error:
-        text = f"whether it was lost cannot be told without a database that remembers: {error}"
+        text = (
+            f"data loss cannot be detected, because the database that records it failed: {error}"
+        )
         notes.skip(_WHAT, text)
     else:
         if text:
@@ -84,12 +86,12 @@ def accept_loss(alias: str, actor: str) -> None:
     """
     store = lock_backends[alias]
     if not is_redis(store):
-        raise LockUsageError(f"{alias!r} is no backend of Redis: only those are marked.")
+        raise LockUsageError(f"{alias!r} is not a Redis backend. Only Redis backends are marked.")
     mark, at = store.mark_data()
     before = set_mark(_name(store), mark)
     extra = log_fields("loss_accepted", backend=alias)
     logger.warning(
-        "The data of %r since %s counts from now on, by %s; the mark was %s.",
+        "The data of %r since %s was accepted by %s. The previous mark was %s.",
         alias, instant(at), actor, before, extra=extra,
     )  # fmt: skip
 
@@ -101,21 +103,21 @@ def _compared(
     known = seen_at(_name(store))
     if known is None:
         if not writes:
-            return "not marked yet: that needs a run without --no-write"
+            return "not marked yet: run distlock_doctor without --no-write"
         mark, at = found or store.mark_data()
         set_mark(_name(store), mark)
-        return f"marked: what is lost from now on is noticed (since {instant(at)})"
+        return f"marked: data loss is detected from now on (since {instant(at)})"
     mark, seen = known
     if found is not None and found[0] == mark:
         if writes:
             confirm_mark(_name(store), mark)
-        return f"all that there was since {instant(found[1])}"
+        return f"all data since {instant(found[1])}"
     until = store.clock() if found is None else found[1]
     notes.find(
         "D022",
         _WHAT,
-        f"Redis has lost its data, between {instant(seen)} and {instant(until)}: it was"
-        " emptied, came back without it, or is another server",
+        f"Redis has lost its data, between {instant(seen)} and {instant(until)}: it was flushed,"
+        " restarted without its data, or replaced by another server",
         _LOST.format(alias=store.alias),
         level=checks.ERROR,
     )

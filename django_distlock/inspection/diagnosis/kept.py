@@ -48,7 +48,7 @@ def scan(store: BaseLockBackend, notes: Notes, limit: int) -> None:
     if is_redis(store):
         keys = sum(map(int, store.store.of_each_server("DBSIZE").values()))
         if keys > MANY_KEYS:
-            text = f"its Redis has {keys} keys, more than {MANY_KEYS}: not walked through"
+            text = f"its Redis has {keys} keys, more than {MANY_KEYS}: not scanned"
             notes.skip("locks", text)
             return
     is_dead = dead_or_not()
@@ -83,14 +83,14 @@ def _note_over(store: DatabaseBackend, on: str, notes: Notes) -> None:
         ago = span((now - each.free_at).total_seconds()) if each.free_at else "-"
         some.named[each.key] = f"{whose(each.holder)}, {ago} ago"
     if not some.number:
-        notes.look("expired leases", "none that nobody gave back")
+        notes.look("expired leases", "none that was not released")
         return
     notes.find(
         "D004",
         "expired leases",
-        f"{counted(some.number, 'lease')} ended by expiry, and nobody gave them back: {some}",
-        "Their holders died, stood still, or work on without a lock. Look at those processes, and"
-        " remove the records with distlock_cleanup.",
+        f"{counted(some.number, 'lease')} expired and were not released: {some}",
+        "Their holders have died, were frozen, or are still working without the lock. Check these"
+        " processes, then remove the records with distlock_cleanup.",
         keys=some.keys,
     )
 
@@ -130,8 +130,8 @@ def _note_waiters(
         notes.find(
             "D002",
             "orphan waiters",
-            f"notes of waiters that died: {late} whose time is over{of_dead if dead else ''}{cut}",
-            "They keep nobody from anything. distlock_cleanup removes those whose time is over.",
+            f"records of dead waiters: {late} have expired{of_dead if dead else ''}{cut}",
+            "They block nobody. distlock_cleanup removes the expired ones.",
             keys=some.keys,
         )
     else:
@@ -144,7 +144,8 @@ def _note_waiters(
             "waiters",
             f"{counted(len(crowded), 'key')} with {MANY_WAITERS} waiters or more: "
             + ", ".join(f"{key!r} ({number})" for key, number in named),
-            "Look at who holds them, and for how long. Let waiters give up sooner, or lock less.",
+            "Check who holds them, and for how long. Shorten the wait of the callers, or lock"
+            " less.",
             keys=[key for key, _number in named],
         )
 
@@ -177,8 +178,9 @@ def _note_pauses(store: BaseLockBackend, notes: Notes, limit: int) -> None:
     notes.find(
         "D007",
         "pauses",
-        f"{counted(some.number, 'key')} granted to nobody for another hour or more: {some}",
-        "Ask who paused them, and resume them (inspection.resume) once that is over.",
+        f"{counted(some.number, 'key')} paused for another hour or more: {some}",
+        "Ask the operator who paused them, and resume them (inspection.resume) when the reason no"
+        " longer applies.",
         keys=some.keys,
     )
 

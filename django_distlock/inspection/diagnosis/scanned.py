@@ -45,28 +45,28 @@ _ENDLESS: Final = Trouble(
     "holders",
     checks.ERROR,
     "held without expiry by processes of this host that have ended",
-    "Nobody gives them back: take them with distlock_release.",
+    "They are never released. Release them with distlock_release.",
 )
 _DEAD: Final = Trouble(
     "D005",
     "holders",
     checks.WARNING,
     "held by processes of this host that have ended",
-    "They become free by themselves, unless their work was handed to somebody else; or take them"
-    " with distlock_release.",
+    "They expire by themselves, unless their work was handed over to another process. To free"
+    " them now, use distlock_release.",
 )
 _OVER: Final = Trouble(
     "D004",
     "holders",
     checks.WARNING,
-    "held past the end of their leases, in the grace",
-    "Their holders have not renewed them. Look whether those processes stand still.",
+    "whose leases have expired, in the grace period",
+    "Their holders have not renewed them. Check whether these processes are frozen.",
 )
 _HIGHER: Final = Trouble(
     "D006",
     "fences",
     checks.ERROR,
-    "held with a fence above their counters, as after a restore of the store or a lost counter",
+    "held with a fence above their counters, for example after a restore of the store",
     "Once they are released, raise the counters (distlock_fence raise --all --clock), and set"
     " FENCE_FLOOR to 'clock'.",
 )
@@ -74,16 +74,16 @@ _SPOILED: Final = Trouble(
     "D021",
     "records",
     checks.ERROR,
-    "with records that cannot be read: somebody else writes to this store",
-    "Find out who shares it. Once no holder works under them any more, remove these records by"
-    " hand, each behind its fence, which stays: the runbook has the statements.",
+    "with unreadable records: another program writes to this store",
+    "Find the other program. When no holder works under these locks any more, remove the records"
+    " by hand and keep the fences. The runbook has the statements.",
 )
 _AHEAD: Final = Trouble(
     "D012",
     "clock",
     checks.WARNING,
-    "granted in the future of the store's clock, which has stepped back",
-    "Their leases last for longer than they were to. Find out what set the clock.",
+    "acquired in the future: the store's clock has stepped back",
+    "Their leases last longer than intended. Find out what set the clock.",
 )
 
 #: Nothing is wrong: they are counted.
@@ -143,11 +143,11 @@ def scan_locks(
         if (cursor := page.cursor) is None:
             break
         if locks >= limit or time.monotonic() > until:
-            cut = "; there are more, and they were not"
+            cut = "; there are more"
             break
     queued = wrong.pop(_QUEUED, Some()).number
     of_tasks = f", {queued} of them held by queued tasks" if queued else ""
-    notes.look("locks", f"{counted(locks, 'lock')} looked at{of_tasks}{cut}")
+    notes.look("locks", f"{counted(locks, 'lock')} checked{of_tasks}{cut}")
     for trouble, some in wrong.items():
         text = f"{counted(some.number, 'key')} {trouble.text}: {some}"
         level, hint = trouble.level, trouble.hint
@@ -199,7 +199,7 @@ def _troubles(
         elif gone and left:
             yield _DEAD, f"{whose(holder)}, free at {instant(left)}"
         elif gone:
-            yield _ENDLESS, f"{whose(holder)}, without an end of its own"
+            yield _ENDLESS, f"{whose(holder)}, without expiry"
         elif record.expires_at is not None and record.expires_at <= now:
             yield _OVER, whose(holder)
     if (ahead := (record.acquired_at - now).total_seconds()) > AHEAD:

@@ -29,8 +29,8 @@ class Command(OperatorCommand):
     """`distlock_bench [--backend ALIAS …] [--only PART …] …`."""
 
     help = (
-        "Measures pairs and hand-offs of locks on the project's own store, in two threads of this"
-        " process: ten seconds for a backend, unless it is told otherwise."
+        "Measures acquire/release pairs and hand-offs of locks on the project's own store, in two"
+        " threads of this process. By default, it measures each backend for ten seconds."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -40,23 +40,23 @@ class Command(OperatorCommand):
             "--backend",
             action="append",
             metavar="ALIAS",
-            help="an alias of DISTLOCK; may be given several times (default: all of them)",
+            help="an alias of DISTLOCK; repeatable (default: all)",
         )
         parser.add_argument(
             "--only",
             action="append",
             choices=PARTS,
-            help="measure this; may be given several times (default: all)",
+            help="what to measure; repeatable (default: all)",
         )
         parser.add_argument(
             "--seconds",
             type=_seconds,
             default=2.5,
             metavar="S",
-            help="how long pairs are measured; hand-offs take twice as long (default: %(default)g)",
+            help="seconds to measure pairs; hand-offs take twice as long (default: %(default)g)",
         )
         parser.add_argument(
-            "--rounds", type=_count, metavar="N", help="pairs and hand-offs at most"
+            "--rounds", type=_count, metavar="N", help="maximum number of pairs and hand-offs"
         )
 
     def handle(self, *, json: bool, **options: Any) -> None:
@@ -81,7 +81,7 @@ class Command(OperatorCommand):
             interrupted = True
         if interrupted:
             # Not above: its traceback would keep a block that was broken off from being ended.
-            raise CommandError("Interrupted: the keys were released.", returncode=_INTERRUPTED)
+            raise CommandError("Interrupted. The keys were released.", returncode=_INTERRUPTED)
         failed = [each for those in failures.values() for each in those]
         if json:
             self.print_json({**_about(plan), "backends": found,
@@ -150,11 +150,11 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0.05 <= seconds <= _LONGEST:
-        raise ArgumentTypeError(f"{text!r} is no number of seconds from 0.05 to {_LONGEST:g}.")
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds from 0.05 to {_LONGEST:g}.")
     return seconds
 
 
 def _count(text: str) -> int:
     if not (text.isdecimal() and 1 <= int(text) <= 1_000_000):
-        raise ArgumentTypeError(f"{text!r} is no number from 1 to 1000000.")
+        raise ArgumentTypeError(f"{text!r} is not a number from 1 to 1000000.")
     return int(text)

@@ -33,9 +33,8 @@ class Command(OperatorCommand):
     """`distlock_cleanup [--older-than SECONDS] [--events-older-than DAYS] …`."""
 
     help = (
-        "Removes what leases left behind that ended by expiry, responses whose time is over, and"
-        " events that are old. Nothing depends on any of it. Live locks and fence counters are"
-        " never touched."
+        "Removes the records of expired leases, expired stored responses, and old lock events."
+        " Nothing depends on them. Live locks and fence counters are never touched."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -46,16 +45,17 @@ class Command(OperatorCommand):
             type=duration,
             default=0.0,
             metavar="SECONDS",
-            help="only what was over so long ago (default: %(default)g)",
+            help="remove only records that expired at least this many seconds ago (default:"
+            " %(default)g)",
         )
         parser.add_argument(
             "--events-older-than",
             type=_days,
             metavar="DAYS",
             help=(
-                "events that are older go; of what operators did, those that are older than"
-                f" {AUDIT_KEPT / DAY:g} days as well; never: none goes (default:"
-                f" {EVENTS_KEPT / DAY:g}, and never with --backend)"
+                "remove events older than this many days, and operators' events older than"
+                f" {AUDIT_KEPT / DAY:g} days; never: keep all (default: {EVENTS_KEPT / DAY:g}, and"
+                " never with --backend)"
             ),
         )
         parser.add_argument(
@@ -63,12 +63,12 @@ class Command(OperatorCommand):
             type=batch,
             default=1000,
             metavar="N",
-            help="records, or events, of one transaction (default: %(default)s)",
+            help="records or events per transaction (default: %(default)s)",
         )
         parser.add_argument(
             "--backend",
             metavar="ALIAS",
-            help="an alias of DISTLOCK, whose records go (default: all of them)",
+            help="an alias of DISTLOCK to clean up (default: all)",
         )
 
     def handle(
@@ -159,7 +159,7 @@ class Command(OperatorCommand):
             )
         except (ImproperlyConfigured, LockUsageError):
             return None  # Locks that are elsewhere need no database.
-        of_operators = f", {pruned.audit} of them of operators" if pruned.audit else ""
+        of_operators = f", {pruned.audit} of them operators' events" if pruned.audit else ""
         line.end(f"{_counted(pruned.removed, 'event')} removed{of_operators}.")
         return pruned
 
@@ -205,5 +205,5 @@ def _days(text: str) -> float:
         return seconds(float(text) * DAY, "days", maximum=MAX_SPAN) / DAY
     except ValueError:
         raise ArgumentTypeError(
-            f"{text!r} is no number of days, from 0 to {MAX_SPAN / DAY:g}, and not never."
+            f'{text!r} is not a number of days from 0 to {MAX_SPAN / DAY:g}, or "never".'
         ) from None

@@ -22,9 +22,9 @@ class Command(OperatorCommand):
     """`distlock_doctor [--backend ALIAS …] [--fail-level LEVEL] [--no-write] [--json] …`."""
 
     help = (
-        "Looks at settings, stores, migrations, clocks, and at what the stores keep. Says what it"
-        " found, what to do, and where to read on. Changes nothing, but for a lock of its own that"
-        " it takes and gives back."
+        "Checks the settings, stores, migrations, clocks and stored records. Prints each finding"
+        " with a remedy and a link to its documentation. Changes nothing, except for a lock of"
+        " its own that it acquires and releases."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -34,30 +34,30 @@ class Command(OperatorCommand):
             "--backend",
             action="append",
             metavar="ALIAS",
-            help="an alias of DISTLOCK; may be given several times (default: all of them)",
+            help="an alias of DISTLOCK; repeatable (default: all)",
         )
         parser.add_argument(
             "--fail-level",
             choices=("ERROR", "WARNING"),
             default="ERROR",
-            help="end with 1 where something is found that is so bad (default: %(default)s)",
+            help="exit with 1 if there is a finding at or above this level (default: %(default)s)",
         )
         parser.add_argument(
             "--no-write",
             action="store_true",
-            help="only read: do not take a lock of its own",
+            help="only read: acquire no lock",
         )
         parser.add_argument(
             "--accept-loss",
             metavar="ALIAS",
-            help="first take the data that this Redis has now for its own: D022 is dealt with",
+            help="accept the data that this Redis has now, after D022 has been dealt with",
         )
         parser.add_argument(
             "--scan",
             type=_number,
             default=SCANNED,
             metavar="N",
-            help="locks of a backend, and waiters, that are looked at (default: %(default)s)",
+            help="maximum number of locks and waiters to check per backend (default: %(default)s)",
         )
 
     def handle(
@@ -74,7 +74,9 @@ class Command(OperatorCommand):
         """Examine, and say what was found."""
         if accept_loss is not None:
             if no_write:
-                raise CommandError("--accept-loss writes: leave out --no-write.", returncode=USAGE)
+                raise CommandError(
+                    "--accept-loss writes to the store. Remove --no-write.", returncode=USAGE
+                )
             self._accept_loss(accept_loss)
         diagnosis = diagnose(backend, writes=not no_write, limit=scan)
         if json:
@@ -83,7 +85,7 @@ class Command(OperatorCommand):
             self._print(diagnosis)
         if diagnosis.silent:
             silent = ", ".join(diagnosis.silent)
-            raise CommandError(f"Did not answer: {silent}.", returncode=UNAVAILABLE)
+            raise CommandError(f"No answer from: {silent}.", returncode=UNAVAILABLE)
         if diagnosis.has(getattr(checks, fail_level)):
             raise CommandError(f"Findings at or above {fail_level}.")
 
@@ -92,7 +94,7 @@ class Command(OperatorCommand):
             accept_loss(alias, self.actor())
         except (DatabaseError, InterfaceError) as error:
             raise CommandError(
-                f"The database that remembers failed: {error}", returncode=UNAVAILABLE
+                f"The database that records data losses failed: {error}", returncode=UNAVAILABLE
             ) from error
 
     def _print(self, diagnosis: Diagnosis) -> None:
@@ -111,7 +113,7 @@ class Command(OperatorCommand):
         if number:
             self.stdout.write(f"{number} finding{'' if number == 1 else 's'}.")
         else:
-            self.stdout.write(self.style.SUCCESS("Nothing found."))
+            self.stdout.write(self.style.SUCCESS("No findings."))
 
     def _line(self, look: Look) -> str:
         colours = {
@@ -135,5 +137,5 @@ class Command(OperatorCommand):
 
 def _number(text: str) -> int:
     if not (text.isdecimal() and int(text) >= 1):
-        raise ArgumentTypeError(f"{text!r} is no number of at least 1.")
+        raise ArgumentTypeError(f"{text!r} is not a number of at least 1.")
     return int(text)

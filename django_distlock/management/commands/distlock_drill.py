@@ -29,8 +29,9 @@ class Command(OperatorCommand):
     """`distlock_drill [--backend ALIAS] [--json]`."""
 
     help = (
-        "Stops a second process past the end of its lease, takes its lock over, and shows that its"
-        " late write is refused. Uses a key of its own; ends with 0 where all was as promised."
+        "Suspends a second process until its lease has expired, takes its lock over, and shows"
+        " that its stale write is refused. Uses a key of its own. Exits with 0 if every guarantee"
+        " held."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -70,7 +71,7 @@ class Command(OperatorCommand):
             raise CommandError(str(error), returncode=status) from error
         except KeyboardInterrupt as error:
             raise CommandError(
-                "Interrupted: the other process was ended, and the lock released.",
+                "Interrupted. The other process was stopped and the lock released.",
                 returncode=128 + (error.args[0] if error.args else signal.SIGINT),
             ) from None
         if json:
@@ -79,7 +80,7 @@ class Command(OperatorCommand):
             self._conclude(drill, key)
         broken = [each.text for each in drill.promises if not each.is_kept]
         if broken:
-            raise CommandError(f"Not as promised: {'; '.join(broken)}.")
+            raise CommandError(f"A guarantee was broken: {'; '.join(broken)}.")
 
     def _show(self, step: Step) -> None:
         fence = "-" if step.fence is None else str(step.fence)
@@ -91,9 +92,10 @@ class Command(OperatorCommand):
         for each in drill.promises:
             word = self.style.SUCCESS("kept  ") if each.is_kept else self.style.ERROR("BROKEN")
             self.stdout.write(f"{word}  {each.text}")
-        self.stdout.write(f"\nWhat has to refuse late writes here: {drill.refused_by}.")
+        self.stdout.write(f"\nStale writes are refused by: {drill.refused_by}.")
         self.stdout.write(
-            f"What stays: the fence counter of {key!r}, as counters always do, and events about it."
+            f"Left in the store: the fence counter of {key!r} (counters are never deleted) and its"
+            " events."
         )
 
     def _say(self, line: str) -> None:

@@ -30,12 +30,13 @@ class Command(OperatorCommand):
     """`raise (KEY | --all) (--to N | --clock)`, and `seen KEY [--to N]`."""
 
     help = (
-        "Raises fence counters, so that the grants of a new or restored store stay above those of"
-        " the old one. A counter is never lowered, and one whose key somebody holds is left alone."
+        "Raises fence counters, so that grants of a new or restored store have higher fences than"
+        " those of the old one. A counter is never lowered. Counters of held keys are skipped."
     )
     help_seen = (
-        "Shows the highest fence that requests of other services came with, and sets it: lower,"
-        " where one that was too high shuts out all others. Requests above the new one pass again."
+        "Shows or sets the highest fence received from other services. Set it lower if a wrong"
+        " fence blocks all other requests. Requests with a higher fence than the new one pass"
+        " again."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -48,7 +49,7 @@ class Command(OperatorCommand):
             "raise", help="raise the counter of one key, or of all", description=self.help
         )
         seen = actions.add_parser(
-            "seen", help="show or set the highest fence seen", description=self.help_seen
+            "seen", help="show or set the highest fence received", description=self.help_seen
         )
         for action in everywhere:
             twin = copy(action)
@@ -57,18 +58,20 @@ class Command(OperatorCommand):
             up._add_action(twin)
             seen._add_action(twin)
         seen.add_argument("key", metavar="KEY", help="the key")
-        seen.add_argument("--to", type=_fence, metavar="N", help="set it; lower fences are refused")
+        seen.add_argument(
+            "--to", type=_fence, metavar="N", help="the new value; lower fences are refused"
+        )
         seen.add_argument(
             "--database", help="an alias of DATABASES (default: where the router writes SeenFence)"
         )
         what = up.add_mutually_exclusive_group(required=True)
         what.add_argument(
-            "key", nargs="?", metavar="KEY", help="the key; it may be new to the store"
+            "key", nargs="?", metavar="KEY", help="the key; it need not exist in the store"
         )
         what.add_argument(
             "--all",
             action="store_true",
-            help="every key that the store has a counter for (FENCE_FLOOR also serves the others)",
+            help="every key that has a counter (FENCE_FLOOR also covers new keys)",
         )
         far = up.add_mutually_exclusive_group(required=True)
         far.add_argument(
@@ -100,7 +103,7 @@ class Command(OperatorCommand):
             before = mark_of(key, database) if to is None else set_mark(key, to, database)
         except (DatabaseError, InterfaceError) as error:
             raise CommandError(
-                f"The database of seen fences failed: {error}", returncode=UNAVAILABLE
+                f"The database that stores the seen fences failed: {error}", returncode=UNAVAILABLE
             ) from error
         if to is not None and to != before:
             logger.warning(
@@ -121,7 +124,7 @@ class Command(OperatorCommand):
                 )
             )
         elif before is None:
-            self.stdout.write(f"No request has come with a fence of '{printable(key)}'.")
+            self.stdout.write(f"No request has carried a fence of '{printable(key)}'.")
         else:
             self.stdout.write(f"The highest fence seen of '{printable(key)}' is {before}.")
 
@@ -132,8 +135,8 @@ class Command(OperatorCommand):
         store = lock_backends[backend]
         if not store.distributed:
             raise CommandError(
-                f"The lock backend {backend!r} keeps its fences in the memory of each process:"
-                " no other process can raise them."
+                f"The lock backend {backend!r} keeps its fences in process memory. No other"
+                " process can raise them."
             )
         page = store.raise_fences(to, key=key)
         raised, left = page.raised, [*page.left]
@@ -148,8 +151,8 @@ class Command(OperatorCommand):
         if left:
             names = ", ".join(map(repr, left[:_NAMED])) + (" and more" if left[_NAMED:] else "")
             raise CommandError(
-                f"Left alone, because somebody holds or is acquiring the key: {names}."
-                " Run the command again when they are done."
+                f"Skipped, because the key is held or being acquired: {names}. Run the command"
+                " again when they are free."
             )
 
 

@@ -27,7 +27,7 @@ from ..tables import Cell, span
 
 _DECLARED: Final = ("KEY", "KIND", "MODE", "TTL", "WAIT", "ON CONFLICT", "BACKEND", "PLACE")
 _TRANSACTIONS: Final = ("BACKEND", "KEY", "MODE", "STATE", "FOR", "SESSION")
-_NO_LEASE: Final = "What a transaction keeps is no lease"
+_NO_LEASE: Final = "Transaction locks have no lease"
 #: Arguments about held keys, and what each is where nobody gave it.
 _OF_HELD: Final = {
     "host": None, "task": None, "held_longer_than": None, "limit": 100, "cursor": None,
@@ -39,9 +39,9 @@ class Command(OperatorCommand):
     """`distlock_list [--declared | --transactions] [--backend ALIAS …] [--prefix P] …`."""
 
     help = (
-        "Lists held locks, page by page: who holds what, since when, and until when. Or, with"
-        " --declared, the keys that the code of the project declares, and where. Or, with"
-        " --transactions, the keys that transactions have locked, or wait for."
+        "Lists held locks, page by page, with their holders, ages and expiry times. With"
+        " --declared, lists the keys that the project's code declares and where. With"
+        " --transactions, lists the keys that transactions have locked or wait for."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -50,44 +50,44 @@ class Command(OperatorCommand):
         parser.add_argument(
             "--declared",
             action="store_true",
-            help="import the project's tasks, views and commands, and list the keys that they"
-            " declare; takes --backend, --prefix and --json",
+            help="import the project's tasks, views and commands and list the keys that they"
+            " declare; works with --backend, --prefix and --json",
         )
         parser.add_argument(
             "--transactions",
             action="store_true",
-            help="list what transactions keep by transaction_lock(), where the database tells;"
-            " takes --backend and --json",
+            help="list the keys that transactions have locked by transaction_lock(), if the"
+            " database can tell; works with --backend and --json",
         )
         parser.add_argument(
             "--backend",
             action="append",
             metavar="ALIAS",
-            help="an alias of DISTLOCK; may be given several times (default: all of them)",
+            help="an alias of DISTLOCK; repeatable (default: all)",
         )
         parser.add_argument(
-            "--prefix", default="", metavar="TEXT", help="only keys that start with this"
+            "--prefix", default="", metavar="TEXT", help="only keys that start with this text"
         )
-        parser.add_argument("--host", help="only what is held on this host")
-        parser.add_argument("--task", metavar="ID", help="only what this task holds")
+        parser.add_argument("--host", help="only locks held on this host")
+        parser.add_argument("--task", metavar="ID", help="only locks held by this task")
         parser.add_argument(
             "--held-longer-than",
             type=duration,
             metavar="SECONDS",
-            help="only what was granted longer ago",
+            help="only locks held for longer than this",
         )
         parser.add_argument(
             "--limit",
             type=int,
             default=_OF_HELD["limit"],
             metavar="N",
-            help="locks of a page, at most 10000 (default: %(default)s)",
+            help="locks per page, at most 10000 (default: %(default)s)",
         )
-        parser.add_argument("--cursor", help="what the page before has printed")
+        parser.add_argument("--cursor", help="the cursor that the previous page printed")
         parser.add_argument(
             "--all",
             action="store_true",
-            help="every page, printed while they are read; --limit is not used",
+            help="all pages, printed while they are read; ignores --limit",
         )
 
     def handle(
@@ -95,7 +95,7 @@ class Command(OperatorCommand):
     ) -> None:
         """Print a page, and what could not be asked; or what is declared."""
         if options["declared"] or options["transactions"]:
-            what = "What is declared is not held yet" if options["declared"] else _NO_LEASE
+            what = "Declared keys are not held" if options["declared"] else _NO_LEASE
             self._require_plain(what, {**options, "cursor": cursor})
         if options["declared"]:
             self._show_declared(backend, options["prefix"], json=json)
@@ -137,7 +137,7 @@ class Command(OperatorCommand):
         wrong = [name for name, default in allowed.items() if given[name] != default]
         if wrong:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
-            raise InvalidArgument(f"{what}: leave out {names}.")
+            raise InvalidArgument(f"{what}: remove {names}.")
 
     def _show_transactions(self, backends: list[str] | None, *, json: bool) -> None:
         """Print what transactions keep; name on standard error who could not be asked."""
@@ -160,7 +160,7 @@ class Command(OperatorCommand):
                 ],
             )
         elif not found.failures:
-            self.stdout.write("No transaction keeps a key, of those that can be seen.")
+            self.stdout.write("No visible transaction has locked a key.")
         if not json:
             self.print_failures(found.failures)
         raise_unavailable(found.failures)
@@ -210,7 +210,9 @@ class Command(OperatorCommand):
             self.stderr.write(f"{what}: {message}", self.style.WARNING)
         if missing:
             names = ", ".join(missing.values())
-            raise CommandError(f"Not all could be imported, and may declare more: {names}.")
+            raise CommandError(
+                f"These modules could not be imported and may declare more keys: {names}."
+            )
 
     def _declared(self, each: DeclaredKey) -> list[Cell]:
         """Return a declared key as a row, with the place as an editor opens it from here."""

@@ -25,9 +25,9 @@ class Command(OperatorCommand):
     """`distlock_orphans [--backend ALIAS …] [--queue NAME …] [--drop --reason WHY] …`."""
 
     help = (
-        "Finds the unique keys of Celery tasks that neither the broker nor a worker has: behind"
-        " `celery purge`, or a broker that has lost its messages. With --drop they are given back,"
-        " so that their tasks can be sent again."
+        "Finds the unique keys of Celery tasks that are neither in the broker nor in a worker,"
+        " for example after `celery purge` or after a broker lost its messages. With --drop, the"
+        " keys are released, so that their tasks can be sent again."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -37,41 +37,41 @@ class Command(OperatorCommand):
             "--backend",
             action="append",
             metavar="ALIAS",
-            help="an alias of DISTLOCK; may be given several times (default: all of them)",
+            help="an alias of DISTLOCK; repeatable (default: all)",
         )
         parser.add_argument(
             "--queue",
             action="append",
             default=[],
             metavar="NAME",
-            help="another queue of the broker; may be given several times",
+            help="another queue of the broker; repeatable",
         )
         parser.add_argument(
             "--older-than",
             type=duration,
             default=60.0,
             metavar="SECONDS",
-            help="only keys that were taken so long ago (default: %(default)g)",
+            help="only keys acquired at least this many seconds ago (default: %(default)g)",
         )
         parser.add_argument(
             "--patience",
             type=duration,
             default=2.0,
             metavar="SECONDS",
-            help="how long workers have to answer (default: %(default)g)",
+            help="seconds to wait for answers of workers (default: %(default)g)",
         )
-        parser.add_argument("--drop", action="store_true", help="give them back; needs --reason")
+        parser.add_argument("--drop", action="store_true", help="release them; requires --reason")
         parser.add_argument(
             "--reason",
             default="",
             metavar="WHY",
-            help="at most 200 characters, kept with the event",
+            help="at most 200 characters, recorded with the event",
         )
 
     def handle(self, *, drop: bool, reason: str, json: bool, **options: Any) -> None:
         """Find them, show them, and drop them if that is asked for."""
         if drop != bool(reason.strip()):
-            raise CommandError("--drop and --reason need each other.", returncode=USAGE)
+            raise CommandError("--drop and --reason must be used together.", returncode=USAGE)
         failures: list[Failure] = []
         found = self._found(failures, **options)
         dropped = self._dropped(found, reason) if drop else []
@@ -129,6 +129,6 @@ class Command(OperatorCommand):
         if shown:
             self.print_locks(shown)
         else:
-            self.stdout.write("No unique key without its task was found.")
+            self.stdout.write("No orphaned unique keys were found.")
         for key in dropped:
             self.stdout.write(self.style.SUCCESS(f"Dropped {printable(key)}."))

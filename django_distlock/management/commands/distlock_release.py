@@ -19,30 +19,37 @@ class Command(OperatorCommand):
     """`distlock_release (KEY | [--prefix P] [--host H] [--task T]) [--force] --reason WHY`."""
 
     help = (
-        "Takes keys from their holders: the fence of each moves on first, so that guarded writes of"
-        " the old holder fail before somebody else has the key. Shows what it would do, and asks."
+        "Force-releases locks. The fence of each key moves first, so that guarded writes of the"
+        " old holder fail before the key is granted again. Shows the locks and asks for"
+        " confirmation."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Take which keys, and why."""
         super().add_arguments(parser)
-        parser.add_argument("key", nargs="?", metavar="KEY", help="the key to take")
-        parser.add_argument("--prefix", metavar="TEXT", help="all held keys that start with this")
-        parser.add_argument("--host", help="all that is held on this host")
-        parser.add_argument("--task", metavar="ID", help="all that this task holds")
+        parser.add_argument("key", nargs="?", metavar="KEY", help="the key to release")
+        parser.add_argument(
+            "--prefix", metavar="TEXT", help="all held keys that start with this text"
+        )
+        parser.add_argument("--host", help="all locks held on this host")
+        parser.add_argument("--task", metavar="ID", help="all locks held by this task")
         parser.add_argument(
             "--backend",
             default="default",
             metavar="ALIAS",
             help="an alias of DISTLOCK (default: %(default)s)",
         )
-        parser.add_argument("--dry-run", action="store_true", help="only show what would go")
-        parser.add_argument("--force", action="store_true", help="do not ask; needs --reason")
+        parser.add_argument(
+            "--dry-run", action="store_true", help="only show which locks would be released"
+        )
+        parser.add_argument(
+            "--force", action="store_true", help="do not ask for confirmation; requires --reason"
+        )
         parser.add_argument(
             "--reason",
             default="",
             metavar="WHY",
-            help="at most 200 characters, kept with the event",
+            help="at most 200 characters, recorded with the event",
         )
 
     def handle(self, *, backend: str, dry_run: bool, json: bool, **options: Any) -> None:
@@ -77,7 +84,7 @@ class Command(OperatorCommand):
         if found:
             self.print_locks(found)
         else:
-            self.stdout.write("No such lock is held.")
+            self.stdout.write("No locks match.")
 
     def _confirmed(self, number: int, reason: str) -> str:
         """Ask, and return the reason.
@@ -86,12 +93,12 @@ class Command(OperatorCommand):
             CommandError: The answer is not "yes", or there is no reason.
         """
         one = number == 1
-        what = "this key from its holder" if one else f"these {number} keys from their holders"
-        if self._answer(f'Take {what}? Type "yes": ') != "yes":
+        what = "this lock" if one else f"these {number} locks"
+        if self._answer(f'Force-release {what}? Type "yes": ') != "yes":
             raise CommandError("Nothing was released.")
-        reason = reason or self._answer("Why? ")
+        reason = reason or self._answer("Reason: ")
         if not reason:
-            raise CommandError("Nothing was released: that needs a reason.", returncode=USAGE)
+            raise CommandError("Nothing was released: a reason is required.", returncode=USAGE)
         return reason
 
     def _answer(self, question: str) -> str:
@@ -131,7 +138,9 @@ class Command(OperatorCommand):
                 self.stdout.write(self.style.ERROR(f"Busy: {key} is guarded. {_in_the_way(each)}"))
             else:
                 self.stdout.write(
-                    self.style.WARNING(f"Not released: its holder does not have {key} any more.")
+                    self.style.WARNING(
+                        f"Not released: the holder that was shown no longer has {key}."
+                    )
                 )
 
 
@@ -149,13 +158,13 @@ def _check(
 ) -> None:
     filters = [each for each in (prefix, host, task) if each is not None]
     if (key is None) == (not filters):
-        rule = "Name a KEY, or some of --prefix, --host and --task; not both."
+        rule = "Give either a KEY, or at least one of --prefix, --host and --task."
     elif "" in filters:
         rule = "--prefix, --host and --task must not be empty."
     elif force and not reason.strip():
-        rule = "--force needs --reason."
+        rule = "--force requires --reason."
     elif json and not (force or dry_run):
-        rule = "--json asks nobody: it needs --force, or --dry-run."
+        rule = "--json cannot ask for confirmation. It requires --force or --dry-run."
     else:
         return
     raise CommandError(rule, returncode=USAGE)
@@ -192,8 +201,8 @@ def _in_the_way(outcome: Outcome) -> str:
     if outcome.sessions is None:
         return "The store cannot tell by whom. Nothing was changed."
     if not outcome.sessions:
-        return "Whoever was in the way is gone by now: try again. Nothing was changed."
-    return f"In the way: {'; '.join(map(named, outcome.sessions))}. Nothing was changed."
+        return "The blocking transaction has ended. Nothing was changed. Try again."
+    return f"Blocked by: {'; '.join(map(named, outcome.sessions))}. Nothing was changed."
 
 
 def _end(outcomes: list[Outcome]) -> None:
@@ -203,6 +212,6 @@ def _end(outcomes: list[Outcome]) -> None:
         CommandError: A key was busy, or nothing was released.
     """
     if any(each.is_busy for each in outcomes):
-        raise CommandError("Not all keys were released.", returncode=BUSY)
+        raise CommandError("Some keys were not released.", returncode=BUSY)
     if not any(each.is_done for each in outcomes):
         raise CommandError("Nothing was released.")

@@ -23,23 +23,28 @@ class Command(OperatorCommand):
     """`distlock_replay [--send ID … | --drop ID …] [--sent] [--json]`."""
 
     help = (
-        "Lists the Celery tasks that failed because the store of their locks was away, and whose"
-        " bodies never began. With --send they are sent again, each once."
+        "Lists the Celery tasks that failed because their lock store was unavailable and whose"
+        " bodies never started. With --send, each is sent again once."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Take what to do with which."""
         super().add_arguments(parser)
         what = parser.add_mutually_exclusive_group()
-        for name, text in (("send", "send these tasks again"), ("drop", "forget these tasks")):
+        for name, text in (
+            ("send", "send these tasks again"),
+            ("drop", "remove these tasks from the list"),
+        ):
             what.add_argument(
                 f"--{name}",
                 nargs="+",
                 default=[],
                 metavar="ID",
-                help=f'{text}, by their ids; "{ALL}": all that were not sent yet',
+                help=f'{text}, by id; "{ALL}": all that were not sent yet',
             )
-        parser.add_argument("--sent", action="store_true", help="also list what was sent again")
+        parser.add_argument(
+            "--sent", action="store_true", help="also list tasks that were sent again"
+        )
 
     def handle(
         self, *, send: list[str], drop: list[str], sent: bool, json: bool, **options: Any
@@ -56,7 +61,7 @@ class Command(OperatorCommand):
             if drop:
                 failed.drop(row)
             elif (sent_as := failed.send(app, row)) is None:
-                errors.append(f"{row.pk}: somebody else has sent it.")
+                errors.append(f"{row.pk}: already sent by another process.")
                 return
             else:
                 row.sent_as = sent_as
@@ -66,7 +71,7 @@ class Command(OperatorCommand):
         self._show(failed.failed(sent=sent), done, errors, json=json)
         if errors:
             raise CommandError(
-                "Not all of them could be done.", returncode=UNAVAILABLE if is_silent else 1
+                "Some tasks could not be processed.", returncode=UNAVAILABLE if is_silent else 1
             )
 
     def _each(
@@ -81,7 +86,7 @@ class Command(OperatorCommand):
         wanted = list(known) if ids == [ALL] else list(dict.fromkeys(ids))
         if unknown := [each for each in wanted if each not in known]:
             raise CommandError(
-                f"No such task is listed, or it was sent already: {', '.join(unknown)}.",
+                f"Not in the list, or already sent: {', '.join(unknown)}.",
                 returncode=USAGE,
             )
         for each in wanted:
@@ -122,7 +127,7 @@ class Command(OperatorCommand):
                 ],
             )  # fmt: skip
         elif not done:
-            self.stdout.write("No task has failed for a store that was away.")
+            self.stdout.write("No task failed because of an unavailable store.")
 
 
 def _as_json(row: FailedTask) -> dict[str, Any]:

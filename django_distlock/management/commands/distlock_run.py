@@ -41,10 +41,10 @@ class Command(BaseCommand):
     """`distlock_run KEY [--ttl S] [--wait S] [--hold] … -- PROGRAM [ARGUMENT …]`."""
 
     help = (
-        "Runs a program while holding a lock, renews the lock until the program has ended, and"
-        " ends as the program did. Ends with 75 where somebody else holds the lock, 69 where its"
-        " store does not answer, 76 where the lock was lost, 126 or 127 where there is no such"
-        " program."
+        "Runs a program while holding a lock, and renews the lock until the program ends. Exits"
+        " with the program's exit code; with 75 if the lock is held, 69 if the store is"
+        " unavailable, 76 if the lock was lost, and 126 or 127 if the program cannot be run or"
+        " found."
     )
     # A lock for `migrate` has to work where the project does not yet.
     requires_system_checks = ()
@@ -52,24 +52,25 @@ class Command(BaseCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         """Take the lock, and what to run under it."""
         parser.usage = "%(prog)s KEY [options] -- PROGRAM [ARGUMENT ...]"
-        parser.add_argument("key", metavar="KEY", help="what is locked")
+        parser.add_argument("key", metavar="KEY", help="the key to lock")
         parser.add_argument(
             "--ttl",
             type=_number(ttl_seconds),
             metavar="SECONDS",
-            help="after which a lock that nobody renews is free (default: TTL of the backend)",
+            help="seconds until a lock that is not renewed expires (default: TTL of the backend)",
         )
         parser.add_argument(
             "--wait",
             type=wait_option,
             default=UNSET,
             metavar="SECONDS",
-            help="how long to wait for the lock; 0: not at all; none: for ever (default: WAIT)",
+            help="seconds to wait for the lock; 0: one attempt; none: without limit (default:"
+            " WAIT)",
         )
         parser.add_argument(
             "--hold",
             action="store_true",
-            help="keep the lock for all of the ttl, also where the program ends sooner",
+            help="keep the lock for the full ttl, even if the program ends sooner",
         )
         parser.add_argument(
             "--permits",
@@ -88,14 +89,15 @@ class Command(BaseCommand):
             "--on-lost",
             choices=("term", "ignore"),
             default="term",
-            help="what becomes of the program when the lock is lost (default: %(default)s)",
+            help="what to do with the program when the lock is lost (default: %(default)s)",
         )
         parser.add_argument(
             "--grace",
             type=_number(lambda value: seconds(value, "grace")),
             default=GRACE,
             metavar="SECONDS",
-            help="between TERM and KILL for a program that lost the lock (default: %(default)g)",
+            help="seconds between TERM and KILL for a program that lost the lock (default:"
+            " %(default)g)",
         )
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
@@ -137,8 +139,8 @@ class Command(BaseCommand):
         store = lock_backends[options["backend"]]
         if not store.distributed:
             raise LockUsageError(
-                f"The lock backend {store.alias!r} keeps its locks in the memory of each process:"
-                " they keep no other process away."
+                f"The lock backend {store.alias!r} keeps its locks in process memory. They do not"
+                " exclude other processes."
             )
         wait = store.config.wait if options["wait"] is UNSET else options["wait"]
         lock = distlock(
@@ -171,7 +173,7 @@ class _Parser(CommandParser):
         words = [str(word) for word in args or ()]
         split = words.index("--") if "--" in words else len(words)
         if not words[split + 1 :] and not {"-h", "--help", "--version"} & {*words}:
-            self.error("write -- and the program behind the options")
+            self.error('write "--" and the program after the options')
         read = super().parse_args(words[:split], namespace)
         read.command = words[split + 1 :]
         return read
@@ -223,10 +225,10 @@ class _Run:
             if not program.is_running:
                 self._say(lease, "after its program has ended")
             elif self._ends_it:
-                self._say(lease, "its program is ended")
+                self._say(lease, "its program is being stopped")
                 end(program.address, self._grace)
             else:
-                self._say(lease, "its program goes on without it")
+                self._say(lease, "its program continues without it")
         finally:
             self._is_ended.set()
 

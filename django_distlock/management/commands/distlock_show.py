@@ -17,12 +17,12 @@ from ..tables import instant, printable, span
 class Command(OperatorCommand):
     """`distlock_show KEY [--backend ALIAS] [--json]`."""
 
-    help = "Shows a key: who holds it, its fence, a pause, who waits, and what happened to it."
+    help = "Shows a key: its holder, fence, pause, waiters and history."
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Take the key."""
         super().add_arguments(parser)
-        parser.add_argument("key", metavar="KEY", help="the key, as the code names it")
+        parser.add_argument("key", metavar="KEY", help="the key, as in the code")
         parser.add_argument(
             "--backend",
             default="default",
@@ -47,7 +47,7 @@ class Command(OperatorCommand):
         yield "key", view.key
         yield "backend", view.backend
         if view.held is None:
-            yield "state", "nobody holds it"
+            yield "state", "not held"
         else:
             yield from _held(view.held)
         yield "fence", str(view.fence) if view.fence else "never granted"
@@ -78,7 +78,7 @@ class Command(OperatorCommand):
         if view.waiters:
             self.stdout.write("")
             self.print_table(
-                ("WAITING", "TASK", "SINCE", "WOKEN"),
+                ("WAITING", "TASK", "SINCE", "WAKES BY"),
                 [
                     [
                         each.holder.where or "-",
@@ -92,7 +92,7 @@ class Command(OperatorCommand):
 
     def _print_events(self, view: KeyView) -> None:
         if view.events is None:
-            self.stderr.write("The table of events cannot be read.", self.style.WARNING)
+            self.stderr.write("The event table cannot be read.", self.style.WARNING)
         elif view.events:
             self.stdout.write("")
             self.print_table(
@@ -112,8 +112,8 @@ class Command(OperatorCommand):
 
 def _woken(waiting: Waiting) -> str:
     if waiting.is_retrying:
-        return "queued again"
-    return "yes" if waiting.is_woken else "asks again and again"
+        return "queue retry"
+    return "notification" if waiting.is_woken else "polling"
 
 
 def _held(held: HeldKey) -> Iterator[tuple[str, str]]:

@@ -20,8 +20,8 @@ class Command(OperatorCommand):
     """`distlock_stats [--backend ALIAS …] [--json]`."""
 
     help = (
-        "Says how many locks are held, how many records, waiters and fence counters there are, and"
-        " what the tables take. Estimates what would take long to count."
+        "Shows the number of held locks, records, waiters and fence counters, and the size of the"
+        " tables. Numbers that would take long to count are estimated."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -31,7 +31,7 @@ class Command(OperatorCommand):
             "--backend",
             action="append",
             metavar="ALIAS",
-            help="an alias of DISTLOCK; may be given several times (default: all of them)",
+            help="an alias of DISTLOCK; repeatable (default: all)",
         )
 
     def handle(self, *, backend: list[str] | None, json: bool, **options: Any) -> None:
@@ -88,7 +88,9 @@ class Command(OperatorCommand):
     def _print_sizes(self, sizes: Sizes) -> None:
         self.stdout.write("")
         if sizes.bytes is not None:
-            self.stdout.write(f"The database {sizes.database!r} takes {_size(sizes.bytes)} in all.")
+            self.stdout.write(
+                f"The database {sizes.database!r} takes {_size(sizes.bytes)} in total."
+            )
         if not sizes.tables:
             return
         rows: list[list[Cell]] = [

@@ -55,6 +55,14 @@
         });
     }
 
+    // Without a script they are always there.
+    const acts = page.querySelector('[data-acts]');
+    const offer = () => {
+        if (acts !== null) acts.hidden = page.querySelector('input[name=target]:checked') === null;
+    };
+    page.addEventListener('change', offer);
+    offer();
+
     // What has the focus is found again by its name, in the same row or part; else the focus goes
     // to what is around it, and not to the beginning of the page.
     const withFocus = (part, change) => {
@@ -121,6 +129,7 @@
             });
         }
         tick();
+        offer();
         return true;
     };
 
