@@ -75,14 +75,18 @@ def test_key_page_does_not_cry_wolf(shop: Dashboard, browser: Browser) -> None:
 
 
 def test_any_key_can_be_opened(shop: Dashboard, browser: Browser) -> None:
-    """Also one that nobody holds, and its pause begins and ends there."""
-    browser.open(LOCKS)
-    browser.one("#open-key").send_keys("nobody holds:it")
-    browser.one("form:has(#open-key) [type=submit]").click()
-    assert "nobody holds:it" in browser.text("h1")
+    """Also one that nobody holds: its pause begins and ends there. Unknown, it offers nothing."""
+    for key in ("unknown here", "nobody holds:it"):
+        browser.open(LOCKS)
+        with held(shop, "nobody holds:it"):
+            browser.one("#open-key").send_keys(key)
+        browser.one("form:has(#open-key) [type=submit]").click()
+        assert key in browser.text("h1")
+        is_known = "has no record of this key" not in browser.text("#distlock")
+        assert bool(browser.every("[name=operation]")) == is_known == (key != "unknown here")
     for operation in ("pause", "resume"):
         browser.one(f"button[value={operation}]").click()
         browser.one("#id_reason").send_keys(json.dumps(operation))
         browser.one(".submit-row [type=submit]").click()
-        browser.until(lambda: "1 key." in browser.text(".messagelist"))
+        browser.until(lambda: f"1 key {operation}d" in browser.text(".messagelist"))
         assert "nobody holds:it" in browser.text("h1")
