@@ -84,7 +84,7 @@ def backend_config(alias: str) -> BackendConfig:
     if alias not in configured:
         names = ", ".join(map(repr, configured)) or "none"
         raise InvalidLockBackend(
-            f"The lock backend {alias!r} is not configured. DISTLOCK has: {names}."
+            f"The lock backend {alias!r} is not configured. Configured aliases: {names}."
         )
     where, raw = f"DISTLOCK[{alias!r}]", configured[alias]
     if not isinstance(raw, Mapping):
@@ -277,8 +277,8 @@ def _refuse_unknown(where: str, raw: Mapping[str, Any], known: Collection[str]) 
     unknown = [name for name in raw if name not in known]
     if unknown:
         raise InvalidLockBackend(
-            f"{where}: Unknown settings: {', '.join(map(repr, unknown))}."
-            f" Known are: {', '.join(known)}."
+            f"{where}: Unknown settings: {', '.join(map(repr, unknown))}. Known settings:"
+            f" {', '.join(known)}."
         )
 
 
@@ -315,7 +315,7 @@ def _retry(value: object) -> Retry:
     unknown = [name for name in value if name not in known]
     if unknown:
         raise InvalidArgument(
-            f"unknown: {', '.join(map(repr, unknown))}; known are: {', '.join(known)}."
+            f"unknown: {', '.join(map(repr, unknown))}; known: {', '.join(known)}."
         )
     return Retry(**value)
 

@@ -273,10 +273,10 @@ class _Plan:
         fresh = None if timeout is None else seconds(timeout, "timeout", minimum=SHORTEST)
         more = seconds(stale, "stale", minimum=SHORTEST) if stale else 0.0
         if more and fresh is None:
-            raise InvalidArgument("A value with timeout=None is never stale: leave stale out.")
+            raise InvalidArgument("A value with timeout=None is never stale. Remove stale.")
         if on_error == "stale" and not more:
             raise InvalidArgument(
-                'on_error="stale" needs stale, the seconds for which there is one.'
+                'on_error="stale" requires stale, the seconds for which a stale value is kept.'
             )
         lock = distlock(key, ttl=ttl, wait=0, backend=backend, steal_if_dead=True)
         return cls(lock, fresh, more, cache, on_error, on_conflict, seconds(wait, "wait"))
@@ -454,7 +454,8 @@ class _Plan:
     def _join(self, first: _Flight) -> None:
         if current_lease(self._lock_key(first.key)) is not None:
             raise LockUsageError(
-                f"What computes {first.key!r} asks for it, and would wait for itself.",
+                f"The function that computes {first.key!r} requests the same key, and would wait"
+                " for itself.",
                 key=first.key,
                 code="reentrant",
             )
@@ -476,7 +477,7 @@ class _Plan:
         # One that was broken out of is followed by nobody else.
         first.leave()
         return LockNotAcquired(
-            f"{first.key!r} is computed in this process since more than {self.wait:g} s.",
+            f"{first.key!r} has been computed in this process for more than {self.wait:g} s.",
             key=first.key,
         )
 

@@ -101,18 +101,18 @@ def idempotent(
     """
     if not (key is None or callable(key) or (isinstance(key, str) and key)):
         raise InvalidArgument(
-            f"idempotent is written with parentheses, and key is a template or a function, not"
+            "idempotent needs parentheses, and key must be a template or a function, not"
             f" {shown(key)}."
         )
     kept_for = timedelta(seconds=seconds(keep, "keep", minimum=1.0, maximum=LONGEST))
     if isinstance(max_body, bool) or not isinstance(max_body, int) or max_body < 0:
-        raise InvalidArgument(f"max_body is a number of bytes, not {shown(max_body)}.")
+        raise InvalidArgument(f"max_body must be a number of bytes, not {shown(max_body)}.")
 
     def decorate(view: View, /) -> View:
         if iscoroutinefunction(view):
             raise LockUsageError(
-                f"{view.__qualname__} is asynchronous, and Django has no transactions for that."
-                " Decorate a view that is not.",
+                f"{view.__qualname__} is asynchronous, and Django has no asynchronous"
+                " transactions. Decorate a synchronous view.",
                 code="unsupported",
             )
         view = whole(view)
@@ -193,8 +193,9 @@ def _keep(row: Any, response: Any, max_body: int) -> None:
     if response.streaming or len(response.content) > max_body:
         what = "is streaming" if response.streaming else f"has {len(response.content)} bytes"
         raise LockUsageError(
-            f"The response {what}, and could not be sent again: idempotent keeps bodies of at most"
-            f" {max_body} bytes. Answer with less, or set max_body. Nothing was written.",
+            f"The response {what}, and cannot be stored: idempotent stores bodies of at most"
+            f" {max_body} bytes. Return a smaller response, or raise max_body. Nothing was"
+            " written.",
             code="unsupported",
         )
     row.status, row.body = response.status_code, response.content
@@ -242,7 +243,9 @@ def _clients(template: str, view: View) -> Callable[..., str | None]:
 def _owner(request: Any, client: object) -> tuple[str, str] | None:
     """Return whose a key is: no user ever gets what another one was answered."""
     if not isinstance(client, str | None):
-        raise InvalidArgument(f"The key of idempotent() is a text or None, not {shown(client)}.")
+        raise InvalidArgument(
+            f"The key of idempotent() must be a str or None, not {shown(client)}."
+        )
     user: Any = getattr(request, "user", None)
     number = user.pk if getattr(user, "is_authenticated", False) else None
     if number is None:

@@ -133,12 +133,12 @@ class Leadership:
             self._block.close()
         if was_lost:
             self._say(
-                "lost", logging.ERROR, "%s leads no more, and %s nothing", self._who, self._does
+                "lost", logging.ERROR, "%s no longer leads, and %s nothing", self._who, self._does
             )
 
     def succeeded(self) -> None:
         """Say that this process leads, unless it went on doing so."""
-        self._say("leads", logging.INFO, "%s leads, and no other one does", self._who)
+        self._say("leads", logging.INFO, "%s leads", self._who)
 
     def trouble(self, error: LockError) -> None:
         """Say once that the store does not answer."""
@@ -274,7 +274,7 @@ class Leader:
                     # Nothing is held: the signal does what it would have done.
                     signal.raise_signal(signal.SIGTERM)
                 raise LockNotAcquired(
-                    f"{self._lock.key!r}: the candidate was stopped before it led.",
+                    f"{self._lock.key!r}: the candidate was stopped before it became the leader.",
                     key=self._lock.key,
                     code="aborted",
                 )
@@ -320,7 +320,7 @@ class Leader:
         """Let SIGTERM stop this one, in the main thread; give those that nobody else handled."""
         if self._is_used:
             raise LockUsageError(
-                f"The candidate for {self._lock.key!r} is in use: make one by leader() for each"
+                f"The candidate for {self._lock.key!r} is already in use. Call leader() for each"
                 " block or run().",
                 key=self._lock.key,
                 code="unsupported",

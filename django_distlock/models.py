@@ -57,10 +57,10 @@ class HeldLock(models.Model):
         default_permissions = ("view",)
         # `inspection.Operation` names the operations that they are for.
         permissions = (
-            ("force_release_heldlock", "Can take a key from its holder"),
-            ("expire_soon_heldlock", "Can let a lease end sooner"),
-            ("request_stop_heldlock", "Can ask a holder to finish"),
-            ("cleanup_heldlock", "Can remove records of leases that are over"),
+            ("force_release_heldlock", "Can force-release a lock"),
+            ("expire_soon_heldlock", "Can shorten a lease"),
+            ("request_stop_heldlock", "Can request a stop"),
+            ("cleanup_heldlock", "Can remove expired records"),
         )
         verbose_name = _("held lock")
         verbose_name_plural = _("held locks")
@@ -113,7 +113,7 @@ class FenceCounter(models.Model):
         default_permissions = ("view",)
         permissions = (
             ("pause_fencecounter", "Can pause a key"),
-            ("resume_fencecounter", "Can end the pause of a key"),
+            ("resume_fencecounter", "Can resume a key"),
         )
         verbose_name = _("fence counter")
         verbose_name_plural = _("fence counters")

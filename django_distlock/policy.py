@@ -152,7 +152,14 @@ class Policy:
         raise answer
 
     def _chosen(self, refusal: Refusal) -> str:
-        return self.on_conflict if isinstance(refusal, LockNotAcquired) else self.on_unavailable
+        if isinstance(refusal, LockNotAcquired):
+            return self.on_conflict
+        return where_unavailable(refusal, self.on_unavailable)
+
+
+def where_unavailable(error: BackendUnavailable, chosen: str) -> str:
+    """Return what `on_unavailable` says: a store that denies access is no outage to work around."""
+    return "raise" if error.is_denied and chosen in ("skip", "run") else chosen
 
 
 def skip(
@@ -197,4 +204,4 @@ def choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """
     if value not in choices:
         known = ", ".join(f'"{each}"' for each in choices)
-        raise InvalidArgument(f"{name} is one of {known}, not {shown(value)}.")
+        raise InvalidArgument(f"{name} must be one of {known}, not {shown(value)}.")

@@ -140,9 +140,7 @@ class Schedule:
         pause = next(pauses, None) if isinstance(error, BackendUnavailable) else None
         if pause is not None:
             extra = self._fields("retried", key, error)
-            logger.warning(
-                "The tick %r is tried again in %.1f s: %s", key, pause, error, extra=extra
-            )
+            logger.warning("The tick %r is retried in %.1f s: %s", key, pause, error, extra=extra)
         return pause
 
     def skip(self, key: str, error: Refusal) -> Skipped:
@@ -159,7 +157,7 @@ class Schedule:
         except LockError as error:
             # The tick is run all the same. The next one makes up for it.
             extra = self._fields("note_failed", key, error)
-            logger.warning("It is not known that %r has run: %s", key, error, extra=extra)
+            logger.warning("It could not be recorded that %r has run: %s", key, error, extra=extra)
 
     @contextmanager
     def timed(self, key: str, lease: Lease) -> Iterator[None]:
@@ -172,8 +170,8 @@ class Schedule:
             took, allowed = clock() - began, cast("float", self.lock.ttl)
             if took > allowed:
                 logger.warning(
-                    "The run of %r took %.1f s, and %.1f s are declared (%.1f s expected): an"
-                    " overrun, in which later ticks may have been skipped",
+                    "The run of %r took %.1f s, but %.1f s were declared (%.1f s expected). Later"
+                    " ticks may have been skipped during this overrun",
                     key,
                     took,
                     allowed,
@@ -229,17 +227,19 @@ def scheduled(
     if own := _OWN & options.keys():
         names = ", ".join(sorted(own))
         raise InvalidArgument(
-            f"A schedule takes no {names}: its ttl is expected + margin, and who does not get the"
-            " key leaves the tick to others at once."
+            f"A schedule does not accept {names}: its ttl is expected + margin, and a node that"
+            " does not get the key skips the tick."
         )
     expects = seconds(expected, "expected")
     spare = expects / 2 if margin is None else seconds(margin, "margin")
     if expects + spare < MIN_TTL:
         raise InvalidArgument(
-            f"expected + margin is at least {MIN_TTL:g} s, not {expects + spare:g}."
+            f"expected + margin must be at least {MIN_TTL:g} s, not {expects + spare:g}."
         )
     if every is not None and scope is RunScope.NODE_LOCAL:
-        raise InvalidArgument("every is for schedules with a lock: each node runs this one itself.")
+        raise InvalidArgument(
+            "every requires a lock, and every node runs this schedule itself. Remove every."
+        )
     schedule = Schedule(
         name=name,
         lock=distlock("?", ttl=expects + spare, wait=0, hold=hold, backend=backend, **options),

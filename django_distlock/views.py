@@ -136,7 +136,7 @@ class LockedViewMixin:
         super().__init_subclass__(**kwargs)
         before = cls.__mro__[: cls.__mro__.index(LockedViewMixin)]
         if any("as_view" in vars(each) for each in before if not issubclass(each, LockedViewMixin)):
-            raise TypeError(f"{cls.__qualname__} has no lock: put LockedViewMixin first.")
+            raise TypeError(f"{cls.__qualname__} would not be locked. Put LockedViewMixin first.")
 
     @classmethod
     def as_view(cls, *args: Any, **initkwargs: Any) -> View:
@@ -147,7 +147,7 @@ class LockedViewMixin:
         """
         if not isinstance(cls.lock_key, str) or not cls.lock_key:
             raise ImproperlyConfigured(
-                f"{cls.__qualname__}.lock_key is a template, not {shown(cls.lock_key)}."
+                f"{cls.__qualname__}.lock_key must be a template, not {shown(cls.lock_key)}."
             )
         locked = _Locked.of(**cls.lock_options).answering_for(cls)
         locked.key = cls._lock_template(KeyTemplate.for_keywords(cls.lock_key))
@@ -161,7 +161,7 @@ class LockedViewMixin:
     def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
         """Answer a request under the lock."""
         if self._locked is None:
-            raise ImproperlyConfigured(f"{type(self).__qualname__} is made by as_view().")
+            raise ImproperlyConfigured(f"{type(self).__qualname__} must be created by as_view().")
         answer = super().dispatch  # type: ignore[misc]
         if self.view_is_async:  # type: ignore[attr-defined]
             return self._locked.arun(answer, request, *args, **kwargs)
@@ -174,8 +174,8 @@ class LockedViewMixin:
                 return template.of(request=request, **kwargs)
             except TypeError as error:
                 raise ImproperlyConfigured(
-                    f"{cls.__qualname__}.lock_key is {cls.lock_key!r}, and the URL does not capture"
-                    f" all of that: {error}."
+                    f"{cls.__qualname__}.lock_key is {cls.lock_key!r}, but the URL does not"
+                    f" capture all of its fields: {error}."
                 ) from error
 
         return key
@@ -310,7 +310,7 @@ class _Locked:
         """
         policy = Policy.of(on_conflict, on_unavailable)
         if status not in (None, 409, 423, 429):
-            raise InvalidArgument(f"status is 409, 423 or 429, not {shown(status)}.")
+            raise InvalidArgument(f"status must be 409, 423 or 429, not {shown(status)}.")
         lock = distlock("?", on_conflict="run" if on_conflict == "run" else "raise", **options)
         if retry_after is not None:
             retry_after = seconds(retry_after, "retry_after")
@@ -433,12 +433,12 @@ class _Every:
 def _require_view(view: object) -> None:
     if not callable(view):
         raise InvalidArgument(
-            f'locked_view is written with a key, @locked_view("…"), above a view, not'
+            'locked_view needs a key, as in @locked_view("…"), and decorates a view, not'
             f" {shown(view)}."
         )
     if inspect.isclass(view):
         raise InvalidArgument(
-            "locked_view decorates functions and methods. A class takes LockedViewMixin as its"
+            "locked_view decorates functions and methods. For a class, use LockedViewMixin as its"
             " first base."
         )
 

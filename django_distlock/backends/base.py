@@ -229,7 +229,7 @@ class BaseLockBackend:
             held = durations.seconds(held, "held", maximum=self.config.max_ttl)
         seconds = _bound(bound)
         if held is not None:
-            self._require("supports_ttl", "keep a key taken until a time: no lease ends by itself")
+            self._require("supports_ttl", "keep a key held until a time: its leases do not expire")
         return self._freed(name, self._release(name, grant, held, bound=seconds))
 
     def read(self, key: str) -> Record | None:
@@ -453,7 +453,7 @@ class BaseLockBackend:
             within = durations.seconds(within, "within", maximum=self.config.max_ttl)
         seconds = _bound(bound)
         if within is not None:
-            self._require("supports_ttl", "end a lease at a time: no lease ends by itself")
+            self._require("supports_ttl", "shorten a lease: its leases do not expire")
         return self._of_each_holder(
             key,
             token,
@@ -612,7 +612,7 @@ class BaseLockBackend:
     def _counter(self, name: str) -> Counter | None:
         if (record := self._read(name)) is None:
             # Who is late must not take it for "nobody came after me".
-            raise self._cannot("tell the last fence of a key that nobody holds")
+            raise self._cannot("read the fence of a key that is not held")
         return Counter(record.fence)
 
     def _counter_beside(self, name: str, using: str) -> Counter | None:
@@ -635,7 +635,7 @@ class BaseLockBackend:
     def _force_release(
         self, name: str, key: str, fence: int | None, *, bound: float
     ) -> Record | Contended | None:
-        raise self._cannot("take a key from its holder")
+        raise self._cannot("force-release a key")
 
     def _request_stop(
         self,
@@ -646,7 +646,7 @@ class BaseLockBackend:
         *,
         bound: float,
     ) -> Record | Contended | None:
-        raise self._cannot("ask a holder to finish")
+        raise self._cannot("request a stop")
 
     def _pause(
         self, name: str, key: str, until: datetime, by: str | None, *, bound: float
@@ -734,7 +734,7 @@ class BaseLockBackend:
         if permits is not None:
             validate_permits(permits)
         if permits != 1:
-            self._require("supports_sharing", "let several hold a key at the same time")
+            self._require("supports_sharing", "let several holders share a key")
         return Attempt(
             *(self._name(key), key, token, self._ttl(ttl), holder or _NOBODY),
             wanted=False,

@@ -315,8 +315,8 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
             for using, kind in ((self.using, vendor), (listen_using, heard)):
                 if kind != "postgresql":
                     raise InvalidLockBackend(
-                        f"DISTLOCK[{self.alias!r}]: listen_using: {using!r} is a {kind} database;"
-                        f" only PostgreSQL wakes those who wait."
+                        f"DISTLOCK[{self.alias!r}]: listen_using: {using!r} is a {kind} database."
+                        " Only PostgreSQL has wake-ups."
                     )
         # psycopg2 hears, too, but only while it is asked something.
         if vendor != "postgresql" or not _has_psycopg3(self.using):

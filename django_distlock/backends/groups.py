@@ -45,8 +45,8 @@ class Guards(_InTransactions):
 
     _capability = "supports_guard"
     _otherwise = (
-        "hold a takeover off for a transaction: write through FencedModel, whose rows refuse stale"
-        " fences"
+        "block a takeover during a transaction: write through FencedModel, whose rows refuse"
+        " stale fences"
     )
 
     def hold(self, grant: Grant, using: str | None = None, *, bound: Duration = MAX_BOUND) -> bool:
@@ -65,8 +65,9 @@ class Guards(_InTransactions):
         using = self.alias(using)
         if grant.shared:
             raise LockUsageError(
-                f"A lease that shares {grant.key!r} guards no transaction: others hold the key as"
-                " well. Take it alone, or lock it with transaction_lock(shared=True).",
+                f"A lease that shares {grant.key!r} cannot guard a transaction, because others"
+                " hold the key as well. Acquire it exclusively, or use"
+                " transaction_lock(shared=True).",
                 key=grant.key,
                 code="unsupported",
             )
@@ -91,8 +92,8 @@ class Transactions(_InTransactions):
 
     _capability = "supports_transactions"
     _otherwise = (
-        "lock a key until a transaction ends: it has no part in the transaction. Take a lease with"
-        " distlock(), around atomic()"
+        "lock a key until a transaction ends: it takes no part in the transaction. Acquire a"
+        " lease with distlock() outside atomic()"
     )
 
     def lock(self, asked: KeysAsked) -> InTheWay | None:

@@ -188,7 +188,7 @@ class Listener:
             watch.decided.ring()
             if self._told:
                 logger.info(
-                    "%s hears wake-ups again", self._name, extra=log_fields("wakeups_heard")
+                    "%s receives wake-ups again", self._name, extra=log_fields("wakeups_heard")
                 )
                 self._told = False
             # Whatever was called out before the subscription went unheard.
@@ -226,7 +226,7 @@ class Listener:
         """Warn once, until wake-ups are heard again."""
         if not self._told:
             logger.warning(
-                "%s cannot hear wake-ups, and waiters ask again and again instead: %s",
+                "%s cannot receive wake-ups, and its waiters use polling instead: %s",
                 self._name,
                 error,
                 extra=log_fields("wakeups_lost", error=error),

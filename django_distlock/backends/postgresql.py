@@ -82,17 +82,15 @@ class NotifyLine:
 
     def _subscribe(self, salt: str, where: str) -> str:
         """Listen; return what names are hashed with."""
-        remedy = (
-            "Name an alias in OPTIONS['listen_using'] that goes to the primary server directly."
-        )
+        remedy = "Set OPTIONS['listen_using'] to an alias that connects to the primary directly."
         # Before anything else reaches a session that others use.
         row = self._raw.execute("SELECT pg_backend_pid(), pg_is_in_recovery()").fetchone()
         if row is None or row[0] != self._raw.info.backend_pid:
             raise NoWakeUps(
-                f"{where} goes through a connection pooler, which passes no wake-ups on. {remedy}"
+                f"{where} connects through a pooler, which does not forward wake-ups. {remedy}"
             )
         if row[1]:
-            raise NoWakeUps(f"{where} is a standby, which has none. {remedy}")
+            raise NoWakeUps(f"{where} is a standby, which has no wake-ups. {remedy}")
         asked = f"SELECT {channel()}, {word()} FROM {salt} s".encode()  # noqa: S608
         found = self._raw.execute(asked).fetchone()
         if found is None:

@@ -299,11 +299,11 @@ class FenceTable(NoteTable):
             return InvalidArgument("This token already holds another key.", key=key)
         if vendor.is_missing(error):
             return LockError(
-                f"{about} does not know what it was asked for. Are the migrations of"
-                f" django_distlock applied (manage.py migrate --database {self.using})? {error}",
+                f"{about}: lock tables are missing. Run manage.py migrate --database {self.using}."
+                f" {error}",
                 key=key,
             )
         code = vendor.unavailable_code(error)
         if code is not None:
-            return BackendUnavailable(f"{about} did not answer: {error}", key=key, code=code)
+            return BackendUnavailable.of(about, error, code, key)
         return LockError(f"{about} failed: {error}", key=key)

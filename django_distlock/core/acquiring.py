@@ -201,7 +201,7 @@ def _trying(
         # The reply took longer than the lease lives: somebody else may hold the key by now.
         late = BackendUnavailable(
             f"The store took {reply.now - sent_at:.1f} s to grant {outcome.key!r}, for"
-            f" {outcome.ttl:g} s: the lease was over, and is given back.",
+            f" {outcome.ttl:g} s. The lease had already expired and was released.",
             key=outcome.key,
             code="network_timeout",
         )

@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 #: What runs a body behind the call that returned it, and where the lock belongs instead.
 _LATER: Final = {
-    "a coroutine": "Where it is awaited, decorate the coroutine function itself, or use async with"
-    " inside of it; where it is not, run it by async_to_sync.",
+    "a coroutine": "If it is awaited, decorate the coroutine function itself, or use async with"
+    " inside it. If it is not awaited, run it with async_to_sync.",
     "an awaitable": "Decorate a coroutine function that awaits it, or use async with there.",
-    "a generator": "Use a with block inside of it.",
-    "an asynchronous generator": "Use an async with block inside of it.",
+    "a generator": "Use a with block inside it.",
+    "an asynchronous generator": "Use an async with block inside it.",
 }
 
 
@@ -36,8 +36,8 @@ def require_function(function: object, decorator: str) -> None:
     """
     if not inspect.isfunction(function):
         raise InvalidArgument(
-            f"{decorator} decorates a function, not {shown(function)}: it is written with its"
-            " arguments, directly above the function, below what makes a task of it."
+            f"{decorator} decorates a function, not {shown(function)}. Call it with its arguments,"
+            " and place it directly above the function and below the task decorator."
         )
 
 
@@ -55,11 +55,11 @@ def whole(function: Callable[P, T], *, awaits: bool = True) -> Callable[P, T]:
         LockUsageError: It is seen that its body would run later; or it is a class.
     """
     if not callable(function):
-        raise InvalidArgument(f"What is decorated is a function, not {shown(function)}.")
+        raise InvalidArgument(f"Only functions can be decorated, not {shown(function)}.")
     if inspect.isclass(function):
         raise LockUsageError(
-            f"{function.__qualname__} is a class, and decorated it would be one no more: decorate"
-            " its methods, or a function that makes its objects.",
+            f"{function.__qualname__} is a class and cannot be decorated. Decorate its methods, or"
+            " a function that creates its instances.",
             code="unsupported",
         )
     # By a name: a type checker would narrow the function to what it is asked for.
@@ -134,7 +134,7 @@ def _over(function: object, result: Any) -> Any:
 
 def _refuse(function: object, what: str) -> NoReturn:
     raise LockUsageError(
-        f"{_name(function)} returns {what}: its body would run when the call is over and the lock"
-        f" released. {_LATER[what]}",
+        f"{_name(function)} returns {what}: its body would run after the call has returned and the"
+        f" lock was released. {_LATER[what]}",
         code="unsupported",
     )

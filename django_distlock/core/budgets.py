@@ -25,7 +25,7 @@ class Over(Exception):
     """The call has no time left."""
 
     def __str__(self) -> str:
-        return "The time of the call is over."
+        return "The time limit of the call has passed."
 
 
 _end: ContextVar[float] = ContextVar("distlock_end", default=math.inf)

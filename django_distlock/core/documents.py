@@ -34,7 +34,7 @@ def plain(value: Any) -> Any:
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Secret):
-        raise TypeError(f"A {type(value).__name__.lower()} goes into no document.")
+        raise TypeError(f"A {type(value).__name__.lower()} cannot be part of a document.")
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, Mapping):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from .secrets import without_credentials
 
@@ -19,6 +19,10 @@ def shown(value: object) -> str:
     except Exception:  # noqa: BLE001 - whatever a repr raises, such as that of a huge int
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+#: What a store did that has answered, by the code of the error.
+_DID: Final = {"auth_failed": "denied access", "rate_limited": "has reached a limit"}
 
 
 class LockError(Exception):
@@ -116,12 +120,30 @@ class FenceRejected(LockError):
 
 
 class BackendUnavailable(LockError):
-    """The store did not answer: nothing is known about the key.
+    """The store did not answer, or denied access: nothing is known about the key.
 
     `code` is `"service_unavailable"`, `"network_timeout"`, `"auth_failed"` or `"rate_limited"`.
     """
 
     code = "service_unavailable"
+
+    @classmethod
+    def of(cls, store: str, error: object, code: str, key: str | None = None) -> BackendUnavailable:
+        """Return the error of a store that could not be used, and say what the store did.
+
+        Args:
+            store: What the message begins with.
+            error: What the driver said.
+        """
+        # PostgreSQL's drivers have no code for a connection that was never made, only this text.
+        refused = "failed: FATAL:" in str(error)
+        did = _DID.get(code, "refused the connection" if refused else "did not answer")
+        return cls(f"{store} {did}: {error}", key=key, code=code)
+
+    @property
+    def is_denied(self) -> bool:
+        """Whether the store answered, and denied access: the settings are wrong."""
+        return self.code == "auth_failed"
 
 
 class InvalidArgument(LockError, ValueError):

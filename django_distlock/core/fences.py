@@ -48,7 +48,7 @@ def check_fence(key: str, fence: int) -> None:
         LockError: `fence` is above the maximum.
     """
     if fence > FENCE_MAX:
-        raise LockError(f"The key {key!r} has used up its fences ({FENCE_MAX}).", key=key)
+        raise LockError(f"The key {key!r} has used all its fences ({FENCE_MAX}).", key=key)
     if fence > FENCE_WARNING:
         extra = log_fields("fences_run_out", key=key, fence=fence)
         logger.warning("The fence of %r is %d; %d is the last.", key, fence, FENCE_MAX, extra=extra)
@@ -64,5 +64,7 @@ def validate_fence(value: object, *, least: int = 1) -> int:
         InvalidArgument: It is no int from the least to the maximum.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= FENCE_MAX:
-        raise InvalidArgument(f"A fence is an int from {least} to {FENCE_MAX}, not {shown(value)}.")
+        raise InvalidArgument(
+            f"A fence must be an int from {least} to {FENCE_MAX}, not {shown(value)}."
+        )
     return value

@@ -53,8 +53,8 @@ class Holder:
                 continue
             if not is_plain_text(value) or len(value) > MAX_TEXT:
                 raise InvalidArgument(
-                    f"A holder's {name} is a str of at most {MAX_TEXT} characters without NUL and"
-                    f" surrogates, not {shown(value)}."
+                    f"A holder's {name} must be a str of at most {MAX_TEXT} characters without NUL"
+                    f" and surrogates, not {shown(value)}."
                 )
 
     @property
@@ -97,7 +97,7 @@ class Holder:
         """
         found = cls(**{name: value for name, value in data.items() if name in _NAMES})
         if not isinstance(found.metadata, Mapping) or not isinstance(found.pid, int):
-            raise InvalidArgument(f"A holder has a pid and metadata, not {shown(data)}.")
+            raise InvalidArgument(f"A holder must have a pid and metadata, not {shown(data)}.")
         return found
 
 
@@ -126,7 +126,7 @@ def validate_metadata(metadata: object) -> dict[str, Any]:
     size = len(json.dumps(copy, ensure_ascii=False).encode())
     if size > MAX_METADATA_BYTES:
         raise InvalidArgument(
-            f"metadata takes at most {MAX_METADATA_BYTES} bytes of JSON; this takes {size}."
+            f"metadata can have at most {MAX_METADATA_BYTES} bytes of JSON, not {size}."
         )
     return copy
 

@@ -120,7 +120,7 @@ def normalize_key(key: object) -> str:
 def _digits(number: int) -> str:
     # Python refuses to write down much longer ones.
     if abs(number) >= 10 ** (MAX_KEY_BYTES - 1):
-        raise IllegalKey(f"A key has at most {MAX_KEY_BYTES} bytes, and this int more digits.")
+        raise IllegalKey(f"A key has at most {MAX_KEY_BYTES} bytes, and this int has more digits.")
     return int.__repr__(number)
 
 
@@ -301,7 +301,7 @@ def validate_token(token: object) -> Token:
         InvalidArgument: It has not. The message does not repeat it: it may be a secret.
     """
     if not isinstance(token, str) or not _TOKEN.fullmatch(token):
-        raise InvalidArgument("A token is 22 characters of A-Z, a-z, 0-9, '-' and '_'.")
+        raise InvalidArgument("A token must be 22 characters of A-Z, a-z, 0-9, '-' and '_'.")
     return Token(token)
 
 
@@ -438,8 +438,8 @@ def _parse(template: str) -> tuple[tuple[str, str | None, str], ...]:
     for literal, name, spec, conversion in parsed:
         if conversion:
             raise InvalidArgument(
-                f"The key template {template!r} has the conversion !{conversion}; use the value"
-                " itself or an attribute of it."
+                f"The key template {template!r} has the conversion !{conversion}. Use the value"
+                " itself or one of its attributes."
             )
         before += literal
         # Formatter.parse() splits a literal at doubled braces: such a piece has no field of its

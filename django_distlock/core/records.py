@@ -443,7 +443,7 @@ class Unreadable:
     @classmethod
     def of(cls, key: str, error: Exception) -> Unreadable:
         """Say of which key it is, and what is wrong."""
-        text = f"The record of {key!r} cannot be read, somebody has written to it: {error!r}."
+        text = f"The record of {key!r} cannot be read. Another program has changed it: {error!r}."
         return cls(key, LockError(text, key=key))
 
 

@@ -30,8 +30,8 @@ class Secret(str):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"A {type(self).__name__.lower()} cannot be pickled: it would be read there. A lease"
-            " goes to another process by its dump()."
+            f"A {type(self).__name__.lower()} cannot be pickled, because the pickle would expose"
+            " it. Use dump() to hand a lease to another process."
         )
 
 

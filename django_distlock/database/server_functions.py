@@ -224,7 +224,7 @@ def acquired(
         return attempt.grant(fence, from_microseconds(acquired_at), _instant(expires_at))
     if outcome == "overflow":
         key = attempt.key
-        raise LockError(f"The key {key!r} has used up its fences ({FENCE_MAX}).", key=key)
+        raise LockError(f"The key {key!r} has used all its fences ({FENCE_MAX}).", key=key)
     return contended(outcome, now, fence, acquired_at, expires_at, free_at, told=told)
 
 

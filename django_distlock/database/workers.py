@@ -96,7 +96,7 @@ class Worker:
                 else:
                     work()
             except Exception:
-                logger.exception("What was put off failed", extra=log_fields("telling_failed"))
+                logger.exception("A deferred operation failed", extra=log_fields("telling_failed"))
             finally:
                 # What a signal's receiver opened here, no end of a request would ever close.
                 connections.close_all()

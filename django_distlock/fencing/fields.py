@@ -55,7 +55,9 @@ class FenceField(models.PositiveBigIntegerField):  # type: ignore[type-arg]
         kwargs.setdefault("editable", False)
         super().__init__(*args, **kwargs)
         if self.null:
-            raise ValueError("A fence is never null: SQLite refuses stale writes by that.")
+            raise ValueError(
+                "A fence cannot be null: SQLite needs the constraint to refuse stale writes."
+            )
 
     def pre_save(self, model_instance: models.Model, add: bool) -> Any:
         """Return the lease's fence; without one, what an insert brings and an update finds."""

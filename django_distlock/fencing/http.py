@@ -90,18 +90,18 @@ def read_fence_header(text: str) -> Fence:
     form = _FORM.fullmatch(text)
     if form is None:
         raise InvalidArgument(
-            f"{HEADER} is key;fence;signature, with the key percent-encoded, not {shown(text)}."
+            f"{HEADER} must be key;fence;signature with a percent-encoded key, not {shown(text)}."
         )
     if not any(_is_signed(text, audience) for audience in fence_audiences()):
         raise BadFence(
-            f"{HEADER} carries a signature that is not ours. Do both services have the same"
-            f" DISTLOCK_FENCE_SECRET, and is the audience that it was made for in our"
-            f" DISTLOCK_FENCE_AUDIENCE?"
+            f"{HEADER} has an invalid signature. Check that both services have the same"
+            " DISTLOCK_FENCE_SECRET, and that its audience is in this service's"
+            " DISTLOCK_FENCE_AUDIENCE."
         )
     try:
         return Fence(unquote(form[1], errors="strict"), int(form[2]))
     except UnicodeDecodeError:
-        raise InvalidArgument(f"{HEADER} carries a key that is not UTF-8.") from None
+        raise InvalidArgument(f"{HEADER} has a key that is not UTF-8.") from None
 
 
 class FenceMiddleware:
@@ -168,7 +168,9 @@ def fence_required(view: View | None = None, *, key: str | Callable[..., str] | 
         LockUsageError: When called: the project has no `FenceMiddleware`.
     """
     if key is not None and not (isinstance(key, str) or callable(key)):
-        raise InvalidArgument(f"key is a template or what returns one, not {shown(key)}.")
+        raise InvalidArgument(
+            f"key must be a template or a function that returns one, not {shown(key)}."
+        )
 
     def decorate(view: View) -> View:
         made = KeyTemplate.for_function(key, view).of if isinstance(key, str) else key
@@ -235,7 +237,7 @@ def _unmet(
     """Return why a view is not called; None: it is."""
     if not hasattr(request, "fence"):
         raise LockUsageError(
-            "fence_required needs django_distlock.fencing.http.FenceMiddleware in MIDDLEWARE."
+            "fence_required requires django_distlock.fencing.http.FenceMiddleware in MIDDLEWARE."
         )
     if request.fence is None:
         return _answer(428, "fence_missing", detail=f"Send the header {HEADER}.")

@@ -197,8 +197,8 @@ class FencedModel(models.Model):
             reject(lease, label(self), self.fence, model=self._meta.label, pk=self.pk)
         if self.fence < lease.fence:
             raise LockUsageError(
-                f"The transaction on {using!r} reads {label(self)} as it was before its last write:"
-                f" begin it behind the lock, or use READ COMMITTED.",
+                f"The transaction on {using!r} reads {label(self)} as it was before its last"
+                " write. Begin it after the lock was acquired, or use READ COMMITTED.",
                 key=lease.key,
             )
         self._fenced_by = lease
@@ -224,7 +224,7 @@ class FencedModel(models.Model):
         rows = self._row(using)
         with refusals(by, lambda: rows):
             if not rows.update(**{FENCE: Mark(by, type(self), self.key_fields(by))}):
-                raise type(self).DoesNotExist(f"{self._meta.label} {self.pk} is gone.")
+                raise type(self).DoesNotExist(f"{self._meta.label} {self.pk} no longer exists.")
 
     def _is_from(self, using: str) -> bool:
         return not self._state.adding and self._state.db == using and self.pk is not None

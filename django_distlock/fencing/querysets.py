@@ -154,7 +154,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
         if theirs != self._by:
             by = cast("Fenced", theirs if self._by is None else self._by)
             raise LockUsageError(
-                "Querysets under different leases cannot be combined: put fenced() behind.",
+                "Querysets under different leases cannot be combined. Call fenced() last.",
                 key=by.key,
             )
         return other
@@ -283,7 +283,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
 
     def _not_set(self) -> LockUsageError:
         return LockUsageError(
-            f"The fence of {self.model.__name__} is raised by fenced(lease), and not set."
+            f"The fence of {self.model.__name__} is raised by fenced(lease) and cannot be set."
         )
 
     def _plain(self) -> FencedQuerySet[M]:
@@ -318,8 +318,8 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
         by = cast("Fenced", self._by)
         if self.query.combinator:
             raise LockUsageError(
-                f"A {self.query.combinator}() cannot be read under a lease: put fenced() first, and"
-                f" one condition behind it.",
+                f"A {self.query.combinator}() cannot be read under a lease. Call fenced() first,"
+                " then filter with one condition.",
                 key=by.key,
             )
         rows = self._plain()
@@ -358,7 +358,7 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
             value = read()
             if not self._mark():
                 return value
-        raise LockError("Rows are added faster than they can be marked.", key=self._by.key)
+        raise LockError("Rows are added faster than they can be fenced.", key=self._by.key)
 
     def _write_alias(self) -> str:
         self._for_write = True
@@ -371,7 +371,7 @@ def _read_under(row: models.Model) -> Fenced | None:
 
 def _no_values(by: Fenced) -> LockUsageError:
     return LockUsageError(
-        "A fenced read gives instances, whose fences can be checked, and no values().", key=by.key
+        "A fenced read returns instances and does not support values().", key=by.key
     )
 
 

@@ -110,7 +110,7 @@ class FencedValue:
         self, operation: str, by: Fenced, value: bytes | str = b"", ttl: Duration | None = None
     ) -> tuple[Any, ...]:
         if not isinstance(value, bytes | str):
-            raise InvalidArgument(f"A value is bytes or text, not {shown(value)}.")
+            raise InvalidArgument(f"A value must be bytes or str, not {shown(value)}.")
         milliseconds = "" if ttl is None else str(_milliseconds(ttl))
         return (1, self.name, operation, str(require_fence(by)), value, milliseconds)
 

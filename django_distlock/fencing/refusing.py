@@ -68,8 +68,8 @@ def refuse_without_lease(model: type[models.Model], what: str) -> None:
     """
     if getattr(model, "fence_required", False):
         raise LockUsageError(
-            f"{model.__name__} is written under a lease only (fence_required), and {what} has none:"
-            f" use objects.fenced(lease) or save(lease=lease)."
+            f"{model.__name__} can only be written under a lease (fence_required), and {what} has"
+            " none. Use objects.fenced(lease) or save(lease=lease)."
         )
 
 

@@ -56,16 +56,16 @@ def require_fence(by: Fenced) -> int:
     fence = getattr(by, "fence", None)
     if not isinstance(fence, int) or fence < 1:
         raise LockUsageError(
-            f"Nothing can be fenced by {by!r}: it has no fence. Only a lease that was granted has"
-            f" one; ask lease.held first where a block may run without.",
+            f"Nothing can be fenced by {by!r}: it has no fence. Only a granted lease has one."
+            " Check lease.held first if a block may run without the lock.",
             key=getattr(by, "key", None),
         )
     if isinstance(by, Lease):
         by._holding.require_process()
         if by.shared:
             raise LockUsageError(
-                f"Nothing can be fenced by {by!r}: it shares the key, and a fence would refuse"
-                " those who were granted it before, and hold it still. Take it alone to write.",
+                f"Nothing can be fenced by {by!r}: it shares the key, and its fence would refuse"
+                " earlier holders that still share it. Acquire the key exclusively to write.",
                 key=by.key,
                 code="unsupported",
             )
@@ -88,8 +88,8 @@ def reject(
     """
     theirs = "a higher fence" if current is None else f"fence {current}"
     error = FenceRejected(
-        f"{row} has {theirs}, and refuses fence {by.fence} of {by.key!r}: somebody else was granted"
-        f" the key since.",
+        f"{row} has {theirs}, and refuses fence {by.fence} of {by.key!r}: the key was granted to"
+        " another holder since.",
         key=by.key,
         row=row,
         current=current,

@@ -165,12 +165,14 @@ def _require_near(key: str, fence: int, mark: int) -> None:
     if fence <= highest:
         return
     message = (
-        f"The fence {fence} of {key!r} is too far above {mark}, the highest one seen: with {rule},"
-        f" up to {highest} is believed."
+        f"The fence {fence} of {key!r} is too far above {mark}, the highest fence seen. With"
+        f" {rule}, up to {highest} is accepted."
     )
     extra = log_fields("fence_jump", key=key, fence=fence)
     logger.warning(
-        "%s If it is right, let it pass by manage.py distlock_fence seen.", message, extra=extra
+        "%s If the fence is correct, accept it with manage.py distlock_fence seen.",
+        message,
+        extra=extra,
     )
     raise FenceJump(message, key=key)
 
@@ -189,8 +191,8 @@ def _routed() -> str:
     if using != first:
         raise LockUsageError(
             f"The routers of DATABASE_ROUTERS send SeenFence to {using!r} now, and sent it to"
-            f" {first!r} before. A stale fence would pass where a newer one was not seen: let them"
-            f" answer the same for django_distlock in every context."
+            f" {first!r} before. A stale fence would pass where a newer one was not seen. They"
+            " must return the same database for django_distlock in every context."
         )
     return using
 

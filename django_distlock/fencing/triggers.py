@@ -138,8 +138,8 @@ class FenceTrigger(BaseConstraint):
         template = _TEMPLATES.get(connection.vendor)
         if template is None:
             raise NotSupportedError(
-                f"EnforceFence knows no trigger for {connection.display_name}. Leave it out there:"
-                f" fenced writes are refused without it too, only other writes are not."
+                f"EnforceFence does not support {connection.display_name}. Omit it there. Stale"
+                " fenced writes are refused without it, but other writes are not checked."
             )
         if template is _MYSQL and schema_editor.collect_sql:
             template = _MYSQL_PRINTED
@@ -243,8 +243,8 @@ class EnforcedState(ModelState):
             if field is None or column_of(name, field) != trigger.column:
                 raise FieldError(
                     f"The fence {name!r} of {self.app_label}.{self.name} was renamed or removed"
-                    f" under its trigger. Put RelaxFence({self.name!r}, field={name!r}) before that"
-                    f" in the migration, and behind a renaming EnforceFence again."
+                    f" while its trigger exists. Put RelaxFence({self.name!r}, field={name!r})"
+                    " before that in the migration. After a rename, add EnforceFence again."
                 )
         model = super().render(apps)
         model._meta.constraints = [*model._meta.constraints, *self.triggers.values()]

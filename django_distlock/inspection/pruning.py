@@ -194,4 +194,4 @@ def _translated(using: str) -> Iterator[None]:
         code = vendor.unavailable_code(error)
         if code is None:
             raise LockError(f"{about} failed: {error}") from error
-        raise BackendUnavailable(f"{about} did not answer: {error}", code=code) from error
+        raise BackendUnavailable.of(about, error, code) from error

@@ -266,7 +266,7 @@ class Attempts:
         request = self.request
         kept = deferred_release.waiting_release(self._name, request.home)
         if kept is not None and kept is not request.passed:
-            return KeptHere(f"The transaction keeps {request.key!r}.", key=request.key)
+            return KeptHere(f"The transaction has locked {request.key!r}.", key=request.key)
         if self._wait is not None and self._wait.in_vain_for is not None:
             return self._in_vain(self._wait.in_vain_for)
         if request.wait is None:
@@ -422,9 +422,9 @@ class Attempts:
     def _in_vain(self, kept: str) -> LockNotAcquired:
         key = self.request.key
         return LockNotAcquired(
-            f"The key {key!r} was not granted: whoever has it waits for {kept!r}, which is kept"
-            " here until a block or transaction ends. Take the keys in the same order everywhere,"
-            " or outside of atomic().",
+            f"The key {key!r} was not granted: its holder waits for {kept!r}, which this context"
+            " holds until a block or transaction ends. Acquire the keys in the same order"
+            " everywhere, or outside atomic().",
             key=key,
             holder=self._in_the_way,
         )
@@ -433,7 +433,7 @@ class Attempts:
         key, took = self.request.key, self.backend.monotonic() - self._started
         return BackendUnavailable(
             f"The lock store {self.backend.alias!r} could not say within {took:.1f} s whether"
-            f" {key!r} is free: a transaction is in the way, such as one that has a table locked.",
+            f" {key!r} is free. A transaction blocks it, for example by a table lock.",
             key=key,
             code="network_timeout",
         )
@@ -441,7 +441,7 @@ class Attempts:
     def _too_slow(self, cause: BackendUnavailable) -> BackendUnavailable:
         key, took = self.request.key, self.backend.monotonic() - self._started
         error = BackendUnavailable(
-            f"The lock store {self.backend.alias!r} answers too slowly: it did not say within"
+            f"The lock store {self.backend.alias!r} answers too slowly. It did not report within"
             f" {took:.1f} s whether {key!r} is free.",
             key=key,
             code="network_timeout",
@@ -474,7 +474,7 @@ class Attempts:
         who = f"{previous.process or 'a process'} (pid {previous.pid}) on {previous.host}"
         alias, fence = self.backend.alias, grant.fence
         logger.warning(
-            "%r was taken over from %s, which is gone",
+            "%r was taken over from %s, whose process has ended",
             grant.key,
             who,
             extra=log_fields(
@@ -489,7 +489,7 @@ class Attempts:
             fence=grant.fence,
             holder=self.request.holder,
             previous=previous,
-            cause="its holder is gone",
+            cause="its holder has died",
         )
 
     def _tell_refusal(self, error: BaseException, holder: Holder | None) -> None:
@@ -527,7 +527,7 @@ def _release_unheard(backend: BaseLockBackend, grant: Grant) -> None:
         backend.release(grant)
     except BackendUnavailable:
         logger.debug(
-            "%r may stay taken for its ttl: the store is away",
+            "%r may stay held for its ttl: the store is unavailable",
             grant.key,
             extra=log_fields("release_failed", backend=backend.alias, key=grant.key),
         )
@@ -535,9 +535,9 @@ def _release_unheard(backend: BaseLockBackend, grant: Grant) -> None:
 
 def _endless(key: str, kept: str) -> LockUsageError:
     return LockUsageError(
-        f"Waiting for {key!r} without an end is refused: this transaction keeps {kept!r} until it"
-        f" ends, and whoever has {key!r} may wait for that. Give a wait, or take the locks outside"
-        " of atomic().",
+        f"Waiting for {key!r} without a limit is refused: this transaction holds {kept!r} until it"
+        f" ends, and the holder of {key!r} may be waiting for it. Set wait, or acquire the locks"
+        " outside atomic().",
         key=key,
         code="unsupported",
     )
@@ -558,8 +558,8 @@ def refusal(key: str, wait: float | None, outcome: Contended, took: float = 0.0)
         held_for = outcome.held_for or 0.0
         why = f"{holder.who} has held it for {held_for:.1f} s"
     else:
-        why = "a transaction keeps it" if outcome.guarded else "it is held"
-    slowly = f" The store answers slowly: this took it {took:.1f} s." if took >= SLOW else ""
+        why = "a transaction has locked it" if outcome.guarded else "it is held"
+    slowly = f" The store answers slowly: this took {took:.1f} s." if took >= SLOW else ""
     return LockNotAcquired(
         f"The key {key!r} was not granted {waited}: {why}.{slowly}",
         key=key,

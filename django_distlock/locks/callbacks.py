@@ -145,8 +145,8 @@ def before_end(before: Duration | None, ttl: float | None, key: str) -> float:
     before = seconds(before, "before")
     if ttl is not None and before >= ttl:
         raise InvalidArgument(
-            f"before ({before:g} s) must be below the ttl ({ttl:g} s), or it would be called with"
-            " every renewal.",
+            f"before ({before:g} s) must be below the ttl ({ttl:g} s). Otherwise it would be"
+            " called at every renewal.",
             key=key,
         )
     return before
@@ -188,6 +188,6 @@ def _call(callback: Callback, lease: Any) -> None:
 def _validate(callback: object) -> None:
     if not callable(callback) or inspect.iscoroutinefunction(callback):
         raise InvalidArgument(
-            f"A callback is a function that takes the lease and is not awaited, not"
+            "A callback must be a synchronous function that takes the lease, not"
             f" {shown(callback)}."
         )

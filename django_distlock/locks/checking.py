@@ -30,7 +30,7 @@ def check(lock: Lock) -> None:
         InvalidArgument: It does.
     """
     if normalize_key(lock.key) != lock.key:
-        raise InvalidArgument("The key of a Lock is in NFC; distlock() takes any spelling.")
+        raise InvalidArgument("The key of a Lock must be in NFC. distlock() accepts any spelling.")
     if not isinstance(lock.backend, str):
         raise InvalidArgument(f"backend must be an alias in DISTLOCK, not {shown(lock.backend)}.")
     if lock.retry is not None and not isinstance(lock.retry, Retry):
@@ -44,9 +44,7 @@ def check_lifetime(lock: Lock, ttl: float | None) -> None:
     """Refuse a `max_lifetime` below the ttl: nothing cuts that short."""
     lifetime = seconds(lock.max_lifetime, "max_lifetime", minimum=MIN_TTL)
     if ttl is not None and lifetime < ttl:
-        raise InvalidArgument(
-            f"max_lifetime ({lifetime:g} s) is below the ttl ({ttl:g} s), which nothing cuts short."
-        )
+        raise InvalidArgument(f"max_lifetime ({lifetime:g} s) is below the ttl ({ttl:g} s).")
 
 
 def template(lock: Lock) -> str:
@@ -57,8 +55,8 @@ def template(lock: Lock) -> str:
     """
     if lock.on_conflict == "yield":
         raise LockUsageError(
-            f'on_conflict="yield" leaves it to a block whether it works without {lock.key!r}: a'
-            ' function would. Use "raise", "run", or a block inside of it.',
+            f'on_conflict="yield" lets a block decide whether it runs without {lock.key!r}, and a'
+            ' function cannot. Use "raise", "run", or a block inside the function.',
             key=lock.key,
             code="unsupported",
         )
@@ -108,23 +106,27 @@ def _check_times(lock: Lock) -> None:
 def _check_modes(lock: Lock) -> None:
     for name in ("heartbeat", "hold", "reentrant", "shared", "steal_if_dead", "basic"):
         if not isinstance(getattr(lock, name), bool):
-            raise InvalidArgument(f"{name} is True or False, not {shown(getattr(lock, name))}.")
+            raise InvalidArgument(
+                f"{name} must be True or False, not {shown(getattr(lock, name))}."
+            )
     if lock.on_conflict not in ("raise", "run", "yield"):
         raise InvalidArgument(
-            f'on_conflict is "raise", "run" or "yield", not {shown(lock.on_conflict)}.'
+            f'on_conflict must be "raise", "run" or "yield", not {shown(lock.on_conflict)}.'
         )
     if not callable(lock.permits):
         validate_permits(lock.permits)
     if lock.shared and lock.permits != 1:
-        raise InvalidArgument("shared is for any number of holders: leave permits out.")
+        raise InvalidArgument("shared allows any number of holders. Remove permits.")
     if lock.steal_if_dead and (lock.shared or lock.permits != 1):
         raise InvalidArgument(
-            "steal_if_dead takes a key over that one holder has: with shared or permits there are"
-            " several, and the lease of one that is gone ends with its ttl."
+            "steal_if_dead takes a key over from a single holder. It cannot be combined with"
+            " shared or permits, where the lease of a dead holder expires after its ttl."
         )
     if lock.max_lifetime is not None and (lock.basic or not lock.heartbeat):
-        raise InvalidArgument("max_lifetime is an end to renewals, and this lock has none.")
+        raise InvalidArgument(
+            "max_lifetime limits renewals, and this lock is not renewed. Remove max_lifetime."
+        )
     if lock.hold and lock.min_hold:
-        raise InvalidArgument("hold keeps the key for all of the ttl: leave min_hold out.")
+        raise InvalidArgument("hold keeps the key for the full ttl. Remove min_hold.")
     if lock.hold and lock.basic and lock.ttl is None:
-        raise InvalidArgument("hold keeps the key for the ttl: give a basic lock one.")
+        raise InvalidArgument("hold keeps the key for the ttl. Set a ttl for a basic lock.")

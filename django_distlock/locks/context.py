@@ -106,8 +106,8 @@ def unbind(owner: object, block: Block | None = None) -> tuple[Block | None, Loc
         entered = [each for each in list(blocks.every) if each.owner is owner]
         every = [each for each in entered if each.lease is not None]
     return every[0] if len(every) == 1 else None, LockUsageError(
-        "This block was entered in another thread or task. Enter and leave it in one, or use"
-        " acquire() and release().",
+        "This block was entered in another thread or task. Enter and leave it in the same one, or"
+        " use acquire() and release().",
         code="foreign_context",
     )
 

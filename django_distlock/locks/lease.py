@@ -289,7 +289,8 @@ class Lease:
         """
         if not hasattr(instance, "raise_fence"):
             raise LockUsageError(
-                f"A {type(instance).__name__} cannot be fenced: it is no FencedModel.", key=self.key
+                f"A {type(instance).__name__} cannot be fenced: it is not a FencedModel.",
+                key=self.key,
             )
         instance.raise_fence(self)
         return instance
@@ -312,9 +313,9 @@ class Lease:
         """
         if deferred_release.open_transactions():
             raise LockUsageError(
-                f"The lease on {self.key!r} cannot be given away inside a transaction: another"
-                " process would work under it before the data is committed. Call dump() behind"
-                " atomic(), or in a function that is given to transaction.on_commit().",
+                f"The lease on {self.key!r} cannot be handed over inside a transaction: another"
+                " process would use it before the data is committed. Call dump() after atomic(),"
+                " or in a function passed to transaction.on_commit().",
                 key=self.key,
                 code="unsupported",
             )

@@ -141,9 +141,8 @@ class Lock:
     def __bool__(self) -> NoReturn:
         """Raise: a description is neither true nor false."""
         raise LockUsageError(
-            f"The lock on {self.key!r} is a description, and neither true nor false: the lease that"
-            ' "with lock as lease" gives is true while it is held, and lock.locked() asks whether'
-            " anybody holds the key.",
+            f'The lock on {self.key!r} is only a description and has no truth value. Use "with'
+            ' lock as lease" and test the lease, or call lock.locked().',
             key=self.key,
             code="unsupported",
         )
@@ -255,12 +254,12 @@ class Lock:
         hold = (ttl or 0.0) if self.hold else self.min_hold
         if hold > store.config.max_ttl:
             raise InvalidArgument(
-                f"min_hold is at most MAX_TTL ({store.config.max_ttl:g} s), not {hold:g}."
+                f"min_hold must be at most MAX_TTL ({store.config.max_ttl:g} s), not {hold:g}."
             )
         if hold and not store.supports_ttl:
             raise LockUsageError(
-                f"The lock backend {self.backend!r} ({type(store).__name__}) cannot keep a key"
-                " taken behind its holder: no lease of it ends by itself.",
+                f"The lock backend {self.backend!r} ({type(store).__name__}) does not support hold"
+                " or min_hold: its leases do not expire.",
                 key=self.key,
                 code="unsupported",
             )

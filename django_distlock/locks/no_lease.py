@@ -174,11 +174,11 @@ class NoLease(Lease):
 
     def dump(self) -> NoReturn:
         """Raise: there is nothing to give away."""
-        self._refuse("can be given away")
+        self._refuse("can be handed over")
 
     def _refuse(self, what: str) -> NoReturn:
         raise LockUsageError(
             f'No lease on {self.key!r} {what}: on_conflict="{self._on_conflict}" lets this block'
-            " run without the lock. Ask lease.held first.",
+            " run without the lock. Check lease.held first.",
             key=self.key,
         )

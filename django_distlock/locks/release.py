@@ -123,8 +123,8 @@ class Release:
         elif self._left:
             # In a task or a thread of its own: from then on it worked without the lock.
             raise LockLost(
-                f"The lease on {holding.key!r} (fence {holding.fence}) was given up by the block"
-                " around this one, which ended first.",
+                f"The lease on {holding.key!r} (fence {holding.fence}) was released by the outer"
+                " block, which ended first.",
                 key=holding.key,
             )
 
@@ -186,7 +186,7 @@ class Release:
             has_turn = holding.mutex.acquire(timeout=LEFT_PATIENCE if self._is_left else in_time)
             if not (has_turn or self._is_left):
                 raise BackendUnavailable(
-                    f"{holding.key!r} cannot be released: an extend of it has no answer.",
+                    f"{holding.key!r} cannot be released: an extend of it has not been answered.",
                     key=holding.key,
                 )
             try:
@@ -206,7 +206,7 @@ class Release:
             return UNKNOWN
         if answer is UNKNOWN:
             logger.warning(
-                "%r stays taken while a transaction holds its record",
+                "%r stays held while a transaction has locked its record",
                 holding.key,
                 extra=holding.log_fields("release_failed"),
             )
@@ -277,7 +277,7 @@ class Release:
             # Nobody has it any more: kept alive, it would never end.
             self.holding.end_keeping()
             logger.warning(
-                "%r could not be released and stays taken for its ttl: %s",
+                "%r could not be released and stays held for its ttl: %s",
                 self.holding.key,
                 error,
                 extra=self.holding.log_fields("release_failed", error),

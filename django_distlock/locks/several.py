@@ -59,7 +59,9 @@ def distlock_all(
     if not keys:
         raise InvalidArgument("distlock_all() needs at least one key.")
     if left_out := {"on_conflict", "reentrant"} & how.keys():
-        raise InvalidArgument(f"distlock_all() takes no {' and no '.join(sorted(left_out))}.")
+        raise InvalidArgument(
+            f"distlock_all() does not accept {' and no '.join(sorted(left_out))}."
+        )
     return LockSet([distlock(key, wait=wait, backend=backend, **how) for key in keys])
 
 
@@ -245,7 +247,7 @@ class LockSet:
         """Return a block, which nobody else can make until it has ended."""
         if not self._claim.acquire(blocking=False):
             raise LockUsageError(
-                f"{self!r} is in use: make one by distlock_all() for each block.",
+                f"{self!r} is already in use. Call distlock_all() for each block.",
                 code="unsupported",
             )
         return make()
@@ -257,6 +259,6 @@ def _require_all(taken: list[Lease]) -> None:
     if ended is not None:
         raise LockNotAcquired(
             f"Not all keys were granted: the lease of {ended.key!r} ended while {taken[-1].key!r}"
-            " was waited for. Give a ttl that is longer than the wait.",
+            " was waited for. Set a ttl that is longer than the wait.",
             key=ended.key,
         )

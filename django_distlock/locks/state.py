@@ -36,8 +36,8 @@ from .callbacks import Losses, apart, warn
 logger = logging.getLogger("django_distlock")
 
 OVER = "its deadline has passed"
-OVER_AT_LAST = "its max_lifetime is over"
-GONE = "the store does not know it any more"
+OVER_AT_LAST = "its max_lifetime has passed"
+GONE = "the store no longer has it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +179,7 @@ class Holding:
         if self.pid != os.getpid():
             raise LockUsageError(
                 f"The lease on {self.key!r} belongs to process {self.pid}, not to this fork of it."
-                " Take the lock in the process that does the work.",
+                " Acquire the lock in the process that does the work.",
                 key=self.key,
                 code="foreign_context",
             )
@@ -193,8 +193,8 @@ class Holding:
             self.lose(self.why_over())
         if self.given_up:
             raise LockUsageError(
-                f"The lease on {self.key!r} was given up, by a release without an answer that the"
-                " store may still hear. Call release() again, and take the lock anew.",
+                f"The lease on {self.key!r} was given up by a release that was not answered and"
+                " may still arrive. Call release() again, then acquire the lock again.",
                 key=self.key,
             )
 
@@ -285,8 +285,8 @@ class Holding:
             cause = answer if isinstance(answer, Exception) else None
             if cause is None and not isinstance(answer, Grant):
                 cause = BackendUnavailable(
-                    f"{self.key!r} could not be renewed in time: a transaction is in the way in the"
-                    " store, or a part of it did not answer.",
+                    f"{self.key!r} could not be renewed in time: a transaction in the store blocks"
+                    " it, or part of the store did not answer.",
                     key=self.key,
                     code="network_timeout",
                 )

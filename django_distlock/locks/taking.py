@@ -187,8 +187,8 @@ def _enter_again(lock: Lock, block: Block) -> Lease | None:
         return None
     if not lock.reentrant:
         raise LockUsageError(
-            f"A block around this one holds {lock.key!r}: waiting for it would never end."
-            " Use reentrant=True to enter it again, or current_lease() to work under it.",
+            f"An outer block holds {lock.key!r}, so this would wait forever. Use reentrant=True to"
+            " enter it again, or current_lease() to use its lease.",
             key=lock.key,
             code="reentrant",
         )
@@ -267,16 +267,16 @@ def _begin(lock: Lock, store: BaseLockBackend, home: int) -> Terms:
         if keeps(connection, lock.backend, lock.key):
             raise LockUsageError(
                 f"The transaction on {connection.alias!r} has locked {lock.key!r} by"
-                " transaction_lock() until it ends: a lease of it would wait for that. Take the"
-                " lease around atomic(), or work under the lock of the transaction.",
+                " transaction_lock() until it ends, and a lease would wait for that. Acquire the"
+                " lease outside atomic(), or rely on the transaction lock.",
                 key=lock.key,
                 code="self_blocked",
             )
         if deferred_release.reads_a_snapshot(connection):
             warnings.warn(
                 f"The transaction on {connection.alias!r} reads from a snapshot that may be older"
-                " than the lock taken inside of it: what the holder before wrote may not be seen."
-                " Take the lock outside of atomic(), or use READ COMMITTED.",
+                " than the lock, and may not see what the previous holder wrote. Acquire the lock"
+                " outside atomic(), or use READ COMMITTED.",
                 RuntimeWarning,
                 stacklevel=callers_level(),
             )
@@ -315,9 +315,9 @@ def _is_upgrade(request: Request) -> bool:
 
 def _upgrade(key: str) -> LockUsageError:
     return LockUsageError(
-        f"{key!r} is shared by a block or transaction around this one, and cannot be held alone"
-        " inside of it: two who both share it and wait to be alone would wait for each other. Take"
-        " it alone from the start, and share it behind that by lease.downgrade().",
+        f"{key!r} is shared by an outer block or transaction and cannot be locked exclusively"
+        " inside it: two such holders would wait for each other. Acquire it exclusively from the"
+        " start, and share it later by lease.downgrade().",
         key=key,
         code="reentrant",
     )

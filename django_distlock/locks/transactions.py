@@ -140,7 +140,7 @@ def transaction_locked(
         if inspect.iscoroutinefunction(function):
             raise LockUsageError(
                 f"{function.__qualname__} is a coroutine function, and Django's transactions are"
-                " not asynchronous: decorate the function that it calls by sync_to_async().",
+                " synchronous. Decorate the function that it calls by sync_to_async().",
                 code="unsupported",
             )
         filled = [KeyTemplate.for_function(each, function) for each in templates]
@@ -165,7 +165,7 @@ def _sorted(
     if not isinstance(shared, bool):
         raise InvalidArgument(f"shared must be True or False, not {shown(shared)}.")
     if parent is None and escalate_at is not None:
-        raise InvalidArgument("escalate_at needs a parent: the key that stands for all of them.")
+        raise InvalidArgument("escalate_at requires parent, the key that stands for all keys.")
     if escalate_at is not None and (
         isinstance(escalate_at, bool) or not isinstance(escalate_at, int) or escalate_at < 1
     ):
@@ -259,16 +259,15 @@ def _error(
 ) -> LockNotAcquired | BackendUnavailable:
     if found.deadlock:
         return LockNotAcquired(
-            f"The key {found.key!r} was not locked: the database found a deadlock. Transactions"
-            " that lock several keys lock all of them by one call, or in one order.",
+            f"The key {found.key!r} was not locked: the database found a deadlock. Lock all keys"
+            " in one call, or in the same order everywhere.",
             key=found.key,
             code="deadlock",
         )
     if found.answer.is_unclear:
         return BackendUnavailable(
             f"The lock store {store.alias!r} could not say within {took:.1f} s whether"
-            f" {found.key!r} is free: a transaction is in the way, such as one that has a table"
-            " locked.",
+            f" {found.key!r} is free. A transaction blocks it, for example by a table lock.",
             key=found.key,
             code="network_timeout",
         )
@@ -282,9 +281,9 @@ def _warn_of_order(kept: Kept, before: list[Kept]) -> None:
     if not held or not new or min(new) > (last := max(held)):
         return
     warnings.warn(
-        f"The transaction locks {min(new)!r} at {kept.site} behind {last!r}, which it has locked at"
-        f" {held[last].site}: another one that locks them the other way round deadlocks with it."
-        " Lock all keys by one call, or in their order.",
+        f"The transaction locks {min(new)!r} at {kept.site} behind {last!r}, which it has locked"
+        f" at {held[last].site}. A transaction that locks them in the opposite order would"
+        " deadlock with it. Lock all keys in one call, or in sorted order.",
         RuntimeWarning,
         stacklevel=callers_level(),
     )

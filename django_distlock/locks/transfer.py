@@ -46,7 +46,7 @@ _FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "extend_by": (float, int, NoneType),
     "permits": (int, NoneType),
 }
-_OTHER_VERSION: Final = "The text of this lease is that of another version of django-distlock:"
+_OTHER_VERSION: Final = "The dumped lease is from another version of django-distlock:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def _signed(store: BaseLockBackend, grant: Grant, terms: Terms) -> str:
     if store.distributed and not store.supports_ttl:
         raise LockUsageError(
             f"The lock backend {store.alias!r} ({type(store).__name__}) holds a lease by a"
-            " connection of this process, which no other one can take over.",
+            " connection of this process. Another process cannot take it over.",
             key=grant.key,
             code="unsupported",
         )
@@ -235,8 +235,8 @@ class _Taking:
 
     def _over(self) -> LockLost:
         return LockLost(
-            f"The lease on {self._grant.key!r} (fence {self._grant.fence}) is over, or somebody has"
-            " loaded it.",
+            f"The lease on {self._grant.key!r} (fence {self._grant.fence}) has expired or was"
+            " already loaded.",
             key=self._grant.key,
         )
 
@@ -246,13 +246,13 @@ def _read(text: str) -> dict[str, Any]:
         given: dict[str, Any] = signing.loads(text, salt=_SALT)
     except (signing.BadSignature, TypeError, ValueError, AttributeError):
         raise InvalidArgument(
-            "This is no text that Lease.dump() made with this project's SECRET_KEY."
+            "This text was not created by Lease.dump() with this project's SECRET_KEY."
         ) from None
     if not isinstance(given, dict):
-        raise InvalidArgument(f"A lease is described by a dict, not by a {type(given).__name__}.")
+        raise InvalidArgument(f"A dumped lease must be a dict, not a {type(given).__name__}.")
     # Its values are shown to nobody: one of them is the token.
     if differing := sorted(map(str, given.keys() ^ _FIELDS.keys())):
-        raise InvalidArgument(f"{_OTHER_VERSION} {', '.join(differing)} missing, or unknown here.")
+        raise InvalidArgument(f"{_OTHER_VERSION} {', '.join(differing)} missing or unknown.")
     for name, kinds in _FIELDS.items():
         if type(given[name]) not in kinds:
             found = type(given[name]).__name__
@@ -260,7 +260,7 @@ def _read(text: str) -> dict[str, Any]:
     try:
         given["acquired_at"] = datetime.fromisoformat(given["acquired_at"])
     except ValueError:
-        raise InvalidArgument(f"{_OTHER_VERSION} acquired_at is no time.") from None
+        raise InvalidArgument(f"{_OTHER_VERSION} acquired_at is not a time.") from None
     if given["acquired_at"].utcoffset() is None:
         raise InvalidArgument(f"{_OTHER_VERSION} acquired_at has no time zone.")
     return given

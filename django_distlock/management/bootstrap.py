@@ -70,9 +70,7 @@ def ensure_tables(using: str, wait: float | None) -> None:
             if code is None:
                 _refuse_unless_made(using, error)
                 return
-            failure = BackendUnavailable(
-                f"The lock store {using!r} did not answer: {error}", code=code
-            )
+            failure = BackendUnavailable.of(f"The lock store {using!r}", error, code)
             failure.__cause__ = error
             connections[using].close()
         if give_up is not None and time.monotonic() >= give_up:

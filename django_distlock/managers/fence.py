@@ -234,6 +234,6 @@ def refuse_lower_fence(instance: FenceCounter, using: str, raw: bool, **_: Any) 
 def refuse_change(what: str) -> NoReturn:
     """Refuse what could make a counter hand out a fence again."""
     raise LockUsageError(
-        f"Fence counters are never {what}: the same fences would be handed out again, and stale"
-        f" writers would pass. They are counted up by grants alone."
+        f"Fence counters are never {what}. Otherwise the same fences would be granted again and"
+        " stale writes would pass. Only grants raise them."
     )

@@ -50,10 +50,10 @@ class Migration(migrations.Migration):
                 "db_table": table("locks"),
                 "default_permissions": ("view",),
                 "permissions": (
-                    ("force_release_heldlock", "Can take a key from its holder"),
-                    ("expire_soon_heldlock", "Can let a lease end sooner"),
-                    ("request_stop_heldlock", "Can ask a holder to finish"),
-                    ("cleanup_heldlock", "Can remove records of leases that are over"),
+                    ("force_release_heldlock", "Can force-release a lock"),
+                    ("expire_soon_heldlock", "Can shorten a lease"),
+                    ("request_stop_heldlock", "Can request a stop"),
+                    ("cleanup_heldlock", "Can remove expired records"),
                 ),
             },
         ),
@@ -86,7 +86,7 @@ class Migration(migrations.Migration):
                 "default_permissions": ("view",),
                 "permissions": (
                     ("pause_fencecounter", "Can pause a key"),
-                    ("resume_fencecounter", "Can end the pause of a key"),
+                    ("resume_fencecounter", "Can resume a key"),
                 ),
                 "constraints": [
                     models.CheckConstraint(

@@ -54,7 +54,7 @@ class Alarms(TimerThread[Watched]):
                 extra = log_fields(
                     "telling_failed", key=key, backend=getattr(lease, "backend", None)
                 )
-                logger.exception("A lease could not be told of its end", extra=extra)
+                logger.exception("The end of a lease could not be reported to it", extra=extra)
                 self.discard(lease)
 
     def _look(self, now: float, due: float) -> None:

@@ -74,13 +74,13 @@ def managed_transactions(here: int) -> list[BaseDatabaseWrapper]:
     for connection in every:
         if _is_manual(connection):
             how = (
-                "has a transaction open that Django does not know (BEGIN, or the driver's own)"
+                "has an open transaction that Django did not start (BEGIN, or the driver's own)"
                 if connection.autocommit
-                else "manages its transactions by hand (set_autocommit(False))"
+                else "uses manual transactions (set_autocommit(False))"
             )
             raise LockUsageError(
-                f"The connection {connection.alias!r} {how}, so nothing tells when one is"
-                f" committed, and the key would be free before the data is. Use atomic().",
+                f"The connection {connection.alias!r} {how}, so the commit cannot be observed, and"
+                " the key would become free before the data is committed. Use atomic().",
                 code="unsupported",
             )
     return [each for each in every if in_transaction(each)]

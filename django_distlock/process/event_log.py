@@ -177,7 +177,7 @@ class _Writer:
             elif not self._is_full:
                 self._is_full = True
                 logger.warning(
-                    "%d lock events wait to be written to %r; further ones are not kept",
+                    "%d lock events wait to be written to %r. Further events are dropped",
                     MAX_WAITING,
                     using,
                     extra=log_fields("events_dropped"),
@@ -206,7 +206,7 @@ class _Writer:
         self._told = True
         logger.log(
             logging.DEBUG if quietly else logging.WARNING,
-            "Lock events are not kept in %s: %s",
+            "Lock events cannot be stored in %s: %s",
             repr(using) if using else "any database",
             error,
             extra=log_fields("events_dropped", error=error),

@@ -96,13 +96,16 @@ class Heartbeat(TimerThread[Renewed]):
                 sent_at = self._clock()
                 answers = _extended(backend, [grant for _lease, grant in taken])
         finally:
-            known = [*answers, *[LockError("It was not asked.")] * (len(taken) - len(answers))]
+            known = [
+                *answers,
+                *[LockError("The renewal was not sent.")] * (len(taken) - len(answers)),
+            ]
             for (lease, _grant), answer in zip(taken, known, strict=True):
                 try:
                     lease.end_renewal(sent_at, answer)
                 except Exception:
                     extra = log_fields("renewal_failed", backend=_alias(backend))
-                    logger.exception("The end of a renewal failed", extra=extra)
+                    logger.exception("The processing of a renewal failed", extra=extra)
 
     def _begin(self) -> None:
         backend = self._backend()

@@ -177,8 +177,8 @@ def test_arguments_are_checked_when_a_task_is_sent(app: Celery) -> None:
     [
         ({"lock": "{other}"}, "names 'other'"),
         ({"lock": 7}, "lock is a template"),
-        ({"on_conflict": "wiat"}, "on_conflict is one of"),
-        ({"on_unavailable": "wait"}, "on_unavailable is one of"),
+        ({"on_conflict": "wiat"}, "on_conflict must be one of"),
+        ({"on_unavailable": "wait"}, "on_unavailable must be one of"),
         ({"wait": None}, "wait has an end"),
         ({"grace": -1}, "grace"),
         ({"inherit": "yes"}, "inherit is True or False"),

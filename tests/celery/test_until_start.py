@@ -206,7 +206,7 @@ def test_wrong_times_are_refused(prefork: Crew, name: str, unique_ttl: Any, says
     ("options", "says"),
     [
         ({"unique_until": "start"}, "unique_until is about"),
-        ({"unique": "{key}", "unique_until": "begin"}, "unique_until is one of"),
+        ({"unique": "{key}", "unique_until": "begin"}, "unique_until must be one of"),
         ({"unique": "{key}", "unique_until": "start", "on_conflict": "skip"}, "on_conflict='skip'"),
         ({"debounce": 30}, "debounce is about"),
         ({"unique": "{key}", "debounce": 0.5}, "debounce"),

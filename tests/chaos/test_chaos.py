@@ -67,7 +67,7 @@ def test_repeated_and_falling_fences_are_found() -> None:
 def test_lease_that_is_gone_before_its_deadline_is_found() -> None:
     """Unless it was given up because nobody answered."""
     first = grant(1, 10, 1, 14)
-    assert broken(first, line(1, "lost", 13, why="the store does not know it")) == ["gone early"]
+    assert broken(first, line(1, "lost", 13, why="the store no longer has it")) == ["gone early"]
     assert broken(first, line(1, "lost", 13, why="3 renewals in a row had no answer")) == []
     assert broken(first, line(1, "lost", 15, why="its deadline has passed")) == []
     # A block that entered it again has made it shorter.
@@ -79,7 +79,7 @@ def test_lease_that_is_gone_before_its_deadline_is_found() -> None:
     # Who is told to end sooner learns it by his next renewal.
     order = {"event": "operator", "t": 11, "who": "chaos", "form": "expire_soon", "key": "key"}
     order |= {"before": 1, "after": 1}
-    assert broken(first, order, line(1, "lost", 13, why="the store does not know it")) == []
+    assert broken(first, order, line(1, "lost", 13, why="the store no longer has it")) == []
 
 
 def test_unexpected_error_is_found() -> None:

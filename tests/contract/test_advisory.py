@@ -52,8 +52,8 @@ def stranger(store: SessionStore) -> Postgres:
 @pytest.mark.parametrize(
     ("call", "what"),
     [
-        (lambda backend, grant: backend.release(grant, 5), "keep a key taken until a time"),
-        (lambda backend, grant: backend.request_stop(grant.key, 5), "end a lease at a time"),
+        (lambda backend, grant: backend.release(grant, 5), "keep a key held until a time"),
+        (lambda backend, grant: backend.request_stop(grant.key, 5), "shorten a lease"),
         (lambda backend, grant: backend.read_token(grant.token), "find a lock by its token"),
     ],
     ids=["settle", "shorten", "read_token"],

@@ -86,7 +86,7 @@ def test_open_guard_is_a_holder(
     take(store.backend, key, 5)
     store.elapse(6.1)
     stranger.guard(key)
-    with pytest.raises(LockNotAcquired, match="a transaction keeps it"):
+    with pytest.raises(LockNotAcquired, match="a transaction has locked it"):
         lock_of(registered, key, wait=0).acquire()
 
 

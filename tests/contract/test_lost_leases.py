@@ -120,7 +120,7 @@ def test_three_failures_in_a_row_lose_the_lease(script: list[Any], key: str) -> 
         assert (lease.is_lost, lease.held) == (True, False)
         with pytest.raises(LockLost) as caught:
             lease.check()
-        assert "does not know" not in str(caught.value)
+        assert "no longer has it" not in str(caught.value)
     assert "3 renewals" in heard.once["cause"]
 
 

@@ -191,7 +191,7 @@ def test_operation_is_for_the_fence_that_was_seen(
     assert isinstance(act(grant.fence), Record)
     assert backend.read(key) != now
     for wrong in (True, -1, "1", FENCE_MAX + 1):
-        with pytest.raises(InvalidArgument, match=r"A fence is an int from 0 to"):
+        with pytest.raises(InvalidArgument, match=r"A fence must be an int from 0 to"):
             act(wrong)  # type: ignore[arg-type]
 
 

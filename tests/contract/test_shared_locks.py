@@ -256,7 +256,7 @@ def test_no_upgrade(registered: Registered, key: str) -> None:
     with (
         lock_of(registered, key, shared=True) as lease,
         prompt(),
-        pytest.raises(LockUsageError, match=r"cannot be held alone.*downgrade") as caught,
+        pytest.raises(LockUsageError, match=r"cannot be locked exclusively.*downgrade") as caught,
         lock_of(registered, key, reentrant=True),
     ):
         pass
@@ -291,7 +291,7 @@ def test_transaction_keeps_a_shared_lease(registered: Registered, key: str) -> N
         with reader as second:
             assert second.token == first.token
             assert second.shared
-        with prompt(), pytest.raises(LockUsageError, match="cannot be held alone"), writer:
+        with prompt(), pytest.raises(LockUsageError, match="cannot be locked exclusively"), writer:
             pass
     assert eventually(lambda: grantable(writer))
 
@@ -378,6 +378,6 @@ def test_backend_that_cannot_share(registered: Registered, key: str) -> None:
         assert not lease.shared
     if lock_backends[registered.alias].supports_sharing:
         return
-    with pytest.raises(LockUsageError, match="several hold a key") as caught, lock:
+    with pytest.raises(LockUsageError, match="several holders share a key") as caught, lock:
         pass
     assert caught.value.code == "unsupported"

@@ -148,7 +148,7 @@ def test_lease_that_is_refused_says_that_a_transaction_keeps_the_key(
     """It is contention, and no store that does not answer."""
     with (
         locked_elsewhere(registered, key),
-        pytest.raises(LockNotAcquired, match="a transaction keeps it"),
+        pytest.raises(LockNotAcquired, match="a transaction has locked it"),
     ):
         lock_of(registered, key, wait=0).acquire()
 
@@ -159,10 +159,10 @@ def test_acquire_under_way_is_no_transaction(
 ) -> None:
     """Whoever has the number of a key, and has no lease yet, is nobody who is known to hold it."""
     stranger.queue(key)
-    with pytest.raises(BackendUnavailable, match="a transaction is in the way"):
+    with pytest.raises(BackendUnavailable, match="A transaction blocks it"):
         lock_of(registered, key, wait=0).acquire()
     with (
-        pytest.raises(BackendUnavailable, match="a transaction is in the way"),
+        pytest.raises(BackendUnavailable, match="A transaction blocks it"),
         transaction.atomic(using=using_of(registered)),
     ):
         transaction_lock(key, wait=0, backend=registered.alias)

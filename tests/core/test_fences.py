@@ -55,7 +55,7 @@ def test_fences_of_the_clock_last_until_2255() -> None:
 def test_last_fence_is_the_last() -> None:
     """There is no fence behind the maximum."""
     assert next_fence("key", FENCE_MAX - 1, None) == FENCE_MAX
-    with pytest.raises(LockError, match="'key' has used up its fences"):
+    with pytest.raises(LockError, match="'key' has used all its fences"):
         next_fence("key", FENCE_MAX, None)
 
 

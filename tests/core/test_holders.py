@@ -121,5 +121,5 @@ def test_limit_of_metadata_is_inclusive_and_counts_bytes(char: str) -> None:
     room, rest = divmod(MAX_METADATA_BYTES - frame, width)
     fitting = char * room + "x" * rest
     assert validate_metadata({"a": fitting}) == {"a": fitting}
-    with pytest.raises(InvalidArgument, match="at most 4096 bytes of JSON; this takes 4097"):
+    with pytest.raises(InvalidArgument, match="at most 4096 bytes of JSON, not 4097"):
         validate_metadata({"a": fitting + "x"})

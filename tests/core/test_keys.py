@@ -364,7 +364,7 @@ def test_tokens_are_22_random_base64url_characters() -> None:
 )
 def test_malformed_token_is_refused_without_repeating_it(token: Any) -> None:
     """A token is checked with a full match; the message does not show what may be a secret."""
-    with pytest.raises(InvalidArgument, match="A token is 22 characters") as caught:
+    with pytest.raises(InvalidArgument, match="A token must be 22 characters") as caught:
         validate_token(token)
     assert caught.value.code == "invalid_argument"
     assert not token or str(token) not in str(caught.value).replace("22 characters", "")

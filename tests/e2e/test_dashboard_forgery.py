@@ -115,4 +115,4 @@ def test_form_of_another_origin_is_refused(shop: Dashboard, browser: Browser, ho
         is_unharmed(browser, key, fence)
         show(browser, key)
         browser.driver.execute_script(POST, f"{browser.address}{LOCKS}operate/", form)
-        browser.until(lambda: "1 key." in browser.text(".messagelist"))
+        browser.until(lambda: "1 lock force-released" in browser.text(".messagelist"))

@@ -88,5 +88,6 @@ def test_any_key_can_be_opened(shop: Dashboard, browser: Browser) -> None:
         browser.one(f"button[value={operation}]").click()
         browser.one("#id_reason").send_keys(json.dumps(operation))
         browser.one(".submit-row [type=submit]").click()
-        browser.until(lambda: f"1 key {operation}d" in browser.text(".messagelist"))
+        done = f"1 key {operation}d"
+        browser.until(lambda done=done: done in browser.text(".messagelist"))
         assert "nobody holds:it" in browser.text("h1")

@@ -316,7 +316,7 @@ def test_check_sees_that_the_server_ended_the_session(backend: AdvisoryBackend, 
     assert holding is not None
     with Heard(lock_lost, key) as heard:
         terminate(holding.session.pid)
-        with prompt(), pytest.raises(LockLost, match="does not know it any more"):
+        with prompt(), pytest.raises(LockLost, match="no longer has it"):
             lease.check()
         assert (lease.held, lease.is_lost) == (False, True)
         with lock as after:

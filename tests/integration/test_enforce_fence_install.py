@@ -158,7 +158,7 @@ def test_database_without_a_trigger_is_refused(
     """No migration pretends to protect what it does not."""
     bank = Bank(sqlite).migrate(payment())
     monkeypatch.setattr(connections[sqlite], "vendor", "oracle")
-    with pytest.raises(NotSupportedError, match="EnforceFence knows no trigger"):
+    with pytest.raises(NotSupportedError, match="EnforceFence does not support"):
         bank.sql(EnforceFence("payment"))
 
 

@@ -140,11 +140,11 @@ def test_takeover_is_a_row_with_both_holders(key: str) -> None:
     """Who has the key now, and who had it before."""
     lock_taken_over.send(
         DatabaseBackend, alias="memory", key=key, fence=8, holder=current_holder(), previous=WHO,
-        cause="its holder is gone",
+        cause="its holder has died",
     )  # fmt: skip
     event = row(key)
     assert event.kind == LockEvent.Kind.TAKEN_OVER
-    assert (event.backend, event.fence, event.reason) == ("memory", 8, "its holder is gone")
+    assert (event.backend, event.fence, event.reason) == ("memory", 8, "its holder has died")
     assert event.holder["pid"] == os.getpid()
     assert Holder.from_json(event.details["previous"]) == WHO
 

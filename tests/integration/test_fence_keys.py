@@ -85,7 +85,7 @@ def test_model_that_requires_a_lease(using: str) -> None:
         lambda: rows.all().delete(),
         lambda: rows.bulk_update([row], ["value"]),
     ):
-        with pytest.raises(LockUsageError, match="under a lease only"):
+        with pytest.raises(LockUsageError, match="only be written under a lease"):
             use()
     assert stored(row) == (1, 0)
     rows.bulk_create([Vault(value=9)])

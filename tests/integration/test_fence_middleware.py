@@ -237,7 +237,9 @@ def test_key_that_the_view_cannot_make_is_refused_at_once() -> None:
     """A template is read where the view is decorated."""
     with pytest.raises(InvalidArgument, match="'nothing', which is not a parameter"):
         fence_required(key="payment:{nothing}")(named)
-    with pytest.raises(InvalidArgument, match="key is a template or what returns one, not 5"):
+    with pytest.raises(
+        InvalidArgument, match="key must be a template or a function that returns one, not 5"
+    ):
         fence_required(key=5)  # type: ignore[call-overload]
 
 

@@ -119,7 +119,7 @@ def test_bulk_update_of_what_requires_a_lease(using: str) -> None:
         each.value = 3
     assert rows.bulk_update(read, ["value"]) == 2
     assert [stored(each) for each in made] == [(3, 5), (3, 5)]
-    with pytest.raises(LockUsageError, match="under a lease only"):
+    with pytest.raises(LockUsageError, match="only be written under a lease"):
         rows.bulk_update([read[0], made[1]], ["value"])
 
 

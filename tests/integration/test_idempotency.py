@@ -723,7 +723,7 @@ def test_wrong_views_are_refused() -> None:
     with pytest.raises(InvalidArgument, match="shop"):
         idempotent("{shop}")(pay)
     number: Any = lambda request: request.user.pk  # noqa: E731
-    with pytest.raises(InvalidArgument, match="a text or None, not 1"):
+    with pytest.raises(InvalidArgument, match="a str or None, not 1"):
         idempotent(number)(pay)(request())
 
 

@@ -484,11 +484,11 @@ def as_test_case() -> Iterator[None]:
         ({"using": "default", "listen_using": 5}, "listen_using must be a database alias, not 5"),
         (
             {"using": "default", "listen_using": "sqlite"},
-            "listen_using: 'sqlite' is a sqlite database; only PostgreSQL wakes",
+            "listen_using: 'sqlite' is a sqlite database. Only PostgreSQL has wake-ups",
         ),
         (
             {"using": "sqlite", "listen_using": "default"},
-            "listen_using: 'sqlite' is a sqlite database; only PostgreSQL wakes",
+            "listen_using: 'sqlite' is a sqlite database. Only PostgreSQL has wake-ups",
         ),
     ],
 )

@@ -112,7 +112,7 @@ def test_every_setting_is_read(settings: Any) -> None:
         ("HEARTBEAT", True, "HEARTBEAT: HEARTBEAT must be a number, not True"),
         ("RETRY", None, "RETRY: must be a dictionary, not None"),
         ("RETRY", Retry(), "RETRY: must be a dictionary, not Retry("),
-        ("RETRY", {"dely": 1}, "RETRY: unknown: 'dely'; known are: delay, factor, cap"),
+        ("RETRY", {"dely": 1}, "RETRY: unknown: 'dely'; known: delay, factor, cap"),
         ("RETRY", {"delay": 0}, "RETRY: delay must be at least 0.001 and finite, not 0"),
         ("RETRY", {"cap": 0.01}, "RETRY: cap must be at least 0.1 and finite, not 0.01"),
         ("RETRY", {"max_retries": -1}, "RETRY: max_retries must be at least 0, not -1"),
@@ -137,7 +137,7 @@ def test_unknown_name_is_refused_with_the_known_ones(settings: Any, name: Any) -
     with pytest.raises(InvalidLockBackend) as caught:
         conf.backend_config("x")
     assert str(caught.value) == (
-        f"DISTLOCK['x']: Unknown settings: {name!r}. Known are: BACKEND, KEY_PREFIX, TTL, WAIT,"
+        f"DISTLOCK['x']: Unknown settings: {name!r}. Known settings: BACKEND, KEY_PREFIX, TTL, WAIT,"
         f" MAX_TTL, HEARTBEAT, LOCK_CONNECTIONS, RETRY, FENCE_FLOOR, OPTIONS."
     )
 
@@ -202,7 +202,7 @@ def test_tables_may_be_named_one_by_one(settings: Any, custom: dict[str, str]) -
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ({"lock": "a"}, "DISTLOCK_TABLES: Unknown settings: 'lock'. Known are: locks, fences"),
+        ({"lock": "a"}, "DISTLOCK_TABLES: Unknown settings: 'lock'. Known settings: locks, fences"),
         ({"locks": ""}, "DISTLOCK_TABLES['locks'] must be an identifier, not ''"),
         ({"locks": None}, "DISTLOCK_TABLES['locks'] must be an identifier, not None"),
         ({"fences": "a b"}, "DISTLOCK_TABLES['fences'] must be an identifier, not 'a b'"),
@@ -274,7 +274,7 @@ WRONG_SECRET = (
         *(
             (conf.holder_config, "HOLDER", raw, message)
             for raw, message in [
-                ({"host": "x"}, "Unknown settings: 'host'. Known are: prefix, process"),
+                ({"host": "x"}, "Unknown settings: 'host'. Known settings: prefix, process"),
                 ({"prefix": None}, "['prefix'] must be a str, not None"),
                 ({"prefix": 5}, "['prefix'] must be a str, not 5"),
                 ({"process": 5}, "['process'] must be a str, not 5"),

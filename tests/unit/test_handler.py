@@ -100,7 +100,7 @@ def test_empty_setting_gives_none() -> None:
 def test_unknown_alias_is_refused_with_the_known_ones() -> None:
     """A slip in an alias is answered with the aliases."""
     configured = {"a": {"BACKEND": MEMORY}, "b": {"BACKEND": MEMORY}}
-    told = r"backend 'c' is not configured. DISTLOCK has: 'a', 'b'\."
+    told = r"backend 'c' is not configured. Configured aliases: 'a', 'b'\."
     with override_settings(DISTLOCK=configured), pytest.raises(InvalidLockBackend, match=told):
         lock_backends["c"]
 

@@ -67,8 +67,8 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
         vendor = self._use_database(using, apart=True)
         if vendor != "postgresql":
             raise InvalidLockBackend(
-                f"{where}: using: {self.using!r} is a {vendor} database; only PostgreSQL has locks"
-                f" that last for a session."
+                f"{where}: using: {self.using!r} is a {vendor} database. Only PostgreSQL has"
+                " session locks."
             )
         self._counters.who_is_held = self._held_among
         self._holdings = Holdings()

@@ -154,20 +154,19 @@ class SessionAttempts(SessionViews):
             return self._sessions.take()
         except AllInUse as error:
             number = self._sessions.limit
-            what = "hold locks" if error.all_hold else "stayed in use for a second"
+            what = "hold locks" if error.all_hold else "were in use for a second"
             raise BackendUnavailable(
                 f"All {number} sessions of {self.using!r} {what} (max_connections of"
-                f" DISTLOCK[{self.alias!r}]): each lock is a connection here. Hold fewer at once,"
-                f" or allow more, which the server has to allow too.",
+                f" DISTLOCK[{self.alias!r}]). Each lock uses a connection. Hold fewer locks at"
+                " once, or raise max_connections and the server's limit.",
                 key=key,
                 code="rate_limited",
             ) from error
         except PoolerInBetween as error:
             raise LockUsageError(
                 f"A connection pooler (such as PgBouncer) stands between {self.using!r} and its"
-                f" server: locks that last for a session cannot be trusted through it, in no mode."
-                f" Give DISTLOCK[{self.alias!r}] a database alias that goes to PostgreSQL"
-                f" directly.",
+                " server. Session locks are not reliable through a pooler in any mode. Give"
+                f" DISTLOCK[{self.alias!r}] a database alias that connects to PostgreSQL directly.",
                 key=key,
                 code="unsupported",
             ) from error
@@ -187,7 +186,7 @@ class SessionAttempts(SessionViews):
 
     def _refused(self, error: Error, key: str | None) -> LockError:
         if is_overflow(error):
-            return LockError(f"The key {key!r} has used up its fences ({FENCE_MAX}).", key=key)
+            return LockError(f"The key {key!r} has used all its fences ({FENCE_MAX}).", key=key)
         return self._translated(error, key)
 
 

@@ -151,7 +151,7 @@ class SessionViews(FenceTable):
             rows = rows_of(on, said.terminate(), patience=patience, name=name, pid=pid)
         if rows and not rows[0][0]:
             raise BackendUnavailable(
-                f"The session {pid} that holds {key!r} was told to end and has not yet.",
+                f"The session {pid} that holds {key!r} was terminated but has not ended yet.",
                 key=key,
                 code="network_timeout",
             )

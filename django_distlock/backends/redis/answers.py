@@ -84,7 +84,7 @@ def _contended(key: str, outcome: str, rest: str) -> Contended:
 
 def overflow(key: str) -> NoReturn:
     """Say that a key has no fences left."""
-    raise LockError(f"The key {key!r} has used up its fences ({FENCE_MAX}).", key=key)
+    raise LockError(f"The key {key!r} has used all its fences ({FENCE_MAX}).", key=key)
 
 
 def held(answer: str) -> Record | None:

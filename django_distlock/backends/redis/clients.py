@@ -181,7 +181,7 @@ def translated(error: Exception, alias: str, key: str | None) -> LockError:
     code = _code(error)
     if code is None:
         return LockError(f"{about} failed: {said}", key=key)
-    return BackendUnavailable(f"{about} did not answer: {said}", key=key, code=code)
+    return BackendUnavailable.of(about, said, code, key)
 
 
 def _code(error: Exception) -> str | None:

@@ -20,7 +20,7 @@ from ...core.errors import BackendUnavailable, LockError, LockNotAcquired
 from ...core.logs import log_fields
 from ...core.records import Grant, Record
 from ...handler import lock_backends
-from ...policy import skip
+from ...policy import skip, where_unavailable
 from ..jobs import JobLock
 from . import claims
 from .calls import records_of
@@ -66,7 +66,7 @@ class Sending:
             what: What nobody knows then, as the log says it; takes the key.
             publish: Queues it without.
         """
-        policy = self.terms.on_unavailable
+        policy = where_unavailable(error, self.terms.on_unavailable or "raise")
         if policy == "run" or self.follows or (policy == "skip" and self.is_awaited):
             extra = log_fields("bypassed", backend=lock.backend, task=lock.task_id, error=error)
             logger.warning(what, lock.key, error, extra=extra)

@@ -197,4 +197,4 @@ def _translated(using: str) -> Iterator[None]:
         code = vendors.of(using).unavailable_code(error)
         if code is None:
             raise LockError(f"{about} refused: {error}") from error
-        raise BackendUnavailable(f"{about} did not answer: {error}", code=code) from error
+        raise BackendUnavailable.of(about, error, code) from error

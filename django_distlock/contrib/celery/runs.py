@@ -21,7 +21,7 @@ from ...locks import context
 from ...locks.lease import Lease
 from ...locks.lock import Lock
 from ...locks.no_lease import tell_bypassed, tell_requeued
-from ...policy import Refusal, attempt, skip
+from ...policy import Refusal, attempt, skip, where_unavailable
 from ...process.host import is_gone
 from ..jobs import WAIT, JobLock, lock_set
 from . import backlog, calls, failed, leftovers, queueing
@@ -364,7 +364,8 @@ class Run:
         """Do what the terms say in place of the body."""
         delivery, terms = self._delivery, self._terms
         if isinstance(error, BackendUnavailable):
-            chosen: str = terms.on_unavailable or ("retry" if self._is_late else "raise")
+            default = "retry" if self._is_late else "raise"
+            chosen = where_unavailable(error, terms.on_unavailable or default)
         elif self._is_by_itself(error):
             raise queue_behind_itself(delivery, terms.rules, error)
         else:

@@ -162,7 +162,7 @@ class Terms:
     ) -> Terms:
         """Return terms that were checked; the arguments are those of `locked_task`."""
         if not isinstance(inherit, bool):
-            raise InvalidArgument(f"inherit is True or False, not {shown(inherit)}.")
+            raise InvalidArgument(f"inherit must be True or False, not {shown(inherit)}.")
         if options.get("wait", 0) is None:
             raise InvalidArgument("wait has an end: a task that waits takes a worker's place.")
         if lock is None and locks is None and unique is None:

@@ -86,7 +86,7 @@ REJECTED = Instrument(
 TAKEN_OVER = Instrument(
     name="distlock.taken_over",
     kind="counter",
-    help="Keys granted in the place of a holder that is gone.",
+    help="Keys granted in the place of a holder that no longer exists.",
     labels=_KEY,
 )
 FORCED = Instrument(

@@ -151,7 +151,8 @@ def _heard(own: Notes, done: Future[None], until: float) -> Notes:
     if isinstance(trouble, LockError):
         notes.is_silent = isinstance(trouble, BackendUnavailable)
         silent = f"did not answer{' all' if known else ''}"
-        text = f"{silent if notes.is_silent else 'cannot be used'}: {trouble}"
+        is_denied = isinstance(trouble, BackendUnavailable) and trouble.is_denied
+        text = f"{silent if notes.is_silent and not is_denied else 'cannot be used'}: {trouble}"
         notes.find("D011", "store", text, remedy(trouble), level=checks.ERROR)
     else:
         text = f"cannot be examined: {type(trouble).__name__}: {trouble}"

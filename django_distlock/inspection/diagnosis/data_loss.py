@@ -51,9 +51,7 @@ def look_for_loss(store: BaseLockBackend, notes: Notes, *, writes: bool) -> None
     try:
         text = _compared(store, found, notes, writes=writes)
     except _UNTOLD as error:
-        text = (
-            f"data loss cannot be detected, because the database that records it failed: {error}"
-        )
+        text = f"data loss cannot be detected, because the database that records it failed: {error}"
         notes.skip(_WHAT, text)
     else:
         if text:
