@@ -66,7 +66,7 @@ CELERY_BEAT_SCHEDULE = {
 
 # What every Django project says
 DEBUG = True
-SECRET_KEY = "known to everybody: for the demonstration only"
+SECRET_KEY = "public: for the demonstration only"
 ALLOWED_HOSTS = ["127.0.0.1", "localhost"]
 ROOT_URLCONF = "config.urls"
 STATIC_URL = "static/"

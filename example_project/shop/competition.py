@@ -90,7 +90,7 @@ class Competition:
         finally:
             self._stop()
         if any(seller.process.returncode for seller in self.sellers):
-            raise Stuck("A process failed; what it said stands above.")
+            raise Stuck("A process failed. Its output is above.")
 
     def _start(self) -> None:
         command = [
@@ -124,7 +124,7 @@ class Competition:
             try:
                 seller, line = self._lines.get(timeout=max(0, give_up - time.monotonic()))
             except queue.Empty:
-                raise Stuck(f"Not done after {LIMIT_SECONDS} seconds.") from None
+                raise Stuck(f"Not finished after {LIMIT_SECONDS} seconds.") from None
             if not line:
                 seller.has_ended = True
             elif line == "ready\n":

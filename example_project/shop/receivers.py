@@ -21,4 +21,4 @@ def log_refusal(*, key: str, holder: Holder | None, waited: float, **_: Any) -> 
 @receiver(fence_rejected)
 def log_rejection(*, key: str, fence: int, current: int | None, **_: Any) -> None:
     """Leave a line in the log about every write that came too late."""
-    logger.info("%s: fence %d came too late, behind %s", key, fence, current)
+    logger.info("%s: stale fence %d was refused, the row has %s", key, fence, current)

@@ -70,7 +70,7 @@ class Worker:
         line = self.process.stdout.readline()
         said: dict[str, Any] = json.loads(line) if line else {"step": "gone"}
         if said["step"] != step:
-            raise Stuck(f"The {self.name} worker was to be {step}, and is {said['step']}.")
+            raise Stuck(f"The {self.name} worker should be {step}, but is {said['step']}.")
         self.fence = said["fence"]
 
     def answer(self) -> None:
@@ -154,13 +154,13 @@ class Story:
     def _happen(self) -> None:
         first = self._start("first", "--ttl", str(TTL_SECONDS))
         first.wait_for("asking")
-        self._note(first, "takes the lock, reads, asks the provider")
+        self._note(first, "acquires the lock, reads, asks the provider")
         first.process.send_signal(signal.SIGSTOP)
-        self._note(first, "is paused, and its heartbeat with it")
+        self._note(first, "is paused, together with its heartbeat")
 
         second = self._start("second", group=first.process.pid)
         second.wait_for("asking")
-        self._note(second, "takes over, as that lease has ended")
+        self._note(second, "takes the lock over after the lease has expired")
         second.answer()
         second.wait_for("captured")
         self._note(second, "captures the payment")
@@ -168,7 +168,7 @@ class Story:
         first.answer()
         first.process.send_signal(signal.SIGCONT)
         first.wait_for("refused")
-        self._note(first, "goes on, and its write is refused", is_refusal=True)
+        self._note(first, "resumes, and its stale write is refused", is_refusal=True)
         # It has more to do: what was refused is noted for the operator as it ends.
         first.process.wait()
 

@@ -46,12 +46,12 @@ def capture(request: HttpRequest, pk: int) -> HttpResponse:
     except LockNotAcquired as error:
         return busy(request, error)
     except (LockLost, FenceRejected):
-        messages.error(request, "It took too long, and somebody else may have captured it.")
+        messages.error(request, "The lease expired. Another process may have captured the payment.")
         return redirect("start")
     except Payment.DoesNotExist:
         raise Http404 from None
     messages.success(
-        request, "The payment was captured." if captured else "It was captured before."
+        request, "The payment was captured." if captured else "The payment was already captured."
     )
     return redirect("start")
 
@@ -61,7 +61,7 @@ def capture_later(request: HttpRequest, pk: int) -> HttpResponse:
     """Let a worker capture a payment."""
     payment = get_object_or_404(Payment, pk=pk)
     capture_payment.delay(payment.pk)
-    messages.success(request, "A worker captures it as soon as the payment is free.")
+    messages.success(request, "A worker captures the payment as soon as its key is free.")
     return redirect("start")
 
 
@@ -72,7 +72,7 @@ def pause(request: HttpRequest, pk: int) -> HttpResponse:
     if not story.is_possible():
         raise Http404
     if not story.begin(payment.pk):
-        messages.error(request, "One worker is paused already: see what becomes of it.")
+        messages.error(request, "A worker is already paused. See below what happens to it.")
     return redirect("start")
 
 

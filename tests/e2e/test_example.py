@@ -67,8 +67,8 @@ def test_demo_loses_updates_without_the_lock_and_none_with_it(shop: Shop) -> Non
         assert int(without[1]) > 0
         assert int(without[0]) + int(without[1]) == 30
         assert with_lock == ("30", "0")
-        assert "each above the one before" in said
-        assert ("its write is refused" in said) == shop.can_pause, said
+        assert "each higher than the one before" in said
+        assert ("its stale write is refused" in said) == shop.can_pause, said
         assert ("The payment is captured" in said) == shop.can_pause, said
 
 
@@ -88,7 +88,7 @@ def test_demo_stops_on_ctrl_c_while_a_worker_is_paused(shop: Shop) -> None:
     with shop.start("manage.py", "demo", "--workers=2", "--rounds=1") as process:
         assert process.stdout
         for line in process.stdout:
-            if "is paused, and" in line:
+            if "is paused, together" in line:
                 break
         said = ended(process, signal.SIGINT)
     assert process.returncode == 0, said
@@ -177,7 +177,7 @@ def test_no_worker_outlives_the_site(shop: Shop, stop: signal.Signals) -> None:
     """Also where the site is killed while a worker of its own is paused."""
     with shop.serve(stop=stop) as site:
         site.post("/payments/2/pause/")
-        page = site.wait_for("/", lambda text: "is paused, and" in text)
+        page = site.wait_for("/", lambda text: "is paused, together" in text)
         workers = {int(pid) for pid in re.findall(r"\(pid (\d+)\)", page)}
     give_up = time.monotonic() + 60
     while left := [pid for pid in workers if state_of(pid)]:
@@ -191,7 +191,7 @@ def test_worker_does_what_was_left_to_it(shop: Shop, stop: signal.Signals) -> No
     """A payment, and what the schedule says. It ends with the demo: it would hold our pipe."""
     shop.environment["SHOP_REPORT_SECONDS"] = "1"
     with shop.serve(stop=stop, worker=True) as site:
-        assert "A worker captures it" in site.post("/payments/1/later/").text
+        assert "A worker captures the payment" in site.post("/payments/1/later/").text
         site.wait_for("/", lambda text: "/payments/1/capture/" not in text)
         site.wait_for("/", lambda text: "pieces in stock" in text)
 
@@ -212,7 +212,7 @@ def test_site_pauses_one_worker_at_a_time(shop: Shop) -> None:
         page = site.post("/payments/1/pause/").text
         assert "disabled>Pause a worker" in page
         assert "disabled>Pause a worker" not in form
-        assert "One worker is paused already" in site.post("/payments/2/pause/").text
+        assert "A worker is already paused" in site.post("/payments/2/pause/").text
 
 
 def test_nightly_report_runs_once(shop: Shop) -> None:

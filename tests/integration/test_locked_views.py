@@ -448,7 +448,7 @@ def test_store_that_is_away(view: str, key: str) -> None:
         response = get(f"/{view}/{key}/")
     if view == "away":
         assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
-        assert b"cannot be done at the moment" in response.content
+        assert b"not possible at the moment" in response.content
     else:
         assert response.content.startswith(b"held=False")
         assert heard.once["waited"] < 5

@@ -137,8 +137,8 @@ def test_unknown_name_is_refused_with_the_known_ones(settings: Any, name: Any) -
     with pytest.raises(InvalidLockBackend) as caught:
         conf.backend_config("x")
     assert str(caught.value) == (
-        f"DISTLOCK['x']: Unknown settings: {name!r}. Known settings: BACKEND, KEY_PREFIX, TTL, WAIT,"
-        f" MAX_TTL, HEARTBEAT, LOCK_CONNECTIONS, RETRY, FENCE_FLOOR, OPTIONS."
+        f"DISTLOCK['x']: Unknown settings: {name!r}. Known settings: BACKEND, KEY_PREFIX, TTL,"
+        f" WAIT, MAX_TTL, HEARTBEAT, LOCK_CONNECTIONS, RETRY, FENCE_FLOOR, OPTIONS."
     )
 
 

@@ -23,7 +23,9 @@ class Command(BaseCommand):
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Take the payment, and how long its lease lives."""
         parser.add_argument("payment", type=int)
-        parser.add_argument("--ttl", type=float, help="seconds without a sign of life")
+        parser.add_argument(
+            "--ttl", type=float, help="seconds after the last heartbeat until the lease expires"
+        )
 
     def handle(self, *_args: Any, **options: Any) -> None:
         """Capture it, or say why not."""
@@ -42,7 +44,7 @@ class Command(BaseCommand):
         """Ask for an answer, for as long as it takes."""
         self.say("asking", payment.fence)
         if not sys.stdin.readline():
-            raise CommandError("Nobody is there who could answer.")
+            raise CommandError("Nobody is there to answer for the provider.")
 
     def say(self, step: str, fence: int | None) -> None:
         """Print what was done, and under which fence."""

@@ -41,21 +41,30 @@ class Command(BaseCommand):
     """From nothing to a shop that is open, by way of a competition and a story."""
 
     help = (
-        "Migrates, lets processes compete with and without a lock, pauses one that holds a lock,"
-        " and serves the shop."
+        "Migrates, runs processes that compete with and without a lock, pauses a lock holder, and"
+        " serves the shop."
     )
     # There is nothing to check before the first migration.
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Take how many compete, how long, and where to serve."""
-        parser.add_argument("--workers", type=between(2, 32), default=4, help="processes: 4")
         parser.add_argument(
-            "--rounds", type=between(0, 500), default=20, help="sales of each: 20; 0: serve at once"
+            "--workers", type=between(2, 32), default=4, help="number of processes (default: 4)"
         )
-        parser.add_argument("--port", type=between(1, 65535), default=8000, help="default: 8000")
-        parser.add_argument("--no-serve", action="store_true", help="stop before serving")
-        parser.add_argument("--no-worker", action="store_true", help="serve without a worker")
+        parser.add_argument(
+            "--rounds",
+            type=between(0, 500),
+            default=20,
+            help="sales per process (default: 20; 0: serve at once)",
+        )
+        parser.add_argument(
+            "--port", type=between(1, 65535), default=8000, help="port of the shop (default: 8000)"
+        )
+        parser.add_argument("--no-serve", action="store_true", help="do not serve the shop")
+        parser.add_argument(
+            "--no-worker", action="store_true", help="serve without a Celery worker"
+        )
 
     def handle(self, *_args: Any, **options: Any) -> None:
         """Run to the end, or until Ctrl-C."""
@@ -92,7 +101,7 @@ class Command(BaseCommand):
         """Sell without the lock, then with it, and compare."""
         self.console.print(
             f"\n{workers} processes sell {rounds} pieces each of the same product. Each reads the"
-            " stock,\nthinks for a moment, and writes one less back.\n"
+            " stock,\nwaits for a moment, and writes the stock back, less one.\n"
         )
         for with_lock in (False, True):
             product, _ = Product.objects.update_or_create(
@@ -118,12 +127,15 @@ class Command(BaseCommand):
     def tell_story(self) -> None:
         """Pause a worker that holds a lock, and see its write refused."""
         if not story.is_possible():
-            self.console.print("A paused worker keeps its key here: nobody takes over.\n")
+            self.console.print(
+                "Session locks do not expire: a paused worker keeps its key, so no takeover is"
+                " shown.\n"
+            )
             return
         self.console.print(
-            "[bold]Paused, taken over, refused[/]\nTwo workers are to capture the same payment,"
-            f" whose lock lives for {story.TTL_SECONDS} seconds\nwithout a sign of life.\n\n"
-            f"{'time':>6}  worker  {'fence':>19}"
+            "[bold]Paused, taken over, refused[/]\nTwo workers capture the same payment. Its lock"
+            f" expires {story.TTL_SECONDS} seconds\nafter the last heartbeat.\n\n{'time':>6} "
+            f" worker  {'fence':>19}"
         )
         payment = Payment.objects.get(customer=HERO)
         told = story.Story(payment.pk, lambda step: self.console.print(line(step)))
@@ -141,8 +153,8 @@ class Command(BaseCommand):
     def serve(self, port: int, *, with_worker: bool) -> None:
         """Open the shop on this machine, until Ctrl-C."""
         self.console.print(
-            f"The shop is on http://127.0.0.1:{port}/ and its admin on /admin/.\n"
-            f"User: {USER}, password: {PASSWORD}. Everybody knows them: for this demo only.\n"
+            f"The shop is on http://127.0.0.1:{port}/ and its admin on /admin/.\nUser: {USER},"
+            f" password: {PASSWORD}. They are public: use them for this demo only.\n"
         )
         with worker() if with_worker else nullcontext():
             call_command("runserver", f"127.0.0.1:{port}", use_reloader=False)
@@ -192,7 +204,7 @@ def result(competition: Competition) -> str:
     )
     if competition.with_lock:
         fences = competition.fences
-        rise = "each above the one before" if competition.fences_rise else "out of order"
+        rise = "each higher than the one before" if competition.fences_rise else "out of order"
         said += f"Fences: {fences[0]:,} to {fences[-1]:,}, {rise}.\n"
     return said
 

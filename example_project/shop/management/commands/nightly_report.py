@@ -13,18 +13,18 @@ from shop.reports import make_report
 class Command(BaseCommand):
     """Start it on as many machines as you like: one of them makes the report."""
 
-    help = "Makes today's report, once."
+    help = "Creates today's report, once."
 
     def handle(self, *_args: Any, **_options: Any) -> None:
         """Make the report, or say who does."""
         report = make_report(timezone.localdate())
         if isinstance(report, Skipped):
             if not isinstance(report.why, LockNotAcquired):
-                raise CommandError(f"Not made: {report.why}")
+                raise CommandError(f"Not created: {report.why}")
             holder = report.why.holder
             who = f"process {holder.pid}" if holder else "somebody else"
-            self.stdout.write(f"Nothing to do: {who} makes it, or has just made it.")
+            self.stdout.write(f"Nothing to do: {who} is creating it or has just created it.")
         elif report is None:
-            self.stdout.write("Nothing to do: it was made before.")
+            self.stdout.write("Nothing to do: the report already exists.")
         else:
             self.stdout.write(f"{report}: {report.pieces_in_stock} pieces in stock.")

@@ -18,7 +18,7 @@ class Command(BaseCommand):
     However the process at the other end ends, standard input does then, too.
     """
 
-    help = "Runs a Celery worker with its schedule, until the end of standard input."
+    help = "Runs a Celery worker and its schedule until standard input ends."
 
     def handle(self, *_args: Any, **_options: Any) -> None:
         """Start the worker, wait, and end it."""
