@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from django.conf import settings
 
@@ -18,7 +18,14 @@ from .core.errors import InvalidArgument, shown
 from .core.fences import FENCE_MAX, validate_fence
 from .core.retry import Retry
 from .core.secrets import Secret
+from .core.wording import suggestion
 from .exceptions import InvalidLockBackend
+
+#: Every setting of ours.
+SETTINGS: Final = (
+    "DISTLOCK", "DISTLOCK_TABLES", "DISTLOCK_HOLDER", "DISTLOCK_FENCE_SECRET",
+    "DISTLOCK_FENCE_AUDIENCE", "DISTLOCK_FENCE_JUMP", "DISTLOCK_MONITOR_TOKEN",
+)  # fmt: skip
 
 DEFAULT_BACKENDS: Mapping[str, Mapping[str, Any]] = {
     "default": {"BACKEND": "django_distlock.backends.database.DatabaseBackend"}
@@ -278,8 +285,22 @@ def _refuse_unknown(where: str, raw: Mapping[str, Any], known: Collection[str]) 
     if unknown:
         raise InvalidLockBackend(
             f"{where}: Unknown settings: {', '.join(map(repr, unknown))}. Known settings:"
-            f" {', '.join(known)}."
+            f" {', '.join(known)}.{suggestion(unknown[0], known)}"
         )
+
+
+def refuse_unknown_settings() -> None:
+    """Refuse a setting that begins as ours do and is none of them, such as `DISTLOCKS`.
+
+    Raises:
+        InvalidLockBackend: There is one.
+    """
+    for name in dir(settings):
+        if name.startswith("DISTLOCK") and name.isupper() and name not in SETTINGS:
+            raise InvalidLockBackend(
+                f"There is no setting {name}.{suggestion(name, SETTINGS)}"
+                f" Known settings: {', '.join(SETTINGS)}."
+            )
 
 
 def _text(value: object) -> str:
@@ -316,6 +337,7 @@ def _retry(value: object) -> Retry:
     if unknown:
         raise InvalidArgument(
             f"unknown: {', '.join(map(repr, unknown))}; known: {', '.join(known)}."
+            f"{suggestion(unknown[0], known)}"
         )
     return Retry(**value)
 

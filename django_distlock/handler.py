@@ -15,6 +15,8 @@ from .exceptions import InvalidLockBackend
 
 #: An alias that every project has, for what prefers other backends and can do without.
 FALLBACK: Final = "in memory"
+#: Modules that an extra of the package brings.
+_EXTRAS: Final = ("redis",)
 MEMORY: Final = "django_distlock.backends.memory.MemoryBackend"
 
 
@@ -62,8 +64,11 @@ class LockBackendHandler:
         try:
             backend_class = import_string(config.backend)
         except (ImportError, TypeError, ValueError) as error:  # The last two: a leading dot
+            missing = getattr(error, "name", None)
+            extra = missing if missing in _EXTRAS else None
+            remedy = f'. Run pip install "django-distlock[{extra}]"' if extra else ""
             raise InvalidLockBackend(
-                f"{where}: BACKEND {config.backend!r} cannot be imported: {error}"
+                f"{where}: BACKEND {config.backend!r} cannot be imported: {error}{remedy}"
             ) from error
         if not (isinstance(backend_class, type) and issubclass(backend_class, BaseLockBackend)):
             raise InvalidLockBackend(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,7 @@ from ..core.records import (
     Waits,
 )
 from ..core.sharing import validate_permits
+from ..core.wording import suggestion
 from ..exceptions import InvalidLockBackend
 from .counts import Count, Counts, States, Strain, every_record, listed_states
 from .groups import Guards, Notes, Records, Transactions, Waiters
@@ -136,8 +138,12 @@ class BaseLockBackend:
         self.config = config
         self.alias = config.alias
         if unknown:
-            names = ", ".join(map(repr, sorted(unknown)))
-            raise InvalidLockBackend(f"DISTLOCK[{self.alias!r}]: Unknown options: {names}.")
+            names = sorted(unknown)
+            known = _options_of(type(self))
+            raise InvalidLockBackend(
+                f"DISTLOCK[{self.alias!r}]: Unknown options: {', '.join(map(repr, names))}. Known"
+                f" options: {', '.join(known) or 'none'}.{suggestion(names[0], known)}"
+            )
         try:
             self.key_prefix = normalize_prefix(config.key_prefix, self.storage_key_limit)
         except InvalidArgument as error:
@@ -829,3 +835,15 @@ def _begin_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_in_child)
+
+
+def _options_of(backend_class: type[BaseLockBackend]) -> list[str]:
+    """Return the names of the options that a class and its bases take."""
+    found = {
+        name
+        for each in backend_class.__mro__
+        if "__init__" in vars(each) and issubclass(each, BaseLockBackend)
+        for name, parameter in inspect.signature(vars(each)["__init__"]).parameters.items()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    }
+    return sorted(found - {"self", "config"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -51,13 +52,22 @@ def check_aliases(backend: FenceTable) -> Iterator[checks.CheckMessage]:
             id="distlock.E102",
         )
     if connection.vendor == "sqlite" and _shares_file(backend.using):
-        yield checks.Warning(
-            f"{where(backend)} keeps its locks in the same SQLite file as other models"
-            f" ({backend.using!r}). SQLite allows one writer per file, so acquire is refused"
-            " inside atomic() on this database.",
-            hint="Give the locks a database alias with its own file, and a router: see"
-            " docs/howto/choose-a-database.md.",
-            id="distlock.W101",
+        # A project that begins has this file, and one line is enough.
+        yield (
+            checks.Info(
+                f"{where(backend)} shares a SQLite file with other models: acquire no lock inside"
+                " atomic(). See docs/howto/choose-a-database.md.",
+                id="distlock.W101",
+            )
+            if settings.DEBUG
+            else checks.Warning(
+                f"{where(backend)} keeps its locks in the same SQLite file as other models"
+                f" ({backend.using!r}). SQLite allows one writer per file, so acquire is refused"
+                " inside atomic() on this database.",
+                hint="Give the locks a database alias with its own file, and a router: see"
+                " docs/howto/choose-a-database.md.",
+                id="distlock.W101",
+            )
         )
 
 
@@ -121,9 +131,9 @@ def _of_locks(using: str) -> Iterator[checks.CheckMessage]:
     missing = [each for each in _MODELS if each._meta.db_table not in existing]
     loader = _loader(using)
     pending = [] if loader is None else list(unapplied(using, loader))
-    # What migrations would make is not missed twice.
-    has_some = len(missing) < len(_MODELS)
-    if missing and not (has_some and pending):
+    # What migrations would make is not missed twice, nor while they are about to make it.
+    has_some, is_migrating = len(missing) < len(_MODELS), sys.argv[1:2] == ["migrate"]
+    if missing and not (pending and (has_some or is_migrating)):
         yield _lacks_tables(using, missing)
     yield from read_only(using)
     if connection.vendor == "postgresql":
@@ -131,7 +141,7 @@ def _of_locks(using: str) -> Iterator[checks.CheckMessage]:
     if connection.vendor == "mysql":
         yield from _mysql_findings(using)
     if has_some:
-        yield from pending
+        yield from () if is_migrating else pending
         if not pending:
             if connection.vendor == "postgresql":
                 yield from several(using)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from django.apps import AppConfig, apps
+from django.conf import settings
 from django.core import checks
 from django.db import router
 
@@ -36,7 +37,8 @@ def check_fence_keys(
 @check_each(DatabaseBackend)
 def check_fence_floor(backend: DatabaseBackend) -> Iterator[checks.CheckMessage]:
     """W002: rows outlive what a failover or a restore takes back from the fence counters."""
-    if backend.config.fence_floor is None and _fenced_models(None):
+    # What is developed has no failover.
+    if backend.config.fence_floor is None and not settings.DEBUG and _fenced_models(None):
         yield checks.Warning(
             f"{where(backend)} has no FENCE_FLOOR, but there are fenced models. After a failover"
             " or a restore that loses the latest grants, new leases would get fences that were"

@@ -109,8 +109,9 @@ def normalize_key(key: object) -> str:
     if isinstance(key, int) and not isinstance(key, bool):
         return _digits(key)
     if not isinstance(key, str):
+        remedy = ' A decorator takes a key first: @distlock("…").' if callable(key) else ""
         raise InvalidArgument(
-            f"A key must be a str or an int, not {type(key).__name__} ({shown(key)})."
+            f"A key must be a str or an int, not {type(key).__name__} ({shown(key)}).{remedy}"
         )
     if not key:
         raise IllegalKey("A key must not be empty.")
@@ -403,6 +404,11 @@ class KeyTemplate:
     def _text(self, name: str, value: object, spec: str) -> str:
         if isinstance(value, enum.Enum):
             value = value.value
+        if value is None:
+            raise InvalidArgument(
+                f"{{{name}}} in the key template {self.template!r} is None. A key names what is"
+                " locked: give it a value."
+            )
         if not isinstance(value, _CANONICAL):
             raise InvalidArgument(
                 f"{{{name}}} in the key template {self.template!r} is of type"
@@ -419,7 +425,7 @@ class KeyTemplate:
 
 
 _CANONICAL = (
-    str, int, float, decimal.Decimal, uuid.UUID, datetime.date, datetime.time, type(None),
+    str, int, float, decimal.Decimal, uuid.UUID, datetime.date, datetime.time,
 )  # fmt: skip
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from datetime import UTC, datetime
+from difflib import get_close_matches
 
 
 def printable(text: str) -> str:
@@ -38,3 +40,14 @@ def span(seconds: float | None, digits: int = 1) -> str:
 def instant(when: datetime | None) -> str:
     """Return a time in UTC, to the second; "-": none."""
     return "-" if when is None else f"{when.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def suggestion(unknown: object, known: Collection[str]) -> str:
+    """Return a sentence that names the nearest of the known names, with a space before; "": none.
+
+    Args:
+        unknown: What somebody wrote instead. Capitals make no difference.
+    """
+    names = {each.casefold(): each for each in known}
+    near = get_close_matches(str(unknown).casefold(), names, 1, cutoff=0.7)
+    return f" Did you mean {names[near[0]]!r}?" if near else ""

@@ -5,9 +5,10 @@ They need no store: what depends on the settings is checked when a lock is taken
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 from ..core.durations import MIN_TTL, seconds, ttl_seconds, wait_seconds
 from ..core.errors import InvalidArgument, LockUsageError, shown
@@ -21,6 +22,31 @@ if TYPE_CHECKING:
     from .lock import Lock
 
 L = TypeVar("L", bound="Lock")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: What other packages call an argument, and what it is here.
+_ELSEWHERE: Final = {
+    "timeout": "ttl (seconds until the lease expires) or wait (seconds to wait for the lock)",
+    "blocking_timeout": "wait (seconds to wait for the lock)",
+    "blocking": "wait=0 for one attempt",
+    "expire": "ttl (seconds until the lease expires)",
+    "using": "backend (an alias of DISTLOCK)",
+}
+
+
+def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function say how its argument is called when it is given that of another package."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in _ELSEWHERE.keys() & kwargs.keys():
+            raise TypeError(
+                f"{function.__name__}() has no argument {name!r}. Use {_ELSEWHERE[name]}."
+            )
+        return function(*args, **kwargs)
+
+    return called
 
 
 def check(lock: Lock) -> None:

@@ -35,6 +35,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@checking.names_arguments
 def distlock(  # noqa: PLR0913 - each says one thing, by name
     key: Key,
     *,

@@ -48,6 +48,6 @@ SECRETS: dict[str, object] = {
 def test_secret_goes_into_no_document(secret: object) -> None:
     """Wherever it is; and the error does not tell it either."""
     for value in (secret, {"in": [secret]}, Made(1, second=(secret,))):
-        with pytest.raises(TypeError, match="no document") as caught:
+        with pytest.raises(TypeError, match="part of a document") as caught:
             plain(value)
         assert "s3cret" not in str(caught.value)

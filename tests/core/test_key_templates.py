@@ -106,14 +106,13 @@ def test_collected_arguments_are_fields_too() -> None:
         (DAY, "2026-03-04"),
         (datetime.datetime(2026, 3, 4, 5, 6, tzinfo=datetime.UTC), "2026-03-04 05:06:00+00:00"),
         (datetime.time(5, 6), "05:06:00"),
-        (None, "None"),
         (Colour.RED, "red"),
         (Colour.SEVEN, "7"),
         ("e\u0301", "\u00e9"),
     ],
 )
 def test_types_with_canonical_text(value: object, text: str) -> None:
-    """Text, numbers, UUIDs, dates, times, None and enumerations of them are legal values."""
+    """Text, numbers, UUIDs, dates, times and enumerations of them are legal values."""
     assert render("{a}", pair, value) == text
 
 
@@ -126,6 +125,12 @@ def test_value_without_canonical_text_is_refused(value: object) -> None:
         render("x:{a}", pair, value)
     assert "{a}" in str(caught.value)
     assert "'x:{a}'" in str(caught.value)
+
+
+def test_none_is_refused() -> None:
+    """What is missing names nothing: all calls that lack it would share one lock."""
+    with pytest.raises(InvalidArgument, match=r"\{a\} in the key template 'x:\{a\}' is None"):
+        render("x:{a}", pair, None)
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,10 @@ class Browser:
     def no_script(self) -> Iterator[None]:
         """Run no script of a page."""
         self.tell("Emulation.setScriptExecutionDisabled", value=True)
-        yield
-        self.tell("Emulation.setScriptExecutionDisabled", value=False)
+        try:
+            yield
+        finally:
+            self.tell("Emulation.setScriptExecutionDisabled", value=False)
 
     @contextmanager
     def hidden(self) -> Iterator[None]:

@@ -152,7 +152,7 @@ def test_everything_but_the_refresh_works_without_script(shop: Dashboard, browse
         browser.one(f"{row('plain')} a").click()
         browser.one("button[value=request_stop]").click()
         browser.one("input[type=submit].default").click()
-        browser.until(lambda: "1 lock force-released" in browser.text(".messagelist"))
+        browser.until(lambda: "Stop requested for 1 lock." in browser.text(".messagelist"))
         assert "stop requested" in browser.text(".distlock-facts")
 
 
@@ -169,7 +169,7 @@ def test_hostile_key_is_text(shop: Dashboard, browser: Browser) -> None:
         assert browser.driver.title != "taken"
         browser.one("[name=reason]").send_keys(HOSTILE)
         browser.one("input[type=submit].default").click()
-        browser.until(lambda: "1 lock force-released" in browser.text(".messagelist"))
+        browser.until(lambda: "Stop requested for 1 lock." in browser.text(".messagelist"))
         browser.until(lambda: HOSTILE in _again(browser, ".distlock-timeline"))
     for model in ("lockevent", "fencecounter"):
         browser.open(f"/admin/django_distlock/{model}/?{urlencode({'q': HOSTILE})}")

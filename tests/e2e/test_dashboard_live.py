@@ -50,7 +50,7 @@ def test_end_of_the_session_is_told_once(shop: Dashboard, browser: Browser) -> N
     """The page asks no more, and says what to do."""
     show(browser)
     browser.driver.delete_all_cookies()
-    browser.until(lambda: "Logged out" in browser.text(".distlock-live"))
+    browser.until(lambda: "logged out" in browser.text(".distlock-live"))
     asked = "performance.getEntriesByType('resource').length"
     before = browser.ask(asked)
     browser.ask("new Promise(done => setTimeout(done, 7000))")

@@ -69,6 +69,14 @@ def test_bad_setting_is_reported(kind: str) -> None:
     assert str(messages[0]).startswith("?: " if setting == [] else "x: ")
 
 
+def test_setting_that_does_not_exist_is_reported() -> None:
+    """One that begins as ours do: the nearest one is named."""
+    with override_settings(DISTLOCK={}, DISTLOCKS={}):
+        (message,) = found("default")
+    assert message.id == "distlock.E001"
+    assert message.msg.startswith("There is no setting DISTLOCKS. Did you mean 'DISTLOCK'?")
+
+
 def test_every_mistake_is_reported() -> None:
     """One bad alias does not hide another one, nor a good one's warnings."""
     aliases = {
@@ -147,6 +155,9 @@ def test_shared_file_is_a_warning(sqlite: str, tmp_path: Path) -> None:
     assert "'sqlite'" in messages[0].msg
     assert "choose-a-database" in str(messages[0].hint)
     assert not messages[0].is_serious()
+    with override_settings(DEBUG=True), routed("sqlite", "sqlite"):
+        (line,) = found()
+    assert (line.id, line.hint, line.level) == ("distlock.W101", None, checks.INFO)
     # What counts is the file, by whatever path.
     file, link = tmp_path / "one.sqlite3", tmp_path / "other.sqlite3"
     link.symlink_to(file)

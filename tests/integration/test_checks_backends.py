@@ -143,9 +143,9 @@ def test_missing_or_wrong_router_is_a_warning(sqlite: str) -> None:
     """W110: the models are looked for where no lock is, or their tables are made nowhere."""
     (said,) = told_with(None, sqlite)
     assert repr(sqlite) in said
-    assert "in 'default'" in said
+    assert "to 'default'" in said
     (said,) = told_with(Router("default", (sqlite,)), sqlite)
-    assert "in 'default'" in said
+    assert "to 'default'" in said
     # `migrate --database` would record its migrations, and make nothing.
     (said,) = told_with(Router(sqlite, ("default",)), sqlite)
     assert repr(sqlite) in said

@@ -211,6 +211,9 @@ def test_check_of_fence_floors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "DISTLOCK['locks_default']" in found.msg
     with locks_on("default", FENCE_FLOOR="clock"):
         assert check_fence_floor(None) == []
+    # What is developed has no failover.
+    with locks_on("default"), override_settings(DEBUG=True):
+        assert check_fence_floor(None) == []
     with override_settings(DISTLOCK={"m": {"BACKEND": MEMORY}}):
         assert check_fence_floor(None) == []
     monkeypatch.setattr(apps.get_app_config("shop"), "get_models", list)

@@ -130,15 +130,22 @@ def test_bad_value_is_refused_with_alias_name_value_and_rule(
     assert rule in message
 
 
-@pytest.mark.parametrize("name", ["TIMEOUT", "ttl", "KEY_PREFIX ", "HEART_BEAT", "LOCATION", 5])
-def test_unknown_name_is_refused_with_the_known_ones(settings: Any, name: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("TIMEOUT", ""), ("ttl", " Did you mean 'TTL'?"),
+        ("KEY_PREFIX ", " Did you mean 'KEY_PREFIX'?"),
+        ("HEART_BEAT", " Did you mean 'HEARTBEAT'?"), ("LOCATION", ""), (5, ""),
+    ],
+)  # fmt: skip
+def test_unknown_name_is_refused_with_the_known_ones(settings: Any, name: Any, near: str) -> None:
     """The vocabulary is closed: a slip, or a setting of a later version, is no silence."""
     settings.DISTLOCK = {"x": {"BACKEND": MEMORY, name: 1}}
     with pytest.raises(InvalidLockBackend) as caught:
         conf.backend_config("x")
     assert str(caught.value) == (
         f"DISTLOCK['x']: Unknown settings: {name!r}. Known settings: BACKEND, KEY_PREFIX, TTL,"
-        f" WAIT, MAX_TTL, HEARTBEAT, LOCK_CONNECTIONS, RETRY, FENCE_FLOOR, OPTIONS."
+        f" WAIT, MAX_TTL, HEARTBEAT, LOCK_CONNECTIONS, RETRY, FENCE_FLOOR, OPTIONS.{near}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -91,7 +92,7 @@ def test_empty_setting_gives_none() -> None:
     with override_settings(DISTLOCK={}):
         assert list(lock_backends) == []
         assert lock_backends.all() == []
-        with pytest.raises(InvalidLockBackend, match="'default' is not configured.*has: none"):
+        with pytest.raises(InvalidLockBackend, match="'default' is not configured.*aliases: none"):
             lock_backends["default"]
         with pytest.raises(InvalidLockBackend, match="'default' is not configured"):
             _ = default_lock_backend.alias
@@ -123,13 +124,30 @@ def test_backend_that_cannot_be_imported_is_refused(path: str, why: str) -> None
     assert refusal(BACKEND=path).startswith(f"DISTLOCK['x']: BACKEND {path!r} {why}")
 
 
+def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What to install is said, and not only what was not found."""
+    path = "django_distlock.backends.redis.RedisBackend"
+    for name in [each for each in sys.modules if each.startswith(path.rpartition(".")[0])]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    assert 'pip install "django-distlock[redis]"' in refusal(BACKEND=path)
+
+
+def test_unknown_option_is_answered_with_the_known_ones() -> None:
+    """And with the nearest one."""
+    said = refusal(BACKEND=DATABASE, OPTIONS={"usin": "default"})
+    assert "Known options: cleanup_on_read, listen_using, server_functions, using." in said
+    assert said.endswith("Did you mean 'using'?")
+    assert "Known options: none." in refusal(BACKEND=MEMORY, OPTIONS={"usin": "default"})
+
+
 @pytest.mark.parametrize("backend", [MEMORY, DATABASE])
 def test_unknown_options_are_refused(backend: str) -> None:
     """`OPTIONS` are a closed vocabulary of each backend."""
-    assert refusal(BACKEND=backend, OPTIONS={"ulr": 1}) == "DISTLOCK['x']: Unknown options: 'ulr'."
-    assert refusal(BACKEND=backend, OPTIONS={"b": 1, "a": 2}) == (
-        "DISTLOCK['x']: Unknown options: 'a', 'b'."
-    )
+    said = refusal(BACKEND=backend, OPTIONS={"ulr": 1})
+    assert said.startswith("DISTLOCK['x']: Unknown options: 'ulr'. Known options: ")
+    said = refusal(BACKEND=backend, OPTIONS={"b": 1, "a": 2})
+    assert said.startswith("DISTLOCK['x']: Unknown options: 'a', 'b'. ")
 
 
 @pytest.mark.parametrize(

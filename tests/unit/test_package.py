@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import django_distlock
 from django_distlock import distlock
+from django_distlock.views import locked_view
 
 ROOT = Path(__file__).parents[2]
 API = (ROOT / "docs/reference/api.md").read_text()
@@ -236,6 +238,7 @@ def test_lock_may_be_described_before_settings() -> None:
     """A module may describe and decorate at import, before Django is set up."""
     program = f"""{WITHOUT_EXTRAS}
 from django_distlock import distlock
+from django_distlock.views import locked_view
 lock = distlock("nightly", ttl=60, wait=0)
 
 @distlock("invoice:{{invoice_id}}")
@@ -270,8 +273,20 @@ import signal, threading
 before = {each: signal.getsignal(each) for each in signal.valid_signals()}
 import django_distlock
 from django_distlock import distlock
+from django_distlock.views import locked_view
 assert threading.active_count() == 1, threading.enumerate()
 assert before == {each: signal.getsignal(each) for each in signal.valid_signals()}
 print('fine')
 """
     assert run(program) == "fine\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "here"), [("timeout", "ttl"), ("blocking_timeout", "wait"), ("using", "backend")]
+)
+def test_argument_of_another_package_is_answered_with_ours(name: str, here: str) -> None:
+    """By any function that hands its options on to `distlock()`."""
+    wrong: dict[str, Any] = {name: 5}
+    for call in (distlock, locked_view):
+        with pytest.raises(TypeError, match=rf"no argument '{name}'. Use {here}"):
+            call("key", **wrong)
