@@ -66,7 +66,7 @@ class FilterForm(forms.Form):
     state = forms.ChoiceField(label=_("State"), required=False, choices=_states)
     host = forms.CharField(label=_("Host"), required=False, max_length=255)
     task = forms.CharField(label=_("Task id"), required=False, max_length=255)
-    age = forms.ChoiceField(label=_("Held"), required=False, choices=AGES)
+    age = forms.ChoiceField(label=_("Held for"), required=False, choices=AGES)
 
     def clean_begins(self) -> str:
         """Refuse what no key can begin with."""

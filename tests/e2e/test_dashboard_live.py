@@ -68,7 +68,7 @@ def test_all_of_a_page_are_chosen_at_once(shop: Dashboard, browser: Browser) -> 
 
 def test_key_page_does_not_cry_wolf(shop: Dashboard, browser: Browser) -> None:
     """It is not fed: at the end of a lease that is renewed, it says that it does not know."""
-    with held(shop, "renewed", ttl=2):
+    with held(shop, "renewed", ttl=10):
         show(browser, "renewed")
         browser.one(f"{row('renewed')} a").click()
         browser.until(lambda: "reload the page" in browser.text(".left"))
