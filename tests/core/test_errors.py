@@ -86,3 +86,23 @@ def test_not_acquired_knows_its_holder() -> None:
     assert (error.key, error.holder, error.held_for, error.expires_in) == (
         "k", Holder(host="h"), 1.0, None,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        ("timed out", "network_timeout", "did not answer: timed out"),
+        ("wrong password", "auth_failed", "denied access: wrong password"),
+        ("too many", "rate_limited", "has reached a limit: too many"),
+        (
+            "connection failed: FATAL: no such role",
+            "service_unavailable",
+            "refused the connection: connection failed: FATAL: no such role",
+        ),
+    ],
+)
+def test_message_says_what_the_store_did(error: str, code: str, said: str) -> None:
+    """Only what nobody answered was not answered."""
+    made = BackendUnavailable.of("The lock store 'a'", error, code, "key")
+    assert (str(made), made.code, made.key) == (f"The lock store 'a' {said}", code, "key")
+    assert made.is_denied == (code == "auth_failed")
