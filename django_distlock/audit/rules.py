@@ -31,19 +31,19 @@ class Finding(NamedTuple):
 #: The reason and the remedy of each rule.
 RULES = {
     "acquire-ignored": (
-        "Who does not get the lock works all the same, beside the one that holds it.",
-        "`with distlock(key, wait=0):` raises LockNotAcquired where the key is held.",
+        "A process that does not get the lock continues anyway, at the same time as the holder.",
+        "`with distlock(key, wait=0):` raises LockNotAcquired if the key is held.",
     ),
     "delete-without-token": (
-        "Where work outlasts the timeout, the lock that is deleted is that of the next holder.",
-        "`with distlock(key, ttl=…):` releases its own grant and no other.",
+        "If the work takes longer than the timeout, the deleted lock is that of the next holder.",
+        "`with distlock(key, ttl=…):` only releases its own grant.",
     ),
     "work-outlasts-timeout": (
-        "The lock ends amid the work, and another process begins the same work.",
+        "The lock expires during the work, and another process starts the same work.",
         "`with distlock(key, ttl=…) as lease:` is renewed; `lease.check()` before what matters.",
     ),
     "loop-outlasts-timeout": (
-        "The lock ends amid the loop, and another process begins the same work.",
+        "The lock expires during the loop, and another process starts the same work.",
         "`with distlock(key, ttl=…) as lease:` is renewed; `lease.check()` in each pass.",
     ),
     "setnx-then-expire": (
@@ -51,23 +51,23 @@ RULES = {
         "`with distlock(key, ttl=…):`, or `set(key, token, nx=True, ex=…)`.",
     ),
     "get-then-set": (
-        "Two processes that read at the same time both find the guard free, and both go on.",
-        "`with distlock(key, wait=0):` looks and takes in one step; with `hold=True` once per ttl.",
+        "Two processes that read at the same time both find the guard free, and both continue.",
+        "`with distlock(key, wait=0):` checks and acquires in one step; `hold=True`: once per ttl.",
     ),
     "lock-ends-before-commit": (
         "The next holder reads what was there before the commit, and overwrites it.",
-        "`distlock(key)` in `atomic()` is free behind the commit; so is `transaction_lock(key)`.",
+        "`distlock(key)` in `atomic()` ends after the commit; so does `transaction_lock(key)`.",
     ),
     "session-lock-behind-pooler": (
-        "In transaction mode the pooler gives the session, and the lock with it, to others.",
+        "In transaction mode, the pooler gives the session and its lock to other clients.",
         "`transaction_lock(key)` and `distlock(key)` on the database backend work behind a pooler.",
     ),
     "select-for-update-outside-atomic": (
-        "Outside of `atomic()` Django refuses the query, and behind its end the rows are free.",
+        "Outside `atomic()`, Django refuses the query, and after its end the rows are free.",
         "`with transaction.atomic():` around query and writes, or `@transaction_locked(key)`.",
     ),
     "message-before-commit": (
-        "A quick worker reads what was there before the commit; after a rollback it works in vain.",
+        "A fast worker reads the state before the commit; after a rollback, its work is wrong.",
         "`transaction.on_commit(lambda: task.delay(…))`, and `@locked_task(key)` on the task.",
     ),
 }

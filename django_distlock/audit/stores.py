@@ -65,7 +65,7 @@ def ignored(call: ast.Call) -> Found:
     """Return what there is to say of an answer that is ignored."""
     text = ast.unparse(call)
     text = text if len(text) <= 60 else f"{text[:57]}…"
-    return Found("acquire-ignored", call, f"nobody looks whether `{text}` was successful")
+    return Found("acquire-ignored", call, f"the result of `{text}` is not checked")
 
 
 def _operation(source: Source, call: ast.Call) -> Iterator[Operation]:
@@ -142,7 +142,7 @@ class Stores:
         # Elsewhere than in a `finally`, it may be a mark that is taken back.
         is_lock = drop.is_lockish or self._is_final(drop.node)
         if taken and is_lock and not by_hand and not self._is_compared(drop):
-            message = f"the key was taken in line {taken[0].node.lineno}, and may have ended"
+            message = f"the key was acquired in line {taken[0].node.lineno}, and may have ended"
             yield Found("delete-without-token", drop.node, message)
 
     def _is_final(self, node: ast.AST) -> bool:

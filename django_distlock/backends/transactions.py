@@ -167,8 +167,8 @@ class TransactionLocks(FenceTable):
         except DatabaseError as error:
             if vendor.is_overtaken(error):
                 raise LockUsageError(
-                    f"The transaction on {asked.using!r} has read before others wrote, and cannot"
-                    " write any more: lock the keys before it reads, or set OPTIONS"
+                    f"The transaction on {asked.using!r} has read before another connection wrote,"
+                    " and can no longer write. Lock the keys before it reads, or set OPTIONS"
                     ' ["transaction_mode"] to "IMMEDIATE".',
                     code="unsupported",
                 ) from error

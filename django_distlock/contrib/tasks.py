@@ -170,8 +170,8 @@ class _Locked:
         names = list(inspect.signature(function).parameters)
         if TRAVELS in names:
             raise InvalidArgument(
-                f"{function.__qualname__} has a parameter {TRAVELS}, by which locked_task lets a"
-                " task know how often it was queued. Give it another name."
+                f"{function.__qualname__} has a parameter {TRAVELS}, which locked_task uses to"
+                " count how often a task was queued. Rename the parameter."
             )
         # Both packages insist on this name where a task takes its context, and on this place.
         self._hidden = 1 if names[:1] == ["context"] else 0
@@ -245,8 +245,8 @@ class _Locked:
         """Return what to queue; or raise the error, where nothing can be or is to be."""
         if run.result is None:
             error.add_note(
-                "Nothing was queued again: this was a call of the function, or the run of a"
-                " backend that does not tell which task it runs (takes_context=True does)."
+                "Nothing was queued again. The function was called directly, or its backend does"
+                " not report the running task (takes_context=True does)."
             )
             raise error
         if not _defers(run.result):

@@ -101,7 +101,7 @@ class InstantField(_BigIntegerField):
         try:
             return None if value is None else from_microseconds(value)
         except (OverflowError, TypeError) as error:
-            raise DataError(f"{value!r} is no time: somebody else has written it.") from error
+            raise DataError(f"{value!r} is not a time. Another program has changed it.") from error
 
     def to_python(self, value: Any) -> datetime | None:
         if isinstance(value, str):

@@ -60,8 +60,8 @@ class KeyTemplate:
             part = next((_PATTERNS[each] for each in _PATTERNS if isinstance(values, each)), None)
             if part is None or isinstance(values, models.DateTimeField):
                 raise ValueError(
-                    f"{text!r}: {{{name}}} is a {type(values).__name__}, whose values have no one"
-                    f" text: a key takes integers, UUIDs, dates and texts."
+                    f"{text!r}: {{{name}}} is a {type(values).__name__}, whose values have no"
+                    " single text. A key can contain integers, UUIDs, dates and texts."
                 )
             texts += part == _ANY
             pattern += f"({part})"
@@ -69,8 +69,8 @@ class KeyTemplate:
             raise ValueError(f"{text!r} names no field, so all rows would have the same key.")
         if texts > 1:
             raise ValueError(
-                f"{text!r}: {texts} of its fields hold any text, and a key could be taken apart in"
-                f" several ways."
+                f"{text!r}: {texts} of its fields can hold any text, so a key could be split in"
+                " several ways."
             )
         self._pattern = re.compile(pattern, re.DOTALL)
 

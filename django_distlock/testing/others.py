@@ -128,7 +128,7 @@ def taken(
     answer = store.acquire(key, new_token(), lives, holder, replace=replace)
     if isinstance(answer, Contended):
         raise LockNotAcquired(
-            f"{key!r} cannot be held by somebody else: it is held on {store.alias!r}.",
+            f"{key!r} cannot be held by another holder: it is held on {store.alias!r}.",
             key=key,
             holder=answer.holder,
             held_for=answer.held_for,

@@ -53,8 +53,8 @@ def simulate_pause(
         return _stand_still(timeline, lease, seconds, taken_by_other=taken_by_other)
     if seconds is not None:
         raise LockUsageError(
-            f"A pause can have a length only inside of memory_locks(): time cannot be put ahead in"
-            f" the store {lease.backend!r}.",
+            "A pause can only have a length inside memory_locks(): time cannot be advanced in the"
+            f" store {lease.backend!r}.",
             key=lease.key,
         )
     return _lose(lease, taken_by_other=taken_by_other)

@@ -96,7 +96,7 @@ def _tell(work: Work) -> None:
 
     apart(run)
     if not told.wait(PATIENCE):
-        raise TimeoutError(f"Who is told of a lost lease has not returned in {PATIENCE:g} s.")
+        raise TimeoutError(f"A callback of a lost lease has not returned in {PATIENCE:g} s.")
 
 
 def _in_event_loop() -> bool:

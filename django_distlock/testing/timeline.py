@@ -38,7 +38,7 @@ def advance(seconds: Duration) -> None:
     """
     timeline = current()
     if timeline is None:
-        raise LockUsageError("Time can only be put ahead inside of memory_locks().")
+        raise LockUsageError("Time can only be advanced inside memory_locks().")
     timeline.advance(seconds)
 
 
@@ -84,8 +84,8 @@ class Timeline:
         """See the function."""
         if current() is not self:
             raise LockUsageError(
-                "The time of a memory_locks() that is over, or that has another one inside,"
-                " cannot be put ahead."
+                "The time of a memory_locks() that has ended or contains another one cannot be"
+                " advanced."
             )
         until = self() + in_seconds(seconds, "seconds")
         with telling_here() as teller:

@@ -725,7 +725,7 @@ def test_unique_task_without_its_base_is_told_of(project: Path) -> None:
     """Once where it is sent, and once where a worker starts."""
     (project / "broken/tasks.py").write_text("")
     begin = "import django; django.setup(); from shop import app\n"
-    error = "The task billing.tasks.once is unique, and only LockedTask looks"
+    error = "The task billing.tasks.once is unique, but only LockedTask checks"
     send = "from billing.tasks import once\nfor _ in range(2): once.delay(7)\n"
     assert run_python(project, "-c", begin + send).count(error) == 1
     assert run_python(project, "-c", begin + "app.Worker(pool='solo')").count(error) == 1

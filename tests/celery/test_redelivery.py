@@ -67,7 +67,7 @@ def test_c5_task_that_arrives_while_it_runs_waits(
     crew = crew_of(worker, sender)
     result = crew.send(name, "wait go")
     crew.begun()
-    seen = f"The task {result.id} was delivered again and waits for its own run"
+    seen = f"The task {result.id} was redelivered and waits for its own run"
     crew.until(lambda: bool(worker.said().count(seen) >= 2 or began(crew) > 1), "it has come again")
     assert began(crew) <= 1, "a task ran twice"
     assert crew.is_taken()

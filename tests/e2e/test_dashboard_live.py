@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from .browsers import Browser
 from .dashboards import LOCKS, Dashboard, held, row, show
@@ -74,6 +75,11 @@ def test_key_page_does_not_cry_wolf(shop: Dashboard, browser: Browser) -> None:
         browser.until(lambda: "reload the page" in browser.text(".left"))
 
 
+def says(browser: Browser, text: str) -> Callable[[], bool]:
+    """Give what is true once a message has a text."""
+    return lambda: text in browser.text(".messagelist")
+
+
 def test_any_key_can_be_opened(shop: Dashboard, browser: Browser) -> None:
     """Also one that nobody holds: its pause begins and ends there. Unknown, it offers nothing."""
     for key in ("unknown here", "nobody holds:it"):
@@ -88,6 +94,5 @@ def test_any_key_can_be_opened(shop: Dashboard, browser: Browser) -> None:
         browser.one(f"button[value={operation}]").click()
         browser.one("#id_reason").send_keys(json.dumps(operation))
         browser.one(".submit-row [type=submit]").click()
-        done = f"1 key {operation}d"
-        browser.until(lambda done=done: done in browser.text(".messagelist"))
+        browser.until(says(browser, f"1 key {operation}d"))
         assert "nobody holds:it" in browser.text("h1")

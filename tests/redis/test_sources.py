@@ -163,7 +163,7 @@ def test_factory_that_makes_something_else(key: str, client: Callable[[], object
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({}, "needs one of cache, url and client_factory, not none"),
+        ({}, "requires exactly one of cache, url and client_factory, not none"),
         ({"url": "redis://h", "cache": "c"}, "not cache and url"),
         ({"url": "redis://h", "client_factory": make_client}, "not url and client_factory"),
         ({"url": "redis://h", "timeout": 5}, "Unknown options: 'timeout'"),
@@ -177,7 +177,7 @@ def test_factory_that_makes_something_else(key: str, client: Callable[[], object
         ({"url": f"redis://:{PASSWORD}@h:port/0"}, "url: It is no address"),
         ({"cache": "nowhere"}, "cache: There is no cache 'nowhere'"),
         ({"cache": 5}, "cache: There is no cache 5"),
-        ({"cache": "memory"}, "LocMemCache, which is not kept in Redis"),
+        ({"cache": "memory"}, "LocMemCache, which does not use Redis"),
         ({"cache": "sharded"}, "spreads its keys over several servers"),
         ({"client_factory": "tests.redis.nothing"}, "client_factory: It cannot be imported"),
         ({"client_factory": "nothing"}, "client_factory: It cannot be imported"),

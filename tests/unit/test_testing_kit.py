@@ -627,7 +627,7 @@ def test_somebody_else_holds_the_key(locks: Locks) -> None:
         raise ZeroDivisionError
     with distlock(KEY) as lease:
         assert lease.fence == other.fence + 1
-        told = pytest.raises(LockNotAcquired, match="cannot be held by somebody else")
+        told = pytest.raises(LockNotAcquired, match="cannot be held by another holder")
         with told, hold(KEY):
             pytest.fail("must not begin")
 

@@ -105,7 +105,7 @@ def client_source(where: str, options: Options, password: str | None = None) -> 
     given = {name: value for name, value in options.items() if value is not None}
     if len(given) != 1:
         raise InvalidLockBackend(
-            f"{where}: OPTIONS needs one of cache, url and client_factory, not"
+            f"{where}: OPTIONS requires exactly one of cache, url and client_factory, not"
             f" {' and '.join(given) or 'none'}."
         )
     ((name, value),) = given.items()
@@ -236,7 +236,7 @@ def from_cache(alias: object) -> Callable[[], Any]:
     get_client = getattr(getattr(cache, "client", None), "get_client", None)
     if get_client is None:
         raise InvalidLockBackend(
-            f"The cache {alias!r} is a {type(cache).__name__}, which is not kept in Redis."
+            f"The cache {alias!r} is a {type(cache).__name__}, which does not use Redis."
         )
     try:
         # The client below the cache: what the cache does about errors, such as

@@ -70,9 +70,9 @@ class Subscription:
     def _heard(self, seconds: float) -> list[str]:
         connection = self._connection
         if self._is_over:
-            raise exceptions.ConnectionError("The subscription is over.")
+            raise exceptions.ConnectionError("The subscription has ended.")
         if not self._serves(connection):
-            raise exceptions.ConnectionError("Locks are kept on another server by now.")
+            raise exceptions.ConnectionError("The locks are now on another server.")
         if not connection.can_read(seconds):
             # redis-py's own check of a connection would take a message for its pong.
             connection.send_packed_command([packed(["PING"])], check_health=False)

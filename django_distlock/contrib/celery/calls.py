@@ -89,7 +89,8 @@ def free(lock: JobLock, fence: int) -> None:
         return
     if store.release(record.grant) is UNKNOWN:
         raise BackendUnavailable(
-            f"The claim {lock.key!r} was not given back: a transaction holds its row.", key=lock.key
+            f"The claim {lock.key!r} was not released: a transaction has locked its row.",
+            key=lock.key,
         )
 
 

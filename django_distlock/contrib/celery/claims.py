@@ -144,7 +144,7 @@ def give_back(lock: JobLock, grant: Grant) -> None:
     except LockError as error:
         extra = log_fields("release_failed", backend=lock.backend, key=lock.key, error=error)
         logger.warning(
-            "%r stays taken, and its task was not queued: %s", lock.key, error, extra=extra
+            "%r stays held, and its task was not queued: %s", lock.key, error, extra=extra
         )
 
 

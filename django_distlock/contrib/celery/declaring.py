@@ -73,7 +73,7 @@ def _or_log(what: str, step: Callable[[], object]) -> None:
         step()
     except Exception as error:  # noqa: BLE001 - code of the project
         logger.warning(
-            "The checks of locked tasks may not see all of them: an import fails, %r",
+            "The checks may not see all locked tasks: an import failed, %r",
             error,
             extra=log_fields("import_failed"),
         )

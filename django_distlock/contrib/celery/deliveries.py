@@ -198,13 +198,13 @@ def queue_behind_itself(delivery: Delivery, rules: Rules, error: LockNotAcquired
     # Not at once: a run that goes on for an hour is asked for a hundred times and not for millions.
     pause = _visible(delivery, max(pause, min(rules.retry.delay, 1.0) / 2))
     logger.info(
-        "The task %s was delivered again and waits for its own run: %s",
+        "The task %s was redelivered and waits for its own run: %s",
         delivery.id,
         error,
         extra=log_fields("queued_again", task=delivery.id, error=error),
     )
     _send(delivery, pause, {UNTIL: delivery.until, TIMES: times + 1, AGAIN: True})
-    return Ignore(f"{error.key!r} is taken by the same task: queued again, in {pause:.1f} s")
+    return Ignore(f"{error.key!r} is held by the same task: queued again in {pause:.1f} s")
 
 
 def forget_wait(alias: str, waits: tuple[str, str] | None) -> None:

@@ -171,7 +171,7 @@ def _watch_over(
             _do(store, partial(_release, store, terms, record, request))
             continue
         logger.warning(
-            "%r stays taken: the process of its task %s was told to end, and lives",
+            "%r stays held: the process of its task %s was terminated but still runs",
             record.key,
             request.id,
             extra=_fields("lives_on", store, record, request),
@@ -235,7 +235,7 @@ def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any)
     if released is False:
         return  # The process has done so itself, or somebody else has the key.
     logger.warning(
-        "%r is given back: process %d, which ran its task %s, is dead",
+        "%r is released: process %d, which ran its task %s, has died",
         record.key,
         record.holder.pid,
         request.id,
@@ -258,7 +258,7 @@ def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any)
 def _free_claim(store: BaseLockBackend, record: Record, request: Any) -> None:
     if store.release(record.grant) is True:
         logger.warning(
-            "%r is given back: its task %s was not started before its process died",
+            "%r is released: its task %s had not started before its process died",
             record.key,
             request.id,
             extra=_fields("given_back", store, record, request),
@@ -286,7 +286,9 @@ def _do(store: BaseLockBackend, operation: Callable[[], None]) -> None:
             operation()
         except (LockError, TypeError) as error:
             extra = log_fields("release_failed", backend=store.alias, error=error)
-            logger.warning("What a dead task held stays taken for its ttl: %s", error, extra=extra)
+            logger.warning(
+                "The keys of a dead task stay held for their ttl: %s", error, extra=extra
+            )
         finally:
             done.ring()
 

@@ -158,8 +158,8 @@ def _unpacked(app: Any, row: FailedTask) -> tuple[list[Any], dict[str, Any]]:
     message = row.message
     if not message:
         raise LockUsageError(
-            f"The arguments of the task {row.pk} were not kept: they have more than {MAX_BODY}"
-            " bytes, or cannot be serialised. Send it where it came from."
+            f"The arguments of the task {row.pk} were not stored: they have more than {MAX_BODY}"
+            " bytes or cannot be serialised. Send the task again from its source."
         )
     accepted = _accepted(app.conf.accept_content)
     if message["type"] not in accepted:

@@ -44,8 +44,8 @@ class Words(NamedTuple):
 
 _KEY: Final = Words(
     "release_failed",
-    "%r stays taken until its store answers: %s",
-    "%r stays taken for its ttl: %s",
+    "%r stays held until its store answers: %s",
+    "%r stays held for its ttl: %s",
 )
 
 

@@ -73,8 +73,7 @@ def missing(app: Any, ids: Iterable[str], queues: Iterable[str], patience: float
         look = {"redis": _in_redis, "amqp": _in_amqp}.get(kind)
         if look is None:
             raise Unseen(
-                f"A broker of the kind {kind!r} does not show which tasks it has; Redis and"
-                " RabbitMQ do."
+                f"A broker of the kind {kind!r} cannot list its tasks. Redis and RabbitMQ can."
             )
         names = {*app.amqp.queues, *queues}
         left -= look(app, connection, names, patience)
@@ -174,8 +173,8 @@ def _in_amqp(app: Any, connection: Any, names: set[str], patience: float) -> set
             )
         if queue.consumer_count > asked.count(name):
             raise Unseen(
-                f"Of {queue.consumer_count} that consume the queue {name!r},"
-                f" {asked.count(name)} answered in {patience:g} s which tasks they have."
+                f"{asked.count(name)} of {queue.consumer_count} consumers of the queue {name!r}"
+                f" listed their tasks within {patience:g} s."
             )
     return set()
 

@@ -129,7 +129,7 @@ def _send_unique(
         return sending.without_store(
             error,
             lock,
-            "Nobody knows whether %r is queued already: %s",
+            "It is unknown whether %r is already queued: %s",
             partial(publish, task_id=task_id, **options),
         )
     result = _publish_claimed(publish, lock, grant, task_id, options)
@@ -149,7 +149,7 @@ def _checked(unique_ttl: Duration | None, task: Any, terms: Terms | None) -> flo
     if unique_ttl is None:
         return None
     if terms is None or (terms.unique is None and not terms.max_queued):
-        raise InvalidArgument(f"unique_ttl is about unique tasks, and {task.name} is none.")
+        raise InvalidArgument(f"unique_ttl requires a unique task, and {task.name} is not unique.")
     return seconds(unique_ttl, "unique_ttl", minimum=MIN_TTL)
 
 
@@ -192,7 +192,7 @@ def _send_if_overtaken(
     except LockError as error:
         extra = log_fields("bypassed", backend=lock.backend, task=lock.task_id, error=error)
         logger.warning(
-            "Nobody knows which call of %r is the last one: %s", lock.key, error, extra=extra
+            "It is unknown which call of %r is the last one: %s", lock.key, error, extra=extra
         )
         return publish()
 
@@ -238,7 +238,9 @@ def keep(lease: Lease, terms: Terms, when: object) -> None:
         return  # The retry has begun, or takes the key as anybody would.
     except LockError as error:
         extra = log_fields("extend_failed", backend=store.alias, key=lease.key, error=error)
-        logger.warning("%r may be taken before its retry: %s", lease.key, error, extra=extra)
+        logger.warning(
+            "%r may be acquired by another task before its retry: %s", lease.key, error, extra=extra
+        )
 
 
 def remember(lease: Lease) -> None:
@@ -271,8 +273,8 @@ def hand_down(
     if deferred_release.open_transactions():
         extra = log_fields("not_handed_down", backend=lease.backend, key=key)
         logger.warning(
-            "%s is sent inside a transaction and takes %r as any other task does, not under the"
-            " lease of its sender: send it by delay_on_commit()",
+            "%s is sent inside a transaction and acquires %r like any other task, not under the"
+            " lease of its sender. Use delay_on_commit()",
             sender,
             key,
             extra=extra,

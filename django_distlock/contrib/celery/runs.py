@@ -251,7 +251,7 @@ class Run:
         self._has_met = record is not None
         if record is not None and record.holder.task_id == self._delivery.id:
             raise LockNotAcquired(
-                f"{lock.key!r} is taken by another delivery of this task.",
+                f"{lock.key!r} is held by another delivery of this task.",
                 key=lock.key,
                 holder=record.holder,
             )
@@ -313,7 +313,7 @@ class Run:
                 return
             time.sleep(0.1)
         logger.info(
-            "The task %s was delivered again and has run already, with fence %d",
+            "The task %s was redelivered, but has already run with fence %d",
             delivery.id,
             fence,
             extra=self._fields("has_run"),
@@ -417,8 +417,8 @@ def require_base(task: Any) -> None:
         terms = terms_of(task)
         what = "is unique" if terms is None or terms.unique else "has max_queued"
         raise LockUsageError(
-            f"The task {task.name} {what}, and only LockedTask looks whether it is queued already:"
-            " use @shared_task(base=LockedTask)."
+            f"The task {task.name} {what}, but only LockedTask checks whether it is already"
+            " queued. Use @shared_task(base=LockedTask)."
         )
 
 

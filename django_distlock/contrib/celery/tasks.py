@@ -105,7 +105,7 @@ def locked_task(  # noqa: PLR0913 - each says one thing, by name
         **options,
     }
     if lock is not None and isinstance(lock, (Task, Proxy)):
-        raise InvalidArgument("locked_task takes the key: @locked_task(…), with parentheses.")
+        raise InvalidArgument('locked_task needs a key, as in @locked_task("…").')
 
     def decorate(*args: Any, **kwargs: Any) -> Any:
         return _wrapped(only_function(lock, args, kwargs), given)

@@ -93,8 +93,8 @@ class Keys:
         if callable(given):
             return cls(given, lambda call: given(*call.own_args, **call.kwargs), False)
         raise InvalidArgument(
-            f"{name} is a template, a function that returns the key, True for all arguments, or"
-            f" None, not {shown(given)}."
+            f"{name} must be a template, a function that returns the key, True for all arguments,"
+            f" or None, not {shown(given)}."
         )
 
     def of_runs(self) -> Keys:
@@ -164,7 +164,7 @@ class Terms:
         if not isinstance(inherit, bool):
             raise InvalidArgument(f"inherit must be True or False, not {shown(inherit)}.")
         if options.get("wait", 0) is None:
-            raise InvalidArgument("wait has an end: a task that waits takes a worker's place.")
+            raise InvalidArgument("wait must be limited, because a waiting task occupies a worker.")
         if lock is None and locks is None and unique is None:
             lock = True
         limits = [] if lock is None and locks is None else limits_of(lock, locks, options)
@@ -256,19 +256,19 @@ def _check_until(unique: object, until: object, debounce: object, on_conflict: o
         choice("unique_until", until, ("done", "start"))
     if unique is None and (until is not None or debounce is not None):
         name = "unique_until" if debounce is None else "debounce"
-        raise InvalidArgument(f"{name} is about tasks with one key: say which, by unique=.")
+        raise InvalidArgument(f"{name} requires unique=, which names the key of the task.")
     if debounce is not None and until == "done":
         raise InvalidArgument(
-            'debounce goes with unique_until="start": a call that comes while the task runs is the'
-            " last one."
+            'debounce requires unique_until="start", so that a call during a run becomes the last'
+            " one."
         )
     refused = [] if until != "start" and debounce is None else ["skip"]
     refused += [] if debounce is None else ["run"]
     if on_conflict in refused:
         name = 'unique_until="start"' if debounce is None else "debounce"
         raise InvalidArgument(
-            f"{name} does not go with on_conflict={on_conflict!r}: what was called while the task"
-            ' runs is to run behind it. Use "retry", which it does by itself.'
+            f"{name} cannot be combined with on_conflict={on_conflict!r}: a call during a run must"
+            ' run after it. Use "retry", the default.'
         )
 
 

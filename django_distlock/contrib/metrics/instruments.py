@@ -58,7 +58,7 @@ WAIT = Instrument(
 BLOCKED = Instrument(
     name="distlock.blocked_by",
     kind="histogram",
-    help="Seconds for which a key had been held when it was refused to somebody.",
+    help="Seconds for which a key had been held when an acquire was refused.",
     labels=_KEY,
     unit="s",
     buckets=_WORK,
@@ -101,13 +101,13 @@ BYPASSED = Instrument(
 SKIPPED = Instrument(
     name="distlock.skipped",
     kind="counter",
-    help="Ticks, jobs and tasks that did not run, or were not queued, by why.",
+    help="Ticks, jobs and tasks that did not run or were not queued, by reason.",
     labels=(*_KEY, "reason"),
 )
 REQUEUED = Instrument(
     name="distlock.requeued",
     kind="counter",
-    help="Times that jobs and tasks went back to their queue because of their lock, by why.",
+    help="Times that jobs and tasks were queued again because of their lock, by reason.",
     labels=(*_KEY, "reason"),
 )
 SLACK = Instrument(
@@ -130,7 +130,7 @@ ACTIVE = Instrument(
 OVERDUE = Instrument(
     name="distlock.active_past_expiry",
     kind="gauge",
-    help="Blocks of this process that still run although their lease is over.",
+    help="Blocks of this process that still run although their lease has expired.",
 )
 WAITING = Instrument(
     name="distlock.waiting", kind="gauge", help="Callers of this process that wait for a key."
@@ -150,13 +150,13 @@ LOCKS_HELD = Instrument(
 HELD_PAST_EXPIRY = Instrument(
     name="distlock.held_past_expiry",
     kind="gauge",
-    help="Records of leases that ended without a release, and that nobody has taken or removed.",
+    help="Records of leases that expired without a release and were not removed or granted again.",
     whole_store=True,
 )
 OLDEST = Instrument(
     name="distlock.oldest_holding",
     kind="gauge",
-    help="Seconds since the grant that is the oldest one of those somebody works under.",
+    help="Seconds since the oldest grant that is still held.",
     labels=_KEY,
     unit="s",
     whole_store=True,
