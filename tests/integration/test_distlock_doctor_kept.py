@@ -190,7 +190,7 @@ def test_lock_in_its_grace(alias: str, key: str) -> None:
             assert eventually(lambda: is_over(made, "invoice:42"), PATIENCE)
             messages = [each.msg for each in scan(made).findings]
             made.force_release("invoice:42")
-            return any("in the grace: 'invoice:42'" in each for each in messages)
+            return any("in the grace period: 'invoice:42'" in each for each in messages)
 
         assert eventually(is_seen, PATIENCE)
 

@@ -71,7 +71,7 @@ def test_late_write_is_refused_on_each_database(using: str) -> None:
     assert "django_distlock_seenfence" in document["target"]
     stopped, taken = (
         next(step["at"] for step in document["steps"] if word in step["text"])
-        for word in ("is stopped", "takes over")
+        for word in ("is suspended", "takes over")
     )
     # Renewed every third of the ttl, it had at least two thirds of it when the process stopped,
     # and a second of grace has to pass.
@@ -179,7 +179,7 @@ def started(folder: Path, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("signum", "step"),
     [
-        (signal.SIGINT, "takes the lock"),
+        (signal.SIGINT, "acquires the lock"),
         (signal.SIGINT, "waits for the lock"),
         (signal.SIGTERM, "waits for the lock"),
     ],

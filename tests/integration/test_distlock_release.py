@@ -216,13 +216,13 @@ def test_successor_is_spared(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "rule"),
     [
-        ([], 2, "Name a KEY"),
-        (["key", "--prefix=k"], 2, "Name a KEY"),
+        ([], 2, "Give either a KEY"),
+        (["key", "--prefix=k"], 2, "Give either a KEY"),
         (["--prefix="], 2, "must not be empty"),
-        (["key", "--force"], 2, "--force needs --reason"),
-        (["key", "--force", "--reason= "], 2, "--force needs --reason"),
+        (["key", "--force"], 2, "--force requires --reason"),
+        (["key", "--force", "--reason= "], 2, "--force requires --reason"),
         (["key", "--force", f"--reason={'x' * 201}"], 2, "at most 200 characters"),
-        (["key", "--json"], 2, "--json asks nobody"),
+        (["key", "--json"], 2, "--json cannot ask for confirmation"),
         (["key\0", *FORCED], 2, "NUL"),
         (["key", *FORCED, "--backend=nowhere"], 1, "'nowhere' is not configured"),
         (["key", *FORCED, "--backend=memory"], 1, "in process memory"),

@@ -229,7 +229,7 @@ def test_store_that_does_not_answer_is_69(key: str) -> None:
         (["--ttl", "soon", "--", "true"], "'soon'"),
         (["--ttl", "1e7", "--", "true"], "at most 604800"),
         (["--wait", "-1", "--", "true"], "wait"),
-        (["--wait", "long", "--", "true"], "'long' is no number"),
+        (["--wait", "long", "--", "true"], "'long' is not a number"),
         (["--permits", "0", "--", "true"], "from 1 to 10,000"),
         (["--permits", "many", "--", "true"], "'many'"),
         (["--grace", "-1", "--", "true"], "grace"),

@@ -54,7 +54,7 @@ def test_raises_all_of_a_backend(empty: str) -> None:
         assert [next_fence(f"key:{number}", backend) for number in range(3)] == [501] * 3
         with (
             distlock("held", backend=backend) as lease,
-            pytest.raises(CommandError, match=r"Left alone, because .*: 'held'\. Run"),
+            pytest.raises(CommandError, match=r"Skipped, because .*: 'held'\. Run"),
         ):
             raise_fences("--all", "--to", "900", "--backend", backend)
         assert lease.fence == 1
