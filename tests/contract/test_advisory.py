@@ -106,7 +106,7 @@ def test_number_of_connections_is_checked(number: object) -> None:
 
 def test_other_databases_have_no_such_locks() -> None:
     """An alias that is no PostgreSQL is refused when the backend is made."""
-    with pytest.raises(InvalidLockBackend, match="sqlite database; only PostgreSQL"):
+    with pytest.raises(InvalidLockBackend, match="sqlite database. Only PostgreSQL"):
         AdvisoryBackend(BackendConfig(), using="sqlite")
 
 

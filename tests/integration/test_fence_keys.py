@@ -173,8 +173,8 @@ def test_key_of_no_row(key: str) -> None:
         ("{id!r}", "plain"),
         ("{name}:{other}", "several ways"),
         ("{id}{name}", "nothing separates"),
-        ("{price}", "no one text"),
-        ("{at}", "no one text"),
+        ("{price}", "no single text"),
+        ("{at}", "no single text"),
         ("payment:{", "'{'"),
     ],
 )
