@@ -102,12 +102,12 @@ class BaseLockBackend:
     supports_ttl: ClassVar[bool] = True
     # Does the store wake its waiters?
     supports_wakeups: ClassVar[bool] = False
-    # Are several keys granted in one step? Who has `_acquire_many` does that.
-    acquires_together: bool = False
     # Can a transaction keep a key from being taken over until its end? Who has `_guard` can.
     supports_guard: bool = False
     # Can the caller's transaction lock keys until its end? Who has `_lock_for_transaction` can.
     supports_transactions: bool = False
+    # Are several keys granted in one step? Who has `_acquire_many` does that.
+    acquires_together: bool = False
     # Can several hold a key at the same time? Who has `_sharing` can.
     supports_sharing: ClassVar[bool] = False
     # Can held locks be listed? Who has `_list` can.
@@ -244,51 +244,6 @@ class BaseLockBackend:
         Of several that share it, that which is free last.
         """
         return self._read(self._name(stored_key(key)))
-
-    # Several keys
-
-    def acquire_many(
-        self,
-        tokens: Mapping[str, str],
-        ttl: Duration | None,
-        holder: Holder | None = None,
-        *,
-        permits: int | None = 1,
-        bound: Duration = MAX_BOUND,
-    ) -> Sequence[Grant] | InTheWay:
-        """Grant several keys at once, each to a token of its own, or none of them.
-
-        Where one is contended, no key is taken. With `acquires_together` it is one round trip, and
-        a refusal writes nothing and uses no fence up. Without, the keys are taken one by one, and
-        given back.
-
-        Args:
-            tokens: A token for each key.
-            ttl: See `acquire`, as for the other arguments; each is for all keys.
-            bound: Seconds to wait inside the store, for all keys together, at most 1.
-
-        Returns:
-            A grant for each key, in the order of `tokens`; or a key that is contended.
-
-        Raises:
-            InvalidArgument: An argument breaks a rule, or two keys or two tokens are the same.
-            LockError: See `acquire`. Any of the keys may have been granted: release all of them.
-        """
-        attempts = [
-            self._attempt_for(key, token, ttl, holder, permits, bound)
-            for key, token in tokens.items()
-        ]
-        for what in ("name", "token"):
-            if len({getattr(each, what) for each in attempts}) < len(attempts):
-                raise InvalidArgument(f"Two keys have the same {what} here: each needs its own.")
-        # One order for all callers, so that none of them waits for another in a circle.
-        found = self._acquire_many(sorted(attempts, key=lambda each: each.name)) if attempts else []
-        if isinstance(found, InTheWay):
-            return changed(
-                found, answer=self._clearer(self._name(stored_key(found.key)), found.answer)
-            )
-        grants = {each.token: each for each in found}
-        return [grants[each.token] for each in attempts]
 
     # Leases
 

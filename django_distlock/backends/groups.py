@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ..core import durations
 from ..core.durations import MAX_BOUND, Duration
-from ..core.errors import LockUsageError
+from ..core.errors import InvalidArgument, LockUsageError
 from ..core.fences import validate_fence
 from ..core.holders import Holder, Session
 from ..core.keys import stored_key
@@ -124,7 +124,7 @@ class Transactions(_InTransactions):
 
 
 class Records:
-    """What is held of many keys. Without a hook of its own, a backend is asked for each."""
+    """Many keys at once. Without a hook of its own, a backend is asked for each."""
 
     def __init__(self, backend: BaseLockBackend):
         self._backend = backend
@@ -140,6 +140,52 @@ class Records:
     def sharing(self, key: str) -> Sequence[Record]:
         """Return the records of all who share a key now; () where one holds it alone, or nobody."""
         return self._backend._sharing(self._backend._name(stored_key(key)))
+
+    def acquire(
+        self,
+        tokens: Mapping[str, str],
+        ttl: Duration | None,
+        holder: Holder | None = None,
+        *,
+        permits: int | None = 1,
+        bound: Duration = MAX_BOUND,
+    ) -> Sequence[Grant] | InTheWay:
+        """Grant several keys at once, each to a token of its own, or none of them.
+
+        Where one is contended, no key is taken. With `acquires_together` it is one round trip, and
+        a refusal writes nothing and uses no fence. Without, the keys are acquired one by one, and
+        released if one is contended.
+
+        Args:
+            tokens: A token for each key.
+            ttl: As for `acquire` of one key, like the other arguments. All keys have the same.
+            bound: Seconds to wait inside the store, for all keys together, at most 1.
+
+        Returns:
+            A grant for each key, in the order of `tokens`; or a key that is contended.
+
+        Raises:
+            InvalidArgument: An argument breaks a rule, or two keys or two tokens are the same.
+            LockError: See `acquire`. Any of the keys may have been granted: release all of them.
+        """
+        store = self._backend
+        attempts = [
+            store._attempt_for(key, token, ttl, holder, permits, bound)
+            for key, token in tokens.items()
+        ]
+        for what in ("name", "token"):
+            if len({getattr(each, what) for each in attempts}) < len(attempts):
+                raise InvalidArgument(f"Two keys have the same {what} here: each needs its own.")
+        if not attempts:
+            return []
+        # One order for all callers, so that none of them waits for another in a circle.
+        found = store._acquire_many(sorted(attempts, key=lambda each: each.name))
+        if isinstance(found, InTheWay):
+            return replace(
+                found, answer=store._clearer(store._name(stored_key(found.key)), found.answer)
+            )
+        grants = {each.token: each for each in found}
+        return [grants[each.token] for each in attempts]
 
 
 class Waiters:

@@ -179,7 +179,7 @@ class Opening:
         try:
             found = budgets.spend(
                 end,
-                store.acquire_many,
+                store.records.acquire,
                 *(self._tokens, terms.ttl, terms.holder),
                 permits=terms.permits,
                 bound=min(MAX_BOUND, wait),

@@ -1,4 +1,4 @@
-"""Several keys granted at once, or none of them: `acquire_many()`, and what it is for."""
+"""Several keys granted at once, or none of them: `records.acquire()`, and what it is for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def keys_of(key: str) -> list[str]:
 
 def ask(backend: BaseLockBackend, keys: list[str], ttl: float | None = 30, **how: Any) -> Any:
     """Ask for keys together, each with a token of its own."""
-    return backend.acquire_many({each: new_token() for each in keys}, ttl, **how)
+    return backend.records.acquire({each: new_token() for each in keys}, ttl, **how)
 
 
 def refused(backend: BaseLockBackend, keys: list[str], **how: Any) -> InTheWay:
@@ -57,7 +57,7 @@ def test_each_key_has_its_grant(backend: BaseLockBackend, key: str) -> None:
     """In the order of the question, as by itself: token, fence, record, end."""
     keys = keys_of(key)
     tokens = {each: new_token() for each in keys}
-    grants = backend.acquire_many(tokens, 30)
+    grants = backend.records.acquire(tokens, 30)
     assert not isinstance(grants, InTheWay)
     assert [each.key for each in grants] == keys
     for grant in grants:
@@ -69,7 +69,7 @@ def test_each_key_has_its_grant(backend: BaseLockBackend, key: str) -> None:
     assert all(backend.release(each) is True for each in grants)
     again = ask(backend, keys)
     assert all(now.fence > before.fence for now, before in zip(again, grants, strict=True))
-    assert backend.acquire_many({}, 30) == []
+    assert backend.records.acquire({}, 30) == []
 
 
 def test_one_key_in_the_way_is_enough(backend: BaseLockBackend, key: str) -> None:
@@ -181,7 +181,7 @@ def test_wrong_arguments_touch_nothing(backend: BaseLockBackend, key: str) -> No
         ({key: token}, -1, "ttl"),
     ):
         with pytest.raises(InvalidArgument, match=what):
-            backend.acquire_many(tokens, ttl)
+            backend.records.acquire(tokens, ttl)
     assert backend.read(key) is None
 
 
