@@ -7,6 +7,7 @@ import inspect
 import logging
 import math
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,20 +27,34 @@ Callback = Callable[[Any], object]
 Call = tuple[Callback, Any]
 
 
+class Callbacks:
+    """Who is called back about one lease."""
+
+    def __init__(self) -> None:
+        self.lost: list[Call] = []
+        self.danger: list[tuple[float, Call]] = []
+
+
 class Losses:
     """What one lease tells of its end: each thing once, and nothing behind a clean release."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._told = False
-        self._on_lost: list[Call] = []
-        self._on_danger: list[tuple[float, Call]] = []
+        kept = Callbacks()
+        self._callbacks: Callable[[], Callbacks | None] = lambda: kept
         #: The deadline before which a warning has been given, by its number of seconds.
         self._warned: dict[int, float] = {}
         self._task: asyncio.Task[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._cancels = True
         self._cancelled = False
         self._cancelling = 0
+
+    @property
+    def told(self) -> bool:
+        """Whether it was told, or is being told, that the lease is lost."""
+        return self._told
 
     def claim(self) -> bool:
         """Return True once: to the one who has to tell that the lease is lost."""
@@ -51,31 +66,36 @@ class Losses:
         """Call back when the lease is lost; at once, if it is."""
         _validate(callback)
         with self._mutex:
-            if not self._told:
-                self._on_lost.append((callback, lease))
+            callbacks = self._callbacks()
+            if not self._told and callbacks is not None:
+                callbacks.lost.append((callback, lease))
                 return
         _call(callback, lease)
 
     def on_danger(self, callback: Callback, before: float, lease: Any) -> None:
         """Call back so many seconds before the lease would be lost."""
         _validate(callback)
-        self._on_danger.append((before, (callback, lease)))
+        callbacks = self._callbacks()
+        if callbacks is not None:
+            callbacks.danger.append((before, (callback, lease)))
 
-    @property
-    def has_callbacks(self) -> bool:
-        """Whether anybody is to be called back."""
-        return bool(self._on_lost or self._on_danger)
+    def entrust(self) -> Callbacks:
+        """Return the callbacks for somebody else to keep: without that one they are not called."""
+        callbacks = self._callbacks() or Callbacks()
+        self._callbacks = weakref.ref(callbacks)
+        return callbacks
 
     def call(self) -> None:
         """Call those back who wait for the loss."""
-        warn(self._on_lost)
+        callbacks = self._callbacks()
+        warn([] if callbacks is None else callbacks.lost)
 
     def next_warning(self, deadline: float) -> float:
         """Return when a callback has to be warned; infinite: all have been."""
         return min(
             (
                 deadline - before
-                for index, (before, _call) in enumerate(self._on_danger)
+                for index, (before, _call) in enumerate(self._danger)
                 if self._warned.get(index) != deadline
             ),
             default=math.inf,
@@ -84,21 +104,26 @@ class Losses:
     def warnings(self, deadline: float, now: float) -> list[Call]:
         """Return who has to be warned now. A renewal makes a new deadline, and so a new warning."""
         found: list[Call] = []
-        for index, (before, call) in enumerate(self._on_danger):
+        for index, (before, call) in enumerate(self._danger):
             if deadline - before <= now and self._warned.get(index) != deadline:
                 self._warned[index] = deadline
                 found.append(call)
         return found
 
+    @property
+    def _danger(self) -> list[tuple[float, Call]]:
+        callbacks = self._callbacks()
+        return [] if callbacks is None else callbacks.danger
+
     # The awaiting task
 
-    def cancels(self, task: asyncio.Task[Any]) -> None:
-        """Cancel a task when the lease is lost."""
-        self._task, self._loop = task, task.get_loop()
+    def works_under(self, task: asyncio.Task[Any], *, cancels: bool) -> None:
+        """Say which task is in the block, and whether it is cancelled when the lease is lost."""
+        self._task, self._loop, self._cancels = task, task.get_loop(), cancels
         self._cancelling = task.cancelling()
 
-    def cancels_only(self, task: asyncio.Task[Any] | None) -> bool:
-        """Whether this is the task to cancel; None: whether there is none."""
+    def is_task(self, task: asyncio.Task[Any] | None) -> bool:
+        """Whether this is the task in the block; None: whether there is none."""
         return self._task is task
 
     @property
@@ -109,7 +134,7 @@ class Losses:
     def cancel(self) -> None:
         """Cancel the task, from any thread."""
         loop = self._loop
-        if loop is not None:
+        if loop is not None and self._cancels:
             try:
                 loop.call_soon_threadsafe(self._cancel)
             except RuntimeError:

@@ -73,6 +73,26 @@ def check_lifetime(lock: Lock, ttl: float | None) -> None:
         raise InvalidArgument(f"max_lifetime ({lifetime:g} s) is below the ttl ({ttl:g} s).")
 
 
+def renews(lock: Lock, heartbeat: object) -> bool:
+    """Return whether a lease that is acquired by a call is renewed.
+
+    Args:
+        heartbeat: What the call says.
+
+    Raises:
+        InvalidArgument: It is no bool; or the lock has no heartbeat.
+    """
+    if not isinstance(heartbeat, bool):
+        raise InvalidArgument(f"heartbeat is True or False, not {shown(heartbeat)}.")
+    if heartbeat and lock.basic:
+        raise InvalidArgument(
+            f"acquire(heartbeat=True) renews the lease on {lock.key!r}, and a lock with basic=True"
+            " has no heartbeat: leave one of them out.",
+            key=lock.key,
+        )
+    return heartbeat
+
+
 def template(lock: Lock) -> str:
     """Return the template of a decorator's keys.
 
@@ -139,6 +159,8 @@ def _check_modes(lock: Lock) -> None:
         raise InvalidArgument(
             f'on_conflict must be "raise", "run" or "yield", not {shown(lock.on_conflict)}.'
         )
+    if lock.on_lost not in ("raise", "ignore"):
+        raise InvalidArgument(f'on_lost must be "raise" or "ignore", not {shown(lock.on_lost)}.')
     if not callable(lock.permits):
         validate_permits(lock.permits)
     if lock.shared and lock.permits != 1:

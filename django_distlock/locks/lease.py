@@ -22,7 +22,7 @@ from ..process.at_exit import held_here
 from . import transfer
 from .attempts import Granted
 from .blocks import Block
-from .callbacks import Callback, before_end
+from .callbacks import Callback, Callbacks, before_end
 from .downgrading import downgrade
 from .extending import extend
 from .release import Release
@@ -50,6 +50,9 @@ class Lease:
         token: The proof of ownership. A bearer secret: not in the lease's `repr`.
         fence: Grows with every grant of the key.
     """
+
+    #: Those of a lease that is renewed for as long as it is kept; else its holding has them.
+    _callbacks: Callbacks | None = None
 
     def __init__(
         self, store: BaseLockBackend, granted: Granted, terms: Terms, block: Block | None = None
@@ -222,22 +225,28 @@ class Lease:
         """See `downgrade`."""
         await self._holding.store.threads.run(self.downgrade)
 
-    def release(self) -> bool:
+    def release(self, *, strict: bool = False) -> bool:
         """Give the key back: at once, or when the transactions of this thread have ended.
+
+        Any thread may do so, also while a heartbeat renews the lease.
+
+        Args:
+            strict: Raise `LockLost` where the lease was lost before; else the log says so.
 
         Returns:
             True once, for the call that gave it up; False if it was given up, over or gone before.
             What was over is given back all the same, if nobody else has the key by now.
 
         Raises:
+            LockLost: It was lost, and `strict`.
             BackendUnavailable: The store did not answer. May be called again; the lease is not held
                 any more, because the store may still hear it.
         """
-        return self._release.by_call()
+        return self._release.by_call(strict=strict)
 
-    async def arelease(self) -> bool:
+    async def arelease(self, *, strict: bool = False) -> bool:
         """See `release`. Once begun, it is carried out whatever is cancelled."""
-        return await self._release.aby_call()
+        return await self._release.aby_call(strict=strict)
 
     def guard(self, using: str | None = None) -> None:
         """Let nobody else be granted the key until the caller's transaction ends.

@@ -51,6 +51,7 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
     steal_if_dead: bool = False,
     basic: bool = False,
     on_conflict: Literal["raise", "run", "yield"] = "raise",
+    on_lost: Literal["raise", "ignore"] = "raise",
     retry: Retry | None = None,
     max_lifetime: Duration | None = None,
     metadata: Mapping[str, Any] | None = None,
@@ -78,6 +79,9 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
         basic: No heartbeat, and with `ttl=None` no expiry: it ends by release or by an operator.
         on_conflict: What a block does that was not granted the key within `wait`. "raise":
             `LockNotAcquired`; "run": it runs without; "yield": it runs to look at its lease.
+        on_lost: What the end of a block does whose lease ended first. "raise": `LockLost`, and
+            asynchronous code is cancelled before; "ignore": nothing, for a block that may outlive
+            its lease. `check()`, the log, callbacks and the signal tell of the loss all the same.
         retry: Pauses between attempts; None: the `RETRY` of the backend.
         max_lifetime: Seconds (or a `timedelta`) since the grant until which the heartbeat renews
             the lease, at least the ttl; None: for as long as the block runs.
@@ -100,6 +104,7 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
         steal_if_dead=steal_if_dead,
         basic=basic,
         on_conflict=on_conflict,
+        on_lost=on_lost,
         retry=retry,
         max_lifetime=None if max_lifetime is None else seconds(max_lifetime, "max_lifetime"),
         metadata=validate_metadata({} if metadata is None else metadata),
@@ -113,8 +118,9 @@ class Lock:
     Holds no state: it may be shared between threads and used as often as one likes.
 
     As a context manager, sync or async, it gives the lease, releases it behind the block, and
-    raises `LockLost` there if the block succeeded but the lease had ended first. As a decorator it
-    does so around each call, and its key is a template that is filled from the arguments.
+    raises `LockLost` there if the block succeeded but the lease had ended first (see `on_lost`). As
+    a decorator it does so around each call, and its key is a template that is filled from the
+    arguments.
     """
 
     key: str
@@ -130,6 +136,7 @@ class Lock:
     steal_if_dead: bool = False
     basic: bool = False
     on_conflict: Literal["raise", "run", "yield"] = "raise"
+    on_lost: Literal["raise", "ignore"] = "raise"
     retry: Retry | None = None
     max_lifetime: float | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -148,33 +155,41 @@ class Lock:
             code="unsupported",
         )
 
-    def acquire(self) -> Lease:
+    def acquire(self, *, heartbeat: bool = False) -> Lease:
         """Wait for the key and return a lease that no block is bound to: release it yourself.
 
         It takes `wait` and 5 s at most, and what a driver needs to open a connection.
 
+        Args:
+            heartbeat: Renew the lease until it is released, by any thread. One that is dropped
+                instead, so that nobody can release it any more, expires: a `ResourceWarning` and
+                the log say so. Without it the lease has `ttl` seconds, and what `extend` gives.
+
         Raises:
+            InvalidArgument: A heartbeat is asked for, and the lock is `basic`.
             LockNotAcquired: Somebody else held it for all of `wait`.
             BackendUnavailable: The store did not answer until then, or too slowly.
             LockUsageError: The lock cannot be taken from here; the message says what to do.
         """
-        return taking.by_call(self, self.wait)
+        return taking.by_call(self, self.wait, heartbeat=checking.renews(self, heartbeat))
 
-    async def aacquire(self) -> Lease:
+    async def aacquire(self, *, heartbeat: bool = False) -> Lease:
         """See `acquire`."""
-        return await taking.aby_call(self, self.wait)
+        heartbeat = checking.renews(self, heartbeat)
+        return await taking.aby_call(self, self.wait, heartbeat=heartbeat)
 
-    def try_acquire(self) -> Lease | None:
-        """Try once, and return a lease or None."""
+    def try_acquire(self, *, heartbeat: bool = False) -> Lease | None:
+        """Try once, and return a lease or None; see `acquire`."""
         try:
-            return taking.by_call(self, 0.0)
+            return taking.by_call(self, 0.0, heartbeat=checking.renews(self, heartbeat))
         except LockNotAcquired:
             return None
 
-    async def atry_acquire(self) -> Lease | None:
+    async def atry_acquire(self, *, heartbeat: bool = False) -> Lease | None:
         """See `try_acquire`."""
         try:
-            return await taking.aby_call(self, 0.0)
+            heartbeat = checking.renews(self, heartbeat)
+            return await taking.aby_call(self, 0.0, heartbeat=heartbeat)
         except LockNotAcquired:
             return None
 

@@ -148,11 +148,11 @@ class NoLease(Lease):
         """See `downgrade`."""
         self._refuse("can be shared")
 
-    def release(self) -> bool:
-        """Return False: there is nothing to release."""
+    def release(self, *, strict: bool = False) -> bool:
+        """Return False: there is nothing to release, and nothing was lost."""
         return False
 
-    async def arelease(self) -> bool:
+    async def arelease(self, *, strict: bool = False) -> bool:
         """See `release`."""
         return False
 

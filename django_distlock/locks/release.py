@@ -40,17 +40,47 @@ class Release:
     #: Whether a release behind a transaction is going on, or was interrupted.
     _is_ending: bool = False
 
-    def by_call(self) -> bool:
-        """Give the key back: see `Lease.release`."""
-        answer = self._by_transaction()
-        return self.now() is True if answer is None else answer
+    def by_call(self, *, strict: bool = False, defers: bool = True) -> bool:
+        """Give the key back: see `Lease.release`.
 
-    async def aby_call(self) -> bool:
-        """See `by_call`."""
-        answer = self._by_transaction()
+        Args:
+            strict: Raise where the lease was lost.
+            defers: Leave it to the transactions of this thread, where any are open.
+        """
+        was_told = self.holding.losses.told
+        answer = self._by_transaction() if defers else None
         if answer is None:
-            return await self.holding.store.threads.run(self.now) is True
-        return answer
+            answer = self.now() is True
+        return answer or self._was_not_held(strict=strict, was_told=was_told)
+
+    async def aby_call(self, *, strict: bool = False) -> bool:
+        """See `by_call`."""
+        was_told, answer = self.holding.losses.told, self._by_transaction()
+        if answer is None:
+            answer = await self.holding.store.threads.run(self.now) is True
+        return answer or self._was_not_held(strict=strict, was_told=was_told)
+
+    def _was_not_held(self, *, strict: bool, was_told: bool) -> bool:
+        """Return False, and say so if the lease was lost.
+
+        Args:
+            strict: Raise that.
+            was_told: Whether the log has it from before.
+
+        Raises:
+            LockLost: It was lost, and it is to be raised.
+        """
+        holding = self.holding
+        if holding.pid == os.getpid() and holding.is_lost:
+            try:
+                holding.lose(holding.why_over())
+            except LockLost as error:
+                if strict:
+                    raise
+                if was_told and holding.tells:
+                    fields = holding.log_fields("released_late")
+                    logger.warning("Nothing was released: %s", error, extra=fields)
+        return False
 
     def _by_transaction(self) -> bool | None:
         """Leave the release to the transactions of this thread; None: none is open."""
@@ -65,11 +95,11 @@ class Release:
 
     # Blocks
 
-    def end_block(self, error: BaseException | None) -> None:
+    def end_block(self, error: BaseException | None, *, raises: bool = True) -> None:
         """Release behind a block that raised `error`, or did not.
 
         Raises:
-            LockLost: The block succeeded, but the lease had ended before.
+            LockLost: The block succeeded, but the lease had ended before, and `raises` it.
         """
         if self._is_over:
             return
@@ -80,9 +110,9 @@ class Release:
             holding.end_keeping()
             # Not by its deadline: the body has ended in time, whatever its release took.
             was_lost = was_lost or holding.state == "lost"
-        self._end_of_block(error, was_lost=was_lost)
+        self._end_of_block(error, was_lost=was_lost, raises=raises)
 
-    async def aend_block(self, error: BaseException | None) -> None:
+    async def aend_block(self, error: BaseException | None, *, raises: bool = True) -> None:
         """See `end_block`. A task that was cancelled for the loss gets to know of the loss."""
         if self._is_over:
             return
@@ -94,7 +124,7 @@ class Release:
             await holding.store.threads.run(self.quietly)
             holding.end_keeping()
             was_lost = was_lost or holding.state == "lost"
-        self._end_of_block(None if cancelled else error, was_lost=was_lost)
+        self._end_of_block(None if cancelled else error, was_lost=was_lost, raises=raises)
 
     def end_left_block(self, thread: int) -> None:
         """Release behind a block of a thread that was left without its end, or in its midst.
@@ -112,10 +142,10 @@ class Release:
             holding.state = "released"
         release.release_if_over()
 
-    def end_inner_block(self, error: BaseException | None) -> None:
+    def end_inner_block(self, error: BaseException | None, *, raises: bool = True) -> None:
         """Leave a block that entered the lock again: what the outer one holds goes on."""
         holding = self.holding
-        if holding.pid != os.getpid() or error is not None:
+        if holding.pid != os.getpid() or error is not None or not raises:
             return
         if holding.state != "released":
             if holding.is_lost:
@@ -128,7 +158,7 @@ class Release:
                 key=holding.key,
             )
 
-    def _end_of_block(self, error: BaseException | None, *, was_lost: bool) -> None:
+    def _end_of_block(self, error: BaseException | None, *, was_lost: bool, raises: bool) -> None:
         if not was_lost:
             self.holding.state = "released"
             return
@@ -137,7 +167,7 @@ class Release:
             self.holding.lose("it ended before the block did")
         except LockLost:
             # The body's own exception says more about what went wrong, and is never hidden.
-            if error is None:
+            if error is None and raises:
                 raise
 
     # The end

@@ -98,12 +98,12 @@ class Leases(Mapping[str, Lease]):
         for each in self.values():
             each.extend(ttl)
 
-    def release(self) -> bool:
+    def release(self, *, strict: bool = False) -> bool:
         """Give all keys back, the last one first; see `Lease.release`. An error stops none."""
         released: list[bool] = []
         with ExitStack() as stack:
             for each in self.values():
-                stack.callback(lambda lease: released.append(lease.release()), each)
+                stack.callback(lambda lease: released.append(lease.release(strict=strict)), each)
         return all(released)
 
 
@@ -125,7 +125,7 @@ class LockSet:
     def __repr__(self) -> str:
         return f"<LockSet {', '.join(repr(each.key) for each in self._locks)}>"
 
-    def acquire(self) -> Leases:
+    def acquire(self, *, heartbeat: bool = False) -> Leases:
         """Take all keys for who releases them by a call: see `Lock.acquire`."""
         taken: list[Lease] = []
 
@@ -138,7 +138,7 @@ class LockSet:
             if opening.asks:
                 opening.ask()
             for lock in self._in_turn(opening):
-                taken.append(lock.acquire())
+                taken.append(lock.acquire(heartbeat=heartbeat))
                 _require_all(taken)
             stack.pop_all()
         return Leases(taken)

@@ -14,7 +14,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Protocol
 
 from ..backends.base import BaseLockBackend
 from ..core.errors import BackendUnavailable, LockLost, LockUsageError
@@ -30,7 +30,6 @@ from ..process.deadlines import alarms
 from ..process.heartbeat import Answer, Heartbeat, heartbeat_of
 from ..signals import lock_extended, lock_lost, tell
 from .attempts import Granted
-from .blocks import Block
 from .callbacks import Losses, apart, warn
 
 logger = logging.getLogger("django_distlock")
@@ -61,6 +60,14 @@ class Terms:
     max_lifetime: float | None = None
     basic: bool = False
     permits: int | None = 1
+
+
+class Keeper(Protocol):
+    """What keeps a lease: a block, or who acquired it by a call."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it does so still."""
 
 
 class Holding:
@@ -110,7 +117,7 @@ class Holding:
         self._heartbeat: Heartbeat | None = None
         self.releasing = Underway()
         #: What it is renewed for; None: for whoever said so, or a transaction.
-        self.block: Block | None = None
+        self.block: Keeper | None = None
 
     @property
     def held(self) -> bool:
@@ -147,25 +154,27 @@ class Holding:
 
     def is_entered_by(self, task: asyncio.Task[object] | None) -> bool:
         """Whether a block of this thread holds it, or one of a task of this thread."""
-        return self.thread is threading.current_thread() and self.losses.cancels_only(task)
+        return self.thread is threading.current_thread() and self.losses.is_task(task)
 
     def begin_block(
         self,
         *,
         heartbeat: bool,
         task: asyncio.Task[object] | None = None,
-        block: Block | None = None,
+        cancels: bool = True,
+        block: Keeper | None = None,
     ) -> None:
         """Let a block hold the lease.
 
         Args:
             heartbeat: Renew it while it does.
-            task: What to cancel when the lease is lost.
+            task: What works in the block.
+            cancels: Whether the task is cancelled when the lease is lost.
             block: Renew it for as long as this one is open; None: until somebody ends that.
         """
         self.block = block
         if task is not None:
-            self.losses.cancels(task)
+            self.losses.works_under(task, cancels=cancels)
         if heartbeat:
             self.keep()
         self.watch()

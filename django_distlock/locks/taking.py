@@ -7,7 +7,6 @@ on, so that a signal's exception leaves nothing behind: see `blocks`.
 from __future__ import annotations
 
 import asyncio
-import sys
 import warnings
 from collections.abc import Coroutine
 from types import TracebackType
@@ -24,6 +23,7 @@ from .attempts import KeptHere, Request
 from .blocks import Block
 from .lease import Lease
 from .no_lease import NoLease, tell_bypassed
+from .owning import Owner, callers_level, callers_place
 from .state import Terms
 
 if TYPE_CHECKING:
@@ -44,23 +44,31 @@ UNSET: Final = Unset()
 # Without a block
 
 
-def by_call(lock: Lock, wait: float | Unset | None) -> Lease:
-    """Take the key for who asked by a call, and ends it by one."""
+def by_call(lock: Lock, wait: float | Unset | None, *, heartbeat: bool) -> Lease:
+    """Take the key for who asked by a call, and ends it by one.
+
+    Args:
+        wait: Seconds to keep trying.
+        heartbeat: Renew it for as long as its owner keeps it.
+    """
     block = Block(lock)
     # What is watched over lies on the stack alone, where no traceback keeps it alive.
-    return (block.watched(), _by_call(lock, wait, block))[1]
+    return (block.watched(), _by_call(lock, wait, block, heartbeat=heartbeat))[1]
 
 
-async def aby_call(lock: Lock, wait: float | Unset | None) -> Lease:
+async def aby_call(lock: Lock, wait: float | Unset | None, *, heartbeat: bool) -> Lease:
     """See `by_call`."""
     block = Block(lock)
-    return (block.watched(), await _aby_call(lock, wait, block))[1]
+    return (block.watched(), await _aby_call(lock, wait, block, heartbeat=heartbeat))[1]
 
 
-def _by_call(lock: Lock, wait: float | Unset | None, block: Block) -> Lease:
+def _by_call(lock: Lock, wait: float | Unset | None, block: Block, *, heartbeat: bool) -> Lease:
     try:
+        place = callers_place() if heartbeat else None
         store = lock_backends[lock.backend]
         lease = _take(lock, store, wait, block, store.monotonic())
+        if place is not None:
+            lease._holding.begin_block(heartbeat=True, block=Owner(lease, place))
     except LockError:
         block.close()
         raise
@@ -69,10 +77,15 @@ def _by_call(lock: Lock, wait: float | Unset | None, block: Block) -> Lease:
     return lease
 
 
-async def _aby_call(lock: Lock, wait: float | Unset | None, block: Block) -> Lease:
+async def _aby_call(
+    lock: Lock, wait: float | Unset | None, block: Block, *, heartbeat: bool
+) -> Lease:
     try:
+        place = callers_place() if heartbeat else None
         store = lock_backends[lock.backend]
         lease = await _atake(lock, store, wait, block, store.monotonic())
+        if place is not None:
+            lease._holding.begin_block(heartbeat=True, block=Owner(lease, place))
     except (LockError, asyncio.CancelledError):
         block.close()
         raise
@@ -117,8 +130,12 @@ async def aenter(lock: Lock) -> Lease:
         except LockNotAcquired as error:
             waited = store.monotonic() - since
             return await store.threads.run(_bypass, lock, error, waited, block)
-        task = asyncio.current_task()
-        lease._holding.begin_block(heartbeat=lock.heartbeat, task=task, block=block)
+        lease._holding.begin_block(
+            heartbeat=lock.heartbeat,
+            task=asyncio.current_task(),
+            cancels=lock.on_lost == "raise",
+            block=block,
+        )
         return lease
     except (LockError, asyncio.CancelledError):
         context.drop(block)
@@ -136,9 +153,9 @@ def leave(
     left, foreign = context.unbind(lock, block)
     if left is not None:
         if left.inner:
-            left.release.end_inner_block(exc)
+            left.release.end_inner_block(exc, raises=lock.on_lost == "raise")
         elif left.release is not None:
-            left.release.end_block(exc)
+            left.release.end_block(exc, raises=lock.on_lost == "raise")
         left.close()
     _raise_behind(foreign, exc)
 
@@ -152,7 +169,7 @@ def aleave(
 ) -> Coroutine[Any, Any, None]:
     """See `leave`."""
     left, foreign = context.unbind(lock, block)
-    ending = _end_awaited(left, foreign, exc)
+    ending = _end_awaited(left, foreign, exc, raises=lock.on_lost == "raise")
     if left is not None:
         # The statement lets go of what it has called, and keeps this until it is done.
         left.watch(ending)
@@ -160,13 +177,17 @@ def aleave(
 
 
 async def _end_awaited(
-    left: Block | None, foreign: LockUsageError | None, exc: BaseException | None
+    left: Block | None,
+    foreign: LockUsageError | None,
+    exc: BaseException | None,
+    *,
+    raises: bool,
 ) -> None:
     if left is not None:
         if left.inner:
-            left.release.end_inner_block(exc)
+            left.release.end_inner_block(exc, raises=raises)
         elif left.release is not None:
-            await left.release.aend_block(exc)
+            await left.release.aend_block(exc, raises=raises)
         left.close()
     _raise_behind(foreign, exc)
 
@@ -325,12 +346,3 @@ def _upgrade(key: str) -> LockUsageError:
 
 def _left(wait: float | None, waited: float) -> float | None:
     return None if wait is None else max(0.0, wait - waited)
-
-
-def callers_level() -> int:
-    """Return the `stacklevel` of the code that uses this package, so that it is warned once."""
-    level, frame = 1, sys._getframe(1)
-    ours = __name__.rpartition(".")[0]
-    while frame.f_back is not None and frame.f_globals.get("__package__") == ours:
-        level, frame = level + 1, frame.f_back
-    return level

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -39,7 +38,8 @@ from ..process import deferred_release
 from ..process.transaction_locks import Kept, keep, kept_by
 from . import context
 from .attempts import BUSY_SECONDS, refusal
-from .taking import UNSET, Unset, callers_level
+from .owning import callers_level, callers_place
+from .taking import UNSET, Unset
 
 #: Seconds in which a transaction that waits for a lease keeps others from the key at a time.
 KEPT_SECONDS = 0.5
@@ -92,8 +92,7 @@ def transaction_lock(
     connection = connections[using]
     if deferred_release.reads_a_snapshot(connection):
         raise older_snapshot(using)
-    frame = sys._getframe(callers_level() - 1)
-    kept = Kept(store.alias, asked, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+    kept = Kept(store.alias, asked, str(callers_place()))
     if asked:
         _warn_of_order(kept, list(kept_by(connection)))
         keys_asked = KeysAsked(keys=asked, tokens=_own(store, asked), using=using, bound=0)

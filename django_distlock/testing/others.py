@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from ..backends.base import BaseLockBackend
 from ..core.durations import Duration, ttl_seconds
@@ -27,13 +28,13 @@ class OthersLease(Lease):
         super().__init__(store, granted, terms)
         self._holding.tells = False
 
-    def release(self) -> bool:
+    def release(self, *, strict: bool = False) -> bool:
         """Give the key back, whatever transactions this process has open."""
-        return self._release.now() is True
+        return self._release.by_call(strict=strict, defers=False)
 
-    async def arelease(self) -> bool:
+    async def arelease(self, *, strict: bool = False) -> bool:
         """See `release`."""
-        return await self._holding.store.threads.run(self.release)
+        return await self._holding.store.threads.run(partial(self.release, strict=strict))
 
 
 @contextmanager

@@ -1,0 +1,90 @@
+"""A lease that was acquired by a call and is renewed: for as long as its owner keeps it.
+
+Whoever drops it without a release has lost the way to release it. No Python code runs where the
+lease dies: a weak reference ends its renewals at the next beat, and a thread of ours tells.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+
+from ..database import workers
+from ..process.at_exit import held_here
+from . import blocks
+from .lease import Lease
+
+logger = logging.getLogger("django_distlock")
+
+DROPPED = "its owner dropped it without a release"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The line of a project's code that acquired a lease."""
+
+    file: str
+    line: int
+    module: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def callers_level() -> int:
+    """Return the `stacklevel` of the code that uses this package, so that it is warned once."""
+    level, frame = 1, sys._getframe(1)
+    ours = __name__.rpartition(".")[0]
+    while frame.f_back is not None and frame.f_globals.get("__package__") == ours:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def callers_place() -> Place:
+    """Return the line that uses this package."""
+    frame = sys._getframe(callers_level() - 1)
+    module = frame.f_globals.get("__name__", "?")
+    return Place(frame.f_code.co_filename, frame.f_lineno, module)
+
+
+class Owner:
+    """Whoever keeps a lease.
+
+    Args:
+        lease: It is renewed for as long as this object lives.
+        place: What acquired it.
+    """
+
+    def __init__(self, lease: Lease, place: Place):
+        self._place, self._release = place, lease._release
+        # A callback may refer to its lease, and would keep it: they live and die together.
+        lease._callbacks = lease._holding.losses.entrust()
+        self._gone = workers.when_gone(lease, self._tell)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the lease has not been dropped."""
+        return self._gone() is not None
+
+    def _tell(self) -> None:
+        """Warn, in the worker's thread, that the lease expires by itself."""
+        holding, place = self._release.holding, self._place
+        has_ended = holding not in held_here or holding.state != "held" or holding.given_up
+        # One whose acquire was interrupted is released by its block.
+        is_ending = any(each.release is self._release for each in list(blocks.every))
+        if has_ended or is_ending or holding.block is not self or holding.pid != os.getpid():
+            return
+        holding.lost_by = DROPPED
+        ends = "is renewed no more, and ends with its ttl"
+        if holding.grant.ttl is None:
+            ends = "stays taken until this process ends"
+        text = f"The lease on {holding.key!r} (fence {holding.fence}) {ends}: {DROPPED}"
+        logger.warning("%s (%s)", text, place, extra=holding.log_fields("dropped"))
+        warnings.warn_explicit(
+            f"{text}. Release it in a finally, or hold the lock by a with statement.",
+            ResourceWarning, place.file, place.line, place.module,
+            source=holding,
+        )  # fmt: skip
