@@ -6,9 +6,13 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
+
+from django.db import connections
 
 from django_distlock import Lease, Lock, LockError, LockLost, distlock, signals
 from django_distlock.core.clock import monotonic
@@ -16,6 +20,8 @@ from django_distlock.handler import lock_backends
 from django_distlock.process.heartbeat import heartbeat_of
 
 from .aliases import in_a_fork, outcome
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -35,6 +41,57 @@ def hold_in_a_block(alias: str, key: str, ttl: float) -> bool:
         print(f"held {lease.fence}")
         input()
         return lease.held
+
+
+def hold_by_a_call(alias: str, key: str, ttl: float) -> dict[str, bool]:
+    """Acquire a lease that is renewed, until told to stop; let another thread release it."""
+    lease = distlock(key, backend=alias, ttl=ttl, wait=20).acquire(heartbeat=True)
+    print(f"held {lease.fence}")
+    input()
+    held = lease.held
+    with ThreadPoolExecutor(1) as pool:
+        released = pool.submit(_apart, lease.release).result()
+    return {"held": held, "released": released}
+
+
+def stand_still_by_a_call(alias: str, key: str, ttl: float) -> dict[str, Any]:
+    """Be stopped with a lease that is renewed, and say what its release answers behind that."""
+    lease = distlock(key, backend=alias, ttl=ttl).acquire(heartbeat=True)
+    before = last = monotonic()
+    print("held")
+    while last - before < 0.75 * ttl:
+        before, last = last, monotonic()
+        time.sleep(0.001)
+    # Looked at before, so that it is not the release that takes too long.
+    is_over = monotonic() > lease.deadline
+    return {"is_over": is_over, "released": lease.release(), "is_lost": lease.is_lost}
+
+
+def drop(alias: str, key: str, ttl: float) -> dict[str, Any]:
+    """Drop a lease that is renewed, and live on until told to stop; give what warned of it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lease = distlock(key, backend=alias, ttl=ttl, wait=20).acquire(heartbeat=True)
+        print(f"held {lease.fence}")
+        input()
+        del lease
+        until = monotonic() + 60
+        while not _about(key, caught) and monotonic() < until:
+            time.sleep(0.01)
+        print("dropped")
+        input()
+        return {"warned": _about(key, caught)}
+
+
+def _about(key: str, caught: list[warnings.WarningMessage]) -> list[str]:
+    return [each.category.__name__ for each in caught if key in str(each.message)]
+
+
+def _apart(work: Callable[[], T]) -> T:
+    try:
+        return work()
+    finally:
+        connections.close_all()
 
 
 def stand_still(alias: str, key: str, ttl: float) -> dict[str, Any]:

@@ -101,6 +101,13 @@ def acquire(lock: Lock) -> None:
     lease.release()
 
 
+def acquire_renewed(lock: Lock) -> None:
+    """Acquire without a block, with a heartbeat."""
+    lease = lock.acquire(heartbeat=True)
+    sys.settrace(None)
+    lease.release()
+
+
 def awaited(lock: Lock) -> None:
     """Enter and leave an asynchronous block."""
 
@@ -141,7 +148,7 @@ def test_interruption_at_any_line_leaves_nothing_held(
     interrupt_everywhere(lock_of(registered, key, ttl=60, wait=2), operation)
 
 
-@pytest.mark.parametrize("operation", [acquire, stack, transaction])
+@pytest.mark.parametrize("operation", [acquire, acquire_renewed, stack, transaction])
 def test_interruption_of_other_ways_to_lock(key: str, operation: Operation) -> None:
     """The same without a block, in a stack of blocks, and behind a transaction."""
     interrupt_everywhere(lock_of(BACKENDS["memory"], key, ttl=60, wait=2), operation)
@@ -330,7 +337,7 @@ def interrupt_everywhere(lock: Lock, operation: Operation) -> None:
 def raise_in_the_end_of(lease: Lease) -> None:
     """Let the end of a lease's block be interrupted, before it has done anything."""
 
-    def end_block(error: BaseException | None) -> None:
+    def end_block(error: BaseException | None, **_: object) -> None:
         raise TimeIsUp
 
     lease._release.end_block = end_block  # type: ignore[method-assign]
