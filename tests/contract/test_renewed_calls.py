@@ -53,11 +53,22 @@ TTL = 6.0
 Take = Callable[[Lock], Lease | None]
 Release = Callable[..., bool]
 
+
+async def aacquire(lock: Lock) -> Lease:
+    """Acquire with an await."""
+    return await lock.aacquire(heartbeat=True)
+
+
+async def atry_acquire(lock: Lock) -> Lease | None:
+    """Try once, with an await."""
+    return await lock.atry_acquire(heartbeat=True)
+
+
 WAYS: dict[str, Take] = {
     "acquire": lambda lock: lock.acquire(heartbeat=True),
     "try_acquire": lambda lock: lock.try_acquire(heartbeat=True),
-    "aacquire": lambda lock: asyncio.run(lock.aacquire(heartbeat=True)),
-    "atry_acquire": lambda lock: asyncio.run(lock.atry_acquire(heartbeat=True)),
+    "aacquire": lambda lock: asyncio.run(aacquire(lock)),
+    "atry_acquire": lambda lock: asyncio.run(atry_acquire(lock)),
 }
 
 
@@ -235,11 +246,11 @@ def test_callback_does_not_keep_its_lease(registered: Registered, key: str, how:
 def test_callbacks_of_a_lease_that_is_kept_are_called(registered: Registered, key: str) -> None:
     """For as long as somebody has the lease, whoever renews it."""
     told: list[tuple[str, Lease]] = []
-    lease = lock_of(registered, key, ttl=1, max_lifetime=1).acquire(heartbeat=True)
-    lease.on_danger(lambda lease: told.append(("danger", lease)), before=0.5)
+    lease = lock_of(registered, key, ttl=TTL, max_lifetime=TTL).acquire(heartbeat=True)
+    lease.on_danger(lambda lease: told.append(("danger", lease)), before=TTL - 1)
     lease.on_lost(lambda lease: told.append(("lost", lease)))
     gc.collect()
-    assert eventually(lambda: len(told) == 2)
+    assert eventually(lambda: len(told) == 2, timeout=PATIENCE)
     assert told == [("danger", lease), ("lost", lease)]
 
 

@@ -77,6 +77,7 @@ def describe() -> None:
             steal_if_dead=True,
             basic=False,
             on_conflict="run",
+            on_lost="ignore",
             retry=Retry(delay=0.1, factor=2, cap=1, max_retries=None),
             max_lifetime=timedelta(hours=1),
             metadata={"user": "Ada"},
@@ -95,6 +96,7 @@ def describe() -> None:
     distlock("key", timeout=5)  # type: ignore[call-arg]
     assert_type(distlock("key", on_conflict="yield"), Lock)
     distlock("key", on_conflict="skip")  # type: ignore[arg-type]
+    distlock("key", on_lost="skip")  # type: ignore[arg-type]
     # What becomes a duration is typed, so that a slip is found before it runs.
     distlock("key", ttl="5")  # type: ignore[arg-type]
     distlock("key", wait="5")  # type: ignore[arg-type]
@@ -106,6 +108,9 @@ def use(lock: Lock) -> None:
         assert_type(lease, Lease)
     assert_type(lock.acquire(), Lease)
     assert_type(lock.try_acquire(), Lease | None)
+    assert_type(lock.acquire(heartbeat=True), Lease)
+    assert_type(lock.try_acquire(heartbeat=True), Lease | None)
+    lock.acquire(True)  # type: ignore[misc]
     assert_type(lock.locked(), bool)
     assert_type(lock.key, str)
     assert_type(lock.backend, str)
@@ -168,6 +173,7 @@ def hold(lease: Lease) -> None:
     assert_type(lease.stop_requested, bool)
     assert_type(lease.remaining(), float)
     assert_type(lease.release(), bool)
+    assert_type(lease.release(strict=True), bool)
     lease.check()
     lease.on_lost(lambda lost: lost.fence)
     lease.on_danger(print, before=timedelta(seconds=5))
