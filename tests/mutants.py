@@ -792,6 +792,13 @@ MUTANTS = (
         test=f"{BLOCKS}::test_lease_of_a_block_that_is_gone_is_not_renewed", case="",
     ),
     Mutant(
+        "a dropped lease that is renewed for ever",
+        "memory", "django_distlock/locks/owning.py",
+        old=r"return self\._gone\(\) is not None", new="return True",
+        test="tests/contract/test_renewed_calls.py::test_dropped_lease_warns_and_expires",
+        case="acquire-{backend}",
+    ),
+    Mutant(
         "a block that nobody ends where a signal has broken out of it",
         "redis", "django_distlock/locks/blocks.py",
         old=r"workers.when_gone\(sentinel, self._end\)", new="workers.when_gone(sentinel, int)",

@@ -51,12 +51,14 @@ def made_lock(source: Source, node: ast.expr) -> Lock | None:
         return None
     origin = source.origin(node.func)
     if origin.startswith("django_distlock") and isinstance(node.func, ast.Attribute):
-        made = source.value(node.func.value)  # `distlock(…).acquire()`: nothing renews it
+        made = source.value(node.func.value)  # `distlock(…).acquire()`
         if isinstance(made, ast.Call) and node.func.attr.endswith("acquire"):
-            return Lock("ours", source.number(argument(made, "ttl")))
+            renewed = is_constant(argument(node, "heartbeat"), True)
+            return Lock("ours", math.inf if renewed else source.number(argument(made, "ttl")))
     if origin.startswith("django_distlock") and origin.endswith(".distlock"):
         still = is_constant(argument(node, "heartbeat"), False)
         still = still or is_constant(argument(node, "basic"), True)
+        still = still and not is_constant(argument(node, "on_lost"), "ignore")  # as it means to
         return Lock("ours", source.number(argument(node, "ttl")) if still else math.inf)
     if origin.endswith(("pglock.advisory", "advisory_lock")):
         return Lock("" if is_constant(argument(node, "xact"), True) else "session", math.inf)

@@ -20,7 +20,7 @@ def test_project_on_psycopg2() -> None:
     names = ("ENGINE", "NAME", "USER", "PASSWORD", "HOST", "PORT")
     database = json.dumps({name: mine[name] for name in names})
     program = [sys.executable, "-m", "tests.integration.psycopg2_program", database]
-    run = subprocess.run(  # noqa: S603 - a program of ours
+    run = subprocess.run(
         [*program, f"t{secrets.token_hex(6)}"], capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr

@@ -63,6 +63,14 @@ def work_that_says_nothing(feed):
 def in_time():
     with client.lock("feed", timeout=60): requests.get("https://example.org/feed", timeout=30)
 
+def lease_with_a_heartbeat():
+    lease = distlock("feed", ttl=10).acquire(heartbeat=True)
+    try: requests.post("https://example.org", timeout=10)
+    finally: lease.release()
+
+def block_that_may_expire():
+    with distlock("feed", ttl=10, heartbeat=False, on_lost="ignore"): time.sleep(15)
+
 def renewed_by_hand():
     with client.lock("feed", timeout=10) as lock:
         time.sleep(6)
