@@ -77,7 +77,10 @@ WAYS = {
     "in_a_transaction": in_a_transaction,
 }
 #: Each way to ask for a lock that can be refused.
-ASKS = [*(held_by(way) for way in HOLDING), by_hand, by_hand_in_async, Lock.try_acquire]
+ASKS: list[Callable[[Lock], object]] = [
+    *(held_by(way) for way in HOLDING),
+    *(by_hand, by_hand_in_async, Lock.try_acquire),
+]
 
 
 @pytest.fixture(params=[*WAYS.values()], ids=[*WAYS])

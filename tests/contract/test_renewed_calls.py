@@ -33,6 +33,7 @@ from django_distlock.process.heartbeat import heartbeat_of
 from tests.backends import Registered
 from tests.processes import spawn
 
+from .conftest import TWINS
 from .helpers import HAS_TTL, PATIENCE, SHARED, Later
 from .locking import (
     PAST,
@@ -72,7 +73,7 @@ WAYS: dict[str, Take] = {
 }
 
 
-@pytest.fixture(params=WAYS.values(), ids=WAYS)
+@pytest.fixture(params=[*WAYS.values()], ids=[*WAYS])
 def take(request: pytest.FixtureRequest) -> Take:
     """Give each way to acquire a lease that is renewed."""
     way: Take = request.param
@@ -84,7 +85,10 @@ def release_awaited(lease: Lease, **how: Any) -> bool:
     return asyncio.run(lease.arelease(**how))
 
 
-@pytest.fixture(params=[Lease.release, release_awaited], ids=["called", "awaited"])
+RELEASES: list[Release] = [Lease.release, release_awaited]
+
+
+@pytest.fixture(params=RELEASES, ids=TWINS)
 def release(request: pytest.FixtureRequest) -> Release:
     """Give both ways to release."""
     way: Release = request.param

@@ -110,7 +110,7 @@ def use(lock: Lock) -> None:
     assert_type(lock.try_acquire(), Lease | None)
     assert_type(lock.acquire(heartbeat=True), Lease)
     assert_type(lock.try_acquire(heartbeat=True), Lease | None)
-    lock.acquire(True)  # type: ignore[misc]
+    lock.acquire(True)  # type: ignore[call-arg]
     assert_type(lock.locked(), bool)
     assert_type(lock.key, str)
     assert_type(lock.backend, str)
