@@ -79,7 +79,7 @@ class Owner:
             return
         holding.lost_by = DROPPED
         ends = "is renewed no more, and ends with its ttl"
-        if holding.grant.ttl is None:
+        if not holding.store.supports_ttl:
             ends = "stays taken until this process ends"
         text = f"The lease on {holding.key!r} (fence {holding.fence}) {ends}: {DROPPED}"
         logger.warning("%s (%s)", text, place, extra=holding.log_fields("dropped"))

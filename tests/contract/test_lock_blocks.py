@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections.abc import Callable
 
 import pytest
 
@@ -162,7 +163,8 @@ def test_error_of_an_inner_block_is_told_from_the_outer_ones(
 
     with held_elsewhere(inner):
         hold(outer, work)
-        for ask in (inner.acquire, lambda: asyncio.run(inner.aacquire())):
+        ways: list[Callable[[], object]] = [inner.acquire, lambda: asyncio.run(inner.aacquire())]
+        for ask in ways:
             with pytest.raises(LockNotAcquired) as caught:
                 ask()
             refused.append(caught.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -88,8 +88,9 @@ def test_grant_is_told(registered: Registered, key: str) -> None:
 def test_contention_is_told(registered: Registered, key: str) -> None:
     """`lock_not_acquired` carries the error, and who has the key."""
     lock = lock_of(registered, key, wait=0.1, metadata={"user": "Ada"})
+    ways: list[Callable[[], object]] = [lock.acquire, lambda: asyncio.run(lock.aacquire())]
     with held_elsewhere(lock) as other:
-        for attempt in (lock.acquire, lambda: asyncio.run(lock.aacquire())):
+        for attempt in ways:
             with Heard(signals.lock_not_acquired, key) as heard:
                 with pytest.raises(LockNotAcquired) as caught:
                     attempt()
