@@ -1,6 +1,6 @@
 """What a lock may be described as: the rules of the arguments of `distlock()`.
 
-They need no store: what depends on the settings is checked when a lock is taken.
+They need no store; what depends on the settings is checked when a lock is taken: `terms_of`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from ..core.holders import validate_metadata
 from ..core.keys import normalize_key
 from ..core.retry import Retry
 from ..core.sharing import validate_permits
+from ..process.host import current_holder
+from .state import Terms
 from .taking import Unset
 
 if TYPE_CHECKING:
+    from ..backends.base import BaseLockBackend
     from .lock import Lock
 
 L = TypeVar("L", bound="Lock")
@@ -73,6 +76,37 @@ def check_lifetime(lock: Lock, ttl: float | None) -> None:
         raise InvalidArgument(f"max_lifetime ({lifetime:g} s) is below the ttl ({ttl:g} s).")
 
 
+def terms_of(lock: Lock, store: BaseLockBackend) -> Terms:
+    """Return what a lease is held for, with the settings in place of what is left out."""
+    ttl = lock.ttl
+    if not (lock.basic and ttl is None):
+        config = store.config
+        ttl = ttl_seconds(config.ttl if ttl is None else ttl, maximum=config.max_ttl)
+    if lock.max_lifetime is not None:
+        check_lifetime(lock, ttl)
+    hold = (ttl or 0.0) if lock.hold else lock.min_hold
+    if hold > store.config.max_ttl:
+        raise InvalidArgument(
+            f"min_hold must be at most MAX_TTL ({store.config.max_ttl:g} s), not {hold:g}."
+        )
+    if hold and not store.supports_ttl:
+        raise LockUsageError(
+            f"The lock backend {lock.backend!r} ({type(store).__name__}) does not support hold"
+            " or min_hold: its leases do not expire.",
+            key=lock.key,
+            code="unsupported",
+        )
+    return Terms(
+        ttl=ttl,
+        holder=current_holder(lock.metadata),
+        retry=lock.retry or store.config.retry,
+        hold=hold,
+        max_lifetime=lock.max_lifetime,
+        basic=lock.basic,
+        permits=None if lock.shared else counted(lock),
+    )
+
+
 def renews(lock: Lock, heartbeat: object) -> bool:
     """Return whether a lease that is acquired by a call is renewed.
 
@@ -83,7 +117,7 @@ def renews(lock: Lock, heartbeat: object) -> bool:
         InvalidArgument: It is no bool; or the lock has no heartbeat.
     """
     if not isinstance(heartbeat, bool):
-        raise InvalidArgument(f"heartbeat is True or False, not {shown(heartbeat)}.")
+        raise InvalidArgument(f"heartbeat must be True or False, not {shown(heartbeat)}.")
     if heartbeat and lock.basic:
         raise InvalidArgument(
             f"acquire(heartbeat=True) renews the lease on {lock.key!r}, and a lock with basic=True"

@@ -16,14 +16,13 @@ from ..backends.base import BaseLockBackend
 from ..core.bodies import whole
 from ..core.declarations import Declaration, Kind, declared
 from ..core.durations import Duration, seconds, ttl_seconds, wait_seconds
-from ..core.errors import InvalidArgument, LockNotAcquired, LockUsageError
+from ..core.errors import LockNotAcquired, LockUsageError
 from ..core.holders import validate_metadata
 from ..core.keys import Key, KeyTemplate, normalize_key
 from ..core.retry import Retry
 from ..core.sharing import Permits
 from ..handler import lock_backends
 from ..process import deferred_release
-from ..process.host import current_holder
 from . import checking, taking
 from .attempts import Answered
 from .blocks import Leaving
@@ -260,31 +259,5 @@ class Lock:
         return cast("Callable[P, T]", wrapper)
 
     def _terms(self, store: BaseLockBackend) -> Terms:
-        """Return what a lease is held for, with the settings in place of what is left out."""
-        ttl = self.ttl
-        if not (self.basic and ttl is None):
-            config = store.config
-            ttl = ttl_seconds(config.ttl if ttl is None else ttl, maximum=config.max_ttl)
-        if self.max_lifetime is not None:
-            checking.check_lifetime(self, ttl)
-        hold = (ttl or 0.0) if self.hold else self.min_hold
-        if hold > store.config.max_ttl:
-            raise InvalidArgument(
-                f"min_hold must be at most MAX_TTL ({store.config.max_ttl:g} s), not {hold:g}."
-            )
-        if hold and not store.supports_ttl:
-            raise LockUsageError(
-                f"The lock backend {self.backend!r} ({type(store).__name__}) does not support hold"
-                " or min_hold: its leases do not expire.",
-                key=self.key,
-                code="unsupported",
-            )
-        return Terms(
-            ttl=ttl,
-            holder=current_holder(self.metadata),
-            retry=self.retry or store.config.retry,
-            hold=hold,
-            max_lifetime=self.max_lifetime,
-            basic=self.basic,
-            permits=None if self.shared else checking.counted(self),
-        )
+        """Return what a lease is held for."""
+        return checking.terms_of(self, store)

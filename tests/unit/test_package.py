@@ -53,7 +53,8 @@ PUBLIC = [
 #: What a user sees of a lock, and of a lease. Whatever else they have begins with an underscore.
 LOCK = """
     aacquire acquire alocked atry_acquire backend basic heartbeat hold key locked max_lifetime
-    metadata min_hold on_conflict permits reentrant retry shared steal_if_dead try_acquire ttl wait
+    metadata min_hold on_conflict on_lost permits reentrant retry shared steal_if_dead try_acquire
+    ttl wait
 """
 LEASE = """
     acquired_at adowngrade aextend afenced arelease atomic backend check deadline downgrade dump
