@@ -183,6 +183,18 @@ def _check_times(lock: Lock) -> None:
         check_lifetime(lock, lock.ttl)
 
 
+def _check_sharing(lock: Lock) -> None:
+    if not callable(lock.permits):
+        validate_permits(lock.permits)
+    if lock.shared and lock.permits != 1:
+        raise InvalidArgument("shared allows any number of holders. Remove permits.")
+    if lock.steal_if_dead and (lock.shared or lock.permits != 1):
+        raise InvalidArgument(
+            "steal_if_dead takes a key over from a single holder. It cannot be combined with"
+            " shared or permits, where the lease of a dead holder expires after its ttl."
+        )
+
+
 def _check_modes(lock: Lock) -> None:
     for name in ("heartbeat", "hold", "reentrant", "shared", "steal_if_dead", "basic"):
         if not isinstance(getattr(lock, name), bool):
@@ -195,15 +207,7 @@ def _check_modes(lock: Lock) -> None:
         )
     if lock.on_lost not in ("raise", "ignore"):
         raise InvalidArgument(f'on_lost must be "raise" or "ignore", not {shown(lock.on_lost)}.')
-    if not callable(lock.permits):
-        validate_permits(lock.permits)
-    if lock.shared and lock.permits != 1:
-        raise InvalidArgument("shared allows any number of holders. Remove permits.")
-    if lock.steal_if_dead and (lock.shared or lock.permits != 1):
-        raise InvalidArgument(
-            "steal_if_dead takes a key over from a single holder. It cannot be combined with"
-            " shared or permits, where the lease of a dead holder expires after its ttl."
-        )
+    _check_sharing(lock)
     if lock.max_lifetime is not None and (lock.basic or not lock.heartbeat):
         raise InvalidArgument(
             "max_lifetime limits renewals, and this lock is not renewed. Remove max_lifetime."
