@@ -194,7 +194,7 @@ def test_wrong_use_is_refused(registered: Registered, key: str) -> None:
     """Before anything is asked."""
     with pytest.raises(InvalidArgument, match="at least one key"):
         distlock_all(backend=registered.alias)
-    with pytest.raises(InvalidArgument, match="takes no on_conflict"):
+    with pytest.raises(InvalidArgument, match="does not accept on_conflict"):
         distlock_all(key, on_conflict="run")
     with pytest.raises(InvalidArgument, match="ttl"):
         distlock_all(key, ttl=-1)
