@@ -83,6 +83,7 @@ CACHES = {
         "LOCATION": SCRATCH / "cache",
     },
     "nothing": {"BACKEND": "django.core.cache.backends.dummy.DummyCache"},
+    "redis": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": REDIS_URL},
 }
 
 DATABASE_BACKEND = "django_distlock.backends.database.DatabaseBackend"

@@ -68,6 +68,8 @@ PATHS = {
     "backends.database": "DatabaseBackend",
     "backends.memory": "MemoryBackend",
     "backends.redis": "RedisBackend",
+    "compat.pglock": "Raise Return Skip advisory advisory_lock async_advisory_lock",
+    "compat.redis": "Lock LockMixin",
     "contrib.celery": "LockedTask locked_task",
     "contrib.celery.scheduler": "DistlockScheduler",
     "contrib.monitoring.urls": "urlpatterns",

@@ -1,0 +1,1 @@
+"""The names of other lock packages, for code that comes from them."""

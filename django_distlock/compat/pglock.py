@@ -1,0 +1,285 @@
+"""`advisory` of django-pglock, and `advisory_lock` of django-pglocks and django-pgware.
+
+For call sites that change one import. They hold leases, in the store of the lock backend. What
+differs: a lease that is lost raises `LockLost` at the end of its block; inside of `atomic()` the
+key is free when the transaction has ended, and not before; the number 5 and "5" are one key.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
+
+from django.db import DEFAULT_DB_ALIAS, OperationalError, connections, transaction
+
+from ..core.bodies import whole
+from ..core.durations import seconds
+from ..core.errors import LockNotAcquired, LockUsageError, shown
+from ..locks.lock import Lock, distlock
+from ..locks.taking import UNSET, Unset
+from ..locks.transactions import transaction_lock
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Return:
+    """Gives the block of `advisory` a bool: whether it was acquired."""
+
+
+class Raise:
+    """Raises `NotAcquired` where it was not."""
+
+
+class Skip:
+    """Does not call the decorated function where it was not acquired."""
+
+
+class NotAcquired(LockNotAcquired, OperationalError):
+    """An advisory lock was not acquired; also caught where django-pglock's error is."""
+
+
+class advisory:  # noqa: N801 - its name in django-pglock
+    """A lock with the signature of django-pglock's, as context manager, decorator or by calls.
+
+    Args:
+        lock_id: A text or a number; for a decorator, None: the module and name of its function.
+        shared: Whether others who say so, too, may hold it at the same time.
+        xact: Whether it lasts until the end of the transaction: `transaction_lock()`.
+        using: The database of the transaction. Without `xact`, that of the lock backend holds.
+        timeout: Seconds (or a `timedelta`) to wait; 0: one attempt; None or left out: for ever,
+            whatever `lock_timeout` the server has.
+        side_effect: `Return` (for blocks), `Raise` or `Skip` (for functions).
+        backend: An alias in `DISTLOCK`.
+    """
+
+    def __init__(
+        self,
+        lock_id: int | str | None = None,
+        *,
+        shared: bool = False,
+        xact: bool = False,
+        using: str = DEFAULT_DB_ALIAS,
+        timeout: float | timedelta | Unset | None = UNSET,
+        side_effect: Any = None,
+        backend: str = "default",
+    ):
+        wait = (
+            None if isinstance(timeout, Unset) or timeout is None else seconds(timeout, "timeout")
+        )
+        self.lock_id, self.shared, self.xact, self.using = lock_id, shared, xact, using
+        self.timeout = 0 if wait is not None and wait < 0.001 else wait
+        is_instance = isinstance(side_effect, (Return, Raise, Skip))
+        self.side_effect = type(side_effect) if is_instance else side_effect
+        self.backend = backend
+        self._is_decorator = False
+        self._entered: list[Any] = []
+        if not xact:
+            _require_default(using, shown(lock_id))
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T | None]:
+        """Hold it around each call of a function."""
+        function = whole(function)
+        if inspect.iscoroutinefunction(function):
+            raise LockUsageError("advisory() decorates no coroutine function: use distlock().")
+        lock_id = self.lock_id or f"{function.__module__}.{function.__name__}"
+
+        @functools.wraps(function)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> T | None:
+            # One for each call: threads must not share what is entered.
+            call = advisory(
+                lock_id,
+                shared=self.shared,
+                xact=self.xact,
+                using=self.using,
+                timeout=UNSET if self.timeout is None else self.timeout,
+                side_effect=self.side_effect,
+                backend=self.backend,
+            )
+            call._is_decorator = True
+            with call as acquired:
+                return function(*args, **kwargs) if acquired else None
+
+        return wrapper
+
+    def acquire(self) -> bool:
+        """Take it, and say whether it was acquired.
+
+        It is renewed until `release()`, which the same thread has to call.
+
+        Raises:
+            NotAcquired: It was not, with the side effect `Raise`.
+            RuntimeError: `xact` outside of a transaction.
+            ValueError: There is no id, or the side effect does not fit.
+            TypeError: The id is neither a text nor a number.
+        """
+        effect = self._effect()
+        key = _key(self.lock_id)
+        if self.xact and not connections[self.using].in_atomic_block:
+            raise RuntimeError("Must be in a transaction to use xact=True.")
+        try:
+            if self.xact:
+                transaction_lock(
+                    key,
+                    shared=self.shared,
+                    wait=self.timeout,
+                    using=self.using,
+                    backend=self.backend,
+                )
+                return True
+            lock = _lock(key, self.shared, self.timeout, self.backend)
+            lock.__enter__()
+        except LockNotAcquired as error:
+            if effect is Raise:
+                raise NotAcquired(str(error), key=key, holder=error.holder) from error
+            return False
+        self._entered.append(lock)
+        return True
+
+    def release(self) -> None:
+        """Give it back.
+
+        Raises:
+            RuntimeError: With `xact`, the end of the transaction does.
+            LockUsageError: It was not acquired here.
+            LockLost: It had ended.
+        """
+        if self.xact:
+            raise RuntimeError("Advisory locks with xact=True cannot be manually released.")
+        if not self._entered:
+            raise LockUsageError(f"advisory({shown(self.lock_id)}) was not acquired here.")
+        self._entered.pop().__exit__(None, None, None)
+
+    def __enter__(self) -> bool:
+        if self.xact:
+            if connections[self.using].in_atomic_block:
+                raise RuntimeError(
+                    "Advisory locks with xact=True cannot run inside a transaction: use"
+                    " advisory(…, xact=True).acquire()."
+                )
+            with ExitStack() as opened:
+                opened.enter_context(transaction.atomic(using=self.using, durable=True))
+                acquired = self.acquire()
+                self._entered.append(opened.pop_all())
+            return acquired
+        acquired = self.acquire()
+        if not acquired:
+            self._entered.append(ExitStack())
+        return acquired
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._entered.pop().__exit__(exc_type, exc, traceback)
+
+    def _effect(self) -> type:
+        """Return the side effect; see `acquire` for errors."""
+        if not self.lock_id:
+            raise ValueError("Must supply a lock ID as the first argument.")
+        effect: Any = self.side_effect or (Raise if self._is_decorator else Return)
+        if effect not in (Return, Raise, Skip):
+            raise ValueError(f"side_effect is Return, Raise or Skip, not {shown(effect)}.")
+        if effect is (Return if self._is_decorator else Skip):
+            raise ValueError(
+                f"{effect.__name__} is for {'blocks' if effect is Return else 'decorators'}."
+            )
+        return effect  # type: ignore[no-any-return]
+
+
+@contextmanager
+def advisory_lock(
+    lock_id: str | int | tuple[int, int],
+    shared: bool = False,
+    wait: bool = True,
+    using: str | None = None,
+    *,
+    comment: bool | None = None,
+    backend: str = "default",
+) -> Iterator[bool]:
+    """Hold a lock with the signature of django-pglocks and django-pgware, and give a bool.
+
+    Args:
+        lock_id: A text, a number, or two.
+        shared: See `advisory`.
+        wait: Whether to wait, for ever; or else to try once.
+        using: The default database, or None: that of the lock backend holds.
+        comment: Not True: there is no statement to put one in.
+        backend: An alias in `DISTLOCK`.
+    """
+    with _of_pglocks(lock_id, shared, wait, using, comment, backend) as lease:
+        yield lease.held
+
+
+@asynccontextmanager
+async def async_advisory_lock(
+    lock_id: str | int | tuple[int, int], *, shared: bool = False, wait: bool = True,
+    using: str | None = None, comment: bool | None = None, backend: str = "default",
+) -> AsyncIterator[bool]:  # fmt: skip
+    """See `advisory_lock`."""
+    async with _of_pglocks(lock_id, shared, wait, using, comment, backend) as lease:
+        yield lease.held
+
+
+def prioritize(*_: object, **__: object) -> NoReturn:
+    """Raise: a lease is not taken from a holder that works."""
+    raise LockUsageError(
+        "prioritize() ends the sessions that are in the way, and a lease has none. An operator"
+        " frees a key by distlock_release, which moves the fence first; steal_if_dead=True takes"
+        " over from a holder that is gone."
+    )
+
+
+def model(*_: object, **__: object) -> NoReturn:
+    """Raise: tables are not locked here."""
+    raise LockUsageError(
+        "model() locks tables, and leases lock keys. Keep pglock.model, or agree on a key and use"
+        " transaction_lock()."
+    )
+
+
+def _of_pglocks(
+    lock_id: object, shared: bool, wait: bool, using: str | None, comment: bool | None, backend: str
+) -> Lock:
+    _require_default(using or DEFAULT_DB_ALIAS, shown(lock_id))
+    if comment:
+        raise LockUsageError("comment=True is for a statement, and a lease has none: leave it out.")
+    if isinstance(lock_id, (list, tuple)):
+        if len(lock_id) != 2 or not all(type(each) is int for each in lock_id):
+            raise ValueError(f"A pair of lock ids is two integers, not {shown(lock_id)}.")
+        lock_id = f"{lock_id[0]},{lock_id[1]}"
+    return _lock(_key(lock_id), shared, None if wait else 0, backend, "yield")
+
+
+def _lock(
+    key: str,
+    shared: bool,
+    wait: float | None,
+    backend: str,
+    on_conflict: Literal["raise", "yield"] = "raise",
+) -> Lock:
+    # A session may take an advisory lock that it holds once more.
+    return distlock(
+        key, shared=shared, wait=wait, backend=backend, reentrant=True, on_conflict=on_conflict
+    )
+
+
+def _key(lock_id: object) -> str:
+    if isinstance(lock_id, bool) or not isinstance(lock_id, (str, int)):
+        raise TypeError(f"Lock ID {shown(lock_id)} is not a string or int.")
+    return str(lock_id)
+
+
+def _require_default(using: str, what: str) -> None:
+    if using != DEFAULT_DB_ALIAS:
+        raise LockUsageError(
+            f"The lock {what} takes no using={using!r}: the lock backend says where it is kept."
+            " Name another one by backend=."
+        )

@@ -1,0 +1,210 @@
+"""The `Lock` of redis-py and `cache.lock()` of django-redis, on the locks of this package.
+
+For call sites that change one import. As there, a lock ends with its timeout, and a later release
+raises `LockNotOwnedError`; `with distlock(…)` is renewed instead. What cannot be kept raises
+`LockUsageError`. An outage raises `BackendUnavailable`, and not an error of redis-py.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import SimpleNamespace, TracebackType
+from typing import Any, Literal, Self
+
+from redis.exceptions import LockError, LockNotOwnedError
+
+from ..core.errors import LockLost, LockNotAcquired, LockUsageError
+from ..core.retry import Retry
+from ..inspection import owns
+from ..locks.lease import Lease
+from ..locks.lock import Lock as _Lock
+from ..locks.lock import distlock
+
+logger = logging.getLogger("django_distlock")
+
+
+class Lock:
+    """A lock with the signature of redis-py's.
+
+    Args:
+        redis: Is not asked: the locks are where `backend` has them. May be None.
+        name: The key.
+        timeout: Seconds until it ends by itself, from 0.1 to `MAX_TTL`; None: it does not.
+        sleep: Seconds between attempts, where no wake-up comes sooner.
+        blocking: Whether `acquire` waits.
+        blocking_timeout: Seconds that it waits at most; None: for ever.
+        thread_local: Whether the thread alone that has acquired it may release it.
+        raise_on_release_error: Whether a block raises whose lock has ended before.
+        backend: An alias in `DISTLOCK`.
+    """
+
+    def __init__(  # noqa: PLR0913 - they are those of redis-py
+        self,
+        redis: object,
+        name: str,
+        timeout: float | None = None,
+        sleep: float = 0.1,
+        blocking: bool = True,
+        blocking_timeout: float | None = None,
+        thread_local: bool = True,
+        raise_on_release_error: bool = True,
+        *,
+        backend: str = "default",
+    ):
+        self.redis, self.name, self.timeout, self.sleep = redis, name, timeout, sleep
+        self.blocking, self.blocking_timeout = blocking, blocking_timeout
+        self.thread_local, self.raise_on_release_error = thread_local, raise_on_release_error
+        self.backend = backend
+        self.local: Any = threading.local() if thread_local else SimpleNamespace()
+        # Bad arguments are told here, and not where it is taken.
+        self._lock(blocking_timeout, sleep)
+
+    def acquire(
+        self,
+        sleep: float | None = None,
+        blocking: bool | None = None,
+        blocking_timeout: float | None = None,
+        token: object = None,
+    ) -> bool:
+        """Wait for the lock, and say whether it was acquired.
+
+        Raises:
+            LockUsageError: A token was given: fences and hand-overs rest on those made here.
+        """
+        if token is not None:
+            raise LockUsageError(
+                f"{self.name!r} takes no token=: each acquire makes one. To hand a lock over to"
+                " another process use Lease.dump() and Lease.load().",
+                key=self.name,
+            )
+        waits = self.blocking if blocking is None else blocking
+        most = self.blocking_timeout if blocking_timeout is None else blocking_timeout
+        lock = self._lock(most if waits else 0, self.sleep if sleep is None else sleep)
+        try:
+            self.local.lease = lock.acquire()
+        except LockNotAcquired:
+            return False
+        return True
+
+    def release(self) -> None:
+        """Give it back: inside of `atomic()`, when the transaction has ended.
+
+        Raises:
+            redis.exceptions.LockError: It was not acquired here, or is released.
+            redis.exceptions.LockNotOwnedError: It had ended.
+        """
+        lease = self._owned_lease("release")
+        self.local.lease = None
+        if not lease.release():
+            raise LockNotOwnedError(f"Cannot release {self.name!r}: it is no longer owned.")
+
+    def extend(self, additional_time: float, replace_ttl: bool = False) -> Literal[True]:
+        """Add seconds to what is left, or put them in its place; see `release` for errors."""
+        left = 0.0 if replace_ttl else self._owned_lease("extend").remaining()
+        return self._extend("extend", left + additional_time)
+
+    def reacquire(self) -> Literal[True]:
+        """Give it its whole timeout again; see `release` for errors."""
+        return self._extend("reacquire", self.timeout)
+
+    def locked(self) -> bool:
+        """Return whether anybody holds it."""
+        return self._lock(0, self.sleep).locked()
+
+    def owned(self) -> bool:
+        """Return whether it is held by this lock, in this thread if it is thread-local."""
+        lease: Lease | None = getattr(self.local, "lease", None)
+        return lease is not None and lease.held and owns(lease.token, backend=self.backend)
+
+    def __enter__(self) -> Self:
+        if not self.acquire():
+            raise LockError(f"Unable to acquire {self.name!r} within the time specified.")
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.release()
+        except LockError as error:
+            if self.raise_on_release_error and exc is None:
+                raise
+            # What the block has raised is never hidden.
+            logger.warning("A block has lost its lock before its end: %s", error)
+
+    def _lock(self, wait: float | None, sleep: float) -> _Lock:
+        return distlock(
+            self.name,
+            ttl=self.timeout,
+            basic=self.timeout is None,
+            wait=wait,
+            heartbeat=False,
+            retry=Retry(delay=sleep, factor=1, cap=sleep),
+            backend=self.backend,
+        )
+
+    def _owned_lease(self, what: str) -> Lease:
+        lease: Lease | None = getattr(self.local, "lease", None)
+        if lease is None:
+            raise LockError(f"Cannot {what} {self.name!r}: it is not owned, or already unlocked.")
+        return lease
+
+    def _extend(self, what: str, seconds: float | None) -> Literal[True]:
+        lease = self._owned_lease(what)
+        if self.timeout is None:
+            raise LockError(f"Cannot {what} {self.name!r}: it has no timeout.")
+        try:
+            lease.extend(seconds)
+        except LockLost as error:
+            raise LockNotOwnedError(
+                f"Cannot {what} {self.name!r}: it is no longer owned."
+            ) from error
+        return True
+
+
+class LockMixin:
+    """Gives a cache of any kind the `lock()` of django-redis, by `Lock`.
+
+    class Cache(LockMixin, RedisCache):
+        pass
+    """
+
+    #: The alias in `DISTLOCK` of its locks.
+    lock_backend = "default"
+
+    def lock(
+        self,
+        key: str,
+        version: int | None = None,
+        timeout: float | None = None,
+        sleep: float = 0.1,
+        blocking: bool = True,
+        blocking_timeout: float | None = None,
+        client: object = None,
+        thread_local: bool = True,
+    ) -> Lock:
+        """Return a lock on a key of this cache, with its prefix and version.
+
+        Raises:
+            LockUsageError: A client was given: the locks are not on it.
+        """
+        if client is not None:
+            raise LockUsageError(
+                f"The lock on {key!r} takes no client=: it is in the lock backend"
+                f" {self.lock_backend!r}.",
+                key=key,
+            )
+        return Lock(
+            None,
+            str(self.make_key(key, version=version)),  # type: ignore[attr-defined]
+            timeout,
+            sleep,
+            blocking,
+            blocking_timeout,
+            thread_local,
+            backend=self.lock_backend,
+        )
