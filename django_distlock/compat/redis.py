@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 from redis.exceptions import LockError, LockNotOwnedError
 
 from ..core.errors import LockLost, LockNotAcquired, LockUsageError
+from ..core.logs import log_fields
 from ..core.retry import Retry
 from ..inspection import owns
 from ..locks.lease import Lease
@@ -134,7 +135,11 @@ class Lock:
             if self.raise_on_release_error and exc is None:
                 raise
             # What the block has raised is never hidden.
-            logger.warning("A block has lost its lock before its end: %s", error)
+            logger.warning(
+                "A block lost its lock before its end: %s",
+                error,
+                extra=log_fields("lost", key=self.name, error=error),
+            )
 
     def _lock(self, wait: float | None, sleep: float) -> _Lock:
         return distlock(

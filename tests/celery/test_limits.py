@@ -182,7 +182,7 @@ def test_killed_call_that_waited_keeps_no_place(
         ({"locks": [("k", 2)], "steal_if_dead": True}, "steal_if_dead"),
         ({"lock": "k", "max_queued": 0}, "max_queued must be an int from 1"),
         ({"lock": "k", "on_full": "drop"}, "say when it is"),
-        ({"lock": "k", "max_queued": 1, "on_full": "wait"}, "on_full is one of"),
+        ({"lock": "k", "max_queued": 1, "on_full": "wait"}, "on_full must be one of"),
         ({"unique": "k", "max_queued": 1}, "by lock= or locks="),
         ({"lock": "k", "unique": "k", "debounce": 5, "max_queued": 1}, "not go with debounce"),
     ],
@@ -202,5 +202,5 @@ def test_backlog_needs_the_base() -> None:
     def body() -> None:
         pass
 
-    with pytest.raises(LockUsageError, match="has max_queued, and only LockedTask"):
+    with pytest.raises(LockUsageError, match="has max_queued, but only LockedTask"):
         body.apply(throw=True)

@@ -176,12 +176,12 @@ def test_arguments_are_checked_when_a_task_is_sent(app: Celery) -> None:
     ("options", "message"),
     [
         ({"lock": "{other}"}, "names 'other'"),
-        ({"lock": 7}, "lock is a template"),
+        ({"lock": 7}, "lock must be a template"),
         ({"on_conflict": "wiat"}, "on_conflict must be one of"),
         ({"on_unavailable": "wait"}, "on_unavailable must be one of"),
-        ({"wait": None}, "wait has an end"),
+        ({"wait": None}, "wait must be limited"),
         ({"grace": -1}, "grace"),
-        ({"inherit": "yes"}, "inherit is True or False"),
+        ({"inherit": "yes"}, "inherit must be True or False"),
     ],
 )
 def test_wrong_arguments_are_told_at_import(options: dict[str, Any], message: str) -> None:
@@ -699,7 +699,7 @@ def test_checks_find_the_tasks_that_a_worker_would(project: Path) -> None:
     said = run_python(project, "-m", "django", "check", status=1)
     assert "(distlock.E401) The task billing.tasks.once" in said
     assert "(distlock.E402) The task billing.tasks.long" in said
-    assert "an import fails" in said
+    assert "an import failed" in said
     assert "no_such_module" in said
     assert "Traceback" not in said
     assert said.count("checks are run") == 1

@@ -194,6 +194,6 @@ def test_project_without_an_app(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("options", [{"drop": True}, {"reason": "why"}])
 def test_dropping_needs_a_reason(options: dict[str, Any]) -> None:
     """And a reason alone drops nothing."""
-    with pytest.raises(CommandError, match="need each other") as caught:
+    with pytest.raises(CommandError, match="must be used together") as caught:
         call_command("distlock_orphans", **options)
     assert caught.value.returncode == 2

@@ -91,7 +91,9 @@ def test_killed_run_comes_again(prefork: Crew, *, is_begun: bool) -> None:
         assert prefork.outcome(later) == "SUCCESS"
     assert prefork.outcome(first) == "SUCCESS"
     ended(prefork, 2 if is_begun else 1)
-    assert f"its task {first.id} was not started" not in prefork.worker.said()
+    assert (
+        f"its task {first.id} had not started before its process died" not in prefork.worker.said()
+    )
     prefork.becomes_free(claim(prefork))
     prefork.becomes_free(own_key(f"runs:{prefork.key}"))
 
@@ -101,7 +103,7 @@ def test_killed_task_that_comes_no_more_leaves_no_claim(prefork: Crew) -> None:
     prefork.stage.open("doomed")
     assert prefork.outcome(prefork.send("started")) == "FAILURE"
     prefork.becomes_free(claim(prefork))
-    assert "was not started" in prefork.worker.said()
+    assert "had not started before its process died" in prefork.worker.said()
     assert prefork.outcome(prefork.send("started")) == "SUCCESS"
     ended(prefork, 1)
 
@@ -188,7 +190,7 @@ def test_one_call_says_how_long_it_keeps_its_key(prefork: Crew, name: str) -> No
 
 @pytest.mark.parametrize(
     ("name", "unique_ttl", "says"),
-    [("unique", 0, "unique_ttl"), ("unique", "1", "unique_ttl"), ("early", 120, "is none")],
+    [("unique", 0, "unique_ttl"), ("unique", "1", "unique_ttl"), ("early", 120, "is not unique")],
 )
 def test_wrong_times_are_refused(prefork: Crew, name: str, unique_ttl: Any, says: str) -> None:
     """Before anything is queued."""
@@ -205,12 +207,12 @@ def test_wrong_times_are_refused(prefork: Crew, name: str, unique_ttl: Any, says
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"unique_until": "start"}, "unique_until is about"),
+        ({"unique_until": "start"}, "unique_until requires unique="),
         ({"unique": "{key}", "unique_until": "begin"}, "unique_until must be one of"),
         ({"unique": "{key}", "unique_until": "start", "on_conflict": "skip"}, "on_conflict='skip'"),
-        ({"debounce": 30}, "debounce is about"),
+        ({"debounce": 30}, "debounce requires unique="),
         ({"unique": "{key}", "debounce": 0.5}, "debounce"),
-        ({"unique": "{key}", "debounce": 30, "unique_until": "done"}, "goes with"),
+        ({"unique": "{key}", "debounce": 30, "unique_until": "done"}, "requires unique_until"),
         ({"unique": "{key}", "debounce": 30, "on_conflict": "skip"}, "on_conflict='skip'"),
         ({"unique": "{key}", "debounce": 30, "on_conflict": "run"}, "on_conflict='run'"),
     ],

@@ -358,7 +358,7 @@ def test_expired_places_are_told_and_cleaned_up(
 def test_shared_lease_guards_nothing(backend: BaseLockBackend, key: str) -> None:
     """Others hold the key as well."""
     grant = take(backend, key, **SHARED)
-    with pytest.raises(LockUsageError, match="guards no transaction"):
+    with pytest.raises(LockUsageError, match="cannot guard a transaction"):
         backend.guards.hold(grant)
 
 

@@ -114,9 +114,9 @@ def test_paused_holder_has_lost_its_lease(
 
 def test_time_of_a_store_stays_as_it_is(lease: Lease) -> None:
     """What would need another one is refused."""
-    with pytest.raises(LockUsageError, match="only inside of memory_locks"):
+    with pytest.raises(LockUsageError, match="only have a length inside memory_locks"):
         simulate_pause(lease, 60)
-    with pytest.raises(LockUsageError, match="inside of memory_locks"):
+    with pytest.raises(LockUsageError, match="only be advanced inside memory_locks"):
         advance(60)
     lease.check()
 

@@ -523,7 +523,7 @@ def test_asynchronous_code_locks_in_the_thread_that_waits(registered: Registered
     [
         ({"shared": 1}, "shared must be True or False"),
         ({"wait": -1}, "wait"),
-        ({"escalate_at": 3}, "needs a parent"),
+        ({"escalate_at": 3}, "requires parent"),
         ({"escalate_at": 0, "parent": "p"}, "at least 1"),
         ({"parent": ""}, "empty"),
         ({"using": "nope"}, "an alias in DATABASES, not 'nope'"),

@@ -13,7 +13,7 @@ from tests.processes import Process, manage, spawn
 
 ROOT = Path(__file__).parent.parent.parent
 # For a machine with much else to do.
-PATIENCE = 90
+PATIENCE = 300
 
 
 class Project:

@@ -27,7 +27,7 @@ def test_pooler_in_between_is_refused(key: str, mode: str) -> None:
         advisory(using) as backend,
     ):
         for _ in range(2):
-            with pytest.raises(LockUsageError, match="goes to PostgreSQL directly") as caught:
+            with pytest.raises(LockUsageError, match="connects to PostgreSQL directly") as caught:
                 distlock(key, backend=backend.alias, wait=0).acquire()
             assert (caught.value.code, caught.value.key) == ("unsupported", key)
         connections[using].close()

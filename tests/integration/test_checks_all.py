@@ -118,7 +118,8 @@ def hints() -> dict[str, list[tuple[Path, ast.expr | None]]]:
             given = {each.arg: each.value for each in getattr(node, "keywords", ())}
             named = given.get("id")
             if isinstance(named, ast.Constant) and str(named.value).startswith("distlock."):
-                hint = given.get("hint")
+                # A message of one line has its address itself.
+                hint = given.get("hint") or node.args[0]  # type: ignore[attr-defined]
                 found.setdefault(str(named.value), []).append((file.relative_to(ROOT), hint))
     return found
 

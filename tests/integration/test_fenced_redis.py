@@ -212,7 +212,7 @@ def test_key_of_another_kind_is_refused(value: Called, kind: str, operation: str
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        *(([each, by(5)], "bytes or text") for each in (5, None, ["x"])),
+        *(([each, by(5)], "bytes or str") for each in (5, None, ["x"])),
         *((["x", by(5), each], "ttl") for each in (0, -1, True, float("nan"), 1e12)),
     ],
 )

@@ -229,7 +229,7 @@ def test_ended_session_is_replaced(
             assert eventually(lambda: listener.is_listening, timeout=20)
             # Said behind that, by the thread that listens.
             assert eventually(lambda: _levels(caplog) == ["WARNING", "INFO"])
-        assert "cannot hear wake-ups" in caplog.records[0].getMessage()
+        assert "cannot receive wake-ups" in caplog.records[0].getMessage()
         assert session_of(listener) != pid
         grant = take(listener, key)
         contend(listener, key, wanted=True)

@@ -359,7 +359,7 @@ def test_conflict_is_answered(view: str, taken: str) -> None:
     # The holder has had it for a moment: it may be done in another one, long before its ttl.
     assert 1 <= int(response.headers["Retry-After"]) < 20
     assert response.headers["Cache-Control"] == "no-store"
-    assert b"Somebody else" in response.content
+    assert b"Someone else" in response.content
     assert f"in {response.headers['Retry-After']} second" in response.content.decode()
 
 
@@ -423,7 +423,7 @@ def test_answers_of_the_project(taken: str, tmp_path: Path) -> None:
     assert response.content.decode().startswith("wait ")
     assert "acquisition_timeout" in response.content.decode()
     with override_settings(TEMPLATES=[]):
-        assert b"Somebody else" in get(f"/plain/{taken}/").content
+        assert b"Someone else" in get(f"/plain/{taken}/").content
     with pytest.raises(LockNotAcquired):
         get(f"/raising/{taken}/")
     assert get(f"/running/{taken}/").content.startswith(b"held=False")
@@ -569,7 +569,7 @@ def test_what_is_no_view(key: str) -> None:
     with pytest.raises(LockUsageError, match="asynchronous returns a coroutine"):
         locked_view("view")(plainly(asynchronous))
     bare: Any = locked_view(plain)
-    with pytest.raises(InvalidArgument, match="written with a key"):
+    with pytest.raises(InvalidArgument, match="needs a key"):
         bare(RequestFactory().get("/"), key=key)
     with pytest.raises(InvalidArgument, match="pk"):
         locked_view("{pk}")(unwrapped)

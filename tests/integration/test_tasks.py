@@ -394,7 +394,7 @@ def test_call_of_the_function_is_not_queued(tasks: Tasks, taken: str) -> None:
     assert plain.func(f"{taken}:free") == {"held": True, "task_id": None, "more": 7}
     with pytest.raises(LockNotAcquired) as caught:
         plain.func(taken)
-    assert "call of the function" in caught.value.__notes__[0]
+    assert "The function was called directly" in caught.value.__notes__[0]
     with pytest.raises(LockNotAcquired):
         tasks.work(tasks.of(calling, backend="later").enqueue(taken))
     with pytest.raises(LockNotAcquired):

@@ -101,7 +101,7 @@ def test_command_lists_them(key: str) -> None:
         document = run("distlock_list", "--transactions", OF, "--json").json
         (found,) = [each for each in document["transactions"] if each["key"] == key]
         assert (found["kind"], found["session"]["pid"]) == ("transaction", session)
-    assert run("distlock_list", "--transactions", OF).out.startswith("No transaction keeps")
+    assert run("distlock_list", "--transactions", OF).out.startswith("No visible transaction")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_command_refuses_what_is_about_leases(more: list[str]) -> None:
     """Nothing is filtered that way."""
     ran = run("distlock_list", "--transactions", *more)
     assert ran.status == 2
-    assert "leave out" in ran.err
+    assert f"remove {more[0].partition('=')[0]}" in ran.err or "remove --declared" in ran.err
 
 
 def test_backend_that_cannot_tell_says_so() -> None:

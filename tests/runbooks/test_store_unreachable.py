@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from django.db import connections
 
-from django_distlock import BackendUnavailable
+from django_distlock import BackendUnavailable, distlock
 from tests.services import private_redis
 
 from .incidents import grantable, port_of, redis_of
@@ -34,8 +34,8 @@ def test_redis_gets_room(walk: Walk) -> None:
     """The page sees that no lock can be taken, and why; then there is room."""
     with redis_of(walk.site) as client:
         client.config_set("maxmemory", 524288)
-    with pytest.raises(BackendUnavailable):
-        grantable(walk.site, KEY)
+    with walk.site.locks() as alias, pytest.raises(BackendUnavailable):
+        distlock(KEY, backend=alias, ttl=60).try_acquire()
     walk.step(status=1)
     walk.confirm()
     walk.act()
