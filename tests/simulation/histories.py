@@ -35,8 +35,8 @@ from django_distlock.locks import (
     attempts,
     blocks,
     callbacks,
+    checking,
     context,
-    lock,
     state,
     transfer,
 )
@@ -89,7 +89,7 @@ def simulated() -> Iterator[None]:
         patch.setattr(state, "alarms", _Alarms())
         patch.setattr(deferred_release, "managed_transactions", lambda _home: [])
         patch.setattr(deferred_release, "open_transactions", lambda _thread=None: [])
-        patch.setattr(lock, "current_holder", lambda _metadata=None: Holder(host="simulated"))
+        patch.setattr(checking, "current_holder", lambda _metadata=None: Holder(host="simulated"))
         patch.setattr(transfer, "current_holder", lambda: Holder(host="simulated"))
         patch.setattr(attempts, "new_token", _new_token)
         patch.setattr(transfer, "new_token", _new_token)
