@@ -88,7 +88,7 @@ def test_key_of_a_killed_process_is_granted_at_once(
     assert said["previous"].pid == worker.popen.pid
     assert said["holder"].pid == os.getpid()
     assert said["alias"] == registered.alias
-    assert "gone" in said["cause"]
+    assert "died" in said["cause"]
     assert said["fence"] > before.fence
     assert grantable(lock_of(registered, key))
 
