@@ -63,9 +63,11 @@ def test_killed_leader_is_replaced_in_time(alias: str, key: str) -> None:
             took = time.monotonic() - killed_at
             print(f"every {EVERY:g} s, ttl {TTL:g} s, {alias}: written again after {took:.2f} s")
             value = Account.objects.get(pk=pk).value
+            seen_at = time.monotonic()
             assert value > before, "an update was lost"
             assert took < WITHIN
-            assert value == before + 1
+            # The successor may have written again until its value was read.
+            assert value - before <= 1 + (seen_at - killed_at - took) / EVERY + 1
 
 
 def test_leader_that_stands_still_loses_nothing(alias: str, key: str) -> None:
