@@ -99,7 +99,7 @@ def test_delivery_of_a_run_that_has_ended_runs_nothing(
         with working(home, rabbitmq, queue=doomed.queue) as successor:
             doomed.kill()
             crew.until(lambda: result.id in successor.said(), "it has come again")
-            crew.until(lambda: "has run already" in successor.said(), "it is refused")
+            crew.until(lambda: "has already run" in successor.said(), "it is refused")
             # What comes behind it is run, so it was done with.
             assert crew.outcome(crew.signature("plain").apply_async()) == "SUCCESS"
             began = [each["task_id"] for each in crew.stage.told("began")]
