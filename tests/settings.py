@@ -83,7 +83,8 @@ CACHES = {
         "LOCATION": SCRATCH / "cache",
     },
     "nothing": {"BACKEND": "django.core.cache.backends.dummy.DummyCache"},
-    "redis": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": REDIS_URL},
+    # Not where locks are: `clear()` would remove them.
+    "redis": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": urlsplit(REDIS_URL)._replace(path="/1").geturl()},
 }
 
 DATABASE_BACKEND = "django_distlock.backends.database.DatabaseBackend"

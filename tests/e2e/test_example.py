@@ -144,11 +144,11 @@ def test_site_refuses_the_write_of_a_worker_that_was_paused(shop: Shop) -> None:
             r"The (\w+) worker \(pid (\d+)\) ([^.]+)\. <span class=\"fence\">fence ([\d,]+)<", page
         )
         assert [(worker, text.split(",")[0]) for worker, _, text, _ in story] == [
-            ("first", "takes the lock"),
+            ("first", "acquires the lock"),
             ("first", "is paused"),
-            ("second", "takes over"),
+            ("second", "takes the lock over after the lease has expired"),
             ("second", "captures the payment"),
-            ("first", "goes on"),
+            ("first", "resumes"),
         ], page
         first, second = story[0], story[2]
         assert _number(first[3]) < _number(second[3])
@@ -224,7 +224,7 @@ def test_nightly_report_runs_once(shop: Shop) -> None:
     made = ["pieces in stock" in each for each in said]
     assert sorted(made) == [False, True], said
     assert "Nothing to do" in said[made.index(False)]
-    assert "has just made it" in shop.run("nightly_report")
+    assert "has just created it" in shop.run("nightly_report")
 
 
 def test_nightly_report_does_not_wait_for_a_process_that_was_killed(shop: Shop) -> None:

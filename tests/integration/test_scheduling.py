@@ -271,7 +271,7 @@ def test_tick_is_tried_again_in_its_margin(
     """A table that is locked for a while, or a short outage, costs no tick; a rival's is left."""
     with locked_table() as raw:
         work = Later(made(key, margin=120))
-        assert eventually(lambda: any("tried again" in each.message for each in caplog.records), 60)
+        assert eventually(lambda: any("is retried" in each.message for each in caplog.records), 60)
         raw.rollback()
         assert work.result()
     with prompt():
@@ -295,7 +295,7 @@ def test_overrun_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert work()
     (said,) = [each.message for each in caplog.records if "overrun" in each.message]
     assert repr(own_key("schedule:slow")) in said
-    assert "12.0 s are declared (10.0 s expected)" in said
+    assert "12.0 s were declared (10.0 s expected)" in said
 
 
 def test_error_of_the_work_is_its_own(key: str) -> None:

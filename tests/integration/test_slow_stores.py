@@ -131,7 +131,9 @@ def test_grant_whose_answer_comes_too_late_is_given_back(alias: str, key: str) -
     """Of many statements, or of one: who is told that the store is too slow holds nothing."""
     with slowly(alias) as wires:
         lock = distlock(key, backend="slow", wait=0, ttl=60, heartbeat=False)
-        Later(lambda: lock.acquire().release()).result()
+        # Whatever the first connections take.
+        patient = distlock(key, backend="slow", wait=15, ttl=60, heartbeat=False)
+        Later(lambda: patient.acquire().release()).result()
 
         def late() -> tuple[LockError | Lease, float]:
             connections[lock_backends["slow"].using or "default"].ensure_connection()
