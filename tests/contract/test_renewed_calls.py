@@ -134,8 +134,8 @@ def test_other_leases_of_calls_are_not(lock: Lock) -> None:
     ("more", "heartbeat", "says"),
     [
         ({"basic": True}, True, "basic=True"),
-        ({}, 1, "heartbeat is True or False, not 1"),
-        ({}, None, "heartbeat is True or False, not None"),
+        ({}, 1, "heartbeat must be True or False, not 1"),
+        ({}, None, "heartbeat must be True or False, not None"),
     ],
 )
 def test_heartbeat_that_cannot_be(
@@ -498,5 +498,5 @@ def test_error_of_a_block_that_ignores_a_loss(registered: Registered, key: str) 
 @pytest.mark.parametrize("wrong", ["skip", None, True])
 def test_on_lost_is_one_of_two(wrong: Any) -> None:
     """Anything else is named, with the rule."""
-    with pytest.raises(InvalidArgument, match='on_lost is "raise" or "ignore", not'):
+    with pytest.raises(InvalidArgument, match='on_lost must be "raise" or "ignore", not'):
         distlock("key", on_lost=wrong)

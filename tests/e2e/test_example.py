@@ -67,7 +67,7 @@ def test_demo_loses_updates_without_the_lock_and_none_with_it(shop: Shop) -> Non
         assert int(without[1]) > 0
         assert int(without[0]) + int(without[1]) == 30
         assert with_lock == ("30", "0")
-        assert "each higher than the one before" in said
+        assert "rising with each grant" in said
         assert ("its stale write is refused" in said) == shop.can_pause, said
         assert ("The payment is captured" in said) == shop.can_pause, said
 

@@ -292,4 +292,4 @@ def test_arguments_about_held_keys_are_refused(argument: str) -> None:
     """They would be silently without effect."""
     ran = run_here("distlock_list", "--declared", argument)
     assert (ran.status, ran.out) == (2, "")
-    assert f"leave out {argument.partition('=')[0]}." in ran.err
+    assert f"remove {argument.partition('=')[0]}." in ran.err

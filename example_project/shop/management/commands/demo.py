@@ -204,7 +204,7 @@ def result(competition: Competition) -> str:
     )
     if competition.with_lock:
         fences = competition.fences
-        rise = "each higher than the one before" if competition.fences_rise else "out of order"
+        rise = "rising with each grant" if competition.fences_rise else "out of order"
         said += f"Fences: {fences[0]:,} to {fences[-1]:,}, {rise}.\n"
     return said
 
