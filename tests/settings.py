@@ -84,7 +84,10 @@ CACHES = {
     },
     "nothing": {"BACKEND": "django.core.cache.backends.dummy.DummyCache"},
     # Not where locks are: `clear()` would remove them.
-    "redis": {"BACKEND": "django_redis.cache.RedisCache", "LOCATION": urlsplit(REDIS_URL)._replace(path="/1").geturl()},
+    "redis": {
+        "BACKEND": "django_redis.cache.RedisCache",
+        "LOCATION": urlsplit(REDIS_URL)._replace(path="/1").geturl(),
+    },
 }
 
 DATABASE_BACKEND = "django_distlock.backends.database.DatabaseBackend"

@@ -138,7 +138,7 @@ def test_yield_decorates_no_function() -> None:
     async def awork(pk: int) -> None: ...
 
     for function in (work, awork):
-        with pytest.raises(LockUsageError, match="a function would") as caught:
+        with pytest.raises(LockUsageError, match="a function cannot") as caught:
             lock(function)
         assert (caught.value.code, caught.value.key) == ("unsupported", "job:{pk}")
 

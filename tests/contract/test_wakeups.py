@@ -261,7 +261,8 @@ def test_waiters_of_two_locks_do_not_disturb_each_other(registered: Registered, 
 def test_uncontended_release_marks_and_rests_nothing(registered: Registered, key: str) -> None:
     """Who is alone with a key takes it again at once, however lazy it waits."""
     lock = lock_of(registered, key, wait=30, retry=LAZY)
-    with prompt(5):
+    # Half of what such a waiter would sleep once.
+    with prompt(30):
         for _ in range(20):
             lease = lock.acquire()
             assert not held(lock_backends[registered.alias], key).wanted

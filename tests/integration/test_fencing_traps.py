@@ -86,7 +86,7 @@ def test_upsert_does_not_lower_a_fence(using: str, key: str) -> None:
     row = account(using, key, fence=6)
     unique: list[Any] = [] if using == "mariadb" else [["id"]]
     rows = accounts(using)
-    with pytest.raises(LockUsageError, match="not set"):
+    with pytest.raises(LockUsageError, match="cannot be set"):
         rows.bulk_create([Account(pk=row.pk, fence=0)], None, False, True, ["fence"], *unique)
     rows.bulk_create([Account(pk=row.pk, name=key, value=3)], None, False, True, ["value"], *unique)
     assert stored(row) == (3, 6)

@@ -166,7 +166,8 @@ def test_waiting_and_refusal_are_spans(key: str, told: Told) -> None:
         waiter = Later(lock.acquire)
         time.sleep(0.3)
     Later(waiter.result(10).release).result()
-    span = told.span("distlock.acquire")
+    # On a busy machine the first acquire may have one as well.
+    span = told.spans("distlock.acquire")[-1]
     assert dict(span.attributes or {})["distlock.outcome"] == "acquired"
     assert (span.end_time or 0) - (span.start_time or 0) >= 0.1e9
     assert eventually(lambda: len(told.spans("distlock.hold")) == 2)
