@@ -341,7 +341,7 @@ def test_d21_wake_ups_behind_pgbouncer(
             assert backend.release(grant) is True
             assert waiting.result().release() is True
             (warning,) = [each for each in caplog.records if each.name == "django_distlock"]
-            assert "connection pooler" in warning.getMessage()
+            assert "through a pooler" in warning.getMessage()
             assert "listen_using" in warning.getMessage()
         direct = {"server_functions": server_functions, "listen_using": "default"}
         with database_locks(using, **direct) as backend, Rung(backend, key) as rung:
