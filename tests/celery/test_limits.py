@@ -184,6 +184,7 @@ def test_killed_call_that_waited_keeps_no_place(
         ({"lock": "k", "on_full": "drop"}, "say when it is"),
         ({"lock": "k", "max_queued": 1, "on_full": "wait"}, "on_full must be one of"),
         ({"unique": "k", "max_queued": 1}, "by lock= or locks="),
+        ({"unique": "k", "permits": 3}, "permits is about the lock of a run"),
         ({"lock": "k", "unique": "k", "debounce": 5, "max_queued": 1}, "not go with debounce"),
     ],
 )

@@ -188,6 +188,11 @@ class Terms:
             keys = [(unique_keys.of_runs(), None)]
         for _, permits in keys:
             rules.with_permits(permits)  # What breaks a rule is refused here.
+        if not keys and (given := sorted({"permits", "shared"} & options.keys())):
+            raise InvalidArgument(
+                f"A unique key has one holder: {given[0]} is about the lock of a run, which lock="
+                " or locks= names."
+            )
         return cls(
             locks=tuple(keys),
             unique=unique_keys,
