@@ -17,6 +17,7 @@ from typing import Any, Self
 from ..core.errors import FenceRejected, LockLost
 from ..handler import lock_backends
 from ..locks.lock import distlock
+from .leash import send
 from .targets import target_of
 
 COMMAND = "distlock_drill"
@@ -61,7 +62,7 @@ class Late:
             process_group=0,
         )
         self.pid = self._process.pid
-        self._alarm = threading.Timer(limit, self._process.kill)
+        self._alarm = threading.Timer(limit, self._send, [signal.SIGKILL])
         self._alarm.daemon = True
         self._alarm.start()
 
@@ -75,7 +76,7 @@ class Late:
         traceback: TracebackType | None,
     ) -> None:
         self._alarm.cancel()
-        self._process.kill()
+        self._send(signal.SIGKILL)
         with suppress(BrokenPipeError), self._process:
             pass  # which closes its pipes, and waits
 
@@ -101,7 +102,7 @@ class Late:
 
     def stop(self) -> None:
         """Let it stand still, with all of its threads."""
-        self._process.send_signal(signal.SIGSTOP)
+        self._send(signal.SIGSTOP)
         os.waitpid(self.pid, os.WUNTRACED)
 
     def go_on(self) -> None:
@@ -110,11 +111,17 @@ class Late:
         with suppress(BrokenPipeError):
             self._process.stdin.write("write\n")
             self._process.stdin.flush()
-        self._process.send_signal(signal.SIGCONT)
+        self._send(signal.SIGCONT)
 
     def wait(self) -> None:
         """Return when it has left its block, and ended."""
         self._process.wait()
+
+    def _send(self, signum: int) -> None:
+        # Not by `Popen`: what raises amid its `send_signal`, as Ctrl-C does, may leave its lock
+        # taken, and then nobody can wait for the process any more.
+        if self._process.returncode is None:
+            send(self.pid, signum)
 
 
 def _program() -> list[str]:

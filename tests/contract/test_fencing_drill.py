@@ -104,7 +104,8 @@ def test_stopped_transaction_holds_the_takeover_off(registered: Registered, key:
     using = registered.using
     row = Row.objects.using(using).create(name=key)
     worker = f"{WORKERS}:stop_in_a_transaction"
-    with spawn(worker, registered.alias, using, key, row.pk, SHORT_TTL, 0) as first:
+    # Long enough for a busy machine to come to its first read.
+    with spawn(worker, registered.alias, using, key, row.pk, 3.0, 0) as first:
         first.wait_for("read")
         first.stop()
         assert eventually(lambda: is_over(registered, key), timeout=20)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from django_distlock.management.late import Late
 from django_distlock.models import FenceCounter, HeldLock, LockEvent, SeenFence
 from tests.contract.locking import eventually
 from tests.contract.redis_clients import close, single_url
@@ -210,6 +211,19 @@ def test_interrupted_drill_leaves_nothing(signum: int, step: str) -> None:
     assert eventually(lambda: not state_of(pid), PATIENCE)
     live = HeldLock.objects.filter(key__startswith="distlock-drill:", holder__pid=pid)
     assert not live.exists()
+
+
+def test_signals_to_the_other_process_leave_no_lock_of_popen_taken(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of its own methods does that Ctrl-C interrupts, and its `wait` never ends then."""
+    asked = []
+    with Late("default", key, PATIENCE) as late:
+        monkeypatch.setattr(late._process, "poll", lambda: asked.append("poll"))
+        late.stop()
+        late.go_on()
+    assert not state_of(late.pid)
+    assert asked == []
 
 
 @pytest.mark.parametrize(
