@@ -123,7 +123,9 @@ def table(name: str) -> str:
         InvalidLockBackend: `DISTLOCK_TABLES` names something else, or a name twice, or what is not
             an identifier of at most 48 characters.
     """
-    raw = getattr(settings, "DISTLOCK_TABLES", {})
+    raw = getattr(settings, "DISTLOCK_TABLES", DEFAULT_TABLES)
+    if raw is DEFAULT_TABLES:
+        return DEFAULT_TABLES[name]  # Every call to a server asks for a name.
     if not isinstance(raw, Mapping):
         raise InvalidLockBackend(f"DISTLOCK_TABLES must be a dictionary, not {shown(raw)}.")
     _refuse_unknown("DISTLOCK_TABLES", raw, DEFAULT_TABLES)

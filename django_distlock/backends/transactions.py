@@ -13,7 +13,7 @@ from django.db.utils import DatabaseError, InterfaceError
 from ..core.clock import monotonic
 from ..core.durations import MAX_BOUND
 from ..core.errors import LockUsageError
-from ..core.keys import OWN_MARKER, stored_key, whole_name
+from ..core.keys import OWN_MARKER, whole_name
 from ..core.records import Contended, InTheWay, KeptKey, KeysAsked
 from ..database import vendors
 from ..database.connections import older_snapshot, require_transaction
@@ -51,7 +51,7 @@ class TransactionLocks(FenceTable):
     def _lock_for_transaction(self, asked: KeysAsked) -> InTheWay | None:
         connection, vendor = connections[asked.using], vendors.of(asked.using)
         require_transaction(connection, "transaction_lock()", "decorate with @transaction_locked")
-        names = {self._name(stored_key(key)): key for key in asked.keys}
+        names = {self._name(key): key for key in asked.keys}
         lock = {
             "postgresql": self._call_function,
             "mysql": self._lock_rows,

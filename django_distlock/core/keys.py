@@ -104,6 +104,8 @@ def normalize_key(key: object) -> str:
         InvalidArgument: Neither a `str` nor an `int`, or True or False.
         IllegalKey: Empty, longer than 512 bytes of UTF-8, or with NUL or a lone surrogate.
     """
+    if type(key) is str and key.isascii() and 0 < len(key) <= MAX_KEY_BYTES and "\0" not in key:
+        return key  # As nearly every key is. What follows takes five times as long.
     if isinstance(key, OwnKey):
         return key
     if isinstance(key, int) and not isinstance(key, bool):

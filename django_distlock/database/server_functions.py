@@ -257,8 +257,11 @@ def _bound(seconds: float) -> str:
 
 def _array(texts: Iterable[str]) -> str:
     """Return an array as text: a driver takes ten times as long for one of twenty keys."""
-    escaped = (each.replace("\\", "\\\\").replace('"', '\\"') for each in texts)
-    return "{" + ",".join([f'"{each}"' for each in escaped]) + "}"
+    every = list(texts)
+    together = "".join(every)
+    if "\\" in together or '"' in together:
+        every = [each.replace("\\", "\\\\").replace('"', '\\"') for each in every]
+    return '{"' + '","'.join(every) + '"}' if every else "{}"
 
 
 def _parts(answer: str, length: int) -> list[Any]:
