@@ -114,7 +114,11 @@ class TransactionLocks(FenceTable):
                         return InTheWay(key, Contended(busy=True), deadlock=True)
                     # Of the door it is known who keeps it: none but transactions lock one.
                     return InTheWay(key, Contended(busy=True, guarded=row != name))
-        return self._look_beside(names, asked)
+        found = self._look_beside(names, asked)
+        if found is None or found.answer.fence is None or found.key == [*names.values()][-1]:
+            return found
+        # Granted meanwhile. Its holder may wait for a later key, and that is locked by now.
+        return InTheWay(found.key, found.answer, deadlock=True)
 
     def _look_beside(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
         """Look on a connection of ours: the caller's may read from a snapshot, or lock."""

@@ -11,6 +11,7 @@ from tests.backends import Registered
 from tests.shop.models import Row
 
 from .helpers import crew, race
+from .transaction_workers import SEVERAL
 
 SIZES = [
     pytest.param(1, id="quick"),
@@ -50,3 +51,21 @@ def test_leases_and_transactions_take_turns(
     ):
         race([*leases, *transactions], 900)
     assert int(path.read_text()) == 4 * turns, "two held a key at once"
+
+
+@pytest.mark.aliases("postgres", "mariadb")
+@pytest.mark.parametrize("size", SIZES)
+def test_several_leases_and_transactions_take_turns(
+    registered: Registered, key: str, size: int, tmp_path: Path
+) -> None:
+    """Each turn has some of several keys, in random order; nobody waits in a circle."""
+    for number in range(SEVERAL):
+        (tmp_path / str(number)).touch()
+    turns, count = 20 * size, f"{WORKERS}:count_several"
+    with (
+        crew(2, count, registered.alias, key, str(tmp_path), "lease", turns) as leases,
+        crew(2, count, registered.alias, key, str(tmp_path), "transaction", turns) as transactions,
+    ):
+        added = sum(race([*leases, *transactions], 900))
+    counted = sum(int((tmp_path / str(number)).read_text()) for number in range(SEVERAL))
+    assert counted == added, "two held a key at once"

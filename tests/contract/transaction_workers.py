@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterable
 
 from django.db import transaction
 
-from django_distlock import LockNotAcquired, distlock, transaction_lock
+from django_distlock import LockNotAcquired, distlock, distlock_all, transaction_lock
 from django_distlock.handler import lock_backends
 from tests.shop.models import Row
 
@@ -15,6 +16,8 @@ from .workers import add_one
 
 #: Seconds that nobody waits for who is not stuck.
 WAIT = 60
+#: How many keys there are for those who lock some of several.
+SEVERAL = 6
 
 
 def sell(alias: str, prefix: str, number: int, transactions: int) -> int:
@@ -70,3 +73,37 @@ def _count_in_transaction(alias: str, key: str, path: str) -> bool:
             raise
         return False
     return True
+
+
+def count_several(alias: str, key: str, folder: str, how: str, turns: int) -> int:
+    """Add to counters in files, in each turn under leases of some keys, or in a transaction.
+
+    Returns:
+        How much was added to all of them.
+    """
+    chance, added = random.Random(), 0
+    print("ready")
+    input()
+    while turns:
+        numbers = chance.sample(range(SEVERAL), chance.randint(2, 4))
+        keys = [f"{key}-{each}" for each in numbers]
+        try:
+            if how == "lease":
+                with distlock_all(*keys, wait=WAIT, backend=alias):
+                    _add_to(folder, numbers)
+            else:
+                with transaction.atomic(using=lock_backends[alias].using):
+                    transaction_lock(*keys, wait=WAIT, backend=alias)
+                    _add_to(folder, numbers)
+        except LockNotAcquired as error:
+            # On MariaDB: a lease was granted amid the locking. Only a rollback gives keys up.
+            if error.code != "deadlock":
+                raise
+            continue
+        turns, added = turns - 1, added + len(numbers)
+    return added
+
+
+def _add_to(folder: str, numbers: Iterable[int]) -> None:
+    for each in numbers:
+        add_one(f"{folder}/{each}")
