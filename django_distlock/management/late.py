@@ -1,4 +1,4 @@
-"""A second process that takes a lock, is stopped under it, and writes when its lease is over."""
+"""Another process of the drill: it holds a lock, is stopped under it, and writes too late."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -39,22 +39,19 @@ class Stuck(Exception):
         self.status = status
 
 
-class Late:
-    """The other process. Leaving its block ends it, whatever it is doing.
+class Other:
+    """Another process that runs this command. Leaving its block ends it, whatever it is doing.
 
     Args:
+        arguments: The command's.
         limit: Seconds that it lives at most.
-
-    Attributes:
-        fence: That of its lease.
     """
 
-    def __init__(self, alias: str, key: str, limit: float):
-        self.fence: int | None = None
+    def __init__(self, arguments: Sequence[str], limit: float):
         # A group apart from the terminal's: Ctrl-C is for us, who then end it. And if we end first,
         # even by SIGKILL, its input ends, or the kernel hangs up on it where it is stopped.
         self._process = subprocess.Popen(  # noqa: S603 - our own command
-            [*_program(), COMMAND, "--backend", alias, "--late", key],
+            [*_program(), COMMAND, *arguments],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(each or "." for each in sys.path)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -62,7 +59,7 @@ class Late:
             process_group=0,
         )
         self.pid = self._process.pid
-        self._alarm = threading.Timer(limit, self._send, [signal.SIGKILL])
+        self._alarm = threading.Timer(limit, self.send, [signal.SIGKILL])
         self._alarm.daemon = True
         self._alarm.start()
 
@@ -76,9 +73,48 @@ class Late:
         traceback: TracebackType | None,
     ) -> None:
         self._alarm.cancel()
-        self._send(signal.SIGKILL)
+        self.send(signal.SIGKILL)
         with suppress(BrokenPipeError), self._process:
             pass  # which closes its pipes, and waits
+
+    def send(self, signum: int) -> None:
+        """Send it a signal, unless it has ended."""
+        # Not by `Popen`: what raises amid its `send_signal`, as Ctrl-C does, may leave its lock
+        # taken, and then nobody can wait for the process any more.
+        if self._process.returncode is None:
+            send(self.pid, signum)
+
+    def said(self) -> Iterator[dict[str, Any]]:
+        """Yield what it says, until it ends. What a killed one has half said is left out."""
+        assert self._process.stdout  # noqa: S101 - asked for
+        for line in self._process.stdout:
+            if line.startswith(_MARK) and line.endswith("\n"):
+                yield json.loads(line.removeprefix(_MARK))
+
+    def let_go(self) -> None:
+        """End its input."""
+        assert self._process.stdin  # noqa: S101 - asked for
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def wait(self) -> int:
+        """Return what it has ended with; below 0: the signal."""
+        return self._process.wait()
+
+
+class Late(Other):
+    """A process that takes a lock, and writes when it is told to.
+
+    Args:
+        limit: See `Other`.
+
+    Attributes:
+        fence: That of its lease.
+    """
+
+    def __init__(self, alias: str, key: str, limit: float):
+        self.fence: int | None = None
+        super().__init__(["--backend", alias, "--late", key], limit)
 
     def wait_for(self, *steps: str) -> dict[str, Any]:
         """Return what it says when it has come to one of these steps.
@@ -86,14 +122,11 @@ class Late:
         Raises:
             Stuck: It ended before.
         """
-        assert self._process.stdout  # noqa: S101 - asked for
-        for line in self._process.stdout:
-            if line.startswith(_MARK):
-                said: dict[str, Any] = json.loads(line.removeprefix(_MARK))
-                if said["step"] in steps:
-                    self.fence = said["fence"]
-                    return said
-        status = self._process.wait()
+        for said in self.said():
+            if said["step"] in steps:
+                self.fence = said["fence"]
+                return said
+        status = self.wait()
         raise Stuck(
             f"The first process ended before this step: {' or '.join(steps)} (exit status"
             f" {status}).",
@@ -102,7 +135,7 @@ class Late:
 
     def stop(self) -> None:
         """Let it stand still, with all of its threads."""
-        self._send(signal.SIGSTOP)
+        self.send(signal.SIGSTOP)
         os.waitpid(self.pid, os.WUNTRACED)
 
     def go_on(self) -> None:
@@ -111,17 +144,7 @@ class Late:
         with suppress(BrokenPipeError):
             self._process.stdin.write("write\n")
             self._process.stdin.flush()
-        self._send(signal.SIGCONT)
-
-    def wait(self) -> None:
-        """Return when it has left its block, and ended."""
-        self._process.wait()
-
-    def _send(self, signum: int) -> None:
-        # Not by `Popen`: what raises amid its `send_signal`, as Ctrl-C does, may leave its lock
-        # taken, and then nobody can wait for the process any more.
-        if self._process.returncode is None:
-            send(self.pid, signum)
+        self.send(signal.SIGCONT)
 
 
 def _program() -> list[str]:
@@ -132,11 +155,16 @@ def _program() -> list[str]:
     return [sys.executable, "-m", "django"]
 
 
+def line_of(**said: Any) -> str:
+    """Return the line by which the other process says something: see `Other.said`."""
+    return _MARK + json.dumps(said)
+
+
 def be_late(alias: str, key: str, write: Callable[[str], object]) -> None:
     """Be that process: take the lock, and write when told to, without a look at the lease."""
 
     def say(step: str, fence: int, **more: Any) -> None:
-        write(_MARK + json.dumps({"step": step, "fence": fence, **more}))
+        write(line_of(step=step, fence=fence, **more))
 
     target = target_of(lock_backends[alias], key)
     # It is lost in the middle: that is what this is about.

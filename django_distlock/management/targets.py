@@ -50,6 +50,12 @@ class TableTarget:
         with self._translated():
             return mark_of(self._key, self._using)
 
+    def server(self) -> str:
+        """Return which server it is on, with its version."""
+        with self._translated():
+            connection = connections[self._using]
+            return f"{connection.vendor} {'.'.join(map(str, connection.get_database_version()))}"
+
     def remove(self) -> None:
         """Leave nothing of it."""
         with self._translated(), transaction.atomic(using=self._using):
@@ -90,6 +96,14 @@ class RedisTarget:
         with self._translated():
             value = self._value.read()
         return None if value is None else int(value)
+
+    def server(self) -> str:
+        """See `TableTarget`."""
+        with self._translated():
+            told = self._value.client.info("server")
+        # A cluster tells it of each node.
+        first = told if "redis_version" in told else next(iter(told.values()))
+        return f"redis {first['redis_version']}"
 
     def remove(self) -> None:
         """See `TableTarget`."""

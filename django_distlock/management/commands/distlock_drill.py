@@ -1,4 +1,4 @@
-"""Show that a holder that was stopped for too long cannot write."""
+"""Show on the project's own store that holders that die or stand still do no harm."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import secrets
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from django.core.exceptions import ImproperlyConfigured
@@ -15,23 +15,28 @@ from django.core.management.base import CommandError, CommandParser
 
 from ...core.errors import InvalidArgument, LockError, LockUsageError
 from ...handler import lock_backends
+from .. import endurance
 from ..drill import Drill, Step, refuse_impossible
+from ..endurance import PROCESSES, Endurance
 from ..late import Stuck, be_late
 from ..operating import OperatorCommand
 from ..statuses import UNAVAILABLE, USAGE
 from ..tables import printable
 
+#: Minutes of a long drill. All that is reported is kept until its end.
+SHORTEST, LONGEST = 0.1, 480
 #: What ends a drill as Ctrl-C does, so that it clears up behind itself.
 _ENDING = ("SIGTERM", "SIGHUP")
 
 
 class Command(OperatorCommand):
-    """`distlock_drill [--backend ALIAS] [--json]`."""
+    """`distlock_drill [--backend ALIAS] [--minutes N [--seed N]] [--json]`."""
 
     help = (
         "Suspends a second process until its lease has expired, takes its lock over, and shows"
-        " that its stale write is refused. Uses a key of its own. Exits with 0 if every guarantee"
-        " held."
+        " that its stale write is refused. With --minutes: kills and suspends processes that lock"
+        " and write, and prints a certificate. Uses keys of its own. Exits with 0 if every"
+        " guarantee held."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -43,16 +48,44 @@ class Command(OperatorCommand):
             metavar="ALIAS",
             help="an alias of DISTLOCK (default: %(default)s)",
         )
-        # Who is stopped is this command as well.
+        parser.add_argument(
+            "--minutes",
+            type=_minutes,
+            metavar="N",
+            help=f"how long {PROCESSES} processes lock, write, and are killed and suspended",
+        )
+        parser.add_argument(
+            "--seed", type=int, metavar="N", help="repeat the choices of a run with --minutes"
+        )
+        # The other processes are this command as well.
         parser.add_argument("--late", metavar="KEY", help=argparse.SUPPRESS)
+        parser.add_argument("--toil", metavar="PREFIX", help=argparse.SUPPRESS)
 
-    def handle(self, *, backend: str, late: str | None, json: bool, **options: Any) -> None:
+    def handle(
+        self,
+        *,
+        backend: str,
+        minutes: float | None,
+        seed: int | None,
+        late: str | None,
+        toil: str | None,
+        json: bool,
+        **options: Any,
+    ) -> None:
         """Hold the drill, and say what came of it."""
+        if seed is None:
+            seed = secrets.randbits(32)
+        elif minutes is None and toil is None:
+            raise CommandError("--seed requires --minutes.", returncode=USAGE)
         try:
             if late is not None:
                 be_late(backend, late, self._say)
-            else:
+            elif toil is not None:
+                endurance.toil(backend, toil, seed, self._say)
+            elif minutes is None:
                 self._hold(backend, json=json)
+            else:
+                self._endure(backend, minutes, seed, json=json)
         except (InvalidArgument, LockUsageError, ImproperlyConfigured) as error:
             raise CommandError(str(error), returncode=USAGE) from error
         except LockError as error:
@@ -63,6 +96,36 @@ class Command(OperatorCommand):
         refuse_impossible(store)
         key = f"distlock-drill:{secrets.token_hex(8)}"
         drill = Drill(store, key, lambda step: None if json else self._show(step))
+        self._run(drill)
+        if json:
+            self.print_json(drill.as_json())
+        else:
+            self._conclude(drill, key)
+        broken = [each.text for each in drill.promises if not each.is_kept]
+        if broken:
+            raise CommandError(f"A guarantee was broken: {'; '.join(broken)}.")
+
+    def _endure(self, alias: str, minutes: float, seed: int, *, json: bool) -> None:
+        store = lock_backends[alias]
+        refuse_impossible(store)
+        prefix = f"distlock-drill:{secrets.token_hex(8)}"
+        show = (lambda _: None) if json else self._say
+        drill = Endurance(store, prefix, minutes * 60, seed, show)
+        self._run(drill)
+        certificate = drill.certificate()
+        if json:
+            self.print_json(certificate)
+        else:
+            self._certify(certificate)
+        if certificate["violations"]:
+            raise CommandError(f"A guarantee was broken: {' '.join(certificate['violations'])}")
+        if not certificate["valid"]:
+            raise CommandError(
+                "The run proves nothing: no process was killed, none was suspended, or no stale"
+                " write was refused. Let it run for more --minutes."
+            )
+
+    def _run(self, drill: Drill | Endurance) -> None:
         try:
             with _interruptible():
                 drill.run()
@@ -71,16 +134,27 @@ class Command(OperatorCommand):
             raise CommandError(str(error), returncode=status) from error
         except KeyboardInterrupt as error:
             raise CommandError(
-                "Interrupted. The other process was stopped and the lock released.",
+                "Interrupted. The other processes were stopped and the locks released.",
                 returncode=128 + (error.args[0] if error.args else signal.SIGINT),
             ) from None
-        if json:
-            self.print_json(drill.as_json())
-        else:
-            self._conclude(drill, key)
-        broken = [each.text for each in drill.promises if not each.is_kept]
-        if broken:
-            raise CommandError(f"A guarantee was broken: {'; '.join(broken)}.")
+
+    def _certify(self, certificate: Mapping[str, Any]) -> None:
+        done, faults = certificate["operations"], certificate["faults"]
+        rows = {
+            "seed": certificate["seed"],
+            "versions": ", ".join(f"{of} {is_}" for of, is_ in certificate["versions"].items()),
+            "leases": f"{done['granted']} granted, {done['lost']} lost",
+            "writes": f"{done['written']} accepted, {done['refused']} stale ones refused",
+            "faults": f"{faults['killed']} killed, {faults['suspended']} suspended",
+            "violations": len(certificate["violations"]),
+        }
+        self.stdout.write("")
+        for what, value in rows.items():
+            self.stdout.write(f"{what:<12}{value}")
+        if certificate["bound"] is not None:
+            self.stdout.write(
+                f"With 95 % confidence, fewer than {certificate['bound']:.2g} violations per lease."
+            )
 
     def _show(self, step: Step) -> None:
         fence = "-" if step.fence is None else str(step.fence)
@@ -102,6 +176,15 @@ class Command(OperatorCommand):
         # As it happens: people watch, or the other process waits.
         self.stdout.write(line)
         self.stdout.flush()
+
+
+def _minutes(text: str) -> float:
+    with suppress(ValueError):
+        if SHORTEST <= (minutes := float(text)) <= LONGEST:
+            return minutes
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a number of minutes from {SHORTEST:g} to {LONGEST:g}."
+    )
 
 
 @contextmanager

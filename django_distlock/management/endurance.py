@@ -1,0 +1,346 @@
+"""The long drill: processes that lock and write are killed and stopped, and their reports judged.
+
+All of them run on one host, whose clock counts the same seconds for each: what one did before or
+behind another is known without the store.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from itertools import pairwise
+from typing import Any
+
+import django
+
+from ..backends.base import BaseLockBackend
+from ..core.clock import monotonic
+from ..core.errors import BackendUnavailable, FenceRejected, LockError, LockLost, LockNotAcquired
+from ..handler import lock_backends
+from ..locks.lock import distlock
+from .late import TTL, Other, Stuck, line_of
+from .targets import RedisTarget, TableTarget, target_of
+
+#: Fewer keys than processes: some of them wait.
+KEYS, PROCESSES = 2, 4
+#: What becomes of a process.
+FAULTS = ("killed", "suspended")
+#: Seconds that a holder works at most, and that a process waits for a key.
+_WORK, _WAIT = 0.1, 5.0
+#: Seconds between two faults.
+_CALM = (0.5, 2.0)
+#: Seconds behind the ttl that a process stands still: the grace of a second, and what lets
+#: somebody else write before it goes on.
+_OVERDUE = (1.5, 3.0)
+#: Seconds by which a drill is longer whose faults have not met all they are to meet.
+_LONGER = 60.0
+#: Seconds in which a key is free again when nobody uses it any more, and a process ends.
+_SOON = TTL + 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one holder reports of one lease. Times are those of `core.clock.monotonic`.
+
+    Attributes:
+        asked: When it began to acquire.
+        granted: When it had been granted the key.
+        held: The last time at which its deadline had not passed.
+        wrote: When its write began, and when it had been accepted; None: it was refused, or did
+            not happen.
+    """
+
+    key: str
+    fence: int
+    asked: float
+    granted: float
+    held: float
+    wrote: tuple[float, float] | None = None
+
+
+def violations(turns: Iterable[Turn]) -> list[str]:
+    """Return what broke a promise, in turns of any order.
+
+    At most one holder at a time, within their deadlines; fences grow; no write is accepted behind
+    one with a higher fence.
+    """
+    found = []
+    by_key: dict[str, list[Turn]] = {}
+    for each in turns:
+        by_key.setdefault(each.key, []).append(each)
+    for key, those in by_key.items():
+        those.sort(key=lambda each: each.fence)
+        found += [
+            f"{key}: the fence {one.fence} was granted twice."
+            for one, next_one in pairwise(those)
+            if one.fence == next_one.fence
+        ]
+        # Of all with a higher fence: when the first one was granted, and the first write accepted.
+        granted = written = math.inf
+        for each in reversed(those):
+            if each.held > granted:
+                found.append(
+                    f"{key}: fence {each.fence} was held {each.held - granted:.3f} s after a higher"
+                    " one was granted."
+                )
+            if each.asked > granted:
+                found.append(f"{key}: fence {each.fence} was granted behind a higher one.")
+            if each.wrote is not None and each.wrote[0] > written:
+                found.append(f"{key}: fence {each.fence} was written behind a higher one.")
+            granted = min(granted, each.granted)
+            if each.wrote is not None:
+                written = min(written, each.wrote[1])
+    return found
+
+
+class Toiler(Other):
+    """A process that locks and writes, over and over, and reports. See `toil`.
+
+    Attributes:
+        turns: Of its leases.
+        steps: How often it has said what.
+        is_ended_by_us: Whether its end is one of the faults.
+    """
+
+    def __init__(self, alias: str, prefix: str, seed: int, limit: float):
+        self.turns: list[Turn] = []
+        self.steps: Counter[str] = Counter()
+        self.is_ended_by_us = False
+        self._last = ""
+        super().__init__(["--backend", alias, "--toil", prefix, "--seed", str(seed)], limit)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    @property
+    def holds(self) -> bool:
+        """Whether it has a key, as far as it has said."""
+        return self._last == "granted"
+
+    def finish(self) -> bool:
+        """Let it end its turn; return whether it has ended soon."""
+        self.let_go()
+        self._reader.join(_SOON)
+        return not self._reader.is_alive()
+
+    def raise_if_ended(self) -> None:
+        """Raise if it has ended by itself.
+
+        Raises:
+            Stuck: It has.
+        """
+        if not (self._reader.is_alive() or self.is_ended_by_us):
+            status = self.wait()
+            raise Stuck(f"Process {self.pid} ended by itself (exit status {status}).", status)
+
+    def _read(self) -> None:
+        for said in self.said():
+            self._last = step = said.pop("step")
+            self.steps[step] += 1
+            if step == "granted":
+                self.turns.append(Turn(**said, held=said["granted"]))
+            elif step == "written":
+                self.turns[-1] = replace(self.turns[-1], wrote=(said["since"], said["at"]))
+            elif step == "held":
+                self.turns[-1] = replace(self.turns[-1], held=said["at"])
+
+
+class Endurance:
+    """One long drill, on keys of its own.
+
+    Args:
+        seconds: How long faults happen; up to a minute longer, until each of them has happened, and
+            a stale write was refused.
+        seed: Of the random choices. The timing of the processes is not repeated.
+        on_fault: Called with each fault, in words.
+    """
+
+    def __init__(
+        self,
+        store: BaseLockBackend,
+        prefix: str,
+        seconds: float,
+        seed: int,
+        on_fault: Callable[[str], object],
+    ):
+        self._store, self._prefix = store, prefix
+        self._seconds, self._seed = seconds, seed
+        self._chance = random.Random(seed)  # noqa: S311 - choices of a drill
+        self._on_fault = on_fault
+        self._toilers: list[Toiler] = []
+        self._faults: Counter[str] = Counter()
+        self._next: list[str] = []
+        self._found: list[str] = []
+        self._targets = _targets(store, prefix)
+
+    def run(self) -> None:
+        """Let it happen. What it leaves are the fence counters of its keys, and events.
+
+        Raises:
+            Stuck: A process ended by itself.
+            LockError: The store did not answer, or refused.
+        """
+        with ExitStack() as stack:
+            stack.callback(self._clear)
+            at_work = [self._start(stack) for _ in range(PROCESSES)]
+            until = time.monotonic() + self._seconds
+            while (now := time.monotonic()) < until or (
+                now < until + _LONGER and not self._has_met_all()
+            ):
+                time.sleep(self._chance.uniform(*_CALM))
+                for each in at_work:
+                    each.raise_if_ended()
+                at_work = self._disturb(at_work, stack)
+            for each in at_work:
+                each.let_go()
+            slow = [each.pid for each in at_work if not each.finish()]
+            self._found += [f"Process {pid} did not end within {_SOON:g} s." for pid in slow]
+            self._found += [
+                f"{key}: nobody held it, and it was not to be had within {_SOON:g} s."
+                for key in self._targets
+                if not self._is_free(key)
+            ]
+        self._found += violations(turn for each in self._toilers for turn in each.turns)
+
+    def certificate(self) -> Mapping[str, Any]:
+        """Return what happened, as JSON can carry it."""
+        steps = self._steps()
+        names = ("granted", "contended", "lost", "written", "refused", "unavailable")
+        is_valid = self._has_met_all()
+        server = next(iter(self._targets.values())).server()
+        return {
+            "backend": self._store.alias,
+            "prefix": self._prefix,
+            "seconds": self._seconds,
+            "seed": self._seed,
+            "processes": PROCESSES,
+            "keys": KEYS,
+            "ttl": TTL,
+            "versions": {
+                "django-distlock": version("django-distlock"),
+                "django": django.get_version(),
+                "python": platform.python_version(),
+                "server": server,
+            },
+            "operations": {name: steps[name] for name in names},
+            "faults": {name: self._faults[name] for name in FAULTS},
+            "violations": self._found,
+            # Hanley and Lippman-Hand, "If nothing goes wrong, is everything all right?", 1983: what
+            # never happened in n turns is with 95 % rarer than three in n.
+            "bound": None if self._found or not steps["granted"] else 3 / steps["granted"],
+            "valid": is_valid,
+            "passed": is_valid and not self._found,
+        }
+
+    def _steps(self) -> Counter[str]:
+        return sum((each.steps for each in self._toilers), Counter[str]())
+
+    def _has_met_all(self) -> bool:
+        """Whether there was each fault, and a stale write: without them nothing is proven."""
+        return all(self._faults[each] for each in FAULTS) and bool(self._steps()["refused"])
+
+    def _start(self, stack: ExitStack) -> Toiler:
+        limit = self._seconds + _LONGER + 2 * _SOON
+        seed = self._chance.getrandbits(32)
+        made = Toiler(self._store.alias, self._prefix, seed, limit)
+        self._toilers.append(stack.enter_context(made))
+        return made
+
+    def _disturb(self, at_work: Sequence[Toiler], stack: ExitStack) -> list[Toiler]:
+        """Kill one process, or let it stand still past its deadline; return who is at work."""
+        if not self._next:
+            # Both of them soon, in random order.
+            self._next = self._chance.sample(FAULTS, len(FAULTS))
+        fault = self._next.pop()
+        victim = self._chance.choice([each for each in at_work if each.holds] or [*at_work])
+        self._faults[fault] += 1
+        if fault == "killed":
+            self._on_fault(f"Kills process {victim.pid}.")
+            victim.is_ended_by_us = True
+            victim.send(signal.SIGKILL)
+            return [*(each for each in at_work if each is not victim), self._start(stack)]
+        pause = TTL + self._chance.uniform(*_OVERDUE)
+        self._on_fault(f"Suspends process {victim.pid} for {pause:.1f} s.")
+        victim.send(signal.SIGSTOP)
+        time.sleep(pause)
+        victim.send(signal.SIGCONT)
+        return [*at_work]
+
+    def _is_free(self, key: str) -> bool:
+        try:
+            distlock(key, ttl=TTL, wait=_SOON, backend=self._store.alias).acquire().release()
+        except LockNotAcquired:
+            return False
+        return True
+
+    def _clear(self) -> None:
+        for key, target in self._targets.items():
+            # A store that does not answer was told, or is about to be.
+            with suppress(LockError):
+                self._store.force_release(key)
+            with suppress(LockError):
+                target.remove()
+
+
+def toil(alias: str, prefix: str, seed: int, write: Callable[[str], object]) -> None:
+    """Be a process of the drill: lock and write, over and over, until standard input ends."""
+    chance, over = random.Random(seed), threading.Event()  # noqa: S311 - choices of a drill
+
+    def listen() -> None:
+        sys.stdin.read()
+        over.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    targets = _targets(lock_backends[alias], prefix)
+    while not over.is_set():
+        key = chance.choice([*targets])
+        try:
+            _turn(alias, key, targets[key], chance.uniform(0, _WORK), write)
+        except LockNotAcquired:
+            write(line_of(step="contended", key=key))
+        except LockLost:
+            write(line_of(step="lost", key=key))
+        except BackendUnavailable as error:
+            write(line_of(step="unavailable", key=key, why=str(error)))
+            over.wait(1)
+
+
+def _turn(
+    alias: str,
+    key: str,
+    target: TableTarget | RedisTarget,
+    seconds: float,
+    write: Callable[[str], object],
+) -> None:
+    asked = monotonic()
+    with distlock(key, ttl=TTL, wait=_WAIT, backend=alias) as lease:
+
+        def say(step: str, **more: Any) -> None:
+            write(line_of(step=step, key=key, fence=lease.fence, **more))
+
+        say("granted", asked=asked, granted=monotonic())
+        time.sleep(seconds)
+        since = monotonic()
+        try:
+            target.write(lease)
+        except FenceRejected:
+            say("refused")
+        else:
+            say("written", since=since, at=monotonic())
+        at = monotonic()
+        if at < lease.deadline:
+            say("held", at=at)
+
+
+def _targets(store: BaseLockBackend, prefix: str) -> dict[str, TableTarget | RedisTarget]:
+    keys = [f"{prefix}:{number}" for number in range(KEYS)]
+    return {key: target_of(store, key) for key in keys}

@@ -1,0 +1,130 @@
+"""`manage.py distlock_drill --minutes`: real processes, killed and suspended, on each store."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from django_distlock.models import HeldLock, SeenFence
+from tests.contract.redis_clients import close, single_url
+from tests.settings import REDIS_BACKEND
+
+from .databases import here
+from .operating import run
+from .projects import PATIENCE, ROOT, Project
+from .runs import hear_signals
+
+MINUTES = "0.4"
+
+
+def certified(project: Project, *arguments: str, status: int = 0) -> Any:
+    """Hold a long drill in a project; give its certificate."""
+    said = subprocess.run(
+        [sys.executable, "-m", "django", "distlock_drill", "--json", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **project._environment()},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert said.returncode == status, said.stderr
+    return json.loads(said.stdout)
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        "default",
+        "redis",
+        pytest.param("mariadb", marks=pytest.mark.nightly),
+        pytest.param("sqlite", marks=pytest.mark.nightly),
+    ],
+)
+def test_certificate_of_each_store(store: str) -> None:
+    """Faults, what they met, versions and the seed; nothing stays but counters and events."""
+    settings = {}
+    if store == "redis":
+        redis = {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": single_url()}}
+        settings = {"DISTLOCK": {"default": redis}}
+    using = here("default" if store == "redis" else store)
+    told = certified(Project(using, **settings), f"--minutes={MINUTES}", "--seed=7")
+    assert (told["passed"], told["violations"], told["seed"]) == (True, [], 7)
+    assert all(told["faults"].values())
+    done = told["operations"]
+    assert done["refused"]
+    assert done["granted"] >= done["written"] > 0
+    assert told["bound"] == 3 / done["granted"]
+    assert set(told["versions"]) == {"django-distlock", "django", "python", "server"}
+    if store == "redis":
+        client = Redis.from_url(single_url())
+        left = [name.decode() for name in client.scan_iter(match=f"*{told['prefix']}*")]
+        assert {name.split(":")[1] for name in left} == {"fence"}
+        client.delete(*left)
+        close(client)
+    else:
+        assert not HeldLock.objects.using(using).filter(key__startswith=told["prefix"]).exists()
+        assert not SeenFence.objects.using(using).filter(pk__startswith=told["prefix"]).exists()
+
+
+def test_violation_is_told(key: str) -> None:
+    """Of a store whose fences do not grow: by the certificate, and by the exit status."""
+    brittle = {
+        "BACKEND": "tests.integration.brittle_backend.ForgetfulBackend",
+        "OPTIONS": {"using": "default"},
+    }
+    project = Project("default", DISTLOCK={"default": brittle})
+    told = certified(project, "--minutes=0.1", status=1)
+    assert told["passed"] is False
+    assert told["bound"] is None
+    assert any("was granted twice" in each for each in told["violations"])
+
+
+def test_interrupted_long_drill_leaves_nothing() -> None:
+    """The other processes are ended, and the keys are free at once."""
+    drill = subprocess.Popen(
+        [sys.executable, "-m", "django", "distlock_drill", "--minutes=5"],
+        cwd=ROOT,
+        env={**os.environ, **Project("default")._environment()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=hear_signals,  # noqa: PLW1509 - it touches no lock
+    )
+    with drill:
+        assert drill.stdout
+        first = drill.stdout.readline()
+        assert first.startswith(("Kills process", "Suspends process"))
+        drill.send_signal(signal.SIGTERM)
+        rest = drill.stdout.read()
+        assert drill.wait(PATIENCE) == 128 + signal.SIGTERM, rest
+    assert "Interrupted" in rest
+    assert (
+        not HeldLock.objects.filter(key__startswith="distlock-drill:")
+        .exclude(holder__pid=os.getpid())
+        .exists()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--minutes=0"], "from 0.1 to 480"),
+        (["--minutes=soon"], "'soon' is not a number of minutes"),
+        (["--seed=1"], "--seed requires --minutes"),
+        (["--minutes=1", "--backend=memory"], "in process memory"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments: list[str], why: str) -> None:
+    """They are refused before a process starts."""
+    answer = run("distlock_drill", *arguments)
+    assert answer.status
+    assert answer.out == ""
+    assert why in answer.err

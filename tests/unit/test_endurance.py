@@ -1,0 +1,44 @@
+"""What the long drill makes of the reports of its processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from django_distlock.management.endurance import Turn, violations
+
+
+def turn(fence: int, asked: float, granted: float, held: float, **more: Any) -> Turn:
+    """Give a turn on the one key of these tests."""
+    return Turn(**{"key": "k", **more}, fence=fence, asked=asked, granted=granted, held=held)
+
+
+def test_turns_one_after_the_other_are_as_promised() -> None:
+    """In any order of reports; also a write of nobody's that stands between two others."""
+    turns = [
+        turn(7, 0, 4, 5, wrote=(4.1, 4.2)),
+        turn(3, 0, 1, 2, wrote=(1.1, 1.2)),
+        # It stood still behind its grant, and wrote before the next one had written.
+        turn(5, 0, 3, 3, wrote=(3.5, 4.15)),
+        turn(3, 0, 1, 9, key="another", wrote=(8, 9)),
+    ]
+    assert violations(turns) == []
+
+
+@pytest.mark.parametrize(
+    ("turns", "said"),
+    [
+        ([turn(1, 0, 1, 2.5), turn(2, 0, 2, 3)], "k: fence 1 was held 0.500 s after a higher one"),
+        ([turn(1, 0, 1, 3.5), turn(2, 0, 4, 5), turn(3, 0, 3, 3)], "fence 1 was held 0.500 s"),
+        ([turn(1, 0, 1, 2), turn(1, 2, 3, 4)], "the fence 1 was granted twice"),
+        ([turn(2, 0, 1, 2), turn(1, 3, 4, 5)], "fence 1 was granted behind a higher one"),
+        (
+            [turn(1, 0, 1, 1, wrote=(6, 7)), turn(2, 0, 4, 5, wrote=(4, 5))],
+            "fence 1 was written behind a higher one",
+        ),
+    ],
+)
+def test_broken_promise_is_named(turns: list[Turn], said: str) -> None:
+    """With the key and the fences that it is about."""
+    assert any(said in each for each in violations(turns))
