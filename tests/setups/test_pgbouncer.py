@@ -11,6 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 from psycopg import IsolationLevel
 
@@ -98,7 +99,11 @@ def test_clients_exclude_each_other(key: str, server_functions: bool) -> None:
 
         def awaited() -> list[Any]:
             async def one_after_the_other() -> list[Any]:
-                return [await acount_once(lock, key, using) for _ in range(TIMES)]
+                try:
+                    return [await acount_once(lock, key, using) for _ in range(TIMES)]
+                finally:
+                    # Of the thread that asynchronous code asks Django in, and that nobody ends.
+                    await sync_to_async(connections.close_all)()
 
             return asyncio.run(one_after_the_other())
 
