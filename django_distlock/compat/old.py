@@ -1,0 +1,288 @@
+"""Locks of other packages, for the `bridge` of a backend: see `compat.bridge`.
+
+Settings make them, so that this imports no models.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+from django.core.cache import caches
+from django.db import DatabaseError, InterfaceError, connections
+
+from ..core.clock import monotonic
+from ..core.errors import BackendUnavailable, InvalidArgument, shown
+
+N = TypeVar("N")
+
+#: Seconds that a server may take to answer.
+_BOUND = 1.0
+
+#: An acquire that is asked again finds its own lock.
+_ACQUIRE = """
+local held = redis.call('GET', KEYS[1])
+if held and held ~= ARGV[1] then return 0 end
+if ARGV[2] == '' then redis.call('SET', KEYS[1], ARGV[1])
+else redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2]) end
+return 1
+"""
+_EXTEND = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+if ARGV[2] == '' then redis.call('PERSIST', KEYS[1])
+else redis.call('PEXPIRE', KEYS[1], ARGV[2]) end
+return 1
+"""
+_RELEASE = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('DEL', KEYS[1])
+"""
+
+
+class OldLock(Generic[N]):
+    """What old code locks for a key.
+
+    Each operation is one attempt. `owner` is a text that tells one lease from another: an owner may
+    acquire again.
+
+    Args:
+        name: What the old code calls it: a text in which `{key}` stands for the key, or a function
+            of the key.
+
+    Raises:
+        InvalidArgument: `name` is none of these.
+    """
+
+    def __init__(self, name: str | Callable[[str], N]):
+        if not (callable(name) or (isinstance(name, str) and "{key}" in name)):
+            raise InvalidArgument(
+                f"An old lock's name must be a text with {{key}}, or a function, not {shown(name)}."
+            )
+        self._name = name
+
+    def named(self, key: str) -> Any:
+        """Return what the old code calls the lock of a key."""
+        # No template: a key may have braces.
+        return self._name(key) if callable(self._name) else self._name.replace("{key}", key)
+
+    def acquire(self, key: str, owner: str, seconds: float | None) -> bool:
+        """Take it for some time, if nobody else has it; None: until it is released.
+
+        Raises:
+            BackendUnavailable: It cannot be asked.
+        """
+        raise NotImplementedError
+
+    def extend(self, key: str, owner: str, seconds: float | None) -> bool:
+        """Keep it for so long from now on; False: it is somebody else's, or nobody's.
+
+        Raises:
+            BackendUnavailable: It cannot be asked.
+        """
+        raise NotImplementedError
+
+    def release(self, key: str, owner: str) -> None:
+        """Give it back, if it is still there.
+
+        Raises:
+            BackendUnavailable: It cannot be asked.
+        """
+        raise NotImplementedError
+
+
+class OldRedisLock(OldLock[str]):
+    """The `Lock` of redis-py, and `cache.lock()` of django-redis.
+
+    Args:
+        url: The address of the server with the old locks.
+        name: See `OldLock`. django-redis puts a prefix before the names of a cache: `":1:{key}"`.
+    """
+
+    def __init__(self, url: str, name: str | Callable[[str], str]):
+        super().__init__(name)
+        self._url = url
+        self._client: Any = None
+
+    def acquire(self, key: str, owner: str, seconds: float | None) -> bool:
+        """See `OldLock`."""
+        return self._run(_ACQUIRE, key, owner, _milliseconds(seconds))
+
+    def extend(self, key: str, owner: str, seconds: float | None) -> bool:
+        """See `OldLock`."""
+        return self._run(_EXTEND, key, owner, _milliseconds(seconds))
+
+    def release(self, key: str, owner: str) -> None:
+        """See `OldLock`."""
+        self._run(_RELEASE, key, owner)
+
+    def _run(self, script: str, key: str, *arguments: str) -> bool:
+        import redis
+
+        if self._client is None:
+            # Two threads at once make two clients, and one of them is dropped unused.
+            self._client = redis.Redis.from_url(
+                self._url, socket_timeout=_BOUND, socket_connect_timeout=_BOUND
+            )
+        name = self.named(key)
+        try:
+            return bool(self._client.eval(script, 1, name, *arguments))
+        except redis.RedisError as error:
+            raise _unavailable(key, f"the lock {name!r} in Redis", error) from error
+
+
+class OldCacheAdd(OldLock[str]):
+    """A lock by `cache.add()`, which old code ends by `cache.delete()`.
+
+    That delete looks at no owner. If it ends a lock of ours, the next renewal loses the lease.
+
+    Args:
+        name: See `OldLock`; the key in the cache, without prefix and version.
+        cache: The alias of a cache that all processes share.
+    """
+
+    def __init__(self, name: str | Callable[[str], str], cache: str = "default"):
+        super().__init__(name)
+        self._cache = cache
+
+    def acquire(self, key: str, owner: str, seconds: float | None) -> bool:
+        """See `OldLock`."""
+        name = self.named(key)
+
+        def ask(cache: Any) -> bool:
+            return bool(cache.add(name, owner, _whole(seconds))) or cache.get(name) == owner
+
+        return bool(self._ask(key, ask))
+
+    def extend(self, key: str, owner: str, seconds: float | None) -> bool:
+        """See `OldLock`."""
+        name = self.named(key)
+        return bool(
+            self._ask(
+                key,
+                lambda cache: cache.get(name) == owner and cache.touch(name, _whole(seconds)),
+            )
+        )
+
+    def release(self, key: str, owner: str) -> None:
+        """See `OldLock`."""
+        name = self.named(key)
+        self._ask(key, lambda cache: cache.get(name) == owner and cache.delete(name))
+
+    def _ask(self, key: str, question: Callable[[Any], object]) -> object:
+        try:
+            return question(caches[self._cache])
+        except Exception as error:
+            # Each cache has errors of its own.
+            raise _unavailable(key, f"the cache {self._cache!r}", error) from error
+
+
+class OldAdvisoryLock(OldLock[Any]):
+    """A session's advisory lock of PostgreSQL: of django-pglock, django-pglocks, or by hand.
+
+    Each is held by a connection of its own, to the server itself and not to a pooler. It lasts
+    until it is released, or until this process ends: a lease that `Lease.load()` takes elsewhere
+    is lost at its first renewal there.
+
+    Args:
+        number: A function of the key that returns the number that the old code locks, or two of
+            them.
+        using: The alias of the database.
+    """
+
+    def __init__(self, number: Callable[[str], int | tuple[int, int]], using: str = "default"):
+        if not callable(number):
+            raise InvalidArgument(
+                f"An advisory lock's number must be a function of the key, not {shown(number)}."
+            )
+        super().__init__(number)
+        self._using = using
+        self._begin()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._begin)
+
+    def acquire(self, key: str, owner: str, seconds: float | None) -> bool:
+        """See `OldLock`."""
+        self._end_overdue()
+        if owner in self._held:
+            return self.extend(key, owner, seconds)
+        number = self.named(key)
+        numbers = number if isinstance(number, tuple) else (number,)
+        _ = connections[self._using]  # It says that there is none.
+        wrapper = connections.create_connection(self._using)
+        # Another thread renews.
+        wrapper.inc_thread_sharing()
+        try:
+            places = ", ".join(["%s"] * len(numbers))
+            with wrapper.cursor() as cursor:
+                cursor.execute(f"SELECT pg_try_advisory_lock({places})", numbers)
+                if not cursor.fetchone()[0]:
+                    wrapper.close()
+                    return False
+        except (DatabaseError, InterfaceError) as error:
+            wrapper.close()
+            raise _unavailable(key, f"the database {self._using!r}", error) from error
+        except BaseException:
+            wrapper.close()
+            raise
+        self._held[owner] = wrapper, _until(seconds)
+        return True
+
+    def extend(self, key: str, owner: str, seconds: float | None) -> bool:
+        """See `OldLock`. The session has it for as long as it lives."""
+        with self._turn:
+            wrapper, _ = self._held.get(owner, (None, 0.0))
+            if wrapper is None:
+                return False
+            try:
+                with wrapper.cursor() as cursor:
+                    cursor.execute("SELECT 1")
+            except (DatabaseError, InterfaceError):
+                self.release(key, owner)
+                return False
+            self._held[owner] = wrapper, _until(seconds)
+            return True
+
+    def release(self, key: str, owner: str) -> None:
+        """See `OldLock`."""
+        with self._turn:
+            wrapper, _ = self._held.pop(owner, (None, 0.0))
+            if wrapper is not None:
+                with suppress(DatabaseError, InterfaceError):
+                    wrapper.close()
+
+    def _end_overdue(self) -> None:
+        """Give back what was lost, and nobody has released."""
+        now = monotonic()
+        for owner, (_, until) in list(self._held.items()):
+            if until < now:
+                self.release("", owner)
+
+    def _begin(self) -> None:
+        """Hold nothing. What a fork copied is kept, so that nobody speaks on the parent's line."""
+        self._of_parent = getattr(self, "_held", None)
+        self._held: dict[str, tuple[Any, float]] = {}
+        self._turn = threading.RLock()
+
+
+def _until(seconds: float | None) -> float:
+    return math.inf if seconds is None else monotonic() + seconds
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else str(max(1, round(seconds * 1000)))
+
+
+def _whole(seconds: float | None) -> int | None:
+    return None if seconds is None else math.ceil(seconds)
+
+
+def _unavailable(key: str, what: str, error: Exception) -> BackendUnavailable:
+    return BackendUnavailable(
+        f"The old lock of {key!r}, in {what}, cannot be asked: {error}",
+        key=key,
+        code="service_unavailable",
+    )

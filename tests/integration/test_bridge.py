@@ -1,0 +1,211 @@
+"""Bridged backends: a lease holds what old code locks as well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.core.cache import caches
+from django.core.exceptions import ImproperlyConfigured
+from django.db import connection
+from redis import Redis
+
+from django_distlock import (
+    BackendUnavailable,
+    LockLost,
+    LockNotAcquired,
+    LockUsageError,
+    distlock,
+    distlock_all,
+    lock_backends,
+)
+from django_distlock.compat.old import OldAdvisoryLock, OldCacheAdd, OldLock, OldRedisLock
+from django_distlock.core.errors import InvalidArgument
+from tests.contract.aliases import alias_like
+from tests.contract.helpers import Later, crew, race
+from tests.contract.locking import eventually
+from tests.contract.redis_clients import single_url
+
+from .bridges import KINDS, STORES, as_before, bridged, numbered, old
+
+TURNS = 15
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Name each kind of old lock."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(params=STORES)
+def backend(request: pytest.FixtureRequest, kind: str) -> Iterator[str]:
+    """Give a backend with a bridge to an old lock of that kind."""
+    with bridged(request.param, old(kind)) as alias:
+        yield alias
+
+
+def is_free(kind: str, key: str) -> bool:
+    """Say whether old code would get its lock, from another thread."""
+
+    def look() -> bool:
+        if kind == "redis":
+            with Redis.from_url(single_url()) as client:
+                return not client.lock(f"old:{key}").locked()
+        if kind == "cache":
+            return caches["redis"].get(f"old-{key}") is None
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_try_advisory_lock(%s)", [numbered(key)])
+            free: bool = cursor.fetchone()[0]
+            if free:
+                cursor.execute("SELECT pg_advisory_unlock(%s)", [numbered(key)])
+            return free
+
+    return Later(look).result()
+
+
+def lose(kind: str, key: str) -> None:
+    """End the old lock of a key under its holder."""
+    if kind == "redis":
+        with Redis.from_url(single_url()) as client:
+            client.delete(f"old:{key}")
+    elif kind == "cache":
+        caches["redis"].delete(f"old-{key}")
+    else:
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT pg_terminate_backend(pid, 10000) FROM pg_locks"
+                " WHERE locktype = 'advisory' AND objid = %s AND classid = 0 AND granted",
+                [numbered(key)],
+            )
+            assert cursor.fetchall() == [(True,)]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_old_and_new_code_exclude_each_other(
+    store: str, kind: str, key: str, tmp_path: Path
+) -> None:
+    """Two processes with each add to a counter in a file, and no addition is lost."""
+    path = tmp_path / "counter"
+    path.touch()
+    with ExitStack() as stack:
+        workers = [
+            worker
+            for form in ("old", "new")
+            for worker in stack.enter_context(
+                crew(2, "tests.integration.bridges:count", store, kind, form, key, str(path), TURNS)
+            )
+        ]
+        race(workers, 300)
+    assert int(path.read_text()) == 4 * TURNS, "two held a key at once"
+
+
+def test_lease_waits_for_old_code(backend: str, kind: str, key: str) -> None:
+    """Refused at once without a wait, and granted when the old lock is free."""
+    with as_before(kind, key):
+        with pytest.raises(LockNotAcquired, match="it is held"):
+            distlock(key, backend=backend, wait=0).acquire()
+        assert lock_backends[backend].read(key) is None
+        later = Later(distlock(key, backend=backend, wait=20).acquire)
+    assert later.result(30).release()
+    assert is_free(kind, key)
+
+
+def test_old_code_waits_for_the_lease(backend: str, kind: str, key: str) -> None:
+    """Until its release, and no shorter than its renewals make it."""
+    with distlock(key, backend=backend, ttl=0.6, wait=5) as lease:
+        before = lease.deadline
+        assert eventually(lambda: lease.deadline > before + 1.0, 20)
+        assert not is_free(kind, key)
+    assert is_free(kind, key)
+
+    async def held() -> None:
+        async with distlock(key, backend=backend, wait=5):
+            assert not await asyncio.to_thread(is_free, kind, key)
+
+    asyncio.run(held())
+    assert is_free(kind, key)
+
+
+def test_refused_key_leaves_the_old_lock_free(backend: str, kind: str, key: str) -> None:
+    """A key that an operator has paused: nobody holds it, in either form."""
+    store = lock_backends[backend]
+    assert store.pause(key, store.clock().replace(year=2999))
+    with pytest.raises(LockNotAcquired, match="paused"):
+        distlock(key, backend=backend, wait=0).acquire()
+    assert is_free(kind, key)
+    assert store.pause(key, None)
+
+
+def test_loss_of_the_old_lock_is_that_of_the_lease(backend: str, kind: str, key: str) -> None:
+    """At the next renewal, whoever ended it."""
+    lease = distlock(key, backend=backend, ttl=30, wait=5).acquire()
+    lose(kind, key)
+    with pytest.raises(LockLost):
+        lease.extend()
+    assert lease.is_lost
+    # Nobody renews it, and it ends with its ttl: an operator need not wait for that.
+    assert lock_backends[backend].force_release(key) is not None
+
+
+def test_key_that_is_kept_is_kept_from_old_code(backend: str, kind: str, key: str) -> None:
+    """`min_hold` keeps both; a force-release gives both back."""
+    with distlock(key, backend=backend, wait=5, min_hold=60):
+        pass
+    assert not is_free(kind, key)
+    assert lock_backends[backend].force_release(key) is not None
+    assert is_free(kind, key)
+
+
+def test_shared_and_several_keys(backend: str, kind: str, key: str) -> None:
+    """Old locks are not shared; several keys are held as one is."""
+    with pytest.raises(LockUsageError, match="share a key"):
+        distlock(key, backend=backend, permits=2).acquire()
+    assert is_free(kind, key)
+    with distlock_all(f"{key}-a", f"{key}-b", backend=backend, wait=5):
+        assert not is_free(kind, f"{key}-a")
+        assert not is_free(kind, f"{key}-b")
+    assert is_free(kind, f"{key}-a")
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_outage_of_the_old_locks_is_no_contention(store: str, kind: str, key: str) -> None:
+    """Nothing is granted, and the error says what could not be asked."""
+    with alias_like("default", HOST="127.0.0.1", PORT=1) as away:
+        bridge: OldLock[Any] = {
+            "redis": OldRedisLock("redis://127.0.0.1:1/0", "old:{key}"),
+            "cache": OldCacheAdd("old-{key}", cache="nowhere"),
+            "advisory": OldAdvisoryLock(numbered, using=away),
+        }[kind]
+        with bridged(store, bridge) as backend:
+            with pytest.raises(BackendUnavailable, match="The old lock of"):
+                distlock(key, backend=backend, wait=0).acquire()
+            assert lock_backends[backend].read(key) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (lambda: OldRedisLock("redis://127.0.0.1", "old"), "a text with {key}"),
+        (lambda: OldCacheAdd(7), "a text with {key}"),  # type: ignore[arg-type]
+        (lambda: OldAdvisoryLock(7), "a function of the key"),  # type: ignore[arg-type]
+    ],
+    ids=KINDS,
+)
+def test_names_that_cannot_be(make: Any, rule: str) -> None:
+    """A name that is the same for all keys would let one of them exclude the others."""
+    with pytest.raises(InvalidArgument, match=rule):
+        make()
+
+
+def test_bridge_that_is_none() -> None:
+    """The setting is refused, and named."""
+    with (
+        bridged("database", "old:{key}") as backend,
+        pytest.raises(ImproperlyConfigured, match="bridge must be an old lock"),
+    ):
+        lock_backends[backend]
