@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
-from django.db import connections
+from ..database.connections import close_here
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,7 +55,7 @@ def _run(call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return call(*args, **kwargs)
     finally:
         # What a signal's receiver opened here, no end of a request would ever close.
-        connections.close_all()
+        close_here()
 
 
 def _hear(call: asyncio.Future[Any]) -> None:

@@ -83,6 +83,22 @@ def keeps_leases() -> bool:
     return getattr(_own_threads, "keeps_leases", False)
 
 
+def opened_here() -> list[BaseDatabaseWrapper]:
+    """Return the connections of this thread.
+
+    Another thread may add an alias meanwhile, which Django's own walk over them does not survive.
+    """
+    handler: Any = connections
+    found = (getattr(handler._connections, alias, None) for alias in list(handler.settings))
+    return [each for each in found if each is not None]
+
+
+def close_here() -> None:
+    """Close the connections of this thread: see `opened_here`."""
+    for each in opened_here():
+        each.close()
+
+
 def in_test_case(connection: BaseDatabaseWrapper) -> bool:
     """Whether the outermost transaction is a `TestCase`'s, which is always rolled back."""
     blocks = connection.atomic_blocks
@@ -410,7 +426,7 @@ def refuse_self_block(connection: BaseDatabaseWrapper) -> None:
     """
     if connection.vendor != "sqlite":
         return
-    for other in connections.all(initialized_only=True):
+    for other in opened_here():
         if other.vendor != "sqlite" or not in_transaction(other):
             continue
         if (file := database_file(connection)) == database_file(other):

@@ -10,12 +10,10 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-from django.db import connections
-
 from ..core.durations import MAX_BOUND
 from ..core.logs import log_fields
 from ..core.threads import Bell, start_thread
-from .connections import use_own_connections
+from .connections import close_here, use_own_connections
 
 logger = logging.getLogger("django_distlock")
 
@@ -99,7 +97,7 @@ class Worker:
                 logger.exception("A deferred operation failed", extra=log_fields("telling_failed"))
             finally:
                 # What a signal's receiver opened here, no end of a request would ever close.
-                connections.close_all()
+                close_here()
 
 
 #: Ends what is gone, and what waited for a transaction.

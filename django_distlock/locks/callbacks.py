@@ -11,14 +11,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from django.db import connections
-
 from ..core.durations import Duration, seconds
 from ..core.errors import InvalidArgument, shown
 from ..core.interruptions import pass_on
 from ..core.logs import log_fields
 from ..core.renewing import DANGER_PART
 from ..core.threads import start_thread
+from ..database.connections import close_here
 
 logger = logging.getLogger("django_distlock")
 
@@ -191,7 +190,7 @@ def apart(work: Callable[[], None]) -> None:
             work()
         finally:
             # What a receiver opened in this thread, no end of a request would ever close.
-            connections.close_all()
+            close_here()
 
     try:
         start_thread(threading.Thread(target=run, name="distlock-lost", daemon=True))

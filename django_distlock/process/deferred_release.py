@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 from asgiref.sync import AsyncToSync
-from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..backends.base import BaseLockBackend
@@ -29,6 +28,7 @@ from ..database.connections import (
     before_drop,
     has_open_transaction,
     in_transaction,
+    opened_here,
     opened_in,
     servers_isolation,
 )
@@ -56,7 +56,7 @@ def home() -> int:
 
 
 def _connections(here: int) -> list[BaseDatabaseWrapper]:
-    found = list(connections.all(initialized_only=True))
+    found = opened_here()
     return found if here == threading.get_ident() else [*found, *opened_in(here)]
 
 

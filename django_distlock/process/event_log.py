@@ -25,7 +25,7 @@ from ..core.interruptions import pass_on
 from ..core.logs import log_fields
 from ..core.threads import Bell, start_thread
 from ..database import vendors
-from ..database.connections import before_drop, in_test_case
+from ..database.connections import before_drop, close_here, in_test_case
 from ..models import LockEvent
 from ..signals import fence_rejected, lock_forced, lock_lost, lock_operated, lock_taken_over
 from . import deferred_release
@@ -243,7 +243,7 @@ class _Writer:
                 with _bounded(using, bound):
                     LockEvent.objects.using(using).bulk_create(events, batch_size=BATCH)
             finally:
-                connections.close_all()
+                close_here()
         except Exception as error:  # noqa: BLE001
             self.tell(using, error)
         else:

@@ -555,3 +555,23 @@ def _open(using: str) -> int:
         except OSError:
             continue
     return found
+
+
+def test_aliases_that_another_thread_adds_disturb_nobody() -> None:
+    """A project with a database for each tenant adds them while it runs."""
+    over = threading.Event()
+
+    def add() -> None:
+        while not over.is_set():
+            for number in range(50):
+                connections.settings[f"tenant{number}"] = connections.settings["default"]
+            for number in range(50):
+                del connections.settings[f"tenant{number}"]
+
+    adding = Later(add)
+    try:
+        connection = connections["default"]
+        assert all(connection in distlock_connections.opened_here() for _ in range(20_000))
+    finally:
+        over.set()
+        adding.result()

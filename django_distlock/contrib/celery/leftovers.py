@@ -12,13 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from django.db import connections
-
 from ...core.errors import BackendUnavailable, LockError
 from ...core.logs import log_fields
 from ...core.retry import Retry
 from ...core.threads import start_thread
-from ...database.connections import use_own_connections
+from ...database.connections import close_here, use_own_connections
 
 logger = logging.getLogger("django_distlock")
 
@@ -124,7 +122,7 @@ class _Leftovers:
             try:
                 self._try_all()
             finally:
-                connections.close_all()
+                close_here()
             with self._mutex:
                 if not self._left:
                     self._is_running = False

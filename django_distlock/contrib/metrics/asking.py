@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from django.core.signals import setting_changed
-from django.db import connections
 
 from ...core.interruptions import pass_on
 from ...core.threads import start_thread
+from ...database.connections import close_here
 from ...handler import lock_backends
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class Asking(Generic[T]):
             self._answered_at = time.monotonic()
             asked.set_result(answer)
         finally:
-            connections.close_all()
+            close_here()
 
 
 _every: dict[tuple[object, str], Asking[Any]] = {}

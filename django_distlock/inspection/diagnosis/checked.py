@@ -10,13 +10,14 @@ from typing import Final
 from django.apps import apps
 from django.core import checks
 from django.core.checks.registry import registry
-from django.db import connections, router
+from django.db import router
 
 from ...backends.base import BaseLockBackend
 from ...backends.database import DatabaseBackend
 from ...backends.tables import FenceTable
 from ...checks.configured import Subject, is_redis
 from ...core import threads
+from ...database.connections import close_here
 from .findings import Mark, Notes, level_of
 
 #: What a store that does not answer is told of twice.
@@ -51,7 +52,7 @@ def begun(work: Callable[[], None], name: str) -> Future[None]:
         try:
             work()
         finally:
-            connections.close_all()
+            close_here()
 
     return threads.begun(work_and_close, f"distlock-doctor-{name}")
 
