@@ -68,6 +68,8 @@ PATHS = {
     "backends.database": "DatabaseBackend",
     "backends.memory": "MemoryBackend",
     "backends.redis": "RedisBackend",
+    "compat.bridge": "DatabaseBackend RedisBackend",
+    "compat.old": "OldAdvisoryLock OldCacheAdd OldLock OldRedisLock",
     "compat.pglock": "Raise Return Skip advisory advisory_lock async_advisory_lock",
     "compat.redis": "Lock LockMixin",
     "contrib.celery": "LockedTask locked_task",
