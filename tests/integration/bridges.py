@@ -46,8 +46,12 @@ def bridged(store: str, bridge: object) -> Iterator[str]:
         "BACKEND": f"django_distlock.compat.bridge.{name}",
         "OPTIONS": {**options, "bridge": bridge},
     }
-    with override_settings(DISTLOCK={"bridged": configured}):
-        yield "bridged"
+    try:
+        with override_settings(DISTLOCK={"bridged": configured}):
+            yield "bridged"
+    finally:
+        if isinstance(bridge, OldRedisLock) and bridge._client is not None:
+            bridge._client.close()
 
 
 @contextmanager
