@@ -109,13 +109,11 @@ class Toiler(Other):
     Attributes:
         turns: Of its leases.
         steps: How often it has said what.
-        is_ended_by_us: Whether its end is one of the faults.
     """
 
     def __init__(self, alias: str, prefix: str, seed: int, limit: float):
         self.turns: list[Turn] = []
         self.steps: Counter[str] = Counter()
-        self.is_ended_by_us = False
         self._last = ""
         super().__init__(["--backend", alias, "--toil", prefix, "--seed", str(seed)], limit)
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -132,13 +130,19 @@ class Toiler(Other):
         self._reader.join(_SOON)
         return not self._reader.is_alive()
 
+    def kill(self) -> None:
+        """Kill it, and keep nothing of it but its reports: a long drill kills thousands."""
+        self.send(signal.SIGKILL)
+        self._reader.join()
+        self.__exit__(None, None, None)
+
     def raise_if_ended(self) -> None:
         """Raise if it has ended by itself.
 
         Raises:
             Stuck: It has.
         """
-        if not (self._reader.is_alive() or self.is_ended_by_us):
+        if not self._reader.is_alive():
             status = self.wait()
             raise Stuck(f"Process {self.pid} ended by itself (exit status {status}).", status)
 
@@ -265,8 +269,7 @@ class Endurance:
         self._faults[fault] += 1
         if fault == "killed":
             self._on_fault(f"Kills process {victim.pid}.")
-            victim.is_ended_by_us = True
-            victim.send(signal.SIGKILL)
+            victim.kill()
             return [*(each for each in at_work if each is not victim), self._start(stack)]
         pause = TTL + self._chance.uniform(*_OVERDUE)
         self._on_fault(f"Suspends process {victim.pid} for {pause:.1f} s.")

@@ -7,19 +7,24 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from redis import Redis
 
+from django_distlock.handler import lock_backends
+from django_distlock.management.endurance import KEYS, Toiler
+from django_distlock.management.targets import target_of
 from django_distlock.models import HeldLock, SeenFence
+from tests.contract.locking import eventually
 from tests.contract.redis_clients import close, single_url
 from tests.settings import REDIS_BACKEND
 
 from .databases import here
 from .operating import run
 from .projects import PATIENCE, ROOT, Project
-from .runs import hear_signals
+from .runs import hear_signals, state_of
 
 MINUTES = "0.4"
 
@@ -85,6 +90,22 @@ def test_violation_is_told(key: str) -> None:
     assert told["passed"] is False
     assert told["bound"] is None
     assert any("was granted twice" in each for each in told["violations"])
+
+
+def test_killed_process_leaves_nothing_open(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But what it has reported."""
+    for name, value in Project("default")._environment().items():
+        monkeypatch.setenv(name, value)
+    before = set(Path("/proc/self/fd").iterdir())
+    with Toiler("default", key, 7, PATIENCE) as toiler:
+        assert eventually(lambda: len(toiler.turns) > 1, PATIENCE)
+        toiler.kill()
+        assert set(Path("/proc/self/fd").iterdir()) <= before
+        assert toiler.turns
+    assert not state_of(toiler.pid)
+    for number in range(KEYS):
+        lock_backends["default"].force_release(f"{key}:{number}")
+        target_of(lock_backends["default"], f"{key}:{number}").remove()
 
 
 def test_interrupted_long_drill_leaves_nothing() -> None:
