@@ -24,6 +24,7 @@ from .test_lost_leases import WIRED, hanging
 
 #: Longer than any test takes: whoever sleeps so long was not cancelled.
 LONG = 20.0
+MANY = 100
 
 
 def short(key: str, **more: Any) -> Lock:
@@ -421,14 +422,18 @@ async def test_many_tasks_are_cancelled_at_once(key: str) -> None:
     async def work(number: int) -> str:
         try:
             async with Lock(key=f"{key}:{number}", backend="memory", ttl=3):
+                begun.add(number)
+                if len(begun) == MANY:
+                    all_have_begun.set()
                 await asyncio.sleep(LONG)
         except LockLost:
             return "lost"
         return "went on"
 
-    tasks = [asyncio.create_task(work(number)) for number in range(100)]
-    await asyncio.sleep(0.5)
-    for number in range(100):
+    begun, all_have_begun = set[int](), asyncio.Event()
+    tasks = [asyncio.create_task(work(number)) for number in range(MANY)]
+    await asyncio.wait_for(all_have_begun.wait(), LONG)
+    for number in range(MANY):
         lock_backends["memory"].force_release(f"{key}:{number}")
     assert set(await asyncio.wait_for(asyncio.gather(*tasks), LONG)) == {"lost"}
 

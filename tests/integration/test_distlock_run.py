@@ -362,9 +362,13 @@ def test_lost_lock_ends_the_program(project: Project, key: str) -> None:
 
 def test_program_does_not_survive_us(project: Project, key: str) -> None:
     """When we are killed, the program and its children end, long before the key is free."""
-    command = shell(f"{CHILD} trap '' TERM; {FOREVER}")
+    traps = "trap 'echo got USR1' USR1; trap '' TERM"
+    command = shell(f"trap '' USR1; {CHILD} {traps}; {FOREVER}")
     with Run(project, key, "--grace", "0.3", *command) as run:
         child, program = int(run.says("child ")), int(run.says("started "))
+        # Passed on when it is watched over, and not before.
+        run.signal(signal.SIGUSR1)
+        run.says("got USR1")
         run.signal(signal.SIGKILL)
         eventually(lambda: state_of(program) == state_of(child) == "", "both are gone")
         assert not is_free(key)
