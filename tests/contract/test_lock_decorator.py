@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from django_distlock import (
+    BackendUnavailable,
     InvalidArgument,
     Lock,
     LockNotAcquired,
@@ -308,7 +309,8 @@ def test_threads_share_a_decorated_function(registered: Registered, key: str) ->
         for _ in range(30):
             try:
                 work()
-            except LockNotAcquired:
+            except (LockNotAcquired, BackendUnavailable):
+                # Or a busy machine does not come to say who has it.
                 continue
             granted += 1
         return granted
