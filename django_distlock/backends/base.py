@@ -193,13 +193,10 @@ class BaseLockBackend:
             LockUsageError: The store cannot be asked from here.
             LockError: The key has used up its fences.
         """
+        attempt = self._attempt_for(key, token, ttl, holder, permits, bound)
+        attempt.wanted = wanted
         if replace is not None:
-            replace = validate_token(replace)
-        attempt = changed(
-            self._attempt_for(key, token, ttl, holder, permits, bound),
-            wanted=wanted,
-            replace=replace,
-        )
+            attempt.replace = validate_token(replace)
         answer = self._acquire(attempt)
         return self._clearer(attempt.name, answer) if isinstance(answer, Contended) else answer
 

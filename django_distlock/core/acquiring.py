@@ -1,7 +1,8 @@
 """The algorithm of waiting for a key, without clock, store or sleep.
 
 `acquiring()` yields what to do next and is sent what came of it. `locks/acquire.py` does that with
-calls and with awaits; the algorithm exists once.
+calls and with awaits; the algorithm exists once. No step is frozen: an acquire makes several, and a
+frozen one takes five times as long to make.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .pacing import Outcome, Pacing, leaves_mark
 from .records import Contended, Grant, Record
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Attempt:
     """Try once, waiting at most `bound` seconds inside the store.
 
@@ -33,7 +34,7 @@ class Attempt:
     replace: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LineUp:
     """Queue up behind the waiters of this process; go on when first, or at the time `until`.
 
@@ -44,19 +45,19 @@ class LineUp:
     until: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Read:
     """Read the record of the key."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pause:
     """Sleep for `seconds`, or until woken."""
 
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GiveBack:
     """Release a grant that came too late to be used."""
 
@@ -66,7 +67,7 @@ class GiveBack:
 Step = Attempt | LineUp | Read | Pause | GiveBack
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reply:
     """What came of a step.
 

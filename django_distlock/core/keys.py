@@ -227,6 +227,7 @@ def storage_key(prefix: str, key: str, limit: int) -> str:
     return _hashed(prefix, full)
 
 
+@lru_cache(maxsize=128)
 def namespace(prefix: str) -> str:
     """Return what the storage keys of a prefix begin with, and those of no other prefix.
 

@@ -75,7 +75,7 @@ class Grant:
         object.__setattr__(self, "token", Token(self.token))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Attempt:
     """What a store is asked for, once: a key.
 

@@ -89,8 +89,10 @@ def opened_here() -> list[BaseDatabaseWrapper]:
     Another thread may add an alias meanwhile, which Django's own walk over them does not survive.
     """
     handler: Any = connections
-    found = (getattr(handler._connections, alias, None) for alias in list(handler.settings))
-    return [each for each in found if each is not None]
+    opened = handler._connections
+    return [
+        each for alias in [*handler.settings] if (each := getattr(opened, alias, None)) is not None
+    ]
 
 
 def close_here() -> None:

@@ -62,7 +62,7 @@ class KeptHere(LockError):
     """The transactions that the caller works in keep the key: its lease is gone on with."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answered:
     """What a store answered about a key that was asked for together with others.
 
@@ -75,7 +75,7 @@ class Answered:
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Request:
     """What a caller asks for: a key, for how long, and how long to keep trying.
 
@@ -108,7 +108,7 @@ class Request:
         return self.permits != 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Granted:
     """A grant, and by when its holder must have stopped.
 

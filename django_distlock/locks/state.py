@@ -39,7 +39,7 @@ OVER_AT_LAST = "its max_lifetime has passed"
 GONE = "the store no longer has it"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Terms:
     """What a lease is held for.
 
