@@ -1,8 +1,7 @@
 """The algorithm of waiting for a key, without clock, store or sleep.
 
 `acquiring()` yields what to do next and is sent what came of it. `locks/acquire.py` does that with
-calls and with awaits; the algorithm exists once. No step is frozen: an acquire makes several, and a
-frozen one takes five times as long to make.
+calls and with awaits; the algorithm exists once. No step is frozen: that is five times as slow.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ They need no store; what depends on the settings is checked when a lock is taken
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -17,6 +19,7 @@ from ..core.keys import normalize_key
 from ..core.retry import Retry
 from ..core.sharing import validate_permits
 from ..process.host import current_holder
+from .owning import callers_level
 from .state import Terms
 from .taking import Unset
 
@@ -27,6 +30,9 @@ if TYPE_CHECKING:
 L = TypeVar("L", bound="Lock")
 P = ParamSpec("P")
 T = TypeVar("T")
+
+#: What looks like a field of a template.
+_FIELD: Final = re.compile(r"\{[^\W\d]\w*[^{}\"']*\}")
 
 #: What other packages call an argument, and what it is here.
 _ELSEWHERE: Final = {
@@ -78,6 +84,8 @@ def check_lifetime(lock: Lock, ttl: float | None) -> None:
 
 def terms_of(lock: Lock, store: BaseLockBackend) -> Terms:
     """Return what a lease is held for, with the settings in place of what is left out."""
+    if "{" in lock.key and not lock._filled:
+        _warn_of_field(lock.key)
     ttl = lock.ttl
     if not (lock.basic and ttl is None):
         config = store.config
@@ -154,7 +162,7 @@ def for_call(lock: L, key: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     permits = lock.permits
     if callable(permits):
         permits = validate_permits(permits(*args, **kwargs))
-    return replace(lock, key=key, permits=permits)
+    return replace(lock, key=key, permits=permits, _filled=True)
 
 
 def counted(lock: Lock) -> int:
@@ -171,6 +179,18 @@ def counted(lock: Lock) -> int:
             code="unsupported",
         )
     return lock.permits
+
+
+def _warn_of_field(key: str) -> None:
+    """Warn where a block locks a text that was meant to be filled: one key for all."""
+    found = _FIELD.search(key)
+    if found is not None:
+        warnings.warn(
+            f"The key {key!r} has {found[0]!r} in it, which is filled only where the lock is a"
+            f' decorator. In a block, write an f-string: distlock(f"…").',
+            RuntimeWarning,
+            stacklevel=callers_level(),
+        )
 
 
 def _check_times(lock: Lock) -> None:

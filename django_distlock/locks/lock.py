@@ -139,7 +139,8 @@ class Lock:
     retry: Retry | None = None
     max_lifetime: float | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    #: See `Request.answered`.
+    #: Whether the key was made of a template; and see `Request.answered`.
+    _filled: bool = field(default=False, repr=False, compare=False)
     _answered: Callable[[], Answered | None] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

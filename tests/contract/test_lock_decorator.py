@@ -45,6 +45,26 @@ def test_function_runs_under_the_lock(lock: Lock) -> None:
     assert grantable(lock)
 
 
+@pytest.mark.aliases("memory")
+def test_field_that_nothing_fills_warns(registered: Registered, key: str) -> None:
+    """A block's key is what it says: a forgotten `f` warns. What a template made does not."""
+    forgotten = lock_of(registered, f"{key}:{{invoice.pk:05d}}")
+    with pytest.warns(RuntimeWarning, match=r"invoice\.pk:05d.*f-string") as caught, forgotten:
+        pass
+    assert [each.filename for each in caught] == [__file__]
+
+    @lock_of(registered, f"{key}:{{text}}")
+    def named(text: str) -> str:
+        lease = current_lease()
+        assert lease is not None
+        return lease.key
+
+    assert named("{pk}") == f"{key}:{{pk}}"
+    for other in ("{}", '{"a": 1}', "{0}"):
+        with lock_of(registered, f"{key}{other}") as lease:
+            assert lease.held
+
+
 async def test_coroutine_function_runs_under_the_lock(lock: Lock) -> None:
     """The decorator of a coroutine function makes one, and sees a partial of one."""
 

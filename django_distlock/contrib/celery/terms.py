@@ -251,7 +251,9 @@ class Terms:
         """What keeps others from being queued, but for key and job."""
         # Between two runs its holder is no process that could be dead. What a dead run leaves is
         # ended by its parent, or taken over by the next delivery of its task.
-        lock = replace(self.rules.lock, wait=0.0, steal_if_dead=False, permits=1, shared=False)
+        lock = replace(
+            self.rules.lock, wait=0.0, steal_if_dead=False, permits=1, shared=False, _filled=True
+        )
         # To keep the key taken behind the run is asked of the lock.
         return lock if self.lock is None else replace(lock, hold=False, min_hold=0.0)
 
