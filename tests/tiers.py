@@ -222,7 +222,7 @@ def servers(item: pytest.Item) -> Collection[str]:
     if marker := item.get_closest_marker("servers"):
         return marker.args
     folder = item.path.relative_to(ROOT).parts[0]
-    if folder in ("audit", "core"):
+    if folder in ("audit", "core", "simulation", "specification"):
         return ()
     if folder in ("contract", "unit"):
         more = {"mysql": "MariaDB", "redis": "Redis", "redis_cluster": "Redis Cluster"}

@@ -105,12 +105,19 @@ def _way(came: dict[State, tuple[State, str] | None], state: State) -> list[tupl
 
 def report() -> str:
     """Say what was visited, and what each safeguard prevents."""
-    lines = []
-    for name, scope in SCOPES.items():
-        found = check(Rules(), scope)
-        lines.append(f"{name}: {found.states:,} states, {found.broken or 'every promise holds'}")
-    for each in SAFEGUARDS:
-        found = check(each.rules, SCOPES[each.scope])
-        lines += ["", f"Without «{each.says}» ({each.scope}): {found.broken}"]
-        lines += [f"  {step}" for step in found.trace]
-    return "\n".join(lines)
+    scopes = [told_of_scope(name, check(Rules(), scope)) for name, scope in SCOPES.items()]
+    prevented = [
+        told_of_safeguard(each, check(each.rules, SCOPES[each.scope])) for each in SAFEGUARDS
+    ]
+    return "\n".join([*scopes, *prevented])
+
+
+def told_of_scope(name: str, found: Checked) -> str:
+    """Say what was visited in one model of the whole protocol."""
+    return f"{name}: {found.states:,} states, {found.broken or 'every promise holds'}"
+
+
+def told_of_safeguard(left_out: Safeguard, found: Checked) -> str:
+    """Say what a safeguard prevents, behind an empty line."""
+    title = f"\nWithout «{left_out.says}» ({left_out.scope}): {found.broken}"
+    return "\n".join([title, *(f"  {step}" for step in found.trace)])
