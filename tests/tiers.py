@@ -8,7 +8,7 @@ by `-k`, `-m` or `--last-failed`, gets what was named, with every case on every 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from pathlib import Path
 from typing import Literal
 
@@ -34,8 +34,14 @@ OF_SHAPES = ["arguments", "keys", "raise_fences"]
 #: Backends with all cases of a test about locks. The others take turns over the tests of a file,
 #: with one case each.
 FULL = ("memory", "postgres")
+#: Backends with all cases of a test about backends, one for each kind of code below it.
+OF_EACH_KIND = ("memory", "postgres", "mariadb", "redis")
 #: Backends whose code two others prove together.
 SAME_CODE = {"sqlite_orm", "mariadb_orm"}
+#: Of the files about locks, those that wait for leases to end: a quick run has them on one backend.
+WAITING = """
+    heartbeat_processes lost_async lost_leases renewed_calls waiting_in_turn
+""".split()  # noqa: SIM905 - see above
 
 #: Folders and files with a parameter whose values take turns over their tests: stores, where what
 #: is seen is the same above each of them.
@@ -131,7 +137,7 @@ def taken(items: list[pytest.Item], tier: Tier) -> list[pytest.Item]:
     """Return those of all tests that a tier takes."""
     if tier == "chosen":
         return items[:]
-    wanted = {each for each in _paired(items) if not each.get_closest_marker("nightly")}
+    wanted = {*_paired(each for each in items if not each.get_closest_marker("nightly"))}
     return [each for each in items if each in wanted and (tier == "all" or _is_quick(each))]
 
 
@@ -142,8 +148,10 @@ def _is_quick(item: pytest.Item) -> bool:
     callspec = getattr(item, "callspec", None)
     if callspec and not SLOW_WORDS.isdisjoint(callspec.id.split("-")):
         return False
-    alias = _alias(item)
-    return not alias or alias in (QUICK_BACKENDS if _subject(item) in OF_BACKENDS else FULL)
+    alias, subject = _alias(item), _subject(item)
+    if subject in WAITING:
+        return alias == "postgres"
+    return not alias or alias in (QUICK_BACKENDS if subject in OF_BACKENDS else FULL)
 
 
 def _paired(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
@@ -164,15 +172,20 @@ def _paired(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
 def _taking_turns(tests: list[dict[str, list[pytest.Item]]]) -> Iterator[pytest.Item]:
     """Give, of the tests of a file, all cases on some values, and one case on one other value.
 
-    A value that has had no turn behind the last test has one more test to itself.
+    Where the code is that of a backend, one case on each value that has code of its own. A value
+    that has had no turn behind the last test has one more test to itself.
     """
     turns: Counter[str] = Counter()
     left: dict[str, list[pytest.Item]] = {}
     for cases in tests:
-        full = _full(next(iter(cases.values()))[0])
-        others = [value for value in cases if value not in full]
+        first = next(iter(cases.values()))[0]
+        full, once = _full(first), _once(first)
+        others = [value for value in cases if value not in full and value not in once]
         for value in cases.keys() & set(full):
             yield from cases[value]
+        for value in sorted(cases.keys() & once):
+            yield cases[value][turns[value] % len(cases[value])]
+            turns[value] += 1
         for value in others:
             left.setdefault(value, cases[value])
         if others:
@@ -191,7 +204,15 @@ def _full(item: pytest.Item) -> Collection[str]:
         return ()
     if name in OF_SHAPES:
         return ("memory",)
-    return BACKENDS.keys() - SAME_CODE if name in OF_BACKENDS else FULL
+    return OF_EACH_KIND if name in OF_BACKENDS else FULL
+
+
+def _once(item: pytest.Item) -> Set[str]:
+    """Return the backends with one case of a test at least."""
+    name = _subject(item)
+    if not _alias(item) or name in OF_SHAPES or name not in OF_BACKENDS:
+        return set()
+    return BACKENDS.keys() - SAME_CODE - {*OF_EACH_KIND}
 
 
 def _alias(item: pytest.Item) -> str:

@@ -23,8 +23,8 @@ TOGETHER = (
     ("handoff", "fairness", "contention", "beats", "fencing"),
     ("operators",),
 )
-#: With a thousand locks, or with many processes: these run for minutes.
-LONG = {"handoff", "operators"}
+#: With a thousand locks, or with many processes, or many of them: these run by night.
+LONG = {"handoff", "operators", "latency"}
 #: Peers that the tests' own environment need not have.
 PEERS = {"pglock", "python-redis-lock"}
 OPERATIONS = ("acquire", "extend", "lose", "release")
@@ -116,6 +116,7 @@ def sent(data: dict[str, Any], name: str) -> list[tuple[int, int]]:
     return [(each["statements"], each["round_trips"]) for each in counted]
 
 
+@pytest.mark.nightly
 def test_churn_counts_operations_and_bytes(tmp_path: Path) -> None:
     """Churn says how many operations there were, what they wrote, and which updates were HOT."""
     found = run(tmp_path, "churn", "--quick", "--fsync", "off", "--compare")["benchmarks"]["churn"]

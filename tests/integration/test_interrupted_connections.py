@@ -79,8 +79,8 @@ def seen_elsewhere(using: str, name: str) -> set[int]:
     [
         ("inside", "functions"),
         ("outside", "functions"),
-        ("inside", "orm"),
-        ("outside", "mariadb"),
+        pytest.param("inside", "orm", marks=pytest.mark.nightly),
+        pytest.param("outside", "mariadb", marks=pytest.mark.nightly),
         ("inside", "blocks"),
     ],
 )

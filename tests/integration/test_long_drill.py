@@ -48,7 +48,7 @@ def certified(project: Project, *arguments: str, status: int = 0) -> Any:
     "store",
     [
         "default",
-        "redis",
+        pytest.param("redis", marks=pytest.mark.nightly),
         pytest.param("mariadb", marks=pytest.mark.nightly),
         pytest.param("sqlite", marks=pytest.mark.nightly),
     ],
@@ -79,6 +79,7 @@ def test_certificate_of_each_store(store: str) -> None:
         assert not SeenFence.objects.using(using).filter(pk__startswith=told["prefix"]).exists()
 
 
+@pytest.mark.nightly
 def test_violation_is_told(key: str) -> None:
     """Of a store whose fences do not grow: by the certificate, and by the exit status."""
     brittle = {
