@@ -38,9 +38,11 @@ FULL = ("memory", "postgres")
 OF_EACH_KIND = ("memory", "postgres", "mariadb", "redis")
 #: Backends whose code two others prove together.
 SAME_CODE = {"sqlite_orm", "mariadb_orm"}
-#: Of the files about locks, those that wait for leases to end: a quick run has them on one backend.
-WAITING = """
-    heartbeat_processes lost_async lost_leases renewed_calls waiting_in_turn
+#: Of the files about locks, those that wait for leases to end, or interrupt at each line: a quick
+#: run has them on one backend.
+LONG = """
+    heartbeat heartbeat_processes interrupted_blocks leader lost_async lost_leases
+    promises_of_holding renewed_calls transaction_release waiting_in_turn
 """.split()  # noqa: SIM905 - see above
 
 #: Folders and files with a parameter whose values take turns over their tests: stores, where what
@@ -149,7 +151,7 @@ def _is_quick(item: pytest.Item) -> bool:
     if callspec and not SLOW_WORDS.isdisjoint(callspec.id.split("-")):
         return False
     alias, subject = _alias(item), _subject(item)
-    if subject in WAITING:
+    if subject in LONG:
         return alias == "postgres"
     return not alias or alias in (QUICK_BACKENDS if subject in OF_BACKENDS else FULL)
 

@@ -116,7 +116,7 @@ def test_blocks_on_different_keys_nest(registered: Registered, key: str) -> None
 
 
 @pytest.mark.parametrize(
-    "spelling", ["é🔒 a/b:c{d}", " ", "e\u0301", "x" * 512, "id:1", "'\";--%s"]
+    "spelling", ["é🔒 a/b:c{1}", " ", "e\u0301", "x" * 512, "id:1", "'\";--%s"]
 )
 def test_any_legal_key_can_be_locked(registered: Registered, key: str, spelling: str) -> None:
     """Colons, slashes, spaces, braces and emoji are letters like others."""

@@ -186,7 +186,7 @@ def test_separators_inside_values_are_escaped() -> None:
     assert render("<{a}:{b}>", pair, "<1>", "2") == "<<1>:2>"
 
 
-PIECES = ["", "a", ":", "%", "%3A", "3A", "25", "=", "\u0338", "≠", "≠a", "-", "--", "%%", "3"]
+PIECES = ["", "a", ":", "%", "%3A", "3A", "25", "=", "\u0338", "≠", "-", "3"]
 
 
 @pytest.mark.parametrize(
