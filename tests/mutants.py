@@ -8,10 +8,10 @@ proves nothing, or the line it changes does nothing.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,15 +21,22 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import repeat
 from pathlib import Path
 from queue import Queue
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import psycopg
+import pytest
 
+from .services import mysql_connect
 from .services_plugin import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("django_distlock", "tests", "pyproject.toml")
-PYTEST = (sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:randomly")
+PYTEST = ("-q", "-n", "0", "-p", "no:randomly")
+#: What every run imports, and no fault touches: half of the time of a run. No plugin of pytest's,
+#: whose assertions are rewritten.
+PRELOADED = ["pytest", "django.test", "django.core.management", "psycopg", "redis.cluster"]
+FORKS = multiprocessing.get_context("forkserver")
 # All passed, or some failed.
 VERDICTS = (0, 1)
 
@@ -1047,16 +1054,20 @@ class Slot:
 def slots(stack: ExitStack, addresses: dict[str, str], runs: int) -> Queue[Slot]:
     """Return what so many runs that go on at once need."""
     free: Queue[Slot] = Queue()
-    postgres = KINDS["PostgreSQL"].variable
+    postgres, mariadb = KINDS["PostgreSQL"].variable, KINDS["MariaDB"].variable
     for number in range(runs):
         name = f"mutant{number}"
         with psycopg.connect(addresses[postgres], autocommit=True) as raw:
             raw.execute(f"DROP DATABASE IF EXISTS {name}")
             raw.execute(f"CREATE DATABASE {name}")
+        if mariadb in addresses:
+            other = mysql_connect(addresses[mariadb])
+            other.cursor().execute(f"CREATE OR REPLACE DATABASE {name}")
+            other.close()
         mine = {
             variable: urlsplit(url)._replace(path=f"/{name}").geturl()
             for variable, url in addresses.items()
-            if variable in (postgres, KINDS["MariaDB"].variable)
+            if variable in (postgres, mariadb)
         }
         # What a process of a test still writes may come between the removal of its folder.
         folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -1078,22 +1089,43 @@ def catches(mutant: Mutant, slot: Slot) -> bool:
     A run that ends without a verdict, as one whose interpreter breaks down on its way out, is asked
     for one once more.
     """
+    said = slot.copy / "said"
     with mutated(slot.copy / mutant.file, mutant):
         for _ in range(2):
-            run = subprocess.run(
-                [*PYTEST, mutant.test_id],
-                cwd=slot.copy,
-                env=slot.environment,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                check=False,
-            )
-            if run.returncode in VERDICTS:
-                return run.returncode == 1
+            run = FORKS.Process(target=judge, args=(slot, mutant.test_id, said))
+            run.start()
+            run.join()
+            if run.exitcode in VERDICTS:
+                return run.exitcode == 1
     raise RuntimeError(
-        f"pytest ended with {run.returncode} on {mutant.test_id}:\n{run.stdout}\n{run.stderr}"
+        f"pytest ended with {run.exitcode} on {mutant.test_id}:\n{said.read_text(errors='replace')}"
     )
+
+
+def judge(slot: Slot, test_id: str, said: Path) -> NoReturn:
+    """Be the process that runs a test on a copy."""
+    with said.open("w", encoding="utf-8") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    os.chdir(slot.copy)
+    os.environ.update(slot.environment)
+    sys.path.insert(0, str(slot.copy))
+    # Those of the project itself, of which this function is one.
+    for name in [each for each in sys.modules if each.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    verdict = Verdict()
+    ended = pytest.main([*PYTEST, test_id], plugins=[verdict])
+    sys.exit(1 if verdict.has_failed else 0 if ended == pytest.ExitCode.OK else 2)
+
+
+class Verdict:
+    """What a test came to; an error before it began is none."""
+
+    has_failed = False
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """See a failure of the test itself, or of what it leaves."""
+        self.has_failed = self.has_failed or (report.failed and report.when != "setup")
 
 
 @contextmanager
@@ -1150,6 +1182,7 @@ def main() -> None:
         return
     chosen = [each for each in MUTANTS if arguments.fault in each.fault]
     runs = (os.cpu_count() or 1) + 1
+    FORKS.set_forkserver_preload(PRELOADED)
     with ExitStack() as stack, ThreadPoolExecutor(runs) as pool:
         free = slots(stack, serve(stack), runs)
         caught = all([*pool.map(report, chosen, repeat(free))])
