@@ -202,8 +202,8 @@ def test_phone_shows_all_of_it(shop: Dashboard, browser: Browser) -> None:
         assert browser.ask("document.documentElement.scrollWidth") <= 390
         table = ".distlock-table"
         assert browser.ask(f"document.querySelector('{table}').scrollWidth") <= 390
-        label = "getComputedStyle(document.querySelector('td[data-label=Fence]'), '::before')"
-        assert "Fence" in browser.ask(f"{label}.content")
+        label = "getComputedStyle(document.querySelector('td[data-label=Waiting]'), '::before')"
+        assert "Waiting" in browser.ask(f"{label}.content")
 
 
 def test_programs_ask_with_a_token(shop: Dashboard, window: Browser) -> None:
