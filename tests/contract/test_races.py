@@ -129,9 +129,9 @@ def test_one_of_many_follows(
 
 @pytest.fixture
 def nearly_over(store: DatabaseStore, key: str) -> Grant:
-    """Give a lease with 0.15 s left before the key is free."""
+    """Give a lease with 0.3 s left before the key is free: the question is on its way by then."""
     grant = take(store.backend, key, 0.5)
-    store.elapse(0.5 + 1 - 0.15)
+    store.elapse(0.5 + 1 - 0.3)
     return grant
 
 
