@@ -168,6 +168,19 @@ def _asked(answers: Callable[[], bool]) -> bool:
         return False  # The keeper has removed the folder: the server has ended.
 
 
+def children(pid: int) -> list[int]:
+    """Return the processes that one has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue  # It has just ended.
+        if parent == pid:
+            found.append(int(stat.parent.name))
+    return found
+
+
 def free_port() -> int:
     """Return a port that nobody listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -25,8 +25,15 @@ def without(name: str, remedy: str) -> NoReturn:
 
 
 @contextmanager
-def pgbouncer(**settings: object) -> Iterator[dict[str, Any]]:
+def pgbouncer(
+    *, port: int | None = None, stop: str = "TERM", **settings: object
+) -> Iterator[dict[str, Any]]:
     """Run a PgBouncer in transaction mode before the tests' server.
+
+    Args:
+        port: Where it listens, for one that is started again; None: anywhere.
+        stop: The signal that ends it.
+        settings: Of its own that shall be other than usual.
 
     Gives:
         What Django's settings of a database have to say to go through it.
@@ -36,7 +43,7 @@ def pgbouncer(**settings: object) -> Iterator[dict[str, Any]]:
     if program is None:
         without("pgbouncer", "apt-get install pgbouncer")
     server = connections["default"].settings_dict
-    port = free_port()
+    port = port or free_port()
     with folder(owner=server_user()) as home:
         configured = {
             "listen_addr": "127.0.0.1",
@@ -62,7 +69,7 @@ def pgbouncer(**settings: object) -> Iterator[dict[str, Any]]:
         )
         # Told to end in peace, it would wait for the clients that are inside of transactions.
         command: list[str | Path] = [program, home / "pgbouncer.ini"]
-        with kept(command, home, lambda: _accepts(port), stop="TERM"):
+        with kept(command, home, lambda: _accepts(port), stop=stop):
             yield {"HOST": "127.0.0.1", "PORT": str(port)}
 
 

@@ -86,18 +86,24 @@ def postgres() -> Iterator[Server]:
 
 
 @contextmanager
-def private_postgres(*, durable: bool = False, port: int | None = None) -> Iterator[Server]:
+def private_postgres(
+    *, durable: bool = False, port: int | None = None, data: Path | None = None
+) -> Iterator[Server]:
     """Run a PostgreSQL server of our own.
 
     Args:
         durable: Whether a commit waits for the disk, which tests that kill the server need.
         port: Where it listens; None: anywhere.
+        data: A folder to keep its data in, for a server that is started again; None: it is gone
+            with the server.
     """
     with folder(owner=server_user()) as home:
         binaries = _postgres_binaries(home)
         port = port or free_port()
-        _run([binaries / "initdb", "-D", home / "data", "-U", "postgres", "-A", "trust",
-              "-E", "UTF8", "--no-locale", "--no-sync"], home)  # fmt: skip
+        data = data or home / "data"
+        if not data.exists():
+            _run([binaries / "initdb", "-D", data, "-U", "postgres", "-A", "trust",
+                  "-E", "UTF8", "--no-locale", "--no-sync"], home)  # fmt: skip
         # The socket in our folder is proof that the server that answers is ours.
         local = f"postgresql://postgres@/postgres?host={home}&port={port}"
         settings = {
@@ -108,7 +114,7 @@ def private_postgres(*, durable: bool = False, port: int | None = None) -> Itera
             "fsync": "on" if durable else "off",
         }
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-        command: list[str | Path] = [binaries / "postgres", "-D", home / "data", *options]
+        command: list[str | Path] = [binaries / "postgres", "-D", data, *options]
         with kept(command, home, lambda: _answers(local)):
             yield Server(
                 url=f"postgresql://postgres@127.0.0.1:{port}/postgres",

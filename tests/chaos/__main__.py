@@ -7,18 +7,25 @@ lines of the history where something must never be.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import random
+import shutil
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import django
 from django.core.management import call_command
 
 from tests.keeper import folder
-from tests.services import private_mariadb, private_postgres, private_redis
+
+from .crew import FAKETIME
+from .history import Findings
+from .servers import Ground, Killable, pooler, started
+from .summary import FAULTS, hollow, summary, text, versions
 
 #: By the alias of a lock backend: the environment's name for its server's address.
 STORES = {
@@ -26,28 +33,22 @@ STORES = {
     "mariadb": "DISTLOCK_TEST_MYSQL_URL",
     "redis": "DISTLOCK_TEST_REDIS_URL",
     "advisory": "DISTLOCK_TEST_POSTGRES_URL",
+    "sqlite": "",
     "memory": "",
 }
-SERVERS = {
-    "DISTLOCK_TEST_POSTGRES_URL": private_postgres,
-    "DISTLOCK_TEST_MYSQL_URL": private_mariadb,
-    "DISTLOCK_TEST_REDIS_URL": private_redis,
-}
-FAULTS = {
-    "sessions": "end a session on the server",
-    "signals": "raise in workers from a signal's handler, every 50 ms",
-    "pauses": "stop a worker, and let it go on, also past the ttl",
-    "kills": "kill a worker and start another one",
-    "wires": "cut, hold back or delay what goes between a worker and the store",
-    "expire_soon": "let an operator shorten a lease",
-    "operators": "let an operator force-release, pause, resume, or ask a holder to stop",
-    "clocks": "shift the wall clock of a worker, where there is libfaketime",
-}
+_SERVED = {"crashes", "poolers", "timeouts", "losses"}
 #: What a store does not promise to stand, as the guarantees say, or does not have.
 WITHOUT = {
-    "advisory": {"sessions", "wires", "expire_soon"},
-    "memory": {"sessions", "wires", "expire_soon", "operators"},
+    "postgres": {"losses"},
+    "mariadb": {"poolers", "losses"},
+    "redis": {"poolers", "timeouts"},
+    "advisory": {"sessions", "wires", "expire_soon", *_SERVED},
+    # Its leases end by the clock of the host.
+    "sqlite": {"sessions", "wires", "clocks", *_SERVED},
+    "memory": {"sessions", "wires", "expire_soon", "operators", *_SERVED},
 }
+#: Two may hold a key by them, and so only who asks for them has them.
+ONLY_IF_NAMED = {"losses"}
 #: Seconds of a round. Behind each one nobody has a lock, and what is left is a leak.
 ROUND = 120.0
 
@@ -58,42 +59,60 @@ def main() -> int:
     broken = False
     with ExitStack() as stack:
         scratch = options.keep or stack.enter_context(folder())
-        _start(stack, {STORES[each] for each in options.store} - {""})
+        servers = _start(stack, options)
         # Models are there behind Django's setup.
-        from .history import Findings
-        from .rounds import run
+        from .rounds import Plan, run
 
+        bouncer = None
+        if "poolers" in options.faults and "postgres" in options.store:
+            bouncer = stack.enter_context(pooler())
+        told: dict[str, Any] = {}
         for alias in options.store:
             chance = random.Random(f"{options.seed} {alias}")
-            faults = set(options.faults) - WITHOUT.get(alias, set())
+            faults = set(options.faults) - WITHOUT[alias]
+            ground = Ground(servers.get(STORES[alias]), bouncer if "poolers" in faults else None)
+            plan = Plan(
+                alias=alias, variable=STORES[alias], faults=faults, workers=options.workers,
+                threads=options.threads, ground=ground,
+            )  # fmt: skip
             found = Findings()
             for number in range(math.ceil(options.seconds / ROUND)):
                 place = scratch / f"{alias}-{options.seed}-{number}"
                 place.mkdir(parents=True)
                 seconds = min(ROUND, options.seconds - number * ROUND)
-                more = run(
-                    alias, faults, STORES[alias], options.workers, options.threads, seconds,
-                    chance, place,
-                )  # fmt: skip
-                found = found.with_more(more)
-            print(found.table(f"{alias}, {options.seconds:g} s, seed {options.seed}"), flush=True)
-            broken = broken or bool(found.broken)
+                found = found.with_more(run(plan, seconds, chance, place))
+            rows = bool(plan.variable)
+            lacks = hollow(found.counted, faults, rows=rows, least=options.minimum)
+            told[alias] = summary(found, faults, lacks)
+            print(found.table(f"{alias}, {options.seconds:g} s, seed {options.seed}"))
+            print(text(told[alias]), flush=True)
+            broken = broken or bool(found.broken or lacks)
+        if options.json:
+            about = versions() | {
+                each.facts.source: each.facts.version for each in servers.values()
+            }
+            options.json.write_text(json.dumps(
+                {"seed": options.seed, "seconds": options.seconds, "workers": options.workers,
+                 "threads": options.threads, "versions": about, "stores": told}, indent=1,
+            ))  # fmt: skip
     return int(broken)
 
 
-def _start(stack: ExitStack, variables: set[str]) -> None:
+def _start(stack: ExitStack, options: argparse.Namespace) -> dict[str, Killable]:
     """Start what servers are needed, and make the tables."""
     # Events, and the rows beside locks in Redis, are in PostgreSQL.
-    needed = variables and {*variables, "DISTLOCK_TEST_POSTGRES_URL"}
-    for variable, start in SERVERS.items():
-        os.environ.pop(variable, None)
-        if variable in needed:
-            os.environ[variable] = stack.enter_context(start()).url
+    needed = {STORES[each] for each in options.store} - {""}
+    needed |= {STORES["postgres"]} if needed else set()
+    durable = bool({"crashes"} & set(options.faults))
+    servers = stack.enter_context(started(needed, durable=durable))
+    os.environ["DISTLOCK_TEST_SCRATCH"] = str(stack.enter_context(folder()))
     os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
     django.setup()
-    for variable, using in ((STORES["postgres"], "default"), (STORES["mariadb"], "mariadb")):
-        if variable in needed:
+    used = {"default": STORES["postgres"] in needed, "mariadb": STORES["mariadb"] in needed}
+    for using, is_used in {**used, "sqlite": "sqlite" in options.store}.items():
+        if is_used:
             call_command("migrate", database=using, run_syncdb=True, verbosity=0)
+    return servers
 
 
 def _options() -> argparse.Namespace:
@@ -104,15 +123,31 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--threads", type=int, default=4, help="of each worker")
     parser.add_argument("--keep", type=Path, help="a folder for the histories")
+    parser.add_argument("--json", type=Path, help="a file for the figures")
+    parser.add_argument("--minimum", type=int, default=1, help="or a run proves nothing")
     for name, what in FAULTS.items():
         flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=True, help=what)
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=what)
     options = parser.parse_args()
     options.store = options.store or ["postgres", "mariadb", "redis"]
-    options.faults = [name for name in FAULTS if getattr(options, name)]
+    missing = _missing()
+    if wrong := [name for name in missing if getattr(options, name)]:
+        parser.error(f"not on this machine: {', '.join(wrong)}")
+    left_out = ONLY_IF_NAMED | missing
+    options.faults = [
+        name for name in FAULTS
+        if getattr(options, name) or (getattr(options, name) is None and name not in left_out)
+    ]  # fmt: skip
     options.seed = random.randrange(10**6) if options.seed is None else options.seed
     print(f"seed {options.seed}; faults: {', '.join(options.faults) or 'none'}", flush=True)
     return options
+
+
+def _missing() -> set[str]:
+    """Return the faults for which this machine has no program."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin"
+    there = {"clocks": FAKETIME is not None, "poolers": bool(shutil.which("pgbouncer", path=path))}
+    return {name for name, is_there in there.items() if not is_there}
 
 
 if __name__ == "__main__":

@@ -123,16 +123,20 @@ class Crew:
     Args:
         spec: What a worker is told; see `worker.Worker`.
         variable: The environment's name for the address that wires are put before; "": none.
+        pooler: The port of a pooler, which every third worker gets to instead; 0: there is none.
     """
 
-    def __init__(self, size: int, folder: Path, spec: dict[str, Any], variable: str):
+    def __init__(
+        self, size: int, folder: Path, spec: dict[str, Any], variable: str, pooler: int = 0
+    ):
         self._folder, self._spec, self._variable = folder, spec, variable
         self.keys: list[str] = spec["keys"]
         self._lives = 0
         self.wires: list[BadWire] = []
         if variable:
             url = urlsplit(os.environ[variable])
-            self.wires = [BadWire(url.hostname or "", url.port or 0) for _ in range(size)]
+            ports = [pooler if pooler and each % 3 == 1 else url.port or 0 for each in range(size)]
+            self.wires = [BadWire(url.hostname or "", port) for port in ports]
         self.members = [self._started(place) for place in range(size)]
 
     @property

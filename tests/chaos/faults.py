@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from django.db import DatabaseError, InterfaceError, connections
+from redis import Redis
 from redis.exceptions import RedisError
 
 from django_distlock import LockError, inspection
@@ -19,6 +23,8 @@ from tests.backends import BACKENDS
 
 from .crew import Crew, Member
 from .history import Writer
+from .servers import Ground, Killable
+from .worker import TTLS
 
 ACTOR = {"actor": "chaos", "reason": "a drill"}
 _SESSIONS = {
@@ -28,6 +34,29 @@ _SESSIONS = {
     " WHERE client_port > 0 ORDER BY pid",
 }
 _END = {"mysql": "KILL %s", "postgresql": "SELECT pg_terminate_backend(%s)"}
+#: Sets time-outs in milliseconds, of a statement and of an idle transaction, and takes them back.
+_LIMIT = {
+    # Sessions that are open have them at once.
+    "postgresql": (
+        ["ALTER SYSTEM SET statement_timeout = %s",
+         "ALTER SYSTEM SET idle_in_transaction_session_timeout = %s", "SELECT pg_reload_conf()"],
+        ["ALTER SYSTEM RESET statement_timeout",
+         "ALTER SYSTEM RESET idle_in_transaction_session_timeout", "SELECT pg_reload_conf()"],
+    ),
+    # Seconds; of an idle transaction, whole ones.
+    "mysql": (
+        ["SET GLOBAL max_statement_time = %s / 1000",
+         "SET GLOBAL idle_transaction_timeout = GREATEST(1, %s DIV 1000)"],
+        ["SET GLOBAL max_statement_time = 0", "SET GLOBAL idle_transaction_timeout = 0"],
+    ),
+}  # fmt: skip
+#: How sessions of this process are spared them: nobody would know what an operator has done.
+_SPARED = {
+    "postgresql": {"options": "-c statement_timeout=0 -c idle_in_transaction_session_timeout=0"},
+    "mysql": {"init_command": "SET SESSION max_statement_time=0, idle_transaction_timeout=0"},
+}
+#: Seconds between two faults of the store itself: in between, there is work to lose.
+RESTS = (4.0, 9.0)
 
 
 class Chaos:
@@ -35,13 +64,16 @@ class Chaos:
 
     Args:
         alias: The lock backend.
-        faults: Which of `__main__.FAULTS`.
+        faults: Which of `summary.FAULTS`.
+        ground: What the workers stand on.
     """
 
     def __init__(
-        self, alias: str, faults: set[str], crew: Crew, chance: random.Random, write: Writer
-    ):
-        self._alias, self._crew, self._chance, self._write = alias, crew, chance, write
+        self, alias: str, faults: set[str], crew: Crew, ground: Ground, chance: random.Random,
+        write: Writer,
+    ):  # fmt: skip
+        self._alias, self._crew, self._ground = alias, crew, ground
+        self._chance, self._write, self._using = chance, write, BACKENDS[alias].using
         self._later: list[tuple[float, Callable[[], object]]] = []
         acts = {
             "sessions": self._end_session, "pauses": self._pause, "kills": self._kill,
@@ -49,12 +81,28 @@ class Chaos:
             "operators": self._operate, "clocks": self._shift_clock,
         }  # fmt: skip
         self._acts = [act for name, act in acts.items() if name in faults]
+        # Each in its turn, or a short run would lack one.
+        rare = {
+            "crashes": self._crash, "poolers": self._restart_pooler, "timeouts": self._limit,
+            "losses": self._flush, "losses again": self._start_empty,
+        }  # fmt: skip
+        self._rare = [act for name, act in rare.items() if name.split()[0] in faults]
+        self._chance.shuffle(self._rare)
+        self._next = monotonic() + self._chance.uniform(*RESTS) / 2
+        if "timeouts" in faults:
+            settings = connections[self._using].settings_dict
+            settings["OPTIONS"] |= _SPARED[connections[self._using].vendor]
+            connections[self._using].close()
 
     def act(self) -> None:
         """Do one thing, and end what has lasted for long enough."""
         self.settle(monotonic())
         if self._acts:
             self._chance.choice(self._acts)()
+        if self._rare and monotonic() >= self._next:
+            self._rare.append(self._rare.pop(0))
+            self._rare[-1]()
+            self._next = monotonic() + self._chance.uniform(*RESTS)
 
     def settle(self, now: float = math.inf) -> None:
         """End what was to last until `now`; by default, all of it."""
@@ -67,9 +115,9 @@ class Chaos:
         self._write("fault", form=what, **facts)
 
     def _lasts(
-        self, what: str, seconds: float, member: Member, *ends: Callable[[], object]
+        self, what: str, seconds: float, member: Member | None, *ends: Callable[[], object]
     ) -> None:
-        self._tell(what, to=member.name, seconds=seconds)
+        self._tell(what, to=member.name if member else "", seconds=seconds)
         self._later += [(monotonic() + seconds, end) for end in ends]
 
     def _member(self) -> Member:
@@ -111,13 +159,78 @@ class Chaos:
         with suppress(DatabaseError, InterfaceError, RedisError, LockError):
             # Never that of the operators: nobody would know what they have done.
             number = self._chance.choice(sessions(self._alias, self._crew.ports) or ["0"])
-            using = BACKENDS[self._alias].using
-            if using:
-                with connections[using].cursor() as cursor:
-                    cursor.execute(_END[connections[using].vendor], [int(number)])
-            else:
-                _redis(self._alias)("CLIENT", "KILL", "ID", number)
+            self._end(number)
             self._tell("ended session", session=number)
+
+    def _end(self, number: str) -> None:
+        if self._using:
+            self._ask(_END[connections[self._using].vendor], [int(number)])
+        else:
+            _redis(self._alias)("CLIENT", "KILL", "ID", number)
+
+    def _ask(self, query: str, values: list[int]) -> None:
+        with connections[self._using].cursor() as cursor:
+            cursor.execute(query, values)
+
+    # The store itself
+
+    def _crash(self) -> None:
+        assert self._ground.store
+        self._ground.store.kill()
+        self._tell("crash")
+        self._start_again(self._ground.store)
+
+    def _restart_pooler(self) -> None:
+        assert self._ground.pooler
+        self._ground.pooler.kill()
+        self._tell("pooler restarted")
+        self._start_again(self._ground.pooler)
+
+    def _start_again(self, server: Killable) -> None:
+        time.sleep(self._chance.uniform(0, 1))
+        server.start()
+        # Those of this process have ended with the server.
+        connections.close_all()
+
+    def _limit(self) -> None:
+        seconds, most = self._chance.uniform(1, 4), self._chance.choice((10, 40, 200))
+        vendor = connections[self._using].vendor
+        begins, ends = _LIMIT[vendor]
+        for query in begins:
+            self._ask(query, [most] * query.count("%s"))
+        self._renew_sessions(vendor)
+        self._lasts(f"timeouts: {most} ms", seconds, None, partial(self._unlimit, ends, vendor))
+
+    def _unlimit(self, queries: list[str], vendor: str) -> None:
+        for query in queries:
+            self._ask(query, [])
+        self._renew_sessions(vendor)
+
+    def _renew_sessions(self, vendor: str) -> None:
+        """End the sessions of workers, where only new ones have what is set."""
+        for number in sessions(self._alias, self._crew.ports) if vendor == "mysql" else ():
+            # It may have ended meanwhile.
+            with suppress(DatabaseError):
+                self._end(number)
+
+    def _flush(self) -> None:
+        since = monotonic()
+        with Redis.from_url(os.environ["DISTLOCK_TEST_REDIS_URL"]) as client:
+            client.flushall()
+        self._lost("loss: flushed", since)
+
+    def _start_empty(self) -> None:
+        store = self._ground.store
+        assert store
+        since = monotonic()
+        store.kill()
+        self._lost("loss: started without data", since)
+        store.lose()
+        self._start_again(store)
+
+    def _lost(self, what: str, since: float) -> None:
+        # A renewal just before it may have had the longest ttl.
+        self._tell(what, since=since, over=monotonic() + max(TTLS))
 
     # Operators
 

@@ -8,6 +8,7 @@ it saw then, or the next line, whichever comes first. So no claim gets longer by
 from __future__ import annotations
 
 import json
+import math
 import os
 from bisect import insort
 from collections import Counter, defaultdict
@@ -25,6 +26,8 @@ EXPECTED = {
     "Interrupted", "LockLost", "LockNotAcquired", "BackendUnavailable", "TimeoutError",
     "OperationalError", "InterfaceError", "InternalError",
 }  # fmt: skip
+#: Excused overlaps are counted as this.
+EXCUSED = "excused overlap: the store had lost its data"
 #: What an operator ends a lease by: its holder may be told before the deadline that it saw.
 ENDING = {"force_release", "expire_soon"}
 
@@ -61,12 +64,18 @@ class Claim(NamedTuple):
 
 @dataclass(eq=False)
 class Held:
-    """One holding, as its holder saw it."""
+    """One holding, as its holder saw it.
+
+    Attributes:
+        asked: When the block, or the call, began.
+        granted_since: When the first block of the same grant began.
+    """
 
     key: str
     fence: int
     token: str
     asked: float
+    granted_since: float = math.inf
     lines: list[Line] = field(default_factory=list)
 
     def is_same(self, other: Held) -> bool:
@@ -82,6 +91,12 @@ class Held:
             end = line["t"] if following is None else following["t"]
             if min(end, line["until"]) > line["t"]:
                 yield Claim(line["t"], min(end, line["until"]), self)
+
+    def has_expired(self) -> bool:
+        """Whether its deadline passed before it ended, or its process died under it."""
+        last = next((each for each in self.lines if each["event"] in ("end", "lost")), None)
+        until = [each["until"] for each in self.lines if "until" in each]
+        return last is None or bool(last["t"] >= until[-1])
 
     def gone_early(self, grant: list[Line]) -> float:
         """Seconds before its deadline at which the store had lost it, as the holder was told.
@@ -128,9 +143,33 @@ class Findings:
         return "\n".join([title, *rows, *(never or ["  nothing that must never be"]), *shown])
 
 
+class Losses:
+    """When the store lost its data, and how long what was lost may still be held.
+
+    Args:
+        lines: Those with `since` and `over`. The data were lost at some time from `since` to the
+            line's own; `over` is that plus the longest ttl.
+    """
+
+    def __init__(self, lines: Iterable[Line]):
+        self._times = [(each["since"], each["t"], each["over"]) for each in lines if _loses(each)]
+
+    def excuse(self, held: Held, begin: float, end: float) -> bool:
+        """Whether a grant was asked for before a loss, and what happened to it lies behind that."""
+        return any(
+            held.granted_since <= lost and since <= begin and end <= over
+            for since, lost, over in self._times
+        )
+
+
+def _loses(line: Line) -> bool:
+    return line["event"] == "fault" and "over" in line
+
+
 def examined(lines: Iterable[Line]) -> Findings:
     """Count what happened, and find what must never be."""
-    found = Findings()
+    lines = list(lines)
+    found, losses = Findings(), Losses(lines)
     holdings: dict[tuple[str, int], Held] = {}
     grants: dict[tuple[str, int, str], list[Line]] = defaultdict(list)
     taken: set[tuple[str, int]] = set()
@@ -146,7 +185,9 @@ def examined(lines: Iterable[Line]) -> Findings:
         if "lease" in line and (line["who"], line["lease"]) in holdings:
             held = holdings[line["who"], line["lease"]]
             held.lines.append(line)
-            grants[held.key, held.fence, held.token].append(line)
+            grant = grants[held.key, held.fence, held.token]
+            grant.append(line)
+            held.granted_since = min(each["asked"] for each in grant if "asked" in each)
         if event == "operator" and line["form"] in ENDING:
             (taken if _moved_on(line) else shortened).add((line["key"], line["before"]))
         if event == "error" and line["form"] not in EXPECTED:
@@ -154,15 +195,27 @@ def examined(lines: Iterable[Line]) -> Findings:
     by_key: dict[str, list[Held]] = defaultdict(list)
     for held in holdings.values():
         by_key[held.key].append(held)
+        found.counted["expired"] += held.has_expired()
         early = held.gone_early(grants[held.key, held.fence, held.token])
-        if early > 0 and (held.key, held.fence) in taken | shortened:
-            found.counted["ended by an operator before its deadline"] += 1
-        elif early > 0:
-            found.never("gone early", f"by {early:.3f} s", *held.lines)
+        if early > 0:
+            _judge_early(found, held, early, taken | shortened, losses)
     for all_held in by_key.values():
-        _find_overlaps(found, all_held, taken)
+        _find_overlaps(found, all_held, taken, losses)
         _find_fences(found, all_held)
+    _find_stale_writes(found, lines)
     return found
+
+
+def _judge_early(
+    found: Findings, held: Held, early: float, ended: set[tuple[str, int]], losses: Losses
+) -> None:
+    told = next(each["t"] for each in held.lines if each["event"] == "lost")
+    if (held.key, held.fence) in ended:
+        found.counted["ended by an operator before its deadline"] += 1
+    elif losses.excuse(held, told, told):
+        found.counted["ended by a loss of data before its deadline"] += 1
+    else:
+        found.never("gone early", f"by {early:.3f} s", *held.lines)
 
 
 def _moved_on(order: Line) -> bool:
@@ -170,11 +223,14 @@ def _moved_on(order: Line) -> bool:
     return int(order["after"] or 0) > int(order["before"] or 0)
 
 
-def _find_overlaps(found: Findings, all_held: list[Held], taken: set[tuple[str, int]]) -> None:
+def _find_overlaps(
+    found: Findings, all_held: list[Held], taken: set[tuple[str, int]], losses: Losses
+) -> None:
     claims = sorted(
         (claim for held in all_held for claim in held.claims()), key=lambda claim: claim[:2]
     )
     seen: set[frozenset[int]] = set()
+    excused: set[frozenset[int]] = set()
     open_claims: list[Claim] = []
     for claim in claims:
         open_claims = [each for each in open_claims if each.end > claim.begin]
@@ -182,29 +238,60 @@ def _find_overlaps(found: Findings, all_held: list[Held], taken: set[tuple[str, 
             pair = frozenset((id(other.held), id(claim.held)))
             if pair in seen or other.held.is_same(claim.held):
                 continue
-            seen.add(pair)
             older = min(other.held, claim.held, key=lambda held: held.fence)
+            end = min(other.end, claim.end)
+            # A later stretch of the same two may have no excuse.
+            if losses.excuse(older, claim.begin, end) and (older.key, older.fence) not in taken:
+                excused.add(pair)
+                continue
+            seen.add(pair)
             if (older.key, older.fence) in taken:
                 found.counted["overlap with what an operator took"] += 1
                 continue
-            seconds = min(other.end, claim.end) - claim.begin
+            seconds = end - claim.begin
             near = sorted(other.held.lines + claim.held.lines, key=lambda line: float(line["t"]))
             found.never("overlap", f"for at least {seconds:.3f} s", *near)
         open_claims.append(claim)
+    found.counted[EXCUSED] += len(excused)
 
 
 def _find_fences(found: Findings, all_held: list[Held]) -> None:
     by_fence: dict[int, Held] = {}
-    granted: list[tuple[float, int]] = []
-    highest = 0
+    granted: list[tuple[float, float, int, Line]] = []
     for held in sorted(all_held, key=lambda each: each.asked):
         first = by_fence.setdefault(held.fence, held)
         if held is not first:
             if first.is_same(held):
                 continue  # A block that was entered again, perhaps long behind its grant.
             found.never("repeated fence", first.lines[0], held.lines[0])
-        while granted and granted[0][0] <= held.asked:
-            highest = max(highest, granted.pop(0)[1])
-        if held.fence < highest:
-            found.never("falling fence", f"granted before: {highest}", held.lines[0])
-        insort(granted, (held.lines[0]["t"], held.fence))
+        granted.append((held.asked, held.lines[0]["t"], held.fence, held.lines[0]))
+    for highest, line in _falling(granted):
+        found.never("falling fence", f"granted before: {highest}", line)
+
+
+def _find_stale_writes(found: Findings, lines: list[Line]) -> None:
+    by_key: dict[str, list[tuple[float, float, int, Line]]] = defaultdict(list)
+    for line in lines:
+        if line["event"] == "wrote":
+            by_key[line["key"]].append((line["asked"], line["t"], line["fence"], line))
+    for written in by_key.values():
+        for highest, line in _falling(sorted(written, key=lambda each: each[0])):
+            found.never("stale write", f"written before: {highest}", line)
+
+
+def _falling(
+    calls: Iterable[tuple[float, float, int, Line]],
+) -> Iterator[tuple[int, Line]]:
+    """Yield what has a lower fence than a call that had ended before it was asked for.
+
+    Args:
+        calls: When each was asked for, when it had ended, its fence and line, in the order asked.
+    """
+    ended: list[tuple[float, int]] = []
+    highest = 0
+    for asked, at, fence, line in calls:
+        while ended and ended[0][0] <= asked:
+            highest = max(highest, ended.pop(0)[1])
+        if fence < highest:
+            yield highest, line
+        insort(ended, (at, fence))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from django.db import connections
@@ -12,11 +13,12 @@ from django.db import connections
 from django_distlock.handler import lock_backends
 from tests.backends import BACKENDS
 from tests.contract.locking import eventually
-from tests.shop.models import Row
+from tests.shop.models import Account, Row
 
 from .crew import Crew, Member
 from .faults import Chaos, sessions
 from .history import Findings, Line, Writer, examined, read
+from .servers import Ground
 
 KEYS = [f"chaos:{number}" for number in range(6)]
 #: Seconds within which a worker has ended what it does, however slow the machine and the store.
@@ -30,20 +32,43 @@ MOST_SESSIONS = 8
 GONE = 5.0
 
 
-def run(
-    alias: str, faults: set[str], variable: str, workers: int, threads: int, seconds: float,
-    chance: random.Random, place: Path,
-) -> Findings:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is the same in all rounds of a store.
+
+    Attributes:
+        alias: The lock backend.
+        variable: The environment's name for the address of its server; "": it has none.
+        faults: Which of `summary.FAULTS`.
+        workers: How many processes work at once, of so many `threads` each.
+        ground: What they stand on.
+    """
+
+    alias: str
+    variable: str
+    faults: set[str]
+    workers: int
+    threads: int
+    ground: Ground
+
+
+def run(plan: Plan, seconds: float, chance: random.Random, place: Path) -> Findings:
     """Let workers work for so many seconds, end them, and look at what they leave and wrote."""
-    rows = "" if alias == "memory" else BACKENDS[alias].using or "default"
+    alias, faults = plan.alias, plan.faults
+    # In the file of the locks there are no locks inside of transactions.
+    rows = BACKENDS[alias].using or "default" if plan.variable else ""
     spec = {
         "alias": alias, "rows": rows, "keys": KEYS, "seed": chance.random(),
-        "threads": threads, "signals": "signals" in faults, "clocks": "clocks" in faults,
+        "threads": plan.threads, "signals": "signals" in faults, "clocks": "clocks" in faults,
     }  # fmt: skip
-    crew, found = Crew(workers, place, spec, variable), Findings()
+    if rows:
+        Account.objects.using(rows).bulk_create([Account(name=key) for key in KEYS])
+    pooler = int(plan.ground.pooler.facts["PORT"]) if plan.ground.pooler else 0
+    crew, found = Crew(plan.workers, place, spec, plan.variable, pooler), Findings()
     try:
         crew.hear("ready", HANGS)
-        chaos = Chaos(alias, faults, crew, chance, Writer(place / "chaos.jsonl", "chaos"))
+        write = Writer(place / "chaos.jsonl", "chaos")
+        chaos = Chaos(alias, faults, crew, plan.ground, chance, write)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(chance.uniform(0.05, 0.4))
@@ -52,17 +77,13 @@ def run(
         crew.say("stop")
         _hang(found, crew.hear("idle", HANGS))
         time.sleep(FREE)
-        if alias != "memory":
-            for record in lock_backends[alias].list(limit=1000).records:
-                found.never("lease left", f"{record.key}: {record}")
-            if (number := len(sessions(alias, crew.ports))) > (MOST_SESSIONS + threads) * workers:
-                found.never("session left", f"{number} of {workers} workers")
+        _find_left(found, plan, crew)
         crew.say("end")
         _hang(found, crew.hear("", HANGS))
         ports = crew.ports
     finally:
         crew.close()
-    if alias != "memory" and not eventually(lambda: not sessions(alias, ports), GONE):
+    if plan.variable and not eventually(lambda: not sessions(alias, ports), GONE):
         found.never("session left", f"{sessions(alias, ports)} behind the end of all workers")
     lines = read(place)
     for line in lines:
@@ -72,6 +93,15 @@ def run(
     for mark in _lost(lines, rows):
         found.never("row lost", mark)
     return examined(lines).with_more(found)
+
+
+def _find_left(found: Findings, plan: Plan, crew: Crew) -> None:
+    if plan.alias != "memory":
+        for record in lock_backends[plan.alias].list(limit=1000).records:
+            found.never("lease left", f"{record.key}: {record}")
+    most = (MOST_SESSIONS + plan.threads) * plan.workers
+    if plan.variable and (number := len(sessions(plan.alias, crew.ports))) > most:
+        found.never("session left", f"{number} of {plan.workers} workers")
 
 
 def _hang(found: Findings, members: list[Member]) -> None:
@@ -85,5 +115,7 @@ def _lost(lines: list[Line], using: str) -> Iterator[str]:
     if saved:
         there = set(Row.objects.using(using).values_list("name", flat=True))
         Row.objects.using(using).all().delete()
-        connections[using].close()
         yield from (mark for mark in saved if mark not in there)
+    if using:
+        Account.objects.using(using).all().delete()
+        connections[using].close()

@@ -22,7 +22,16 @@ from typing import Any
 import django
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
-from django_distlock import Lease, Lock, LockError, LockLost, current_lease, distlock
+from django_distlock import (
+    FenceRejected,
+    Lease,
+    Lock,
+    LockError,
+    LockLost,
+    current_lease,
+    distlock,
+    signals,
+)
 from django_distlock.core.clock import monotonic
 from django_distlock.handler import lock_backends
 
@@ -30,6 +39,8 @@ from .history import EXPECTED, Writer
 
 TTLS = (0.6, 1.0, 1.6, 2.4)
 WAITS = (0, 0.2, 0.5, 1.5)
+#: How often a holder writes a fenced row at a step, and works on behind its deadline.
+WRITES, LATE = 0.3, 0.04
 #: Seconds between two signals.
 EVERY = 0.05
 #: Seconds until Python lets another thread run: so often that they meet between any two steps.
@@ -67,6 +78,7 @@ class Worker:
 
     def run(self) -> None:
         """Work until the line "stop" comes, and say what is left once the line "end" does."""
+        signals.lock_extended.connect(self._count_renewal)
         print("ready", flush=True)
         main, *others = (Hand(self, str(number)) for number in range(self.threads))
         threading.Thread(target=self._wait_for_stop, name="stop", daemon=True).start()
@@ -94,6 +106,10 @@ class Worker:
                 claim.end()
             self.write("interrupted")
             raise Interrupted
+
+    def _count_renewal(self, *, cause: Exception | None, **_more: Any) -> None:
+        if cause is None:
+            self.write("renewed")
 
     def _wait_for_stop(self) -> None:
         sys.stdin.readline()
@@ -324,6 +340,9 @@ class Hand:
         with claim.of(lease):
             for seconds in self._naps(lease):
                 time.sleep(seconds)
+                # First of all: at times it is late, as behind a pause that no check can see.
+                if self._may_write() and self.chance.random() < WRITES:
+                    self._write_fenced(lease)
                 claim.check()
                 if self.chance.random() < extends:
                     ttl = self.chance.choice(TTLS)
@@ -341,6 +360,9 @@ class Hand:
                         await lease.aextend(ttl)
 
     def _naps(self, lease: Lease) -> list[float]:
+        if self.chance.random() < LATE:
+            # Until somebody else may have the key, where there is no heartbeat.
+            return [lease.remaining() + 1.5]
         if self.chance.random() < 0.1:
             # Longer than the lease lives without a heartbeat.
             return [lease.remaining() / 6] * 9
@@ -364,6 +386,27 @@ class Hand:
         # As behind each request.
         if self.worker.rows and isinstance(error, DatabaseError | InterfaceError):
             connections[self.worker.rows].close_if_unusable_or_obsolete()
+
+    def _may_write(self) -> bool:
+        """Whether a fenced row is committed at once, and no signal divides its write."""
+        worker = self.worker
+        if not worker.rows or (worker.signals and _is_main()):
+            return False
+        return not connections[worker.rows].in_atomic_block
+
+    def _write_fenced(self, lease: Lease) -> None:
+        """Write the row of the key, which refuses a lower fence than it has."""
+        # Models are there behind Django's setup.
+        from tests.shop.models import Account
+
+        facts = {"key": lease.key, "fence": lease.fence, "asked": monotonic()}
+        rows = Account.objects.using(self.worker.rows).fenced(lease).filter(name=lease.key)
+        try:
+            assert rows.update(value=self.chance.getrandbits(30)) == 1
+        except FenceRejected:
+            self.worker.write("refused", **facts)
+        else:
+            self.worker.write("wrote", **facts)
 
     def _mark(self) -> str:
         return f"{self.chance.getrandbits(96):x}"

@@ -19,6 +19,7 @@ from django_distlock.models import FenceCounter
 from tests.contract.aliases import alias_like
 from tests.contract.helpers import PATIENCE, take
 from tests.contract.locking import eventually
+from tests.keeper import children
 from tests.setups.servers import Restartable, restartable_postgres
 
 from .databases import migrate
@@ -66,19 +67,6 @@ def kill(server: Restartable) -> None:
     assert eventually(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in doomed), 10)
     server._running.close()
     server._is_running = False
-
-
-def children(pid: int) -> list[int]:
-    """Return the processes that one has started."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue  # It has just ended.
-        if parent == pid:
-            found.append(int(stat.parent.name))
-    return found
 
 
 def counter(backend: AdvisoryBackend, key: str) -> int:

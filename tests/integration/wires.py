@@ -75,13 +75,12 @@ class Wire:
                 self._welcome(self._listener.accept()[0])
 
     def _welcome(self, client: socket.socket) -> None:
-        self._sockets.append(client)
         try:
             server = socket.create_connection(self._server)
         except OSError:
             client.close()  # As a server that is away does: who connects is told.
             return
-        self._sockets.append(server)
+        self._sockets.extend((client, server))
         thread = threading.Thread(target=self._carry, args=(client, server), daemon=True)
         self._threads.append(thread)
         thread.start()

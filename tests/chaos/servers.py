@@ -1,0 +1,112 @@
+"""The servers of a run, which a round kills, starts again, spoils, and lets lose their data."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.keeper import Server, children, folder, free_port, server_user
+from tests.services import private_mariadb, private_postgres, private_redis
+
+
+class Killable:
+    """A server that is killed, and started again on the same port and data.
+
+    Args:
+        run: Runs it, and kills it in the end.
+        data: The folder with its data; None: it has none.
+    """
+
+    def __init__(self, run: Callable[[], AbstractContextManager[Any]], data: Path | None = None):
+        self._run, self._data, self._running = run, data, ExitStack()
+        self.facts: Any = None
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        self.facts = self._running.enter_context(self._run())
+
+    def kill(self) -> None:
+        """Kill it and all of its processes: nothing is written any more."""
+        # PostgreSQL alone has children, and starts again only when all of them have ended.
+        if self._data is not None and (self._data / "postmaster.pid").exists():
+            master = int((self._data / "postmaster.pid").read_text().split()[0])
+            for pid in (master, *children(master)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._running.close()
+
+    def lose(self) -> None:
+        """Remove the data of a server that was killed."""
+        assert self._data is not None
+        shutil.rmtree(self._data)
+
+
+#: By the environment's name for the server's address.
+_SERVERS: dict[str, Callable[[Path, int, bool], Callable[[], AbstractContextManager[Server]]]] = {
+    "DISTLOCK_TEST_POSTGRES_URL": lambda data, port, durable: partial(
+        private_postgres, data=data, port=port, durable=durable
+    ),
+    "DISTLOCK_TEST_MYSQL_URL": lambda data, port, durable: partial(
+        private_mariadb, data, port=port, stop="KILL", innodb_flush_log_at_trx_commit=int(durable)
+    ),
+    "DISTLOCK_TEST_REDIS_URL": lambda data, port, durable: partial(
+        private_redis, data=data, port=port, stop="KILL", durable=durable
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What the workers of a round stand on.
+
+    Attributes:
+        store: The server with the locks; None: it has none.
+        pooler: Behind which some workers are; None: there is none.
+    """
+
+    store: Killable | None = None
+    pooler: Killable | None = None
+
+
+@contextmanager
+def started(variables: set[str], *, durable: bool) -> Iterator[dict[str, Killable]]:
+    """Start servers, and put their addresses into the environment.
+
+    Args:
+        variables: The environment's names for their addresses.
+        durable: Whether an answer waits for the disk.
+    """
+    servers: dict[str, Killable] = {}
+    with ExitStack() as stack:
+        for variable, make in _SERVERS.items():
+            os.environ.pop(variable, None)
+            if variable in variables:
+                home = stack.enter_context(folder(owner=server_user()))
+                run = make(home / "data", free_port(), durable)
+                servers[variable] = server = Killable(run, home / "data")
+                server.start()
+                stack.callback(server.kill)
+                os.environ[variable] = server.facts.url
+        yield servers
+
+
+@contextmanager
+def pooler() -> Iterator[Killable]:
+    """Run a PgBouncer before PostgreSQL, with Django set up."""
+    # It asks Django where the server is.
+    from tests.poolers import pgbouncer
+
+    port = free_port()
+    made = Killable(partial(pgbouncer, port=port, stop="KILL"))
+    made.start()
+    try:
+        yield made
+    finally:
+        made.kill()
