@@ -78,9 +78,9 @@ def run(plan: Plan, seconds: float, chance: random.Random, place: Path) -> Findi
         _hang(found, crew.hear("idle", HANGS))
         time.sleep(FREE)
         _find_left(found, plan, crew)
+        ports = crew.ports
         crew.say("end")
         _hang(found, crew.hear("", HANGS))
-        ports = crew.ports
     finally:
         crew.close()
     if plan.variable and not eventually(lambda: not sessions(alias, ports), GONE):

@@ -39,8 +39,11 @@ from .history import EXPECTED, Writer
 
 TTLS = (0.6, 1.0, 1.6, 2.4)
 WAITS = (0, 0.2, 0.5, 1.5)
-#: How often a holder writes a fenced row at a step, and works on behind its deadline.
-WRITES, LATE = 0.3, 0.04
+#: How often a holder writes a fenced row at a step.
+WRITES = 0.4
+#: How often a holder without a heartbeat works on, and for how many seconds behind its deadline:
+#: longer than the grace, so that somebody else may have written.
+LATE, LATENESS = 0.25, 2.5
 #: Seconds between two signals.
 EVERY = 0.05
 #: Seconds until Python lets another thread run: so often that they meet between any two steps.
@@ -332,6 +335,10 @@ class Hand:
 
     def _keep(self, claim: Claim, lease: Lease) -> None:
         try:
+            if self._may_write() and self.chance.random() < LATE:
+                with claim.of(lease):
+                    time.sleep(lease.remaining() + LATENESS)
+                    self._write_fenced(lease)
             self._work(claim, lease, extends=0.5)
         finally:
             lease.release()
@@ -340,7 +347,7 @@ class Hand:
         with claim.of(lease):
             for seconds in self._naps(lease):
                 time.sleep(seconds)
-                # First of all: at times it is late, as behind a pause that no check can see.
+                # Before the check, which does not see what comes behind it either.
                 if self._may_write() and self.chance.random() < WRITES:
                     self._write_fenced(lease)
                 claim.check()
@@ -360,9 +367,6 @@ class Hand:
                         await lease.aextend(ttl)
 
     def _naps(self, lease: Lease) -> list[float]:
-        if self.chance.random() < LATE:
-            # Until somebody else may have the key, where there is no heartbeat.
-            return [lease.remaining() + 1.5]
         if self.chance.random() < 0.1:
             # Longer than the lease lives without a heartbeat.
             return [lease.remaining() / 6] * 9

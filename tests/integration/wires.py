@@ -107,6 +107,11 @@ class Wire:
                         return
                     if sender is client or fate == "passed":
                         other[sender].sendall(data)
+        # A server that was killed resets its end: who waits at the other one is told.
+        for each in other:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
 
 
 @contextmanager
