@@ -41,9 +41,8 @@ TTLS = (0.6, 1.0, 1.6, 2.4)
 WAITS = (0, 0.2, 0.5, 1.5)
 #: How often a holder writes a fenced row at a step.
 WRITES = 0.4
-#: How often a holder without a heartbeat works on, and for how many seconds behind its deadline:
-#: longer than the grace, so that somebody else may have written.
-LATE, LATENESS = 0.25, 2.5
+#: How often a holder without a heartbeat works on behind its deadline, and for how long at most.
+LATE, LATENESS = 0.2, 5.0
 #: Seconds between two signals.
 EVERY = 0.05
 #: Seconds until Python lets another thread run: so often that they meet between any two steps.
@@ -335,16 +334,14 @@ class Hand:
 
     def _keep(self, claim: Claim, lease: Lease) -> None:
         try:
-            if self._may_write() and self.chance.random() < LATE:
-                with claim.of(lease):
-                    time.sleep(lease.remaining() + LATENESS)
-                    self._write_fenced(lease)
-            self._work(claim, lease, extends=0.5)
+            self._work(claim, lease, extends=0.5, late=LATE)
         finally:
             lease.release()
 
-    def _work(self, claim: Claim, lease: Lease, *, extends: float = 0.1) -> None:
+    def _work(self, claim: Claim, lease: Lease, *, extends: float = 0.1, late: float = 0.0) -> None:
         with claim.of(lease):
+            if self._may_write() and self.chance.random() < late:
+                self._write_late(lease)
             for seconds in self._naps(lease):
                 time.sleep(seconds)
                 # Before the check, which does not see what comes behind it either.
@@ -397,6 +394,19 @@ class Hand:
         if not worker.rows or (worker.signals and _is_main()):
             return False
         return not connections[worker.rows].in_atomic_block
+
+    def _write_late(self, lease: Lease) -> None:
+        """Write as a process does that was stopped: when another holder may have written."""
+        # Models are there behind Django's setup.
+        from tests.shop.models import Account
+
+        until = monotonic() + lease.remaining() + LATENESS
+        newer = Account.objects.using(self.worker.rows).filter(
+            name=lease.key, fence__gt=lease.fence
+        )
+        while monotonic() < until and not newer.exists():
+            time.sleep(0.1)
+        self._write_fenced(lease)
 
     def _write_fenced(self, lease: Lease) -> None:
         """Write the row of the key, which refuses a lower fence than it has."""
