@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import struct
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
-from .crew import ROOT
-from .history import Line, examined
+import pytest
+
+from .crew import ROOT, BadWire
+from .history import EXCUSED, Findings, Line, examined
+from .summary import _SHOWN_BY, FAULTS, OPERATIONS, hollow, summary
 
 
 def grant(lease: int, at: float, fence: int, until: float, **more: Any) -> Line:
@@ -82,6 +90,146 @@ def test_lease_that_is_gone_before_its_deadline_is_found() -> None:
     assert broken(first, order, line(1, "lost", 13, why="the store no longer has it")) == []
 
 
+def loss(since: float, at: float, over: float) -> Line:
+    """Describe that the store lost its data."""
+    return {"event": "fault", "t": at, "who": "chaos", "form": "loss: flushed", "since": since,
+            "over": over}  # fmt: skip
+
+
+def test_overlap_behind_a_loss_of_data_is_excused() -> None:
+    """From the loss on, until what was lost is over; nothing else is."""
+    lines = [grant(1, 10, 1, 12), line(1, "end", 12)]
+    lines += [grant(2, 11, 2, 13), line(2, "end", 13)]
+    found = examined(sorted([*lines, loss(10.5, 10.6, 13)], key=lambda each: float(each["t"])))
+    assert not found.broken
+    assert found.counted[EXCUSED] == 1
+    assert broken(*lines) == ["overlap"]
+    # It lasts for longer than what was lost could.
+    assert broken(*lines, loss(10.5, 10.6, 11.9)) == ["overlap"]
+    # There were two before the data were lost.
+    assert broken(*lines, loss(11.1, 11.2, 14)) == ["overlap"]
+    # Both were asked for behind the loss.
+    assert broken(*lines, loss(9.8, 9.9, 14)) == ["overlap"]
+
+
+def test_excuse_covers_no_later_stretch_of_the_same_two() -> None:
+    """A holder that still claims what was lost when its time is over has no excuse."""
+    lines = [grant(1, 10, 1, 12), line(1, "check", 11.5, until=15), line(1, "end", 14)]
+    lines += [grant(2, 11, 2, 15), line(2, "check", 11.2, until=15), line(2, "end", 14)]
+    assert broken(*lines, loss(10.5, 10.6, 14)) == []
+    assert broken(*lines, loss(10.5, 10.6, 13)) == ["overlap"]
+
+
+def test_block_entered_again_behind_a_loss_has_the_grant_from_before() -> None:
+    """Its grant is what was lost, however late the block was entered."""
+    lines = [grant(1, 10, 1, 12), line(1, "end", 12)]
+    lines += [grant(3, 10.8, 1, 12, form="reentered", token="1"), line(3, "end", 12)]
+    lines += [grant(2, 11, 2, 13), line(2, "end", 13)]
+    assert broken(*lines, loss(10.5, 10.6, 13)) == []
+
+
+def test_loss_of_data_excuses_no_fence() -> None:
+    """They rise over it."""
+    first = [grant(1, 10, 5, 12), line(1, "end", 11)]
+    second = [grant(2, 12, 4, 14), line(2, "end", 13)]
+    assert broken(*first, *second, loss(11.5, 11.6, 14)) == ["falling fence"]
+
+
+def test_lease_that_went_with_the_data_is_told_apart() -> None:
+    """It is gone before its deadline by the loss; one that was granted behind it is not."""
+    lines = [grant(1, 10, 1, 14), line(1, "lost", 13, why="the store no longer has it")]
+    assert broken(*lines, loss(12, 12.1, 14.5)) == []
+    assert broken(*lines, loss(12, 12.1, 12.9)) == ["gone early"]
+    assert broken(*lines, loss(9, 9.1, 14.5)) == ["gone early"]
+
+
+def test_stale_write_is_found() -> None:
+    """A row takes no lower fence than that of a write which had ended before."""
+
+    def wrote(at: float, fence: int, asked: float) -> Line:
+        return {"event": "wrote", "t": at, "who": "1", "key": "key", "fence": fence, "asked": asked}
+
+    assert broken(wrote(1, 5, 0.9), wrote(3, 4, 2)) == ["stale write"]
+    # At once, either may have been first.
+    assert broken(wrote(1, 5, 0.9), wrote(3, 4, 0.95)) == []
+    assert broken(wrote(1, 5, 0.9), wrote(3, 5, 2)) == []
+    assert broken(wrote(1, 5, 0.9), {**wrote(3, 4, 2), "key": "other"}) == []
+
+
+def test_expiries_are_counted() -> None:
+    """A deadline that passed under a holder, or a process that was killed."""
+    late = [grant(1, 10, 1, 12), line(1, "lost", 13, why="its deadline has passed")]
+    assert examined(late).counted["expired"] == 1
+    assert examined([grant(1, 10, 1, 12)]).counted["expired"] == 1
+    assert examined([grant(1, 10, 1, 12), line(1, "end", 11)]).counted["expired"] == 0
+
+
+#: Where everything happened once.
+ALL_ONCE = Counter(
+    dict.fromkeys([*OPERATIONS.values(), *(shown[0] for shown in _SHOWN_BY.values())], 1)
+)
+
+
+def test_every_fault_is_counted() -> None:
+    """A fault that nothing shows would never be missed."""
+    assert FAULTS.keys() == _SHOWN_BY.keys()
+    assert hollow(ALL_ONCE, FAULTS, rows=True) == []
+    assert hollow(ALL_ONCE, FAULTS, rows=True, least=2)[: len(FAULTS)] == list(FAULTS)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_run_without_a_chosen_fault_proves_nothing(name: str) -> None:
+    """And is not missed where it was not chosen."""
+    without = ALL_ONCE - Counter(dict.fromkeys(_SHOWN_BY[name], 1))
+    assert hollow(without, FAULTS, rows=True) == [name]
+    assert hollow(without, FAULTS.keys() - {name}, rows=True) == []
+
+
+@pytest.mark.parametrize("name", ["losses", "expiries", "refused stale writes"])
+def test_pauses_and_kills_that_end_no_lease_prove_nothing(name: str) -> None:
+    """Unless nobody was paused or killed."""
+    without = ALL_ONCE - Counter({OPERATIONS[name]: 1})
+    for chosen in ("pauses", "kills"):
+        assert hollow(without, {chosen}, rows=True) == [name]
+    assert hollow(without, {"wires"}, rows=True) == []
+    # Without rows, there is nothing to refuse.
+    lacks = [] if name == "refused stale writes" else [name]
+    assert hollow(without, {"pauses"}, rows=False) == lacks
+
+
+def test_run_without_locks_proves_nothing() -> None:
+    """Nobody acquired or renewed a lease."""
+    assert hollow(Counter(), {}, rows=True) == ["acquisitions", "renewals"]
+
+
+def test_bound_is_of_runs_without_a_violation() -> None:
+    """It says how rare what was not seen is; what was seen has no such bound."""
+    found = Findings(Counter({"grant": 300, "fault loss: flushed": 2, EXCUSED: 3}))
+    told = summary(found, {"losses"}, [])
+    assert told["bound"] == 0.01
+    assert (told["excused"], told["excused per loss"]) == (3, 1.5)
+    found.never("overlap", "of two")
+    assert summary(found, {"losses"}, [])["bound"] is None
+    assert summary(found, {"losses"}, [])["violations"] == {"overlap": 1}
+
+
+def test_reset_by_a_killed_server_is_passed_on() -> None:
+    """Who waits behind a wire is told, as without it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        wire = BadWire("127.0.0.1", server.getsockname()[1])
+        try:
+            with socket.create_connection(("127.0.0.1", wire.port), timeout=10) as client:
+                end, _address = server.accept()
+                assert wire.ports == {_address[1]}
+                # Closed so, it is reset.
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                end.close()
+                assert client.recv(1) == b""
+            assert wire.ports == set()
+        finally:
+            wire.close()
+
+
 def test_unexpected_error_is_found() -> None:
     """What nothing that goes wrong explains."""
     error = {"event": "error", "t": 1, "who": "1", "why": ""}
@@ -89,19 +237,41 @@ def test_unexpected_error_is_found() -> None:
     assert broken({**error, "form": "BackendUnavailable"}) == []
 
 
-def test_drill_runs_and_ends() -> None:
-    """Workers are interrupted, stopped and killed, and leave nothing."""
-    command = [sys.executable, "-m", "tests.chaos", "--store", "memory", "--seed", "1",
-               "--seconds", "4", "--workers", "2"]  # fmt: skip
+def drill(*arguments: str) -> str:
+    """Run the command, and return what it prints."""
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", "tests.chaos", *arguments],
         cwd=ROOT,
         # Workers that are killed close nothing.
         env={**os.environ, "PYTHONDEVMODE": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "nothing that must never be" in done.stdout
+    return done.stdout
+
+
+def test_drill_runs_and_ends() -> None:
+    """Workers are interrupted, stopped and killed, and leave nothing."""
+    # Too short for one of each.
+    said = drill(
+        "--store", "memory", "--seed", "1", "--seconds", "4", "--workers", "2", "--minimum", "0"
+    )  # fmt: skip
+    assert "nothing that must never be" in said
+
+
+@pytest.mark.nightly
+@pytest.mark.faults
+def test_servers_crash_and_lose_data(tmp_path: Path) -> None:
+    """Nothing that must never be happens, although servers are killed and Redis is emptied."""
+    figures = tmp_path / "figures.json"
+    drill(
+        "--store", "postgres", "--store", "redis", "--losses", "--seconds", "40", "--workers", "3",
+        "--minimum", "0", "--json", str(figures),
+    )  # fmt: skip
+    told = json.loads(figures.read_text())["stores"]
+    for store, faults in (("postgres", {"crashes", "timeouts"}), ("redis", {"crashes", "losses"})):
+        assert told[store]["violations"] == {}
+        assert all(told[store]["faults"][name] >= 1 for name in faults)
