@@ -36,19 +36,19 @@ STORES = {
     "sqlite": "",
     "memory": "",
 }
-_SERVED = {"crashes", "poolers", "timeouts", "losses"}
+_SERVED = {"crashes", "poolers", "timeouts", "losses", "restores"}
 #: What a store does not promise to stand, as the guarantees say, or does not have.
 WITHOUT = {
     "postgres": {"losses"},
-    "mariadb": {"poolers", "losses"},
-    "redis": {"poolers", "timeouts"},
+    "mariadb": {"poolers", "losses", "restores"},
+    "redis": {"poolers", "timeouts", "restores"},
     "advisory": {"sessions", "wires", "expire_soon", *_SERVED},
     # Its leases end by the clock of the host.
     "sqlite": {"sessions", "wires", "clocks", *_SERVED},
     "memory": {"sessions", "wires", "expire_soon", "operators", *_SERVED},
 }
 #: Two may hold a key by them, and so only who asks for them has them.
-ONLY_IF_NAMED = {"losses"}
+ONLY_IF_NAMED = {"losses", "restores"}
 #: Seconds of a round. Behind each one nobody has a lock, and what is left is a leak.
 ROUND = 120.0
 
@@ -103,7 +103,7 @@ def _start(stack: ExitStack, options: argparse.Namespace) -> dict[str, Killable]
     # Events, and the rows beside locks in Redis, are in PostgreSQL.
     needed = {STORES[each] for each in options.store} - {""}
     needed |= {STORES["postgres"]} if needed else set()
-    durable = bool({"crashes"} & set(options.faults))
+    durable = bool({"crashes", *ONLY_IF_NAMED} & set(options.faults))
     servers = stack.enter_context(started(needed, durable=durable))
     os.environ["DISTLOCK_TEST_SCRATCH"] = str(stack.enter_context(folder()))
     os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"

@@ -20,13 +20,14 @@ from django_distlock import LockError, inspection
 from django_distlock.core.clock import monotonic
 from django_distlock.handler import lock_backends
 from tests.backends import BACKENDS
+from tests.contract.locking import eventually
 
 from .crew import Crew, Member
 from .history import Writer
 from .servers import Ground, Killable
 from .worker import TTLS
 
-ACTOR = {"actor": "chaos", "reason": "a drill"}
+ACTOR: dict[str, Any] = {"actor": "chaos", "reason": "a drill"}
 _SESSIONS = {
     "mysql": "SELECT id, SUBSTRING_INDEX(host, ':', -1) FROM information_schema.processlist"
     " WHERE host LIKE '%%:%%' ORDER BY id",
@@ -34,6 +35,10 @@ _SESSIONS = {
     " WHERE client_port > 0 ORDER BY pid",
 }
 _END = {"mysql": "KILL %s", "postgresql": "SELECT pg_terminate_backend(%s)"}
+_END_ALL = (
+    "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
+    " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+)
 #: Sets time-outs in milliseconds, of a statement and of an idle transaction, and takes them back.
 _LIMIT = {
     # Sessions that are open have them at once.
@@ -84,9 +89,10 @@ class Chaos:
         # Each in its turn, or a short run would lack one.
         rare = {
             "crashes": self._crash, "poolers": self._restart_pooler, "timeouts": self._limit,
-            "losses": self._flush, "losses again": self._start_empty,
+            "losses": self._flush, "losses, no data": self._start_empty,
+            "losses, older data": self._go_back, "restores": self._go_back,
         }  # fmt: skip
-        self._rare = [act for name, act in rare.items() if name.split()[0] in faults]
+        self._rare = [act for name, act in rare.items() if name.split(",")[0] in faults]
         self._chance.shuffle(self._rare)
         self._next = monotonic() + self._chance.uniform(*RESTS) / 2
         if "timeouts" in faults:
@@ -228,9 +234,58 @@ class Chaos:
         store.lose()
         self._start_again(store)
 
-    def _lost(self, what: str, since: float) -> None:
+    def _go_back(self) -> None:
+        """Let the store have what it has now once more, a while later."""
+        assert self._ground.store
+        kept = monotonic()
+        self._ground.store.back_up()
+        back = self._restore if self._using else self._promote
+        self._later.append((monotonic() + self._chance.uniform(1, 3), partial(back, kept)))
+
+    def _promote(self, _kept: float) -> None:
+        store, since = self._ground.store, monotonic()
+        assert store
+        store.kill()
+        self._lost("loss: older data, as of a replica that lagged", since)
+        store.restore()
+        self._start_again(store)
+
+    def _restore(self, kept: float) -> None:
+        """Do what the runbook says: no worker gets to a restored server before its fences rose."""
+        store, pooler = self._ground.store, self._ground.pooler
+        assert store
+        for wire in self._crew.wires:
+            wire.hang()
+        if pooler:
+            pooler.kill()
+        # What has come through is at its end with its session: nothing is granted any more.
+        assert eventually(lambda: not self._value(_END_ALL), 10)
+        highest = self._value("SELECT max(fence) FROM django_distlock_fencecounter")
+        since = monotonic()
+        store.kill()
+        self._lost("restore", since, kept=kept)
+        store.restore()
+        self._start_again(store)
+        # The copy may have them.
+        for query in _LIMIT["postgresql"][1]:
+            self._ask(query, [])
+        for key in self._crew.keys:
+            inspection.force_release(key, backend=self._alias, **ACTOR)
+            lock_backends[self._alias].raise_fences(highest, key=key)
+        if pooler:
+            pooler.start()
+        for wire in self._crew.wires:
+            wire.cut()
+            wire.flow()
+
+    def _value(self, query: str) -> int:
+        with connections[self._using].cursor() as cursor:
+            cursor.execute(query)
+            return int(cursor.fetchone()[0])
+
+    def _lost(self, what: str, since: float, **facts: float) -> None:
         # A renewal just before it may have had the longest ttl.
-        self._tell(what, since=since, over=monotonic() + max(TTLS))
+        self._tell(what, since=since, over=monotonic() + max(TTLS), **facts)
 
     # Operators
 

@@ -269,11 +269,19 @@ def _find_fences(found: Findings, all_held: list[Held]) -> None:
         found.never("falling fence", f"granted before: {highest}", line)
 
 
+def forgotten(lines: Iterable[Line]) -> list[tuple[float, float]]:
+    """Return from when to when rows were written that a restored backup does not have."""
+    return [(each["kept"], each["t"]) for each in lines if _loses(each) and "kept" in each]
+
+
 def _find_stale_writes(found: Findings, lines: list[Line]) -> None:
-    by_key: dict[str, list[tuple[float, float, int, Line]]] = defaultdict(list)
+    by_key: dict[tuple[str, int], list[tuple[float, float, int, Line]]] = defaultdict(list)
+    restored = [at for _kept, at in forgotten(lines)]
     for line in lines:
         if line["event"] == "wrote":
-            by_key[line["key"]].append((line["asked"], line["t"], line["fence"], line))
+            # A restored row does not know what was written on it before.
+            written = by_key[line["key"], sum(at < line["asked"] for at in restored)]
+            written.append((line["asked"], line["t"], line["fence"], line))
     for written in by_key.values():
         for highest, line in _falling(sorted(written, key=lambda each: each[0])):
             found.never("stale write", f"written before: {highest}", line)

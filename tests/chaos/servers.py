@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.keeper import Server, children, folder, free_port, server_user
-from tests.services import private_mariadb, private_postgres, private_redis
+from tests.services import (
+    _postgres_binaries,
+    _run,
+    private_mariadb,
+    private_postgres,
+    private_redis,
+)
 
 
 class Killable:
@@ -46,6 +52,25 @@ class Killable:
         """Remove the data of a server that was killed."""
         assert self._data is not None
         shutil.rmtree(self._data)
+
+    def back_up(self) -> None:
+        """Keep what a running PostgreSQL has, or a Redis that writes a log."""
+        assert self._data is not None
+        copy = self._data.with_name("copy")
+        if (self._data / "PG_VERSION").exists():
+            program = _postgres_binaries(self._data.parent) / "pg_basebackup"
+            _run([program, "-D", copy, "-c", "fast", "-d", self.facts.url], self._data.parent)
+        else:
+            shutil.copytree(self._data, copy)
+            if user := server_user():
+                for path in (copy, *copy.rglob("*")):
+                    shutil.chown(path, user)
+
+    def restore(self) -> None:
+        """Let a server that was killed have what was kept, and nothing else."""
+        assert self._data is not None
+        self.lose()
+        self._data.with_name("copy").rename(self._data)
 
 
 #: By the environment's name for the server's address.

@@ -22,7 +22,8 @@ FAULTS = {
     "crashes": "kill -9 the server, and start it again with its data",
     "poolers": "kill and start the PgBouncer that some workers are behind, where there is one",
     "timeouts": "set low time-outs of statements and transactions on the server for a while",
-    "losses": "flush Redis, or start it again without its data (only if named)",
+    "losses": "flush Redis, start it without its data, or with older ones (only if named)",
+    "restores": "restore an older backup of PostgreSQL, and raise the fences (only if named)",
 }
 #: By the name of a fault: what of a history's counts shows that it happened.
 _SHOWN_BY = {
@@ -40,6 +41,7 @@ _SHOWN_BY = {
     "poolers": ("fault pooler restarted",),
     "timeouts": ("fault timeouts: ",),
     "losses": ("fault loss: ",),
+    "restores": ("fault restore",),
 }  # fmt: skip
 #: By the name of a figure: what is counted in a history.
 OPERATIONS = {
@@ -91,10 +93,9 @@ def summary(found: Findings, faults: Collection[str], lacks: list[str]) -> dict[
         "bound": 3 / acquired if acquired and not violations else None,
         "lacks": lacks,
     }
-    if "losses" in faults:
+    if lost := sum(told["faults"].get(name, 0) for name in ("losses", "restores")):
         excused = found.counted[EXCUSED]
-        lost = told["faults"]["losses"]
-        told |= {"excused": excused, "excused per loss": excused / lost if lost else None}
+        told |= {"excused": excused, "excused per loss": excused / lost}
     return told
 
 
@@ -104,7 +105,7 @@ def text(told: dict[str, Any]) -> str:
     lines += [f"  fault: {name:37} {times:8}" for name, times in told["faults"].items()]
     if told["bound"] is not None:
         lines.append(f"  fewer violations than 3/n of acquisitions: {told['bound']:.1e}")
-    if told.get("excused per loss") is not None:
+    if "excused" in told:
         lines.append(f"  excused overlaps for each loss: {told['excused per loss']:.2f}")
     lines += [f"  INVALID, it proves nothing: too few {name}" for name in told["lacks"]]
     return "\n".join(lines)

@@ -272,7 +272,7 @@ class Hand:
 
     def in_a_transaction(self) -> None:
         """Take a lock inside `atomic()`, behind a row that is saved there."""
-        mark = self._mark()
+        mark, asked = self._mark(), monotonic()
         with transaction.atomic(using=self.worker.rows):
             self._save(mark)
             try:
@@ -281,13 +281,13 @@ class Hand:
             except (LockError, Interrupted) as error:
                 self._tell(error)
         # It has ended without an error.
-        self.worker.write("saved", row=mark)
+        self.worker.write("saved", row=mark, asked=asked)
 
     def saved(self) -> None:
         """Save a row where it is committed at once."""
-        mark = self._mark()
+        mark, asked = self._mark(), monotonic()
         self._save(mark)
-        self.worker.write("saved", row=mark)
+        self.worker.write("saved", row=mark, asked=asked)
 
     def awaited_blocks(self) -> None:
         """Hold locks in several tasks, some of which are cancelled."""
