@@ -89,8 +89,9 @@ def main() -> int:
             broken = broken or bool(found.broken or lacks)
         if options.json:
             about = versions() | {
-                each.facts.source: each.facts.version for each in servers.values()
-            }
+                store: servers[variable].facts.version
+                for store, variable in STORES.items() if variable in servers
+            }  # fmt: skip
             options.json.write_text(json.dumps(
                 {"seed": options.seed, "seconds": options.seconds, "workers": options.workers,
                  "threads": options.threads, "versions": about, "stores": told}, indent=1,
@@ -124,7 +125,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=4, help="of each worker")
     parser.add_argument("--keep", type=Path, help="a folder for the histories")
     parser.add_argument("--json", type=Path, help="a file for the figures")
-    parser.add_argument("--minimum", type=int, default=1, help="or a run proves nothing")
+    parser.add_argument(
+        "--minimum", type=int, default=1, help="of each fault, or it proves nothing"
+    )
     for name, what in FAULTS.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=what)
@@ -140,6 +143,8 @@ def _options() -> argparse.Namespace:
     ]  # fmt: skip
     options.seed = random.randrange(10**6) if options.seed is None else options.seed
     print(f"seed {options.seed}; faults: {', '.join(options.faults) or 'none'}", flush=True)
+    if missing:
+        print(f"not on this machine: {', '.join(sorted(missing))}", flush=True)
     return options
 
 
