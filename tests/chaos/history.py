@@ -269,14 +269,26 @@ def _find_fences(found: Findings, all_held: list[Held]) -> None:
         found.never("falling fence", f"granted before: {highest}", line)
 
 
-def forgotten(lines: Iterable[Line]) -> list[tuple[float, float]]:
+def _forgotten(lines: Iterable[Line]) -> list[tuple[float, float]]:
     """Return from when to when rows were written that a restored backup does not have."""
     return [(each["kept"], each["t"]) for each in lines if _loses(each) and "kept" in each]
 
 
+def saved_rows(lines: Iterable[Line]) -> list[str]:
+    """Return the rows that must be there: saved without an error, and not lost with the data."""
+    lines = list(lines)
+    gone = _forgotten(lines)
+    return [
+        line["row"]
+        for line in lines
+        if line["event"] == "saved"
+        and not any(kept <= line["t"] and line["asked"] <= at for kept, at in gone)
+    ]
+
+
 def _find_stale_writes(found: Findings, lines: list[Line]) -> None:
     by_key: dict[tuple[str, int], list[tuple[float, float, int, Line]]] = defaultdict(list)
-    restored = [at for _kept, at in forgotten(lines)]
+    restored = [at for _kept, at in _forgotten(lines)]
     for line in lines:
         if line["event"] == "wrote":
             # A restored row does not know what was written on it before.

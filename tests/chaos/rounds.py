@@ -17,7 +17,7 @@ from tests.shop.models import Account, Row
 
 from .crew import Crew, Member
 from .faults import Chaos, sessions
-from .history import Findings, Line, Writer, examined, forgotten, read
+from .history import Findings, Line, Writer, examined, read, saved_rows
 from .servers import Ground
 
 KEYS = [f"chaos:{number}" for number in range(6)]
@@ -111,12 +111,7 @@ def _hang(found: Findings, members: list[Member]) -> None:
 
 def _lost(lines: list[Line], using: str) -> Iterator[str]:
     """Yield the rows that were saved without an error, and are not there."""
-    gone = forgotten(lines)
-    saved = [
-        line["row"] for line in lines
-        if line["event"] == "saved"
-        and not any(kept <= line["t"] and line["asked"] <= at for kept, at in gone)
-    ]  # fmt: skip
+    saved = saved_rows(lines)
     if saved:
         there = set(Row.objects.using(using).values_list("name", flat=True))
         Row.objects.using(using).all().delete()

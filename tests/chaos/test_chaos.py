@@ -17,7 +17,7 @@ import pytest
 from tests.contract.locking import eventually
 
 from .crew import ROOT, BadWire
-from .history import EXCUSED, Findings, Line, examined
+from .history import EXCUSED, Findings, Line, examined, saved_rows
 from .summary import _SHOWN_BY, FAULTS, OPERATIONS, hollow, summary
 
 
@@ -159,6 +159,17 @@ def test_stale_write_is_found() -> None:
     # A restored row has forgotten the first; a lost lock has not.
     assert broken(wrote(1, 5, 0.9), {**loss(1.5, 1.6, 2), "kept": 0.5}, wrote(3, 4, 2)) == []
     assert broken(wrote(1, 5, 0.9), loss(1.5, 1.6, 2), wrote(3, 4, 2)) == ["stale write"]
+
+
+def test_saved_rows_must_be_there() -> None:
+    """Unless a backup was restored that was made before them."""
+
+    def saved(asked: float, at: float) -> Line:
+        return {"event": "saved", "t": at, "who": "1", "row": f"{at}", "asked": asked}
+
+    lines = [saved(0, 1), saved(1.5, 3), saved(4.5, 6), saved(5.5, 7)]
+    assert saved_rows([*lines, loss(4, 5, 9)]) == ["1", "3", "6", "7"]
+    assert saved_rows([*lines, {**loss(4, 5, 9), "kept": 2}]) == ["1", "7"]
 
 
 def test_expiries_are_counted() -> None:
