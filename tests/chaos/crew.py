@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import select
+import selectors
 import signal
 import socket
 import subprocess
@@ -100,10 +100,13 @@ class Member:
     def says(self, line: str, until: float) -> bool:
         """Wait until it says this; return whether that was in time."""
         assert self.popen.stdout
-        while select.select([self.popen.stdout], [], [], max(0.0, until - time.monotonic()))[0]:
-            said = self.popen.stdout.readline().decode().strip()
-            if said in ("", line):
-                return said == line
+        # Wires may have more files open than `select()` can count.
+        with selectors.DefaultSelector() as ready:
+            ready.register(self.popen.stdout, selectors.EVENT_READ)
+            while ready.select(max(0.0, until - time.monotonic())):
+                said = self.popen.stdout.readline().decode().strip()
+                if said in ("", line):
+                    return said == line
         return False
 
     def stacks(self) -> str:
