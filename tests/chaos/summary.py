@@ -113,5 +113,6 @@ def text(told: dict[str, Any]) -> str:
 
 def versions() -> dict[str, str]:
     """Return what took part, but for the servers."""
-    packages = ("django-distlock", "Django", "psycopg", "redis")
-    return {"Python": platform.python_version(), **{each: version(each) for each in packages}}
+    packages = ("django-distlock", "Django", "psycopg")
+    told = {each: version(each) for each in packages}
+    return {"Python": platform.python_version(), **told, "redis-py": version("redis")}
