@@ -6,7 +6,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -87,6 +87,18 @@ class Wire:
 
     def _carry(self, client: socket.socket, server: socket.socket) -> None:
         other = {client: server, server: client}
+        try:
+            self._pass_on(client, server, other)
+        finally:
+            # A server that was killed resets its end: who waits at the other one is told.
+            for each in other:
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+                each.close()
+
+    def _pass_on(
+        self, client: socket.socket, server: socket.socket, other: Mapping[Any, socket.socket]
+    ) -> None:
         fate = "passed"
         with suppress(OSError, ValueError), selectors.DefaultSelector() as ready:
             for each in other:
@@ -102,16 +114,9 @@ class Wire:
                             fate, self.fate = self.fate, "passed"
                     self._flows.wait()
                     if not data or fate == "cut":
-                        for each in other:
-                            each.shutdown(socket.SHUT_RDWR)
                         return
                     if sender is client or fate == "passed":
                         other[sender].sendall(data)
-        # A server that was killed resets its end: who waits at the other one is told.
-        for each in other:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
 
 
 @contextmanager
