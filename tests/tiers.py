@@ -152,7 +152,7 @@ def _is_quick(item: pytest.Item) -> bool:
         return False
     alias, subject = _alias(item), _subject(item)
     if subject in LONG:
-        return alias == "postgres"
+        return alias in ("", "postgres")
     return not alias or alias in (QUICK_BACKENDS if subject in OF_BACKENDS else FULL)
 
 
