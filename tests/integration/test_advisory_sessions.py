@@ -165,6 +165,10 @@ def test_locks_held_at_once_are_bounded(key: str) -> None:
         take(backend, f"{key}-next")
 
 
+# psycopg tells of a connection that a signal broke off while it was opened.
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. .function BaseConnection:pytest.PytestUnraisableExceptionWarning"
+)
 def test_signals_leave_the_place_of_a_session_free() -> None:
     """Whoever is interrupted while it takes a session, or puts it back, keeps no place."""
     with advisory(max_connections=1) as backend:
