@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
+from urllib.parse import quote
 
 from django.conf import settings
 
@@ -25,6 +26,7 @@ from .exceptions import InvalidLockBackend
 SETTINGS: Final = (
     "DISTLOCK", "DISTLOCK_TABLES", "DISTLOCK_HOLDER", "DISTLOCK_FENCE_SECRET",
     "DISTLOCK_FENCE_AUDIENCE", "DISTLOCK_FENCE_JUMP", "DISTLOCK_MONITOR_TOKEN",
+    "DISTLOCK_HISTORY", "DISTLOCK_TASK_URL",
 )  # fmt: skip
 
 DEFAULT_BACKENDS: Mapping[str, Mapping[str, Any]] = {
@@ -269,6 +271,37 @@ def monitor_tokens() -> tuple[str, ...]:
                 " any of -._~+/, or a list of such."
             )
     return tokens
+
+
+def history() -> float:
+    """Return which part of all releases is kept as events, from 0 to 1.
+
+    Raises:
+        InvalidLockBackend: `DISTLOCK_HISTORY` is no such number.
+    """
+    raw = getattr(settings, "DISTLOCK_HISTORY", 0)
+    try:
+        return number(raw, "DISTLOCK_HISTORY", minimum=0, maximum=1)
+    except InvalidArgument as error:
+        raise InvalidLockBackend(str(error)) from None
+
+
+def task_url(task_id: str) -> str:
+    """Return the page of a task in another tool; "": there is none.
+
+    Raises:
+        InvalidLockBackend: `DISTLOCK_TASK_URL` is no address with `{task_id}` in it.
+    """
+    raw = getattr(settings, "DISTLOCK_TASK_URL", None)
+    if raw is None:
+        return ""
+    # Of these schemes alone: the page makes a link of it.
+    if not isinstance(raw, str) or not re.match(r"https?://|/", raw) or "{task_id}" not in raw:
+        raise InvalidLockBackend(
+            "DISTLOCK_TASK_URL must be None, or an address that starts with http://, https:// or /"
+            f" and contains {{task_id}}, not {shown(raw)}."
+        )
+    return raw.replace("{task_id}", quote(task_id, safe=""))
 
 
 def _several(raw: Any) -> tuple[Any, ...]:

@@ -244,7 +244,10 @@ class StoredResponse(models.Model):
 
 
 class LockEvent(models.Model):
-    """What an operator needs to know afterwards. Not a row per acquire."""
+    """What an operator needs to know afterwards; of releases the part that `DISTLOCK_HISTORY` says.
+
+    The details of a release are `held_for` and `waited`, in seconds.
+    """
 
     class Kind(models.TextChoices):
         """What happened."""
@@ -258,10 +261,11 @@ class LockEvent(models.Model):
         PAUSED = "paused", _("paused")
         RESUMED = "resumed", _("resumed")
         CLEANED = "cleaned", _("cleaned up")
+        RELEASED = "released", _("released")
 
     at = EventTimeField(_("at"), db_index=True, default=timezone.now)
     backend = KeyField(_("backend"), max_length=100)
-    key = KeyField(_("key"), max_length=512)
+    key = KeyField(_("key"), max_length=512, db_index=True)
     kind = models.CharField(_("kind"), max_length=20, choices=Kind)
     fence = models.PositiveBigIntegerField(_("fence"), null=True)
     holder = models.JSONField(_("holder"), default=dict)

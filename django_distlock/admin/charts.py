@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
 
-from ..inspection.history import History, Minute
+from django.utils import timezone
+from django.utils.translation import gettext as _
 
-#: Units of the drawing: a bar of a minute is ten wide.
+from ..core.wording import span
+from ..inspection.history import History
+
+if TYPE_CHECKING:
+    from ..models import LockEvent
+
+#: Units of the drawing: the place of a bar is ten wide.
 STEP: Final = 10
 HEIGHT: Final = 60
 #: What is drawn first, from below: the kinds that somebody should look at.
@@ -16,44 +25,90 @@ GRAVE: Final = ("lost", "rejected", "forced")
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A minute: what is grave of it below, the rest above."""
+    """Two numbers, one above the other.
 
-    minute: Minute
+    Attributes:
+        title: What it says when it is pointed at.
+    """
+
+    title: str
     x: int
     top: float
     height: float
-    grave_top: float
-    grave_height: float
+    lower_top: float
+    lower_height: float
 
 
 @dataclass(frozen=True, slots=True)
-class MinuteChart:
-    """Events per minute."""
+class Chart:
+    """Bars with their axes.
+
+    Attributes:
+        most: What the highest bar stands for, as a text.
+        first: What the first bar stands for.
+        last: What the last one stands for.
+    """
 
     bars: tuple[Bar, ...]
-    most: int
-    total: int
+    most: str
+    first: str
+    last: str
     width: int
     height: int = HEIGHT
 
     @classmethod
-    def of(cls, history: History) -> MinuteChart:
-        """Draw the last hour."""
-        most = max((each.number for each in history.minutes), default=0)
-        scale = HEIGHT / max(most, 1)
-        bars = []
-        for position, minute in enumerate(history.minutes):
-            grave = sum(minute.kinds.get(kind, 0) for kind in GRAVE) * scale
-            height = minute.number * scale
-            bars.append(
-                Bar(
-                    minute=minute,
-                    x=position * STEP,
-                    top=round(HEIGHT - height, 2),
-                    height=round(height - grave, 2),
-                    grave_top=round(HEIGHT - grave, 2),
-                    grave_height=round(grave, 2),
-                )
+    def of(
+        cls,
+        numbers: Sequence[tuple[float, float]],
+        titles: Sequence[str],
+        most: str,
+        ends: tuple[str, str],
+    ) -> Chart:
+        """Draw pairs of a lower and an upper number."""
+        scale = HEIGHT / (max(map(sum, numbers), default=0) or 1)
+        bars = [
+            Bar(
+                title=title,
+                x=position * STEP,
+                top=round(HEIGHT - (lower + upper) * scale, 2),
+                height=round(upper * scale, 2),
+                lower_top=round(HEIGHT - lower * scale, 2),
+                lower_height=round(lower * scale, 2),
             )
-        total = sum(each.number for each in history.minutes)
-        return cls(tuple(bars), most, total, STEP * len(history.minutes))
+            for position, ((lower, upper), title) in enumerate(zip(numbers, titles, strict=True))
+        ]
+        return cls(tuple(bars), most, *ends, STEP * len(bars))
+
+
+def of_minutes(past: History) -> Chart:
+    """Draw the events of the last hour, the grave ones below."""
+    grave = [sum(each.kinds.get(kind, 0) for kind in GRAVE) for each in past.minutes]
+    numbers = [
+        (lower, each.number - lower) for lower, each in zip(grave, past.minutes, strict=True)
+    ]
+    titles = [f"{_time(each.begins)}: {each.number}" for each in past.minutes]
+    most = max((each.number for each in past.minutes), default=0)
+    first, last = past.minutes[0].begins, past.minutes[-1].begins
+    return Chart.of(numbers, titles, str(most), (_time(first), _time(last)))
+
+
+def of_releases(releases: Sequence[LockEvent]) -> Chart:
+    """Draw how long a key was held, and above it how long its holders had waited.
+
+    Args:
+        releases: Events, the last one first; at least one.
+    """
+    oldest_first = releases[::-1]
+    numbers = [(each.details["held_for"], each.details["waited"]) for each in oldest_first]
+    titles = [
+        _("%(time)s: held for %(held)s, waited for %(waited)s")
+        % {"time": _time(each.at, seconds=True), "held": span(held, 3), "waited": span(waited, 3)}
+        for each, (held, waited) in zip(oldest_first, numbers, strict=True)
+    ]
+    ends = _time(releases[-1].at, seconds=True), _time(releases[0].at, seconds=True)
+    return Chart.of(numbers, titles, span(max(map(sum, numbers)), 3), ends)
+
+
+def _time(instant: datetime, *, seconds: bool = False) -> str:
+    local = timezone.localtime(instant, timezone.get_current_timezone())
+    return f"{local:%H:%M:%S}" if seconds else f"{local:%H:%M}"

@@ -29,7 +29,7 @@ from .keys import KeyPage
 from .operating import ACTS, act_on, allowed
 from .overview import Overview, problems
 from .records import ReadOnlyAdmin
-from .targets import Pages, Target
+from .targets import Pages, Target, object_page
 
 #: Keys that one request may act on.
 MAX_TARGETS = 100
@@ -92,7 +92,11 @@ class LockDashboard(ReadOnlyAdmin):
         """Show all that is known about a key."""
         self._require(request, Operation.VIEW)
         target = _target(request.GET.urlencode())
-        context = {**self._context(request, printable(target.key)), "target": target}
+        context = {
+            **self._context(request, printable(target.key)),
+            "target": target,
+            "object": object_page(target.key, self.admin_site, request),
+        }
         page = _looked_at(target, self._pages, tells_who=_may_see_events(request))
         if isinstance(page, KeyPage):
             acts = [each for each in allowed(request.user) if page.fits(each.operation)]

@@ -12,6 +12,7 @@ from ..core.keys import stored_key
 from ..handler import lock_backends
 from ..inspection import State
 from ..inspection.summary import SOON
+from .rows import COLUMNS
 
 #: Seconds that a lock may have been held for.
 AGES = (
@@ -49,6 +50,10 @@ def named_backends() -> list[tuple[str, Any]]:
     return [(alias, alias) for alias in lock_backends]
 
 
+def _orders() -> list[tuple[str, str]]:
+    return [(order, order) for each in COLUMNS for order in each.orders()]
+
+
 class KeyForm(forms.Form):
     """A key that somebody knows by name: nobody need hold it."""
 
@@ -63,10 +68,13 @@ class FilterForm(forms.Form):
     begins = forms.CharField(
         label=_("Key starts with"), required=False, max_length=512, strip=False
     )
+    contains = forms.CharField(label=_("Key contains"), required=False, max_length=512, strip=False)
     state = forms.ChoiceField(label=_("State"), required=False, choices=_states)
     host = forms.CharField(label=_("Host"), required=False, max_length=255)
     task = forms.CharField(label=_("Task id"), required=False, max_length=255)
     age = forms.ChoiceField(label=_("Held for"), required=False, choices=AGES)
+
+    order = forms.ChoiceField(required=False, choices=_orders, widget=forms.HiddenInput)
 
     def clean_begins(self) -> str:
         """Refuse what no key can begin with."""
@@ -84,6 +92,7 @@ class FilterForm(forms.Form):
         return {
             "backends": [given["backend"]] if given.get("backend") else None,
             "prefix": given.get("begins", ""),
+            "contains": given.get("contains", ""),
             "host": given.get("host") or None,
             "task_id": given.get("task") or None,
             "held_longer_than": float(given["age"]) if given.get("age") else None,

@@ -11,8 +11,11 @@ from datetime import datetime
 from django.utils.functional import Promise
 from django.utils.translation import gettext_lazy as _
 
-from ..core.wording import printable
+from ..core.holders import Holder
+from ..core.wording import printable, span
 from ..inspection import KeyView, Operation
+from ..models import LockEvent
+from .charts import Chart, of_releases
 from .rows import Row, row_of
 from .targets import Pages, Target
 
@@ -29,11 +32,28 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
+class Release:
+    """How somebody held a key."""
+
+    at: datetime
+    held: str
+    waited: str
+    holder: Holder
+    fence: int | None
+
+    @classmethod
+    def of(cls, event: LockEvent) -> Release:
+        """Read what the events say."""
+        held, waited = (span(event.details[name], 3) for name in ("held_for", "waited"))
+        return cls(event.at, held, waited, Holder.from_json(event.holder), event.fence)
+
+
+@dataclass(frozen=True, slots=True)
 class KeyPage:
     """What the page of a key shows.
 
     Attributes:
-        tells_who: Whether it names operators and their reasons, as the events do.
+        tells_who: Whether it shows events, which name operators, and past holders.
     """
 
     view: KeyView
@@ -46,6 +66,25 @@ class KeyPage:
         """The lock, as the dashboard shows it; None: nobody holds it."""
         held = self.view.held
         return None if held is None else row_of(held, self.pages)
+
+    @property
+    def chain(self) -> list[tuple[str, str, Holder | None]]:
+        """What its holder waits for, and so on: each key, its page and its holder."""
+        return [
+            (each.key, self.pages.key(Target(self.target.backend, each.key)), each.holder)
+            for each in self.view.chain
+        ]
+
+    @property
+    def releases(self) -> list[Release]:
+        """How it was held before, the last time first."""
+        return [Release.of(each) for each in self.view.releases or () if self.tells_who]
+
+    @property
+    def chart(self) -> Chart | None:
+        """How long it was held and waited for; None: no release is to be shown."""
+        shown = self.view.releases if self.tells_who else None
+        return of_releases(shown) if shown else None
 
     @property
     def is_unknown(self) -> bool:

@@ -27,13 +27,15 @@ from ..inspection import (
 from ..inspection.diagnosis import has_lost
 from ..inspection.history import History, history
 from ..inspection.showing import expired_locks
-from .charts import MinuteChart
+from .charts import Chart, of_minutes
 from .filters import LATE, FilterForm
-from .rows import Row, row_of
+from .rows import COLUMNS, Column, Row, ordered, row_of
 from .targets import Pages, Target
 
 #: Locks of a page.
 LIMIT = 50
+#: Locks that are sorted. No store has an index for it: so many are read.
+SORTED = 1000
 #: Keys that are named, of those that most wait for.
 MOST = 8
 
@@ -53,7 +55,7 @@ class Card:
 
     name: str
     label: Promise
-    number: int | None
+    number: float | None
     href: str
     is_exact: bool = True
     is_grave: bool = False
@@ -95,6 +97,11 @@ class Overview:
     """What is held, how much of everything there is, and what happened.
 
     Attributes:
+        order: What the rows are sorted by: see `Column.orders`; "": by
+            backend, and as that lists them.
+        looked_at: How many locks were sorted, where the rows are only the first of them, or where
+            there are more; 0: the rows are all.
+        following: Where the next page starts; None: this was the last one.
         expired: Leases that nobody gave back, the last ones of each backend.
         outages: Backends that could not be asked.
         lost: Backends of Redis that have lost their data.
@@ -103,9 +110,11 @@ class Overview:
     """
 
     rows: tuple[Row, ...]
+    order: str
+    looked_at: int
     following: str | None
     cards: tuple[Card, ...]
-    chart: MinuteChart | None
+    chart: Chart | None
     contended: tuple[Wanted, ...]
     expired: tuple[Row, ...]
     outages: tuple[Failure, ...]
@@ -119,19 +128,24 @@ class Overview:
     def of(cls, form: FilterForm, cursor: str | None, pages: Pages) -> Overview:
         """Ask all backends for a page, from a cursor on; the first one where that is none."""
         arguments = form.arguments()
+        order = form.cleaned_data.get("order", "")
+        limit = SORTED if order else LIMIT
         try:
-            page = list_locks(cursor=cursor or None, limit=LIMIT, waits=True, **arguments)
+            page = list_locks(cursor=cursor or None, limit=limit, waits=True, **arguments)
         except InvalidArgument:
-            page = list_locks(limit=LIMIT, waits=True, **arguments)
+            page = list_locks(limit=limit, waits=True, **arguments)
+        rows = [row_of(lock, pages) for lock in page.locks]
         failures = {each.backend: each for each in page.failures if not each.is_of_key}
         summaries = list(_asked(summary, failures))
         past = history()
         outages = tuple(each for each in failures.values() if each.code != "unsupported")
         return cls(
-            rows=tuple(row_of(lock, pages) for lock in page.locks),
-            following=page.cursor,
+            rows=tuple(ordered(rows, order)[:LIMIT] if order else rows),
+            order=order,
+            looked_at=len(rows) if order and (page.cursor or len(rows) > LIMIT) else 0,
+            following=None if order else page.cursor,
             cards=tuple(_cards(summaries, past, pages, is_least=bool(outages))),
-            chart=None if past is None else MinuteChart.of(past),
+            chart=None if past is None else of_minutes(past),
             contended=tuple(_contended(summaries, pages)),
             expired=tuple(_expired(summaries, pages)),
             outages=outages,
@@ -146,13 +160,20 @@ class Overview:
             transactions=list_transactions().transactions[:LIMIT],
         )
 
+    @property
+    def columns(self) -> list[tuple[Column, str, str]]:
+        """The columns, each with the order that a click asks for, and how it is sorted now."""
+        order = self.order
+        return [(each, each.next_order(order), each.aria_sort(order)) for each in COLUMNS]
+
     def facts(self) -> tuple[object, ...]:
         """Return what a refresh has to show again when it has changed."""
         return (
             [each.facts() for each in self.rows],
+            self.looked_at,
             self.following,
             [each.facts() for each in self.cards],
-            self.chart and [each.minute for each in self.chart.bars],
+            self.chart and [each.title for each in self.chart.bars],
             self.contended,
             [each.facts() for each in self.expired],
             self.outages,
@@ -225,6 +246,10 @@ def _cards(
         exact = all(each.is_exact for each in known)
         grave = is_grave and bool(number)
         yield Card(name, label, number, href, exact, grave, is_least=is_least)
+    if past is not None and past.rate is not None:
+        wait = round((past.median_wait or 0) * 1000)
+        yield Card("rate", _("Releases per minute (1 h)"), round(past.rate, 1), locks)
+        yield Card("median_wait", _("Median wait in ms (1 h)"), wait, locks)
     parts = [each.overdue for each in summaries if each.overdue is not None]
     worst = round(max(parts) * 100) if parts else None
     # A percent sign, and no placeholder. xgettext:no-python-format

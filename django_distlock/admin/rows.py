@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
+
+from django.utils.functional import Promise
+from django.utils.translation import gettext_lazy as _
 
 from ..core.wording import span
 from ..inspection import HeldKey, State
@@ -98,6 +103,56 @@ class Row:
             lock.backend, lock.key, lock.token_hash, lock.fence, lock.state.value, self.end,
             lock.waits,
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the list, by which it can be sorted.
+
+    Attributes:
+        name: What the address calls it.
+        value: What rows are compared by.
+        greatest_first: Whether that is what one wants to see first.
+    """
+
+    name: str
+    label: Promise
+    value: Callable[[Row], Any]
+    greatest_first: bool = False
+
+    def orders(self) -> tuple[str, str]:
+        """Return the two orders, the one first that is wanted first; "-": the greatest first."""
+        orders = (self.name, f"-{self.name}")
+        return orders[::-1] if self.greatest_first else orders
+
+    def next_order(self, order: str) -> str:
+        """Return the order that a click asks for."""
+        first, second = self.orders()
+        return second if order == first else first
+
+    def aria_sort(self, order: str) -> str:
+        """Return how the rows are sorted by it, as `aria-sort` says it."""
+        ways = {self.name: "ascending", f"-{self.name}": "descending"}
+        return ways.get(order, "none")
+
+
+COLUMNS: Final = (
+    Column("key", _("Key and backend"), lambda row: (row.lock.key, row.lock.backend)),
+    Column("left", _("Expires in"), lambda row: math.inf if row.end is None else row.left),
+    Column("age", _("Held for"), lambda row: row.lock.held_for, greatest_first=True),
+    Column("holder", _("Holder"), lambda row: row.lock.holder.where),
+    Column("fence", _("Fence"), lambda row: row.lock.fence, greatest_first=True),
+    Column(
+        "waiting", _("Waiting"), lambda row: row.lock.waits.total if row.lock.waits else 0,
+        greatest_first=True,
+    ),
+)  # fmt: skip
+
+
+def ordered(rows: Iterable[Row], order: str) -> list[Row]:
+    """Return rows by one of the `Column.orders`."""
+    (column,) = (each for each in COLUMNS if each.name == order.removeprefix("-"))
+    return sorted(rows, key=column.value, reverse=order.startswith("-"))
 
 
 def row_of(lock: HeldKey, pages: Pages) -> Row:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from urllib.parse import parse_qsl, urlencode
 
+from django.apps import apps
 from django.contrib.admin import AdminSite
+from django.contrib.admin.utils import quote
 from django.http import HttpRequest
 from django.urls import reverse
 
 from ..core.errors import InvalidArgument, LockError, shown
 from ..core.keys import stored_key
+from ..core.wording import printable
 from ..handler import lock_backends
 from ..models import LockEvent
 
@@ -84,3 +87,30 @@ class Pages:
 
     def _of(self, name: str) -> str:
         return reverse(f"admin:django_distlock_{name}", current_app=self.site)
+
+
+def object_page(key: str, site: AdminSite, request: HttpRequest) -> tuple[str, str] | None:
+    """Return the name and the page of the object that a key is about; None: it names none.
+
+    A key names a model at its beginning, and behind a colon the primary key: `shop.order:17`. The
+    app may be left out where the site has one model of that name.
+    """
+    name, _, rest = key.partition(":")
+    app, _, model_name = name.lower().rpartition(".")
+    pk = rest.partition(":")[0]
+    found = [
+        each
+        for each in apps.get_models()
+        if each._meta.model_name == model_name and app in ("", each._meta.app_label)
+        and site.is_registered(each)
+        and site.get_model_admin(each).has_view_permission(request)
+    ]  # fmt: skip
+    if len(found) != 1 or not pk:
+        return None
+    meta = found[0]._meta
+    href = reverse(
+        f"admin:{meta.app_label}_{meta.model_name}_change",
+        args=[quote(pk)],
+        current_app=site.name,
+    )
+    return f"{meta.verbose_name} {printable(pk)}", href

@@ -41,7 +41,7 @@ def check_settings(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
     aliases = _read(conf.aliases, found) or []
     for read in (
         conf.holder_config, conf.fence_secrets, conf.fence_audiences, conf.fence_jump,
-        conf.monitor_tokens, conf.refuse_unknown_settings,
+        conf.monitor_tokens, conf.refuse_unknown_settings, conf.history, partial(conf.task_url, ""),
     ):  # fmt: skip
         _read(read, found)
     for alias in aliases:

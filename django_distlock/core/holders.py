@@ -77,6 +77,13 @@ class Holder:
         """Who it is, as sentences name it."""
         return f"{self.process or 'a process'} (pid {self.pid}) on {self.host or 'some host'}"
 
+    def is_caller(self, other: Holder) -> bool:
+        """Whether both are the same thread of a process, or the same task."""
+        if self.task_id is not None:
+            return self.task_id == other.task_id
+        ours = (self.host, self.boot_id, self.pid, self.started_at, self.thread)
+        return ours == (other.host, other.boot_id, other.pid, other.started_at, other.thread)
+
     @property
     def leads(self) -> bool:
         """Whether it leads, and those stand by who do not get the key."""

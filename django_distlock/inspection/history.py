@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from django.apps import apps
@@ -15,6 +16,7 @@ from django.db.models import Count, F
 from django.db.models.functions import TruncMinute
 from django.utils.connection import ConnectionDoesNotExist
 
+from .. import conf
 from ..core.logs import log_fields
 
 if TYPE_CHECKING:
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
 MINUTES: Final = 60
 #: Hours that are told in sum.
 HOURS: Final = 24
+#: Releases at most whose median wait is told.
+SAMPLE: Final = 1000
+#: The kind of event that is not rare.
+RELEASED: Final = "released"
 
 logger = logging.getLogger("django_distlock")
 
@@ -49,13 +55,17 @@ class History:
 
     Attributes:
         minutes: The last hour, the oldest first; the last one is not over.
-        kinds: How many events of which kind the last 24 hours had.
+        kinds: How many events of which kind the last 24 hours had. Releases are not among them.
         at: When it was counted, by the clock of this host.
+        rate: Releases per minute in the last hour; None: none are kept (`DISTLOCK_HISTORY`).
+        median_wait: Seconds that half of the latest of them have not waited for their grant.
     """
 
     minutes: tuple[Minute, ...]
     kinds: dict[str, int]
     at: datetime
+    rate: float | None = None
+    median_wait: float | None = None
 
 
 def history() -> History | None:
@@ -81,6 +91,7 @@ def _counted(events: QuerySet[LockEvent], now: datetime) -> History:
     by_minute: dict[datetime, Counter[str]] = {}
     rows = (
         events.filter(at__gte=first)
+        .exclude(kind=RELEASED)
         .annotate(minute=TruncMinute("at", tzinfo=UTC))
         .values_list("minute", "kind")
         .annotate(number=Count("pk"))
@@ -89,11 +100,22 @@ def _counted(events: QuerySet[LockEvent], now: datetime) -> History:
     for minute, kind, number in rows:
         by_minute.setdefault(minute, Counter())[kind] += number
     begins = [first + timedelta(minutes=each) for each in range(MINUTES)]
-    day = events.filter(at__gte=now - timedelta(hours=HOURS)).order_by()
+    day = events.filter(at__gte=now - timedelta(hours=HOURS)).exclude(kind=RELEASED).order_by()
     return History(
         minutes=tuple(
             Minute(begins=each, kinds=dict(by_minute.get(each, Counter()))) for each in begins
         ),
         kinds=dict(day.values_list("kind").annotate(number=Count("pk"))),
         at=now,
+        **_of_releases(events.filter(kind=RELEASED, at__gte=now - timedelta(hours=1))),
     )
+
+
+def _of_releases(events: QuerySet[LockEvent]) -> dict[str, float]:
+    kept = conf.history()
+    number = events.count() if kept else 0
+    if not number:
+        return {}
+    details = events.order_by("-at").values_list("details", flat=True)[:SAMPLE]
+    waits = [float(each["waited"]) for each in details]
+    return {"rate": number / kept / 60, "median_wait": median(waits)}

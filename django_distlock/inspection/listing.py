@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import unicodedata
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -87,6 +88,7 @@ class _Wanted:
     ends_within: float | None
     overdue: float | None
     states: frozenset[State] | None
+    contains: str = ""
 
     @property
     def everything(self) -> bool:
@@ -94,10 +96,11 @@ class _Wanted:
         return self == _Wanted(None, None, None, None)
 
     def may_fit(self, record: Record, now: datetime) -> bool:
-        """Whether its times are such, which needs no more than its record."""
+        """Whether its key and its times are such, which needs no more than its record."""
         least, soon, part = self.held_longer_than, self.ends_within, self.overdue
         return (
-            (least is None or (now - record.acquired_at).total_seconds() > least)
+            self.contains in record.key
+            and (least is None or (now - record.acquired_at).total_seconds() > least)
             and (soon is None or "ending_soon" in tally(record, now, soon))
             and (part is None or (overdue(record, now) or 0) > part)
         )
@@ -111,6 +114,7 @@ def list_locks(  # noqa: PLR0913 - filters, each by its name
     *,
     backends: Collection[str] | None = None,
     prefix: str = "",
+    contains: str = "",
     host: str | None = None,
     task_id: str | None = None,
     held_longer_than: Duration | None = None,
@@ -128,6 +132,8 @@ def list_locks(  # noqa: PLR0913 - filters, each by its name
     Args:
         backends: Aliases in `DISTLOCK`; None: all of them.
         prefix: What the keys start with.
+        contains: What is somewhere in the keys. No store has an index for it: all that `prefix`
+            leaves is read.
         host: Only what is held by this `Holder.host`.
         task_id: Only what is held by this `Holder.task_id`.
         held_longer_than: Only what was granted longer ago than this, by the store's clock. Then a
@@ -153,6 +159,7 @@ def list_locks(  # noqa: PLR0913 - filters, each by its name
         None if ends_within is None else seconds(ends_within, "ends_within"),
         None if overdue is None else number(overdue, "overdue", minimum=0, maximum=1),
         None if states is None else frozenset(map(State, states)),
+        _text(contains),
     )
     page = _page(chosen(backends), cursor, wanted, filters, limit)
     return replace(page, locks=tuple(_with_waits(page.locks))) if waits else page
@@ -183,6 +190,12 @@ def _page(
         if len(locks) == limit:
             return LockPage(tuple(locks), _behind(alias, aliases), tuple(failures))
     return LockPage(tuple(locks), None, tuple(failures))
+
+
+def _text(contains: object) -> str:
+    if not isinstance(contains, str):
+        raise InvalidArgument(f"contains must be a str, not {shown(contains)}.")
+    return unicodedata.normalize("NFC", contains)
 
 
 def _with_waits(locks: tuple[HeldKey, ...]) -> list[HeldKey]:

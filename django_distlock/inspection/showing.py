@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -11,28 +12,40 @@ from typing import TYPE_CHECKING, Any
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, router, transaction
+from django.db.models import Q
 from django.utils.connection import ConnectionDoesNotExist
 
 from ..backends.base import BaseLockBackend
-from ..core.documents import by_name, plain
+from ..core.documents import Document, by_name, plain
 from ..core.errors import LockUsageError
-from ..core.holders import Session
+from ..core.holders import Holder, Session
 from ..core.keys import stored_key
 from ..core.logs import log_fields
 from ..core.records import Counter, Waiting, Waits
 from ..handler import lock_backends
 from .hashes import hashed
 from .held import HeldKey
+from .history import RELEASED
+from .summary import SOON
 
 if TYPE_CHECKING:
     from ..models import LockEvent
 
-#: Events of a key that are shown.
+#: Events of a key that are shown, and releases.
 EVENTS = 10
+RELEASES = 30
 #: What is told of each.
 _TOLD = ("at", "kind", "fence", "holder", "actor", "reason", "details")
 
 logger = logging.getLogger("django_distlock")
+
+
+@dataclass(frozen=True, slots=True)
+class Link(Document):
+    """A key that the holder before it waits for, and who holds that one; None: nobody any more."""
+
+    key: str
+    holder: Holder | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +65,9 @@ class KeyView:
         guards: The sessions that keep it from being granted anew; None: the store cannot tell.
         events: What happened to it lately, the last first; None: the table of events cannot be
             read from here.
+        chain: What the holder waits for, then what the holder of that waits for, and so on. It is
+            looked for among the keys that most wait for, and ends where a key comes again.
+        releases: The same of how it was held: see `DISTLOCK_HISTORY`. `events` has none of them.
         observed_at: The store's clock when it was looked at.
     """
 
@@ -65,6 +81,8 @@ class KeyView:
     waiters: tuple[Waiting, ...]
     guards: tuple[Session, ...] | None
     events: tuple[LockEvent, ...] | None
+    releases: tuple[LockEvent, ...] | None
+    chain: tuple[Link, ...]
     observed_at: datetime
 
     @property
@@ -79,7 +97,6 @@ class KeyView:
 
     def as_json(self) -> dict[str, Any]:
         """Return what JSON can carry: times as ISO 8601 in UTC, durations in seconds."""
-        events = self.events
         return {
             **by_name(
                 self, "backend", "key", "key_hash", "held", "expired", "fence", "paused_until"
@@ -88,7 +105,9 @@ class KeyView:
             "paused_by": None if self.counter is None else self.counter.paused_by,
             "waiters": [{**plain(each), "is_retrying": each.is_retrying} for each in self.waiters],
             "guards": plain(self.guards),
-            "events": None if events is None else [by_name(each, *_TOLD) for each in events],
+            "chain": [each.as_json() for each in self.chain],
+            "events": _told(self.events),
+            "releases": _told(self.releases),
             **by_name(self, "observed_at"),
         }
 
@@ -118,7 +137,9 @@ def show(key: str, backend: str = "default") -> KeyView:
         counter=_counter(store, key),
         waiters=waiters,
         guards=store.guards.sessions(key),
-        events=_latest(store.alias, key),
+        events=_latest(store.alias, key, EVENTS, ~Q(kind=RELEASED)),
+        chain=() if record is None else tuple(_chain(store, key, record.holder)),
+        releases=_latest(store.alias, key, RELEASES, Q(kind=RELEASED)),
         observed_at=now,
     )
 
@@ -141,6 +162,22 @@ def expired_locks(backend: str = "default", *, limit: int = 100) -> tuple[HeldKe
     return tuple(HeldKey.of(store, each, now) for each in found)
 
 
+def _chain(store: BaseLockBackend, key: str, holder: Holder | None) -> Iterator[Link]:
+    if not store.supports_listing:
+        return
+    waited = [each for each, _number in store.states(SOON)[1].most_waited if each != key]
+    waiters = {each: [waiting.holder for waiting in store.waiters.of(each)] for each in waited}
+    seen = {key}
+    while holder is not None:
+        found = (each for each in waited if any(map(holder.is_caller, waiters[each])))
+        if (following := next(found, None)) is None or following in seen:
+            return
+        seen.add(following)
+        record = store.read(following)
+        holder = None if record is None else record.holder
+        yield Link(following, holder)
+
+
 def _counter(store: BaseLockBackend, key: str) -> Counter | None:
     # A backend of somebody else need not know the fence of a key that nobody holds.
     with suppress(LockUsageError):
@@ -148,14 +185,18 @@ def _counter(store: BaseLockBackend, key: str) -> Counter | None:
     return None
 
 
-def _latest(alias: str, key: str) -> tuple[LockEvent, ...] | None:
+def _told(events: tuple[LockEvent, ...] | None) -> list[dict[str, Any]] | None:
+    return None if events is None else [by_name(each, *_TOLD) for each in events]
+
+
+def _latest(alias: str, key: str, number: int, which: Q) -> tuple[LockEvent, ...] | None:
     model: type[LockEvent] = apps.get_model("django_distlock", "LockEvent")
     try:
         using = router.db_for_read(model)
         # In a block of its own, so that an error leaves the caller's transaction as it was.
         with transaction.atomic(using=using):
-            rows = model.objects.using(using).filter(backend=alias, key=key)
-            return tuple(rows.order_by("-at", "-pk")[:EVENTS])
+            rows = model.objects.using(using).filter(which, backend=alias, key=key)
+            return tuple(rows.order_by("-at", "-pk")[:number])
     except (Error, ConnectionDoesNotExist, ImproperlyConfigured) as error:
         extra = log_fields("events_unread", backend=alias, key=key)
         logger.warning("Lock events cannot be read: %s", error, extra=extra)

@@ -117,11 +117,13 @@ class Granted:
             cannot have granted earlier than that.
         unheard: Seconds of the shortest question with this token that got no answer: the store may
             hear it behind others.
+        waited: Seconds from the first question to the grant.
     """
 
     grant: Grant
     deadline: float
     unheard: float = math.inf
+    waited: float = 0.0
 
 
 class Attempts:
@@ -372,7 +374,8 @@ class Attempts:
                 self._tell_takeover(outcome, self._taken_from)
             ttl = math.inf if outcome.ttl is None else outcome.ttl
             unheard = ttl if self._unanswered else math.inf
-            return Granted(outcome, self._sent_at + ttl, unheard)
+            waited = self.backend.monotonic() - self._started
+            return Granted(outcome, self._sent_at + ttl, unheard, waited)
         if self._unanswered:
             self._release_later()
         if isinstance(outcome, KeptHere):

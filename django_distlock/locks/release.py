@@ -240,7 +240,7 @@ class Release:
                 holding.key,
                 extra=holding.log_fields("release_failed"),
             )
-        holding.tell(lock_released, held_for=held_for, released=bool(answer), cause=None)
+        self._tell_release(held_for, released=bool(answer))
         return holding.state == "released"
 
     def _give_up(self, until: float, held_for: float, *, was_over: bool) -> bool | Unknown:
@@ -254,7 +254,7 @@ class Release:
             answer = answer or (self._is_left and not was_over)
             held_here.discard(holding)
         except LockError as error:
-            holding.tell(lock_released, held_for=held_for, released=False, cause=error)
+            self._tell_release(held_for, released=False, cause=error)
             raise
         holding.end_keeping()
         if was_over or not answer:
@@ -270,6 +270,15 @@ class Release:
             # An acquire of its may be heard behind its end.
             release_once_more(holding.store, holding.grant)
         return answer
+
+    def _tell_release(
+        self, held_for: float, *, released: bool, cause: LockError | None = None
+    ) -> None:
+        holding = self.holding
+        waited = holding.waited
+        holding.tell(
+            lock_released, held_for=held_for, waited=waited, released=released, cause=cause
+        )
 
     def _ask(self, bound: float) -> bool | Unknown:
         holding = self.holding

@@ -99,6 +99,7 @@ class Holding:
         self.lost_by: str | None = None
         # Of the shortest question that got no answer: see `Granted`.
         self.unheard = granted.unheard
+        self.waited = granted.waited
         # Whether a release got no answer: the store may hear it at any time.
         self.given_up = False
         self.thread = threading.current_thread()

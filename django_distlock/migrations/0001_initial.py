@@ -112,7 +112,7 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 ("backend", KeyField(max_length=100, verbose_name="backend")),
-                ("key", KeyField(max_length=512, verbose_name="key")),
+                ("key", KeyField(db_index=True, max_length=512, verbose_name="key")),
                 (
                     "kind",
                     models.CharField(
@@ -126,6 +126,7 @@ class Migration(migrations.Migration):
                             ("paused", "paused"),
                             ("resumed", "resumed"),
                             ("cleaned", "cleaned up"),
+                            ("released", "released"),
                         ],
                         max_length=20,
                         verbose_name="kind",

@@ -49,6 +49,9 @@ DISTLOCK_HOLDER = {"process": os.environ.get("SHOP_WORKER") or None}
 # What programs show to /locks/health and its neighbours. Without one, they are for the staff alone.
 DISTLOCK_MONITOR_TOKEN = os.environ.get("SHOP_MONITOR_TOKEN") or None
 
+# Each release is an event, so that the page of a key shows its past holders. A busy site keeps a part.
+DISTLOCK_HISTORY = 1
+
 # Jobs: on as many workers as you like, and a beat beside each of them, of which one leads.
 CELERY_BROKER_URL, CELERY_BROKER_TRANSPORT_OPTIONS = broker(
     os.environ.get("SHOP_BROKER", ""), folder / "queue"

@@ -260,6 +260,13 @@ for minute in range(58):
             at=timezone.now() - timedelta(minutes=minute), backend="default", key="invoice:42",
             kind=kinds[(minute + each) % 4 if minute % 10 else 4], fence=minute, actor="",
         )
+for number in range(18):
+    LockEvent.objects.using("locks").create(
+        at=timezone.now() - timedelta(minutes=3 * number + 3), backend="default", key="invoice:42",
+        kind="released", fence=400 - number,
+        holder={"host": "web-%d" % (number % 3 + 1), "process": "gunicorn", "pid": 40 + number % 3},
+        details={"held_for": 2 + (number * 7 % 5) * 1.3, "waited": (number * 5 % 4) * 0.9},
+    )
 """
 if FOLDER:
 

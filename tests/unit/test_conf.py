@@ -314,6 +314,14 @@ WRONG_SECRET = (
             (conf.fence_jump, "FENCE_JUMP", raw, " must be None, or an int")
             for raw in (0, -1, 1.5, True, "5", 900_000_000_000_001)
         ),
+        *(
+            (conf.history, "HISTORY", raw, " must be ")
+            for raw in (-0.1, 1.1, True, "1", None, float("nan"))
+        ),
+        *(
+            (lambda: conf.task_url("a"), "TASK_URL", raw, " and contains {task_id}, not ")
+            for raw in ("", 5, "https://flower.example", "javascript:{task_id}", "task/{task_id}")
+        ),
     ],
 )
 def test_bad_setting_is_refused_and_named(

@@ -250,6 +250,7 @@ def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any)
         fence=record.fence,
         holder=record.holder,
         held_for=time.time() - began if began else 0.0,
+        waited=0.0,
         released=bool(released),
         cause=LockError(f"Process {record.holder.pid} is dead.", key=record.key),
     )

@@ -31,7 +31,7 @@ _NO_LEASE: Final = "Transaction locks have no lease"
 #: Arguments about held keys, and what each is where nobody gave it.
 _OF_HELD: Final = {
     "host": None, "task": None, "held_longer_than": None, "limit": 100, "cursor": None,
-    "all": False,
+    "all": False, "contains": "",
 }  # fmt: skip
 
 
@@ -67,6 +67,9 @@ class Command(OperatorCommand):
         )
         parser.add_argument(
             "--prefix", default="", metavar="TEXT", help="only keys that start with this text"
+        )
+        parser.add_argument(
+            "--contains", default="", metavar="TEXT", help="only keys that contain this text"
         )
         parser.add_argument("--host", help="only locks held on this host")
         parser.add_argument("--task", metavar="ID", help="only locks held by this task")
@@ -109,6 +112,7 @@ class Command(OperatorCommand):
         asked = {
             "backends": [alias for alias in aliases if alias not in apart],
             "prefix": options["prefix"],
+            "contains": options["contains"],
             "host": options["host"],
             "task_id": options["task"],
             "held_longer_than": options["held_longer_than"],

@@ -1,0 +1,225 @@
+"""How keys were held before, how lists are sorted and searched, and where pages lead on to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from django.contrib.auth.models import User
+from django.core.management import call_command
+from django.test import Client, override_settings
+
+from django_distlock import distlock, lock_backends
+from django_distlock.core.holders import Holder
+from django_distlock.core.keys import new_token
+from django_distlock.inspection import list_locks, show
+from django_distlock.inspection.history import history
+from django_distlock.models import LockEvent
+from django_distlock.process import event_log
+from tests.contract.helpers import Later
+
+from .admin_settings import LOCKS
+
+
+def take(key: str, ttl: float | None = 60, alias: str = "postgres", **holder: Any) -> None:
+    """Let somebody hold a key."""
+    assert lock_backends[alias].acquire(key, new_token(), ttl, Holder(**holder))
+
+
+def keys_shown(browser: Client, **query: str) -> list[str]:
+    """Give the ends of the keys that are listed."""
+    answer = browser.get(LOCKS, {"backend": "postgres", **query})
+    return [each.lock.key.rpartition("-")[2] for each in answer.context["overview"].rows]
+
+
+@pytest.fixture
+def kept(key: str) -> Any:
+    """Keep each release."""
+    with override_settings(DISTLOCK_HISTORY=1):
+        yield
+    event_log.finish()
+    LockEvent.objects.filter(key__startswith=key).delete()
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("alias", ["postgres", "redis"])
+def test_page_of_a_key_shows_past_holders(
+    browser: Client, reader: Client, alias: str, key: str
+) -> None:
+    """How long they held it and waited for it, as a table and a chart, for who may see events."""
+    with distlock(key, backend=alias):
+        inner = Later(_hold, key, alias)
+        while not lock_backends[alias].waiters.of(key):
+            pass
+    inner.result()
+    assert event_log.finish()
+    second, first = show(key, alias).releases or ()
+    assert (first.fence or 0) < (second.fence or 0)
+    assert first.details["waited"] < 1 < second.details["waited"]
+    assert show(key, alias).events == ()
+    page = reader.get(f"{LOCKS}key/", {"backend": alias, "key": key}).context["page"]
+    assert [each.fence for each in page.releases] == [second.fence, first.fence]
+    assert len(page.chart.bars) == 2
+    text = reader.get(f"{LOCKS}key/", {"backend": alias, "key": key}).content.decode()
+    assert "Past holders" in text
+    assert f"<bdi>{page.releases[0].holder.where}</bdi>" in text
+    # Events may name people.
+    hidden = browser.get(f"{LOCKS}key/", {"backend": alias, "key": key}).content.decode()
+    assert "Past holders" not in hidden
+
+
+def _hold(key: str, alias: str) -> None:
+    with distlock(key, backend=alias, wait=30):
+        pass
+
+
+def test_without_the_setting_no_release_is_kept(key: str) -> None:
+    """Nor where the setting is 0."""
+    for setting in ({}, {"DISTLOCK_HISTORY": 0}):
+        with override_settings(**setting), distlock(key, backend="postgres"):
+            pass
+    assert event_log.finish()
+    assert show(key, "postgres").releases == ()
+
+
+@pytest.mark.usefixtures("kept")
+def test_rate_and_median_wait_are_told(browser: Client, key: str) -> None:
+    """Of the last hour, as if all releases were kept; the other events are counted apart."""
+    LockEvent.objects.filter(kind=LockEvent.Kind.RELEASED).delete()
+    before = history()
+    for waited in (0.0, 0.25, 30.0):
+        LockEvent.objects.create(
+            backend="postgres", key=key, kind=LockEvent.Kind.RELEASED, fence=1,
+            details={"held_for": 1.0, "waited": waited},
+        )  # fmt: skip
+    with override_settings(DISTLOCK_HISTORY=0.01):
+        past = history()
+        cards = {each.name: each.number for each in browser.get(LOCKS).context["overview"].cards}
+    assert before is not None
+    assert past is not None
+    assert (before.rate, before.median_wait) == (None, None)
+    assert (past.rate, past.median_wait) == (5.0, 0.25)
+    assert (cards["rate"], cards["median_wait"]) == (5, 250)
+    assert "released" not in past.kinds
+    assert not any("released" in each.kinds for each in past.minutes)
+
+
+def test_flood_of_releases_leaves_room_for_other_events(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Releases are dropped first: what an operator has to see is written."""
+    writer = event_log._Writer()
+    monkeypatch.setattr(writer, "_start", lambda: None)
+    for _ in range(event_log.MAX_WAITING):
+        writer.put("default", LockEvent(key=key, kind=LockEvent.Kind.RELEASED))
+    writer.put("default", LockEvent(key=key, kind=LockEvent.Kind.LOST))
+    kinds = [event.kind for _using, event in writer._take()]
+    assert len(kinds) == event_log.MAX_WAITING // 2 + 1
+    assert kinds[-1] == LockEvent.Kind.LOST
+
+
+def test_part_of_a_key_is_found(browser: Client, key: str, capsys: Any) -> None:
+    """In the dashboard, by the function and by the command, on every page of the store."""
+    for each in ("red", "green", "redder"):
+        take(f"{key}-{each}")
+    assert keys_shown(browser, begins=key, contains="-red") == ["red", "redder"]
+    page = list_locks(backends=["postgres"], prefix=key, contains="een", limit=1)
+    assert [each.key for each in page.locks] == [f"{key}-green"]
+    call_command("distlock_list", backend=["postgres"], prefix=key, contains="-redder")
+    out = capsys.readouterr().out
+    assert f"{key}-redder" in out
+    assert f"{key}-green" not in out
+
+
+@pytest.mark.parametrize("column", ["key", "left", "age", "holder", "fence", "waiting"])
+def test_list_is_sorted_by_a_column(browser: Client, key: str, column: str) -> None:
+    """Up and down; the heading says how, and leads to the other order."""
+    for each, ttl in (("b", 60), ("a", None), ("c", 600)):
+        take(f"{key}-{each}", ttl, host=f"host-{each}")
+    for _ in range(2):
+        lock_backends["postgres"].acquire(f"{key}-c", new_token(), 60)
+    lock_backends["postgres"].waiters.note(f"{key}-b", Holder(host="w"), 60)
+    up = {
+        "key": "abc", "left": "bca", "age": "cab", "holder": "abc", "fence": None, "waiting": None,
+    }  # fmt: skip
+    found = {
+        order: "".join(keys_shown(browser, begins=key, order=order))
+        for order in (column, f"-{column}")
+    }
+    assert sorted(found[column]) == ["a", "b", "c"]
+    if up[column] is not None:
+        assert found == {column: up[column], f"-{column}": up[column][::-1]}
+    if column == "waiting":
+        assert (found["waiting"][2], found["-waiting"][0]) == ("b", "b")
+    columns = browser.get(LOCKS).context["overview"].columns
+    assert column in [each.name for each, _order, _sort in columns]
+    for order, other, said in ((column, f"-{column}", "asc"), (f"-{column}", column, "desc")):
+        text = browser.get(LOCKS, {"backend": "postgres", "order": order}).content.decode()
+        assert text.count(f'aria-sort="{said}ending"') == 1
+        assert f'href="?backend=postgres&amp;order={other}"' in text
+
+
+def test_sorted_list_says_what_it_leaves_out(
+    browser: Client, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of all that were looked at are shown; an order that is none sorts nothing."""
+    monkeypatch.setattr("django_distlock.admin.overview.LIMIT", 2)
+    for each in "bac":
+        take(f"{key}-{each}")
+    answer = browser.get(LOCKS, {"backend": "postgres", "begins": key, "order": "-key"})
+    assert [each.lock.key[-1] for each in answer.context["overview"].rows] == ["c", "b"]
+    assert "2 of 3 sorted locks are shown" in answer.content.decode()
+    assert "Next page" not in answer.content.decode()
+    assert keys_shown(browser, begins=key, order="nonsense") == ["a", "b"]
+
+
+@pytest.mark.parametrize("alias", ["postgres", "redis"])
+def test_chain_of_waiting_is_shown(browser: Client, alias: str, key: str) -> None:
+    """What its holder waits for, and who holds that: to the end, or once around."""
+    names = [f"{key}-{each}" for each in "abc"]
+    holders = [Holder(host="h", process="w", pid=each, thread="main") for each in (1, 2, 3)]
+    store = lock_backends[alias]
+    for name, holder in zip(names, holders, strict=True):
+        assert store.acquire(name, new_token(), 60, holder)
+    # Among the keys that most wait for.
+    for name, waiting in (names[1], holders[0]), (names[2], holders[1]):
+        for each in (waiting, *(Holder(host=f"h-{number}") for number in range(40))):
+            store.waiters.note(name, each, 60)
+    view = show(names[0], alias)
+    assert [(each.key, each.holder) for each in view.chain] == [
+        (names[1], holders[1]),
+        (names[2], holders[2]),
+    ]
+    text = browser.get(f"{LOCKS}key/", {"backend": alias, "key": names[0]}).content.decode()
+    assert text.index(f"<bdi>{names[1]}</bdi>") < text.index(f"<bdi>{names[2]}</bdi>")
+    # In a circle, it ends.
+    for each in (holders[2], *(Holder(host=f"h-{number}") for number in range(40))):
+        store.waiters.note(names[0], each, 60)
+    assert len(show(names[0], alias).chain) == 2
+
+
+def test_task_leads_to_another_tool(browser: Client, key: str) -> None:
+    """Where a setting says how; its id is quoted."""
+    take(key, task_id="a/b<c>")
+    query = {"backend": "postgres", "begins": key}
+    assert "a/b&lt;c&gt;</bdi>" in browser.get(LOCKS, query).content.decode()
+    with override_settings(DISTLOCK_TASK_URL="https://flower.example/task/{task_id}"):
+        text = browser.get(LOCKS, query).content.decode()
+    assert 'href="https://flower.example/task/a%2Fb%3Cc%3E"' in text
+
+
+def test_key_that_names_an_object_leads_to_it(browser: Client, reader: Client) -> None:
+    """Where the site has its model, and whoever looks may see it."""
+    pk = User.objects.latest("pk").pk
+    for text, leads in (
+        (f"user:{pk}", True),
+        (f"auth.User:{pk}:mail", True),
+        (f"users:{pk}", False),
+        (f"shop.user:{pk}", False),
+        ("user", False),
+        ("user:", False),
+    ):
+        query = {"backend": "postgres", "key": text}
+        shown = reader.get(f"{LOCKS}key/", query).content.decode()
+        assert (f'href="/admin/auth/user/{pk}/change/">user {pk}</a>' in shown) == leads
+        assert "/admin/auth/user/" not in browser.get(f"{LOCKS}key/", query).content.decode()
