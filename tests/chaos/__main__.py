@@ -24,7 +24,7 @@ from tests.keeper import folder
 
 from .crew import FAKETIME
 from .history import Findings
-from .servers import Ground, Killable, pooler, started
+from .servers import Ground, Killable, has_disks, pooler, started
 from .summary import FAULTS, hollow, summary, text, versions
 
 #: By the alias of a lock backend: the environment's name for its server's address.
@@ -36,7 +36,7 @@ STORES = {
     "sqlite": "",
     "memory": "",
 }
-_SERVED = {"crashes", "poolers", "timeouts", "losses", "restores"}
+_SERVED = {"crashes", "disks", "poolers", "timeouts", "losses", "restores"}
 #: What a store does not promise to stand, as the guarantees say, or does not have.
 WITHOUT = {
     "postgres": {"losses"},
@@ -104,8 +104,9 @@ def _start(stack: ExitStack, options: argparse.Namespace) -> dict[str, Killable]
     # Events, and the rows beside locks in Redis, are in PostgreSQL.
     needed = {STORES[each] for each in options.store} - {""}
     needed |= {STORES["postgres"]} if needed else set()
-    durable = bool({"crashes", *ONLY_IF_NAMED} & set(options.faults))
-    servers = stack.enter_context(started(needed, durable=durable))
+    durable = bool({"crashes", "disks", *ONLY_IF_NAMED} & set(options.faults))
+    disks = "disks" in options.faults
+    servers = stack.enter_context(started(needed, durable=durable, disks=disks))
     os.environ["DISTLOCK_TEST_SCRATCH"] = str(stack.enter_context(folder()))
     os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
     django.setup()
@@ -151,7 +152,10 @@ def _options() -> argparse.Namespace:
 def _missing() -> set[str]:
     """Return the faults for which this machine has no program."""
     path = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin"
-    there = {"clocks": FAKETIME is not None, "poolers": bool(shutil.which("pgbouncer", path=path))}
+    there = {
+        "clocks": FAKETIME is not None, "poolers": bool(shutil.which("pgbouncer", path=path)),
+        "disks": has_disks(),
+    }  # fmt: skip
     return {name for name, is_there in there.items() if not is_there}
 
 

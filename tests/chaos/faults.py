@@ -89,7 +89,7 @@ class Chaos:
         # Each in its turn, or a short run would lack one.
         rare = {
             "crashes": self._crash, "poolers": self._restart_pooler, "timeouts": self._limit,
-            "losses": self._flush, "losses, no data": self._start_empty,
+            "disks": self._fill_disk, "losses": self._flush, "losses, no data": self._start_empty,
             "losses, older data": self._go_back, "restores": self._go_back,
         }  # fmt: skip
         self._rare = [act for name, act in rare.items() if name.split(",")[0] in faults]
@@ -185,6 +185,17 @@ class Chaos:
         self._ground.store.kill()
         self._tell("crash")
         self._start_again(self._ground.store)
+
+    def _fill_disk(self) -> None:
+        store = self._ground.store
+        assert store
+        store.fill()
+        time.sleep(self._chance.uniform(0.5, 2))
+        self._tell("disk full")
+        # Some have ended by themselves, and others wait: an operator makes room and starts them.
+        store.make_room()
+        store.kill()
+        self._start_again(store)
 
     def _restart_pooler(self) -> None:
         assert self._ground.pooler

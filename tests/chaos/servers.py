@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -47,6 +48,21 @@ class Killable:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         self._running.close()
+
+    def fill(self) -> None:
+        """Leave no room on the disk that it has to itself."""
+        with self._filler.open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(1 << 20)):
+                pass
+
+    def make_room(self) -> None:
+        """Take back what `fill` did."""
+        self._filler.unlink()
+
+    @property
+    def _filler(self) -> Path:
+        assert self._data is not None
+        return self._data.with_name("filler")
 
     def lose(self) -> None:
         """Remove the data of a server that was killed."""
@@ -101,12 +117,39 @@ class Ground:
 
 
 @contextmanager
-def started(variables: set[str], *, durable: bool) -> Iterator[dict[str, Killable]]:
+def disk(path: Path) -> Iterator[None]:
+    """Let a folder be a small disk of its own.
+
+    Raises:
+        CalledProcessError: This user may not mount one.
+    """
+    mode = f"size=512m,mode=0700,uid={path.stat().st_uid}"
+    _mount("mount", "-t", "tmpfs", "-o", mode, "tmpfs", str(path))
+    try:
+        yield
+    finally:
+        _mount("umount", "--lazy", str(path))
+
+
+def has_disks() -> bool:
+    """Whether this user may make one."""
+    with suppress(OSError, subprocess.CalledProcessError), folder() as path, disk(path):
+        return True
+    return False
+
+
+def _mount(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@contextmanager
+def started(variables: set[str], *, durable: bool, disks: bool) -> Iterator[dict[str, Killable]]:
     """Start servers, and put their addresses into the environment.
 
     Args:
         variables: The environment's names for their addresses.
         durable: Whether an answer waits for the disk.
+        disks: Whether each has a small disk of its own.
     """
     servers: dict[str, Killable] = {}
     with ExitStack() as stack:
@@ -114,6 +157,8 @@ def started(variables: set[str], *, durable: bool) -> Iterator[dict[str, Killabl
             os.environ.pop(variable, None)
             if variable in variables:
                 home = stack.enter_context(folder(owner=server_user()))
+                if disks:
+                    stack.enter_context(disk(home))
                 run = make(home / "data", free_port(), durable)
                 servers[variable] = server = Killable(run, home / "data")
                 server.start()
