@@ -49,7 +49,7 @@ DISTLOCK_HOLDER = {"process": os.environ.get("SHOP_WORKER") or None}
 # What programs show to /locks/health and its neighbours. Without one, they are for the staff alone.
 DISTLOCK_MONITOR_TOKEN = os.environ.get("SHOP_MONITOR_TOKEN") or None
 
-# Each release is an event, so that the page of a key shows its past holders. A busy site keeps a part.
+# Each release is an event: the page of a key shows its past holders. A busy site keeps a part.
 DISTLOCK_HISTORY = 1
 
 # Jobs: on as many workers as you like, and a beat beside each of them, of which one leads.

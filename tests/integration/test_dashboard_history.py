@@ -12,6 +12,7 @@ from django.test import Client, override_settings
 from django_distlock import distlock, lock_backends
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
+from django_distlock.core.records import Grant
 from django_distlock.inspection import list_locks, show
 from django_distlock.inspection.history import history
 from django_distlock.models import LockEvent
@@ -23,7 +24,7 @@ from .admin_settings import LOCKS
 
 def take(key: str, ttl: float | None = 60, alias: str = "postgres", **holder: Any) -> None:
     """Let somebody hold a key."""
-    assert lock_backends[alias].acquire(key, new_token(), ttl, Holder(**holder))
+    assert isinstance(lock_backends[alias].acquire(key, new_token(), ttl, Holder(**holder)), Grant)
 
 
 def keys_shown(browser: Client, **query: str) -> list[str]:
@@ -147,8 +148,8 @@ def test_list_is_sorted_by_a_column(browser: Client, key: str, column: str) -> N
         for order in (column, f"-{column}")
     }
     assert sorted(found[column]) == ["a", "b", "c"]
-    if up[column] is not None:
-        assert found == {column: up[column], f"-{column}": up[column][::-1]}
+    if (expected := up[column]) is not None:
+        assert found == {column: expected, f"-{column}": expected[::-1]}
     if column == "waiting":
         assert (found["waiting"][2], found["-waiting"][0]) == ("b", "b")
     columns = browser.get(LOCKS).context["overview"].columns
@@ -180,7 +181,7 @@ def test_chain_of_waiting_is_shown(browser: Client, alias: str, key: str) -> Non
     holders = [Holder(host="h", process="w", pid=each, thread="main") for each in (1, 2, 3)]
     store = lock_backends[alias]
     for name, holder in zip(names, holders, strict=True):
-        assert store.acquire(name, new_token(), 60, holder)
+        assert isinstance(store.acquire(name, new_token(), 60, holder), Grant)
     # Among the keys that most wait for.
     for name, waiting in (names[1], holders[0]), (names[2], holders[1]):
         for each in (waiting, *(Holder(host=f"h-{number}") for number in range(40))):
