@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -101,6 +102,8 @@ class LockDashboard(ReadOnlyAdmin):
         if isinstance(page, KeyPage):
             acts = [each for each in allowed(request.user) if page.fits(each.operation)]
             context |= {"page": page, "acts": acts}
+            with suppress(LockError):  # All else is known by now.
+                context["chain"] = page.chain()
         else:
             context |= {"failure": page}
         status = 503 if "failure" in context else 200

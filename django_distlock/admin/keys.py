@@ -67,12 +67,11 @@ class KeyPage:
         held = self.view.held
         return None if held is None else row_of(held, self.pages)
 
-    @property
     def chain(self) -> list[tuple[str, str, Holder | None]]:
         """What its holder waits for, and so on: each key, its page and its holder."""
         return [
             (each.key, self.pages.key(Target(self.target.backend, each.key)), each.holder)
-            for each in self.view.chain
+            for each in self.view.chain()
         ]
 
     @property

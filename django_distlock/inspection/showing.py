@@ -65,8 +65,6 @@ class KeyView:
         guards: The sessions that keep it from being granted anew; None: the store cannot tell.
         events: What happened to it lately, the last first; None: the table of events cannot be
             read from here.
-        chain: What the holder waits for, then what the holder of that waits for, and so on. It is
-            looked for among the keys that most wait for, and ends where a key comes again.
         releases: The same of how it was held: see `DISTLOCK_HISTORY`. `events` has none of them.
         observed_at: The store's clock when it was looked at.
     """
@@ -82,7 +80,6 @@ class KeyView:
     guards: tuple[Session, ...] | None
     events: tuple[LockEvent, ...] | None
     releases: tuple[LockEvent, ...] | None
-    chain: tuple[Link, ...]
     observed_at: datetime
 
     @property
@@ -95,8 +92,24 @@ class KeyView:
         """Until when it is granted to nobody; None: it is not paused."""
         return None if self.counter is None else self.counter.paused_until
 
+    def chain(self) -> tuple[Link, ...]:
+        """Ask what the holder waits for, then what the holder of that waits for, and so on.
+
+        It is looked for among the keys that most wait for, and ends where a key comes again.
+
+        Raises:
+            BackendUnavailable: The store did not answer.
+        """
+        if self.held is None:
+            return ()
+        return tuple(_chain(lock_backends[self.backend], self.key, self.held.holder))
+
     def as_json(self) -> dict[str, Any]:
-        """Return what JSON can carry: times as ISO 8601 in UTC, durations in seconds."""
+        """Return what JSON can carry: times as ISO 8601 in UTC, durations in seconds.
+
+        Raises:
+            BackendUnavailable: The store did not answer: see `chain`.
+        """
         return {
             **by_name(
                 self, "backend", "key", "key_hash", "held", "expired", "fence", "paused_until"
@@ -105,7 +118,7 @@ class KeyView:
             "paused_by": None if self.counter is None else self.counter.paused_by,
             "waiters": [{**plain(each), "is_retrying": each.is_retrying} for each in self.waiters],
             "guards": plain(self.guards),
-            "chain": [each.as_json() for each in self.chain],
+            "chain": [each.as_json() for each in self.chain()],
             "events": _told(self.events),
             "releases": _told(self.releases),
             **by_name(self, "observed_at"),
@@ -138,7 +151,6 @@ def show(key: str, backend: str = "default") -> KeyView:
         waiters=waiters,
         guards=store.guards.sessions(key),
         events=_latest(store.alias, key, EVENTS, ~Q(kind=RELEASED)),
-        chain=() if record is None else tuple(_chain(store, key, record.holder)),
         releases=_latest(store.alias, key, RELEASES, Q(kind=RELEASED)),
         observed_at=now,
     )

@@ -175,7 +175,7 @@ def test_sorted_list_says_what_it_leaves_out(
 
 
 @pytest.mark.parametrize("alias", ["postgres", "redis"])
-def test_chain_of_waiting_is_shown(browser: Client, alias: str, key: str) -> None:
+def test_chain_of_waiting_is_shown(browser: Client, alias: str, key: str, capsys: Any) -> None:
     """What its holder waits for, and who holds that: to the end, or once around."""
     names = [f"{key}-{each}" for each in "abc"]
     holders = [Holder(host="h", process="w", pid=each, thread="main") for each in (1, 2, 3)]
@@ -187,7 +187,7 @@ def test_chain_of_waiting_is_shown(browser: Client, alias: str, key: str) -> Non
         for each in (waiting, *(Holder(host=f"h-{number}") for number in range(40))):
             store.waiters.note(name, each, 60)
     view = show(names[0], alias)
-    assert [(each.key, each.holder) for each in view.chain] == [
+    assert [(each.key, each.holder) for each in view.chain()] == [
         (names[1], holders[1]),
         (names[2], holders[2]),
     ]
@@ -196,7 +196,11 @@ def test_chain_of_waiting_is_shown(browser: Client, alias: str, key: str) -> Non
     # In a circle, it ends.
     for each in (holders[2], *(Holder(host=f"h-{number}") for number in range(40))):
         store.waiters.note(names[0], each, 60)
-    assert len(show(names[0], alias).chain) == 2
+    assert len(show(names[0], alias).chain()) == 2
+    call_command("distlock_show", names[0], backend=alias)
+    lines = capsys.readouterr().out.splitlines()
+    told = [each.split(maxsplit=2)[2] for each in lines if each.startswith("waits for")]
+    assert told == [f"{name}, held by h w[{pid}]" for name, pid in ((names[1], 2), (names[2], 3))]
 
 
 def test_task_leads_to_another_tool(browser: Client, key: str) -> None:

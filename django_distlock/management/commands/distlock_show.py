@@ -56,6 +56,9 @@ class Command(OperatorCommand):
             yield "paused", f"until {instant(view.paused_until)}{by}"
         for session in view.guards or ():
             yield "guarded by", named(session)
+        for link in view.chain():
+            by = f", held by {link.holder.where}" if link.holder else ""
+            yield "waits for", f"{link.key}{by}"
 
     def _print_sharing(self, view: KeyView) -> None:
         if view.sharing:
