@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, Final, Literal
 from urllib.parse import quote
 
@@ -152,6 +153,11 @@ def table(name: str) -> str:
     return configured
 
 
+def index_name(name: str, what: str) -> str:
+    """Return the name of an index of a table: some databases have one of a name in a schema."""
+    return f"distlock_{name}_{what}_{sha256(table(name).encode()).hexdigest()[:8]}"
+
+
 @dataclass(frozen=True, slots=True)
 class HolderConfig:
     """What `DISTLOCK_HOLDER` says.
@@ -279,9 +285,9 @@ def history() -> float:
     Raises:
         InvalidLockBackend: `DISTLOCK_HISTORY` is no such number.
     """
-    raw = getattr(settings, "DISTLOCK_HISTORY", 0)
+    raw = getattr(settings, "DISTLOCK_HISTORY", None)
     try:
-        return number(raw, "DISTLOCK_HISTORY", minimum=0, maximum=1)
+        return 0.0 if raw is None else number(raw, "DISTLOCK_HISTORY", minimum=0, maximum=1)
     except InvalidArgument as error:
         raise InvalidLockBackend(str(error)) from None
 

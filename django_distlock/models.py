@@ -265,7 +265,7 @@ class LockEvent(models.Model):
 
     at = EventTimeField(_("at"), db_index=True, default=timezone.now)
     backend = KeyField(_("backend"), max_length=100)
-    key = KeyField(_("key"), max_length=512, db_index=True)
+    key = KeyField(_("key"), max_length=512)
     kind = models.CharField(_("kind"), max_length=20, choices=Kind)
     fence = models.PositiveBigIntegerField(_("fence"), null=True)
     holder = models.JSONField(_("holder"), default=dict)
@@ -276,6 +276,11 @@ class LockEvent(models.Model):
     class Meta:
         db_table = conf.table("events")
         default_permissions = ("view",)
+        indexes = (
+            # Releases may be many: they are passed over, and found, without being read.
+            models.Index(fields=["key", "kind", "at"], name=conf.index_name("events", "key")),
+            models.Index(fields=["kind", "at"], name=conf.index_name("events", "kind")),
+        )
         verbose_name = _("lock event")
         verbose_name_plural = _("lock events")
 

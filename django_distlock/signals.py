@@ -16,8 +16,8 @@ signal                 also carries
 `work_requeued`        `cause` (the same; it went back to its queue, to be tried again later)
 `lock_extended`        `ttl` (seconds), `slack` (seconds that were left when the answer came; None:
                        no expiry), `cause` (None, or the error that left the outcome unknown)
-`lock_released`        `held_for`, `waited` (seconds until the grant), `released` (whether the
-                       store freed the key), `cause`
+`lock_released`        `held_for`, `waited` (seconds of the call that acquired it), `released`
+                       (whether the store freed the key), `cause`
 `lock_lost`            `held_for`, `cause` (a sentence)
 `lock_taken_over`      `previous` (holder), `cause`
 `lock_forced`          `actor`, `reason`; `fence` and `holder` are those that it was taken from

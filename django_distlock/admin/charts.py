@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from django.utils import timezone
 from django.utils.translation import gettext as _
 
 from ..core.wording import span
 from ..inspection.history import History
-
-if TYPE_CHECKING:
-    from ..models import LockEvent
 
 #: Units of the drawing: the place of a bar is ten wide.
 STEP: Final = 10
@@ -92,23 +89,30 @@ def of_minutes(past: History) -> Chart:
     return Chart.of(numbers, titles, str(most), (_time(first), _time(last)))
 
 
-def of_releases(releases: Sequence[LockEvent]) -> Chart:
+def of_releases(releases: Sequence[tuple[datetime, float, float]]) -> Chart:
     """Draw how long a key was held, and above it how long its holders had waited.
 
     Args:
-        releases: Events, the last one first; at least one.
+        releases: When each was, and those seconds, the last one first; at least one.
     """
     oldest_first = releases[::-1]
-    numbers = [(each.details["held_for"], each.details["waited"]) for each in oldest_first]
     titles = [
         _("%(time)s: held for %(held)s, waited for %(waited)s")
-        % {"time": _time(each.at, seconds=True), "held": span(held, 3), "waited": span(waited, 3)}
-        for each, (held, waited) in zip(oldest_first, numbers, strict=True)
+        % {"time": _date(at), "held": span(held, 3), "waited": span(waited, 3)}
+        for at, held, waited in oldest_first
     ]
-    ends = _time(releases[-1].at, seconds=True), _time(releases[0].at, seconds=True)
+    numbers = [(held, waited) for _at, held, waited in oldest_first]
+    ends = _date(releases[-1][0]), _date(releases[0][0])
     return Chart.of(numbers, titles, span(max(map(sum, numbers)), 3), ends)
 
 
-def _time(instant: datetime, *, seconds: bool = False) -> str:
-    local = timezone.localtime(instant, timezone.get_current_timezone())
-    return f"{local:%H:%M:%S}" if seconds else f"{local:%H:%M}"
+def _date(instant: datetime) -> str:
+    return f"{_local(instant):%Y-%m-%d %H:%M:%S}"
+
+
+def _time(instant: datetime) -> str:
+    return f"{_local(instant):%H:%M}"
+
+
+def _local(instant: datetime) -> datetime:
+    return timezone.localtime(instant, timezone.get_current_timezone())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -101,9 +100,7 @@ class LockDashboard(ReadOnlyAdmin):
         page = _looked_at(target, self._pages, tells_who=_may_see_events(request))
         if isinstance(page, KeyPage):
             acts = [each for each in allowed(request.user) if page.fits(each.operation)]
-            context |= {"page": page, "acts": acts}
-            with suppress(LockError):  # All else is known by now.
-                context["chain"] = page.chain()
+            context |= {"page": page, "acts": acts, "chain": page.chain()}
         else:
             context |= {"failure": page}
         status = 503 if "failure" in context else 200

@@ -12,8 +12,10 @@ from django.utils.functional import Promise
 from django.utils.translation import gettext_lazy as _
 
 from ..core.holders import Holder
+from ..core.records import known_holder
 from ..core.wording import printable, span
 from ..inspection import KeyView, Operation
+from ..inspection.history import times_of
 from ..models import LockEvent
 from .charts import Chart, of_releases
 from .rows import Row, row_of
@@ -42,10 +44,10 @@ class Release:
     fence: int | None
 
     @classmethod
-    def of(cls, event: LockEvent) -> Release:
-        """Read what the events say."""
-        held, waited = (span(event.details[name], 3) for name in ("held_for", "waited"))
-        return cls(event.at, held, waited, Holder.from_json(event.holder), event.fence)
+    def of(cls, event: LockEvent, times: tuple[float, float]) -> Release:
+        """Read what an event says."""
+        held, waited = (span(each, 3) for each in times)
+        return cls(event.at, held, waited, known_holder(event.holder), event.fence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +79,26 @@ class KeyPage:
     @property
     def releases(self) -> list[Release]:
         """How it was held before, the last time first."""
-        return [Release.of(each) for each in self.view.releases or () if self.tells_who]
+        return [Release.of(event, times) for event, times in self._releases()]
 
     @property
     def chart(self) -> Chart | None:
         """How long it was held and waited for; None: no release is to be shown."""
-        shown = self.view.releases if self.tells_who else None
-        return of_releases(shown) if shown else None
+        found = self._releases()
+        return of_releases([(event.at, *times) for event, times in found]) if found else None
+
+    def _releases(self) -> list[tuple[LockEvent, tuple[float, float]]]:
+        events = (self.view.releases if self.tells_who else None) or ()
+        found = ((each, times_of(each.details)) for each in events)
+        return [(event, times) for event, times in found if times is not None]
 
     @property
     def is_unknown(self) -> bool:
         """Whether the store and the events know nothing of the key."""
         view = self.view
         found = (view.held, view.expired, view.counter)
-        return all(each is None for each in found) and not (view.waiters or view.events)
+        past = (view.waiters, view.events, view.releases)
+        return all(each is None for each in found) and not any(past)
 
     def fits(self, operation: Operation) -> bool:
         """Whether there is something now that it could be done to."""

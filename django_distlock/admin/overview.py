@@ -18,6 +18,7 @@ from ..core.errors import InvalidArgument, LockError
 from ..handler import lock_backends
 from ..inspection import (
     Failure,
+    LockPage,
     Summary,
     TransactionLock,
     list_locks,
@@ -129,11 +130,13 @@ class Overview:
         """Ask all backends for a page, from a cursor on; the first one where that is none."""
         arguments = form.arguments()
         order = form.cleaned_data.get("order", "")
-        limit = SORTED if order else LIMIT
-        try:
-            page = list_locks(cursor=cursor or None, limit=limit, waits=True, **arguments)
-        except InvalidArgument:
-            page = list_locks(limit=limit, waits=True, **arguments)
+        if order:
+            page = _most(arguments)
+        else:
+            try:
+                page = list_locks(cursor=cursor or None, limit=LIMIT, waits=True, **arguments)
+            except InvalidArgument:
+                page = list_locks(limit=LIMIT, waits=True, **arguments)
         rows = [row_of(lock, pages) for lock in page.locks]
         failures = {each.backend: each for each in page.failures if not each.is_of_key}
         summaries = list(_asked(summary, failures))
@@ -200,6 +203,20 @@ def _forget(**_: Any) -> None:
 
 
 setting_changed.connect(_forget, dispatch_uid="django_distlock.admin")
+
+
+def _most(arguments: dict[str, Any]) -> LockPage:
+    """Return as many locks as are sorted: a page with filters may have fewer, and others follow."""
+    whole = LockPage(())
+    cursor: str | None = None
+    while len(whole.locks) < SORTED:
+        limit = SORTED - len(whole.locks)
+        page = list_locks(cursor=cursor, limit=limit, waits=True, **arguments)
+        cursor = page.cursor
+        whole = LockPage(whole.locks + page.locks, cursor, whole.failures + page.failures)
+        if cursor is None:
+            break
+    return whole
 
 
 def _asked(ask: Callable[[str], Summary], failures: dict[str, Failure]) -> Iterator[Summary]:

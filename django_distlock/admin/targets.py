@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from urllib.parse import parse_qsl, urlencode
 
@@ -9,7 +10,7 @@ from django.apps import apps
 from django.contrib.admin import AdminSite
 from django.contrib.admin.utils import quote
 from django.http import HttpRequest
-from django.urls import reverse
+from django.urls import NoReverseMatch, reverse
 
 from ..core.errors import InvalidArgument, LockError, shown
 from ..core.keys import stored_key
@@ -101,16 +102,16 @@ def object_page(key: str, site: AdminSite, request: HttpRequest) -> tuple[str, s
     found = [
         each
         for each in apps.get_models()
-        if each._meta.model_name == model_name and app in ("", each._meta.app_label)
+        if each._meta.model_name == model_name
+        and app in ("", each._meta.app_label.lower())
         and site.is_registered(each)
-        and site.get_model_admin(each).has_view_permission(request)
-    ]  # fmt: skip
-    if len(found) != 1 or not pk:
+    ]
+    may_see = len(found) == 1 and site.get_model_admin(found[0]).has_view_permission(request)
+    if not (pk and may_see):
         return None
     meta = found[0]._meta
-    href = reverse(
-        f"admin:{meta.app_label}_{meta.model_name}_change",
-        args=[quote(pk)],
-        current_app=site.name,
-    )
-    return f"{meta.verbose_name} {printable(pk)}", href
+    name = f"admin:{meta.app_label}_{meta.model_name}_change"
+    with suppress(NoReverseMatch):  # A project's own admin need not have such a page.
+        href = reverse(name, args=[quote(pk)], current_app=site.name)
+        return f"{meta.verbose_name} {printable(pk)}", href
+    return None

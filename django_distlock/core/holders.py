@@ -78,9 +78,9 @@ class Holder:
         return f"{self.process or 'a process'} (pid {self.pid}) on {self.host or 'some host'}"
 
     def is_caller(self, other: Holder) -> bool:
-        """Whether both are the same thread of a process, or the same task."""
-        if self.task_id is not None:
-            return self.task_id == other.task_id
+        """Whether both are known to be the same thread of a process, or the same task."""
+        if self.task_id is not None or not (self.host and self.pid):
+            return self.task_id is not None and self.task_id == other.task_id
         ours = (self.host, self.boot_id, self.pid, self.started_at, self.thread)
         return ours == (other.host, other.boot_id, other.pid, other.started_at, other.thread)
 

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 from django.db import Error, router, transaction
-from django.db.models import Q
 from django.utils.connection import ConnectionDoesNotExist
 
 from ..backends.base import BaseLockBackend
 from ..core.documents import Document, by_name, plain
-from ..core.errors import LockUsageError
+from ..core.errors import LockError, LockUsageError
 from ..core.holders import Holder, Session
 from ..core.keys import stored_key
 from ..core.logs import log_fields
@@ -25,7 +24,7 @@ from ..core.records import Counter, Waiting, Waits
 from ..handler import lock_backends
 from .hashes import hashed
 from .held import HeldKey
-from .history import RELEASED
+from .history import RELEASED, rare_kinds
 from .summary import SOON
 
 if TYPE_CHECKING:
@@ -95,21 +94,17 @@ class KeyView:
     def chain(self) -> tuple[Link, ...]:
         """Ask what the holder waits for, then what the holder of that waits for, and so on.
 
-        It is looked for among the keys that most wait for, and ends where a key comes again.
-
-        Raises:
-            BackendUnavailable: The store did not answer.
+        It is looked for among the keys that most wait for, and ends where a key comes again, or
+        the store does not answer. The coroutines of an event loop count as one holder.
         """
-        if self.held is None:
-            return ()
-        return tuple(_chain(lock_backends[self.backend], self.key, self.held.holder))
+        found: list[Link] = []
+        with suppress(LockError):  # All else is known by now.
+            if self.held is not None:
+                found.extend(_chain(lock_backends[self.backend], self.key, self.held.holder))
+        return tuple(found)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what JSON can carry: times as ISO 8601 in UTC, durations in seconds.
-
-        Raises:
-            BackendUnavailable: The store did not answer: see `chain`.
-        """
+        """Return what JSON can carry: times as ISO 8601 in UTC, durations in seconds."""
         return {
             **by_name(
                 self, "backend", "key", "key_hash", "held", "expired", "fence", "paused_until"
@@ -150,8 +145,8 @@ def show(key: str, backend: str = "default") -> KeyView:
         counter=_counter(store, key),
         waiters=waiters,
         guards=store.guards.sessions(key),
-        events=_latest(store.alias, key, EVENTS, ~Q(kind=RELEASED)),
-        releases=_latest(store.alias, key, RELEASES, Q(kind=RELEASED)),
+        events=_latest(store.alias, key, EVENTS, rare_kinds()),
+        releases=_latest(store.alias, key, RELEASES, [RELEASED]),
         observed_at=now,
     )
 
@@ -175,8 +170,8 @@ def expired_locks(backend: str = "default", *, limit: int = 100) -> tuple[HeldKe
 
 
 def _chain(store: BaseLockBackend, key: str, holder: Holder | None) -> Iterator[Link]:
-    if not store.supports_listing:
-        return
+    if not store.supports_listing or type(store)._states is BaseLockBackend._states:
+        return  # It does not count who waits.
     waited = [each for each, _number in store.states(SOON)[1].most_waited if each != key]
     waiters = {each: [waiting.holder for waiting in store.waiters.of(each)] for each in waited}
     seen = {key}
@@ -201,13 +196,13 @@ def _told(events: tuple[LockEvent, ...] | None) -> list[dict[str, Any]] | None:
     return None if events is None else [by_name(each, *_TOLD) for each in events]
 
 
-def _latest(alias: str, key: str, number: int, which: Q) -> tuple[LockEvent, ...] | None:
+def _latest(alias: str, key: str, number: int, kinds: list[str]) -> tuple[LockEvent, ...] | None:
     model: type[LockEvent] = apps.get_model("django_distlock", "LockEvent")
     try:
         using = router.db_for_read(model)
         # In a block of its own, so that an error leaves the caller's transaction as it was.
         with transaction.atomic(using=using):
-            rows = model.objects.using(using).filter(which, backend=alias, key=key)
+            rows = model.objects.using(using).filter(backend=alias, key=key, kind__in=kinds)
             return tuple(rows.order_by("-at", "-pk")[:number])
     except (Error, ConnectionDoesNotExist, ImproperlyConfigured) as error:
         extra = log_fields("events_unread", backend=alias, key=key)

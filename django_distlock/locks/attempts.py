@@ -369,12 +369,12 @@ class Attempts:
         self.concluded = True
         request = self.request
         if isinstance(outcome, Grant):
+            waited = self.backend.monotonic() - self._started
             self._tell(lock_acquired, fence=outcome.fence, holder=request.holder)
             if self._taken_from is not None:
                 self._tell_takeover(outcome, self._taken_from)
             ttl = math.inf if outcome.ttl is None else outcome.ttl
             unheard = ttl if self._unanswered else math.inf
-            waited = self.backend.monotonic() - self._started
             return Granted(outcome, self._sent_at + ttl, unheard, waited)
         if self._unanswered:
             self._release_later()

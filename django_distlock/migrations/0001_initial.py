@@ -3,7 +3,7 @@
 import django.utils.timezone
 from django.db import migrations, models
 
-from django_distlock.conf import table
+from django_distlock.conf import index_name, table
 from django_distlock.database.fields import InstantField, KeyField, NoteField
 from django_distlock.database.sql.operations import CreateInnoDBTables, InstallScripts
 
@@ -112,7 +112,7 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 ("backend", KeyField(max_length=100, verbose_name="backend")),
-                ("key", KeyField(db_index=True, max_length=512, verbose_name="key")),
+                ("key", KeyField(max_length=512, verbose_name="key")),
                 (
                     "kind",
                     models.CharField(
@@ -143,6 +143,10 @@ class Migration(migrations.Migration):
                 "verbose_name_plural": "lock events",
                 "db_table": table("events"),
                 "default_permissions": ("view",),
+                "indexes": [
+                    models.Index(fields=["key", "kind", "at"], name=index_name("events", "key")),
+                    models.Index(fields=["kind", "at"], name=index_name("events", "kind")),
+                ],
             },
         ),
         migrations.CreateModel(

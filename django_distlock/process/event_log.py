@@ -48,6 +48,8 @@ logger = logging.getLogger("django_distlock")
 MAX_WAITING = 1000
 #: Rows of one statement.
 BATCH = 100
+#: Seconds that releases wait for others, so that there is no connection for each of them.
+GATHER = 1.0
 
 _UID = "django_distlock.process.event_log"
 _KINDS = {
@@ -195,13 +197,17 @@ class _Writer:
         self._is_full = False
         self._idle = Bell()
         self._idle.ring()
+        #: Rung by what does not wait for others.
+        self._now = Bell()
 
     def put(self, using: str, event: LockEvent) -> None:
         """Let an event be written, unless too many are waiting: of releases half as many."""
         if self._pid != os.getpid():
             self.forget()
         with self._mutex:
-            if event.kind == LockEvent.Kind.RELEASED and len(self._waiting) >= MAX_WAITING // 2:
+            if event.kind != LockEvent.Kind.RELEASED:
+                self._now.ring()
+            elif len(self._waiting) >= MAX_WAITING // 2:
                 return
             if len(self._waiting) < MAX_WAITING:
                 self._waiting.append((using, event))
@@ -220,6 +226,7 @@ class _Writer:
         """Wait until there is nothing to write, and return whether that is so."""
         if self._pid != os.getpid():
             return True
+        self._now.ring()
         with self._mutex:
             is_stuck = bool(self._waiting) and not self._is_running
         if is_stuck:
@@ -252,7 +259,11 @@ class _Writer:
         self._idle.clear()
 
     def _run(self, bound: float | None = None) -> None:
-        while batch := self._take():
+        while True:
+            if self._waiting:
+                self._now.wait(GATHER)
+            if not (batch := self._take()):
+                return
             for using in dict.fromkeys(alias for alias, _event in batch):
                 self._write(using, [event for alias, event in batch if alias == using], bound)
 
@@ -262,6 +273,7 @@ class _Writer:
             batch = list(self._waiting)
             self._waiting.clear()
             self._is_full = False
+            self._now.clear()
             if not batch:
                 self._is_running = False
                 self._idle.ring()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from django_distlock.inspection.history import history
 from django_distlock.models import LockEvent
 from django_distlock.process import event_log
 from tests.contract.helpers import Later
+from tests.contract.locking import eventually
 
 from .admin_settings import LOCKS
 
@@ -50,16 +52,15 @@ def test_page_of_a_key_shows_past_holders(
     """How long they held it and waited for it, as a table and a chart, for who may see events."""
     with distlock(key, backend=alias):
         inner = Later(_hold, key, alias)
-        while not lock_backends[alias].waiters.of(key):
-            pass
+        assert eventually(lambda: bool(lock_backends[alias].waiters.of(key)), 30)
     inner.result()
     assert event_log.finish()
-    second, first = show(key, alias).releases or ()
+    first, second = sorted(show(key, alias).releases or (), key=lambda each: each.fence or 0)
     assert (first.fence or 0) < (second.fence or 0)
     assert first.details["waited"] < 1 < second.details["waited"]
     assert show(key, alias).events == ()
     page = reader.get(f"{LOCKS}key/", {"backend": alias, "key": key}).context["page"]
-    assert [each.fence for each in page.releases] == [second.fence, first.fence]
+    assert {each.fence for each in page.releases} == {second.fence, first.fence}
     assert len(page.chart.bars) == 2
     text = reader.get(f"{LOCKS}key/", {"backend": alias, "key": key}).content.decode()
     assert "Past holders" in text
@@ -138,26 +139,39 @@ def test_list_is_sorted_by_a_column(browser: Client, key: str, column: str) -> N
     for each, ttl in (("b", 60), ("a", None), ("c", 600)):
         take(f"{key}-{each}", ttl, host=f"host-{each}")
     for _ in range(2):
-        lock_backends["postgres"].acquire(f"{key}-c", new_token(), 60)
+        lock_backends["postgres"].force_release(f"{key}-c")
+        take(f"{key}-c", 600, host="host-c")
     lock_backends["postgres"].waiters.note(f"{key}-b", Holder(host="w"), 60)
-    up = {
-        "key": "abc", "left": "bca", "age": "cab", "holder": "abc", "fence": None, "waiting": None,
-    }  # fmt: skip
+    up = {"key": "abc", "left": "bca", "age": "cab", "holder": "abc"}
     found = {
         order: "".join(keys_shown(browser, begins=key, order=order))
         for order in (column, f"-{column}")
     }
-    assert sorted(found[column]) == ["a", "b", "c"]
-    if (expected := up[column]) is not None:
-        assert found == {column: expected, f"-{column}": expected[::-1]}
-    if column == "waiting":
+    if column == "fence":
+        assert (found["fence"][2], found["-fence"][0]) == ("c", "c")
+    elif column == "waiting":
         assert (found["waiting"][2], found["-waiting"][0]) == ("b", "b")
+    else:
+        assert found == {column: up[column], f"-{column}": up[column][::-1]}
     columns = browser.get(LOCKS).context["overview"].columns
     assert column in [each.name for each, _order, _sort in columns]
     for order, other, said in ((column, f"-{column}", "asc"), (f"-{column}", column, "desc")):
         text = browser.get(LOCKS, {"backend": "postgres", "order": order}).content.decode()
         assert text.count(f'aria-sort="{said}ending"') == 1
         assert f'href="?backend=postgres&amp;order={other}"' in text
+
+
+def test_whole_store_is_searched_and_sorted(
+    browser: Client, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the store lists it page by page, and a page has few that fit."""
+    monkeypatch.setattr("django_distlock.inspection.listing._LOOKED_AT", 3)
+    for number in range(12):
+        take(f"{key}-{number:02}{'-red' if number % 4 == 0 else ''}")
+    query = {"backend": "postgres", "begins": key, "contains": "-red"}
+    for order, numbers in (("key", "00 04 08"), ("-key", "08 04 00")):
+        rows = browser.get(LOCKS, {**query, "order": order}).context["overview"].rows
+        assert " ".join(each.lock.key.split("-")[1] for each in rows) == numbers
 
 
 def test_sorted_list_says_what_it_leaves_out(
@@ -174,8 +188,26 @@ def test_sorted_list_says_what_it_leaves_out(
     assert keys_shown(browser, begins=key, order="nonsense") == ["a", "b"]
 
 
+@pytest.fixture
+def crowd() -> Iterator[Callable[[str, str, Holder], None]]:
+    """Give what lets many wait for a key, and somebody among them."""
+    noted: list[tuple[str, str, str]] = []
+
+    def wait(alias: str, name: str, holder: Holder) -> None:
+        for each in (holder, *(Holder(host=f"h-{number}") for number in range(40))):
+            note = lock_backends[alias].waiters.note(name, each, 60)
+            assert note
+            noted.append((alias, name, note))
+
+    yield wait
+    for alias, name, note in noted:
+        lock_backends[alias].waiters.drop(name, note)
+
+
 @pytest.mark.parametrize("alias", ["postgres", "redis"])
-def test_chain_of_waiting_is_shown(browser: Client, alias: str, key: str, capsys: Any) -> None:
+def test_chain_of_waiting_is_shown(
+    browser: Client, alias: str, key: str, capsys: Any, crowd: Callable[[str, str, Holder], None]
+) -> None:
     """What its holder waits for, and who holds that: to the end, or once around."""
     names = [f"{key}-{each}" for each in "abc"]
     holders = [Holder(host="h", process="w", pid=each, thread="main") for each in (1, 2, 3)]
@@ -184,8 +216,7 @@ def test_chain_of_waiting_is_shown(browser: Client, alias: str, key: str, capsys
         assert isinstance(store.acquire(name, new_token(), 60, holder), Grant)
     # Among the keys that most wait for.
     for name, waiting in (names[1], holders[0]), (names[2], holders[1]):
-        for each in (waiting, *(Holder(host=f"h-{number}") for number in range(40))):
-            store.waiters.note(name, each, 60)
+        crowd(alias, name, waiting)
     view = show(names[0], alias)
     assert [(each.key, each.holder) for each in view.chain()] == [
         (names[1], holders[1]),
@@ -194,13 +225,13 @@ def test_chain_of_waiting_is_shown(browser: Client, alias: str, key: str, capsys
     text = browser.get(f"{LOCKS}key/", {"backend": alias, "key": names[0]}).content.decode()
     assert text.index(f"<bdi>{names[1]}</bdi>") < text.index(f"<bdi>{names[2]}</bdi>")
     # In a circle, it ends.
-    for each in (holders[2], *(Holder(host=f"h-{number}") for number in range(40))):
-        store.waiters.note(names[0], each, 60)
+    crowd(alias, names[0], holders[2])
     assert len(show(names[0], alias).chain()) == 2
     call_command("distlock_show", names[0], backend=alias)
     lines = capsys.readouterr().out.splitlines()
-    told = [each.split(maxsplit=2)[2] for each in lines if each.startswith("waits for")]
-    assert told == [f"{name}, held by h w[{pid}]" for name, pid in ((names[1], 2), (names[2], 3))]
+    at = next(at for at, line in enumerate(lines) if line.startswith("ITS HOLDER WAITS FOR"))
+    told = [each.split(maxsplit=1) for each in lines[at + 1 :]]
+    assert told == [[names[1], "h w[2]"], [names[2], "h w[3]"]]
 
 
 def test_task_leads_to_another_tool(browser: Client, key: str) -> None:
@@ -228,3 +259,74 @@ def test_key_that_names_an_object_leads_to_it(browser: Client, reader: Client) -
         shown = reader.get(f"{LOCKS}key/", query).content.decode()
         assert (f'href="/admin/auth/user/{pk}/change/">user {pk}</a>' in shown) == leads
         assert "/admin/auth/user/" not in browser.get(f"{LOCKS}key/", query).content.decode()
+
+
+@pytest.mark.usefixtures("kept")
+def test_spoiled_release_is_left_out(reader: Client, key: str) -> None:
+    """The pages show the rest."""
+    for details, holder in (({}, {}), ({"held_for": "x", "waited": None}, {"host": 5})):
+        LockEvent.objects.create(
+            backend="postgres", key=key, kind="released", details=details, holder=holder
+        )
+    LockEvent.objects.create(
+        backend="postgres", key=key, kind="released", details={"held_for": 1, "waited": 0},
+        holder={"host": 5},
+    )  # fmt: skip
+    answer = reader.get(f"{LOCKS}key/", {"backend": "postgres", "key": key})
+    (release,) = answer.context["page"].releases
+    assert (release.held, release.fence, release.holder) == ("1.000 s", None, Holder())
+    assert reader.get(LOCKS).status_code == 200
+
+
+def test_wrong_settings_break_no_page(browser: Client, key: str) -> None:
+    """The page says which: it is the one that shows the findings of the checks."""
+    take(key, task_id="t-1")
+    query = {"backend": "postgres", "begins": key}
+    with override_settings(DISTLOCK_TASK_URL="nonsense", DISTLOCK_HISTORY="nonsense"):
+        text = browser.get(LOCKS, query).content.decode()
+    assert "t-1</bdi>" in text
+    for name in ("DISTLOCK_TASK_URL", "DISTLOCK_HISTORY"):
+        assert f"{name} must be" in text
+
+
+@pytest.mark.usefixtures("kept")
+def test_releases_are_written_together(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or each would open a connection."""
+    batches: list[int] = []
+    write = event_log._writer._write
+
+    def count(using: str, events: list[LockEvent], bound: float | None) -> None:
+        batches.append(len(events))
+        write(using, events, bound)
+
+    monkeypatch.setattr(event_log._writer, "_write", count)
+    monkeypatch.setattr(event_log, "GATHER", 60)
+    for _ in range(5):
+        with distlock(key, backend="postgres"):
+            pass
+    assert event_log.finish()
+    assert batches == [5]
+
+
+@pytest.mark.usefixtures("kept")
+def test_part_of_the_releases_is_kept(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As dice say."""
+    dice = iter((0.6, 0.4, 0.5))
+    monkeypatch.setattr("django_distlock.process.event_log.random.random", lambda: next(dice))
+    with override_settings(DISTLOCK_HISTORY=0.5):
+        for each in "abc":
+            with distlock(f"{key}-{each}", backend="postgres"):
+                pass
+        assert event_log.finish()
+    kept = LockEvent.objects.filter(key__startswith=key).values_list("key", flat=True)
+    assert [*kept] == [f"{key}-b"]
+
+
+def test_callers_are_told_apart() -> None:
+    """By their task, else by their thread; who is not known is nobody's caller."""
+    known = Holder(host="h", pid=1, thread="t")
+    assert known.is_caller(Holder(host="h", pid=1, thread="t"))
+    assert not known.is_caller(Holder(host="h", pid=1, thread="u"))
+    assert Holder(host="h", pid=1, task_id="a").is_caller(Holder(task_id="a"))
+    assert not Holder(host="h", pid=1, task_id="a").is_caller(Holder(host="h", pid=1, task_id="b"))
+    assert not Holder().is_caller(Holder())

@@ -316,7 +316,7 @@ WRONG_SECRET = (
         ),
         *(
             (conf.history, "HISTORY", raw, " must be ")
-            for raw in (-0.1, 1.1, True, "1", None, float("nan"))
+            for raw in (-0.1, 1.1, True, "1", float("nan"))
         ),
         *(
             (lambda: conf.task_url("a"), "TASK_URL", raw, " and contains {task_id}, not ")

@@ -151,7 +151,8 @@ def give_back(lock: JobLock, grant: Grant) -> None:
 def lease_of(store: BaseLockBackend, grant: Grant, sent_at: float, kept: Kept) -> Lease:
     """Return the lease of a grant that was asked for at `sent_at`."""
     deadline = math.inf if grant.ttl is None else sent_at + grant.ttl
-    return Lease(store, Granted(grant, deadline), kept)
+    waited = store.monotonic() - sent_at
+    return Lease(store, Granted(grant, deadline, waited=waited), kept)
 
 
 def queue_ttl(terms: Terms, longest: float, delay: float, unique_ttl: float | None = None) -> float:

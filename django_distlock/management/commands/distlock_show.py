@@ -42,6 +42,7 @@ class Command(OperatorCommand):
         self._print_sharing(view)
         self._print_waiters(view)
         self._print_events(view)
+        self._print_chain(view)
 
     def _lines(self, view: KeyView) -> Iterator[tuple[str, str]]:
         yield "key", view.key
@@ -56,9 +57,6 @@ class Command(OperatorCommand):
             yield "paused", f"until {instant(view.paused_until)}{by}"
         for session in view.guards or ():
             yield "guarded by", named(session)
-        for link in view.chain():
-            by = f", held by {link.holder.where}" if link.holder else ""
-            yield "waits for", f"{link.key}{by}"
 
     def _print_sharing(self, view: KeyView) -> None:
         if view.sharing:
@@ -75,6 +73,14 @@ class Command(OperatorCommand):
                     ]
                     for each in view.sharing
                 ],
+            )
+
+    def _print_chain(self, view: KeyView) -> None:
+        if chain := view.chain():
+            self.stdout.write("")
+            self.print_table(
+                ("ITS HOLDER WAITS FOR", "HELD BY"),
+                [[each.key, each.holder.where if each.holder else "-"] for each in chain],
             )
 
     def _print_waiters(self, view: KeyView) -> None:
