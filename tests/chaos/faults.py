@@ -60,6 +60,8 @@ _SPARED = {
     "postgresql": {"options": "-c statement_timeout=0 -c idle_in_transaction_session_timeout=0"},
     "mysql": {"init_command": "SET SESSION max_statement_time=0, idle_transaction_timeout=0"},
 }
+#: Four thousand rows.
+_FILLER = {"postgresql": "FROM generate_series(1, 4000)", "mysql": "FROM seq_1_to_4000"}
 #: Seconds between two faults of the store itself: in between, there is work to lose.
 RESTS = (4.0, 9.0)
 
@@ -189,13 +191,34 @@ class Chaos:
     def _fill_disk(self) -> None:
         store = self._ground.store
         assert store
+        write, ends = self._large_writes()
         store.fill()
+        # Logs that the server made before have room in them: it has to feel that there is no other.
+        refused: type[Exception] | None = None
+        until = monotonic() + 10
+        while refused is None and monotonic() < until:
+            try:
+                write()
+            except (DatabaseError, InterfaceError, LockError) as error:
+                refused = type(error)
         time.sleep(self._chance.uniform(0.5, 2))
-        self._tell("disk full")
+        if refused is not None:
+            self._tell("disk full", refused=refused.__name__)
         # Some have ended by themselves, and others wait: an operator makes room and starts them.
         store.make_room()
         store.kill()
         self._start_again(store)
+        ends()
+
+    def _large_writes(self) -> tuple[Callable[[], object], Callable[[], object]]:
+        """Give what writes eight megabytes to the store, and what removes them."""
+        if self._using:
+            lines = _FILLER[connections[self._using].vendor]
+            self._ask("CREATE TABLE chaos_filler (x varchar(2000))", [])
+            write = f"INSERT INTO chaos_filler SELECT REPEAT('x', 2000) {lines}"
+            return partial(self._ask, write, []), partial(self._ask, "DROP TABLE chaos_filler", [])
+        ask, key = _redis(self._alias), "chaos-filler"
+        return partial(ask, "SET", key, "x" * 8_000_000), partial(ask, "DEL", key)
 
     def _restart_pooler(self) -> None:
         assert self._ground.pooler
