@@ -205,6 +205,8 @@ class _Writer:
         if self._pid != os.getpid():
             self.forget()
         with self._mutex:
+            if not self._waiting:
+                self._now.clear()  # Rung when there was nothing to write.
             if event.kind != LockEvent.Kind.RELEASED:
                 self._now.ring()
             elif len(self._waiting) >= MAX_WAITING // 2:
@@ -273,7 +275,6 @@ class _Writer:
             batch = list(self._waiting)
             self._waiting.clear()
             self._is_full = False
-            self._now.clear()
             if not batch:
                 self._is_running = False
                 self._idle.ring()
