@@ -59,7 +59,7 @@ class History:
         kinds: How many events of which kind the last 24 hours had. Releases are not among them.
         at: When it was counted, by the clock of this host.
         rate: Releases per minute in the last hour; None: none are kept (`DISTLOCK_HISTORY`).
-        median_wait: Seconds that half of the latest of them have not waited for their grant.
+        median_wait: The median of the seconds that the latest of them had waited.
     """
 
     minutes: tuple[Minute, ...]

@@ -159,7 +159,7 @@ def list_locks(  # noqa: PLR0913 - filters, each by its name
         None if ends_within is None else seconds(ends_within, "ends_within"),
         None if overdue is None else number(overdue, "overdue", minimum=0, maximum=1),
         None if states is None else frozenset(map(State, states)),
-        _text(contains),
+        _part_of_key(contains),
     )
     page = _page(chosen(backends), cursor, wanted, filters, limit)
     return replace(page, locks=tuple(_with_waits(page.locks))) if waits else page
@@ -192,7 +192,7 @@ def _page(
     return LockPage(tuple(locks), None, tuple(failures))
 
 
-def _text(contains: object) -> str:
+def _part_of_key(contains: object) -> str:
     if not isinstance(contains, str):
         raise InvalidArgument(f"contains must be a str, not {shown(contains)}.")
     return unicodedata.normalize("NFC", contains)

@@ -7,11 +7,10 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from ..conf import task_url
-from ..core.wording import printable, span
+from ..core.wording import printable
 from ..exceptions import InvalidLockBackend
 
 register = template.Library()
-register.filter("span", span)
 
 
 @register.filter(name="printable")

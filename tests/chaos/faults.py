@@ -193,7 +193,7 @@ class Chaos:
         assert store
         write, ends = self._large_writes()
         store.fill()
-        # Logs that the server made before have room in them: it has to feel that there is no other.
+        # A log of a fixed size has room left, so only a refused write shows that the disk is full.
         refused: type[Exception] | None = None
         until = monotonic() + 10
         while refused is None and monotonic() < until:
