@@ -32,13 +32,14 @@ from .services_plugin import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("django_distlock", "tests", "pyproject.toml")
-PYTEST = ("-q", "-n", "0", "-p", "no:randomly")
+# Hypothesis takes longer to import than a test takes, and few of these tests use it.
+PYTEST = ("-q", "-n", "0", "-p", "no:randomly", "-p", "no:hypothesispytest")
 #: What every run imports, and no fault touches: half of the time of a run. No plugin of pytest's,
 #: whose assertions are rewritten.
 PRELOADED = ["pytest", "django.test", "django.core.management", "psycopg", "redis.cluster"]
 FORKS = multiprocessing.get_context("forkserver")
-# All passed, or some failed.
-VERDICTS = (0, 1)
+# All passed, or some failed. A process that ends by an exception of its own exits with 1.
+PASSED, FAILED, NO_VERDICT = 10, 11, 12
 
 RACES = "tests/contract/test_races.py"
 EXPIRY = "tests/contract/test_expiry.py"
@@ -1112,8 +1113,8 @@ def catches(mutant: Mutant, slot: Slot) -> bool:
             run = FORKS.Process(target=judge, args=(slot, mutant.test_id, said))
             run.start()
             run.join()
-            if run.exitcode in VERDICTS:
-                return run.exitcode == 1
+            if run.exitcode in (PASSED, FAILED):
+                return run.exitcode == FAILED
     raise RuntimeError(
         f"pytest ended with {run.exitcode} on {mutant.test_id}:\n{said.read_text(errors='replace')}"
     )
@@ -1132,7 +1133,8 @@ def judge(slot: Slot, test_id: str, said: Path) -> NoReturn:
         del sys.modules[name]
     verdict = Verdict()
     ended = pytest.main([*PYTEST, test_id], plugins=[verdict])
-    sys.exit(1 if verdict.has_failed else 0 if ended == pytest.ExitCode.OK else 2)
+    without_failure = PASSED if ended == pytest.ExitCode.OK else NO_VERDICT
+    sys.exit(FAILED if verdict.has_failed else without_failure)
 
 
 class Verdict:

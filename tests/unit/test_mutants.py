@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
-from tests.mutants import MUTANTS, ROOT, Mutant
+import pytest
+
+from tests.mutants import MUTANTS, ROOT, Mutant, Slot, catches
 
 
 def has_its_place(mutant: Mutant) -> bool:
@@ -20,3 +23,25 @@ def has_its_place(mutant: Mutant) -> bool:
 def test_faults_have_their_places() -> None:
     """What a fault changes, and what catches it, is there."""
     assert [each for each in MUTANTS if not has_its_place(each)] == []
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize(
+    ("line", "is_caught"),
+    [("assert right", True), ("assert True", False), ("import os; os._exit(1)", None)],
+    ids=["fails", "passes", "breaks down"],
+)
+def test_verdicts(tmp_path: Path, line: str, is_caught: bool | None) -> None:
+    """A test that fails catches a fault; a process that ends before its test does is no verdict."""
+    (tmp_path / "code.txt").write_text("right = 1")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_code.py").write_text(f"right = 0\n\n\ndef test():\n    {line}\n")
+    mutant = Mutant(
+        "a fault", "memory", "code.txt", old="1", new="0", test="test_code.py::test", case=""
+    )
+    slot = Slot(tmp_path, {})
+    if is_caught is None:
+        with pytest.raises(RuntimeError, match="ended with 1 on test_code.py::test"):
+            catches(mutant, slot)
+    else:
+        assert catches(mutant, slot) is is_caught
