@@ -1,8 +1,9 @@
 """Processes that are forked from one that has imported Django, instead of started from nothing.
 
 A Python that imports Django and its drivers computes for most of a second; one that is forked
-behind these imports, for a tenth of one. It is a process as any other: it has settings, an
-environment, a standard input and output and an end of its own, and signals reach it.
+behind these imports, for a tenth of one, or less behind `django.setup()`. It is a
+process as any other: it has settings, an environment, a standard input and output and an end of
+its own, and signals reach it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import django
 
 #: What most processes of tests import, and what reads no settings while it is imported.
 AHEAD = (
@@ -59,6 +64,8 @@ CELERY_AHEAD = (
 EARLY = ("PYTHON", "LD_", "MALLOC_")
 # No process outlives its test by more, should the test itself be killed.
 LIFETIME_SECONDS = 120
+#: The variable in which pytest names the test of the moment.
+OF_PYTEST = "PYTEST_CURRENT_TEST"
 #: What auditing hooks hear when a process is forked.
 FORKED = "tests.forked"
 #: Bytes of a number on the way between a fork server and the tests.
@@ -66,18 +73,54 @@ SIZE = 8
 
 
 def fork(
-    function: str, arguments: Sequence[Any], environment: dict[str, str], stdin: int, stdout: int
+    function: str,
+    arguments: Sequence[Any],
+    environment: dict[str, str],
+    stdin: int,
+    stdout: int,
+    *,
+    module: str = "",
 ) -> Forked:
-    """Let a process call `module:function`: see `ForkServer.fork`."""
+    """Let a process call `module:function`: see `ForkServer.fork`.
+
+    Args:
+        module: What a process imports behind `django.setup()`; "" where it sets up nothing. If
+            the same environment is asked for again, another fork server does both ahead.
+    """
     early = frozenset(each for each in environment.items() if each[0].startswith(EARLY))
     if early not in _fork_servers:
-        _fork_servers[early] = ForkServer(environment)
-        atexit.register(_fork_servers[early].close)
-    return _fork_servers[early].fork(function, arguments, environment, stdin, stdout)
+        _keep(early, ForkServer(partial(_start, environment)))
+    plain = _fork_servers[early]
+    whole = frozenset(environment.items() - {(OF_PYTEST, environment.get(OF_PYTEST))})
+    _asked[whole] += 1 if module else 0
+    if not module or _asked[whole] == 1:
+        return plain.fork(function, arguments, environment, stdin, stdout)
+    if whole not in _fork_servers:
+        own = "tests.fork_server:set_up"
+        _keep(whole, ForkServer(lambda ours: plain.fork(own, [], dict(whole), ours.fileno(), 2)))
+    return _fork_servers[whole].fork(function, arguments, None, stdin, stdout, module=module)
 
 
-#: The nurseries of this process, by what makes an interpreter another one.
+def _start(environment: dict[str, str], orders: socket.socket) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "tests.fork_server", str(orders.fileno())],
+        env=environment,
+        cwd=Path(__file__).parent.parent,
+        stdin=subprocess.DEVNULL,
+        pass_fds=[orders.fileno()],
+    )
+
+
+def _keep(environment: frozenset[tuple[str, str]], server: ForkServer) -> None:
+    _fork_servers[environment] = server
+    atexit.register(server.close)
+
+
+#: The fork servers of this process: by what makes an interpreter another one, and those that have
+#: set Django up, by all of the environment.
 _fork_servers: dict[frozenset[tuple[str, str]], ForkServer] = {}
+#: How often an environment was asked for.
+_asked: Counter[frozenset[tuple[str, str]]] = Counter()
 
 
 class Forked:
@@ -121,37 +164,38 @@ class Forked:
 
 
 class ForkServer:
-    """A process that forks others."""
+    """A process that forks others.
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    Args:
+        start: Starts it, with the socket that it reads its orders from.
+    """
+
+    def __init__(self, start: Callable[[socket.socket], Forked | subprocess.Popen[bytes]]) -> None:
         self._orders, theirs = socket.socketpair()
         with theirs:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-u", "-m", "tests.fork_server", str(theirs.fileno())],
-                env=environment,
-                cwd=Path(__file__).parent.parent,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
+            self._process = start(theirs)
 
     def fork(
         self,
         function: str,
         arguments: Sequence[Any],
-        environment: dict[str, str],
+        environment: dict[str, str] | None,
         stdin: int,
         stdout: int,
+        *,
+        module: str = "",
     ) -> Forked:
         """Let a process call `module:function`.
 
         Args:
             arguments: What JSON can carry.
-            environment: All its variables.
+            environment: All its variables; None: those of the fork server.
             stdin: The descriptor of its standard input.
             stdout: That of its standard output, and of its errors.
+            module: What the fork server imports first, if it has not yet; "": nothing.
         """
         ended, says_end = os.pipe()
-        order = json.dumps([function, arguments, environment]).encode()
+        order = json.dumps([function, arguments, environment, module]).encode()
         try:
             size = len(order).to_bytes(SIZE)
             socket.send_fds(self._orders, [size], [stdin, stdout, says_end])
@@ -164,7 +208,7 @@ class ForkServer:
     def close(self) -> None:
         """End the fork server; its processes go on."""
         self._orders.close()
-        self._popen.wait()
+        self._process.wait()
 
 
 class _Parent:
@@ -204,8 +248,12 @@ class _Parent:
         head, descriptors, _, _ = socket.recv_fds(self._orders, SIZE, 3)
         if not head:
             sys.exit()
-        function, arguments, environment = json.loads(_read(self._orders, int.from_bytes(head)))
+        order = json.loads(_read(self._orders, int.from_bytes(head)))
+        function, arguments, environment, module = order
         stdin, stdout, says_end = descriptors
+        if module and module not in sys.modules:
+            import_module(module)
+            gc.freeze()
         if pid := os.fork():
             os.close(stdin)
             os.close(stdout)
@@ -219,8 +267,9 @@ class _Parent:
             os.dup2(descriptor, number)
         for descriptor in (*descriptors, *self._ends.values(), self._bell, self._rings):
             os.close(descriptor)
-        os.environ.clear()
-        os.environ.update(environment)
+        if environment is not None:
+            os.environ.clear()
+            os.environ.update(environment)
         return function, arguments
 
 
@@ -233,18 +282,31 @@ def _read(source: socket.socket, size: int) -> bytes:
     return said
 
 
-def main(descriptor: str) -> None:
-    """Be the fork server, and each process that it forks."""
-    is_for_celery = any(name in os.environ for name in CELERY)
-    for name in (*AHEAD, *(CELERY_AHEAD if is_for_celery else ())):
-        import_module(name)
+def set_up() -> None:
+    """Be a fork server that has set Django up; its orders come by the standard input."""
+    # It lives as long as the tests, and not as one of their processes.
+    signal.alarm(0)
+    django.setup()
+    _serve(socket.socket(fileno=os.dup(sys.stdin.fileno())))
+
+
+def _serve(orders: socket.socket) -> None:
+    """Be a fork server, and each process that it forks."""
     # What is here already need not be looked at by the collectors of the children.
     gc.freeze()
-    function, arguments = _Parent(socket.socket(fileno=int(descriptor))).serve()
+    function, arguments = _Parent(orders).serve()
     faulthandler.register(signal.SIGALRM, chain=True)
     signal.alarm(LIFETIME_SECONDS)
     module, _, name = function.partition(":")
     getattr(import_module(module), name)(*arguments)
+
+
+def main(descriptor: str) -> None:
+    """Be the fork server that others come from."""
+    is_for_celery = any(name in os.environ for name in CELERY)
+    for name in (*AHEAD, *(CELERY_AHEAD if is_for_celery else ())):
+        import_module(name)
+    _serve(socket.socket(fileno=int(descriptor)))
 
 
 if __name__ == "__main__":

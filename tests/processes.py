@@ -39,7 +39,12 @@ def spawn(target: str, *arguments: Any, **environment: str) -> Process:
     """Start `module:function` with arguments that JSON can carry."""
     variables = _environment(environment)
     what = [target, json.dumps(arguments)]
-    return Process(lambda stdin, stdout: fork(f"{__name__}:main", what, variables, stdin, stdout))
+    module = target.partition(":")[0]
+    return Process(
+        lambda stdin, stdout: fork(
+            f"{__name__}:main", what, variables, stdin, stdout, module=module
+        )
+    )
 
 
 def spawn_by(program: Sequence[str], target: str, *arguments: Any, **environment: str) -> Process:
