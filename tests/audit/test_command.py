@@ -191,7 +191,7 @@ def test_help_and_page_name_each_rule_and_exit_code(capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     for rule in RULES:
         assert f"\n  {rule}\n" in text
-        assert f"\n### `{rule}`\n" in PAGE
+        assert f"\n| `{rule}` | " in PAGE
     for code in (0, 1, 2, 3):
         assert f"\n  {code}  " in text
         assert f"\n| {code} | " in PAGE

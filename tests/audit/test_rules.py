@@ -39,15 +39,15 @@ def test_corpus(path: Path) -> None:
 
 
 def test_page_has_the_figures_of_the_corpus() -> None:
-    """How many lines of each rule are found, missed and reported by mistake."""
+    """How many lines are found, of how many, and how many are reported by mistake."""
     page = (Path(__file__).parents[2] / "docs/howto/audit-lock-code.md").read_text()
     counted = {
         mark: Counter(rule for path in CORPUS for _, rule in marked(path, mark))
         for mark in ("bad", "missed", "false")
     }
+    seen, missed, wrong = (each.total() for each in counted.values())
+    assert f"finds {seen} of {seen + missed} wrong lines, and reports {wrong} right ones" in page
     for rule in RULES:
-        figures = " | ".join(str(counted[mark][rule]) for mark in counted)
-        assert f"| `{rule}` | {figures} |\n" in page
         assert counted["bad"][rule] >= 5
 
 

@@ -38,9 +38,11 @@ class Queue:
     def __init__(self, library: str, name: str):
         self.redis: Any = redis.Redis.from_url(settings.DISTLOCK["redis"]["OPTIONS"]["url"])
         self._name = name
-        section = PAGE.read_text().partition(f"\n## {library}\n")[2]
+        page = PAGE.read_text()
         recipe: dict[str, Any] = {}
-        exec(re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0], recipe)
+        # The decorator, which is the same for all, and what this library adds to its module.
+        for part in (page, page.partition(f"\n## {library}\n")[2]):
+            exec(re.findall(r"```python\n(.*?)```", part, re.DOTALL)[0], recipe)
         self._task = recipe["locked"](lambda number, key: key, retry_in=RETRY_IN)(self.body)
         #: Adds a task: its number, and its key.
         self.send: Callable[[int, str], object]
