@@ -283,6 +283,21 @@ SECRET_KEY = "only for tests"
 USE_TZ = True
 """
 HOW_TO = ROOT / "docs/howto/test-code-that-locks.md"
+#: The kit on the database backend, where the locks have their own alias.
+IN_A_DATABASE = """
+from django.test import TestCase
+from django_distlock import LockLost, distlock
+from django_distlock.testing import assert_not_locked, simulate_pause
+
+
+class CaptureTests(TestCase):
+    databases = {"default", "locks"}
+
+    def test_end_of_a_block_tells_of_the_loss(self):
+        with self.assertRaises(LockLost), distlock("payment:1") as lease:
+            simulate_pause(lease)
+        assert_not_locked("payment:1")
+"""
 
 
 @pytest.fixture
@@ -345,10 +360,10 @@ def test_how_to_is_so(project: Path) -> None:
     for name, start in {
         "tests.py": "# shop/tests.py\n",
         "test_report.py": "class ReportTests(",
-        "test_payment.py": "class CaptureTests(TestCase)",
         "test_contention.py": "class ContentionTests(",
     }.items():
         (shop / name).write_text(block(start))
+    (shop / "test_payment.py").write_text(IN_A_DATABASE)
     (shop / "capture.py").write_text(block("# shop/capture.py\n"))
     told = run(project, "django", "test", "shop", status=1)
     assert "AssertionError: Lists differ: [(42, 100)] != []" in told
