@@ -11,7 +11,9 @@ from . import test_testing_kit_projects
 from .test_testing_kit_projects import project, run_pytest
 
 __all__ = ["project"]
-PAGE = Path(__file__).parents[2] / "docs/howto/write-a-backend.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/howto/write-a-backend.md"
+EXAMPLE = ROOT / "example_project/folder_locks.py"
 
 SETTINGS = """
 SECRET_KEY = "only for tests"
@@ -60,8 +62,11 @@ def test_backend_of_the_how_to_keeps_the_contract(
 
     The contract needs pytest alone. Locks, which work from the four, need Django's apps.
     """
-    code, settings, test = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    shown, settings, test = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    code = EXAMPLE.read_text()
     assert sum(map(bool, code.splitlines())) <= 150
+    # The page prints the beginning of the class as it is.
+    assert shown.partition("\n")[2].strip() in code
     if defined == "four":
         code = re.sub(
             r"    # What it can do beside\n.*?(?=    # Files\n)", "", code, flags=re.DOTALL
