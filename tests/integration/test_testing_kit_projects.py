@@ -353,7 +353,7 @@ def block(start: str) -> str:
 
 
 def test_how_to_is_so(project: Path) -> None:
-    """Its tests pass; that of the careless section fails as told, and passes for the other."""
+    """Its tests pass; without the check, that of the section fails as told."""
     shop = project / "shop"
     shop.mkdir()
     (shop / "__init__.py").touch()
@@ -364,12 +364,16 @@ def test_how_to_is_so(project: Path) -> None:
     }.items():
         (shop / name).write_text(block(start))
     (shop / "test_payment.py").write_text(IN_A_DATABASE)
-    (shop / "capture.py").write_text(block("# shop/capture.py\n"))
+    careful = block("# shop/capture.py\n")
+    check = "        lease.check()\n"
+    assert check in careful
+    (shop / "capture.py").write_text(careful.replace(check, ""))
     told = run(project, "django", "test", "shop", status=1)
     assert "AssertionError: Lists differ: [(42, 100)] != []" in told
+    assert "`Lists differ: [(42, 100)] != []`" in HOW_TO.read_text()
     assert "Ran 5 tests" in told
     assert "FAILED (failures=1)" in told
-    (shop / "capture.py").write_text(block("# shop/capture.py, repaired\n"))
+    (shop / "capture.py").write_text(careful)
     told = run(project, "django", "test", "shop")
     assert "Ran 5 tests" in told
     assert "\nOK\n" in told
