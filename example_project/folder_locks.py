@@ -1,4 +1,4 @@
-"""Locks in a folder, for the processes of one host: the example of docs/howto/write-a-backend.md."""
+"""Locks in a folder, for the processes of one host: see docs/howto/write-a-backend.md."""
 
 import fcntl
 import json
@@ -14,7 +14,7 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.core.fences import next_fence
 from django_distlock.core.holders import Holder
-from django_distlock.core.records import UNKNOWN, Contended, Counter, Page, Record, lease_ends
+from django_distlock.core.records import UNKNOWN, Contended, Counter, Page, Record
 
 BUSY = Contended(busy=True)
 
