@@ -183,7 +183,7 @@ def test_keys_cannot_move_the_cursor() -> None:
 def test_every_finding_has_a_page_and_a_line() -> None:
     """Also each of the system checks, whatever its hint says; the references name them all."""
     table = (ROOT / "docs/reference/checks.md").read_text()
-    known = set(re.findall(r"^\| `(distlock\.[EW]\d+)`", table, re.MULTILINE))
+    known = set(re.findall(r"^- `(distlock\.[EW]\d+)`:", table, re.MULTILINE))
     assert len(known) > 20
     pages = {address(each, "") for each in known | set(ADDRESSES)}
     assert [each for each in sorted(pages) if not (ROOT / each).is_file()] == []
@@ -191,7 +191,7 @@ def test_every_finding_has_a_page_and_a_line() -> None:
         "docs/howto/choose-a-database.md"
     )
     text = (ROOT / "docs/reference/commands.md").read_text()
-    rows = re.findall(r"^\| `(distlock\.D\d+)` .*\]\((.*)\) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^- `(distlock\.D\d+)`: .*?\]\((.*?)\)", text, re.MULTILINE)
     described = {name: str((ROOT / "docs/reference" / page).resolve()) for name, page in rows}
     ours = {name: str(ROOT / page) for name, page in ADDRESSES.items() if ".D" in name}
     assert described == ours

@@ -111,9 +111,9 @@ def test_landing_page_leads_on_from_common_words(words: str) -> None:
 
 
 def test_checks_page_lists_the_checks() -> None:
-    """Every id that the code reports has a row, and every row an id."""
+    """Every id that the code reports has an entry, and every entry an id."""
     page = (ROOT / "docs/reference/checks.md").read_text()
-    assert set(re.findall(r"^\| `(distlock\.\w+)`", page, re.MULTILINE)) == CHECKS
+    assert set(re.findall(r"^- `(distlock\.\w+)`:", page, re.MULTILINE)) == CHECKS
 
 
 def test_troubleshooting_names_codes_that_errors_have() -> None:

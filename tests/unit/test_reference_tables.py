@@ -1,4 +1,4 @@
-"""What the pages of reference say in tables and signatures is what the code has."""
+"""What the pages of reference say in tables, lists and signatures is what the code has."""
 
 from __future__ import annotations
 
@@ -73,6 +73,12 @@ def rows(text: str) -> Iterator[list[str]]:
             yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
+def entries(text: str) -> dict[str, str]:
+    """Return the lines of tables and lists in a text, by the name that each begins with."""
+    lines = re.findall(r"^[|-] `(\w+)`(.*(?:\n  .*)*)", text, re.MULTILINE)
+    return {name: rest for name, rest in lines}
+
+
 def names(text: str) -> set[str]:
     """Return the names that stand in backquotes, or begin a line of a block of text."""
     inline = re.findall(r"`\.?(\w+)[^`]*`", text)
@@ -120,38 +126,31 @@ COLUMNS: Mapping[str, Callable[[pytest.MonkeyPatch], BaseLockBackend]] = {
 }
 
 
-def capabilities() -> tuple[list[str], dict[str, list[str]]]:
-    """Return the headings of the first table of what backends can do, and its rows."""
-    table = section(page("backends"), "What each can do").partition("\n\n|")[0]
-    heading, *cells = rows(table)
-    return heading[1:], {row[0].strip("`"): row[1:] for row in cells}
+def lacking() -> dict[str, set[str]]:
+    """Return the columns of the table of what backends can do: for each attribute, who lacks it."""
+    heading, *cells = rows(section(page("backends"), "What each can do"))
+    assert heading[2] == "not"
+    return {row[0].strip("`"): {*row[2].split(", ")} - {"none"} for row in cells}
 
 
-def written(value: object) -> str:
-    """Return a value as the table has it."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f'`"{value}"`' if isinstance(value, str) else str(value)
-
-
-def test_table_has_every_backend_and_every_capability() -> None:
-    """A column for each backend and database; a row for each attribute, in both tables."""
-    headings, table = capabilities()
-    attributes = [*BaseLockBackend.__annotations__]
-    assert headings == [*COLUMNS]
-    assert len([each for each in headings if each.lower() in VENDORS]) == len(VENDORS)
-    assert list(table) == attributes
-    explained = section(page("backends"), "What each can do").partition("\n\n|")[2]
-    assert [row[0].strip("`") for row in rows(f"|{explained}")] == ["attribute", *attributes]
+def test_table_has_every_capability() -> None:
+    """A row for each attribute; the names are those of the classes above it."""
+    attributes = {*BaseLockBackend.__annotations__}
+    assert {*lacking()} == attributes - {"storage_key_limit"}
+    known = {name for row in rows(page("backends").partition("\n## ")[0]) for name in row[0].split(", ")}
+    assert known - {"name here"} == {*COLUMNS}
+    assert len([each for each in COLUMNS if each.lower() in VENDORS]) == len(VENDORS)
 
 
 @pytest.mark.parametrize("column", COLUMNS)
 def test_backend_can_do_what_the_table_says(column: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each cell begins with the value of the attribute."""
-    headings, table = capabilities()
-    backend, at = COLUMNS[column](monkeypatch), headings.index(column)
-    told = {name: cells[at].partition(",")[0] for name, cells in table.items()}
-    assert told == {name: written(getattr(backend, name)) for name in table}
+    """It lacks what the table says that it lacks, and nothing else."""
+    backend = COLUMNS[column](monkeypatch)
+    told = {name for name, without in lacking().items() if column in without}
+    assert told == {name for name in lacking() if getattr(backend, name) in {False, "client"}}
+    limit = {"Redis": 1000, "Redis Cluster": 1000, "memory": 10000}.get(column, 640)
+    assert backend.storage_key_limit == limit
+    assert re.search(rf"^`storage_key_limit` .*\b{limit}\b", page("backends"), re.MULTILINE)
 
 
 def test_every_method_of_a_backend_is_listed() -> None:
@@ -194,7 +193,7 @@ def options_of(kind: type[BaseLockBackend]) -> set[str]:
 def test_settings_are_listed(heading: str, known: set[str]) -> None:
     """Every name has a row, and every row a name."""
     part = page("settings").partition(f"\n{heading}\n")[2].partition("\n#")[0]
-    assert {row[0].strip("`") for row in rows(part)} - {"name"} == known
+    assert set(entries(part)) == known
 
 
 def test_every_setting_is_listed() -> None:
@@ -283,18 +282,16 @@ def test_modules_have_their_signatures() -> None:
 )
 def test_values_of_inspection_are_listed(kind: type) -> None:
     """The row of a value names every attribute that it has."""
-    table = {
-        row[0].strip("`"): row for row in rows(section(page("api"), "`django_distlock.inspection`"))
-    }
+    lines = entries(section(page("api"), "`django_distlock.inspection`"))
     shown = {name for name, each in vars(kind).items() if isinstance(each, property)}
     known = {field.name for field in dataclasses.fields(kind)} | shown
-    assert known - names("|".join(table[kind.__name__])) == set()
+    assert known - names(lines[kind.__name__]) == set()
 
 
 def test_every_signal_is_listed() -> None:
     """Every signal has a row, and every row a signal."""
-    told = [row[0].strip("`") for row in rows(page("signals"))]
-    assert sorted(told) == sorted(["signal", *signals.__all__])
+    told = [name for row in rows(page("signals")) for name in re.findall(r"`(\w+)`", row[0])]
+    assert sorted(told) == sorted(signals.__all__)
 
 
 # Errors
@@ -331,16 +328,14 @@ def test_errors_page_lists_the_codes() -> None:
     explained = errors.partition("\n## ")[2]
     single = re.search(r"have one code each: (.*)\.", explained)
     assert single
-    told = set(re.findall(r"^\| `([a-z_]+)` \|", explained, re.MULTILINE))
+    told = set(entries(explained))
     assert drawn == told | set(re.findall(r"`([a-z_]+)`", single[1])) == given_codes()
 
 
 def test_codes_are_told_where_they_come() -> None:
     """A code stands under the class that gives it, and in its line of the tree."""
     for kind in ("BackendUnavailable", "LockUsageError", "LockError"):
-        told = re.findall(
-            r"^\| `(\w+)` \|", section(page("errors"), f"Codes of `{kind}`"), re.MULTILINE
-        )
+        told = entries(section(page("errors"), f"Codes of `{kind}`"))
         line = re.search(rf"^.*\b{kind} +(.*)$", page("errors"), re.MULTILINE)
         assert line
         assert sorted(told) == sorted(line[1].split(", "))
@@ -378,11 +373,12 @@ def test_all_of_this_is_looked_for() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_options_of_a_command_are_listed(command: str) -> None:
-    """The line of the command has every option, and so have the tables; and there is no other."""
+    """The line of the command has every option, and so has the text below; there is no other."""
     text = section(page("commands"), f"`{command}`")
-    usage = "".join(re.findall(r"```console\n(.*?)```", text, re.DOTALL))
-    listed = " ".join(cell for row in rows(text) for cell in row[:1])
+    usage = "".join(re.findall(r"```text\n(.*?)```", text, re.DOTALL))
+    listed = "".join(re.findall(r"```text\n.*?```(.*?)(?=```text|$)", text, re.DOTALL))
     known = options(command)
-    assert set(re.findall(r"--[a-z][a-z-]*", usage)) == known
-    assert set(re.findall(r"--[a-z][a-z-]*", listed)) | {"--json", "--declared"} >= known
+    everywhere = {"--json", "--backend"}  # explained above all commands
+    assert set(re.findall(r"--[a-z][a-z-]*", usage)) | {"--json"} == known | {"--json"}
+    assert set(re.findall(r"--[a-z][a-z-]*", listed)) | everywhere >= known
     assert set(re.findall(r"`(--[a-z][a-z-]*)", listed)) <= known
