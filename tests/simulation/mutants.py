@@ -101,7 +101,7 @@ def _first(mutant: Mutant, copy: Path, seeds: int) -> str:
 
 
 def main() -> None:
-    """Print the table of the page on evidence."""
+    """Print a table of the faults, and what found them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=2000)
     parser.add_argument("fault", nargs="?", default="", help="only faults with this in their name")
