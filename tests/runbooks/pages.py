@@ -29,7 +29,7 @@ NAMES = (
     "clock-jump",
     "too-many-waiters",
 )
-SECTIONS = ("Symptom", "Confirm", "Act", "Prevent", "Why")
+SECTIONS = ("Symptom", "Confirm", "Act", "Prevent")
 #: The stores, as the first line of a block of SQL names them.
 STORES = {
     "PostgreSQL": "postgresql",

@@ -6,7 +6,7 @@ import signal
 
 from tests.contract.locking import eventually
 
-from .incidents import PATIENCE, grantable, holder, record_fence, shown
+from .incidents import PATIENCE, as_json, grantable, holder, record_fence, shown
 from .walks import Walk, incident
 
 KEY = "invoice:42"
@@ -21,8 +21,8 @@ def check_rows(walk: Walk, pid: int) -> None:
     """Confirm, up to what is special about the case."""
     walk.stands_for("4711", pid)
     walk.step()
-    ((key, _, found, _),) = walk.step().rows
-    assert (key, int(found)) == (KEY, pid)
+    ((name, _, found, _),) = walk.step().rows
+    assert (name, as_json(found)["pid"]) == (f"distlock:{KEY}", pid)
 
 
 def records(walk: Walk) -> int:

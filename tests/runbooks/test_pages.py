@@ -35,7 +35,7 @@ def due(block: Block) -> set[tuple[Block, str]]:
 
 @every_page
 def test_each_page_can_be_followed(page: str) -> None:
-    """It has the five sections, blocks that can be run, and a way in."""
+    """It has the four sections, blocks that can be run, and a way in."""
     assert tuple(sections(page)) == SECTIONS
     # A block in another language would be shown and never tried.
     assert {each.language for each in blocks(page)} <= LANGUAGES

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from .pages import Block, Command, blocks, commands, statements
-from .sites import Ran, Site
+from .sites import Ask, Ran, Site
 
 
 class Plan(NamedTuple):
@@ -62,6 +62,7 @@ class Walk:
         self.servers = servers
         self.left = planned_blocks(plan)
         self._plan = plan
+        self._sessions: dict[str, Ask] = {}
         self._values: dict[str, str] = {}
 
     def stands_for(self, made_up: str, value: object) -> None:
@@ -96,13 +97,22 @@ class Walk:
 
     def _run_all(self, section: str, status: int) -> Iterator[Answer]:
         assert any(each.section == section for each in self.left)
-        while self.left and self.left[0].section == section:
-            yield self.step(status=status)
+        # One session for all of it, as in a window that stays open.
+        with ExitStack() as opened:
+            while self.left and self.left[0].section == section:
+                database = self.left[0].database
+                if self.left[0].language == "sql" and database not in self._sessions:
+                    self._sessions[database] = opened.enter_context(self.site.session(database))
+                yield self.step(status=status)
+        self._sessions.clear()
 
     def _run(self, block: Block, status: int) -> Answer:
         if block.language == "sql":
             rows: list[tuple[Any, ...]] = []
-            with self.site.session(block.database) as ask:
+            with ExitStack() as opened:
+                ask = self._sessions.get(block.database) or opened.enter_context(
+                    self.site.session(block.database)
+                )
                 for each in statements(block):
                     rows = ask(self.read(each)) or rows
             return Answer(rows=tuple(rows))
