@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -33,6 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
         "faults: starts a server of its own, to stop it or to spoil it",
     ):
         config.addinivalue_line("markers", line)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what stays until the end: the tests themselves, and modules."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

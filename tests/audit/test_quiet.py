@@ -12,7 +12,16 @@ from django_distlock.audit.sources import files
 
 
 @pytest.mark.parametrize(
-    "name", ["celery", "django", "django_distlock", "django_redis", "kombu", "psycopg", "redis"]
+    "name",
+    [
+        "django_distlock",
+        "django_redis",
+        "psycopg",
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("celery", "django", "kombu", "redis")
+        ),
+    ],
 )
 def test_nothing_is_wrong_in(name: str) -> None:
     """Each file is read."""

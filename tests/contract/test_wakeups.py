@@ -29,7 +29,7 @@ pytestmark = pytest.mark.requires("supports_wakeups")
 
 WORKERS = "tests.contract.turn_workers"
 #: Turns of each of four processes. By hand: `DISTLOCK_TEST_TURNS=2500`.
-TURNS = int(os.environ.get("DISTLOCK_TEST_TURNS", "250"))
+TURNS = int(os.environ.get("DISTLOCK_TEST_TURNS", "60"))
 GRACE = 1.0
 
 
