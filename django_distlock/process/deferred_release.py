@@ -166,7 +166,9 @@ class Deferred:
                 self._ends.append((connection, when_gone(end, partial(self._dropped, end.claim))))
                 if not _is_open(connection):
                     end.is_over = True  # It ended meanwhile, in its own thread.
-            if any(each.autocommit for each in transactions):
+            # Amid a rollback in its own thread, Django has dropped all hooks, and neither calls nor
+            # drops one that is added then.
+            if thread is not None or any(each.autocommit for each in transactions):
                 self._poll()
             self._is_registered = True
 

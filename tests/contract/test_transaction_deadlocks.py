@@ -10,10 +10,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import Context
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
-from django.db import transaction
+from django.db import connections, transaction
 
 from django_distlock import Lock, LockLost, LockNotAcquired, LockUsageError, distlock
 from django_distlock.handler import lock_backends
@@ -284,6 +285,26 @@ def test_release_that_was_interrupted_at_its_end_is_forgotten(
         here = deferred_release.open_transactions()
         deferred_release.Deferred(name, object(), lambda: True, here)
     assert eventually(lambda: deferred_release.waiting_release(name) is None)
+
+
+def test_release_that_is_deferred_amid_a_rollback_is_carried_out(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """As by the thread that gives up what was interrupted: Django tells it of no end any more."""
+    name, here, connection = ("memory", key), threading.get_ident(), connections["default"]
+    begin_autocommit = connection.set_autocommit
+
+    def defer_elsewhere(autocommit: bool, *args: Any, **kwargs: Any) -> None:
+        if autocommit:
+            late = Later(deferred_release.defer_for, here, name, object(), lambda: True)
+            assert not late.result().is_over
+        begin_autocommit(autocommit, *args, **kwargs)
+
+    with contextlib.suppress(ZeroDivisionError), transaction.atomic():
+        monkeypatch.setattr(connection, "set_autocommit", defer_elsewhere)
+        raise ZeroDivisionError
+    monkeypatch.undo()
+    assert eventually(lambda: not deferred_release._waiting.of(name), SOON)
 
 
 def test_note_behind_a_commit_is_no_key(key: str) -> None:
