@@ -32,11 +32,14 @@ from .services_plugin import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("django_distlock", "tests", "pyproject.toml")
-# Hypothesis takes longer to import than a test takes, and few of these tests use it.
-PYTEST = ("-q", "-n", "0", "-p", "no:randomly", "-p", "no:hypothesispytest")
-#: What every run imports, and no fault touches: half of the time of a run. No plugin of pytest's,
-#: whose assertions are rewritten.
-PRELOADED = ["pytest", "django.test", "django.core.management", "psycopg", "redis.cluster"]
+# Only whether a test fails is asked, and not why. Hypothesis takes longer to import than most of
+# these tests take, and few of them use it.
+PYTEST = ("-q", "-n", "0", "--assert=plain", "-p", "no:randomly", "-p", "no:hypothesispytest")
+#: What every run imports, and no fault touches: half of the time of a run.
+PRELOADED = """
+    pytest pytest_asyncio.plugin pytest_django.plugin xdist.plugin
+    django.test django.core.management psycopg redis.cluster
+""".split()  # noqa: SIM905 - as a list it would be eight lines
 FORKS = multiprocessing.get_context("forkserver")
 # All passed, or some failed. A process that ends by an exception of its own exits with 1.
 PASSED, FAILED, NO_VERDICT = 10, 11, 12
