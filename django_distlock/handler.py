@@ -53,9 +53,12 @@ class LockBackendHandler:
         return [self[alias] for alias in self]
 
     def reset(self) -> None:
-        """Forget the backends: settings have changed."""
+        """Forget the backends: settings have changed. Leases that are held keep theirs."""
         with self._mutex:
+            forgotten = [*self._backends.values()]
             self._backends.clear()
+        for backend in forgotten:
+            backend._keep_no_connections()
 
     def _make(self, alias: str) -> BaseLockBackend:
         fallback = BackendConfig(alias=FALLBACK, backend=MEMORY)

@@ -673,6 +673,9 @@ class BaseLockBackend:
             keeps_leases: It renews what others hold instead, and waits for none of them.
         """
 
+    def _keep_no_connections(self) -> None:
+        """Close each connection from now on when it is not in use: settings have changed."""
+
     def _begin_in_child(self) -> None:
         """Forget what a fork copied: waiters, leases and words on sockets are the parent's."""
         self.queues.forget()

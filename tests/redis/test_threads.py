@@ -10,11 +10,14 @@ from functools import partial
 from typing import Any
 
 import pytest
+from django.test import override_settings
 
+from django_distlock import distlock, lock_backends
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
 from tests.contract.helpers import Later, at_once, take
 from tests.keeper import Server
+from tests.settings import REDIS_BACKEND
 
 from .servers import NAME, PATIENCE, backend_on, connections, eventually, stopped, with_query
 
@@ -132,3 +135,17 @@ def test_child_forked_while_all_connections_were_in_use(
         child = forked(lambda: cycles(backend, f"{key}-child", 20))
     assert os.waitpid(child, 0)[1] == 0
     assert waiting.result() is not None
+
+
+def test_settings_that_change_close_the_connections(private: Server, client: Any, key: str) -> None:
+    """At once, whoever still refers to the old backend; its leases are released all the same."""
+    url = with_query(private.url, client_name=NAME)
+    given = {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": url}}
+    with override_settings(DISTLOCK={"default": given}):
+        lease = distlock(key).acquire()
+        old = lock_backends["default"]
+        assert connections(client) == 1
+    assert connections(client) == 0
+    assert lease.release() is True
+    assert old.read(key) is None
+    assert connections(client) == 0

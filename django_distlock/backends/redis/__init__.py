@@ -406,6 +406,9 @@ class RedisBackend(RedisWaiters):
         held = (name for name, outcome in zip(names, outcomes, strict=True) if outcome == "held")
         return Raised(outcomes.count("raised"), tuple(name[len(_ANY_TAG) :] for name in held))
 
+    def _keep_no_connections(self) -> None:
+        self.store.keep_none()
+
     def _run(self, question: Call, read: Callable[[str], T], key: str | None = None) -> T:
         return _read(read, self.store.ask(question, key), question)
 

@@ -102,6 +102,12 @@ class ClusterLines:
         nodes = sorted(self._client.get_primaries(), key=lambda node: str(node.name))
         return [self.server(node) for node in nodes]
 
+    def keep_none(self) -> None:
+        """See `ThreadLines`."""
+        self._limit = 0
+        for lines in list(self._lines.values()):
+            lines.keep_none()
+
     def serves(self, connection: Any) -> bool:
         """Whether a connection leads to a server of the cluster, as far as is known by now."""
         return self._client.get_node(connection.host, connection.port) is not None

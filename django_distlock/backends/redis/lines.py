@@ -114,6 +114,13 @@ class ThreadLines:
         """Return the connections to each server that has keys: this one."""
         return [self]
 
+    def keep_none(self) -> None:
+        """Close each connection from now on when it is not in use."""
+        self._limit = 0
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().disconnect()
+
     def own_connection(self, **settings: Any) -> Any:
         """Return a connection for one user alone, not open yet, with other settings."""
         given = self._pool.connection_kwargs

@@ -255,6 +255,14 @@ class RedisStore:
                 f"DISTLOCK[{self._alias!r}]: its client cannot be made: {type(error).__name__}."
             ) from error
 
+    def keep_none(self) -> None:
+        """Close each connection from now on when it is not in use."""
+        with self._making:
+            self._limit = 0
+            lines = self._lines
+        if lines is not None:
+            lines.keep_none()
+
     # Processes
 
     def _begin(self) -> None:
