@@ -26,6 +26,10 @@ PASSED_ON = [
     )
     if hasattr(signal, name)
 ]  # fmt: skip
+#: Whether the system tells of the end of a process without forgetting it: macOS by Python 3.13.
+_TELLS_ENDS = hasattr(os, "waitid")
+#: Seconds between two looks where it does not.
+_LOOK_SECONDS = None if _TELLS_ENDS else 1.0
 _STOP = getattr(signal, "SIGTSTP", None)
 _CONTINUE = getattr(signal, "SIGCONT", None)
 #: What a terminal sends to all processes in its foreground.
@@ -95,7 +99,14 @@ class Program:
     @property
     def is_running(self) -> bool:
         """Whether it has not ended."""
-        return self._process.poll() is None
+        if self._process.returncode is not None or not _TELLS_ENDS:
+            return self._process.poll() is None
+        # Not by `poll()`: of two threads that ask at once, it tells one that the program runs.
+        try:
+            ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return False  # Another thread waits for it, and has heard of the end.
+        return ended is None
 
     def shares_foreground(self) -> bool:
         """Whether what is typed at the terminal reaches the program without us."""
@@ -150,7 +161,7 @@ class Signals:
         # Python's handlers run between two steps of a program. One whose signal comes just before
         # a wait for a process would wait as well: a pipe wakes it whenever it comes.
         while self._wake is not None and program.is_running:
-            select.select([self._wake[0]], [], [])
+            select.select([self._wake[0]], [], [], _LOOK_SECONDS)
             with suppress(BlockingIOError):
                 os.read(self._wake[0], 4096)
         return program.wait()

@@ -15,6 +15,7 @@ from django.core.management import CommandError, ManagementUtility, call_command
 from django.test import override_settings
 
 from django_distlock import distlock, lock_backends
+from django_distlock.management.programs import Program, find
 from django_distlock.models import FenceCounter
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.helpers import held
@@ -338,6 +339,16 @@ def test_suspended_for_too_long_is_lost(project: Project, key: str) -> None:
 
 
 # Losing the lock
+
+
+def test_end_of_a_program_is_seen_while_another_thread_asks() -> None:
+    """As the callback of a loss does: who waits for the program would wait for ever."""
+    program = Program(["sh", "-c", "exit 3"], find("sh"), os.environ)
+    eventually(lambda: not state_of(abs(program.address)), "it has ended")
+    with program._process._waitpid_lock:  # type: ignore[attr-defined]
+        assert not program.is_running
+    assert program.wait() == 3
+    assert not program.is_running
 
 
 def test_lost_lock_ends_the_program(project: Project, key: str) -> None:
