@@ -379,3 +379,13 @@ def test_counter_is_made_once(
     stranger.commit()
     assert made.result() == (Raised(1) if operation == "raise_fences" else True)
     assert store.fence(key) == (5 if operation == "raise_fences" else 1)
+
+
+def test_answer_that_was_taken_is_not_missed(backend: AdvisoryBackend, key: str) -> None:
+    """Interrupted just behind it, whoever asked could not say that none is to come."""
+    grant = take(backend, key)
+    holding = backend._holdings.of_token(grant.token)
+    assert holding is not None
+    holding.session.awaits = True
+    assert backend.release(grant) is True
+    assert backend.read(key) is None

@@ -139,7 +139,9 @@ class Session:
             NoAnswer: It has not come until then.
         """
         if self.awaits:
-            self.receive(until)
+            with self._errors():
+                # There may be none: whoever asked was interrupted when it had taken it.
+                self._receive(until)
 
     def look(self) -> bool:
         """Return whether the server has ended the session. Nothing is sent or waited for."""
