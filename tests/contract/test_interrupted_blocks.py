@@ -126,6 +126,10 @@ def awaited(lock: Lock) -> None:
 @pytest.mark.filterwarnings(
     "ignore:Exception ignored in. .function WeakSet:pytest.PytestUnraisableExceptionWarning"
 )
+# The same for a part of a connection of Django's that was being made for a new session.
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. .function BaseDatabase:pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.parametrize("operation", [block, extend])
 def test_signals_leave_nothing_held(registered: Registered, key: str, operation: Operation) -> None:
     """Whenever a time limit strikes, the key can be had at once, and nobody renews it."""
