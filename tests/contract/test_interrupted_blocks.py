@@ -37,7 +37,7 @@ from .locking import PAST, SHORT, eventually, grantable, in_a_block, lock_of, re
 pytestmark = pytest.mark.aliases("memory", "redis", "postgres", "advisory")
 
 #: Interruptions of each operation at different lines.
-SAMPLES = 60
+SAMPLES = 30
 #: Seconds in which a busy machine has certainly done what is at once elsewhere.
 PATIENT = 15.0
 
