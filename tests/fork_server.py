@@ -1,9 +1,9 @@
 """Processes that are forked from one that has imported Django, instead of started from nothing.
 
-A Python that imports Django and its drivers computes for most of a second; one that is forked
-behind these imports, for a tenth of one, or less behind `django.setup()`. It is a
-process as any other: it has settings, an environment, a standard input and output and an end of
-its own, and signals reach it.
+A Python that imports Django and its drivers computes for most of a second. One that is forked
+behind these imports computes for a tenth of a second, and for half of that behind `django.setup()`.
+It is a process as any other: it has settings, an environment, a standard input and output and an
+end of its own, and signals reach it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def fork(
         _keep(early, ForkServer(partial(_start, environment)))
     plain = _fork_servers[early]
     whole = frozenset(environment.items() - {(OF_PYTEST, environment.get(OF_PYTEST))})
-    _asked[whole] += 1 if module else 0
+    _asked[whole] += bool(module)
     if not module or _asked[whole] == 1:
         return plain.fork(function, arguments, environment, stdin, stdout)
     if whole not in _fork_servers:
