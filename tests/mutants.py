@@ -44,6 +44,10 @@ FORKS = multiprocessing.get_context("forkserver")
 # All passed, or some failed. A process that ends by an exception of its own exits with 1.
 PASSED, FAILED, NO_VERDICT = 10, 11, 12
 
+#: Tests that wait long for what a fault keeps from coming. They come first: at the end, they would
+#: run alone.
+WAIT_IN_VAIN = ("tests/celery/", "tests/contract/test_renewed_calls.py")
+
 RACES = "tests/contract/test_races.py"
 EXPIRY = "tests/contract/test_expiry.py"
 OPERATORS = "tests/contract/test_operators.py"
@@ -1203,9 +1207,9 @@ def main() -> None:
         print(table())
         return
     chosen = [each for each in MUTANTS if arguments.fault in each.fault]
-    # Those that wait for workers in vain take longest. At the end, they would run alone.
-    chosen.sort(key=lambda each: not each.test.startswith("tests/celery/"))
-    runs = (os.cpu_count() or 1) + 1
+    chosen.sort(key=lambda each: not each.test.startswith(WAIT_IN_VAIN))
+    # They wait for most of their time.
+    runs = (os.cpu_count() or 1) * 4
     FORKS.set_forkserver_preload(PRELOADED)
     with ExitStack() as stack, ThreadPoolExecutor(runs) as pool:
         free = slots(stack, serve(stack), runs)

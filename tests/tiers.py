@@ -7,6 +7,8 @@ by `-k`, `-m` or `--last-failed`, gets what was named, with every case on every 
 
 from __future__ import annotations
 
+import functools
+import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Set
 from pathlib import Path
@@ -93,13 +95,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Find out what is wanted; a worker of xdist has been told."""
+    config.stash[TIER] = getattr(config, "workerinput", {}).get("tier") or _wanted(config)
+
+
+def _wanted(config: pytest.Config) -> Tier:
     option = config.option
-    told = getattr(config, "workerinput", {}).get("tier")
     named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    if told or named or option.keyword or option.markexpr or option.lf:
-        config.stash[TIER] = told or "chosen"
-    else:
-        config.stash[TIER] = "all" if option.all else "quick"
+    if named or option.keyword or option.markexpr or option.lf:
+        return "chosen"
+    return "all" if option.all else "quick"
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return how many workers `-n auto` starts: tests wait more than they compute."""
+    # With four of them for each processor, the longer tiers would keep it busy all the time.
+    per_processor = 4 if _wanted(config) == "quick" else 3
+    return min(12, per_processor * (os.cpu_count() or 1))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -115,8 +127,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return not _has_quick(collection_path) or None
 
 
+@functools.cache
+def _relative(path: Path) -> Path:
+    return path.relative_to(ROOT)
+
+
 def _has_quick(file: Path) -> bool:
-    path = file.relative_to(ROOT)
+    path = _relative(file)
     is_named = not {path.parts[0], path.as_posix()}.isdisjoint(QUICK)
     return is_named and path.as_posix() not in NOT_QUICK
 
@@ -131,7 +148,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _place(item: pytest.Item) -> int:
     """Say where a test comes; beside others of the same place, the order is by chance."""
-    folder = item.path.relative_to(ROOT).parts[0]
+    folder = _relative(item.path).parts[0]
     return SHARING.index(folder) if folder in SHARING else len(SHARING)
 
 
@@ -144,7 +161,7 @@ def taken(items: list[pytest.Item], tier: Tier) -> list[pytest.Item]:
 
 
 def _is_quick(item: pytest.Item) -> bool:
-    names = QUICK.get(item.path.relative_to(ROOT).as_posix())
+    names = QUICK.get(_relative(item.path).as_posix())
     if not _has_quick(item.path) or (names and item.name.partition("[")[0] not in names):
         return False
     callspec = getattr(item, "callspec", None)
@@ -231,7 +248,7 @@ def _line(item: pytest.Item) -> Registered | None:
 
 def value_in_turn(item: pytest.Item) -> str:
     """Return the value of the parameter whose values take turns; "": there is none."""
-    path, callspec = item.path.relative_to(ROOT), getattr(item, "callspec", None)
+    path, callspec = _relative(item.path), getattr(item, "callspec", None)
     name = IN_TURN.get(path.parts[0], IN_TURN.get(path.as_posix(), ""))
     return str(callspec.params.get(name, "")) if callspec else ""
 
@@ -244,7 +261,7 @@ def servers(item: pytest.Item) -> Collection[str]:
     """Return the servers that a test needs."""
     if marker := item.get_closest_marker("servers"):
         return marker.args
-    folder = item.path.relative_to(ROOT).parts[0]
+    folder = _relative(item.path).parts[0]
     if folder in ("audit", "core", "simulation", "specification"):
         return ()
     if folder in ("contract", "unit"):
