@@ -57,7 +57,7 @@ from .locks.context import current_lease
 from .locks.lease import Lease
 from .locks.lock import Lock, distlock
 from .locks.no_lease import tell_bypassed
-from .policy import Refusal, aattempt, attempt, choice
+from .locks.policy import Refusal, aattempt, attempt, choice
 
 P = ParamSpec("P")
 T = TypeVar("T")

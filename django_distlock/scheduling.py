@@ -27,7 +27,7 @@ from .handler import FALLBACK, lock_backends
 from .locks.checking import for_call
 from .locks.lease import Lease
 from .locks.lock import Lock, distlock
-from .policy import Refusal, aattempt, attempt, skip, skipped
+from .locks.policy import Refusal, aattempt, attempt, skip, skipped
 
 logger = logging.getLogger("django_distlock")
 

@@ -33,7 +33,7 @@ from .core.holders import MAX_METADATA_BYTES, MAX_TEXT
 from .core.keys import IllegalKey, KeyTemplate, normalize_key
 from .locks.checking import for_call
 from .locks.lock import Lock, distlock
-from .policy import Policy, Refusal
+from .locks.policy import Policy, Refusal
 
 View = Callable[..., Any]
 Status: TypeAlias = Literal[409, 423, 429]

@@ -738,7 +738,7 @@ MUTANTS = (
     ),
     Mutant(
         "a conflict inside the body is taken for one about the task",
-        "postgres", "django_distlock/policy.py",
+        "postgres", "django_distlock/locks/policy.py",
         old=r"if entered:\n            raise", new=r"if False:\n            raise",
         test="tests/integration/test_tasks.py::test_conflict_of_the_bodys_own_is_raised",
         case="django_tasks",

@@ -23,9 +23,9 @@ from ..core.sharing import Permits
 from ..handler import lock_backends
 from ..locks.checking import counted, for_call
 from ..locks.lock import Lock, distlock
+from ..locks.policy import Policy, Refusal, skip
 from ..locks.several import LockSet
 from ..locks.state import Terms
-from ..policy import Policy, Refusal, skip
 
 T = TypeVar("T")
 

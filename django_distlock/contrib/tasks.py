@@ -20,7 +20,7 @@ from ..core.declarations import Declaration, Kind, declared
 from ..core.durations import Duration
 from ..core.errors import InvalidArgument, LockUsageError, shown
 from ..core.sharing import Permits
-from ..policy import Refusal
+from ..locks.policy import Refusal
 from .jobs import (
     MAX_WAIT,
     JobLock,

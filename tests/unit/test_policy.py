@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from django_distlock.core.errors import BackendUnavailable
-from django_distlock.policy import where_unavailable
+from django_distlock.locks.policy import where_unavailable
 
 CHOICES = ("raise", "skip", "run", "retry")
 

@@ -20,7 +20,7 @@ from ...core.errors import BackendUnavailable, LockError, LockNotAcquired
 from ...core.logs import log_fields
 from ...core.records import Grant, Record
 from ...handler import lock_backends
-from ...policy import skip, where_unavailable
+from ...locks.policy import skip, where_unavailable
 from ..jobs import JobLock
 from . import claims
 from .calls import records_of

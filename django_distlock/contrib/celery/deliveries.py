@@ -18,7 +18,7 @@ from ...core.interruptions import pass_on
 from ...core.logs import log_fields
 from ...handler import lock_backends
 from ...locks.attempts import NOTE_LIVES
-from ...policy import Refusal
+from ...locks.policy import Refusal
 from ...process.host import current_holder
 from ..jobs import Queued, Rules
 from .terms import Call, Terms, terms_of

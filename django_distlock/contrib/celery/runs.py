@@ -21,7 +21,7 @@ from ...locks import context
 from ...locks.lease import Lease
 from ...locks.lock import Lock
 from ...locks.no_lease import tell_bypassed, tell_requeued
-from ...policy import Refusal, attempt, skip, where_unavailable
+from ...locks.policy import Refusal, attempt, skip, where_unavailable
 from ...process.host import is_gone
 from ..jobs import WAIT, JobLock, lock_set
 from . import backlog, calls, failed, leftovers, queueing

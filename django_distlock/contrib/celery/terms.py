@@ -21,7 +21,7 @@ from ...core.keys import (
 )
 from ...core.retry import Retry
 from ...core.sharing import Permits, validate_permits
-from ...policy import choice
+from ...locks.policy import choice
 from ..jobs import RETRY, JobLock, Limit, OnConflict, OnUnavailable, Rules, limits_of
 
 #: What is done if the store does not answer.

@@ -13,14 +13,14 @@ from contextlib import (
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
-from .core.clock import monotonic
-from .core.errors import BackendUnavailable, InvalidArgument, LockError, LockNotAcquired, shown
-from .core.logs import log_fields
-from .handler import lock_backends
-from .locks.lease import Lease
-from .locks.lock import Lock
-from .locks.no_lease import tell_bypassed, tell_requeued, tell_skipped
-from .locks.several import Leases, LockSet
+from ..core.clock import monotonic
+from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockNotAcquired, shown
+from ..core.logs import log_fields
+from ..handler import lock_backends
+from .lease import Lease
+from .lock import Lock
+from .no_lease import tell_bypassed, tell_requeued, tell_skipped
+from .several import Leases, LockSet
 
 T = TypeVar("T")
 R = TypeVar("R")
