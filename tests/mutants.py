@@ -392,6 +392,30 @@ MUTANTS = (
         test=FREE_AT_COMMIT, case="by_block-{backend}",
     ),
     Mutant(
+        "a release that another thread defers amid a rollback waits for ever", "memory",
+        TRANSACTIONS, old=r"if thread is not None or any\(", new="if any(", case="",
+        test="tests/contract/test_transaction_deadlocks.py"
+        "::test_release_that_is_deferred_amid_a_rollback_is_carried_out",
+    ),
+    Mutant(
+        "the end of a program is not seen while another thread asks for it", "memory",
+        "django_distlock/management/programs.py",
+        old=r"return ended is None", new="return self._process.poll() is None", case="",
+        test="tests/integration/test_distlock_run.py"
+        "::test_end_of_a_program_is_seen_while_another_thread_asks",
+    ),
+    Mutant(
+        "a session lock is missed whose answer was taken by who was interrupted", "advisory",
+        f"{ADVISORY}/session.py", old=r"self\._receive\(until\)\n\n    def look",
+        new="self._receive(until)[0]\n\n    def look", case="",
+        test="tests/contract/test_advisory.py::test_answer_that_was_taken_is_not_missed",
+    ),
+    Mutant(
+        "settings that change leave the connections of before open", "redis",
+        f"{REDIS}/__init__.py", old=r"self\.store\.keep_none\(\)", new="pass", case="",
+        test="tests/redis/test_threads.py::test_settings_that_change_close_the_connections",
+    ),
+    Mutant(
         "fences forget their floor", "redis", COMMON,
         old=r"math.max\(last_fence\(fence\) \+ 1, math.floor\(now / 10\)\)",
         new="last_fence(fence) + 1",

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,6 +108,16 @@ def interrupt_at(line: int, work: Callable[[], object], inside: FunctionType | N
     except TimeIsUp:
         return True
     return tracer.has_struck
+
+
+def stacks() -> str:
+    """Say where the threads of the package are."""
+    frames = sys._current_frames()
+    threads = [each for each in threading.enumerate() if each.name.startswith("distlock")]
+    return "\n".join(
+        f"{each.name} is at\n{''.join(traceback.format_stack(frames.get(each.ident or 0)))}"
+        for each in threads
+    )
 
 
 class _Tracer:

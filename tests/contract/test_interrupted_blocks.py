@@ -158,6 +158,17 @@ def test_interruption_of_other_ways_to_lock(key: str, operation: Operation) -> N
     interrupt_everywhere(lock_of(BACKENDS["memory"], key, ttl=60, wait=2), operation)
 
 
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize(
+    "operation", [block, awaited, acquire, acquire_renewed, stack, transaction]
+)
+def test_interruption_at_every_line(key: str, operation: Operation) -> None:
+    """The same, and no line is left out."""
+    lock = lock_of(BACKENDS["memory"], key, ttl=60, wait=2)
+    interrupt_everywhere(lock, operation, samples=sys.maxsize, seconds=300)
+
+
 @pytest.mark.aliases("memory", "redis", "postgres")
 def test_interruption_of_several_keys(registered: Registered, key: str) -> None:
     """Those that were granted together are all given back, wherever the block is broken off."""
@@ -316,8 +327,10 @@ def test_signal_amid_a_callback_reaches_the_caller(key: str) -> None:
         lease.check()
 
 
-def interrupt_everywhere(lock: Lock, operation: Operation) -> None:
-    """Interrupt an operation at lines all over it."""
+def interrupt_everywhere(
+    lock: Lock, operation: Operation, samples: int = SAMPLES, seconds: float = 3
+) -> None:
+    """Interrupt an operation at so many lines all over it, or at fewer in these seconds."""
 
     def work() -> None:
         operation(lock)
@@ -326,12 +339,14 @@ def interrupt_everywhere(lock: Lock, operation: Operation) -> None:
         work()
     lines = lines_of(work)
     assert lines > 50
-    until, step = time.monotonic() + 3, max(1, lines // SAMPLES)
+    until, step = time.monotonic() + seconds, max(1, lines // samples)
     for line in range(1 + hash(lock.key) % step, lines + 1, step):
         if time.monotonic() > until:
             break
         interrupt_at(line, work)
-        assert eventually(lambda: nothing_is_left(lock), PATIENT), (line, lines, left_of(lock))
+        assert eventually(lambda: nothing_is_left(lock), PATIENT), (
+            f"behind line {line} of {lines}, {left_of(lock)} is left while\n{interrupting.stacks()}"
+        )
         work()
     assert grantable(lock)
     # Coroutines that were broken off before they were awaited warn here, and not in another test.
