@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Set
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -118,6 +121,24 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_configure_node(node: object) -> None:
     """Tell a worker."""
     node.workerinput["tier"] = node.config.stash[TIER]  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Import a share of the files first, in a worker of a whole run.
+
+    Where no bytecode is kept yet, each file is compiled once, and not by every worker.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.stash[TIER] == "chosen":
+        return
+    is_all = session.config.stash[TIER] == "all"
+    files = [each for each in sorted(ROOT.glob("*/**/test_*.py")) if is_all or _has_quick(each)]
+    number = int(worker["workerid"].removeprefix("gw"))
+    for file in files[number :: worker["workercount"]]:
+        # Whatever a file raises or warns of, its collection says, which imports it anew.
+        with suppress(Exception, pytest.skip.Exception), warnings.catch_warnings(action="error"):
+            import_module(".".join(("tests", *_relative(file).with_suffix("").parts)))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
