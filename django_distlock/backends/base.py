@@ -52,7 +52,7 @@ from .threads import CallThreads
 T = TypeVar("T")
 
 #: Every backend of this process: a fork copies them all.
-_every: weakref.WeakSet[BaseLockBackend] = weakref.WeakSet()
+every: weakref.WeakSet[BaseLockBackend] = weakref.WeakSet()
 
 #: Who asks where nobody says.
 _NOBODY = Holder()
@@ -156,7 +156,7 @@ class BaseLockBackend:
         self.queues = Queues(lambda key: self._name(stored_key(key)))
         self.guards, self.transactions = Guards(self), Transactions(self)
         self.records, self.waiters, self.notes = Records(self), Waiters(self), Notes(self)
-        _every.add(self)
+        every.add(self)
 
     # Required
 
@@ -784,7 +784,7 @@ def _aware(value: datetime, name: str) -> datetime:
 
 
 def _begin_in_child() -> None:
-    for backend in list(_every):
+    for backend in list(every):
         backend._begin_in_child()
 
 

@@ -90,6 +90,11 @@ class Queues:
         except IndexError:
             return None
 
+    def all(self) -> list[Turn]:
+        """Return who waits for any key."""
+        # Copied in one step each: other threads go on waiting.
+        return [turn for queue in list(self._queues.values()) for turn in list(queue)]
+
     def leave(self, turn: Turn) -> None:
         """Leave the queue, wherever in it; who comes first by that is woken."""
         if self._remove(turn):

@@ -41,6 +41,12 @@ class CallThreads:
             self._executor = (os.getpid(), pool)
         return self._executor[1].submit(_run, call, *args, **kwargs)
 
+    def end(self) -> None:
+        """End the threads when they have done what was asked; another call starts new ones."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor[1].shutdown(wait=False)
+
     async def run(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Await a call. Cancelling the await does not cancel the call."""
         running = asyncio.wrap_future(self.submit(call, *args, **kwargs))

@@ -114,6 +114,11 @@ class TimerThread(ABC, Generic[T]):
         """See to a lease no more."""
         self._leases.pop(id(lease), None)
 
+    def all(self) -> list[T]:
+        """Return what is seen to."""
+        # Copied in one step: other threads go on taking leases.
+        return list(self._leases.values())
+
     def look(self) -> None:
         """Let the thread look at the clock now: it was set."""
         with self._mutex:
@@ -162,7 +167,7 @@ class TimerThread(ABC, Generic[T]):
                     idle_since = now
                 elif now - idle_since >= self.linger and self._retires():
                     return
-                due = min(map(self._due, list(self._leases.values())), default=math.inf)
+                due = min(map(self._due, self.all()), default=math.inf)
                 longest = self.longest_wait if self._leases else self.linger
                 self._looks_at = min(due, now + longest)
                 if self._looks_at > now:

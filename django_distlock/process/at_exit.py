@@ -69,6 +69,11 @@ class HeldHere:
         if lease in self:
             self._by_token.pop(lease.token, None)
 
+    def all(self) -> list[Ending]:
+        """Return what ends each of them."""
+        # Copied in one step: other threads go on taking leases.
+        return list(self._by_token.values())
+
     def release_all(self) -> None:
         """Release what is still held: the interpreter ends.
 
@@ -80,13 +85,12 @@ class HeldHere:
             ending.at_exit(max(0.0, until - monotonic()))
 
         with ExitStack() as stack:
-            for ending in reversed([*self._by_token.values()]):
+            for ending in reversed(self.all()):
                 stack.callback(release, ending)
 
     def _sweep(self) -> None:
         """Forget what is over: whoever takes leases and drops them leaves them to the ttl."""
-        # Copied in one step: other threads go on taking leases.
-        for lease in [each.holding for each in list(self._by_token.values())]:
+        for lease in [each.holding for each in self.all()]:
             if not lease.is_watched and lease.is_over():
                 self.discard(lease)
         self._sweep_at = max(1024, 2 * len(self._by_token))

@@ -44,8 +44,7 @@ class Alarms(TimerThread[Watched]):
 
     def ring(self) -> None:
         """Call every lease whose time has come, in this thread."""
-        # Copied in one step: other threads go on taking leases.
-        for lease in list(self._leases.values()):
+        for lease in self.all():
             try:
                 if lease.alarm_in() <= 0 or lease.is_over():
                     lease.alarm()

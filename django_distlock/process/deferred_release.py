@@ -316,7 +316,7 @@ class _Waiting:
 _waiting = _Waiting()
 _worker = workers.releases
 #: A receiver may take its time: no key waits for it.
-_teller = Worker("distlock-signals")
+teller = Worker("distlock-signals")
 before_drop.append(_worker.finish)
 
 
@@ -419,15 +419,15 @@ def later(work: Callable[[], None], seconds: float = 0.0) -> None:
 
 def tell_later(work: Callable[[], None]) -> None:
     """Let what others have to say to a signal take its time in a thread for that."""
-    _teller.start()
-    _teller.put(work)
+    teller.start()
+    teller.put(work)
 
 
 def _forget_parent() -> None:
     # The parent's threads may have held the locks, and its releases are its own.
     _waiting.forget()
     _worker.forget()
-    _teller.forget()
+    teller.forget()
 
 
 if hasattr(os, "register_at_fork"):

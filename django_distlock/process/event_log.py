@@ -68,8 +68,8 @@ def connect() -> None:
     end of the interpreter have to tell is written behind them. That takes a second at most, and
     what is not written by then is lost, as it is with a process that is killed.
     """
-    lock_taken_over.connect(_note_takeover, dispatch_uid=_UID)
-    lock_lost.connect(_note_loss, dispatch_uid=_UID)
+    lock_taken_over.connect(note_takeover, dispatch_uid=_UID)
+    lock_lost.connect(note_loss, dispatch_uid=_UID)
     fence_rejected.connect(_note_rejection, dispatch_uid=_UID)
     lock_forced.connect(_note_force, dispatch_uid=_UID)
     lock_operated.connect(_note_operation, dispatch_uid=_UID)
@@ -103,12 +103,14 @@ def _note_release(*, held_for: float, waited: float, released: bool, **facts: An
         _note(LockEvent.Kind.RELEASED, details, **facts)
 
 
-def _note_takeover(*, previous: Holder | None = None, **facts: Any) -> None:
+def note_takeover(*, previous: Holder | None = None, **facts: Any) -> None:
+    """Keep that a lease was taken over."""
     details = {"previous": previous.as_json() if previous else {}}
     _note(LockEvent.Kind.TAKEN_OVER, details, **facts)
 
 
-def _note_loss(*, held_for: float | None = None, **facts: Any) -> None:
+def note_loss(*, held_for: float | None = None, **facts: Any) -> None:
+    """Keep that a lease was lost."""
     _note(LockEvent.Kind.LOST, {"held_for": held_for}, **facts)
 
 

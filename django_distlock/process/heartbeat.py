@@ -58,7 +58,7 @@ class Heartbeat(TimerThread[Renewed]):
     def lag(self) -> float:
         """Seconds by which the next beat is late by now, or one of the last minute was."""
         now = self._clock()
-        due = min((each.renewing.due_at for each in list(self._leases.values())), default=now)
+        due = min((each.renewing.due_at for each in self.all()), default=now)
         was = self._lag if now - self._lag_since < LAG_SECONDS else 0.0
         return max(was, now - due, 0.0)
 
@@ -74,15 +74,12 @@ class Heartbeat(TimerThread[Renewed]):
                 after the other come to share a round trip.
         """
         now = self._clock()
-        due = [
-            lease
-            for lease in list(self._leases.values())
-            if lease.renewing.is_due(now, early=early)
-        ]
+        due = [lease for lease in self.all() if lease.renewing.is_due(now, early=early)]
         for start in range(0, len(due), MANY):
-            self._renew(due[start : start + MANY])
+            self.renew(due[start : start + MANY])
 
-    def _renew(self, leases: Sequence[Renewed]) -> None:
+    def renew(self, leases: Sequence[Renewed]) -> None:
+        """Renew leases by one call of the store, whether they are due or not."""
         backend = self._backend()
         taken: list[tuple[Renewed, Grant]] = []
         sent_at = self._clock()
@@ -142,18 +139,18 @@ def _alias(backend: BaseLockBackend | None) -> str | None:
     return None if backend is None else backend.alias
 
 
-_every: weakref.WeakKeyDictionary[BaseLockBackend, Heartbeat] = weakref.WeakKeyDictionary()
+every: weakref.WeakKeyDictionary[BaseLockBackend, Heartbeat] = weakref.WeakKeyDictionary()
 
 
 def heartbeat_of(backend: BaseLockBackend) -> Heartbeat:
     """Return the heartbeat of a backend's leases in this process."""
     # Two threads may make one each; one of them is kept.
-    return _every.get(backend) or _every.setdefault(backend, Heartbeat(backend))
+    return every.get(backend) or every.setdefault(backend, Heartbeat(backend))
 
 
 def _begin_in_child() -> None:
     # The leases are the parent's, and so is the thread.
-    _every.clear()
+    every.clear()
 
 
 if hasattr(os, "register_at_fork"):

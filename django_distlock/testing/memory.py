@@ -195,7 +195,7 @@ class _InMemory:
         try:
             self._timeline.end()
             for store in self._timeline.stores():
-                _end_threads(store)
+                store.threads.end()
         finally:
             self._put_back()
             if self._kept_events:
@@ -212,11 +212,5 @@ _EVENTS = "django_distlock.process.event_log"
 def _keep_events() -> None:
     from ..process import event_log
 
-    lock_taken_over.connect(event_log._note_takeover, dispatch_uid=_EVENTS)
-    lock_lost.connect(event_log._note_loss, dispatch_uid=_EVENTS)
-
-
-def _end_threads(store: BaseLockBackend) -> None:
-    executor, store.threads._executor = store.threads._executor, None
-    if executor is not None:
-        executor[1].shutdown(wait=False)
+    lock_taken_over.connect(event_log.note_takeover, dispatch_uid=_EVENTS)
+    lock_lost.connect(event_log.note_loss, dispatch_uid=_EVENTS)

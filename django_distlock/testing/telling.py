@@ -40,7 +40,7 @@ def telling_here() -> Iterator[Teller]:
         try:
             yield teller
             # Of renewals a thread of the package tells, and another one writes down events.
-            for finish in (deferred_release._teller.finish, *before_drop):
+            for finish in (deferred_release.teller.finish, *before_drop):
                 finish()
         finally:
             vars(state)["apart"] = before

@@ -71,11 +71,11 @@ class Timeline:
             held_here.discard(lease)
             if lease.state == "held":
                 lease.state = "released"
-        for watched in list(alarms._leases.values()):
-            if isinstance(watched, Holding) and self.owns(watched):
-                alarms.discard(watched)
+        for watched in self._watched():
+            alarms.discard(watched)
         for heartbeat in self._heartbeats():
-            heartbeat._leases.clear()
+            for renewed in heartbeat.all():
+                heartbeat.discard(renewed)
         for timer in self._timers():
             timer.end_idle()
         _timelines.remove(self)
@@ -114,25 +114,23 @@ class Timeline:
             alarms.ring()
         now = self()
         for heartbeat in self._heartbeats():
-            leases = list(heartbeat._leases.values())
-            due = [each for each in leases if each.renewing.due_at <= now and each not in standing]
-            if due:
-                heartbeat._renew(due)
+            leases = [each for each in heartbeat.all() if each not in standing]
+            if due := [each for each in leases if each.renewing.due_at <= now]:
+                heartbeat.renew(due)
 
     def go_on(self) -> None:
         """Let threads look at the clock that sleep until a time which may have come."""
         for timer in self._timers():
             timer.look()
         for store in self.stores():
-            for queue in list(store.queues._queues.values()):
-                for turn in list(queue):
-                    turn.ring()
+            for turn in store.queues.all():
+                turn.ring()
 
     # What there is
 
     def leases(self) -> list[Holding]:
         """Return what is held in its stores."""
-        held = [each.holding for each in list(held_here._by_token.values())]
+        held = [each.holding for each in held_here.all()]
         return [each for each in held if isinstance(each, Holding) and self.owns(each)]
 
     def owns(self, lease: Holding) -> bool:
@@ -141,10 +139,13 @@ class Timeline:
 
     def stores(self) -> list[BaseLockBackend]:
         """Return what it is the clock of."""
-        return [each for each in list(base._every) if each.monotonic is self]
+        return [each for each in list(base.every) if each.monotonic is self]
 
     def _heartbeats(self) -> list[Heartbeat]:
-        return [each for each in map(beats._every.get, self.stores()) if each is not None]
+        return [each for each in map(beats.every.get, self.stores()) if each is not None]
+
+    def _watched(self) -> list[Holding]:
+        return [each for each in alarms.all() if isinstance(each, Holding) and self.owns(each)]
 
     def _timers(self) -> list[Alarms | Heartbeat]:
         return [alarms, *self._heartbeats()]
@@ -156,15 +157,11 @@ class Timeline:
         times = [
             lease.renewing.due_at
             for heartbeat in self._heartbeats()
-            for lease in list(heartbeat._leases.values())
+            for lease in heartbeat.all()
             if lease not in standing
         ]
         if not standing:
-            times += [
-                each.alarm_in() + self()
-                for each in list(alarms._leases.values())
-                if isinstance(each, Holding) and self.owns(each)
-            ]
+            times += [each.alarm_in() + self() for each in self._watched()]
         return min(times, default=math.inf)
 
     def _go_to(self, at: float) -> None:

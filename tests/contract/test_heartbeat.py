@@ -189,7 +189,7 @@ def test_block_left_inside_a_transaction_is_renewed_until_its_end(
 
 def of_key(backend: BaseLockBackend, key: str) -> list[Any]:
     """Give the leases on keys that start so, which a heartbeat renews."""
-    leases: list[Any] = list(heartbeat_of(backend)._leases.values())
+    leases: list[Any] = list(heartbeat_of(backend).all())
     return [each for each in leases if each.key.startswith(key)]
 
 

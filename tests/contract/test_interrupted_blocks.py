@@ -48,9 +48,9 @@ def left_of(lock: Lock) -> list[str]:
     """Name what this process still has of a lock, and the store."""
     store = lock_backends[lock.backend]
     kept: dict[str, list[Any]] = {
-        "held": [each.holding for each in list(held_here._by_token.values())],
-        "renewed": list(heartbeat_of(store)._leases.values()),
-        "watched": list(alarms._leases.values()),
+        "held": [each.holding for each in held_here.all()],
+        "renewed": heartbeat_of(store).all(),
+        "watched": alarms.all(),
     }
     found = [name for name, leases in kept.items() if any(each.key == lock.key for each in leases)]
     found += ["queued"] * len(store.queues)

@@ -575,9 +575,9 @@ def test_many_cycles_leave_nothing_behind(registered: Registered, key: str) -> N
             lease.on_lost(print)
     more = {each.name for each in threading.enumerate()} - threads
     assert not [name for name in more if name.startswith("distlock")], more
-    kept = [each for each in list(alarms._leases.values()) if getattr(each, "key", "") == key]
+    kept = [each for each in alarms.all() if getattr(each, "key", "") == key]
     assert kept == []
-    assert not [each for each in heartbeat_of(backend)._leases.values() if vars(each)["key"] == key]
+    assert not [each for each in heartbeat_of(backend).all() if vars(each)["key"] == key]
     assert len(backend.queues) == 0
     assert backend.read(key) is None
     if registered.store in ("sqlite", "postgresql", "mysql"):

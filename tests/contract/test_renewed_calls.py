@@ -97,7 +97,7 @@ def release(request: pytest.FixtureRequest) -> Release:
 
 def renewed_here(lock: Lock) -> bool:
     """Say whether the heartbeat of this process has a lease of the key."""
-    leases: list[Any] = list(heartbeat_of(lock_backends[lock.backend])._leases.values())
+    leases: list[Any] = list(heartbeat_of(lock_backends[lock.backend]).all())
     return any(each.key == lock.key for each in leases)
 
 

@@ -84,7 +84,7 @@ def simulated() -> Iterator[None]:
         worker = Worker()
         patch.setattr(workers, "releases", worker)
         patch.setattr(deferred_release, "_worker", worker)
-        patch.setattr(deferred_release, "_teller", worker)
+        patch.setattr(deferred_release, "teller", worker)
         patch.setattr(state, "apart", _apart)
         patch.setattr(state, "alarms", _Alarms())
         patch.setattr(deferred_release, "managed_transactions", lambda _home: [])
@@ -209,7 +209,7 @@ class History:
             lock_backends._backends.update(backends)
             at_exit.held_here._by_token.clear()
             for process in world.processes:
-                heartbeat._every.pop(process.backend, None)
+                heartbeat.every.pop(process.backend, None)
             blocks.every.clear()
             blocks._giving_up.clear()
             deadlocks.waits._all.clear()
@@ -468,8 +468,8 @@ class History:
             if thread.is_alive() and not process.is_dead:
                 raise Violation(f"{thread.name} never ends")
         for process in self.world.processes:
-            renewed = heartbeat._every.get(process.backend)
-            if not process.is_dead and renewed is not None and renewed._leases:
+            renewed = heartbeat.every.get(process.backend)
+            if not process.is_dead and renewed is not None and renewed.all():
                 raise Violation("a lease is renewed for nobody")
             if not process.is_dead and len(process.backend.queues):
                 raise Violation("somebody is left in a queue")

@@ -18,9 +18,7 @@ from .instruments import ACTIVE, LAG, OVERDUE, PROCESS_GAUGES, WAITING, Instrume
 
 def process_numbers() -> Mapping[Instrument, Mapping[tuple[str, ...], float]]:
     """Return the values of each gauge of this process, by labels. It asks no store."""
-    # Copied in one step each: other threads go on taking leases.
-    endings = list(held_here._by_token.values())
-    leases = [each.holding for each in endings if isinstance(each, Release)]
+    leases = [each.holding for each in held_here.all() if isinstance(each, Release)]
     active = Counter(each.backend for each in leases if each.held)
     overdue = Counter(each.backend for each in _blocks() if each.is_lost)
     found: dict[Instrument, dict[tuple[str, ...], float]] = {each: {} for each in PROCESS_GAUGES}
@@ -29,10 +27,9 @@ def process_numbers() -> Mapping[Instrument, Mapping[tuple[str, ...], float]]:
             store = lock_backends[alias]
         except ImproperlyConfigured:
             continue  # `check` says why.
-        queues = list(store.queues._queues.values())
         found[ACTIVE][alias,] = active[alias]
         found[OVERDUE][alias,] = overdue[alias]
-        found[WAITING][alias,] = sum(map(len, queues))
+        found[WAITING][alias,] = len(store.queues.all())
         found[LAG][alias,] = heartbeat_of(store).lag
     return found
 
