@@ -122,6 +122,10 @@ def awaited(lock: Lock) -> None:
 @pytest.mark.filterwarnings(
     "ignore:Exception ignored in. .function BaseConnection:pytest.PytestUnraisableExceptionWarning"
 )
+# redis-py leaves a socket to the garbage collector that a signal broke off while it connected.
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <socket.socket:pytest.PytestUnraisableExceptionWarning"
+)
 # What strikes while a weak set forgets an object reaches nobody.
 @pytest.mark.filterwarnings(
     "ignore:Exception ignored in. .function WeakSet:pytest.PytestUnraisableExceptionWarning"
