@@ -17,6 +17,7 @@ from ..conf import BackendConfig
 from ..core.durations import GRACE, MAX_BOUND
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError, shown
 from ..core.holders import Session
+from ..core.interruptions import pass_on_hidden
 from ..core.keys import namespace
 from ..core.records import Contended, Counter, Grant, Raised
 from ..core.secrets import forget_frames
@@ -294,6 +295,7 @@ class FenceTable(NoteTable):
         raise NotImplementedError
 
     def _translated(self, error: Exception, key: str | None) -> LockError:
+        pass_on_hidden(error)
         vendor, about = vendors.of(self.using), f"The lock store {self.using!r}"
         if vendor.is_duplicate(error):
             return InvalidArgument("This token already holds another key.", key=key)

@@ -26,6 +26,23 @@ def pass_on(error: BaseException) -> None:
         traceback = traceback.tb_next
 
 
+def pass_on_hidden(error: BaseException) -> None:
+    """Raise what the handler of a signal raised, where a driver made `error` of it.
+
+    What was being handled before the driver was called is not meant: that is its caller's.
+    """
+    frames, traceback = set(), error.__traceback__
+    while traceback is not None:
+        frames.add(traceback.tb_frame)
+        traceback = traceback.tb_next
+    hidden = error.__context__
+    while hidden is not None:
+        # It begins where it was caught: by the function that raised the error in its place.
+        if hidden.__traceback__ is not None and hidden.__traceback__.tb_frame in frames:
+            pass_on(hidden)
+        hidden = hidden.__context__
+
+
 def _code_of(handler: object) -> object:
     handler = getattr(handler, "__func__", handler)
     # One that is called as an object has it in its class; what is no function has none.

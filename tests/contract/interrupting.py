@@ -71,22 +71,13 @@ def strike_again_and_again(
                 arm(delay)
                 work()
                 arm(0)
-            except Exception as error:
-                # psycopg makes its own error of what strikes while it reads `connect_timeout`.
-                if not _came_of_a_strike(error):
-                    raise
+            except TimeIsUp:
                 struck += 1
             look()
     # What a driver was opening when it was interrupted warns when it is collected: here, and not in
     # another test.
     gc.collect()
     return struck
-
-
-def _came_of_a_strike(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, TimeIsUp):
-        error = error.__cause__ or error.__context__
-    return error is not None
 
 
 def lines_of(work: Callable[[], object]) -> int:

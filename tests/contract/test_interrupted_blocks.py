@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from asgiref.sync import async_to_sync
 from django.db.transaction import atomic
 
 from django_distlock import Lease, Lock, distlock_all, signals
+from django_distlock.backends.advisory import holdings
 from django_distlock.handler import lock_backends
 from django_distlock.locks import blocks
 from django_distlock.locks.release import Release
@@ -227,6 +228,23 @@ def test_interrupted_release_behind_a_commit_is_carried_out(key: str, line: int)
     was_reached = interrupt_at(line, lambda: transaction(lock), release)
     assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
     assert was_reached or line > 10
+
+
+@pytest.mark.aliases("advisory")
+@pytest.mark.parametrize("line", range(1, 10))
+@pytest.mark.parametrize("inside", [holdings.ping, holdings._send, holdings._hear])
+def test_interrupted_extend_holds_up_no_release(
+    registered: Registered, key: str, line: int, inside: FunctionType
+) -> None:
+    """What it has locked of the session is free when the block ends, in the same thread."""
+    lock = lock_of(registered, key, ttl=60)
+
+    def work() -> None:
+        with lock as lease:
+            interrupt_at(line, lease.extend, inside)
+
+    Later(work).result(PATIENT)
+    assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
 
 
 @pytest.mark.parametrize("line", range(1, 12))

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import psycopg
 import pytest
 from django.db import connections, transaction
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core import budgets
+from django_distlock.core.errors import LockError
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
 from django_distlock.database import borrowing
 from django_distlock.handler import lock_backends
 from tests.contract.aliases import counted_alias, locks_on, sessions
 from tests.contract.helpers import Later
+from tests.contract.interrupting import TimeIsUp, alarms
 from tests.contract.locking import eventually
 from tests.interrupting import interrupt_after, interrupt_at
 from tests.services import NO_MARIADB
@@ -158,3 +162,50 @@ def test_interrupted_opening_is_not_watched_for_ever() -> None:
     assert not leave()  # Without an end there is nothing to be cut.
     (watched,) = budgets.spend(time.monotonic() + 60, leave)
     assert eventually(lambda: watched not in borrowing._sweeping().watched)
+
+
+@contextmanager
+def reading_the_timeout(
+    monkeypatch: pytest.MonkeyPatch, read: Callable[[object], float]
+) -> Iterator[None]:
+    """Let psycopg read `connect_timeout` so, and make an error of its own of what that raises."""
+    with monkeypatch.context() as patch:
+        patch.setattr(psycopg.conninfo, "float", read, raising=False)
+        yield
+
+
+def strike(_value: object) -> float:
+    """Let a signal come."""
+    signal.raise_signal(signal.SIGALRM)
+    raise AssertionError
+
+
+def fail(_value: object) -> float:
+    """Find no number."""
+    raise ValueError
+
+
+@pytest.mark.parametrize("path", ["functions", "orm"])
+def test_signal_that_the_driver_makes_an_error_of_reaches_the_caller(
+    key: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taken for a failing store, a time limit would not end its task."""
+    with store(path) as (_using, backend), alarms():
+        with pytest.raises(TimeIsUp), reading_the_timeout(monkeypatch, strike):
+            attempt(backend, key)
+        attempt(backend, key)
+
+
+def test_signal_that_is_handled_already_is_not_raised_again(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever cleans up behind a time limit hears what the store says of that."""
+    with store("functions") as (_using, backend), alarms():
+        try:
+            strike(None)
+        except TimeIsUp:
+            with (
+                pytest.raises(LockError, match="connect_timeout"),
+                reading_the_timeout(monkeypatch, fail),
+            ):
+                attempt(backend, key)

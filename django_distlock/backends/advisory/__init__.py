@@ -20,7 +20,7 @@ from ..base import BaseLockBackend
 from ..counting import count_rows
 from ..counts import Counts
 from .attempts import SessionAttempts, second_key
-from .holdings import Holding, Holdings, Pong, ping
+from .holdings import Holding, Holdings, Pong, ping, ping_many
 from .session import NoAnswer
 from .sessions import Sessions
 from .sql import Statements
@@ -90,7 +90,7 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
         holding = self._holdings.of_token(grant.token, name)
         if holding is None:
             return None
-        (pong,) = ping([holding], budgets.end(MAX_BOUND)).values()
+        pong = ping(holding, budgets.end(MAX_BOUND))
         if isinstance(pong, Error):
             raise self._refused(pong, grant.key) from pong
         return self._extended(holding, grant, ttl, pong)
@@ -99,7 +99,7 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
         # Each session is a connection of its own, so there is no one round trip to all of them.
         found = [self._holdings.of_token(grant.token, name) for name, grant in named]
         known = {holding for holding in found if holding is not None}
-        pongs = ping(known, budgets.end(MAX_BOUND))
+        pongs = ping_many(known, budgets.end(MAX_BOUND))
         return [
             None if holding is None else self._extended(holding, grant, grant.ttl, pongs[holding])
             for holding, (_name, grant) in zip(found, named, strict=True)

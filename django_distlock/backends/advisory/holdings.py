@@ -106,8 +106,20 @@ class Holdings:
             return holding.record
 
 
-def ping(holdings: Collection[Holding], until: float) -> dict[Holding, Pong]:
+def ping(holding: Holding, until: float) -> Pong:
+    """Ask the session of a lease whether it still holds it: see `ping_many`.
+
+    In the thread of whoever holds it, where a signal's exception may come between any two steps:
+    behind it the session is free to release the lease. Who uses it meanwhile does not for long.
+    """
+    with holding.session.mutex:
+        return _hear(holding, until, sent=_send(holding))
+
+
+def ping_many(holdings: Collection[Holding], until: float) -> dict[Holding, Pong]:
     """Ask the sessions of leases whether they still hold them: first all, then hear all.
+
+    In a heartbeat's thread, where no signal's exception comes.
 
     Args:
         until: When to stop waiting, by `time.monotonic`.
@@ -122,13 +134,16 @@ def ping(holdings: Collection[Holding], until: float) -> dict[Holding, Pong]:
         for each in sorted(holdings, key=lambda holding: holding.session.pid):
             if each.session.mutex.acquire(timeout=max(0.0, until - time.monotonic())):
                 stack.callback(each.session.mutex.release)
-                sent[each] = not each.session.awaits and _send(each)
+                sent[each] = _send(each)
         for each in sent:
             pongs[each] = _hear(each, until, sent=sent[each])
     return pongs
 
 
 def _send(holding: Holding) -> bool:
+    """Return whether the question was sent: an answer to an earlier one has to come first."""
+    if holding.session.awaits:
+        return False
     with suppress(Error, NoAnswer):
         holding.session.send("distlock_look", holding.number, holding.record.fence)
         return True
