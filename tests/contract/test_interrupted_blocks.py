@@ -166,11 +166,12 @@ def test_interruption_of_other_ways_to_lock(key: str, operation: Operation) -> N
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 @pytest.mark.parametrize(
-    "operation", [block, awaited, acquire, acquire_renewed, stack, transaction]
+    "operation", [block, extend, awaited, acquire, acquire_renewed, stack, transaction]
 )
-def test_interruption_at_every_line(key: str, operation: Operation) -> None:
+@pytest.mark.aliases("memory", "advisory")
+def test_interruption_at_every_line(registered: Registered, key: str, operation: Operation) -> None:
     """The same, and no line is left out."""
-    lock = lock_of(BACKENDS["memory"], key, ttl=60, wait=2)
+    lock = lock_of(registered, key, ttl=60, wait=2)
     interrupt_everywhere(lock, operation, samples=sys.maxsize, seconds=300)
 
 
