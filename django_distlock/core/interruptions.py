@@ -27,9 +27,9 @@ def pass_on(error: BaseException) -> None:
 
 
 def pass_on_hidden(error: BaseException) -> None:
-    """Raise what the handler of a signal raised, where a driver made `error` of it.
+    """Raise what the handler of a signal raised, where a driver raised `error` in its place.
 
-    What was being handled before the driver was called is not meant: that is its caller's.
+    An exception that the driver's caller was already handling is left alone.
     """
     frames, traceback = set(), error.__traceback__
     while traceback is not None:
@@ -37,7 +37,7 @@ def pass_on_hidden(error: BaseException) -> None:
         traceback = traceback.tb_next
     hidden = error.__context__
     while hidden is not None:
-        # It begins where it was caught: by the function that raised the error in its place.
+        # Its traceback begins in the function that caught it, and that raised `error`.
         if hidden.__traceback__ is not None and hidden.__traceback__.tb_frame in frames:
             pass_on(hidden)
         hidden = hidden.__context__

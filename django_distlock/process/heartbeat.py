@@ -139,6 +139,7 @@ def _alias(backend: BaseLockBackend | None) -> str | None:
     return None if backend is None else backend.alias
 
 
+#: The heartbeats of this process.
 every: weakref.WeakKeyDictionary[BaseLockBackend, Heartbeat] = weakref.WeakKeyDictionary()
 
 

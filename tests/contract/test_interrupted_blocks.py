@@ -237,7 +237,7 @@ def test_interrupted_release_behind_a_commit_is_carried_out(key: str, line: int)
 def test_interrupted_extend_holds_up_no_release(
     registered: Registered, key: str, line: int, inside: FunctionType
 ) -> None:
-    """What it has locked of the session is free when the block ends, in the same thread."""
+    """The end of its block, in the same thread, does not wait for a mutex that it left locked."""
     lock = lock_of(registered, key, ttl=60)
 
     def work() -> None:

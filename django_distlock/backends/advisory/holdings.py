@@ -109,8 +109,9 @@ class Holdings:
 def ping(holding: Holding, until: float) -> Pong:
     """Ask the session of a lease whether it still holds it: see `ping_many`.
 
-    In the thread of whoever holds it, where a signal's exception may come between any two steps:
-    behind it the session is free to release the lease. Who uses it meanwhile does not for long.
+    Called by the holder, in whose thread a signal may raise between any two steps. `with` unlocks
+    the mutex even then. An acquire with a time limit may leave it locked, and the release of the
+    lease would wait for it for ever. No other thread keeps it for longer than its own time limit.
     """
     with holding.session.mutex:
         return _hear(holding, until, sent=_send(holding))
@@ -119,7 +120,7 @@ def ping(holding: Holding, until: float) -> Pong:
 def ping_many(holdings: Collection[Holding], until: float) -> dict[Holding, Pong]:
     """Ask the sessions of leases whether they still hold them: first all, then hear all.
 
-    In a heartbeat's thread, where no signal's exception comes.
+    Called in the thread of a heartbeat, in which no handler of a signal runs.
 
     Args:
         until: When to stop waiting, by `time.monotonic`.
@@ -141,7 +142,7 @@ def ping_many(holdings: Collection[Holding], until: float) -> dict[Holding, Pong
 
 
 def _send(holding: Holding) -> bool:
-    """Return whether the question was sent: an answer to an earlier one has to come first."""
+    """Send the question, unless an earlier one has no answer yet; return whether it was sent."""
     if holding.session.awaits:
         return False
     with suppress(Error, NoAnswer):
