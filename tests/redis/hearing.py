@@ -24,7 +24,7 @@ def subscriptions(client: Any) -> int:
 
 
 def threads(backend: Any) -> int:
-    """Return how many threads of this process hear wake-ups for a backend."""
+    """Return how many threads of this process hear wake-ups for a backend of this alias."""
     name = f"distlock-{backend.alias}-wakeups"
     return sum(each.name == name for each in threading.enumerate())
 

@@ -113,7 +113,7 @@ def test_words_of_strangers_do_no_harm(
 
 @pytest.mark.parametrize("how", ["tcp", "unix"])
 def test_close_is_prompt(
-    backend: Any,
+    private: Server,
     client: Any,
     key: str,
     warned: Warned,
@@ -122,8 +122,9 @@ def test_close_is_prompt(
 ) -> None:
     """In the middle of a silence, from another thread; and nothing is left open."""
     monkeypatch.setattr(listening, "LOOK_SECONDS", 600)
-    if how == "unix":
-        backend = backend_on(f"unix://{client.config_get('unixsocket')['unixsocket']}")
+    unix = f"unix://{client.config_get('unixsocket')['unixsocket']}"
+    # With a name of its own: other backends of this process may listen as well.
+    backend = backend_on(unix if how == "unix" else private.url, alias="prompt")
     with waiting(backend, key) as waiter:
         assert subscriptions(client) == 1
         waiter.rung.clear()
