@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import sha256
 from typing import Any, Final, Literal
 from urllib.parse import quote
 
 from django.conf import settings
+from django.core.signals import setting_changed
 
 from .core.durations import MIN_TTL, number, seconds, ttl_seconds, wait_seconds
 from .core.errors import InvalidArgument, shown
@@ -126,13 +128,17 @@ def table(name: str) -> str:
         InvalidLockBackend: `DISTLOCK_TABLES` names something else, or a name twice, or what is not
             an identifier of at most 48 characters.
     """
+    return _tables()[name]
+
+
+@cache
+def _tables() -> Mapping[str, str]:
+    """Return all tables. Each call to a server asks for names, and Django is slow to say "unset"."""
     raw = getattr(settings, "DISTLOCK_TABLES", DEFAULT_TABLES)
-    if raw is DEFAULT_TABLES:
-        return DEFAULT_TABLES[name]  # Every call to a server asks for a name.
     if not isinstance(raw, Mapping):
         raise InvalidLockBackend(f"DISTLOCK_TABLES must be a dictionary, not {shown(raw)}.")
     _refuse_unknown("DISTLOCK_TABLES", raw, DEFAULT_TABLES)
-    tables = {**DEFAULT_TABLES, **raw}
+    tables: dict[str, str] = {**DEFAULT_TABLES, **raw}
     for what, value in tables.items():
         if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
             raise InvalidLockBackend(
@@ -149,8 +155,15 @@ def table(name: str) -> str:
             f"DISTLOCK_TABLES must name different tables, so that no cleanup of locks can reach"
             f" the fence counters: {tables!r}."
         )
-    configured: str = tables[name]
-    return configured
+    return tables
+
+
+def _forget_tables(*, setting: str, **_signal: object) -> None:
+    if setting == "DISTLOCK_TABLES":
+        _tables.cache_clear()
+
+
+setting_changed.connect(_forget_tables, dispatch_uid="django_distlock.conf")
 
 
 def index_name(name: str, what: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from copy import copy
 from typing import Any, cast
 
 from django.db import connections, transaction
@@ -78,9 +77,9 @@ class ServerFunctions:
 
     def db_manager(self, using: str) -> ServerFunctions:
         """Return the same functions on another alias."""
-        other = copy(self)
-        other._using = using
-        return other
+        if using == self._using:
+            return self
+        return ServerFunctions(using, self._named, follows_clock=self._follows_clock)
 
     def acquire(self, attempt: Attempt) -> Grant | Contended | None:
         """Grant the key if it is free; None: it is shared, or was: see `share`."""
