@@ -49,7 +49,7 @@ class TransactionLocks(FenceTable):
     _locks_on: Callable[[str], HeldLockManager]
 
     def _lock_for_transaction(self, asked: KeysAsked) -> InTheWay | None:
-        connection, vendor = connections[asked.using], vendors.of(asked.using)
+        connection = connections[asked.using]
         require_transaction(connection, "transaction_lock()", "decorate with @transaction_locked")
         names = {self._name(key): key for key in asked.keys}
         lock = {
@@ -60,7 +60,7 @@ class TransactionLocks(FenceTable):
         try:
             return lock(names, asked)
         except (DatabaseError, InterfaceError) as error:
-            if vendor.is_read_only(error):
+            if vendors.of(asked.using).is_read_only(error):
                 raise LockUsageError(
                     f"A transaction that may only read locks no key: {error}", code="unsupported"
                 ) from error

@@ -6,13 +6,13 @@ commit or the rollback. Leases of the same keys exclude it, and it excludes them
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 from asgiref.sync import sync_to_async
@@ -92,12 +92,12 @@ def transaction_lock(
     connection = connections[using]
     if deferred_release.reads_a_snapshot(connection):
         raise older_snapshot(using)
-    kept = Kept(store.alias, asked, str(callers_place()))
     if asked:
+        kept = Kept(store.alias, asked, str(callers_place()))
         _warn_of_order(kept, list(kept_by(connection)))
-        keys_asked = KeysAsked(keys=asked, tokens=_own(store, asked), using=using, bound=0)
+        ask = partial(KeysAsked, keys=asked, tokens=_own(store, asked), using=using)
         try:
-            _lock(store, keys_asked, store.config.wait if isinstance(seconds, Unset) else seconds)
+            _lock(store, ask, store.config.wait if isinstance(seconds, Unset) else seconds)
         except LockNotAcquired as error:
             if connection.vendor == "mysql" and not connection.needs_rollback:
                 # What comes before the key that was refused stays locked.
@@ -144,7 +144,7 @@ def transaction_locked(
             )
         filled = [KeyTemplate.for_function(each, function) for each in templates]
 
-        @functools.wraps(function)
+        @wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
             keys = [each.render(args, kwargs) for each in filled]
             alias = lock_backends[backend].transactions.alias(using)
@@ -171,14 +171,15 @@ def _sorted(
         raise InvalidArgument(
             f"escalate_at must be an int of at least 1, not {shown(escalate_at)}."
         )
-    asked = dict.fromkeys(map(normalize_key, keys), shared)
-    if parent is not None:
-        parent = normalize_key(parent)
-        if escalate_at is not None and len(asked) > escalate_at:
-            return {parent: False}
-        if asked:
-            asked.setdefault(parent, True)
-    return dict(sorted(asked.items()))
+    asked = dict.fromkeys(sorted(map(normalize_key, keys)), shared)
+    if parent is None:
+        return asked
+    parent = normalize_key(parent)
+    if not asked:
+        return {}
+    if escalate_at is not None and len(asked) > escalate_at:
+        return {parent: False}
+    return dict(sorted({parent: True, **asked}.items()))
 
 
 def _own(store: BaseLockBackend, keys: Iterable[str]) -> list[str]:
@@ -195,15 +196,15 @@ def _own(store: BaseLockBackend, keys: Iterable[str]) -> list[str]:
     return tokens
 
 
-def _lock(store: BaseLockBackend, asked: KeysAsked, wait: float | None) -> None:
+def _lock(store: BaseLockBackend, ask: Callable[..., KeysAsked], wait: float | None) -> None:
     """Ask until all keys are locked, or the time is over."""
     began = monotonic()
     deadline = math.inf if wait is None else began + wait
     pacing = Pacing(store.config.retry.pauses())
     while True:
-        found = store.transactions.lock(replace(asked, bound=max(0.0, deadline - monotonic())))
+        found = store.transactions.lock(ask(bound=max(0.0, deadline - monotonic())))
         if found is not None and _is_lease(found) and monotonic() < deadline:
-            found = _keeping(store, asked, pacing, min(deadline, monotonic() + KEPT_SECONDS))
+            found = _keeping(store, ask, pacing, min(deadline, monotonic() + KEPT_SECONDS))
         if found is None:
             return
         now, step = monotonic(), pacing.step()
@@ -217,17 +218,17 @@ def _lock(store: BaseLockBackend, asked: KeysAsked, wait: float | None) -> None:
 
 
 def _keeping(
-    store: BaseLockBackend, asked: KeysAsked, pacing: Pacing, until: float
+    store: BaseLockBackend, ask: Callable[..., KeysAsked], pacing: Pacing, until: float
 ) -> InTheWay | None:
     """Ask again while a lease is in the way; nobody else is granted what is locked meanwhile.
 
     Not for long: operators and those who hand the lease over need the key as well.
     """
     try:
-        with transaction.atomic(using=asked.using):
+        with transaction.atomic(using=ask(bound=0.0).using):
             while True:
                 left = max(0.0, until - monotonic())
-                found = store.transactions.lock(replace(asked, bound=left, keep=True))
+                found = store.transactions.lock(ask(bound=left, keep=True))
                 if found is None:
                     return None
                 step = pacing.step()

@@ -427,6 +427,30 @@ def test_order_of_the_arguments_does_not_matter(registered: Registered, key: str
     assert len(done) == 60
 
 
+@SIDE_BY_SIDE
+@pytest.mark.parametrize("shared", [False, True])
+def test_waiting_keeps_none_of_the_keys_behind(
+    registered: Registered, key: str, shared: bool
+) -> None:
+    """Whoever waits for one key has locked those before it alone: no circle comes of that."""
+    keys = [f"{key}-{number}" for number in range(5)]
+
+    def work() -> None:
+        with transaction.atomic(using=using_of(registered)):
+            transaction_lock(*keys, shared=shared, wait=20, backend=registered.alias)
+
+    with locked_elsewhere(registered, keys[1]):
+        with locked_elsewhere(registered, keys[3]):
+            waiting = Later(work)
+            assert eventually(lambda: not locks(registered, keys[0]))
+            assert locks(registered, keys[2])
+            assert locks(registered, keys[4])
+        assert not locks(registered, keys[0])
+        assert locks(registered, *keys[2:])
+    waiting.result()
+    assert locks(registered, *keys)
+
+
 @pytest.mark.aliases("postgres", "mariadb")
 def test_deadlock_is_told(registered: Registered, key: str) -> None:
     """Two transactions that lock one key after the other, the other way round."""

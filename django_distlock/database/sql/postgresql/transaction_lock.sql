@@ -1,7 +1,8 @@
 -- Lock keys for the transaction that calls. The order of p_storage_keys is the order of locking, and
 -- p_shared says which of them are shared.
 --
--- Answers a JSON array: outcome, now, fence, acquired_at, expires_at, free_at, holder, place.
+-- Answers a JSON array: outcome, now, fence, acquired_at, expires_at, free_at, holder, place. What is
+-- left out at its end is null.
 --
 -- outcome   locked     until the transaction ends, or the savepoint around the call is rolled back
 --           snapshot   the transaction may not see a lease that was granted since it began
@@ -26,7 +27,6 @@ DECLARE
     v_left bigint;
     v_seed text;
     v_mark bigint;
-    v_turn bigint;
     v_at integer := 0;
     v_place integer;
     v_paused boolean;
@@ -53,15 +53,17 @@ BEGIN
         END IF;
         -- Tells sessions with transaction locks from those that acquire a lease right now.
         PERFORM pg_catalog.pg_advisory_xact_lock_shared(v_mark);
-        WHILE v_at < pg_catalog.cardinality(p_storage_keys) LOOP
-            v_at := v_at + 1;
-            v_turn := {turn_of_seed};
-            IF (CASE WHEN p_shared[v_at]
-                THEN pg_catalog.pg_try_advisory_xact_lock_shared(v_turn)
-                ELSE pg_catalog.pg_try_advisory_xact_lock(v_turn)
-            END) THEN
-                CONTINUE;
-            END IF;
+        LOOP
+            -- Those that are free, in one query, up to the first that is not: all, nearly always.
+            SELECT k.place INTO v_at FROM ROWS FROM (
+                pg_catalog.unnest(p_storage_keys), pg_catalog.unnest(p_shared)
+            ) WITH ORDINALITY k(storage_key, shared, place)
+                WHERE NOT CASE
+                    WHEN k.place <= v_at THEN true
+                    WHEN k.shared THEN pg_catalog.pg_try_advisory_xact_lock_shared({turn_of_row})
+                    ELSE pg_catalog.pg_try_advisory_xact_lock({turn_of_row})
+                END LIMIT 1;
+            EXIT WHEN NOT FOUND;
             v_left := (pg_catalog.date_part(
                 'epoch', v_until - pg_catalog.clock_timestamp()
             ) * 1000)::bigint;
@@ -70,25 +72,28 @@ BEGIN
             END IF;
             v_ignored := pg_catalog.set_config('lock_timeout', v_left::text, true);
             IF p_shared[v_at] THEN
-                PERFORM pg_catalog.pg_advisory_xact_lock_shared(v_turn);
+                PERFORM pg_catalog.pg_advisory_xact_lock_shared({turn_of_seed});
             ELSE
-                PERFORM pg_catalog.pg_advisory_xact_lock(v_turn);
+                PERFORM pg_catalog.pg_advisory_xact_lock({turn_of_seed});
             END IF;
         END LOOP;
         t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
-        -- Waits for an extend in flight: what looks over may last.
-        PERFORM FROM "django_distlock_heldlock" l
-            WHERE l.storage_key = ANY (p_storage_keys) AND l.free_at <= t FOR SHARE;
+        PERFORM FROM "django_distlock_heldlock" l WHERE l.storage_key = ANY (p_storage_keys);
         IF FOUND THEN
-            t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
+            -- Waits for an extend in flight: what looks over may last.
+            PERFORM FROM "django_distlock_heldlock" l
+                WHERE l.storage_key = ANY (p_storage_keys) AND l.free_at <= t FOR SHARE;
+            IF FOUND THEN
+                t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
+            END IF;
+            SELECT l.fence, l.acquired_at, l.expires_at, l.free_at, l.holder,
+                pg_catalog.array_position(p_storage_keys, (l.storage_key COLLATE "C")::text)
+                INTO h_fence, h_acquired_at, h_expires_at, h_free_at, h_holder, v_place
+                FROM "django_distlock_heldlock" l
+                WHERE l.storage_key = ANY (p_storage_keys) AND (l.free_at IS NULL OR l.free_at > t)
+                    AND NOT (l.token = ANY (p_tokens))
+                ORDER BY l.free_at DESC LIMIT 1;
         END IF;
-        SELECT l.fence, l.acquired_at, l.expires_at, l.free_at, l.holder,
-            pg_catalog.array_position(p_storage_keys, (l.storage_key COLLATE "C")::text)
-            INTO h_fence, h_acquired_at, h_expires_at, h_free_at, h_holder, v_place
-            FROM "django_distlock_heldlock" l
-            WHERE l.storage_key = ANY (p_storage_keys) AND (l.free_at IS NULL OR l.free_at > t)
-                AND NOT (l.token = ANY (p_tokens))
-            ORDER BY l.free_at DESC LIMIT 1;
         IF FOUND THEN
             v_outcome := 'contended';
         ELSE
@@ -136,6 +141,9 @@ BEGIN
         WHEN SQLSTATE 'DLOCK' THEN
             NULL;
     END;
+    IF v_outcome = 'locked' THEN
+        RETURN '["locked"]';
+    END IF;
     RETURN pg_catalog.json_build_array(
         v_outcome, (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint,
         h_fence, h_acquired_at, h_expires_at, h_free_at, h_holder, v_place
