@@ -90,8 +90,10 @@ def opened_here() -> list[BaseDatabaseWrapper]:
     """
     handler: Any = connections
     opened = handler._connections
+    # Asked once: to find that no event loop runs costs asgiref an exception.
+    storage = getattr(opened, "_get_storage", lambda: opened)()
     return [
-        each for alias in [*handler.settings] if (each := getattr(opened, alias, None)) is not None
+        each for alias in [*handler.settings] if (each := getattr(storage, alias, None)) is not None
     ]
 
 
