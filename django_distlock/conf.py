@@ -133,7 +133,7 @@ def table(name: str) -> str:
 
 @cache
 def _tables() -> Mapping[str, str]:
-    """Return all tables. Each call to a server asks for names, and Django is slow to say "unset"."""
+    """Return all tables: each call to a server asks, and Django is slow to say "not set"."""
     raw = getattr(settings, "DISTLOCK_TABLES", DEFAULT_TABLES)
     if not isinstance(raw, Mapping):
         raise InvalidLockBackend(f"DISTLOCK_TABLES must be a dictionary, not {shown(raw)}.")

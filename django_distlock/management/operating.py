@@ -159,6 +159,26 @@ def raise_unavailable(failures: Iterable[Failure]) -> None:
         )
 
 
+def add_backend(parser: CommandParser) -> None:
+    """Take the alias of one backend."""
+    parser.add_argument(
+        "--backend",
+        default="default",
+        metavar="ALIAS",
+        help="an alias of DISTLOCK (default: %(default)s)",
+    )
+
+
+def add_backends(parser: CommandParser) -> None:
+    """Take the aliases of several backends; None: all."""
+    parser.add_argument(
+        "--backend",
+        action="append",
+        metavar="ALIAS",
+        help="an alias of DISTLOCK; repeatable (default: all)",
+    )
+
+
 def duration(text: str) -> float:
     """Return what a number of seconds says on a command line.
 

@@ -16,7 +16,7 @@ from ...core.errors import LockError, LockNotAcquired, LockUsageError
 from ...handler import lock_backends
 from ...inspection import Failure
 from ..bench import PARTS, Bench, Measured, Plan, Times
-from ..operating import OperatorCommand
+from ..operating import OperatorCommand, add_backends
 from ..statuses import BUSY, UNAVAILABLE, who_holds
 from ..tables import Cell
 
@@ -36,12 +36,7 @@ class Command(OperatorCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         """Take what to measure."""
         super().add_arguments(parser)
-        parser.add_argument(
-            "--backend",
-            action="append",
-            metavar="ALIAS",
-            help="an alias of DISTLOCK; repeatable (default: all)",
-        )
+        add_backends(parser)
         parser.add_argument(
             "--only",
             action="append",

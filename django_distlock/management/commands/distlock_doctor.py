@@ -11,7 +11,7 @@ from django.core.management.base import CommandError, CommandParser
 from django.db import DatabaseError, InterfaceError
 
 from ...inspection.diagnosis import SCANNED, Diagnosis, Look, Mark, accept_loss, diagnose, told
-from ..operating import OperatorCommand
+from ..operating import OperatorCommand, add_backends
 from ..statuses import UNAVAILABLE, USAGE
 from ..tables import printable
 
@@ -30,12 +30,7 @@ class Command(OperatorCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         """Take what to look at, and what to fail at."""
         super().add_arguments(parser)
-        parser.add_argument(
-            "--backend",
-            action="append",
-            metavar="ALIAS",
-            help="an alias of DISTLOCK; repeatable (default: all)",
-        )
+        add_backends(parser)
         parser.add_argument(
             "--fail-level",
             choices=("ERROR", "WARNING"),

@@ -19,7 +19,7 @@ from .. import endurance
 from ..drill import Drill, Step, refuse_impossible
 from ..endurance import PROCESSES, Endurance
 from ..late import Stuck, be_late
-from ..operating import OperatorCommand
+from ..operating import OperatorCommand, add_backend
 from ..statuses import UNAVAILABLE, USAGE
 from ..tables import printable
 
@@ -42,12 +42,7 @@ class Command(OperatorCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         """Take the backend."""
         super().add_arguments(parser)
-        parser.add_argument(
-            "--backend",
-            default="default",
-            metavar="ALIAS",
-            help="an alias of DISTLOCK (default: %(default)s)",
-        )
+        add_backend(parser)
         parser.add_argument(
             "--minutes",
             type=_minutes,

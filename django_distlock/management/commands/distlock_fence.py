@@ -17,7 +17,7 @@ from ...core.logs import log_fields
 from ...core.wording import printable
 from ...fencing.seen import mark_of, set_mark
 from ...handler import lock_backends
-from ..operating import OperatorCommand
+from ..operating import OperatorCommand, add_backend
 from ..statuses import UNAVAILABLE
 
 logger = logging.getLogger("django_distlock")
@@ -82,9 +82,7 @@ class Command(OperatorCommand):
             action="store_true",
             help='the store\'s clock in units of 10 µs, as FENCE_FLOOR = "clock" does',
         )
-        up.add_argument(
-            "--backend", default="default", help="an alias of DISTLOCK (default: %(default)s)"
-        )
+        add_backend(up)
 
     def handle(self, *, action: str, **options: Any) -> None:
         """Do what was said."""

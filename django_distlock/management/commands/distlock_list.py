@@ -17,6 +17,7 @@ from ...inspection.declared import DeclaredKey, list_declared
 from ..operating import (
     HEADINGS,
     OperatorCommand,
+    add_backends,
     duration,
     in_memory,
     named,
@@ -59,12 +60,7 @@ class Command(OperatorCommand):
             help="list the keys that transactions have locked by transaction_lock(), if the"
             " database can tell; works with --backend and --json",
         )
-        parser.add_argument(
-            "--backend",
-            action="append",
-            metavar="ALIAS",
-            help="an alias of DISTLOCK; repeatable (default: all)",
-        )
+        add_backends(parser)
         parser.add_argument(
             "--prefix", default="", metavar="TEXT", help="only keys that start with this text"
         )

@@ -14,7 +14,7 @@ from ...handler import lock_backends
 from ...inspection import Failure, HeldKey, Operation
 from ...inspection.journal import Order
 from ..celery import app_and
-from ..operating import OperatorCommand, duration, in_memory, raise_unavailable
+from ..operating import OperatorCommand, add_backends, duration, in_memory, raise_unavailable
 from ..statuses import USAGE
 from ..tables import printable
 
@@ -33,12 +33,7 @@ class Command(OperatorCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         """Take where to look, and what to do."""
         super().add_arguments(parser)
-        parser.add_argument(
-            "--backend",
-            action="append",
-            metavar="ALIAS",
-            help="an alias of DISTLOCK; repeatable (default: all)",
-        )
+        add_backends(parser)
         parser.add_argument(
             "--queue",
             action="append",

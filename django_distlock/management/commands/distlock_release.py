@@ -10,7 +10,7 @@ from django.core.management.base import CommandError, CommandParser
 from ...core.errors import BackendUnavailable
 from ...core.keys import stored_key
 from ...inspection import HeldKey, Outcome, force_release, list_locks, show
-from ..operating import OperatorCommand, named, refuse_memory
+from ..operating import OperatorCommand, add_backend, named, refuse_memory
 from ..statuses import BUSY, UNAVAILABLE, USAGE
 from ..tables import printable
 
@@ -33,12 +33,7 @@ class Command(OperatorCommand):
         )
         parser.add_argument("--host", help="all locks held on this host")
         parser.add_argument("--task", metavar="ID", help="all locks held by this task")
-        parser.add_argument(
-            "--backend",
-            default="default",
-            metavar="ALIAS",
-            help="an alias of DISTLOCK (default: %(default)s)",
-        )
+        add_backend(parser)
         parser.add_argument(
             "--dry-run", action="store_true", help="only show which locks would be released"
         )

@@ -10,7 +10,7 @@ from django.core.management.base import CommandParser
 
 from ...core.records import Waiting
 from ...inspection import HeldKey, KeyView, show
-from ..operating import OperatorCommand, named, refuse_memory
+from ..operating import OperatorCommand, add_backend, named, refuse_memory
 from ..tables import instant, printable, span
 
 
@@ -23,12 +23,7 @@ class Command(OperatorCommand):
         """Take the key."""
         super().add_arguments(parser)
         parser.add_argument("key", metavar="KEY", help="the key, as in the code")
-        parser.add_argument(
-            "--backend",
-            default="default",
-            metavar="ALIAS",
-            help="an alias of DISTLOCK (default: %(default)s)",
-        )
+        add_backend(parser)
 
     def handle(self, *, key: str, backend: str, json: bool, **options: Any) -> None:
         """Print what is known."""

@@ -12,7 +12,7 @@ from ...backends.counts import Count, Sizes
 from ...core.errors import LockError
 from ...handler import lock_backends
 from ...inspection import Failure, Statistics, statistics
-from ..operating import OperatorCommand, in_memory, raise_unavailable
+from ..operating import OperatorCommand, add_backends, in_memory, raise_unavailable
 from ..tables import Cell, instant
 
 
@@ -27,12 +27,7 @@ class Command(OperatorCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         """Take the backends."""
         super().add_arguments(parser)
-        parser.add_argument(
-            "--backend",
-            action="append",
-            metavar="ALIAS",
-            help="an alias of DISTLOCK; repeatable (default: all)",
-        )
+        add_backends(parser)
 
     def handle(self, *, backend: list[str] | None, json: bool, **options: Any) -> None:
         """Print what can be counted, and what could not be asked."""
