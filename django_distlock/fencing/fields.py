@@ -22,7 +22,7 @@ FENCE = "fence"
 #: One more is more than MySQL can count.
 _MOST = 2**64 - 1
 # The quotes around it are those of the server's language.
-_REFUSED = re.compile(r"distlock:(\d+):(.*):fence", re.DOTALL)
+_REFUSED = re.compile(r"distlock:(\d+):(.*):(fence|key)", re.DOTALL)
 
 #: Texts are one key where their bytes are, whatever the collation of a column says.
 _SAME_TEXT = {
@@ -111,15 +111,17 @@ class Mark(Expression):
             same = _SAME_TEXT.get(connection.vendor) if isinstance(value, str) else None
             matches += f" AND {(same or '{} = %s').format(column)}"
             values.append(field.get_db_prep_value(value, connection))
-        refusal = refusal.format(fence=fence, pk=pk)
+        told = values * refusal.count("{matches}")
+        refusal = refusal.format(fence=fence, pk=pk, matches=matches)
         sql = f"CASE WHEN {fence} <= %s{matches} THEN %s ELSE {refusal} END"
-        return sql, (self.by.fence, *values, self.by.fence)
+        return sql, (self.by.fence, *values, self.by.fence, *told)
 
     def as_postgresql(
         self, compiler: SQLCompiler, connection: BaseDatabaseWrapper
     ) -> tuple[str, tuple[Any, ...]]:
         """Refuse by a number that is none, but says who: the transaction cannot be asked behind."""
-        refusal = "concat('distlock:', {fence}, ':', {pk}, ':fence')::bigint"
+        why = "CASE WHEN true{matches} THEN ':fence' ELSE ':key' END"
+        refusal = f"concat('distlock:', {{fence}}, ':', {{pk}}, {why})::bigint"
         return self.as_sql(compiler, connection, refusal)
 
     def as_mysql(
@@ -147,13 +149,15 @@ def is_refusal(error: DatabaseError, model: type[models.Model]) -> bool:
     )
 
 
-def refused(error: DatabaseError, model: type[models.Model]) -> tuple[Any, int] | None:
-    """Return the primary key and the fence of the row that was refused, where the error says it.
+def refused(error: DatabaseError, model: type[models.Model]) -> tuple[Any, int, bool] | None:
+    """Return what the error says of the row that has refused; None: nothing.
 
-    Of a primary key of several columns it says one.
+    Returns:
+        Its primary key (None: it has several columns), its fence, and whether it belongs to another
+        key than that of the lease.
     """
     found = _REFUSED.search(str(error))
     if found is None:
         return None
     pk, *more = model._meta.pk_fields
-    return None if more else pk.to_python(found[2]), int(found[1])
+    return None if more else pk.to_python(found[2]), int(found[1]), found[3] == "key"

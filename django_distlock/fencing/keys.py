@@ -15,15 +15,18 @@ from ..core.errors import LockUsageError
 from ..core.keys import normalize_key
 from .fields import FENCE
 
-_ANY = ".+"
+_ANY, _NUMBER = ".+", r"-?\d+"
 #: What a key can hold of a field: of a type whose values have one text each.
 _PATTERNS: Mapping[type[models.Field[Any, Any]], str] = {
-    models.IntegerField: r"-?\d+",
+    models.IntegerField: _NUMBER,
     models.UUIDField: r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
     models.DateField: r"\d{4}-\d\d-\d\d",
     models.CharField: _ANY,
     models.TextField: _ANY,
 }
+#: Between which fields which separators may be a part of a number: the key could be split there in
+#: several ways.
+_UNCLEAR = {(_ANY, _NUMBER): r"[-\d]+", (_NUMBER, _ANY): r"\d+", (_NUMBER, _NUMBER): r"\d+"}
 #: No database counts further.
 _MOST = 2**63
 
@@ -43,7 +46,7 @@ class KeyTemplate:
         self.text = text
         #: By the name in the braces: the attribute, and what reads its values.
         self._fields: dict[str, tuple[str, models.Field[Any, Any]]] = {}
-        pattern, texts = "", 0
+        pattern, texts, before = "", 0, ""
         for literal, name, spec, conversion in Formatter().parse(text):
             pattern += re.escape(literal)
             if name is None:
@@ -63,8 +66,11 @@ class KeyTemplate:
                     f"{text!r}: {{{name}}} is a {type(values).__name__}, whose values have no"
                     " single text. A key can contain integers, UUIDs, dates and texts."
                 )
+            if re.fullmatch(_UNCLEAR.get((before, part), "(?!)"), literal):
+                raise ValueError(f"{text!r}: {literal!r} may be a part of the number beside it.")
             texts += part == _ANY
             pattern += f"({part})"
+            before = part
         if not self._fields:
             raise ValueError(f"{text!r} names no field, so all rows would have the same key.")
         if texts > 1:
@@ -76,13 +82,20 @@ class KeyTemplate:
 
     def of(self, instance: models.Model) -> str | None:
         """Return the key of a row; None: not known, because a field has no value yet."""
-        values = {
-            name: values.to_python(getattr(instance, attname))
-            for name, (attname, values) in self._fields.items()
-        }
+        values = self.values(instance)
         if None in values.values():
             return None
-        return normalize_key(self.text.format(**values))
+        named = {name: values[attname] for name, (attname, _field) in self._fields.items()}
+        return normalize_key(self.text.format(**named))
+
+    def values(self, instance: models.Model) -> dict[str, Any]:
+        """Return what a row has in the columns of its key; None: what the database will say."""
+        found = {}
+        for attname, field in self._fields.values():
+            value = getattr(instance, attname)
+            is_told = not hasattr(value, "resolve_expression")
+            found[attname] = field.to_python(value) if is_told else None
+        return found
 
     def columns(self, key: str) -> dict[str, Any] | None:
         """Return the values that rows of this key have in their columns; None: no row has it."""

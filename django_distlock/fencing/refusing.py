@@ -47,11 +47,18 @@ def require_key(instance: models.Model, by: Fenced) -> None:
     Raises:
         LockUsageError: It belongs to another key, or has no primary key yet that says to which.
     """
-    key_fields(type(instance), by)
-    template = template_of(type(instance))
-    if template is None or has_key(instance, by):
+    fields, template = key_fields(type(instance), by), template_of(type(instance))
+    if template is None:
         return
     key = template.of(instance)
+    if key == by.key:
+        if (values := template.values(instance)) != fields:
+            raise LockUsageError(
+                f"{label(instance)} has {values}, and the rows of {key!r} have {fields}: texts in"
+                " a key are in NFC.",
+                key=by.key,
+            )
+        return
     why = (
         f"belongs to {key!r}, and the lease is on {by.key!r}"
         if key is not None
@@ -94,12 +101,14 @@ def refusals(by: Fenced | None, written: Callable[[], models.QuerySet[Any]]) -> 
         if by is None:
             refuse_without_lease(model, "this write")
             raise
-        pk, current = refused(error, model) or _highest(rows)
+        pk, current, is_other = refused(error, model) or _looked_for(rows, by)
         row = model._meta.label if pk is None else f"{model._meta.label} {pk}"
-        if current is not None and current <= by.fence and getattr(model, "fence_key", None):
+        # A collation can take two texts for one, where the bytes of keys differ.
+        has_none_higher = current is not None and current <= by.fence
+        if is_other or (has_none_higher and getattr(model, "fence_key", None)):
             text = f"{row} belongs to another key than {by.key!r}."
             raise LockUsageError(text, key=by.key) from error
-        if current is not None and current <= by.fence:
+        if has_none_higher:
             current = None  # It was lowered since, by somebody who passes the ORM by.
         try:
             reject(by, row, current, model=model._meta.label, pk=pk)
@@ -112,17 +121,26 @@ def label(instance: models.Model) -> str:
     return f"{instance._meta.label} {instance.pk}"
 
 
-def _highest(rows: models.QuerySet[Any]) -> tuple[Any, int | None]:
-    """Look for the row, where the database lets a transaction go on behind an error."""
-    connection = connections[rows.db]
+def _looked_for(rows: models.QuerySet[Any], by: Fenced) -> tuple[Any, int | None, bool]:
+    """Look for the row that has refused, where a transaction can go on behind an error.
+
+    Returns:
+        Its primary key, its fence, and whether it belongs to another key than that of the lease.
+    """
+    model: Any = rows.model
+    connection, template = connections[rows.db], template_of(model)
     broken, connection.needs_rollback = connection.needs_rollback, False
     try:
         if connection.in_atomic_block and connection.features.has_select_for_update:
             # What is committed now, and not what a snapshot shows.
             rows = rows.select_for_update()
-        found = rows.order_by(f"-{FENCE}").values_list("pk", FENCE).first()
-        return found or (None, None)
+        others = rows.exclude(**template.columns(by.key) or {}) if template else rows.none()
+        for some in (others, rows):
+            found = some.order_by(f"-{FENCE}").values_list("pk", FENCE).first()
+            if found:
+                return *found, some is others
+        return None, None, False
     except DatabaseError:
-        return None, None
+        return None, None, False
     finally:
         connection.needs_rollback = broken

@@ -132,7 +132,7 @@ def test_servers_of_other_languages(text: str) -> None:
     """PostgreSQL says what was wrong in its own language, and with its own quotes."""
     error = DatabaseError(text)
     assert is_refusal(error, Account)
-    assert refused(error, Account) == (12, 6)
+    assert refused(error, Account) == (12, 6, False)
 
 
 def test_refusal_behind_an_older_snapshot(mariadb: str, key: str) -> None:
