@@ -6,7 +6,7 @@ import copy
 from typing import Any, ClassVar, Self, cast
 
 from asgiref.sync import sync_to_async
-from django.db import connections, models, router, transaction
+from django.db import DatabaseError, connections, models, router, transaction
 
 from ..core.errors import LockUsageError
 from ..locks.taking import UNSET
@@ -99,14 +99,28 @@ class FencedModel(models.Model):
                 kwargs["force_update"] = kwargs.get("update_fields") is None
             # Loaded without, it would not be among what is saved.
             self.__dict__.setdefault(FENCE, 0)
+        elif kwargs.get("update_fields") or (FENCE not in self.__dict__ and self._is_from(using)):
+            # The fence is not among the columns that are written, and cannot refuse it.
+            refuse_without_lease(type(self), "save()")
         before = self.__dict__.get(FENCE)
         self._fenced_by = by
-        with refusals(by, lambda: self._row(using)):
+        # Of a row in two tables, Django opens a transaction that does not know what it makes.
+        whole = making(by if self._meta.parents else None, using)
+        with refusals(by, lambda: self._row(using)), whole:
             super().save(**kwargs)
         if by is not None:
             self.fence = by.fence
         elif before is not None:
             self.__dict__.setdefault(FENCE, before)
+
+    def _save_table(self, raw: Any = False, cls: Any = None, *args: Any, **kwargs: Any) -> bool:
+        forced = dict(zip(("force_insert", "force_update"), args, strict=False), **kwargs)
+        if forced.get("force_insert") and forced.get("force_update"):
+            # A parent of a row that was there had to be inserted: somebody has deleted it.
+            error: type[Exception] = getattr(type(self), "NotUpdated", DatabaseError)
+            raise error(f"{label(self)} no longer exists.")
+        saved: bool = super()._save_table(raw, cls, *args, **kwargs)  # type: ignore[misc]
+        return saved
 
     def _do_insert(self, manager: Any, using: Any, fields: Any, returning: Any, raw: Any) -> Any:
         insert = super()._do_insert  # type: ignore[misc]
@@ -155,6 +169,7 @@ class FencedModel(models.Model):
         by: Fenced | None = self._fenced_by if lease is UNSET else lease
         if by is None:
             refuse_without_lease(type(self), "delete()")
+        if by is None or self.pk is None:
             return super().delete(*args, **kwargs)
         using = (args[0] if args else kwargs.get("using")) or router.db_for_write(
             type(self), instance=self
@@ -188,10 +203,8 @@ class FencedModel(models.Model):
         """
         using = router.db_for_write(type(self), instance=self)
         self._write_fence(lease, using)
-        fields = [
-            each.attname for each in self._meta.concrete_fields if each.attname in self.__dict__
-        ]
-        self.refresh_from_db(using=using, fields=fields)
+        # What belongs to it was read before as well: Django forgets that where all is read anew.
+        self.refresh_from_db(using=using)
         if self.fence > lease.fence:
             # Overtaken between the two.
             reject(lease, label(self), self.fence, model=self._meta.label, pk=self.pk)
@@ -208,8 +221,11 @@ class FencedModel(models.Model):
     ) -> None:
         """See Django's. Read from a fenced queryset, the row goes on under its lease.
 
-        Where only some fields are read anew, it goes on with what the others were read under.
+        Where only some fields are read anew, it goes on with what the others were read under. A row
+        that has a lease is read from the database for writing.
         """
+        if using is None and from_queryset is None and self._fenced_by is not None:
+            using = router.db_for_write(type(self), instance=self)
         super().refresh_from_db(using, fields, from_queryset)
         by: Fenced | None = getattr(from_queryset, "_by", None)
         if by is not None and (fields is None or self._fenced_by is None):

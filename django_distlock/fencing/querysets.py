@@ -140,6 +140,11 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
     def __xor__(self, other: Any) -> Any:
         return super().__xor__(self._alike(other))
 
+    def _combinator_query(self, combinator: str, *others: Any, **how: Any) -> Any:
+        for each in others:
+            self._alike(each)
+        return super()._combinator_query(combinator, *others, **how)  # type: ignore[misc]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A lease is one: its copy would be another.
         memo[id(self._by)] = self._by
@@ -320,6 +325,12 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
             raise LockUsageError(
                 f"A {self.query.combinator}() cannot be read under a lease. Call fenced() first,"
                 " then filter with one condition.",
+                key=by.key,
+            )
+        if self.query.select_for_update_nowait or self.query.select_for_update_skip_locked:
+            raise LockUsageError(
+                "A fenced read waits for rows that others have locked: select_for_update() takes"
+                " neither nowait nor skip_locked behind fenced().",
                 key=by.key,
             )
         rows = self._plain()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -12,41 +13,74 @@ from django.db.models.fields.related_descriptors import (
     ReverseOneToOneDescriptor,
 )
 
+from .refusing import refuse_without_lease
+from .rejecting import Fenced
+
 
 class FencedManager(models.Manager[Any]):
     """What `FencedQuerySet.as_manager()` gives.
 
     Django derives the managers of relations from it. Their `add()` and `remove()`, and with them
-    `set()`, write the rows that they are given in one statement: here each of those that was read
-    under a lease has to let that lease write first.
+    `set()`, write the rows that they are given: here each of them under what it was read under.
     """
+
+    _by: Fenced | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in ("add", "remove"):
+        for name, wrapped in (("add", _adding), ("remove", _removing)):
             if name in vars(cls):
-                setattr(cls, name, _fenced(vars(cls)[name]))
+                setattr(cls, name, wrapped(vars(cls)[name]))
+
+    def get_queryset(self) -> Any:
+        """See Django's."""
+        rows: Any = super().get_queryset()
+        return rows if self._by is None else rows.fenced(self._by)
 
 
-def _fenced(method: Callable[..., None]) -> Callable[..., None]:
+def _adding(method: Callable[..., None]) -> Callable[..., None]:
     @wraps(method)
-    def write(self: Any, *rows: Any, **kwargs: Any) -> None:
-        read = [
-            row
-            for row in rows
-            if getattr(row, "_fenced_by", None) is not None and not row._state.adding
-        ]
+    def add(self: Any, *rows: Any, **kwargs: Any) -> None:
         # A relation of many to many writes no row of these; and one by one they are saved.
-        if not read or hasattr(self, "through") or not kwargs.get("bulk", True):
+        if hasattr(self, "through") or not kwargs.get("bulk", True):
             method(self, *rows, **kwargs)
             return
         using = router.db_for_write(self.model, instance=self.instance)
         with transaction.atomic(using=using):
-            for row in read:
-                row._write_fence(row._fenced_by, using)
+            for row in rows:
+                # Django writes past all managers, and says itself what cannot be written.
+                if not isinstance(row, self.model) or row._state.adding:
+                    continue
+                if row._fenced_by is None:
+                    refuse_without_lease(self.model, "add()")
+                else:
+                    row._write_fence(row._fenced_by, using)
             method(self, *rows, **kwargs)
 
-    return write
+    return add
+
+
+def _removing(method: Callable[..., None]) -> Callable[..., None]:
+    @wraps(method)
+    def remove(self: Any, *rows: Any, **kwargs: Any) -> None:
+        groups: dict[Fenced | None, list[Any]] = {}
+        for row in rows:
+            groups.setdefault(getattr(row, "_fenced_by", None), []).append(row)
+        if hasattr(self, "through") or not groups.keys() - {None}:
+            method(self, *rows, **kwargs)
+            return
+        # What was fetched beforehand would be written without a lease.
+        self._remove_prefetched_objects()
+        using = router.db_for_write(self.model, instance=self.instance)
+        with transaction.atomic(using=using):
+            for by, some in groups.items():
+                under = copy.copy(self)
+                under._by = by
+                for row in some if by is not None else ():
+                    row._write_fence(by, using)
+                method(under, *some, **kwargs)
+
+    return remove
 
 
 class ParentLink(ForwardOneToOneDescriptor):  # type: ignore[type-arg]
@@ -55,12 +89,27 @@ class ParentLink(ForwardOneToOneDescriptor):  # type: ignore[type-arg]
     def __get__(self, instance: Any, cls: Any = None) -> Any:
         return _same_row(instance, super().__get__(instance, cls))
 
+    def get_queryset(self, **hints: Any) -> Any:
+        """See Django's."""
+        return _written(super().get_queryset(**hints), **hints)
+
 
 class ChildLink(ReverseOneToOneDescriptor):  # type: ignore[type-arg]
     """Gives a row's child, whose `save()` writes the columns of the parent as well."""
 
     def __get__(self, instance: Any, cls: Any = None) -> Any:
         return _same_row(instance, super().__get__(instance, cls))
+
+    def get_queryset(self, **hints: Any) -> Any:
+        """See Django's."""
+        return _written(super().get_queryset(**hints), **hints)
+
+
+def _written(rows: Any, instance: Any = None) -> Any:
+    """Return the rows as the database for writing has them, if they go on under a lease."""
+    if getattr(instance, "_fenced_by", None) is None:
+        return rows
+    return rows.using(router.db_for_write(rows.model, instance=instance))
 
 
 def link(model: type[models.Model], field: Any) -> None:

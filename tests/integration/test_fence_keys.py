@@ -10,6 +10,7 @@ import pytest
 from django.apps import apps
 from django.core import checks
 from django.db import models
+from django.db.models import F
 from django.test import override_settings
 from django.test.utils import isolate_apps
 
@@ -19,7 +20,7 @@ from django_distlock.fencing import Fence
 from django_distlock.fencing.keys import KeyTemplate
 from tests.backends import MEMORY
 from tests.contract.aliases import locks_on
-from tests.shop.models import Account, SubVault, Vault
+from tests.shop.models import Account, Named, SubVault, Vault
 
 from .fenced_rows import stored
 
@@ -70,17 +71,35 @@ def test_lease_of_another_key_is_refused(using: str) -> None:
         with pytest.raises(LockUsageError, match="belongs to"):
             use()
     assert stored(row) == (1, 0)
+    # Also where its fence is below that of the row.
+    rows.fenced(Fence(f"vault:{row.pk}", 10)).update(value=3)
+    for use in (lambda: row.save(lease=wrong), lambda: rows.fenced(wrong).update(value=2)):
+        with pytest.raises(LockUsageError, match="belongs to"):
+            use()
+
+
+def test_text_that_no_key_has(using: str, key: str) -> None:
+    """Keys are in NFC: no lease could be on one with another spelling, and the error says so."""
+    row = Named(name="o\u0308b")
+    with pytest.raises(LockUsageError, match="in NFC"):
+        row.save(using=using, lease=Fence("n:\u00f6b", 2))
+    row = Named(name=F("value"))
+    with pytest.raises(LockUsageError, match="before it is saved"):
+        row.save(using=using, lease=Fence("n:x", 2))
 
 
 def test_model_that_requires_a_lease(using: str) -> None:
     """Updates and deletions without one are refused; inserts pass."""
     row, right, _ = vault(using)
     rows = Vault.objects.using(using)
-    row.value = 2
+    part = Vault._base_manager.using(using).only("value").get(pk=row.pk)
+    row.value = part.value = 2
     for use in (
         row.save,
         row.delete,
+        part.save,
         lambda: row.save(lease=None),
+        lambda: row.save(update_fields=["value"]),
         lambda: rows.update(value=2),
         lambda: rows.all().delete(),
         lambda: rows.bulk_update([row], ["value"]),
@@ -173,6 +192,9 @@ def test_key_of_no_row(key: str) -> None:
         ("{id!r}", "plain"),
         ("{name}:{other}", "several ways"),
         ("{id}{name}", "nothing separates"),
+        ("{name}-{id}", "part of the number"),
+        ("{name}0{id}", "part of the number"),
+        ("{id}0{name}", "part of the number"),
         ("{price}", "no single text"),
         ("{at}", "no single text"),
         ("payment:{", "'{'"),

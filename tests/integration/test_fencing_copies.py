@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from asgiref.sync import async_to_sync
 from django.db.models import F
+from django.test import override_settings
 
 from django_distlock import FenceRejected, LockUsageError, distlock
 from django_distlock.fencing import Fence
+from tests.contract.helpers import Later
 from tests.shop.models import Account, Entry, Ledger, Savings, Shelf, Vault
 
 from .fenced_rows import NEW, OLD, account, accounts, raised_elsewhere, stored
@@ -204,10 +206,74 @@ def test_parent_and_child_are_one_row(using: str, key: str) -> None:
     assert stored(read[2]) == (2, 6)
 
 
+def test_relation_of_what_requires_a_lease(using: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read under one is written, and nothing else."""
+    shelf, other = (Shelf.objects.using(using).create() for _ in range(2))
+    made = Entry.objects.using(using).create(shelf=shelf)
+    monkeypatch.setattr(Entry, "fence_required", True)
+    for bulk in (True, False):
+        for write in (other.entries.add, shelf.entries.remove):
+            with pytest.raises(LockUsageError, match="only be written under a lease"):
+                write(Entry.objects.using(using).get(pk=made.pk), bulk=bulk)
+        row = Entry.objects.using(using).fenced(NEW).get(pk=made.pk)
+        Shelf.objects.using(using).prefetch_related("entries").get(pk=shelf.pk).entries.remove(
+            row, bulk=bulk
+        )
+        assert not shelf.entries.exists()
+        shelf.entries.add(row, bulk=bulk)
+        assert shelf.entries.get().fence == NEW.fence
+
+
+def test_rest_of_a_row_is_read_from_where_it_is_written(key: str) -> None:
+    """A replica may be behind the lease."""
+    rows = {using: Savings(pk=1, name=key, value=1) for using in ("default", "sqlite")}
+    for using, row in rows.items():
+        row.save(using=using)
+    Savings.objects.using("default").fenced(OLD).filter(pk=1).update(value=2, interest=2)
+    with override_settings(DATABASE_ROUTERS=[f"{__name__}.ReadsFromSQLite"]):
+        row = Account.objects.fenced(NEW).only("name").get(pk=1)
+        assert (row.value, row.savings.interest) == (2, 2)
+        child = Savings.objects.fenced(NEW).defer("value").get(pk=1)
+        child.refresh_from_db()
+        assert (child.value, child.account_ptr.value) == (2, 2)
+        row.save()
+    assert stored(rows["default"]) == (2, NEW.fence)
+    for row in rows.values():
+        row.delete()
+
+
+class ReadsFromSQLite:
+    """Reads from another database than it writes to."""
+
+    def db_for_read(self, model: type, **hints: Any) -> str:
+        """Choose."""
+        return "sqlite"
+
+    def db_for_write(self, model: type, **hints: Any) -> str:
+        """Choose."""
+        return "default"
+
+
+def test_what_belongs_to_a_row_is_read_anew_with_it(using: str, key: str) -> None:
+    """Its child was read before the lease, too, and goes on under it."""
+    Savings(name=key, value=1, interest=1).save(using=using)
+    row = accounts(using).select_related("savings").get(name=key)
+
+    def overtake() -> None:
+        Savings.objects.using(using).fenced(OLD).filter(name=key).update(value=2, interest=2)
+
+    Later(overtake).result()
+    row.raise_fence(NEW)
+    row.savings.save()
+    child = Savings.objects.using(using).get(name=key)
+    assert (child.value, child.interest, child.fence) == (2, 2, NEW.fence)
+
+
 RELATIONS: dict[str, Callable[[Shelf, Entry], Any]] = {
     "add": lambda shelf, row: Shelf.objects.using(shelf._state.db).create().entries.add(row),
     "add one by one": lambda shelf, row: shelf.entries.add(row, bulk=False),
     "remove": lambda shelf, row: shelf.entries.remove(row),
+    "remove one by one": lambda shelf, row: shelf.entries.remove(row, bulk=False),
     "set": lambda shelf, row: (
         Shelf.objects.using(shelf._state.db).create().entries.set([row], clear=True)
     ),

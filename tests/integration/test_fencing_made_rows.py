@@ -126,7 +126,7 @@ def test_row_that_was_read_and_deleted_is_not_inserted(shared: tuple[str, str], 
     assert not rows.filter(name=key).exists()
 
 
-@pytest.mark.parametrize("way", ["create", "get_or_create", "bulk_create"])
+@pytest.mark.parametrize("way", ["create", "get_or_create", "bulk_create", "in two tables"])
 @pytest.mark.parametrize("backend", ["postgres", "mariadb", "advisory"])
 def test_nobody_is_granted_the_key_before_the_row_is_there(
     backend: str, way: str, key: str, monkeypatch: pytest.MonkeyPatch
@@ -145,11 +145,10 @@ def test_nobody_is_granted_the_key_before_the_row_is_there(
 
     for module in ("models", "querysets"):
         monkeypatch.setattr(f"django_distlock.fencing.{module}.refuse_overtaken", slowly)
-    rows = accounts(using).fenced(lease)
-    if way == "bulk_create":
-        rows.bulk_create([Account(name=key)])
+    if way in WAYS:
+        WAYS[way](accounts(using), lease, key)
     else:
-        getattr(rows, way)(name=key)
+        accounts(using).fenced(lease).get_or_create(name=key)
     assert taken == [None]
     granted(backend, key)
     accounts(using, key).delete()

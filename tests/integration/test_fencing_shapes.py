@@ -13,7 +13,7 @@ from django_distlock import FenceRejected, LockUsageError, distlock
 from django_distlock.fencing import Fence
 from tests.contract.aliases import locks_on
 from tests.contract.helpers import Later
-from tests.shop.models import Account, Deep, Named, SubVault
+from tests.shop.models import Account, Deep, Named, Savings, SubVault
 
 from .fenced_rows import NEW, OLD, account, accounts, raised_elsewhere, stored
 
@@ -86,6 +86,39 @@ def test_save_of_a_row_that_was_deleted(using: str, key: str) -> None:
     row.delete(lease=OLD)
     # As in Django, where nobody is told either.
     made.delete(lease=OLD)
+
+
+@pytest.mark.parametrize("model", [Savings, Deep])
+def test_row_in_two_tables_that_was_deleted(using: str, key: str, model: Any) -> None:
+    """It does not come back either, nor does its parent."""
+    rows = model.objects.using(using)
+    made = model(value=1)
+    made.save(using=using)
+    row = rows.fenced(OLD).get(pk=made.pk)
+    rows.fenced(NEW).filter(pk=made.pk).delete()
+    with pytest.raises(DatabaseError):
+        row.save()
+    assert not rows.exists()
+    assert not Account.objects.using(using).exists()
+
+
+def test_delete_of_what_was_never_saved(using: str) -> None:
+    """It is refused as in Django."""
+    with pytest.raises(ValueError, match="can't be deleted"):
+        Account().delete(using=using, lease=OLD)
+
+
+def test_row_that_others_have_locked_is_waited_for(using: str, key: str) -> None:
+    """Django's ways not to wait are refused, as is a union() with a fenced queryset."""
+    made = account(using, key)
+    rows = accounts(using, key)
+    ways: list[dict[str, Any]] = [{"nowait": True}, {"skip_locked": True}]
+    for how in ways:
+        with pytest.raises(LockUsageError, match="neither nowait nor skip_locked"):
+            list(rows.fenced(NEW).select_for_update(**how))
+    with pytest.raises(LockUsageError, match="different leases"):
+        rows.union(rows.fenced(NEW))
+    assert stored(made) == (1, 0)
 
 
 def test_condition_over_a_window(using: str, key: str) -> None:
