@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from ..core import budgets
 from ..core.errors import LockNotAcquired
 from ..core.keys import new_token
 from ..core.records import UNKNOWN, Grant, Unknown
@@ -41,16 +42,27 @@ def downgrade(holding: Holding) -> None:
             if isinstance(answer, Grant):
                 return answer
             if answer.paused:
-                raise LockNotAcquired(
-                    f"The lease on {before.key!r} cannot be shared: the key is paused.",
-                    key=before.key,
-                    holder=answer.holder,
-                )
-            return UNKNOWN if answer.is_unclear else None
+                raise refusal("the key is paused")
+            return UNKNOWN if answer.busy else None
+
+        def refusal(why: str) -> LockNotAcquired:
+            return LockNotAcquired(
+                f"The lease on {before.key!r} cannot be shared: {why}.",
+                key=before.key,
+                holder=holding.terms.holder,
+            )
 
         is_kept = False
         try:
-            answer = insist(store, question, holding.deadline, holding.terms.retry)
+            # The lease is not renewed meanwhile, and is to last.
+            now = holding.monotonic()
+            until = now + min(budgets.PATIENCE, (holding.deadline - now) / 2)
+            answer = insist(store, question, until, holding.terms.retry)
+            if answer is UNKNOWN and not holding.is_lost:
+                raise refusal(
+                    "a transaction has locked the key. If the lease guards it, call downgrade()"
+                    " after its end"
+                )
             if not isinstance(answer, Grant) or holding.is_lost:
                 holding.state = "lost"
                 holding.lose("no answer came before its deadline" if answer is UNKNOWN else GONE)

@@ -214,7 +214,7 @@ class Lease:
 
         Raises:
             LockLost: The lease ended first.
-            LockNotAcquired: The key is paused. The lease stands as it was.
+            LockNotAcquired: The key is paused, or a transaction keeps it. The lease stands.
             BackendUnavailable: No answer, twice. If the store has heard, the lease is lost.
             LockUsageError: The backend cannot do that, or the lease was released.
         """

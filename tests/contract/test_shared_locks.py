@@ -27,8 +27,9 @@ from django_distlock.process.at_exit import held_here
 from tests.backends import Registered
 
 from .conftest import Hold
-from .helpers import Later, prompt
+from .helpers import Later, noted, prompt
 from .locking import eventually, grantable, held_elsewhere, lock_of, take_away, taken
+from .stores import Stranger
 
 SHARES = pytest.mark.requires("supports_sharing")
 
@@ -248,6 +249,40 @@ def test_downgrade_of_a_paused_key(registered: Registered, key: str) -> None:
         lease.extend()
         assert not lease.shared
         store.pause(key, None)
+
+
+@SHARES
+@pytest.mark.stores("sqlite", "postgresql", "mysql", why="no transaction can be in the way")
+@pytest.mark.parametrize("way", ["queue", "guard"])
+def test_downgrade_waits_for_a_transaction(
+    registered: Registered,
+    key: str,
+    stranger: Stranger,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is in the way for a moment says nothing about the lease."""
+    with lock_of(registered, key) as lease:
+        answers = noted(monkeypatch, lock_backends[registered.alias], "acquire")
+        getattr(stranger, way)(key)
+        sharing = Later(lease.downgrade)
+        assert eventually(lambda: len(answers) > 0)
+        stranger.rollback()
+        sharing.result()
+        assert answers[0].busy
+        assert lease.shared
+        lease.extend()
+
+
+@pytest.mark.requires("supports_sharing", "supports_guard")
+def test_downgrade_inside_of_a_guard(registered: Registered, key: str) -> None:
+    """Its own transaction is in the way: it is refused, and the lease stands."""
+    with lock_of(registered, key, ttl=4) as lease:
+        with lease.atomic(), pytest.raises(LockNotAcquired, match="the lease guards it"):
+            lease.downgrade()
+        lease.extend()
+        lease.downgrade()
+        assert lease.shared
 
 
 @SHARES
