@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
     from typing import Any
 
+    from .lease import Lease
     from .lock import Lock
 
 
@@ -89,6 +90,13 @@ class Opening:
         self.refused: str | None = None
         self.asks = len(locks) > 1 and self._may_ask(locks)
         self._locks = locks
+        # Seconds from its grant for which a key stays taken behind a release. What is entered again
+        # keeps what it was promised.
+        self._holds = {
+            each.key: each._terms(backend).hold
+            for each in locks
+            if (each.hold or each.min_hold) and context.holds(each.backend, each.key) is None
+        }
         self._tokens = {each.key: new_token() for each in locks}
         self._answers: dict[str, Answered] = {}
         self._abandoned = False
@@ -130,6 +138,12 @@ class Opening:
     def leave_to_lease(self, key: str) -> None:
         """Give back a key no more: its lease does."""
         self._granted = [each for each in self._granted if each.key != key]
+
+    def complete(self, leases: Sequence[Lease]) -> None:
+        """Keep the keys taken behind their leases as their locks say: all of them are granted."""
+        for each in leases:
+            terms = each._holding.terms
+            terms.hold = max(terms.hold, self._holds.get(each.key, 0.0))
 
     def forget(self) -> None:
         """Give no answer any more."""

@@ -140,6 +140,7 @@ class LockSet:
             for lock in self._in_turn(opening):
                 taken.append(lock.acquire(heartbeat=heartbeat))
                 _require_all(taken)
+            opening.complete(taken)
             stack.pop_all()
         return Leases(taken)
 
@@ -214,6 +215,7 @@ class LockSet:
                 for lock in self._in_turn(opening):
                     taken.append(stack.enter_context(lock))
                     _require_all(taken)
+                opening.complete(taken)
             yield Leases(taken)
 
     @asynccontextmanager
@@ -227,6 +229,7 @@ class LockSet:
                 for lock in self._in_turn(opening):
                     taken.append(await stack.enter_async_context(lock))
                     _require_all(taken)
+                opening.complete(taken)
             yield Leases(taken)
 
     def _opening(self) -> Opening:
@@ -240,7 +243,14 @@ class LockSet:
             left = opening.wait
             if left is not None:
                 left = max(0.0, left - (opening.backend.monotonic() - opening.began))
-            yield replace(lock, wait=left, _answered=partial(opening.take, lock.key))
+            # While one may be refused, nothing is kept behind a release: see `Opening.complete`.
+            yield replace(
+                lock,
+                wait=left,
+                hold=False,
+                min_hold=0.0,
+                _answered=partial(opening.take, lock.key),
+            )
             opening.leave_to_lease(lock.key)
 
     def _claimed(self, make: Callable[[], B]) -> B:

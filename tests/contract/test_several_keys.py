@@ -66,6 +66,34 @@ async def entered(locks: Any) -> None:
         pass
 
 
+@pytest.mark.requires("supports_ttl", "supports_sharing")
+@pytest.mark.parametrize("way", ["call", "block", "awaited"])
+@pytest.mark.parametrize("more", [{"hold": True}, {"min_hold": 20, "permits": 2}], ids=str)
+def test_nothing_is_kept_behind_a_refusal(
+    registered: Registered, key: str, more: dict[str, Any], way: str
+) -> None:
+    """Where all are granted, all of them stay taken behind the work."""
+    keys = [f"{key}-1", f"{key}-2"]
+
+    def work(wait: float) -> None:
+        locks = distlock_all(*keys, wait=wait, ttl=20, backend=registered.alias, **more)
+        if way == "call":
+            locks.acquire().release()
+        elif way == "awaited":
+            asyncio.run(entered(locks))
+        else:
+            with locks:
+                pass
+
+    with held_elsewhere(lock_of(registered, keys[1])):
+        for wait in (0, 0.2):
+            with pytest.raises(LockNotAcquired):
+                work(wait)
+            assert free(registered, *keys) == keys[:1]
+    work(0)
+    assert free(registered, *keys) == []
+
+
 @pytest.mark.requires("supports_sharing")
 def test_each_key_has_a_limit_of_its_own(registered: Registered, key: str) -> None:
     """Whichever comes first, and however the store is asked."""
