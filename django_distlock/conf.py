@@ -17,7 +17,7 @@ from urllib.parse import quote
 from django.conf import settings
 from django.core.signals import setting_changed
 
-from .core.durations import MIN_TTL, number, seconds, ttl_seconds, wait_seconds
+from .core.durations import LONGEST, MIN_TTL, number, seconds, ttl_seconds, wait_seconds
 from .core.errors import InvalidArgument, shown
 from .core.fences import FENCE_MAX, validate_fence
 from .core.retry import Retry
@@ -418,8 +418,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "KEY_PREFIX": _text,
     "TTL": ttl_seconds,
     "WAIT": wait_seconds,
-    # A hundred years: far above it, adding a ttl to a time leaves the calendar.
-    "MAX_TTL": lambda value: seconds(value, "MAX_TTL", minimum=MIN_TTL, maximum=3.2e9),
+    "MAX_TTL": lambda value: seconds(value, "MAX_TTL", minimum=MIN_TTL, maximum=LONGEST),
     "HEARTBEAT": _part,
     "LOCK_CONNECTIONS": _connections,
     "RETRY": _retry,

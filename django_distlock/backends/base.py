@@ -229,7 +229,8 @@ class BaseLockBackend:
         validate_token(grant.token)
         name = self._place(grant)
         if held is not None:
-            held = durations.seconds(held, "held", maximum=self.config.max_ttl)
+            # A lease that is renewed may be older than `MAX_TTL`.
+            held = durations.seconds(held, "held", maximum=durations.LONGEST)
         seconds = _bound(bound)
         if held is not None:
             self._require("supports_ttl", "keep a key held until a time: its leases do not expire")

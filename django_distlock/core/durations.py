@@ -25,6 +25,9 @@ MAX_BOUND = 1.0
 #: is stopped there would keep what it has locked until it goes on, or its session ends.
 MAX_STANDSTILL = 5.0
 
+#: A hundred years, in seconds: far above it, adding seconds to a time leaves the calendar.
+LONGEST = 3.2e9
+
 #: Seconds above which a float cannot tell one from the next.
 _MOST = 1e15
 

@@ -70,9 +70,9 @@ BY_TTL: Calls = {
     "extend_many": lambda backend, ttl: backend.extend_many([grant(), grant(ttl=ttl)]),
 }
 BY_SECONDS: Calls = {
-    "settle": lambda backend, seconds: backend.release(grant(), seconds),
     "shorten": lambda backend, seconds: backend.request_stop("key", seconds),
 }
+BY_AGE: Calls = {"settle": lambda backend, age: backend.release(grant(), age)}
 BY_BOUND: Calls = {
     "acquire": lambda backend, bound: backend.acquire("key", TOKEN, 30, bound=bound),
     "extend": lambda backend, bound: backend.extend(grant(), bound=bound),
@@ -106,6 +106,7 @@ NOT_SECONDS = [
 ]  # fmt: skip
 BAD_TTLS = [*NOT_SECONDS, 0, 0.0999, timedelta(milliseconds=99), 604_800.001, 604_801, 1e300]
 BAD_SECONDS = [*NOT_SECONDS, 604_801]
+BAD_AGES = [*NOT_SECONDS, 3.2e9 + 1]
 BAD_BOUNDS = [*NOT_SECONDS, None]
 BAD_TIMES = [0, 1e9, "2026-01-01", datetime(2026, 1, 1), timedelta(1)]  # noqa: DTZ001
 BAD_TEXTS: list[Any] = [7, b"a", "a\0", "\ud800"]
@@ -124,14 +125,15 @@ def refuse(call: Callable[[], object]) -> InvalidArgument:
     return error
 
 
-#: A key as the contract has it, a ttl from 0.1 to `MAX_TTL`, seconds from 0, bounds without an end
-#: of their own, aware points in time, and whole numbers.
+#: A key as the contract has it, a ttl from 0.1 to `MAX_TTL`, seconds from 0, an age of at most a
+#: hundred years, bounds without an end of their own, aware points in time, and whole numbers.
 REFUSED = {
     f"{kind} {name}": (call, values)
     for kind, calls, values in (
         ("key", BY_KEY, BAD_KEYS),
         ("ttl", BY_TTL, BAD_TTLS),
         ("seconds", BY_SECONDS, BAD_SECONDS),
+        ("age", BY_AGE, BAD_AGES),
         ("bound", BY_BOUND, BAD_BOUNDS),
         ("time", BY_TIME, BAD_TIMES),
         ("no time", {"cleanup": BY_TIME["cleanup"]}, [None]),

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -426,6 +427,19 @@ def test_basic_lock_is_handed_over_without_end(registered: Registered, key: str)
     loaded = Lease.load(lease.dump())
     assert (loaded.expires_at, loaded.deadline) == (None, math.inf)
     assert loaded.fence > lease.fence
+    assert loaded.release() is True
+
+
+@HAS_TTL
+@pytest.mark.parametrize("more", [{}, {"basic": True}], ids=str)
+def test_lease_that_is_older_than_the_longest_ttl_is_handed_over(
+    registered: Registered, key: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The setting limits what an extend asks for; a lease lives for as long as it is extended."""
+    backend = lock_backends[registered.alias]
+    monkeypatch.setattr(backend, "config", replace(backend.config, max_ttl=backend.config.ttl))
+    lease = lock_of(registered, key, **more).acquire()
+    loaded = Lease.load(lease.dump())
     assert loaded.release() is True
 
 
