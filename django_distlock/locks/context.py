@@ -185,7 +185,12 @@ def _successor(
         kept.end_keeping()
     deadline = sent_at + kept.counted(answer.ttl)
     # What this one has promised, its successor keeps.
-    terms = replace(terms, hold=max(terms.hold, kept.terms.hold), holder=kept.terms.holder)
+    terms = replace(
+        terms,
+        hold=max(terms.hold, kept.terms.hold),
+        holder=kept.terms.holder,
+        permits=kept.terms.permits,
+    )
     return Lease(store, Granted(answer, deadline, kept.unheard), terms, block)
 
 

@@ -350,6 +350,22 @@ def test_shared_lease_is_handed_over(registered: Registered, key: str) -> None:
 
 
 @SHARES
+@pytest.mark.stores("memory", "postgresql", "redis", why="it is the same in each")
+@pytest.mark.django_db(transaction=True)
+def test_lease_that_a_transaction_kept_is_handed_over(registered: Registered, key: str) -> None:
+    """Whoever went on with it asked for a shared one, and got the one that was kept: alone."""
+    with transaction.atomic():
+        with lock_of(registered, key):
+            pass
+        lease = lock_of(registered, key, shared=True).acquire()
+    assert not lease.shared
+    loaded = Lease.load(lease.dump())
+    assert not loaded.shared
+    assert loaded.release()
+    assert not taken(lock_of(registered, key))
+
+
+@SHARES
 def test_shared_lease_fences_nothing(registered: Registered, key: str) -> None:
     """A fence would refuse those who were granted the key before, and hold it still."""
     with lock_of(registered, key, shared=True) as lease:
