@@ -12,7 +12,7 @@ from ..core.records import UNKNOWN, Grant, Unknown
 from ..process.at_exit import held_here
 from .acquire import insist
 from .attempts import release_unanswered
-from .state import GONE, Holding
+from .state import GONE, Holding, hold_from
 
 
 def downgrade(holding: Holding) -> None:
@@ -73,7 +73,8 @@ def downgrade(holding: Holding) -> None:
             if not is_kept:
                 # It may have been granted, be it that no answer came or that a signal raised.
                 release_unanswered(store, replace(before, token=token, shared=True))
-        holding.terms = replace(holding.terms, permits=None)
+        hold = hold_from(answer.acquired_at, holding.terms.hold, before.acquired_at)
+        holding.terms = replace(holding.terms, hold=hold, permits=None)
         # What was asked with the token before concerns nobody any more.
         holding.unheard = before.ttl if unanswered and before.ttl is not None else math.inf
         holding.deadline = sent_at + holding.counted(answer.ttl)

@@ -13,6 +13,7 @@ import os
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -60,6 +61,12 @@ class Terms:
     max_lifetime: float | None = None
     basic: bool = False
     permits: int | None = 1
+
+
+def hold_from(later: datetime, hold: float, first: datetime) -> float:
+    """Return for how long a key stays taken from a later grant, in the place of the first one."""
+    # The clock of a store may have gone back.
+    return max(0.0, hold - max(0.0, (later - first).total_seconds()))
 
 
 class Keeper(Protocol):

@@ -30,7 +30,7 @@ from ..process.at_exit import held_here
 from ..process.host import current_holder
 from .acquire import insist
 from .attempts import Granted, release_unanswered
-from .state import Holding, Terms
+from .state import Holding, Terms, hold_from
 
 A = TypeVar("A", bound=Answer)
 
@@ -129,10 +129,7 @@ def load(text: str) -> Loaded:
     )  # fmt: skip
     taking = _Taking(store, grant, permits)
     granted = taking.take()
-    # The clock of a store may have gone back.
-    moved = max(0.0, (granted.grant.acquired_at - acquired_at).total_seconds())
-    # The window began with the first grant.
-    hold = max(0.0, given["hold"] - moved)
+    hold = hold_from(granted.grant.acquired_at, given["hold"], acquired_at)
     return Loaded(store, granted, taking.holder, hold, given["extend_by"], permits)
 
 

@@ -27,7 +27,7 @@ from django_distlock.process.at_exit import held_here
 from tests.backends import Registered
 
 from .conftest import Hold
-from .helpers import Later, noted, prompt
+from .helpers import Later, held, noted, prompt
 from .locking import eventually, grantable, held_elsewhere, lock_of, take_away, taken
 from .stores import Stranger
 
@@ -272,6 +272,20 @@ def test_downgrade_waits_for_a_transaction(
         assert answers[0].busy
         assert lease.shared
         lease.extend()
+
+
+@pytest.mark.requires("supports_sharing", "supports_ttl")
+def test_downgrade_does_not_move_the_window(registered: Registered, key: str) -> None:
+    """It counts from the first grant, and the downgrade is another one."""
+    store = lock_backends[registered.alias]
+    lease = lock_of(registered, key, ttl=20, hold=True).acquire()
+    began = lease.acquired_at
+    assert eventually(lambda: store.clock() - began > timedelta(seconds=0.02))
+    lease.downgrade()
+    lease.release()
+    ends_at = held(store, key).expires_at
+    assert ends_at is not None
+    assert abs(ends_at - began - timedelta(seconds=20)) < timedelta(seconds=0.001)
 
 
 @pytest.mark.requires("supports_sharing", "supports_guard")
