@@ -558,8 +558,14 @@ MUTANTS = (
     Mutant(
         "several keys are locked in the order of the call", "postgres",
         "django_distlock/locks/transactions.py",
-        old=r"dict\(sorted\(asked.items\(\)\)\)", new="asked",
+        old=r"sorted\(map\(normalize_key, keys\)\)", new="map(normalize_key, keys)",
         test=f"{LOCKED}::test_order_of_the_arguments_does_not_matter",
+    ),
+    Mutant(
+        "who waits for a key has locked others behind it", "postgres",
+        TRANSACTION_LOCK,
+        old=r"END LIMIT 1;", new="END ORDER BY k.place DESC LIMIT 1;",
+        test=f"{LOCKED}::test_waiting_keeps_none_of_the_keys_behind",
     ),
     Mutant(
         "an acquire in flight is taken for a transaction", "postgres",
