@@ -21,7 +21,7 @@ from django_distlock.core.records import Counter, Grant
 from django_distlock.management import operating
 from django_distlock.management.commands import distlock_release
 from django_distlock.models import HeldLock, LockEvent
-from tests.contract.helpers import PATIENCE, Later
+from tests.contract.helpers import PATIENCE, Later, take
 from tests.contract.locking import eventually
 
 from .operating import DEAD, event_of, no_event_of, run, written
@@ -68,6 +68,20 @@ def test_key_is_taken_from_its_holder(key: str, alias: str) -> None:
     assert (event.kind, event.reason) == (LockEvent.Kind.FORCED, "it hangs")
     assert event.actor.startswith(f"{getpass.getuser()}@")
     assert grant.token not in ran.out + ran.err
+
+
+@pytest.mark.parametrize("what", [["{key}"], ["--prefix", "{key}"]], ids=["key", "prefix"])
+@pytest.mark.parametrize("alias", STORE)
+def test_all_who_share_a_key_are_shown_and_lose_it(key: str, alias: str, what: list[str]) -> None:
+    """Each by its own lease."""
+    store = lock_backends[alias]
+    grants = [take(store, key, 60, permits=3) for _ in range(3)]
+    arguments = [each.format(key=key) for each in what]
+    document = run("distlock_release", *arguments, f"--backend={alias}", *FORCED, "--json").json
+    assert {each["fence"] for each in document["found"]} == {each.fence for each in grants}
+    assert [each["result"] for each in document["outcomes"]] == ["done"] * 3
+    assert store.read(key) is None
+    assert not any(map(store.extend, grants))
 
 
 def test_command_ends_when_its_event_is_written(key: str) -> None:

@@ -166,10 +166,10 @@ def _check(
 
 
 def _found(backend: str, options: dict[str, Any]) -> list[HeldKey]:
-    """Return what is to be released."""
+    """Return what is to be released: of a shared key, the lease of each holder."""
     if options["key"] is not None:
-        held = show(stored_key(options["key"]), backend).held
-        return [] if held is None else [held]
+        view = show(stored_key(options["key"]), backend)
+        return [*view.sharing] or ([] if view.held is None else [view.held])
     found: list[HeldKey] = []
     cursor = None
     while True:
@@ -189,7 +189,7 @@ def _found(backend: str, options: dict[str, Any]) -> list[HeldKey]:
         found += page.locks
         if (cursor := page.cursor) is None:
             # While others come and go, some stores show a lock twice.
-            return list({each.key: each for each in found}.values())
+            return list({(each.key, each.fence): each for each in found}.values())
 
 
 def _in_the_way(outcome: Outcome) -> str:
