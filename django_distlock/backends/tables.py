@@ -157,9 +157,9 @@ class FenceTable(NoteTable):
         if connections[self.using].vendor != "postgresql":
             # MySQL and MariaDB tell whose lock it is only to who waits for it, and this does not.
             return None
-        fences = self._connections.name("fences")
 
         def look(on: str) -> tuple[Session, ...]:
+            fences = self._connections.name("fences")
             keepers = postgresql_keepers(on, self._salt, name)
             return keepers + postgresql_guards(on, fences, name)
 

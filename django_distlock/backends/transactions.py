@@ -70,9 +70,9 @@ class TransactionLocks(FenceTable):
         if connections[self.using].vendor != "postgresql":
             # MySQL and MariaDB tell whose lock it is only to who waits for it, and this does not.
             return None
-        tables = {"fences": self._connections.name("fences"), "salt": self._salt}
 
         def look(on: str) -> tuple[KeptKey, ...]:
+            tables = {"fences": self._connections.name("fences"), "salt": self._salt}
             return postgresql_kept_keys(on, tables, self._namespace(), limit)
 
         found: tuple[KeptKey, ...] = self._ask(look, writes=False, long=True)

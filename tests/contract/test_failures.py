@@ -72,6 +72,20 @@ def test_store_that_is_not_there_raises(registered: Registered, operation: str) 
         assert caught.value.key == "key" or operation not in ("acquire", "extend", "release")
 
 
+@pytest.mark.stores("postgresql", why="it shows nobody's transactions")
+@pytest.mark.parametrize(
+    "look",
+    [lambda backend: backend.guards.sessions("key"), lambda backend: backend.transactions.kept()],
+    ids=["guards", "transactions"],
+)
+def test_transactions_of_a_store_that_is_not_there_raise(
+    registered: Registered, look: Callable[[BaseLockBackend], object]
+) -> None:
+    """Also where the first question is that for the schema of the tables."""
+    with pytest.raises(BackendUnavailable):
+        look(broken(registered))
+
+
 NOBODY = "nobody_at_all"
 LOGINS: dict[str, dict[str, object]] = {
     "postgresql": {"USER": NOBODY},
