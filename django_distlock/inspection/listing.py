@@ -39,7 +39,7 @@ class Failure(Document):
             `"misconfigured"`: its settings break a rule; `"unreadable"`: somebody has written to
             the record of a key, and the rest of the backend is listed.
         message: What the error says.
-        key: Whose record cannot be read; "": it is about the backend.
+        key: The key that it is about; "": it is about the backend.
     """
 
     backend: str
@@ -54,8 +54,8 @@ class Failure(Document):
         return cls(backend=alias, code=code, message=str(error))
 
     def as_json(self) -> dict[str, Any]:
-        """Return what JSON can carry: the key where one record is meant."""
-        of_key = ("key",) if self.is_of_key else ()
+        """Return what JSON can carry: the key where it is about one."""
+        of_key = ("key",) if self.key or self.is_of_key else ()
         return by_name(self, "backend", "code", "message", *of_key)
 
     @property

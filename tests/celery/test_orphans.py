@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from django.core.management import CommandError, call_command
 
 from django_distlock.core.keys import own_key
 from django_distlock.models import LockEvent
+from django_distlock.signals import lock_forced
+from django_distlock.testing import lose_connection
 from tests.contract.locking import eventually
 
 from .brokers import Broker, redis_broker
@@ -44,8 +47,8 @@ class Queue:
         found = [each["key"] for each in self.run(**options)["orphans"]]
         return {each for each in found if self.key in each}
 
-    def run(self, **options: Any) -> Any:
-        """Run the command; return its document."""
+    def run(self, *, status: int = 0, **options: Any) -> Any:
+        """Run the command, which ends with a status; return its document."""
         told = StringIO()
         options = {
             "backend": [self.store],
@@ -54,7 +57,9 @@ class Queue:
             "json": True,
             **options,
         }
-        call_command("distlock_orphans", stdout=told, stderr=StringIO(), **options)
+        with pytest.raises(CommandError) if status else nullcontext() as caught:
+            call_command("distlock_orphans", stdout=told, stderr=StringIO(), **options)
+        assert caught is None or caught.value.returncode == status
         return json.loads(told.getvalue())
 
 
@@ -109,6 +114,29 @@ def test_keys_are_dropped_and_told(queue: Queue) -> None:
     assert eventually(lambda: [each.reason for each in told.all()] == ["celery purge"])
     assert queue.send().id != lost.id
     assert queue.send(":elsewhere", queue=f"{queue.key}:other").id == kept.id
+
+
+@pytest.mark.parametrize("store", ["default"])
+def test_what_was_dropped_before_the_store_went_away_is_said(queue: Queue) -> None:
+    """With its event; the key that failed is named."""
+    queue.send(":a")
+    queue.send(":b")
+    queue.purge()
+    with ExitStack() as outage:
+
+        def cut(**_: Any) -> None:
+            outage.enter_context(lose_connection(queue.store))
+
+        lock_forced.connect(cut)
+        try:
+            document = queue.run(drop=True, reason="celery purge", status=69)
+        finally:
+            lock_forced.disconnect(cut)
+    assert len(document["dropped"]) == len(document["failures"]) == 1
+    assert {*document["dropped"], document["failures"][0]["key"]} == {
+        unique_key(f"{queue.key}:a"),
+        unique_key(f"{queue.key}:b"),
+    }
 
 
 @pytest.mark.parametrize("store", ["default"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from io import StringIO
 from typing import Any
@@ -15,15 +16,20 @@ from django.core.management import call_command
 from django.test import override_settings
 
 from django_distlock import lock_backends
+from django_distlock.core.fences import FENCE_MAX
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Counter, Grant
 from django_distlock.management import operating
 from django_distlock.management.commands import distlock_release
 from django_distlock.models import HeldLock, LockEvent
+from django_distlock.signals import lock_forced
+from django_distlock.testing import lose_connection
+from tests.contract.aliases import locks_on
 from tests.contract.helpers import PATIENCE, Later, take
 from tests.contract.locking import eventually
 
+from .databases import migrate
 from .operating import DEAD, event_of, no_event_of, run, written
 from .test_events import somebody_waits, table_locked
 
@@ -138,6 +144,45 @@ def test_filters_choose_what_goes(
     chosen = [each.format(key=key) for each in arguments]
     assert run("distlock_release", *chosen, OF, *FORCED).status == 0
     assert still_held(grants) == held
+
+
+def test_key_that_fails_takes_nothing_from_the_others(key: str, sqlite: str) -> None:
+    """What was released is said, and so is what failed: the store has answered."""
+    migrate(sqlite)
+    keys = [f"{key}:{each}" for each in "abc"]
+    with locks_on(sqlite) as alias:
+        store = lock_backends[alias]
+        store.raise_fences(FENCE_MAX - 1, key=keys[1])
+        for form in ([], ["--json"]):
+            for each in keys:
+                if store.read(each) is None:
+                    hold(alias, each)
+            ran = run("distlock_release", "--prefix", key, f"--backend={alias}", *FORCED, *form)
+            assert ran.status == 1
+            assert [each for each in keys if store.read(each)] == [keys[1]]
+            if not form:
+                assert all(f"Released {each}" in ran.out for each in (keys[0], keys[2]))
+                assert f"Not released: {keys[1]}. The key '{keys[1]}' has used" in ran.out
+    assert [each["key"] for each in ran.json["outcomes"]] == [keys[0], keys[2]]
+    assert [each["key"] for each in ran.json["failures"]] == [keys[1]]
+
+
+def test_what_was_done_before_the_store_went_away_is_said(grants: list[Grant], key: str) -> None:
+    """And the other keys are not tried."""
+    with ExitStack() as outage:
+
+        def cut(**_: Any) -> None:
+            outage.enter_context(lose_connection("postgres"))
+
+        lock_forced.connect(cut)
+        try:
+            ran = run("distlock_release", "--prefix", key, OF, *FORCED, "--json")
+        finally:
+            lock_forced.disconnect(cut)
+    assert ran.status == 69
+    assert [each["key"] for each in ran.json["outcomes"]] == [grants[0].key]
+    assert [each["key"] for each in ran.json["failures"]] == [grants[1].key]
+    assert still_held(grants) == [False, True, True]
 
 
 def test_dry_run_changes_nothing(grants: list[Grant], key: str) -> None:

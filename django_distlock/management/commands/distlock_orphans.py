@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
 
 from ...backends.base import BaseLockBackend
-from ...core.errors import LockError
+from ...core.errors import BackendUnavailable, LockError
 from ...core.records import Record
 from ...handler import lock_backends
 from ...inspection import Failure, HeldKey, Operation
@@ -69,8 +70,8 @@ class Command(OperatorCommand):
             raise CommandError("--drop and --reason must be used together.", returncode=USAGE)
         failures: list[Failure] = []
         found = self._found(failures, **options)
-        dropped = self._dropped(found, reason) if drop else []
         shown = [HeldKey.of(store, record, store.clock()) for store, record in found]
+        dropped = self._dropped(found, reason, failures) if drop else []
         if json:
             self.print_json(
                 {
@@ -109,13 +110,23 @@ class Command(OperatorCommand):
         lost = orphans.missing(app, ids, queue, patience)
         return [(store, record) for store, record in kept if record.holder.task_id in lost]
 
-    def _dropped(self, found: Found, reason: str) -> list[str]:
+    def _dropped(self, found: Found, reason: str, failures: list[Failure]) -> list[str]:
         orphans, _ = app_and("orphans")
         order = Order(Operation.FORCE_RELEASE, self.actor(), reason)
-        keys = []
+        keys: list[str] = []
+        silent: set[str] = set()
         for store, record in found:
-            # By its token: whoever has taken the key meanwhile keeps it.
-            if orphans.drop(store, record):
+            if store.alias in silent:
+                continue
+            try:
+                # By its token: whoever has taken the key meanwhile keeps it.
+                is_done = orphans.drop(store, record)
+            except LockError as error:
+                failures.append(replace(Failure.of(store.alias, error), key=record.key))
+                if isinstance(error, BackendUnavailable):
+                    silent.add(store.alias)
+                continue
+            if is_done:
                 order.record(store, record.key, fence=record.fence, holder=record.holder)
                 keys.append(record.key)
         return keys

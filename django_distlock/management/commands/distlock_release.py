@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
-from ...core.errors import BackendUnavailable
+from ...core.errors import BackendUnavailable, InvalidArgument, LockError
 from ...core.keys import stored_key
-from ...inspection import HeldKey, Outcome, force_release, list_locks, show
+from ...inspection import Failure, HeldKey, Outcome, force_release, list_locks, show
 from ..operating import OperatorCommand, add_backend, named, refuse_memory
 from ..statuses import BUSY, UNAVAILABLE, USAGE
 from ..tables import printable
@@ -58,7 +59,8 @@ class Command(OperatorCommand):
             if found and not dry_run and not options["force"]:
                 reason = self._confirmed(len(found), reason)
         outcomes: list[Outcome] = []
-        trouble = None if dry_run else self._take(found, reason, outcomes)
+        failures: list[Failure] = []
+        is_silent = not dry_run and self._take(found, reason, outcomes, failures)
         if json:
             self.print_json(
                 {
@@ -66,14 +68,18 @@ class Command(OperatorCommand):
                     "dry_run": dry_run,
                     "found": found,
                     "outcomes": outcomes,
+                    "failures": failures,
                 }
             )
         else:
             self._print_outcomes(outcomes)
-        if trouble is not None:
-            raise CommandError(str(trouble), returncode=UNAVAILABLE) from trouble
+            for each in failures:
+                text = f"Not released: {printable(each.key)}. {each.message}"
+                self.stdout.write(self.style.ERROR(text))
+        if is_silent:
+            raise CommandError(failures[-1].message, returncode=UNAVAILABLE)
         if not dry_run:
-            _end(outcomes)
+            _end(outcomes, failures)
 
     def _print_found(self, found: list[HeldKey]) -> None:
         if found:
@@ -102,16 +108,23 @@ class Command(OperatorCommand):
         return sys.stdin.readline().strip()
 
     def _take(
-        self, found: list[HeldKey], reason: str, outcomes: list[Outcome]
-    ) -> BackendUnavailable | None:
-        """Take keys until a store does not answer; return its error."""
-        try:
-            for each in found:
-                # One by one: what was done before an error counts.
-                outcomes.append(self._take_one(each, reason))  # noqa: PERF401
-        except BackendUnavailable as error:
-            return error
-        return None
+        self,
+        found: list[HeldKey],
+        reason: str,
+        outcomes: list[Outcome],
+        failures: list[Failure],
+    ) -> bool:
+        """Take keys until the store does not answer; return whether that was so."""
+        for each in found:
+            try:
+                outcomes.append(self._take_one(each, reason))
+            except InvalidArgument:
+                raise  # The reason: nothing was touched.
+            except LockError as error:
+                failures.append(replace(Failure.of(each.backend, error), key=each.key))
+                if isinstance(error, BackendUnavailable):
+                    return True
+        return False
 
     def _take_one(self, held: HeldKey, reason: str) -> Outcome:
         return force_release(
@@ -200,13 +213,14 @@ def _in_the_way(outcome: Outcome) -> str:
     return f"Blocked by: {'; '.join(map(named, outcome.sessions))}. Nothing was changed."
 
 
-def _end(outcomes: list[Outcome]) -> None:
+def _end(outcomes: list[Outcome], failures: list[Failure]) -> None:
     """End with the status that fits what was done.
 
     Raises:
-        CommandError: A key was busy, or nothing was released.
+        CommandError: A key was busy or failed, or nothing was released.
     """
-    if any(each.is_busy for each in outcomes):
-        raise CommandError("Some keys were not released.", returncode=BUSY)
+    is_busy = any(each.is_busy for each in outcomes)
+    if is_busy or failures:
+        raise CommandError("Some keys were not released.", returncode=BUSY if is_busy else 1)
     if not any(each.is_done for each in outcomes):
         raise CommandError("Nothing was released.")
