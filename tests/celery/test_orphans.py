@@ -194,7 +194,7 @@ def test_rabbitmq_asks_workers_for_what_they_keep(
     [
         # It is no broker without the task.
         ("redis://127.0.0.1:1/0", "The broker did not answer", 69),
-        ("memory://", "kind 'memory' does not show", 1),
+        ("memory://", "kind 'memory' cannot list its tasks", 1),
     ],
     ids=["away", "shows nothing"],
 )
