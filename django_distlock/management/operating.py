@@ -51,6 +51,7 @@ class OperatorCommand(BaseCommand):
 
     def execute(self, *args: Any, **options: Any) -> Any:
         """Run, and end with the status that fits the error."""
+        dropped = event_log.dropped()
         try:
             return super().execute(*args, **options)
         except (ImproperlyConfigured, LockError) as error:
@@ -67,6 +68,19 @@ class OperatorCommand(BaseCommand):
                     f"The lock events of this command were not written within {AUDIT_SECONDS} s:"
                     " their database is slow. They are lost when this process ends."
                 )
+            if lost := event_log.dropped() - dropped:
+                self.stderr.write(
+                    f"{lost} lock events of this command were dropped: their database is slow."
+                )
+
+    def pace(self, done: int) -> None:
+        """Wait for the events of what is done, before so many wait that further ones are dropped.
+
+        Args:
+            done: How many are done so far. It is called behind each.
+        """
+        if done % (event_log.MAX_WAITING // 2) == 0:
+            event_log.finish(AUDIT_SECONDS)
 
     def print_json(self, document: Any) -> None:
         """Print one JSON document."""

@@ -88,6 +88,11 @@ def finish(seconds: float = MAX_BOUND) -> bool:
     return _writer.finish(seconds)
 
 
+def dropped() -> int:
+    """Return how many events this process has dropped so far, because too many waited."""
+    return _writer.dropped
+
+
 def _follow_setting(*, setting: str = "DISTLOCK_HISTORY", **_: Any) -> None:
     """Hear of releases where some are kept: a signal that nobody hears costs less."""
     if setting == "DISTLOCK_HISTORY":
@@ -187,6 +192,7 @@ class _Writer:
 
     def __init__(self) -> None:
         self._told = False
+        self.dropped = 0
         self.forget()
 
     def forget(self) -> None:
@@ -215,14 +221,16 @@ class _Writer:
                 return
             if len(self._waiting) < MAX_WAITING:
                 self._waiting.append((using, event))
-            elif not self._is_full:
-                self._is_full = True
-                logger.warning(
-                    "%d lock events wait to be written to %r. Further events are dropped",
-                    MAX_WAITING,
-                    using,
-                    extra=log_fields("events_dropped"),
-                )
+            else:
+                self.dropped += 1
+                if not self._is_full:
+                    self._is_full = True
+                    logger.warning(
+                        "%d lock events wait to be written to %r. Further events are dropped",
+                        MAX_WAITING,
+                        using,
+                        extra=log_fields("events_dropped"),
+                    )
             if not self._is_running:
                 self._start()
 

@@ -23,6 +23,7 @@ from django_distlock.core.records import Counter, Grant
 from django_distlock.management import operating
 from django_distlock.management.commands import distlock_release
 from django_distlock.models import HeldLock, LockEvent
+from django_distlock.process import event_log
 from django_distlock.signals import lock_forced
 from django_distlock.testing import lose_connection
 from tests.contract.aliases import locks_on
@@ -113,6 +114,41 @@ def test_command_says_that_its_event_is_lost(key: str, monkeypatch: pytest.Monke
         assert ran.status == 0
         assert "were not written within 0.1 s" in ran.err
     assert event_of(key).kind == LockEvent.Kind.FORCED
+
+
+def test_each_of_many_locks_leaves_an_event(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where their database is slow, the command waits before events would be dropped."""
+    monkeypatch.setattr(event_log, "MAX_WAITING", 4)
+    for number in range(20):
+        hold("postgres", f"{key}:{number}")
+    finish = event_log.finish
+    with ExitStack() as lock:
+        lock.enter_context(table_locked())
+
+        def unlock(seconds: float) -> bool:
+            lock.close()
+            return finish(seconds)
+
+        monkeypatch.setattr(event_log, "finish", unlock)
+        ran = run("distlock_release", "--prefix", key, OF, *FORCED)
+    assert (ran.status, ran.err) == (0, "")
+    assert LockEvent.objects.filter(key__startswith=f"{key}:").count() == 20
+
+
+def test_command_says_how_many_events_were_dropped(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not wait for a database that hangs before each of many keys."""
+    monkeypatch.setattr(operating, "AUDIT_SECONDS", 0.1)
+    monkeypatch.setattr(event_log, "MAX_WAITING", 4)
+    for number in range(20):
+        hold("postgres", f"{key}:{number}")
+    with table_locked():
+        ran = run("distlock_release", "--prefix", key, OF, *FORCED)
+    event_log.finish()
+    lost = 20 - LockEvent.objects.filter(key__startswith=f"{key}:").count()
+    assert lost > 0
+    assert f"{lost} lock events of this command were dropped" in ran.err
 
 
 def test_json_tells_what_became_of_each(grants: list[Grant], key: str) -> None:

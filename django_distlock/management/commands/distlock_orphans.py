@@ -129,6 +129,7 @@ class Command(OperatorCommand):
             if is_done:
                 order.record(store, record.key, fence=record.fence, holder=record.holder)
                 keys.append(record.key)
+                self.pace(len(keys))
         return keys
 
     def _print(self, shown: list[HeldKey], dropped: list[str]) -> None:

@@ -118,6 +118,7 @@ class Command(OperatorCommand):
         for each in found:
             try:
                 outcomes.append(self._take_one(each, reason))
+                self.pace(len(outcomes))
             except InvalidArgument:
                 raise  # The reason: nothing was touched.
             except LockError as error:
