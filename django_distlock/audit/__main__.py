@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -46,14 +47,19 @@ class Audit:
             regions = Regions(source, stores)
             parts = stores, regions, Transactions(source, regions)
             found = [each for part in parts for each in part.findings()]
+            said = {*conditions(source)}
         except (Unreadable, RecursionError) as error:
             self.unread[str(path)] = str(error)
             return
-        self._conditions |= {*conditions(source)}
+        self._conditions |= said
         for each in found:
             lines = range(each.node.lineno, (each.node.end_lineno or 0) + 1)
             if not any(each.rule in source.ignored.get(line, ()) for line in lines):
                 self._found.append((str(path), each))
+
+    def skip(self, error: OSError) -> None:
+        """Note a folder that cannot be read."""
+        self.unread[str(Path(error.filename))] = error.strerror or str(error)
 
     def findings(self, rules: Collection[str] = RULES) -> list[Finding]:
         """Return what rules found, by file and line, when all files have been read."""
@@ -85,13 +91,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = "leave out files and folders of this name or path (* is anything); repeatable"
     add("--exclude", action="append", default=[], metavar="PATTERN", help=text)
     options = parser.parse_args(arguments)
-    if missing := [str(path) for path in options.paths if not path.exists()]:
+    if missing := [str(path) for path in options.paths if not os.access(path, os.F_OK)]:
         parser.error(f"no such path: {', '.join(missing)}")
     audit = Audit()
-    for path in dict.fromkeys(files(options.paths, options.exclude)):
+    for path in dict.fromkeys(files(options.paths, options.exclude, audit.skip)):
         audit.read(path)
     found = audit.findings({*(options.select or RULES)} - {*(options.ignore or ())})
-    sys.stdout.write(FORMATS[options.format](found, audit.unread, audit.files) + "\n")
+    text, encoding = FORMATS[options.format](found, audit.unread, audit.files), sys.stdout.encoding
+    # A file may have a name that is no text.
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
     return 1 if found else 3 if audit.unread else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
@@ -55,7 +56,7 @@ def as_sarif(findings: list[Finding], unread: Mapping[str, str], files: int) -> 
 
 def _place(name: str, line: int, text: str) -> dict[str, object]:
     path = Path(name)
-    uri = path.as_uri() if path.is_absolute() else quote(path.as_posix())
+    uri = path.as_uri() if path.is_absolute() else quote(os.fsencode(path.as_posix()))
     place = {"artifactLocation": {"uri": uri}, "region": {"startLine": line}}
     return {"message": {"text": text}, "locations": [{"physicalLocation": place}]}
 

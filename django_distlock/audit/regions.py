@@ -6,6 +6,7 @@ import ast
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 from .rules import Found
@@ -190,7 +191,9 @@ class Regions:
         if isinstance(over, ast.Call) and self.source.name(over.func) == "range":
             bounds = [self.source.number(each) for each in over.args]
             if bounds and None not in bounds:
-                return len(range(*(int(each or 0) for each in bounds)))
+                # Some ranges Python itself would refuse, or cannot count.
+                with suppress(OverflowError, TypeError, ValueError):
+                    return len(range(*(int(each or 0) for each in bounds)))
         return PASSES
 
     def _wait(self, call: ast.AST) -> float:

@@ -11,7 +11,7 @@ import re
 import tokenize
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TypeAlias
@@ -25,6 +25,7 @@ _IGNORE = re.compile(r"#\s*distlock:\s*ignore\[([\w\s,-]+)\]")
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _NO_LOCK = re.compile(r"^lock(out|down)|(b|c|un)lock(ed)?$")
 _LOCK = re.compile(r"^lock|(lock|locked|mutex|semaphore)$|^(lease|running|busy|processing)$")
+_MOST = 1e300
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
@@ -32,22 +33,34 @@ class Unreadable(Exception):
     """A file that cannot be read, or is no Python of this version."""
 
 
-def files(paths: Iterable[Path], excluded: Sequence[str] = ()) -> Iterator[Path]:
-    """Give the files of Python below folders, and whatever files are named."""
+def files(
+    paths: Iterable[Path],
+    excluded: Sequence[str] = (),
+    skip: Callable[[OSError], object] = lambda error: None,
+) -> Iterator[Path]:
+    """Give the files of Python below folders, and whatever files are named.
+
+    Args:
+        skip: Told of a folder that cannot be read.
+    """
 
     def is_left(path: Path) -> bool:
         return not any(fnmatch(text, e) for e in excluded for text in (str(path), path.name))
 
     for path in paths:
-        if path.is_file() and is_left(path):
-            yield path
-        for root, folders, names in os.walk(path):
+        if path.is_file():
+            if is_left(path):
+                yield path
+            continue
+        for root, folders, names in os.walk(path, onerror=skip):
             here = Path(root)
+            if "pyvenv.cfg" in names and here != path:
+                folders.clear()
+                continue
             folders[:] = sorted(
                 name
                 for name in folders
                 if is_left(here / name) and not name.startswith(".") and name not in _SKIPPED
-                if not (here / name / "pyvenv.cfg").exists()
             )
             yield from (here / n for n in sorted(names) if n.endswith(".py") and is_left(here / n))
 
@@ -72,9 +85,9 @@ class Source:
     """A file that was parsed."""
 
     def __init__(self, path: Path) -> None:
-        if path.exists() and not path.is_file():
-            raise Unreadable("no file")
         try:
+            if path.exists() and not path.is_file():
+                raise Unreadable("no file")
             raw = path.read_bytes()
             with warnings.catch_warnings(action="ignore"):
                 self.tree = ast.parse(raw, str(path))
@@ -211,7 +224,8 @@ class Source:
         node = self.value(node) if node and depth else None
         match node:
             case ast.Constant(value=int() | float() | None as number):
-                return math.inf if number is None else number
+                # A float has no room for more digits.
+                return math.inf if number is None or number > _MOST else float(number)
             case ast.BinOp() if type(node.op) in _OPERATORS:
                 parts = [self.number(node.left, depth - 1), self.number(node.right, depth - 1)]
                 return None if None in parts else _OPERATORS[type(node.op)](*parts)

@@ -209,6 +209,7 @@ ODD = {
     "nested.py": (b"x = " + b"(" * 3000 + b")" * 3000, ""),
     "long_sum.py": (b"x = " + b"+".join([b"1"] * 50_000), ""),
     "long_key.py": (b"cache.get(" + b"+".join([b"x"] * 2_000) + b")", ""),
+    "long_setting.py": (b"X = " + b"+".join([b"'a'"] * 900), ""),
 }
 
 
@@ -233,6 +234,31 @@ def test_what_is_no_file_is_named(project: Path, capsys: pytest.CaptureFixture[s
     document = documented(capsys, ".")
     assert [each["path"] for each in document["not_read"]] == ["gone.py", "pipe.py"]
     assert [each["path"] for each in document["findings"]] == ["jobs.py"]
+
+
+def test_folder_that_cannot_be_read_is_named(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even root enters one whose path is too long. Nothing else is lost."""
+    upper, lower = (project / part / Path(*["d" * 250] * 9) for part in ("upper", "lower"))
+    for each in (upper, lower):
+        each.mkdir(parents=True)
+    (project / "lower").rename(upper / "lower")
+    document = documented(capsys, ".")
+    # What removes the folder of the test could not enter it either.
+    (upper / "lower").rename(project / "lower")
+    (unread,) = document["not_read"]
+    assert unread["path"].startswith("upper/ddd")
+    assert unread["reason"] == "File name too long"
+    assert [each["path"] for each in document["findings"]] == ["jobs.py"]
+
+
+def test_name_that_is_no_text_is_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In each format, also where it cannot be printed as it is."""
+    (project / "jobs.py").rename(os.fsdecode(b"\xff.py"))
+    assert "\\udcff.py:2: acquire-ignored" in audit(capsys, ".")[1]
+    assert lines(capsys, ".") == [("\udcff.py", 2)]
+    assert '"uri": "%FF.py"' in audit(capsys, ".", "--format", "sarif")[1]
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,27 @@ def test_page_has_the_figures_of_the_corpus() -> None:
         assert counted["bad"][rule] >= 5
 
 
+@pytest.mark.parametrize("bounds", ["None", "PAGES", "1, 2, 0", "1, 2, 3, 4", f"1{'0' * 400}"])
+def test_loop_over_a_range_that_nobody_can_count(tmp_path: Path, bounds: str) -> None:
+    """It is taken for one of some passes, as any other."""
+    (path := tmp_path / "jobs.py").write_text(
+        "from time import sleep\nfrom django.core.cache import cache\nPAGES = None\n"
+        f"with cache.lock('some-lock', timeout=5):\n    for page in range({bounds}):\n"
+        "        sleep(1)\n"
+    )
+    assert found(path) == {(4, "loop-outlasts-timeout")}
+
+
+@pytest.mark.parametrize("seconds", [f"1{'0' * 400}", f"1{'0' * 200} * 1{'0' * 200}"])
+def test_seconds_that_nobody_can_wait(tmp_path: Path, seconds: str) -> None:
+    """They are no more than what never ends."""
+    (path := tmp_path / "jobs.py").write_text(
+        "from time import sleep\nfrom django.core.cache import cache\n"
+        f"with cache.lock('some-lock', timeout={seconds}):\n    sleep({seconds})\n"
+    )
+    assert found(path) == set()
+
+
 VIEW = "def view(request):\n    Order.objects.select_for_update().get()\n"
 SESSION = "import pglock\nwith pglock.advisory('x'):\n    pass\n"
 
