@@ -58,7 +58,8 @@ def see(by: Fenced, using: str | None = None) -> int:
 
     Raises:
         LockUsageError: `by` has no fence; or a router does not send all marks to one database; or
-            SQLite, and a transaction of this thread's own is in the way of writing.
+            that is no database; or SQLite, and a transaction of this thread's own is in the way of
+            writing.
         BackendUnavailable: All of our connections were in use for a second.
         FenceJump: The fence is too far above the mark (`DISTLOCK_FENCE_JUMP`), which stays.
         InvalidLockBackend: `DISTLOCK_FENCE_JUMP` breaks a rule.
@@ -236,4 +237,6 @@ def _make(using: str, key: str, fence: int) -> bool:
 
 @cache
 def _connections(using: str) -> TableConnections:
+    if connections[using].vendor not in vendors.VENDORS:
+        raise LockUsageError("No database stores the table SeenFence.", code="unsupported")
     return TableConnections(using, _CONNECTIONS, looked_for="seen")

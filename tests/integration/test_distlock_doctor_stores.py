@@ -34,6 +34,7 @@ from tests.settings import REDIS_BACKEND
 
 from .databases import ask, forget_migration, migrate, server
 from .operating import run
+from .test_checks import Router
 from .wires import wire
 
 pytestmark = pytest.mark.usefixtures("unknown_redis")
@@ -446,6 +447,20 @@ def test_mark_is_made_once(key: str, alias: str) -> None:
         with pytest.raises(LockError, match="cannot be read"):
             store.mark_data()
         store.store.command("DEL", store._data_mark_at)
+
+
+def test_project_without_databases_is_examined(flushable: Any, key: str) -> None:
+    """As without a table: what would be stored in one is left out, and a command says so."""
+    with (
+        alias_like("sqlite", ENGINE="django.db.backends.dummy") as nothing,
+        override_settings(DATABASE_ROUTERS=[Router(nothing, "default")]),
+    ):
+        mark, text = look(compared(), "data")
+        ran = run("distlock_fence", "seen", key)
+    assert mark is Mark.SKIPPED
+    assert "No database stores the table SeenFence" in text
+    assert ran.status == 1
+    assert "No database stores the table SeenFence" in ran.err
 
 
 def test_first_look_that_may_not_write_leaves_no_mark(flushable: Any) -> None:
