@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from django.core import checks
 from django.db import connections, models
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.migrations.loader import MigrationLoader
 from django.db.models import CheckConstraint
 
@@ -135,8 +136,7 @@ def indexes(using: str, present: list[type[models.Model]]) -> Iterator[checks.Ch
         table = model._meta.db_table
         with connection.cursor() as cursor:
             found = connection.introspection.get_constraints(cursor, table)
-        told = connection.features.can_introspect_check_constraints
-        lacks = list(_missing(model, found, checks_too=told))
+        lacks = list(_missing(model, found, connection))
         if lacks:
             yield checks.Warning(
                 f"The table {table} of {using!r} lacks {', '.join(lacks)}.",
@@ -147,14 +147,15 @@ def indexes(using: str, present: list[type[models.Model]]) -> Iterator[checks.Ch
 
 
 def _missing(
-    model: type[models.Model], found: Mapping[str, Any], *, checks_too: bool
+    model: type[models.Model], found: Mapping[str, Any], connection: BaseDatabaseWrapper
 ) -> Iterator[str]:
     """Name what a table lacks of what its model declares.
 
     Args:
         found: What `get_constraints` tells of the table.
-        checks_too: Whether that includes checks, which MySQL has since 8.0.16 alone.
     """
+    # MySQL has checks since 8.0.16 alone.
+    checks_too = connection.features.can_introspect_check_constraints
     fields: Iterable[Any] = model._meta.local_concrete_fields
     for field in fields:
         keys = [each for each in found.values() if each["columns"] == [field.column]]
@@ -167,8 +168,24 @@ def _missing(
         elif field.db_index and not any(each["index"] or each["unique"] for each in keys):
             yield f"the index on {field.column}"
     for named in (*model._meta.indexes, *model._meta.constraints):
-        if named.name not in found and (checks_too or not isinstance(named, CheckConstraint)):
+        if isinstance(named, CheckConstraint) and not checks_too:
+            continue
+        if named.name not in found and not _is_alike(model, named, found, connection):
             yield f"{named.name}"
+
+
+def _is_alike(
+    model: type[models.Model], named: Any, found: Mapping[str, Any], connection: BaseDatabaseWrapper
+) -> bool:
+    """Whether one of another name is on the same columns: renamed tables keep those they had."""
+    is_check = type(named) is CheckConstraint
+    names = [name.partition("__")[0] for name, _ in named.condition.children] if is_check else ()
+    fields: list[Any] = [model._meta.get_field(each) for each in names or named.fields]
+    columns, kind = [each.column for each in fields], "check" if is_check else "index"
+    alike = [each for each in found.values() if each[kind] and each["columns"] == columns]
+    # That a number is not negative is a check that its column has of its own.
+    others = [each for each in fields if is_check and each.db_check(connection)]
+    return len(alike) > len(others)
 
 
 def _called(using: str) -> tuple[str, ...]:

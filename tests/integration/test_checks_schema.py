@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from django.core.management import call_command
 from django.db import connections
 from django.test import override_settings
 
+from django_distlock.conf import index_name
 from django_distlock.database.sql import FUNCTIONS, fence_guard_name, function_name
 from tests.contract.aliases import alias_like, locks_on
 from tests.salted import SALT
 
 from .databases import APP, TRIGGER, ask, forget_migration, migrate, role
-from .projects import Project
+from .projects import ROOT, Project
 from .test_checks import HASTY
 
 GUARD = fence_guard_name()
@@ -228,6 +230,24 @@ def test_missing_index(empty: str) -> None:
     assert told["distlock.W111"].endswith("lacks the index on task_id.")
     ask(empty, "CREATE INDEX again ON django_distlock_heldlock (task_id)")
     assert found(empty) == {}
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "sqlite"])
+def test_tables_renamed_as_the_page_says(request: pytest.FixtureRequest, kind: str) -> None:
+    """They keep the names of their indexes, and nothing is missing."""
+    using = request.getfixturevalue(kind)
+    migrate(using)
+    page = (ROOT / "docs/howto/rename-tables.md").read_text()
+    statements = re.findall(r"ALTER TABLE .*(?=;)", page)
+    names = dict(re.findall(r'"(\w+)": "(acme_\w+)"', page))
+    assert (len(statements), len(names)) == (11, 8)
+    for each in statements if kind == "postgresql" else statements[:-3]:
+        ask(using, each)
+    project = Project(using, DISTLOCK_TABLES=names)
+    project.manage("migrate", "--verbosity=0")
+    assert project.run(f"{__name__}:found", "default") == {}
+    ask(using, f"DROP INDEX {index_name('events', 'kind')}")
+    assert "distlock_events_kind" in project.run(f"{__name__}:found", "default")["distlock.W111"]
 
 
 def test_missing_constraints(empty: str) -> None:
