@@ -49,11 +49,6 @@ def refuse_impossible(store: BaseLockBackend) -> None:
     """
     if not hasattr(signal, "SIGSTOP"):
         raise LockUsageError("This operating system cannot suspend and resume a process.")
-    if not store.distributed:
-        raise LockUsageError(
-            f"The lock backend {store.alias!r} keeps its locks in process memory. They do not"
-            " exclude other processes."
-        )
     if not store.supports_ttl:
         raise LockUsageError(
             f"The lock backend {store.alias!r} has no lease expiry. A suspended holder keeps its"

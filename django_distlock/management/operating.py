@@ -6,7 +6,7 @@ import getpass
 import json
 import os
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -158,19 +158,26 @@ def in_memory(alias: str) -> Failure:
     return Failure(backend=alias, code="unsupported", message=message)
 
 
-def raise_unavailable(failures: Iterable[Failure]) -> None:
-    """End with the status of a store that did not answer, if there is one.
+def raise_failed(failures: Iterable[Failure], asked: Collection[str] | None) -> None:
+    """End with the status that fits what could not be asked.
+
+    Args:
+        asked: The aliases that were named; None: all of them. What backends cannot do is an error
+            where nothing else was asked.
 
     Raises:
-        CommandError: There is.
+        CommandError: A store did not answer, its settings are wrong, or no backend that was named
+            could be asked.
     """
-    silent = [
-        each.backend for each in failures if each.code != "unsupported" and not each.is_of_key
-    ]
+    failed = [each for each in failures if not each.is_of_key]
+    silent = [each.backend for each in failed if each.code not in ("unsupported", "misconfigured")]
     if silent:
-        raise CommandError(
-            f"Some backends are unavailable: {', '.join(silent)}.", returncode=UNAVAILABLE
-        )
+        names = ", ".join(dict.fromkeys(silent))
+        raise CommandError(f"Some backends are unavailable: {names}.", returncode=UNAVAILABLE)
+    is_nothing_else = asked is not None and {each.backend for each in failed}.issuperset(asked)
+    wrong = [each.message for each in failed if is_nothing_else or each.code == "misconfigured"]
+    if wrong:
+        raise CommandError("; ".join(wrong))
 
 
 def add_backend(parser: CommandParser) -> None:

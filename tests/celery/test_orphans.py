@@ -210,6 +210,14 @@ def test_broker_that_says_nothing(
     assert caught.value.returncode == status
 
 
+@pytest.mark.parametrize("store", ["default"])
+@pytest.mark.parametrize("backend", ["memory", "nowhere"])
+def test_backend_that_cannot_be_asked_is_an_error(queue: Queue, backend: str) -> None:
+    """It is in memory, or not configured: no store that is silent."""
+    queue.store = backend
+    assert [each["backend"] for each in queue.run(status=1)["failures"]] == [backend]
+
+
 def test_project_without_an_app(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told what to import."""
     monkeypatch.setattr(_state._tls, "current_app", None)

@@ -17,6 +17,7 @@ from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.inspection import force_release, pause
 from django_distlock.models import HeldLock
+from tests.backends import DATABASE
 from tests.contract.locking import held_elsewhere
 
 from .databases import migrate
@@ -125,6 +126,28 @@ def test_what_cannot_be_seen_is_said(leases: list[Lease], key: str) -> None:
     assert (ran.status, ran.json["locks"]) == (1, [])
     assert "in process memory" in run("distlock_show", key, "--backend=memory").err
     assert run("distlock_list", OF, "--prefix", f"{key}-none").out == "No locks are held.\n"
+
+
+@pytest.mark.parametrize("command", ["list", "list --transactions", "stats", "cleanup"])
+def test_settings_that_are_wrong_are_no_store_that_is_silent(command: str) -> None:
+    """Status 1, and the message says which rule they break; 69 where a store is silent, too."""
+    wrong = {"BACKEND": DATABASE, "TTL": 0}
+    arguments = f"distlock_{command}".split()
+    with override_settings(DISTLOCK={"wrong": wrong, "postgres": settings.DISTLOCK["postgres"]}):
+        ran = run(*arguments)
+    assert ran.status == 1
+    assert "DISTLOCK['wrong']" in ran.err
+    with override_settings(DISTLOCK={"wrong": wrong, "dead": DEAD}):
+        assert run(*arguments).status == (1 if "--transactions" in arguments else 69)
+
+
+@pytest.mark.parametrize("backend", ["memory", "redis"])
+def test_backend_without_transactions_is_an_error_where_nothing_else_is_asked(backend: str) -> None:
+    """Beside others it is only said."""
+    ran = run("distlock_list", "--transactions", f"--backend={backend}")
+    assert (ran.status, ran.out) == (1, "")
+    assert "cannot list transaction locks" in ran.err
+    assert run("distlock_list", "--transactions", f"--backend={backend}", OF).status == 0
 
 
 def test_odd_keys_leave_the_terminal_alone(key: str) -> None:

@@ -23,7 +23,7 @@ from ...inspection import (
 )
 from ...inspection.operations import MAX_SPAN
 from ...inspection.pruning import AUDIT_KEPT, EVENTS_KEPT, MAX_BATCH
-from ..operating import OperatorCommand, batch, duration, raise_unavailable, refuse_memory
+from ..operating import OperatorCommand, batch, duration, raise_failed, refuse_memory
 
 #: Seconds.
 DAY = 86_400.0
@@ -116,7 +116,7 @@ class Command(OperatorCommand):
                 }
             )
         self.print_failures(failures)
-        raise_unavailable(failures)
+        raise_failed(failures, None)
 
     def _clean(self, alias: str, older_than: float, batch: int, *, quiet: bool) -> Outcome:
         line = _Line(self, alias, quiet=quiet)

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
 
 from ...core.errors import InvalidArgument, LockError, LockUsageError
@@ -19,7 +18,7 @@ from .. import endurance
 from ..drill import Drill, Step, refuse_impossible
 from ..endurance import PROCESSES, Endurance
 from ..late import Stuck, be_late
-from ..operating import OperatorCommand, add_backend
+from ..operating import OperatorCommand, add_backend, refuse_memory
 from ..statuses import UNAVAILABLE, USAGE
 from ..tables import printable
 
@@ -72,6 +71,7 @@ class Command(OperatorCommand):
             seed = secrets.randbits(32)
         elif minutes is None and toil is None:
             raise CommandError("--seed requires --minutes.", returncode=USAGE)
+        refuse_memory(backend)
         try:
             if late is not None:
                 be_late(backend, late, self._say)
@@ -81,7 +81,7 @@ class Command(OperatorCommand):
                 self._hold(backend, json=json)
             else:
                 self._endure(backend, minutes, seed, json=json)
-        except (InvalidArgument, LockUsageError, ImproperlyConfigured) as error:
+        except (InvalidArgument, LockUsageError) as error:
             raise CommandError(str(error), returncode=USAGE) from error
         except LockError as error:
             raise CommandError(f"{error} ({error.code})", returncode=UNAVAILABLE) from error

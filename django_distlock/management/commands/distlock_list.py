@@ -21,7 +21,7 @@ from ..operating import (
     duration,
     in_memory,
     named,
-    raise_unavailable,
+    raise_failed,
 )
 from ..streaming import every_page, stream_json, stream_table
 from ..tables import Cell, span
@@ -122,9 +122,7 @@ class Command(OperatorCommand):
             page = replace(page, failures=(*before, *page.failures))
             self._show(page, json=json)
             failures = page.failures
-        if backend is not None and apart == list(aliases):
-            raise CommandError(in_memory(apart[0]).message)
-        raise_unavailable(failures)
+        raise_failed(failures, backend)
 
     def _require_plain(self, what: str, given: dict[str, Any]) -> None:
         """Refuse arguments about held keys.
@@ -163,7 +161,7 @@ class Command(OperatorCommand):
             self.stdout.write("No visible transaction has locked a key.")
         if not json:
             self.print_failures(found.failures)
-        raise_unavailable(found.failures)
+        raise_failed(found.failures, backends)
 
     def _show(self, page: LockPage, *, json: bool) -> None:
         if json:

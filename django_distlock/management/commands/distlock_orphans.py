@@ -15,7 +15,7 @@ from ...handler import lock_backends
 from ...inspection import Failure, HeldKey, Operation
 from ...inspection.journal import Order
 from ..celery import app_and
-from ..operating import OperatorCommand, add_backends, duration, in_memory, raise_unavailable
+from ..operating import OperatorCommand, add_backends, duration, in_memory, raise_failed
 from ..statuses import USAGE
 from ..tables import printable
 
@@ -64,12 +64,14 @@ class Command(OperatorCommand):
             help="at most 200 characters, recorded with the event",
         )
 
-    def handle(self, *, drop: bool, reason: str, json: bool, **options: Any) -> None:
+    def handle(
+        self, *, backend: list[str] | None, drop: bool, reason: str, json: bool, **options: Any
+    ) -> None:
         """Find them, show them, and drop them if that is asked for."""
         if drop != bool(reason.strip()):
             raise CommandError("--drop and --reason must be used together.", returncode=USAGE)
         failures: list[Failure] = []
-        found = self._found(failures, **options)
+        found = self._found(failures, backend, **options)
         shown = [HeldKey.of(store, record, store.clock()) for store, record in found]
         dropped = self._dropped(found, reason, failures) if drop else []
         if json:
@@ -83,13 +85,13 @@ class Command(OperatorCommand):
         else:
             self._print(shown, dropped)
             self.print_failures(failures)
-        raise_unavailable(failures)
+        raise_failed(failures, backend)
 
     def _found(
         self,
         failures: list[Failure],
-        *,
         backend: list[str] | None,
+        *,
         queue: list[str],
         older_than: float,
         patience: float,

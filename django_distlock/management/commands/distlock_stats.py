@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management.base import CommandError, CommandParser
+from django.core.management.base import CommandParser
 from django.template.defaultfilters import filesizeformat
 
 from ...backends.counts import Count, Sizes
 from ...core.errors import LockError
 from ...handler import lock_backends
 from ...inspection import Failure, Statistics, statistics
-from ..operating import OperatorCommand, add_backends, in_memory, raise_unavailable
+from ..operating import OperatorCommand, add_backends, in_memory, raise_failed
 from ..tables import Cell, instant
 
 
@@ -54,11 +54,7 @@ class Command(OperatorCommand):
         for each in found:
             for warning in each.warnings:
                 self.stderr.write(warning, self.style.WARNING)
-        wrong = [each.message for each in failures if each.code == "misconfigured"]
-        if wrong or (failures and backend is not None and not found):
-            raise_unavailable(each for each in failures if each.code != "misconfigured")
-            raise CommandError("; ".join(wrong) or failures[0].message)
-        raise_unavailable(failures)
+        raise_failed(failures, backend)
 
     def _print(self, found: list[Statistics]) -> None:
         rows: list[list[Cell]] = [
