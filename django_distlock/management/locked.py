@@ -6,7 +6,7 @@ import argparse
 import inspect
 import keyword
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, ClassVar, Literal
 
@@ -62,6 +62,12 @@ class LockedCommand(BaseCommand):
     lease: Lease
     skipped = False
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # In the instance: of the classes of a command, several may have one, and call the next.
+        self._unlocked = self.handle
+        self.handle = self._handle  # type: ignore[method-assign]
+
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
         """Add `--lock-wait`."""
         parser = super().create_parser(prog_name, subcommand, **kwargs)
@@ -81,21 +87,6 @@ class LockedCommand(BaseCommand):
         if self.skipped:
             sys.exit(BUSY)
 
-    def execute(self, *args: Any, **options: Any) -> Any:
-        """Run as ever, but `handle()` under the lock."""
-        wait = options.pop("lock_wait", UNSET)
-        unlocked = whole(self.handle, awaits=False)
-
-        def handle(*args: Any, **options: Any) -> Any:
-            return self._handle(unlocked, wait, args, options)
-
-        # In the instance: of the classes of a command, several may have one, and call the next.
-        self.handle = handle  # type: ignore[method-assign]
-        try:
-            return super().execute(*args, **options)
-        finally:
-            del self.handle
-
     def declare_lock(self) -> None:
         """Note the key of the command, for `distlock_list --declared`.
 
@@ -107,17 +98,12 @@ class LockedCommand(BaseCommand):
         lock = self._lock_with(key, self.lock_wait)
         declared[type(self)] = (Declaration(Kind.COMMAND, key, lock, self.on_conflict),)
 
-    def _handle(
-        self,
-        unlocked: Callable[..., Any],
-        wait: Any,
-        args: tuple[Any, ...],
-        options: Mapping[str, Any],
-    ) -> Any:
+    def _handle(self, *args: Any, lock_wait: Any = UNSET, **options: Any) -> Any:
+        unlocked = whole(self._unlocked, awaits=False)
         self.skipped = False
         try:
             with ExitStack() as stack:
-                if self._enter(stack, wait, options):
+                if self._enter(stack, lock_wait, options):
                     return unlocked(*args, **options)
         except LockLost as error:
             raise CommandError(str(error)) from error
@@ -139,7 +125,10 @@ class LockedCommand(BaseCommand):
 
     def _lock(self, wait: Any, options: Mapping[str, Any]) -> Lock:
         if isinstance(wait, str):
-            wait = wait_option(wait)  # From `call_command()`, which does not parse it.
+            try:
+                wait = wait_option(wait)  # From `call_command()`, which does not parse it.
+            except argparse.ArgumentTypeError as error:
+                raise InvalidArgument(f"lock_wait: {error}") from None
         name = self._default_key
         key = key_of(self.lock_key, name, options) if self.lock_key else name
         return self._lock_with(key, self.lock_wait if wait is UNSET else wait)

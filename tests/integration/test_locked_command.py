@@ -111,6 +111,22 @@ def test_as_many_run_as_there_are_permits(key: str) -> None:
         run(command(key, lock_permits=0))
 
 
+def test_runs_within_a_run_of_its_own(key: str) -> None:
+    """One instance, under another key; and again behind it."""
+    ran: list[str] = []
+
+    def work() -> None:
+        ran.append(made.lease.key)
+        if len(ran) == 1:
+            run(made, day="b")
+
+    made = command(f"{key}:{{day}}", work)
+    for _ in range(2):
+        run(made, day="a")
+        assert ran == [f"{key}:a", f"{key}:b"]
+        ran.clear()
+
+
 def test_mixes_with_other_commands(key: str) -> None:
     """Also with those that have a `handle()` of their own, and call the next one's."""
 
@@ -211,6 +227,12 @@ def test_checks_come_before_the_lock(key: str) -> None:
 
     run(Checked(), skip_checks=False)
     assert seen == [False]
+
+
+def test_wait_that_is_none_is_named(key: str) -> None:
+    """Also from `call_command()`, which does not parse it."""
+    with pytest.raises(CommandError, match="lock_wait: 'abc' is not a number"):
+        run(command(key), lock_wait="abc")
 
 
 def test_handle_that_runs_later_is_refused(key: str) -> None:
