@@ -202,7 +202,7 @@ def test_failed_tasks_are_listed_and_sent_again_once(
     assert (row["key"], row["sent_at"]) == (crew.key, None)
     assert "wait go" not in json.dumps(row)
     with pytest.raises(CommandError, match="already sent"):
-        replay("--send", first, "another")
+        replay("--send", "another", "--send", first)
     (done,) = replay("--send", first)["done"]
     assert crew.begun()["task_id"] == done["sent_as"] != first
     crew.stage.open("go")

@@ -37,6 +37,7 @@ class Command(OperatorCommand):
         ):
             what.add_argument(
                 f"--{name}",
+                action="extend",
                 nargs="+",
                 default=[],
                 metavar="ID",
