@@ -127,7 +127,9 @@ class OperatorCommand(BaseCommand):
             user = getpass.getuser()
         except (OSError, KeyError):  # A number that no name belongs to.
             user = f"uid {os.getuid()}"
-        return f"{user}@{current_holder().host}"[:200]
+        name = f"{user}@{current_holder().host}"[:200]
+        # The environment may name a user by bytes that are no text.
+        return name.encode("utf-8", "replace").decode()
 
 
 def status_of(error: Exception) -> int:

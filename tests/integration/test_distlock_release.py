@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -89,6 +90,15 @@ def test_all_who_share_a_key_are_shown_and_lose_it(key: str, alias: str, what: l
     assert [each["result"] for each in document["outcomes"]] == ["done"] * 3
     assert store.read(key) is None
     assert not any(map(store.extend, grants))
+
+
+def test_user_whose_name_is_no_text_is_told(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as it is one."""
+    monkeypatch.setenv("LOGNAME", os.fsdecode(b"ad\xffa"))
+    hold("postgres", key)
+    ran = run("distlock_release", key, OF, *FORCED)
+    assert (ran.status, ran.err) == (0, "")
+    assert event_of(key).actor.startswith("ad?a@")
 
 
 def test_command_ends_when_its_event_is_written(key: str) -> None:
