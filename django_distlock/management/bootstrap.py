@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
@@ -115,7 +115,13 @@ def _migrate(using: str) -> None:
 def _passing(using: str, error: Error) -> str | None:
     """Return the code of an error that may pass; None: it will not."""
     vendor = vendors.of(using)
-    return "network_timeout" if vendor.is_busy(error) else vendor.unavailable_code(error)
+    code = "network_timeout" if vendor.is_busy(error) else vendor.unavailable_code(error)
+    if code == "auth_failed":
+        # Waiting grants no right. A login may be made while the server starts.
+        with suppress(Error):
+            connections[using].ensure_connection()
+            return None
+    return code
 
 
 def _refuse_unless_made(using: str, error: Error) -> None:

@@ -25,6 +25,8 @@ from tests.contract.helpers import take
 from tests.contract.test_failures import OPERATIONS
 
 from .databases import ask, lock_and_release, migrate, role
+from .projects import Project
+from .runs import Run
 from .test_advisory_sessions import advisory
 from .test_checks_schema import found
 
@@ -116,6 +118,24 @@ def test_application(request: pytest.FixtureRequest, kind: str) -> None:
         do_all(limited, **options)
         for statement in FORBIDDEN:
             refuses(limited, statement)
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+def test_application_runs_programs(request: pytest.FixtureRequest, kind: str) -> None:
+    """`distlock_run` sees that the tables are made, and waits for no right that it lacks."""
+    using = request.getfixturevalue(kind)
+    migrate(using)
+    with role(using, MARIADB if kind == "mysql" else APP) as limited:
+        with Run(Project(limited), "nightly", "--", "echo", "done") as run:
+            assert run.status() == 0, run.said
+        assert run.said == "done\n"
+        migrations = connections[limited].ops.quote_name("django_migrations")
+        user = connections[limited].settings_dict["USER"]
+        ask(using, f"REVOKE SELECT ON {migrations} FROM {user}")
+        with Run(Project(limited), "nightly", "--", "echo", "done") as run:
+            assert run.status() == 0, run.said
+        assert "The migrations of django_distlock cannot be applied to 'default'" in run.said
+        assert run.said.endswith("done\n")
 
 
 def test_session_locks_of_the_application(postgresql: str) -> None:
