@@ -8,6 +8,7 @@ from datetime import datetime
 from functools import partial
 from typing import ClassVar, TypeVar
 
+from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DEFAULT_DB_ALIAS, connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, InterfaceError
@@ -288,11 +289,22 @@ class FenceTable(NoteTable):
                 ) from error
             if busy is None or not vendors.of(self.using).is_busy(error):
                 raise self._translated(error, key) from error
+        except SynchronousOnlyOperation as error:
+            raise self._in_coroutine(key) from error
         return busy()
 
     def _busy(self, name: str) -> Contended:
         """Return a busy answer, with the holder if a plain read can tell."""
         raise NotImplementedError
+
+    def _in_coroutine(self, key: str | None) -> LockUsageError:
+        return LockUsageError(
+            f"A coroutine asks the lock store {self.using!r} without await, which would block its"
+            " event loop. Write async with distlock(…), or await lock.aacquire() and await"
+            " lease.arelease().",
+            key=key,
+            code="unsupported",
+        )
 
     def _translated(self, error: Exception, key: str | None) -> LockError:
         pass_on_hidden(error)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 import pytest
 
+from django_distlock import Lock
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.core.errors import InvalidArgument
+from django_distlock.core.errors import InvalidArgument, LockUsageError
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
 
@@ -33,6 +35,20 @@ async def test_bad_arguments_are_refused(backend: BaseLockBackend) -> None:
     """Awaited, a bad argument is the same error."""
     with pytest.raises(InvalidArgument):
         await backend.threads.run(backend.acquire, "", new_token(), 30)
+
+
+@pytest.mark.stores("sqlite", "postgresql", "mysql", "session", why="no driver tells")
+@pytest.mark.parametrize(
+    "call", [Lock.__enter__, Lock.acquire, Lock.locked], ids=["block", "acquire", "locked"]
+)
+async def test_plain_call_in_a_coroutine_is_refused(
+    lock: Lock, call: Callable[[Lock], object]
+) -> None:
+    """Instead of blocking the event loop: the message names what to write."""
+    with pytest.raises(LockUsageError, match=r"without await.* Write async with distlock\("):
+        call(lock)
+    async with lock as lease:
+        assert lease.held
 
 
 async def test_other_operations_can_be_awaited(backend: BaseLockBackend, key: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime
 
+from django.core.exceptions import SynchronousOnlyOperation
 from django.db import Error
 
 from ...core import budgets
@@ -176,6 +177,8 @@ class SessionAttempts(SessionViews):
             if is_busy(error):
                 return None
             raise self._refused(error, key) from error
+        except SynchronousOnlyOperation as error:
+            raise self._in_coroutine(key) from error
 
     def _no_answer(self, key: str | None) -> BackendUnavailable:
         return BackendUnavailable(
