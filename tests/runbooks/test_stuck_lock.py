@@ -127,7 +127,7 @@ def test_a_spoiled_record_is_removed(walk: Walk) -> None:
 
 @incident("stuck-lock", "The application is down", "postgresql", "mysql", "sqlite", "redis")
 def test_a_lock_is_ended_without_the_application(walk: Walk) -> None:
-    """What is pasted moves the fence, wakes who waits, and leaves a trace."""
+    """What is pasted moves the fence, lets who waits have the key, and leaves a trace."""
     with holder(walk.site, KEY, ttl=HOUR) as process:
         process.kill()
         fence = record_fence(walk.site, KEY)
