@@ -125,7 +125,7 @@ def test_what_cannot_be_seen_is_said(leases: list[Lease], key: str) -> None:
     ran = run("distlock_list", "--backend=memory", "--json")
     assert (ran.status, ran.json["locks"]) == (1, [])
     assert "in process memory" in run("distlock_show", key, "--backend=memory").err
-    assert run("distlock_list", OF, "--prefix", f"{key}-none").out == "No locks are held.\n"
+    assert run("distlock_list", OF, "--prefix", f"{key}-none").out == "No lock matches.\n"
 
 
 @pytest.mark.parametrize("command", ["list", "list --transactions", "stats", "cleanup"])

@@ -283,6 +283,8 @@ def test_project_that_declares_nothing_is_told_so(project: Path) -> None:
     """An empty table would leave the reader wondering."""
     ran = run(project, INSTALLED_APPS=["django_distlock"], ROOT_URLCONF=None)
     assert (ran.status, ran.out, ran.err) == (0, "No keys are declared.\n", "")
+    ran = run(project, "--prefix=invoice", INSTALLED_APPS=["django_distlock"], ROOT_URLCONF=None)
+    assert (ran.status, ran.out, ran.err) == (0, "No declared key matches.\n", "")
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_silent_backend_is_told_behind_the_others(key: str) -> None:
     assert "dead: " in text.err
     asked = ("distlock_list", "--all", "--backend=postgres", "--prefix", key)
     assert run(*asked, "--json").json == {"locks": [], "cursor": None, "failures": []}
-    assert run(*asked).out == "No locks are held.\n"
+    assert run(*asked).out == "No lock matches.\n"
     for more in (["--json"], []):
         ran = run("distlock_list", "--all", "--cursor=nonsense", *more)
         assert (ran.status, ran.out) == (2, "")

@@ -34,6 +34,7 @@ _OF_HELD: Final = {
     "host": None, "task": None, "held_longer_than": None, "limit": 100, "cursor": None,
     "all": False, "contains": "",
 }  # fmt: skip
+_FILTERS: Final = ("prefix", "contains", "host", "task", "held_longer_than")
 
 
 class Command(OperatorCommand):
@@ -114,13 +115,15 @@ class Command(OperatorCommand):
             "held_longer_than": options["held_longer_than"],
             "waits": True,
         }
+        is_filtered = any(options[name] not in ("", None) for name in _FILTERS)
+        none = "No lock matches." if is_filtered else "No locks are held."
         before = tuple(map(in_memory, apart)) if cursor is None else ()
         if options["all"]:
-            failures = self._stream(every_page(cursor, **asked), before, json=json)
+            failures = self._stream(every_page(cursor, **asked), before, none=none, json=json)
         else:
             page = list_locks(cursor=cursor, limit=options["limit"], **asked)
             page = replace(page, failures=(*before, *page.failures))
-            self._show(page, json=json)
+            self._show(page, none=none, json=json)
             failures = page.failures
         raise_failed(failures, backend)
 
@@ -163,20 +166,20 @@ class Command(OperatorCommand):
             self.print_failures(found.failures)
         raise_failed(found.failures, backends)
 
-    def _show(self, page: LockPage, *, json: bool) -> None:
+    def _show(self, page: LockPage, *, none: str, json: bool) -> None:
         if json:
             self.print_json(page)
             return
         if page.locks:
             self.print_locks(page.locks)
         elif not page.failures:
-            self._print_none()
+            self._print_none(none)
         if page.cursor is not None:
             self.stdout.write(f"More: --cursor {page.cursor}")
         self.print_failures(page.failures)
 
     def _stream(
-        self, pages: Iterator[LockPage], before: tuple[Failure, ...], *, json: bool
+        self, pages: Iterator[LockPage], before: tuple[Failure, ...], *, none: str, json: bool
     ) -> tuple[Failure, ...]:
         """Print every page as it comes; return what could not be asked."""
         if json:
@@ -186,13 +189,13 @@ class Command(OperatorCommand):
         )
         failures = (*before, *failed)
         if not number and not failures:
-            self._print_none()
+            self._print_none(none)
         self.print_failures(failures)
         return failures
 
-    def _print_none(self) -> None:
+    def _print_none(self, none: str) -> None:
         configured = any(True for _ in lock_backends)
-        self.stdout.write("No locks are held." if configured else "No lock backend is configured.")
+        self.stdout.write(none if configured else "No lock backend is configured.")
 
     def _show_declared(self, backends: list[str] | None, prefix: str, *, json: bool) -> None:
         """Print every key that is declared; name on standard error what could not be imported."""
@@ -203,7 +206,8 @@ class Command(OperatorCommand):
         elif found:
             self.print_table(_DECLARED, [self._declared(each) for each in found])
         elif not missing:
-            self.stdout.write("No keys are declared.")
+            none = "No declared key matches." if prefix or backends else "No keys are declared."
+            self.stdout.write(none)
         for message, what in missing.items():
             self.stderr.write(f"{what}: {message}", self.style.WARNING)
         if missing:
