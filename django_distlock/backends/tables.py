@@ -312,9 +312,11 @@ class FenceTable(NoteTable):
         if vendor.is_duplicate(error):
             return InvalidArgument("This token already holds another key.", key=key)
         if vendor.is_missing(error):
+            # PostgreSQL's hint is about types of arguments.
+            said = str(error).partition("\n")[0]
             return LockError(
-                f"{about}: lock tables are missing. Run manage.py migrate --database {self.using}."
-                f" {error}",
+                f"{about}: lock tables are missing: {said}. Run manage.py migrate --database"
+                f" {self.using}.",
                 key=key,
             )
         code = vendor.unavailable_code(error)

@@ -103,6 +103,14 @@ def test_migrates_forth_and_back_and_forth(empty: str) -> None:
     assert lock_and_release(empty) == 1
 
 
+def test_missing_tables_are_told_with_what_to_do(empty: str) -> None:
+    """The remedy comes last, behind one line of the driver's and without its hints."""
+    rule = rf"lock tables are missing: [^\n]+\. Run manage.py migrate --database {empty}\.$"
+    with pytest.raises(LockError, match=rule) as caught:
+        lock_and_release(empty)
+    assert "\n" not in str(caught.value)
+
+
 def test_functions_are_the_ones_that_are_called(postgresql: str) -> None:
     """Without its functions PostgreSQL's fast path fails, so it is they that the tests run."""
     migrate(postgresql)
