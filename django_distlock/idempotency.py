@@ -134,7 +134,10 @@ def idempotent(
                 )
             owner = _owner(request, None if client is None else client(*args, **kwargs))
             if owner is None:
-                return _refusal(400, "no_owner", gettext("An Idempotency-Key requires a login."))
+                said = gettext("An Idempotency-Key requires a login.")
+                if client is not None:
+                    said = gettext("An Idempotency-Key requires a known client.")
+                return _refusal(400, "no_owner", said)
             name = _digest(f"{view.__module__}.{view.__qualname__}", *owner, given)
             return _once(name, request, call, kept_for, max_body)
 

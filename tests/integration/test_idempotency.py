@@ -204,6 +204,8 @@ def test_nobody_has_no_key(key: Any) -> None:
     nobody = request(user=AnonymousUser(), url=f"/{'x' * 600}")
     nobody.session = SimpleNamespace(session_key=None)  # type: ignore[assignment]
     assert told(view(nobody)) == (400, "no_owner")
+    what = "a login" if key is None else "a known client"
+    assert json.loads(view(nobody).content)["detail"] == f"An Idempotency-Key requires {what}."
     del nobody.user
     assert told(view(nobody)) == (400, "no_owner")
     assert paid() == 0
