@@ -368,6 +368,16 @@ def test_lost_lock_ends_the_program(project: Project, key: str) -> None:
     assert state_of(child) == ""
 
 
+def test_loss_before_the_end_is_told_behind_it(project: Project, key: str) -> None:
+    """A program that ends before anybody sees the loss has worked without the lock: 76."""
+    with Run(project, key, *shell("echo started; read line")) as run:
+        run.says("started")
+        assert lock_backends["default"].force_release(key)
+        run.types("\n")
+        assert run.status() == 76
+        assert f"The lock on '{key}' was lost; its program has ended." in run.said
+
+
 # Killed
 
 

@@ -223,12 +223,12 @@ class _Run:
         self._is_lost = True
         try:
             if not program.is_running:
-                self._say(lease, "after its program has ended")
+                self._say(lease, "was lost; its program has ended")
             elif self._ends_it:
-                self._say(lease, "its program is being stopped")
+                self._say(lease, "is lost: its program is being stopped")
                 end(program.address, self._grace)
             else:
-                self._say(lease, "its program continues without it")
+                self._say(lease, "is lost: its program continues without it")
         finally:
             self._is_ended.set()
 
@@ -238,7 +238,7 @@ class _Run:
             program.send(signal.SIGTERM)
 
     def _say(self, lease: Lease, what: str) -> None:
-        self._command.stderr.write(f"The lock on {lease.key!r} is lost: {what}.")
+        self._command.stderr.write(f"The lock on {lease.key!r} {what}.")
 
 
 def _number(check: Callable[[Any], N], kind: Callable[[str], float] = float) -> Callable[[str], N]:
