@@ -23,8 +23,8 @@ class Command(OperatorCommand):
 
     help = (
         "Checks the settings, stores, migrations, clocks and stored records. Prints each finding"
-        " with a remedy and a link to its documentation. Changes nothing, except for a lock of"
-        " its own that it acquires and releases."
+        " with a remedy and a link to its documentation. Acquires and releases a lock of its own,"
+        " whose fence counter stays, and marks each Redis. Changes nothing else."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:

@@ -20,7 +20,7 @@ class Command(OperatorCommand):
     """`distlock_release (KEY | [--prefix P] [--host H] [--task T]) [--force] --reason WHY`."""
 
     help = (
-        "Force-releases locks. The fence of each key moves first, so that guarded writes of the"
+        "Force-releases locks. The fence of each key moves first, so that fenced writes of the"
         " old holder fail before the key is granted again. Shows the locks and asks for"
         " confirmation."
     )

@@ -41,10 +41,10 @@ class Command(BaseCommand):
     """`distlock_run KEY [--ttl S] [--wait S] [--hold] … -- PROGRAM [ARGUMENT …]`."""
 
     help = (
-        "Runs a program while holding a lock, and renews the lock until the program ends. Exits"
-        " with the program's exit code; with 75 if the lock is held, 69 if the store is"
-        " unavailable, 76 if the lock was lost, and 126 or 127 if the program cannot be run or"
-        " found."
+        "Runs a program while holding a lock, and renews the lock until the program ends. First"
+        " applies missing migrations of django_distlock. Exits with the program's exit code; with"
+        " 75 if the lock is held, 69 if the store is unavailable, 76 if the lock was lost, and 126"
+        " or 127 if the program cannot be run or found."
     )
     # A lock for `migrate` has to work where the project does not yet.
     requires_system_checks = ()
