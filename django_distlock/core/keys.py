@@ -316,6 +316,23 @@ def _base64(raw: bytes) -> str:
 _URL_SAFE = bytes.maketrans(b"+/", b"-_")
 
 
+def roots(template: str) -> list[str]:
+    """Return the parameters that the fields of a template begin with, each once.
+
+    Raises:
+        InvalidArgument: The template is malformed.
+    """
+    fields = [name for _literal, name, _spec in _parse(template) if name is not None]
+    found = [*dict.fromkeys(re.split(r"[.\[]", name, maxsplit=1)[0] for name in fields)]
+    wrong = [root for root in found if not root.isidentifier()]
+    if wrong:
+        raise InvalidArgument(
+            f"The key template {template!r} names {wrong[0]!r}, which is no parameter. Write"
+            " literal braces twice: {{ }}."
+        )
+    return found
+
+
 def begins_with_field(template: str) -> bool:
     """Whether all of what a template makes may be chosen by a value."""
     literal, name, _spec = _parse(template)[0]
@@ -353,9 +370,8 @@ class KeyTemplate:
                     f"The key template {template!r} needs a separator before {{{name}}}: without"
                     " one, different arguments make the same key."
                 )
-        for _literal, name, _spec in made.parts:
-            root = None if name is None else _root(name)
-            if root is not None and root not in made.signature.parameters:
+        for root in roots(template):
+            if root not in made.signature.parameters:
                 raise InvalidArgument(
                     f"The key template {template!r} names {root!r}, which is not a parameter of"
                     f" {function.__qualname__}{made.signature}."
@@ -369,13 +385,11 @@ class KeyTemplate:
         Raises:
             InvalidArgument: See `for_function`.
         """
-        roots = dict.fromkeys(_root(name) for _literal, name, _spec in _parse(template) if name)
-
         def call(**_: object) -> None:
             """Take what the template names."""
 
         kinds = inspect.Parameter
-        parameters = [kinds(root, kinds.KEYWORD_ONLY) for root in roots]
+        parameters = [kinds(root, kinds.KEYWORD_ONLY) for root in roots(template)]
         rest = kinds("_", kinds.VAR_KEYWORD)
         call.__signature__ = inspect.Signature([*parameters, rest])  # type: ignore[attr-defined]
         return cls.for_function(template, call)
@@ -430,11 +444,6 @@ class KeyTemplate:
 _CANONICAL = (
     str, int, float, decimal.Decimal, uuid.UUID, datetime.date, datetime.time,
 )  # fmt: skip
-
-
-def _root(name: str) -> str:
-    """Return the parameter that a field begins with."""
-    return re.split(r"[.\[]", name, maxsplit=1)[0]
 
 
 def _parse(template: str) -> tuple[tuple[str, str | None, str], ...]:

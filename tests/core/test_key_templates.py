@@ -137,8 +137,9 @@ def test_none_is_refused() -> None:
     ("template", "rule"),
     [
         ("{c}", r"names 'c', which is not a parameter of pair\(a: "),
-        ("{}", "names ''"),
-        ("{0}", "names '0'"),
+        ("{}", r"names ''.* Write literal braces twice: \{\{ \}\}"),
+        ("{0}", "names '0'.* twice"),
+        ('{"x": {a}}', "names '\"x\"'.* twice"),
         ("{c.pk}", "names 'c'"),
         ("{c[0]}", "names 'c'"),
         ("{a}{b}", r"needs a separator before \{b\}"),
