@@ -17,7 +17,7 @@ from ..core.bodies import whole
 from ..core.declarations import Declaration, Kind, declared
 from ..core.durations import Duration, wait_seconds
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockLost, LockNotAcquired
-from ..core.keys import KeyTemplate
+from ..core.keys import KeyTemplate, roots
 from ..core.sharing import validate_permits
 from ..locks.lease import Lease
 from ..locks.lock import Lock, distlock
@@ -130,7 +130,7 @@ class LockedCommand(BaseCommand):
             except argparse.ArgumentTypeError as error:
                 raise InvalidArgument(f"lock_wait: {error}") from None
         name = self._default_key
-        key = key_of(self.lock_key, name, options) if self.lock_key else name
+        key = key_of(self.lock_key, options) if self.lock_key else name
         return self._lock_with(key, self.lock_wait if wait is UNSET else wait)
 
     @property
@@ -153,7 +153,7 @@ class LockedCommand(BaseCommand):
         )
 
 
-def key_of(template: str, command: str, options: Mapping[str, Any]) -> str:
+def key_of(template: str, options: Mapping[str, Any]) -> str:
     """Return the key that a template makes of a command's options.
 
     Raises:
@@ -165,9 +165,13 @@ def key_of(template: str, command: str, options: Mapping[str, Any]) -> str:
         """Stand for a function that takes the options by name."""
 
     names = [name for name in options if name.isidentifier() and not keyword.iskeyword(name)]
+    if unknown := [root for root in roots(template) if root not in names]:
+        raise InvalidArgument(
+            f"The key template {template!r} names {unknown[0]!r}, which is not an option of this"
+            " command: declare it in add_arguments()."
+        )
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     taking.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    taking.__qualname__ = command
     return KeyTemplate.for_function(template, taking).render(
         (), {name: options[name] for name in names}
     )

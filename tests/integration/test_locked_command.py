@@ -259,7 +259,10 @@ def test_store_that_does_not_answer_is_an_error(key: str) -> None:
 @pytest.mark.parametrize(
     ("attributes", "rule"),
     [
-        ({"lock_key": "report:{month}"}, "names 'month', which is not a parameter of"),
+        (
+            {"lock_key": "report:{month}"},
+            "'month', which is not an option of this command: declare it in",
+        ),
         ({"lock_key": "report:{"}, "The key template"),
         ({"lock_ttl": 0}, "at least 0.1"),
         ({"lock_backend": "nowhere"}, "'nowhere' is not configured"),
