@@ -22,7 +22,7 @@ NOT_FOUND: Final = 127
 
 def who_holds(error: LockNotAcquired) -> str:
     """Return a line that names the key, its holder, and since when."""
-    if error.holder is None or error.held_for is None:
+    if error.holder is None or error.held_for is None or error.settled:
         return str(error)
     # By this machine's clock: for people.
     since = datetime.now(UTC) - timedelta(seconds=error.held_for)

@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 from django.db import transaction
 
-from django_distlock import InvalidArgument, Lease, Lock, LockLost, LockUsageError, Retry, distlock
+from django_distlock import (
+    InvalidArgument,
+    Lease,
+    Lock,
+    LockLost,
+    LockNotAcquired,
+    LockUsageError,
+    Retry,
+    distlock,
+)
 from django_distlock.handler import lock_backends
 from django_distlock.inspection import get_by_key
 from tests.backends import Registered
@@ -109,6 +118,20 @@ def test_held_key_stays_taken_for_the_ttl(
     assert taken(lock)
     assert not grantable(lock)
     assert settled(registered, key) == timedelta(seconds=20)
+
+
+@HOLDS
+def test_refusal_by_a_kept_key_says_that_its_holder_is_done(
+    registered: Registered, key: str
+) -> None:
+    """And for how long the key is kept, instead of how long it was held."""
+    lock = lock_of(registered, key, ttl=20, hold=True, wait=0)
+    with lock:
+        pass
+    told = r"\(pid \d+\) on \S+ is done, and the key stays taken for another (20\.0|1\d\.\d) s\.$"
+    with pytest.raises(LockNotAcquired, match=told) as caught:
+        lock.acquire()
+    assert caught.value.settled
 
 
 @HOLDS
