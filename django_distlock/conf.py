@@ -17,7 +17,7 @@ from urllib.parse import quote
 from django.conf import settings
 from django.core.signals import setting_changed
 
-from .core.durations import LONGEST, MIN_TTL, number, seconds, ttl_seconds, wait_seconds
+from .core.durations import LONGEST, MIN_TTL, number, seconds
 from .core.errors import InvalidArgument, shown
 from .core.fences import FENCE_MAX, validate_fence
 from .core.retry import Retry
@@ -102,17 +102,21 @@ def backend_config(alias: str) -> BackendConfig:
     if not isinstance(raw, Mapping):
         raise InvalidLockBackend(f"{where} must be a dictionary, not {shown(raw)}.")
     _refuse_unknown(where, raw, _READERS)
-    if not isinstance(raw.get("BACKEND"), str):
+    if "BACKEND" not in raw:
+        raise InvalidLockBackend(f"{where}: BACKEND is missing, the import path of a backend.")
+    if not isinstance(raw["BACKEND"], str):
         raise InvalidLockBackend(
             f"{where}: BACKEND must be the import path of a backend, not"
-            f" {shown(raw.get('BACKEND'))}."
+            f" {shown(raw['BACKEND'])}."
         )
     read: dict[str, Any] = {"alias": alias}
     for name, value in raw.items():
         try:
             read[name.lower()] = _READERS[name](value)
         except InvalidArgument as error:
-            raise InvalidLockBackend(f"{where}: {name}: {error}") from None
+            said = str(error)
+            about = "" if said.startswith(name) else f"{name}: "
+            raise InvalidLockBackend(f"{where}: {about}{said}") from None
     config = BackendConfig(**read)
     if config.ttl > config.max_ttl:
         raise InvalidLockBackend(
@@ -331,6 +335,10 @@ def _configured() -> Mapping[str, Any]:
     raw = getattr(settings, "DISTLOCK", DEFAULT_BACKENDS)
     if not isinstance(raw, Mapping):
         raise InvalidLockBackend(f"DISTLOCK must be a dictionary, not {shown(raw)}.")
+    if isinstance(raw.get("BACKEND"), str):
+        raise InvalidLockBackend(
+            'DISTLOCK maps aliases to backends: {"default": {"BACKEND": …}}. BACKEND is no alias.'
+        )
     return raw
 
 
@@ -351,8 +359,14 @@ def refuse_unknown_settings() -> None:
     """
     for name in dir(settings):
         if name.startswith("DISTLOCK") and name.isupper() and name not in SETTINGS:
+            of_alias = name.removeprefix("DISTLOCK_")
+            remedy = (
+                f" {of_alias} belongs in DISTLOCK['default']."
+                if of_alias in _READERS
+                else suggestion(name, SETTINGS)
+            )
             raise InvalidLockBackend(
-                f"There is no setting {name}.{suggestion(name, SETTINGS)}"
+                f"There is no setting {name}.{remedy}"
                 f" Known settings: {', '.join(SETTINGS)}."
             )
 
@@ -416,8 +430,8 @@ def _options(value: object) -> Mapping[str, Any]:
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "BACKEND": _text,
     "KEY_PREFIX": _text,
-    "TTL": ttl_seconds,
-    "WAIT": wait_seconds,
+    "TTL": lambda value: seconds(value, "TTL", minimum=MIN_TTL),
+    "WAIT": lambda value: None if value is None else seconds(value, "WAIT"),
     "MAX_TTL": lambda value: seconds(value, "MAX_TTL", minimum=MIN_TTL, maximum=LONGEST),
     "HEARTBEAT": _part,
     "LOCK_CONNECTIONS": _connections,

@@ -89,27 +89,27 @@ def test_every_setting_is_read(settings: Any) -> None:
         ("BACKEND", dict, "BACKEND must be the import path of a backend, not <class 'dict'>"),
         ("KEY_PREFIX", 5, "KEY_PREFIX: must be a str, not 5"),
         ("KEY_PREFIX", None, "KEY_PREFIX: must be a str, not None"),
-        ("TTL", 0.05, "TTL: ttl (seconds) must be at least 0.1 and finite, not 0.05"),
-        ("TTL", True, "TTL: ttl (seconds) must be a number, not True"),
-        ("TTL", None, "TTL: ttl (seconds) must be a number, not None"),
-        ("TTL", "30", "TTL: ttl (seconds) must be a number, not '30'"),
-        ("TTL", math.nan, "TTL: ttl (seconds) must be at least 0.1 and finite, not nan"),
+        ("TTL", 0.05, "TTL (seconds) must be at least 0.1 and finite, not 0.05"),
+        ("TTL", True, "TTL (seconds) must be a number, not True"),
+        ("TTL", None, "TTL (seconds) must be a number, not None"),
+        ("TTL", "30", "TTL (seconds) must be a number, not '30'"),
+        ("TTL", math.nan, "TTL (seconds) must be at least 0.1 and finite, not nan"),
         ("TTL", 604_801, "TTL (604801 s) is above MAX_TTL (604800 s)"),
-        ("WAIT", -1, "WAIT: wait (seconds) must be at least 0 and finite, not -1"),
-        ("WAIT", False, "WAIT: wait (seconds) must be a number, not False"),
-        ("WAIT", math.inf, "WAIT: wait (seconds) must be at least 0 and finite, not inf"),
-        ("MAX_TTL", 0, "MAX_TTL: MAX_TTL (seconds) must be at least 0.1 and at most 3.2e+09"),
-        ("MAX_TTL", 1e10, "MAX_TTL: MAX_TTL (seconds) must be at least 0.1 and at most 3.2e+09"),
-        ("MAX_TTL", None, "MAX_TTL: MAX_TTL (seconds) must be a number, not None"),
+        ("WAIT", -1, "WAIT (seconds) must be at least 0 and finite, not -1"),
+        ("WAIT", False, "WAIT (seconds) must be a number, not False"),
+        ("WAIT", math.inf, "WAIT (seconds) must be at least 0 and finite, not inf"),
+        ("MAX_TTL", 0, "MAX_TTL (seconds) must be at least 0.1 and at most 3.2e+09"),
+        ("MAX_TTL", 1e10, "MAX_TTL (seconds) must be at least 0.1 and at most 3.2e+09"),
+        ("MAX_TTL", None, "MAX_TTL (seconds) must be a number, not None"),
         ("MAX_TTL", 10, "TTL (30 s) is above MAX_TTL (10 s)"),
         ("LOCK_CONNECTIONS", 0, "LOCK_CONNECTIONS: must be an int of at least 1, not 0"),
         ("LOCK_CONNECTIONS", True, "LOCK_CONNECTIONS: must be an int of at least 1, not True"),
         ("LOCK_CONNECTIONS", 2.0, "LOCK_CONNECTIONS: must be an int of at least 1, not 2.0"),
         ("FENCE_FLOOR", "server", "FENCE_FLOOR: must be \"clock\" or None, not 'server'"),
         ("FENCE_FLOOR", True, 'FENCE_FLOOR: must be "clock" or None, not True'),
-        ("HEARTBEAT", 0, "HEARTBEAT: HEARTBEAT must be at least 0.01 and at most 0.5, not 0"),
-        ("HEARTBEAT", 0.6, "HEARTBEAT: HEARTBEAT must be at least 0.01 and at most 0.5, not 0.6"),
-        ("HEARTBEAT", True, "HEARTBEAT: HEARTBEAT must be a number, not True"),
+        ("HEARTBEAT", 0, "HEARTBEAT must be at least 0.01 and at most 0.5, not 0"),
+        ("HEARTBEAT", 0.6, "HEARTBEAT must be at least 0.01 and at most 0.5, not 0.6"),
+        ("HEARTBEAT", True, "HEARTBEAT must be a number, not True"),
         ("RETRY", None, "RETRY: must be a dictionary, not None"),
         ("RETRY", Retry(), "RETRY: must be a dictionary, not Retry("),
         ("RETRY", {"dely": 1}, "RETRY: unknown: 'dely'; known: delay, factor, cap"),
@@ -147,6 +147,23 @@ def test_unknown_name_is_refused_with_the_known_ones(settings: Any, name: Any, n
         f"DISTLOCK['x']: Unknown settings: {name!r}. Known settings: BACKEND, KEY_PREFIX, TTL,"
         f" WAIT, MAX_TTL, HEARTBEAT, LOCK_CONNECTIONS, RETRY, FENCE_FLOOR, OPTIONS.{near}"
     )
+
+
+def test_backend_without_an_alias_or_an_alias_without_a_backend(settings: Any) -> None:
+    """Each is told as what it is."""
+    settings.DISTLOCK = {"BACKEND": MEMORY}
+    with pytest.raises(InvalidLockBackend, match=r'\{"default": \{"BACKEND": …\}\}'):
+        conf.backend_config("default")
+    settings.DISTLOCK = {"x": {"TTL": 5}}
+    with pytest.raises(InvalidLockBackend, match=r"DISTLOCK\['x'\]: BACKEND is missing"):
+        conf.backend_config("x")
+
+
+def test_setting_of_an_alias_is_sent_there(settings: Any) -> None:
+    """It is no setting of ours by itself, nor a slip of one."""
+    settings.DISTLOCK_TTL = 60
+    with pytest.raises(InvalidLockBackend, match=r"TTL belongs in DISTLOCK\['default'\]\. Known"):
+        conf.refuse_unknown_settings()
 
 
 @pytest.mark.parametrize("value", [None, [], "default", 5])
