@@ -106,8 +106,7 @@ def backend_config(alias: str) -> BackendConfig:
         raise InvalidLockBackend(f"{where}: BACKEND is missing, the import path of a backend.")
     if not isinstance(raw["BACKEND"], str):
         raise InvalidLockBackend(
-            f"{where}: BACKEND must be the import path of a backend, not"
-            f" {shown(raw['BACKEND'])}."
+            f"{where}: BACKEND must be the import path of a backend, not {shown(raw['BACKEND'])}."
         )
     read: dict[str, Any] = {"alias": alias}
     for name, value in raw.items():
@@ -366,8 +365,7 @@ def refuse_unknown_settings() -> None:
                 else suggestion(name, SETTINGS)
             )
             raise InvalidLockBackend(
-                f"There is no setting {name}.{remedy}"
-                f" Known settings: {', '.join(SETTINGS)}."
+                f"There is no setting {name}.{remedy} Known settings: {', '.join(SETTINGS)}."
             )
 
 

@@ -385,6 +385,7 @@ class KeyTemplate:
         Raises:
             InvalidArgument: See `for_function`.
         """
+
         def call(**_: object) -> None:
             """Take what the template names."""
 
