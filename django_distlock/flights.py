@@ -49,6 +49,7 @@ from .core.errors import (
     LockLost,
     LockNotAcquired,
     LockUsageError,
+    shown,
 )
 from .core.keys import OWN_MARKER, KeyTemplate, key_hash, own_key
 from .core.logs import log_fields
@@ -131,6 +132,13 @@ def single_flight(key: str, compute: Callable[[], Any] | None = None, **how: Unp
         LockNotAcquired: Somebody else computed for all of `wait`.
         LockUsageError: `compute` asks for its own value; or it is asynchronous.
     """
+    if callable(key):
+        raise InvalidArgument(
+            f"single_flight has got {shown(key)} for a key. Is it written without parentheses?"
+            " Write @single_flight(…)."
+        )
+    if compute is not None and not callable(compute):
+        raise InvalidArgument(f"compute must be a function, not {shown(compute)}.")
     plan = _Plan.of(key, **how)
     if compute is None:
         return plan.decorate

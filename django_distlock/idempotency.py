@@ -23,7 +23,7 @@ from django.http import HttpResponse, HttpResponseBase, JsonResponse
 from django.http.request import RawPostDataException
 from django.utils.translation import gettext
 
-from .core.bodies import whole
+from .core.bodies import is_being_defined, whole
 from .core.durations import Duration, seconds
 from .core.errors import InvalidArgument, LockUsageError, shown
 from .core.keys import IllegalKey, KeyTemplate
@@ -99,11 +99,13 @@ def idempotent(
         LockUsageError: The view is asynchronous: Django has no transactions for those. Or the
             response is streaming, or longer than `max_body`; then what was written is rolled back.
     """
-    if not (key is None or callable(key) or (isinstance(key, str) and key)):
+    if is_being_defined(key):
         raise InvalidArgument(
-            "idempotent needs parentheses, and key must be a template or a function, not"
-            f" {shown(key)}."
+            f"idempotent has got {key.__qualname__} for a key. Is it written without parentheses?"
+            " Write @idempotent()."
         )
+    if not (key is None or callable(key) or (isinstance(key, str) and key)):
+        raise InvalidArgument(f"key must be a template or a function, not {shown(key)}.")
     kept_for = timedelta(seconds=seconds(keep, "keep", minimum=1.0, maximum=LONGEST))
     if isinstance(max_body, bool) or not isinstance(max_body, int) or max_body < 0:
         raise InvalidArgument(f"max_body must be a number of bytes, not {shown(max_body)}.")
@@ -134,10 +136,9 @@ def idempotent(
                 )
             owner = _owner(request, None if client is None else client(*args, **kwargs))
             if owner is None:
-                said = gettext("An Idempotency-Key requires a login.")
-                if client is not None:
-                    said = gettext("An Idempotency-Key requires a known client.")
-                return _refusal(400, "no_owner", said)
+                login = gettext("An Idempotency-Key requires a login.")
+                known = gettext("An Idempotency-Key requires a known client.")
+                return _refusal(400, "no_owner", login if client is None else known)
             name = _digest(f"{view.__module__}.{view.__qualname__}", *owner, given)
             return _once(name, request, call, kept_for, max_body)
 

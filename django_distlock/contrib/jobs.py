@@ -7,13 +7,13 @@ import itertools
 import logging
 import math
 import random
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, cast
 
 from ..backends.base import BaseLockBackend
+from ..core.bodies import is_being_defined
 from ..core.durations import Duration, seconds
 from ..core.errors import InvalidArgument, shown
 from ..core.keys import KeyTemplate
@@ -309,17 +309,12 @@ def key_maker(
 def refuse_function(key: object) -> None:
     """Refuse the function of a task where a key is expected, if the two can be told apart.
 
-    A function of a module that makes keys has its name there by now, and one that is being
-    decorated has not. Of functions inside of others, and of classes, nobody knows: `only_function`
-    says so when the task runs.
+    Where they cannot, `only_function` says so when the task runs.
 
     Raises:
         InvalidArgument: It is no key.
     """
-    if not inspect.isfunction(key) or not key.__qualname__.isidentifier():
-        return
-    module = sys.modules.get(key.__module__)
-    if module is not None and key.__qualname__ not in vars(module):
+    if is_being_defined(key):
         raise InvalidArgument(f"locked_task has got {key.__qualname__} for a key. {_PARENTHESES}")
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
-from typing import Any, Final, NoReturn, ParamSpec, TypeVar, cast
+from types import FunctionType
+from typing import Any, Final, NoReturn, ParamSpec, TypeGuard, TypeVar, cast
 
 from asgiref.sync import iscoroutinefunction
 
@@ -23,6 +25,17 @@ _LATER: Final = {
     "a generator": "Use a with block inside it.",
     "an asynchronous generator": "Use an async with block inside it.",
 }
+
+
+def is_being_defined(function: object) -> TypeGuard[FunctionType]:
+    """Whether this is a function of a module that has not got its name yet: it is decorated now.
+
+    Of functions inside of others, and of classes, nobody knows.
+    """
+    if not inspect.isfunction(function) or not function.__qualname__.isidentifier():
+        return False
+    module = sys.modules.get(function.__module__)
+    return module is not None and function.__qualname__ not in vars(module)
 
 
 def require_function(function: object, decorator: str) -> None:
@@ -55,7 +68,10 @@ def whole(function: Callable[P, T], *, awaits: bool = True) -> Callable[P, T]:
         LockUsageError: It is seen that its body would run later; or it is a class.
     """
     if not callable(function):
-        raise InvalidArgument(f"Only functions can be decorated, not {shown(function)}.")
+        raise InvalidArgument(
+            f"Only functions can be decorated, not {shown(function)}. Is the decorator written"
+            " without parentheses?"
+        )
     if inspect.isclass(function):
         raise LockUsageError(
             f"{function.__qualname__} is a class and cannot be decorated. Decorate its methods, or"

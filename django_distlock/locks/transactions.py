@@ -131,6 +131,12 @@ def transaction_locked(
     """
     if not templates:
         raise InvalidArgument("transaction_locked() needs at least one key.")
+    for each in templates:
+        if not isinstance(each, str):
+            raise InvalidArgument(
+                f"transaction_locked has got {shown(each)} for a key. Is it written without"
+                " parentheses? Write @transaction_locked(…)."
+            )
     if not isinstance(wait, Unset):
         wait_seconds(wait)
 

@@ -523,6 +523,8 @@ def test_decorator_opens_the_transaction(registered: Registered, key: str) -> No
         transaction_locked("stock")(coroutine)
     with pytest.raises(InvalidArgument, match="at least one key"):
         transaction_locked()
+    with pytest.raises(InvalidArgument, match=r"without parentheses\? Write @transaction_locked\("):
+        transaction_locked(sell)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="wait"):
         transaction_locked("stock", wait=-1)
     with pytest.raises(InvalidArgument, match="nothing"):

@@ -696,5 +696,10 @@ def test_keys_have_rules() -> None:
     for bad in ("", "a\0b", 5.5, "x" * 600):
         with pytest.raises(InvalidArgument):
             single_flight(bad, lambda: 1, timeout=60)
+    bare: Any = single_flight
+    with pytest.raises(InvalidArgument, match=r"without parentheses\? Write @single_flight\("):
+        bare(lambda: 1)
+    with pytest.raises(InvalidArgument, match="compute must be a function, not 5"):
+        bare("summary", 5, timeout=3)
     with pytest.raises(InvalidArgument, match="nobody"):
         single_flight("summary:{nobody}", timeout=60)(lambda pk: pk)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -712,8 +715,24 @@ def test_wrong_arguments_are_refused(how: dict[str, Any], named: str) -> None:
         idempotent(**how)
 
 
+def test_missing_parentheses_are_told_at_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A view is no key, and its module says so; of a method it is known when it is called."""
+    name = f"bare_{uuid.uuid4().hex}"
+    (tmp_path / f"{name}.py").write_text(
+        "from django_distlock.idempotency import idempotent\n@idempotent\ndef pay(request): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InvalidArgument, match=r"pay for a key\..*Write @idempotent\(\)"):
+        import_module(name)
+    bare: Any = idempotent(lambda request: "")
+    with pytest.raises(InvalidArgument, match="without parentheses"):
+        bare(request())
+
+
 def test_wrong_views_are_refused() -> None:
-    """Without parentheses, asynchronous, classes, and templates of other views."""
+    """Asynchronous, classes, and templates of other views."""
 
     async def later(request: HttpRequest) -> HttpResponse:
         return HttpResponse()
