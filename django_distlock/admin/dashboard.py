@@ -26,7 +26,7 @@ from ..models import HeldLock
 from .cleaning import CleanupForm, clean_up, records_over
 from .filters import FilterForm, KeyForm
 from .keys import KeyPage
-from .operating import ACTS, act_on, allowed
+from .operating import ACTS, Act, act_on, allowed, another
 from .overview import Overview, problems
 from .records import ReadOnlyAdmin
 from .targets import Pages, Target, object_page
@@ -115,7 +115,7 @@ class LockDashboard(ReadOnlyAdmin):
         if act is None:
             raise Http404
         self._require(request, Operation.VIEW, act.operation)
-        targets = [_target(each) for each in dict.fromkeys(request.POST.getlist("target"))]
+        targets = _chosen(request, act)
         if len(targets) > MAX_TARGETS:
             raise Http404
         back = self._behind(request, targets)
@@ -131,7 +131,7 @@ class LockDashboard(ReadOnlyAdmin):
             **self._context(request, str(act.label)),
             "act": act,
             "form": form,
-            "keys": [_looked_at(each, self._pages, tells_who=sees) for each in targets],
+            "keys": [_chosen_page(each, self._pages, tells_who=sees) for each in targets],
             "back": request.POST.get("back", ""),
             "back_address": back,
         }
@@ -173,7 +173,7 @@ class LockDashboard(ReadOnlyAdmin):
         """Return where the page was that the form came from: of ours alone."""
         back = request.POST.get("back", "")
         if back == "key" and len(targets) == 1:
-            return self._pages.key(replace(targets[0], fence=None))
+            return self._pages.key(replace(targets[0], fences=()))
         if back.startswith("?"):
             return f"{self._pages.locks}?{QueryDict(back[1:]).urlencode()}".removesuffix("?")
         return self._pages.locks
@@ -184,6 +184,15 @@ def _target(text: str) -> Target:
         return Target.of(text)
     except InvalidArgument:
         raise Http404 from None
+
+
+def _chosen(request: HttpRequest, act: Act) -> list[Target]:
+    """Return the keys that a form names, each once with all holders that were chosen of it."""
+    found: dict[tuple[str, str], tuple[int, ...]] = {}
+    for each in map(_target, dict.fromkeys(request.POST.getlist("target"))):
+        fences = each.fences if act.is_about_holder else ()
+        found[each.backend, each.key] = found.get((each.backend, each.key), ()) + fences
+    return [Target(*names, fences) for names, fences in found.items()]
 
 
 def _may_see_events(request: HttpRequest) -> bool:
@@ -197,3 +206,10 @@ def _looked_at(target: Target, pages: Pages, *, tells_who: bool) -> KeyPage | st
         return KeyPage(show(target.key, target.backend), target, pages, tells_who)
     except (LockError, ImproperlyConfigured) as error:
         return f"{printable(target.key)}: {error}"
+
+
+def _chosen_page(target: Target, pages: Pages, *, tells_who: bool) -> KeyPage | str:
+    """Return the same; a text also where others have the key than those who were chosen."""
+    page = _looked_at(target, pages, tells_who=tells_who)
+    is_gone = isinstance(page, KeyPage) and page.all_rows and not page.rows
+    return another(target) if is_gone else page

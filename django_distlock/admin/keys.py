@@ -69,6 +69,23 @@ class KeyPage:
         held = self.view.held
         return None if held is None else row_of(held, self.pages)
 
+    @property
+    def all_rows(self) -> list[Row]:
+        """Everybody who holds it."""
+        held = () if self.view.held is None else (self.view.held,)
+        return [row_of(each, self.pages) for each in self.view.sharing or held]
+
+    @property
+    def rows(self) -> list[Row]:
+        """Those of them whom the target names: all, where it names none."""
+        fences = self.target.fences
+        return [each for each in self.all_rows if not fences or each.lock.fence in fences]
+
+    @property
+    def others(self) -> int:
+        """How many hold it beside those."""
+        return len(self.all_rows) - len(self.rows)
+
     def chain(self) -> list[tuple[str, str, Holder | None]]:
         """What its holder waits for, and so on: each key, its page and its holder."""
         return [
@@ -160,8 +177,9 @@ class KeyPage:
     @property
     def seen(self) -> str:
         """What a form sends to name the key and whom it was seen with."""
-        held = self.view.held
-        return replace(self.target, fence=self.view.fence if held is None else held.fence).text
+        found = tuple(each.lock.fence for each in self.rows)
+        fences = self.target.fences or found or (self.view.fence,)
+        return replace(self.target, fences=fences).text
 
 
 def _quoted(key: str) -> str:

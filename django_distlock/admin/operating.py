@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,12 +13,12 @@ from django.core.exceptions import ImproperlyConfigured
 from django.http import HttpRequest
 from django.utils.functional import Promise
 from django.utils.translation import gettext as _
-from django.utils.translation import gettext_lazy, ngettext_lazy
+from django.utils.translation import gettext_lazy, ngettext, ngettext_lazy
 
 from .. import inspection
 from ..core.errors import LockError
 from ..core.wording import printable
-from ..inspection import Operation, Outcome, Result
+from ..inspection import Operation, Outcome
 from .targets import Target
 
 
@@ -78,7 +79,7 @@ class Act:
     Attributes:
         label: What the button says.
         promise: What will happen, in a sentence or two.
-        result: What was done, by the number of keys.
+        result: What was done, by the number of keys, or of holders.
         form: What has to be said before.
         run: The function of `inspection`.
         is_grave: Whether it takes something away.
@@ -175,39 +176,73 @@ def act_on(
     """Do something to keys, one after the other, and tell what became of each."""
     done = 0
     for target in targets:
+        outcomes: list[Outcome] = []
         try:
-            seen = {"fence": target.fence} if act.is_about_holder else {}
-            outcome = act.run(
-                target.key, backend=target.backend, actor=request.user, **seen, **arguments
-            )
+            for seen in _holders(act, target):
+                outcome = act.run(
+                    target.key, backend=target.backend, actor=request.user, **seen, **arguments
+                )
+                outcomes.append(outcome)
         except (LockError, ImproperlyConfigured) as error:
             text = _("Failed for %(key)s: %(error)s") % {
                 "key": printable(target.key),
                 "error": error,
             }
             messages.error(request, text)
-            continue
-        done += outcome.is_done
-        if outcome.result is Result.BUSY:
-            messages.warning(request, _busy(outcome))
-        elif outcome.result is Result.NOTHING and outcome.held is not None:
-            messages.warning(request, _another(target))
-        elif outcome.result is Result.NOTHING:
-            messages.info(
-                request,
-                _("Nothing was changed: there was nothing to do for %(key)s.")
-                % {"key": printable(target.key)},
-            )
+        done += sum(each.is_done for each in outcomes)
+        if outcomes:
+            _tell(request, target, outcomes)
     if done:
         messages.success(request, act.result % {"number": done})
+
+
+def _holders(act: Act, target: Target) -> list[dict[str, int | None]]:
+    """Return what says for each holder that it is about it: who share a key are taken by one."""
+    if not act.is_about_holder:
+        return [{}]
+    return [{"fence": each} for each in target.fences or (None,)]
+
+
+def _tell(request: HttpRequest, target: Target, outcomes: Sequence[Outcome]) -> None:
+    """Tell what is not as it was meant, of all that was done to one key."""
+    busy = next((each for each in outcomes if each.is_busy), None)
+    done = next((each for each in outcomes if each.is_done), None)
+    if done is not None:
+        if remaining := _still_held(done):
+            messages.warning(request, remaining)
+    elif busy is not None:
+        messages.warning(request, _busy(busy))
+    elif outcomes[-1].held is not None:
+        messages.warning(request, another(target))
+    else:
+        messages.info(
+            request,
+            _("Nothing was changed: there was nothing to do for %(key)s.")
+            % {"key": printable(target.key)},
+        )
 
 
 # The admin begins messages with a capital letter: no key may come first.
 
 
-def _another(target: Target) -> str:
+def another(target: Target) -> str:
+    """Return that others have a key than those who were seen with it."""
     text = _("Nothing was changed: %(key)s has a new holder. Check it and try again.")
     return text % {"key": printable(target.key)}
+
+
+def _still_held(outcome: Outcome) -> str:
+    """Return how many still share a key that was taken from some; "": none, or nobody can tell."""
+    number = 0
+    if outcome.operation is Operation.FORCE_RELEASE and outcome.held and outcome.held.shared:
+        with suppress(LockError):
+            number = len(inspection.show(outcome.key, outcome.backend).sharing)
+    text = ngettext(
+        "Still held: %(number)d other shares %(key)s.",
+        "Still held: %(number)d others share %(key)s.",
+        number,
+    )
+    return text % {"number": number, "key": printable(outcome.key)} if number else ""
 
 
 def _busy(outcome: Outcome) -> str:

@@ -40,8 +40,9 @@ class Row:
 
     @property
     def target(self) -> Target:
-        """The key that it is about."""
-        return Target(self.lock.backend, self.lock.key)
+        """The key that it is about; of a shared one, this holder alone."""
+        lock = self.lock
+        return Target(lock.backend, lock.key, (lock.fence,) if lock.shared else ())
 
     @property
     def identity(self) -> str:

@@ -24,12 +24,12 @@ class Target:
     """A key of a backend.
 
     Attributes:
-        fence: Under which it was looked at; None: nobody has said.
+        fences: Those of the holders who were looked at; (): nobody has said.
     """
 
     backend: str
     key: str
-    fence: int | None = None
+    fences: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, text: str) -> Target:
@@ -38,10 +38,11 @@ class Target:
         Raises:
             InvalidArgument: It names no legal key, or no backend that there is.
         """
-        fields = dict(parse_qsl(text, keep_blank_values=True))
+        pairs = parse_qsl(text, keep_blank_values=True)
+        fields = dict(pairs)
         try:
-            fence = int(fields["fence"]) if "fence" in fields else None
-            found = cls(fields["backend"], stored_key(fields["key"]), fence)
+            fences = tuple(int(value) for name, value in pairs if name == "fence")
+            found = cls(fields["backend"], stored_key(fields["key"]), fences)
         except (KeyError, ValueError, LockError):
             raise InvalidArgument(f"{shown(text)} names no key of a lock.") from None
         if found.backend not in lock_backends:
@@ -52,8 +53,8 @@ class Target:
     def text(self) -> str:
         """What `of` reads: also the query of an address."""
         # A form would change line ends, and a key may have some.
-        seen = {} if self.fence is None else {"fence": self.fence}
-        return urlencode({"backend": self.backend, "key": self.key, **seen})
+        seen = [("fence", each) for each in self.fences]
+        return urlencode([("backend", self.backend), ("key", self.key), *seen])
 
 
 @dataclass(frozen=True, slots=True)

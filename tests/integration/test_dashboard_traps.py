@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
+from html import unescape
 from typing import Any
 from urllib.parse import urlencode
 
@@ -64,6 +65,47 @@ def test_next_holder_is_not_the_one_that_was_seen(browser: Client, key: str) -> 
         store.force_release(key)
         event_log.finish()
         LockEvent.objects.filter(key=key).delete()
+
+
+@pytest.mark.parametrize("alias", ["postgres", "redis"])
+def test_row_of_a_shared_key_is_one_holder(browser: Client, key: str, alias: str) -> None:
+    """It alone is shown and asked or taken; the page of the key means all who are seen with it."""
+    store = lock_backends[alias]
+    granted = [
+        store.acquire(key, new_token(), 60, Holder(host=f"h-{each}"), permits=None)
+        for each in range(4)
+    ]
+    fences = [each.fence for each in granted]
+    rows = [urlencode({"backend": alias, "key": key, "fence": each}) for each in fences]
+
+    def targets(text: str) -> list[str]:
+        return [*map(unescape, re.findall(r'name="target" value="([^"]*)"', text))]
+
+    def sent(operation: Operation, *chosen: str) -> tuple[str, list[str], str]:
+        asked = browser.post(OPERATE, form(operation, target=chosen)).content.decode()
+        order = confirmed(operation, target=targets(asked))
+        done = browser.post(OPERATE, order, follow=True).content.decode()
+        return asked, sorted(re.findall(r"<bdi>(h-\d)</bdi>", asked)), done
+
+    assert sorted(targets(page(browser, backend=alias, begins=key))) == sorted(rows)
+    asked, shown, done = sent(Operation.FORCE_RELEASE, rows[1])
+    assert "3 others share the key, and keep it" in asked
+    assert shown == ["h-1"]
+    assert "1 lock force-released." in done
+    assert f"Still held: 3 others share {key}." in done
+    asked, shown, done = sent(Operation.REQUEST_STOP, rows[0], rows[2])
+    assert shown == ["h-0", "h-2"]
+    assert "Stop requested for 2 locks." in done
+    stopped = {each.fence for each in store.records.sharing(key) if each.stop_requested_at}
+    assert stopped == {fences[0], fences[2]}
+    # A pause is of the key, whatever the rows are.
+    assert "1 key paused." in sent(Operation.PAUSE, rows[0], rows[2])[2]
+    assert f"{key} has a new holder" in sent(Operation.FORCE_RELEASE, rows[1])[0]
+    asked, shown, done = sent(Operation.FORCE_RELEASE, *targets(key_page(browser, alias, key)))
+    assert shown == ["h-0", "h-2", "h-3"]
+    assert "3 locks force-released." in done
+    assert "Still held" not in done
+    assert store.read(key) is None
 
 
 @pytest.mark.parametrize("operation", ON_HOLDERS)
