@@ -46,8 +46,9 @@ class Row:
 
     @property
     def identity(self) -> str:
-        """What stays the same while one holder has the key."""
-        return f"{self.lock.backend}-{self.lock.key_hash}"
+        """What tells it from all other rows, whoever has a key that is not shared."""
+        lock = self.lock
+        return f"{lock.backend}-{lock.key_hash}" + (f"-{lock.fence}" if lock.shared else "")
 
     @property
     def icon(self) -> str:

@@ -108,6 +108,14 @@ def test_row_of_a_shared_key_is_one_holder(browser: Client, key: str, alias: str
     assert store.read(key) is None
 
 
+def test_rows_of_a_shared_key_are_told_apart(browser: Client, key: str) -> None:
+    """A refresh finds each again by its name."""
+    for _ in range(3):
+        lock_backends["postgres"].acquire(key, new_token(), 60, permits=None)
+    rows = re.findall(r'data-row="([^"]*)"', page(browser, backend="postgres", begins=key))
+    assert len(rows) == len(set(rows)) == 3
+
+
 @pytest.mark.parametrize("operation", ON_HOLDERS)
 def test_next_holder_of_the_last_moment_is_spared(
     browser: Client, key: str, operation: Operation, monkeypatch: pytest.MonkeyPatch
