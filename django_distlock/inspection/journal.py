@@ -106,11 +106,14 @@ class Order:
         why = f": {printable(self.reason)}" if self.reason else ""
         try:
             using = router.db_for_write(LogEntry)
-            # In a block of its own, so that an error leaves the caller's transaction as it was.
+            # Each in a block of its own, so that an error leaves the caller's transaction as it
+            # was; and two, because SQLite does not wait for a write that follows a read.
+            with transaction.atomic(using=using):
+                content_type = ContentType.objects.db_manager(using).get_for_model(model)
             with transaction.atomic(using=using):
                 LogEntry.objects.using(using).create(
                     user_id=self.actor.pk,
-                    content_type=ContentType.objects.db_manager(using).get_for_model(model),
+                    content_type=content_type,
                     object_id=named,
                     object_repr=printable(key)[:200],
                     action_flag=DELETION if gone else CHANGE,

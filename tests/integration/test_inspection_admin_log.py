@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 from urllib.parse import urlencode
 
 import pytest
 from django.contrib.auth.models import User
+from django.contrib.contenttypes.models import ContentType
 from django.db import connections
+from django.test import override_settings
 
 from django_distlock import lock_backends
 from django_distlock.core.keys import new_token
@@ -96,3 +100,39 @@ def test_log_that_cannot_be_written_undoes_nothing(
         assert User.objects.filter(pk=nobody.pk).count() == 0
     assert "could not be written to the admin log" in caplog.text
     assert event_of(held).kind == LockEvent.Kind.FORCED
+
+
+class _LogInFile:
+    """Routes the admin's log to SQLite."""
+
+    def db_for_write(self, model: type[Any], **_: Any) -> str | None:
+        """Give the alias for a model."""
+        return "sqlite" if model.__name__ == "LogEntry" else None
+
+
+def test_log_is_in_a_file_that_others_write_to(
+    log: Any, held: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite refuses at once what is written behind a read that another commit has overtaken."""
+    connection, look_up = connections["sqlite"], type(ContentType.objects).get_for_model
+
+    def overtaken(*args: Any, **more: Any) -> ContentType:
+        found = look_up(*args, **more)
+        name = connection.settings_dict["NAME"]
+        with closing(sqlite3.connect(name, isolation_level=None)) as other:
+            other.execute("UPDATE auth_user SET first_name = username")
+        return found
+
+    monkeypatch.setattr(type(ContentType.objects), "get_for_model", overtaken)
+    ContentType.objects.clear_cache()
+    user = User.objects.using("sqlite").create(username=held)
+    with connection.schema_editor() as editor:
+        editor.create_model(log)
+    try:
+        with override_settings(DATABASE_ROUTERS=[_LogInFile()]):
+            force_release(held, backend="postgres", actor=user, reason="it hangs")
+        assert [each.object_repr for each in log.objects.using("sqlite")] == [held]
+    finally:
+        with connection.schema_editor() as editor:
+            editor.delete_model(log)
+        User.objects.using("sqlite").filter(pk=user.pk).delete()
