@@ -10,6 +10,7 @@ from typing import Any
 from django.contrib import admin
 from django.contrib.admin.utils import unquote
 from django.core.exceptions import ImproperlyConfigured, PermissionDenied
+from django.db import connections, transaction
 from django.http import Http404, HttpRequest, HttpResponse, QueryDict
 from django.shortcuts import redirect
 from django.template.response import TemplateResponse
@@ -42,10 +43,15 @@ class LockDashboard(ReadOnlyAdmin):
     def get_urls(self) -> list[URLPattern]:
         """Add the page of a key, the one that acts on keys, and the one that cleans up."""
         wrap = self.admin_site.admin_view
+        operate, cleanup = wrap(self.operate_view), wrap(self.cleanup_view)
+        # What they do stays done, and is noted, whatever becomes of the answer.
+        for using in connections:
+            for each in (operate, cleanup):
+                transaction.non_atomic_requests(using)(each)
         return [
             path("key/", wrap(self.key_view), name="django_distlock_heldlock_key"),
-            path("operate/", wrap(self.operate_view), name="django_distlock_heldlock_operate"),
-            path("cleanup/", wrap(self.cleanup_view), name="django_distlock_heldlock_cleanup"),
+            path("operate/", operate, name="django_distlock_heldlock_operate"),
+            path("cleanup/", cleanup, name="django_distlock_heldlock_cleanup"),
             *super().get_urls(),
         ]
 

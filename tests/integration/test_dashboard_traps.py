@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 import pytest
 from django.conf import settings
 from django.contrib.auth.models import User
-from django.db import models
+from django.db import connections, models
 from django.test import Client, override_settings
 
 from django_distlock import lock_backends
@@ -145,6 +145,23 @@ def test_next_holder_of_the_last_moment_is_spared(
     assert [store.read(key)] == after != [None]
     assert f"{key} has a new holder" in text
     assert no_event_of(key)
+
+
+def test_operations_are_in_no_transaction_of_the_request(
+    browser: Client, operator: User, log: Any, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite has one writer for a file; elsewhere an error of the answer would undo the log."""
+    for alias in ("default", "sqlite"):
+        monkeypatch.setitem(connections[alias].settings_dict, "ATOMIC_REQUESTS", True)
+    take("sqlite", key)
+    over = HeldLock.objects.using("sqlite").filter(key=key)
+    target = [urlencode({"backend": "sqlite", "key": key})]
+    sent = confirmed(Operation.PAUSE, target=target)
+    assert "1 key paused." in browser.post(OPERATE, sent, follow=True).content.decode()
+    over.update(free_at=lock_backends["sqlite"].clock() - timedelta(hours=2))
+    browser.post(f"{LOCKS}cleanup/", {"backend": "sqlite", "hours": "1"})
+    assert not over.exists()
+    assert log.objects.filter(user=operator).count() == 2
 
 
 def assert_past_expiry_is_counted(alias: str) -> None:
