@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import pytest
+
 from .browsers import Browser
-from .dashboards import LOCKS, Dashboard, held, row, show
+from .dashboards import LOCKS, Dashboard, held, pause, row, show
 
 # What a page of another program looks like, such as that of a single sign-on.
 ANOTHER = "<!DOCTYPE html><title>Log in</title><p>Who are you?"
@@ -45,6 +47,20 @@ def test_another_page_is_no_refresh(shop: Dashboard, browser: Browser) -> None:
         before = browser.text(f"{row('shown')} .left .text")
         browser.ask("new Promise(done => setTimeout(done, 2500))")
         assert browser.text(f"{row('shown')} .left .text") == before
+
+
+@pytest.mark.parametrize("answer", ["new Response(null, {status: 304})", "Promise.reject()"])
+def test_pause_outlasts_a_refresh_on_its_way(
+    shop: Dashboard, browser: Browser, answer: str
+) -> None:
+    """Whatever comes of it, the page goes on to say that it is paused."""
+    show(browser)
+    browser.driver.execute_script("window.fetch = () => new Promise(go => { window.answer = go })")
+    browser.until(lambda: browser.ask("window.answer !== undefined"))
+    pause(browser)
+    browser.driver.execute_script(f"window.answer({answer})")
+    browser.ask("new Promise(done => setTimeout(done))")
+    assert browser.text(".distlock-live [role=status]") == "Paused"
 
 
 def test_end_of_the_session_is_told_once(shop: Dashboard, browser: Browser) -> None:

@@ -162,14 +162,17 @@
                     say('out');
                     return;
                 }
+                const text = await answer.text();
+                // Somebody may have paused it meanwhile.
+                if (stopped) return;
                 if (answer.status !== 304) {
                     if (!answer.ok) throw new Error(answer.status);
-                    if (!patch(await answer.text())) throw new Error('another page');
+                    if (!patch(text)) throw new Error('another page');
                     tag = answer.headers.get('ETag');
                 }
                 say('on');
             } catch {
-                say('lost');
+                if (!stopped) say('lost');
             } finally {
                 asking = false;
             }
