@@ -13,6 +13,10 @@ from .dashboards import LOCKS, Dashboard, held, pause, row, show
 # What a page of another program looks like, such as that of a single sign-on.
 ANOTHER = "<!DOCTYPE html><title>Log in</title><p>Who are you?"
 
+UNREADABLE = (
+    "<table><tbody data-part=rows><tr data-row=spoiled><td><td><th><td colspan=5>spoiled</table>"
+)
+
 
 def answer_with(browser: Browser, body: str) -> None:
     """Let the next refreshes get another page, as of something in front of the site."""
@@ -61,6 +65,17 @@ def test_pause_outlasts_a_refresh_on_its_way(
     browser.driver.execute_script(f"window.answer({answer})")
     browser.ask("new Promise(done => setTimeout(done))")
     assert browser.text(".distlock-live [role=status]") == "Paused"
+
+
+def test_unreadable_record_does_not_reload_the_page(shop: Dashboard, browser: Browser) -> None:
+    """Its row has as many columns as all others, in fewer cells."""
+    with held(shop, "readable"):
+        show(browser, "readable")
+        answer_with(browser, UNREADABLE)
+        browser.until(lambda: browser.every("[data-row=spoiled]"))
+        # Else the next refresh would be of the page that was loaded again.
+        browser.driver.execute_script("document.querySelector('[data-row=spoiled]').remove()")
+        browser.until(lambda: browser.every("[data-row=spoiled]"))
 
 
 def test_end_of_the_session_is_told_once(shop: Dashboard, browser: Browser) -> None:

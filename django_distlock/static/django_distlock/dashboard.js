@@ -116,7 +116,8 @@
         const fresh = new DOMParser().parseFromString(text, 'text/html');
         // Something else has answered, such as a login page.
         if (fresh.querySelector('[data-part="rows"]') === null) return false;
-        const columns = body => body.querySelector('[data-row]:not([data-row=none])')?.cells.length;
+        const columns = body => [...body.querySelector('[data-row]:not([data-row=none])')?.cells ?? []]
+            .reduce((sum, cell) => sum + cell.colSpan, 0);
         const [ours, theirs] = [page, fresh].map(columns);
         // Somebody's permissions have changed, and with them the table.
         if (ours && theirs && ours !== theirs) window.location.reload();
