@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from typing import Final
+
+#: What Python calls printable, and fonts show as nothing: of Unicode's
+#: `Default_Ignorable_Code_Point`, and the blank of Braille.
+_UNSEEN: Final = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0"
+    "\U000e0100-\U000e01ef]"
+)
 
 
 def printable(text: str) -> str:
@@ -14,11 +23,16 @@ def printable(text: str) -> str:
     Line ends, control characters, characters without width and those that turn the direction of
     text: they forge lines of a log, and make one key look like another.
     """
-    if text.isprintable():
+    if is_seen(text):
         return text
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+        each if is_seen(each) else each.encode("unicode_escape").decode() for each in text
     )
+
+
+def is_seen(text: str) -> bool:
+    """Return whether a text has no character that cannot be seen."""
+    return text.isprintable() and _UNSEEN.search(text) is None
 
 
 def span(seconds: float | None, digits: int = 1) -> str:
