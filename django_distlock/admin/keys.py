@@ -13,7 +13,7 @@ from django.utils.translation import gettext_lazy as _
 
 from ..core.holders import Holder
 from ..core.records import known_holder
-from ..core.wording import printable, span
+from ..core.wording import is_seen, span
 from ..inspection import KeyView, Operation
 from ..inspection.history import times_of
 from ..models import LockEvent
@@ -184,10 +184,14 @@ class KeyPage:
 
 def _quoted(key: str) -> str:
     """Return a key as a shell takes it, with nothing in it that changes how a page shows it."""
-    if key.isprintable():
-        text = shlex.quote(key)
-    else:
-        escaped = key.replace("\\", "\\\\").replace("'", "\\'")
-        text = f"$'{printable(escaped)}'"
+    text = shlex.quote(key) if is_seen(key) else f"$'{''.join(map(_escaped, key))}'"
     # Else an option begins here.
     return f"-- {text}" if key.startswith("-") else text
+
+
+def _escaped(character: str) -> str:
+    if is_seen(character):
+        return f"\\{character}" if character in "\\'" else character
+    # Not `\xHH`, which is a byte there.
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

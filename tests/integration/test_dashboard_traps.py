@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from datetime import timedelta
 from html import unescape
 from typing import Any
@@ -297,10 +298,13 @@ def test_lines_for_a_shell_are_for_a_shell(browser: Client) -> None:
         ("a b'c", "'a b'\"'\"'c'"),
         ("--help", "-- --help"),
         ("\u202eevil\\'", r"$'\u202eevil\\\''"),
+        ("a\u00a0b\u00ad\U000e0001", r"$'a\u00a0b\u00ad\U000e0001'"),
     ):
         answer = browser.get(f"{LOCKS}key/", {"backend": "postgres", "key": name})
         line = f"python manage.py distlock_show --backend postgres {shown}"
         assert answer.context["page"].commands[0][1] == line
+        echo = ["bash", "-c", f"printf %s {shown.removeprefix('-- ')}"]
+        assert subprocess.check_output(echo, env={"LC_ALL": "C.UTF-8"}).decode() == name
 
 
 def test_operators_are_named_to_who_may_view_events(reader: Client, key: str) -> None:
