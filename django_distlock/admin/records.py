@@ -110,12 +110,12 @@ class FenceCounterAdmin(ReadOnlyAdmin):
 
 @admin.register(LockEvent)
 class LockEventAdmin(ReadOnlyAdmin):
-    """What happened, by the hour and by the kind."""
+    """What happened, by the day and by the kind."""
 
     list_display = ("moment", "kind", "key_page", "backend", "plain_fence", "by", "why")
     list_display_links = ("moment",)
-    list_filter = ("kind",)
-    date_hierarchy = "at"
+    # No `date_hierarchy`: MySQL may lack the tables of time zones that it needs.
+    list_filter = ("kind", "at")
     search_fields = ("key",)
     search_help_text = _("Search by the start of the key")
     ordering = ("-at", "-pk")

@@ -28,6 +28,7 @@ from tests.redis_servers import private_redis
 
 from .admin_settings import LOCKS
 from .admin_site import browser_of, user_who_may
+from .databases import here
 from .operating import DEAD, PATIENCE, no_event_of
 from .test_dashboard import key_page, page, take
 from .test_dashboard_operations import OPERATE, confirmed, form
@@ -363,6 +364,25 @@ def test_counters_and_events_are_readable(reader: Client, key: str) -> None:
     text = reader.get(f"{rows}/fencecounter/", {"q": odd}).content.decode()
     assert f"{paused:%M:%S}" in text
     event.delete()
+
+
+class _ToMariaDB:
+    """Routes the models to MariaDB."""
+
+    def db_for_read(self, model: type[models.Model], **_: Any) -> str | None:
+        """Give the alias for a model."""
+        return "mariadb" if model._meta.app_label == "django_distlock" else None
+
+
+def test_events_are_listed_without_tables_of_time_zones(reader: Client, key: str) -> None:
+    """MariaDB has none unless somebody has loaded them."""
+    here("mariadb")
+    event = LockEvent.objects.using("mariadb").create(backend="mariadb", key=key, kind="lost")
+    with override_settings(DATABASE_ROUTERS=[_ToMariaDB()], TIME_ZONE="Europe/Berlin"):
+        query = {"q": key, "at__gte": f"{event.at - timedelta(hours=1):%Y-%m-%d %H:%M:%S}+00:00"}
+        text = reader.get("/admin/django_distlock/lockevent/", query).content.decode()
+    assert f"<bdi>{key}</bdi>" in text
+    event.delete(using="mariadb")
 
 
 def test_cleanup_removes_what_is_over(browser: Client, operator: User, log: Any, key: str) -> None:
