@@ -29,7 +29,7 @@ from .filters import FilterForm, KeyForm
 from .keys import KeyPage
 from .operating import ACTS, Act, act_on, allowed, another
 from .overview import Overview, problems
-from .records import ReadOnlyAdmin
+from .records import ReadOnlyAdmin, may_see_events
 from .targets import Pages, Target, object_page
 
 #: Keys that one request may act on.
@@ -103,7 +103,7 @@ class LockDashboard(ReadOnlyAdmin):
             "target": target,
             "object": object_page(target.key, self.admin_site, request),
         }
-        page = _looked_at(target, self._pages, tells_who=_may_see_events(request))
+        page = _looked_at(target, self._pages, tells_who=may_see_events(request))
         if isinstance(page, KeyPage):
             acts = [each for each in allowed(request.user) if page.fits(each.operation)]
             context |= {"page": page, "acts": acts, "chain": page.chain()}
@@ -132,7 +132,7 @@ class LockDashboard(ReadOnlyAdmin):
         if form.is_valid():
             act_on(request, act, targets, form.arguments())
             return redirect(back)
-        sees = _may_see_events(request)
+        sees = may_see_events(request)
         context = {
             **self._context(request, str(act.label)),
             "act": act,
@@ -199,11 +199,6 @@ def _chosen(request: HttpRequest, act: Act) -> list[Target]:
         fences = each.fences if act.is_about_holder else ()
         found[each.backend, each.key] = found.get((each.backend, each.key), ()) + fences
     return [Target(*names, fences) for names, fences in found.items()]
-
-
-def _may_see_events(request: HttpRequest) -> bool:
-    """Whether names of operators and their reasons are for this user."""
-    return bool(request.user.has_perm("django_distlock.view_lockevent"))
 
 
 def _looked_at(target: Target, pages: Pages, *, tells_who: bool) -> KeyPage | str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,14 @@ class FenceCounterAdmin(ReadOnlyAdmin):
     ordering = ("storage_key",)
     fields = ("plain_key", "stored_as", "plain_fence", "paused", "by")
     readonly_fields = ("plain_key", "stored_as", "plain_fence", "paused", "by")
+
+    def get_list_display(self, request: HttpRequest) -> list[Any]:
+        """Return the columns that are for this user."""
+        return _for_user(request, super().get_list_display(request))
+
+    def get_fields(self, request: HttpRequest, obj: models.Model | None = None) -> list[Any]:
+        """Return the fields that are for this user."""
+        return _for_user(request, super().get_fields(request, obj))
 
     @admin.display(description=_("key"), ordering="key")
     def plain_key(self, counter: FenceCounter) -> str:
@@ -158,6 +167,15 @@ class LockEventAdmin(ReadOnlyAdmin):
     def more(self, event: LockEvent) -> SafeString:
         """Show what belongs to the kind of event."""
         return _as_text(event.details)
+
+
+def may_see_events(request: HttpRequest) -> bool:
+    """Whether names of operators and their reasons are for this user."""
+    return bool(request.user.has_perm("django_distlock.view_lockevent"))
+
+
+def _for_user(request: HttpRequest, names: Iterable[Any]) -> list[Any]:
+    return [each for each in names if each != "by" or may_see_events(request)]
 
 
 def _moment(instant: datetime | None) -> str:

@@ -11,7 +11,8 @@ from urllib.parse import urlencode
 
 import pytest
 from django.conf import settings
-from django.contrib.auth.models import User
+from django.contrib.admin.utils import quote
+from django.contrib.auth.models import Permission, User
 from django.db import connections, models
 from django.test import Client, override_settings
 
@@ -311,13 +312,24 @@ def test_lines_for_a_shell_are_for_a_shell(browser: Client) -> None:
 def test_operators_are_named_to_who_may_view_events(reader: Client, key: str) -> None:
     """The permission to look at locks shows no operator, and no reason."""
     pause(key, 600, backend="postgres", actor="ann-the-operator", reason="a private matter")
+    rows, name = "/admin/django_distlock/fencecounter/", lock_backends["postgres"].queues.name_of
     with user_who_may(Operation.VIEW) as viewer:
-        seen = key_page(browser_of(viewer), "postgres", key)
-    assert "Paused until" in seen
-    told = key_page(reader, "postgres", key)
-    for each in ("ann-the-operator", "a private matter"):
-        assert each not in seen
-        assert each in told
+        viewer.user_permissions.add(Permission.objects.get(codename="view_fencecounter"))
+        seen, told = (
+            [
+                key_page(each, "postgres", key),
+                each.get(rows, {"q": key}).content.decode(),
+                each.get(f"{rows}{quote(name(key))}/change/").content.decode(),
+            ]
+            for each in (browser_of(viewer), reader)
+        )
+    assert "Paused until" in seen[0]
+    for page_of_viewer, page_of_reader in zip(seen, told, strict=True):
+        assert key in page_of_viewer
+        assert "ann-the-operator" not in page_of_viewer
+        assert "ann-the-operator" in page_of_reader
+    assert "a private matter" not in seen[0]
+    assert "a private matter" in told[0]
 
 
 def test_what_cannot_be_seen_is_shown_as_an_escape(reader: Client, key: str) -> None:
