@@ -17,6 +17,8 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
+from ..core.errors import LockError
+from ..core.keys import stored_key
 from ..core.wording import printable
 from ..handler import lock_backends
 from ..models import FenceCounter, HeldLock, LockEvent
@@ -59,7 +61,11 @@ class ReadOnlyAdmin(_ModelAdmin):
         self, request: HttpRequest, queryset: models.QuerySet[Any], search_term: str
     ) -> tuple[models.QuerySet[Any], bool]:
         """Find keys by their beginning, which may have spaces in it."""
-        return queryset.filter(key__startswith=search_term), False
+        try:
+            begins = stored_key(search_term) if search_term else ""
+        except LockError:
+            return queryset.none(), False  # No key begins with it.
+        return queryset.filter(key__startswith=begins), False
 
     @admin.display(description=_("fence"), ordering="fence")
     def plain_fence(self, row: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import unicodedata
 from datetime import timedelta
 from html import unescape
 from typing import Any
@@ -358,8 +359,8 @@ def test_what_cannot_be_seen_is_shown_as_an_escape(reader: Client, key: str) -> 
 
 
 def test_counters_and_events_are_readable(reader: Client, key: str) -> None:
-    """Fences as one types them, times of this zone to the second, and spaces in a search."""
-    odd, rows = f"{key} a b", "/admin/django_distlock"
+    """Fences as one types them, times of this zone to the second, and a search for any key."""
+    odd, rows = f"{key} a b é", "/admin/django_distlock"
     pause(odd, 600, backend="postgres", actor="ann")
     # Past the manager, which changes none.
     models.QuerySet.update(FenceCounter.objects.filter(key=odd), fence=12_345_678)
@@ -371,6 +372,10 @@ def test_counters_and_events_are_readable(reader: Client, key: str) -> None:
             assert "12345678" in text
             # It is the beginning of a key, and not any word of it.
             assert odd not in reader.get(f"{rows}/{model}/", {"q": "a b"}).content.decode()
+            # Spelt otherwise, or too long for a key.
+            spelt = unicodedata.normalize("NFD", odd)
+            assert odd in reader.get(f"{rows}/{model}/", {"q": spelt}).content.decode()
+            assert odd not in reader.get(f"{rows}/{model}/", {"q": "ü" * 300}).content.decode()
     paused = FenceCounter.objects.get(key=odd).paused_until
     assert paused is not None
     text = reader.get(f"{rows}/fencecounter/", {"q": odd}).content.decode()
