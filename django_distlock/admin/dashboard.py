@@ -159,7 +159,9 @@ class LockDashboard(ReadOnlyAdmin):
         return TemplateResponse(request, "admin/django_distlock/cleanup.html", context)
 
     def _require(self, request: HttpRequest, *operations: Operation) -> None:
-        if not all(may(request.user, each) for each in operations):
+        is_allowed = all(may(request.user, each) for each in operations)
+        # Which a project may have narrowed.
+        if not (is_allowed and self.has_view_permission(request)):
             raise PermissionDenied
 
     def _context(self, request: HttpRequest, title: str) -> dict[str, Any]:

@@ -48,6 +48,19 @@ BROKEN = {
 ON_HOLDERS = [Operation.FORCE_RELEASE, Operation.EXPIRE_SOON, Operation.REQUEST_STOP]
 
 
+def test_narrower_permission_of_a_project_holds(
+    browser: Client, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every page of the dashboard."""
+    take("postgres", key)
+    asked = "django_distlock.admin.LockDashboard.has_view_permission"
+    monkeypatch.setattr(asked, lambda *_: False)
+    pages = [LOCKS, f"{LOCKS}key/?backend=postgres&key={key}", f"{LOCKS}cleanup/"]
+    assert {browser.get(each).status_code for each in pages} == {403}
+    assert browser.post(OPERATE, confirmed(Operation.FORCE_RELEASE, key)).status_code == 403
+    assert lock_backends["postgres"].read(key) is not None
+
+
 def test_next_holder_is_not_the_one_that_was_seen(browser: Client, key: str) -> None:
     """What was confirmed is about the holder of the page before, and not about a later one."""
     store = lock_backends["postgres"]
