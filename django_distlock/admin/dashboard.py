@@ -63,9 +63,10 @@ class LockDashboard(ReadOnlyAdmin):
         form = FilterForm(request.GET, auto_id="filter-%s")
         pages = Pages.of(self.admin_site, request)
         overview = Overview.of(form, request.GET.get("cursor"), pages)
+        acts = allowed(request.user)
         context = {
             "overview": overview,
-            "acts": allowed(request.user),
+            "acts": acts,
             "page": request.GET,
             "pages": pages,
         }
@@ -80,7 +81,8 @@ class LockDashboard(ReadOnlyAdmin):
                 "back": f"?{request.GET.urlencode()}",
             }
             return TemplateResponse(request, "admin/django_distlock/dashboard.html", context)
-        seen = repr((get_language(), context["acts"], pages, overview.facts()))
+        offered = [each.operation for each in acts]
+        seen = repr((get_language(), offered, pages, overview.facts()))
         tag = quote_etag(hashlib.sha256(seen.encode("utf-8", "surrogatepass")).hexdigest())
         response = get_conditional_response(request, etag=tag)
         if response is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import re
 from html import unescape
@@ -243,6 +244,24 @@ def test_refresh_sends_what_has_changed(browser: Client, key: str) -> None:
     changed = browser.get(LOCKS, query, headers={"If-None-Match": tag})
     assert changed.status_code == 200
     assert f"{key}-b" in changed.content.decode()
+
+
+def test_refresh_is_told_apart_alike_by_all_workers(
+    browser: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By nothing of one process, such as an address in its memory."""
+    told: list[bytes] = []
+    sha256 = hashlib.sha256
+
+    def listen(data: bytes = b"", **more: Any) -> Any:
+        told.append(data)
+        return sha256(data, **more)
+
+    monkeypatch.setattr(hashlib, "sha256", listen)
+    assert page(browser, live="1")
+    (seen,) = (each for each in told if each.startswith(b"('en"))
+    assert b" at 0x" not in seen
+    assert b"force_release" in seen
 
 
 def test_backend_that_is_down_is_told(browser: Client, key: str) -> None:
