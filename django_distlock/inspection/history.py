@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
@@ -18,6 +18,8 @@ from django.db.models.functions import TruncMinute
 from django.utils.connection import ConnectionDoesNotExist
 
 from .. import conf
+from ..core.durations import seconds
+from ..core.errors import InvalidArgument
 from ..core.logs import log_fields
 
 if TYPE_CHECKING:
@@ -93,16 +95,19 @@ def rare_kinds() -> list[str]:
     return [each for each in model.Kind.values if each != RELEASED]
 
 
-def times_of(event: Mapping[str, Any]) -> tuple[float, float] | None:
+def times_of(event: object) -> tuple[float, float] | None:
     """Return the seconds that a release was held and waited for; None: somebody spoiled it.
 
     Args:
         event: The details of an event.
     """
-    held, waited = event.get("held_for"), event.get("waited")
-    if isinstance(held, (int, float)) and isinstance(waited, (int, float)):
-        return float(held), float(waited)
-    return None
+    if not isinstance(event, Mapping):
+        return None
+    try:
+        held, waited = (seconds(event.get(each), each) for each in ("held_for", "waited"))
+    except InvalidArgument:
+        return None
+    return held, waited
 
 
 def _counted(events: QuerySet[LockEvent], now: datetime) -> History:

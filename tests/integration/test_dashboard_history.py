@@ -266,7 +266,14 @@ def test_key_that_names_an_object_leads_to_it(browser: Client, reader: Client) -
 @pytest.mark.usefixtures("kept")
 def test_spoiled_release_is_left_out(reader: Client, key: str) -> None:
     """The pages show the rest."""
-    for details, holder in (({}, {}), ({"held_for": "x", "waited": None}, {"host": 5})):
+    spoiled: list[tuple[Any, Any]] = [
+        ({}, {}),
+        ({"held_for": "x", "waited": None}, {"host": 5}),
+        ([], {}),
+        ({"held_for": -1, "waited": 0}, {}),
+        ({"held_for": 1, "waited": 1e308}, {}),
+    ]
+    for details, holder in spoiled:
         LockEvent.objects.create(
             backend="postgres", key=key, kind="released", details=details, holder=holder
         )
