@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import unicodedata
-from datetime import timedelta
+from datetime import datetime, timedelta
 from html import unescape
 from typing import Any
 from urllib.parse import urlencode
+from zoneinfo import ZoneInfo
 
 import pytest
 from django.conf import settings
@@ -394,6 +395,20 @@ def test_counters_and_events_are_readable(reader: Client, key: str) -> None:
     text = reader.get(f"{rows}/fencecounter/", {"q": odd}).content.decode()
     assert f"{paused:%M:%S}" in text
     event.delete()
+
+
+def test_times_are_local_without_time_zones_in_django(reader: Client, key: str) -> None:
+    """All of them: those of leases, which are aware, as those of events."""
+    take("postgres", key)
+    LockEvent.objects.create(backend="postgres", key=key, kind=LockEvent.Kind.LOST)
+    with override_settings(USE_TZ=False, TIME_ZONE="Asia/Kathmandu"):
+        text = key_page(reader, "postgres", key)
+    LockEvent.objects.filter(key=key).delete()
+    shown = re.findall(r'<time datetime="([^"]*)">([^<]*)</time>', text)
+    assert len(shown) == 3
+    for exact, told in shown:
+        local = datetime.fromisoformat(exact).astimezone(ZoneInfo("Asia/Kathmandu"))
+        assert told == f"{local:%m/%d/%Y %H:%M:%S}"
 
 
 class _ToMariaDB:
