@@ -33,7 +33,7 @@ class Counts:
     The numbers are of this backend alone.
 
     Attributes:
-        held: Keys that nobody else can have now.
+        held: Leases that are held now, of a shared key each.
         expired: Records of leases that are over, which nobody has removed yet.
         waiters: Who waits, and is noted.
         counters: Fence counters.

@@ -21,7 +21,7 @@ class Summary:
 
     Attributes:
         backend: Its alias.
-        held: Keys that nobody else can have now, in whatever state.
+        held: Leases that are held now, in whatever state; of a shared key each.
         waiting: Who waits, and is noted; None: the store does not note it.
         ending_soon: Leases that end within `soon` seconds, unless they are renewed.
         past_expiry: Leases that ended by their time, and that nobody has given back: those in

@@ -144,7 +144,7 @@ STORE_UP = Instrument(
 LOCKS_HELD = Instrument(
     name="distlock.locks_held",
     kind="gauge",
-    help="Keys that are held in the store, by whomever.",
+    help="Leases that are held in the store, by whomever.",
     whole_store=True,
 )
 HELD_PAST_EXPIRY = Instrument(
