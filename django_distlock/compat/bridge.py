@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Final
 
 from ..backends import database
 from ..backends.base import BaseLockBackend
 from ..conf import BackendConfig
 from ..core.durations import GRACE
 from ..core.errors import LockError, shown
+from ..core.keys import OWN_MARKER
 from ..core.records import Attempt, Contended, Grant, Record, Unknown
 from ..exceptions import InvalidLockBackend
 from .old import OldLock
@@ -57,17 +59,34 @@ class _Bridged(BaseLockBackend):
         return False
 
     def _acquire(self, attempt: Attempt) -> Grant | Contended:
-        key, owner = attempt.key, _owner(attempt.token)
-        if not self._bridge.acquire(key, owner, _lifetime(attempt.ttl)):
+        if attempt.replace not in (None, attempt.token):
+            return self._take_over(attempt)
+        key, owner, old = attempt.key, _owner(attempt.token), self._old(attempt.key)
+        if not old.acquire(key, owner, _lifetime(attempt.ttl)):
             return Contended(observed_at=self._time())
         try:
             answer = super()._acquire(attempt)
         except LockError:
             # If it was granted nevertheless, nobody works under that lease.
-            self._bridge.release(key, owner)
+            old.release(key, owner)
             raise
         if not isinstance(answer, Grant):
-            self._bridge.release(key, owner)
+            old.release(key, owner)
+        return answer
+
+    def _take_over(self, attempt: Attempt) -> Grant | Contended:
+        """Replace a lease. Its old lock changes hands after it, and is never free meanwhile."""
+        key, owners = attempt.key, [_owner(each) for each in (attempt.token, attempt.replace or "")]
+        take = partial(self._old(key).acquire, key, owners[0], _lifetime(attempt.ttl), owners[1])
+        try:
+            answer = super()._acquire(attempt)
+        except LockError:
+            # It may have been granted: who asks again, or gives it back, does so by the new token.
+            take()
+            raise
+        if isinstance(answer, Grant) and not take():
+            super()._release(attempt.name, answer, None, bound=attempt.bound)
+            return Contended(observed_at=self._time())
         return answer
 
     def _extend(
@@ -90,10 +109,10 @@ class _Bridged(BaseLockBackend):
             # The key is kept, and old code has to wait for its end as well.
             until = grant.acquired_at + timedelta(seconds=held)
             left = (until - self._time()).total_seconds()
-            if left > 0 and self._bridge.extend(grant.key, _owner(grant.token), left):
+            if left > 0 and self._old(grant.key).extend(grant.key, _owner(grant.token), left):
                 return answer
         if isinstance(answer, bool):
-            self._bridge.release(grant.key, _owner(grant.token))
+            self._old(grant.key).release(grant.key, _owner(grant.token))
         return answer
 
     def _force_release(
@@ -101,7 +120,7 @@ class _Bridged(BaseLockBackend):
     ) -> Record | Contended | None:
         found = super()._force_release(name, key, fence, bound=bound)
         if isinstance(found, Record):
-            self._bridge.release(key, _owner(found.token))
+            self._old(key).release(key, _owner(found.token))
         return found
 
     def _both(
@@ -110,8 +129,30 @@ class _Bridged(BaseLockBackend):
         """Return an answer about a lease, or that it is lost because its old lock is."""
         if not isinstance(answer, Grant):
             return answer
-        kept = self._bridge.extend(grant.key, _owner(grant.token), _lifetime(ttl))
+        kept = self._old(grant.key).extend(grant.key, _owner(grant.token), _lifetime(ttl))
         return answer if kept else None
+
+    def _old(self, key: str) -> OldLock[Any]:
+        """Return what old code locks: of a key of this package's own, it knows nothing."""
+        return _UNKNOWN if key.startswith(OWN_MARKER) else self._bridge
+
+
+class _NoLock(OldLock[str]):
+    """What nobody else locks: everybody gets it."""
+
+    def acquire(
+        self, key: str, owner: str, seconds: float | None, instead_of: str | None = None
+    ) -> bool:
+        return True
+
+    def extend(self, key: str, owner: str, seconds: float | None) -> bool:
+        return True
+
+    def release(self, key: str, owner: str) -> None:
+        pass
+
+
+_UNKNOWN: Final = _NoLock("{key}")
 
 
 def _owner(token: str) -> str:

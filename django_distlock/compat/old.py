@@ -26,7 +26,7 @@ _BOUND = 1.0
 #: An acquire that is asked again finds its own lock.
 _ACQUIRE = """
 local held = redis.call('GET', KEYS[1])
-if held and held ~= ARGV[1] then return 0 end
+if held and held ~= ARGV[1] and held ~= ARGV[3] then return 0 end
 if ARGV[2] == '' then redis.call('SET', KEYS[1], ARGV[1])
 else redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2]) end
 return 1
@@ -69,8 +69,13 @@ class OldLock(Generic[N]):
         # No template: a key may have braces.
         return self._name(key) if callable(self._name) else self._name.replace("{key}", key)
 
-    def acquire(self, key: str, owner: str, seconds: float | None) -> bool:
+    def acquire(
+        self, key: str, owner: str, seconds: float | None, instead_of: str | None = None
+    ) -> bool:
         """Take it for some time, if nobody else has it; None: until it is released.
+
+        Args:
+            instead_of: An owner who gives it up: it is taken from them in the same step.
 
         Raises:
             BackendUnavailable: It cannot be asked.
@@ -107,9 +112,11 @@ class OldRedisLock(OldLock[str]):
         self._url = url
         self._client: Any = None
 
-    def acquire(self, key: str, owner: str, seconds: float | None) -> bool:
+    def acquire(
+        self, key: str, owner: str, seconds: float | None, instead_of: str | None = None
+    ) -> bool:
         """See `OldLock`."""
-        return self._run(_ACQUIRE, key, owner, _milliseconds(seconds))
+        return self._run(_ACQUIRE, key, owner, _milliseconds(seconds), instead_of or owner)
 
     def extend(self, key: str, owner: str, seconds: float | None) -> bool:
         """See `OldLock`."""
@@ -148,12 +155,19 @@ class OldCacheAdd(OldLock[str]):
         super().__init__(name)
         self._cache = cache
 
-    def acquire(self, key: str, owner: str, seconds: float | None) -> bool:
+    def acquire(
+        self, key: str, owner: str, seconds: float | None, instead_of: str | None = None
+    ) -> bool:
         """See `OldLock`."""
         name = self.named(key)
 
         def ask(cache: Any) -> bool:
-            return bool(cache.add(name, owner, _whole(seconds))) or cache.get(name) == owner
+            if cache.add(name, owner, _whole(seconds)):
+                return True
+            if (held := cache.get(name)) is not None and held == instead_of:
+                cache.set(name, owner, _whole(seconds))
+                return True
+            return bool(held == owner)
 
         return bool(self._ask(key, ask))
 
@@ -184,8 +198,8 @@ class OldAdvisoryLock(OldLock[Any]):
     """A session's advisory lock of PostgreSQL: of django-pglock, django-pglocks, or by hand.
 
     Each is held by a connection of its own, to the server itself and not to a pooler. It lasts
-    until it is released, or until this process ends: a lease that `Lease.load()` takes elsewhere
-    is lost at its first renewal there.
+    until it is released, or until this process ends: another process that calls `Lease.load()` gets
+    `LockLost`.
 
     Args:
         number: A function of the key that returns the number that the old code locks, or two of
@@ -204,9 +218,15 @@ class OldAdvisoryLock(OldLock[Any]):
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin)
 
-    def acquire(self, key: str, owner: str, seconds: float | None) -> bool:
+    def acquire(
+        self, key: str, owner: str, seconds: float | None, instead_of: str | None = None
+    ) -> bool:
         """See `OldLock`."""
         self._end_overdue()
+        with self._turn:
+            if instead_of in self._held:
+                self._held[owner] = self._held[instead_of]
+                del self._held[instead_of]
         if owner in self._held:
             return self.extend(key, owner, seconds)
         number = self.named(key)

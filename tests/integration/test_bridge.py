@@ -16,6 +16,7 @@ from redis import Redis
 
 from django_distlock import (
     BackendUnavailable,
+    Lease,
     LockLost,
     LockNotAcquired,
     LockUsageError,
@@ -25,6 +26,8 @@ from django_distlock import (
 )
 from django_distlock.compat.old import OldAdvisoryLock, OldCacheAdd, OldLock, OldRedisLock
 from django_distlock.core.errors import InvalidArgument
+from django_distlock.core.keys import own_key
+from django_distlock.core.records import Attempt, Grant
 from tests.contract.aliases import alias_like
 from tests.contract.helpers import Later, crew, race
 from tests.contract.locking import eventually
@@ -159,6 +162,42 @@ def test_key_that_is_kept_is_kept_from_old_code(backend: str, kind: str, key: st
     assert not is_free(kind, key)
     assert lock_backends[backend].force_release(key) is not None
     assert is_free(kind, key)
+
+
+def test_lease_is_handed_over_with_its_old_lock(
+    backend: str, kind: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is a lost answer in the way: old code never gets the key meanwhile."""
+    plain = type(lock_backends[backend]).__mro__[2]
+    acquire = plain._acquire  # type: ignore[attr-defined]
+    given: list[Grant] = []
+
+    def answer_is_lost_once(store: Any, attempt: Attempt) -> Any:
+        answer = acquire(store, attempt)
+        assert not is_free(kind, key)
+        if attempt.replace and isinstance(answer, Grant) and not given:
+            given.append(answer)
+            raise BackendUnavailable("the answer is lost", code="network_timeout")
+        return answer
+
+    text = distlock(key, backend=backend, ttl=30, wait=5).acquire().dump()
+    monkeypatch.setattr(plain, "_acquire", answer_is_lost_once)
+    lease = Lease.load(text)
+    assert given
+    assert not is_free(kind, key)
+    lease.extend()
+    assert lease.release()
+    assert is_free(kind, key)
+
+
+def test_own_keys_are_not_bridged(backend: str, kind: str, key: str) -> None:
+    """Those of schedules, leaders and queued tasks, which old code does not know."""
+    own = own_key(key)
+    with distlock(own, backend=backend, wait=5) as lease:
+        lease.extend()
+        assert is_free(kind, own)
+        with pytest.raises(LockNotAcquired):
+            distlock(own, backend=backend, wait=0, basic=True).acquire()
 
 
 def test_shared_and_several_keys(backend: str, kind: str, key: str) -> None:
