@@ -262,7 +262,9 @@ def _content(request: Any) -> Iterator[bytes | str]:
     """Yield what makes a request another one."""
     kind = request.META.get("CONTENT_TYPE", "").partition(";")[0].strip().lower()
     yield from (str(request.method), request.get_full_path(), kind)
-    if kind == "multipart/form-data":
+    is_form = kind == "multipart/form-data"
+    # Django parses those of POST alone, Django REST framework all.
+    if is_form and (request.method == "POST" or request.POST or request.FILES):
         # Each attempt has another boundary between the parts.
         for name, values in sorted(request.POST.lists()):
             yield json.dumps([name, values])
@@ -273,7 +275,10 @@ def _content(request: Any) -> Iterator[bytes | str]:
                 file.seek(0)
         return
     try:
-        yield request.body
+        body = request.body
+        if is_form and (boundary := request.content_params.get("boundary")):
+            body = body.replace(f"--{boundary}".encode(), b"--")
+        yield body
     except RawPostDataException:
         # Django REST framework has read it: to see who may ask, say.
         yield json.dumps(request.data, sort_keys=True, default=str)

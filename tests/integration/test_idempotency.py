@@ -174,6 +174,19 @@ def test_form_with_a_file_is_compared_by_its_parts(*, consumed: bool) -> None:
     assert seen == [("1", b"12")]
 
 
+def test_form_that_django_does_not_parse_is_compared_by_its_body() -> None:
+    """It parses those of POST alone. Their boundaries do not count here either."""
+    view = idempotent()(pay)
+
+    def put(boundary: str, amount: str) -> int:
+        data = encode_multipart(boundary, upload("x.txt", b"12", amount=amount))
+        kind = f"multipart/form-data; boundary={boundary}"
+        return int(view(request(method="put", data=data, content_type=kind)).status_code)
+
+    assert [put("one", "5"), put("two", "5"), put("two", "6")] == [201, 201, 422]
+    assert paid() == 1
+
+
 # Whose key
 
 
