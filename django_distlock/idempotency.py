@@ -170,9 +170,10 @@ def _once(
                 vendor = vendors.of(using)
                 if not (vendor.is_duplicate(error) or vendor.is_busy(error)):
                     raise
-                # Committed since we looked, or still open. Where a snapshot does not show it, it
-                # will be there next time.
-                row = rows.filter(pk=name, until__gt=now).first()
+                # Committed since we looked, or still open. Where a snapshot does not show it, or
+                # the database has ended our transaction, it will be there next time.
+                ended = vendor.has_rolled_back(error)
+                row = None if ended else rows.filter(pk=name, until__gt=now).first()
             else:
                 response: HttpResponse = _finished(call(), request)
                 if response.status_code >= 500 or response.status_code in NOT_KEPT:

@@ -7,6 +7,7 @@ import json
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from pathlib import Path
@@ -32,12 +33,12 @@ from django.views import View
 from rest_framework.decorators import api_view, authentication_classes, permission_classes
 from rest_framework.permissions import BasePermission
 
-from django_distlock import InvalidArgument, LockUsageError
+from django_distlock import InvalidArgument, LockUsageError, idempotency
 from django_distlock.idempotency import KEPT_HEADERS, idempotent
 from django_distlock.inspection import prune_responses
 from django_distlock.models import StoredResponse
 from tests.contract.helpers import Later, at_once, prompt
-from tests.contract.locking import rolled_back
+from tests.contract.locking import eventually, rolled_back
 from tests.processes import spawn
 from tests.shop.models import Row
 
@@ -458,6 +459,43 @@ def test_many_at_once_run_once(store: str) -> None:
 
     answers = at_once([send] * 8)
     assert {each.content for each in answers} == {b'{"number": 1}'}
+    assert paid() == 1
+
+
+@pytest.mark.parametrize("store", ["mariadb"], indirect=True)
+@pytest.mark.parametrize("outer", [False, True])
+def test_repeats_that_deadlock_are_told_to_come_again(
+    monkeypatch: pytest.MonkeyPatch, store: str, *, outer: bool
+) -> None:
+    """MariaDB ends all but one of those that wait, with their transactions, if the first fails."""
+    monkeypatch.setattr(idempotency, "BOUND", 10.0)
+    begun, fails = threading.Event(), [True]
+
+    def waiting() -> int:
+        with connections[store].cursor() as cursor:
+            cursor.execute(
+                "SELECT COUNT(*) FROM information_schema.processlist WHERE db = DATABASE()"
+                " AND id <> CONNECTION_ID() AND info LIKE '%INSERT%'"
+            )
+            return int(cursor.fetchone()[0])
+
+    @idempotent()
+    def view(request: HttpRequest) -> HttpResponse:
+        if fails and fails.pop():
+            begun.set()
+            assert eventually(lambda: waiting() == 4, 5)
+            return HttpResponse(status=503)
+        return pay(request)
+
+    def send() -> int:
+        with transaction.atomic(using=store) if outer else nullcontext():
+            return int(view(request()).status_code)
+
+    first = Later(send)
+    assert begun.wait(10)
+    repeats = [Later(send) for _ in range(4)]
+    assert first.result() == 503
+    assert {each.result() for each in repeats} <= {201, 409}
     assert paid() == 1
 
 
