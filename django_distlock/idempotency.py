@@ -155,10 +155,12 @@ def _once(
     model = apps.get_model("django_distlock", "StoredResponse")
     using = router.db_for_write(model)
     rows, content = model.objects.using(using), _digest(*_content(request))
-    with transaction.atomic(using=using):
-        now = datetime.now(UTC)
-        row = rows.filter(pk=name).first()
-        if row is None or row.until <= now:
+    now = datetime.now(UTC)
+    # Outside of our transaction, which has to begin with a write: on SQLite, one that has read is
+    # refused at once where another writes, whatever the connection's time-out.
+    row = rows.filter(pk=name).first()
+    if row is None or row.until <= now:
+        with transaction.atomic(using=using):
             try:
                 with vendors.of(using).short_transaction(BOUND):
                     if row is not None:

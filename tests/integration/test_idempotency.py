@@ -462,6 +462,16 @@ def test_many_at_once_run_once(store: str) -> None:
     assert paid() == 1
 
 
+@pytest.mark.parametrize("store", ["sqlite"], indirect=True)
+def test_first_request_waits_for_the_one_writer_of_sqlite(store: str) -> None:
+    """As long as its connection says, and is not taken for a repeat."""
+    with transaction.atomic(using=store):
+        Row.objects.create(name="beside")
+        first = Later(idempotent()(pay), request())
+        assert not eventually(lambda: first.is_done, 0.2)
+    assert first.result().status_code == 201
+
+
 @pytest.mark.parametrize("store", ["mariadb"], indirect=True)
 @pytest.mark.parametrize("outer", [False, True])
 def test_repeats_that_deadlock_are_told_to_come_again(
