@@ -170,12 +170,10 @@ def _once(
                     )
             except DatabaseError as error:
                 vendor = vendors.of(using)
-                if not (vendor.is_duplicate(error) or vendor.is_busy(error)):
+                is_over = vendor.has_rolled_back(error) or vendor.is_overtaken(error)
+                if not (is_over or vendor.is_duplicate(error) or vendor.is_busy(error)):
                     raise
-                # Committed since we looked, or still open. Where a snapshot does not show it, or
-                # the database has ended our transaction, it will be there next time.
-                ended = vendor.has_rolled_back(error)
-                row = None if ended else rows.filter(pk=name, until__gt=now).first()
+                transaction.set_rollback(True, using)
             else:
                 response: HttpResponse = _finished(call(), request)
                 if response.status_code >= 500 or response.status_code in NOT_KEPT:
@@ -183,6 +181,9 @@ def _once(
                 else:
                     _keep(made, response, max_body)
                 return response
+        # Committed since we looked, or still open. Where a snapshot does not show it, or the
+        # transaction around ours can do no more, it will be there next time.
+        row = None if is_over else rows.filter(pk=name, until__gt=now).first()
     if row is None:
         said = gettext("The first request with this Idempotency-Key is not answered yet.")
         return _refusal(409, "in_progress", said, {"Retry-After": str(ASK_AGAIN)})

@@ -7,7 +7,7 @@ import json
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +30,7 @@ from django.test.client import encode_multipart
 from django.urls import path
 from django.utils.decorators import method_decorator
 from django.views import View
+from psycopg import IsolationLevel
 from rest_framework.decorators import api_view, authentication_classes, permission_classes
 from rest_framework.permissions import BasePermission
 
@@ -37,6 +38,7 @@ from django_distlock import InvalidArgument, LockUsageError, idempotency
 from django_distlock.idempotency import KEPT_HEADERS, idempotent
 from django_distlock.inspection import prune_responses
 from django_distlock.models import StoredResponse
+from tests.contract.aliases import alias_like
 from tests.contract.helpers import Later, at_once, prompt
 from tests.contract.locking import eventually, rolled_back
 from tests.processes import spawn
@@ -404,7 +406,13 @@ def store(request: pytest.FixtureRequest) -> Iterator[str]:
         return
     if request.param not in connections.settings:
         pytest.skip("declared: no MariaDB")
-    using = request.param
+    with kept_in(request.param):
+        yield request.param
+
+
+@contextmanager
+def kept_in(using: str) -> Iterator[None]:
+    """Keep responses, and rows of the shop, in the database of an alias."""
 
     class Router:
         def db_for_write(self, model: Any, **_: Any) -> str | None:
@@ -415,7 +423,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[str]:
     with override_settings(DATABASE_ROUTERS=[Router()]):
         StoredResponse.objects.all().delete()
         Row.objects.all().delete()
-        yield using
+        yield
         StoredResponse.objects.all().delete()
         Row.objects.all().delete()
         connections[using].close()
@@ -507,6 +515,42 @@ def test_repeats_that_deadlock_are_told_to_come_again(
     assert first.result() == 503
     assert {each.result() for each in repeats} <= {201, 409}
     assert paid() == 1
+
+
+@pytest.mark.parametrize("expired", [False, True])
+@pytest.mark.parametrize("level", [IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE])
+def test_repeat_that_is_overtaken_is_told_to_come_again(
+    monkeypatch: pytest.MonkeyPatch, level: IsolationLevel, *, expired: bool
+) -> None:
+    """Or gets the response: above READ COMMITTED, PostgreSQL ends the transaction that waited."""
+    monkeypatch.setattr(idempotency, "BOUND", 10.0)
+    slow = Slow()
+    view = idempotent()(slow.__call__)
+
+    def waits() -> bool:
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT 1 FROM pg_stat_activity WHERE datname = current_database()"
+                " AND wait_event_type = 'Lock'"
+            )
+            return cursor.fetchone() is not None
+
+    with alias_like("default", OPTIONS={"isolation_level": level}) as using, kept_in(using):
+        if expired:
+            slow.end.set()
+            view(request())
+            StoredResponse.objects.update(until=datetime.now(UTC))
+            slow = Slow()
+            view = idempotent()(slow.__call__)
+        first = Later(view, request())
+        assert slow.begun.wait(10)
+        repeat = Later(view, request())
+        assert eventually(waits, 5)
+        slow.end.set()
+        assert first.result().status_code == 201
+        assert repeat.result().status_code in {201, 409}
+        assert view(request())["Idempotency-Replayed"] == "true"
+        assert paid() == 1 + expired
 
 
 def test_transaction_around_it_is_rolled_back_with_the_response(store: str) -> None:
