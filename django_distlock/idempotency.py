@@ -83,7 +83,7 @@ def idempotent(
     view that raises leaves nothing there, and may be asked again with the same key. So may one
     that answers with a status above 499 or of `NOT_KEPT`: what it has written is rolled back.
 
-    A client's key is its own: it counts for one view and one user. GET, HEAD, OPTIONS and TRACE
+    A client's key is its own: it counts for one host, view and user. GET, HEAD, OPTIONS and TRACE
     are run as if there were no key.
 
     Args:
@@ -139,7 +139,8 @@ def idempotent(
                 login = gettext("An Idempotency-Key requires a login.")
                 known = gettext("An Idempotency-Key requires a known client.")
                 return _refusal(400, "no_owner", login if client is None else known)
-            name = _digest(f"{view.__module__}.{view.__qualname__}", *owner, given)
+            place = request.get_host(), f"{view.__module__}.{view.__qualname__}"
+            name = _digest(*place, *owner, given)
             return _once(name, request, call, kept_for, max_body)
 
         return wrapper
