@@ -81,7 +81,8 @@ def idempotent(
 
     The view runs in a transaction of the database in which the router writes `StoredResponse`. A
     view that raises leaves nothing there, and may be asked again with the same key. So may one
-    that answers with a status above 499 or of `NOT_KEPT`: what it has written is rolled back.
+    that answers with a status above 499 or of `NOT_KEPT`, or calls `set_rollback(True)`: what it
+    has written is rolled back.
 
     A client's key is its own: it counts for one host, view and user. GET, HEAD, OPTIONS and TRACE
     are run as if there were no key.
@@ -97,7 +98,8 @@ def idempotent(
     Raises:
         InvalidArgument: An argument breaks a rule, or the template names no parameter of the view.
         LockUsageError: The view is asynchronous: Django has no transactions for those. Or the
-            response is streaming, or longer than `max_body`; then what was written is rolled back.
+            request was read as a stream before; or the response is streaming, or longer than
+            `max_body`: then what was written is rolled back.
     """
     if is_being_defined(key):
         raise InvalidArgument(
@@ -177,7 +179,8 @@ def _once(
                 transaction.set_rollback(True, using)
             else:
                 response: HttpResponse = _finished(call(), request)
-                if response.status_code >= 500 or response.status_code in NOT_KEPT:
+                status = response.status_code
+                if status >= 500 or status in NOT_KEPT or transaction.get_rollback(using):
                     transaction.set_rollback(True, using)
                 else:
                     _keep(made, response, max_body)
@@ -239,12 +242,12 @@ def _clients(template: str, view: View) -> Callable[..., str | None]:
         bound.apply_defaults()
         names = [name for _literal, name, _spec in made.parts if name is not None]
         field = string.Formatter().get_field
-        if any(field(name, (), bound.arguments)[0] in (None, "") for name in names):
-            return None
         try:
+            if any(field(name, (), bound.arguments)[0] in (None, "") for name in names):
+                return None
             return made.render(args, kwargs)
-        except IllegalKey:
-            return None  # Made of what a client has sent.
+        except (IllegalKey, LookupError):
+            return None  # Made of what a client has sent, or has not.
 
     return client
 
@@ -285,6 +288,12 @@ def _content(request: Any) -> Iterator[bytes | str]:
             body = body.replace(f"--{boundary}".encode(), b"--")
         yield body
     except RawPostDataException:
+        if not hasattr(request, "data"):
+            raise LockUsageError(
+                "Something has read this request as a stream, and idempotent cannot compare its"
+                " body. Read request.body instead.",
+                code="unsupported",
+            ) from None
         # Django REST framework has read it: to see who may ask, say.
         yield json.dumps(request.data, sort_keys=True, default=str)
 

@@ -214,8 +214,15 @@ def test_user_of_another_kind_is_another_one() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    [None, lambda *_: None, lambda *_: "", "{request.session.session_key}", "{request.path}"],
-    ids=["left out", "none", "empty", "no session", "too long"],
+    [
+        None,
+        lambda *_: None,
+        lambda *_: "",
+        "{request.session.session_key}",
+        "{request.path}",
+        "{request.headers[X-Client]}",
+    ],
+    ids=["left out", "none", "empty", "no session", "too long", "no header"],
 )
 def test_nobody_has_no_key(key: Any) -> None:
     """Who is not logged in, and is not told apart by `key`, is refused."""
@@ -327,6 +334,19 @@ def test_what_is_not_kept_is_rolled_back(status: int) -> None:
     assert paid() == 0
     assert [view(request()).status_code for _ in range(2)] == [201, 201]
     assert paid() == 1
+
+
+def test_view_that_rolls_back_is_not_kept() -> None:
+    """Whatever it answers."""
+
+    @idempotent()
+    def view(request: HttpRequest) -> HttpResponse:
+        pay(request)
+        transaction.set_rollback(True)
+        return HttpResponse(status=400)
+
+    assert [view(request()).status_code for _ in range(2)] == [400, 400]
+    assert (paid(), StoredResponse.objects.count()) == (0, 0)
 
 
 def test_error_leaves_nothing() -> None:
@@ -844,6 +864,14 @@ def test_missing_parentheses_are_told_at_import(
     bare: Any = idempotent(lambda request: "")
     with pytest.raises(InvalidArgument, match="without parentheses"):
         bare(request())
+
+
+def test_body_that_was_read_before_is_refused() -> None:
+    """It can be compared with none."""
+    made = request()
+    made.read()
+    with pytest.raises(LockUsageError, match="as a stream"):
+        idempotent()(pay)(made)
 
 
 def test_wrong_views_are_refused() -> None:
