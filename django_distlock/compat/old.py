@@ -10,6 +10,8 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from django.core.cache import caches
@@ -17,6 +19,7 @@ from django.db import DatabaseError, InterfaceError, connections
 
 from ..core.clock import monotonic
 from ..core.errors import BackendUnavailable, InvalidArgument, shown
+from ..core.threads import TimerThread
 
 N = TypeVar("N")
 
@@ -222,7 +225,6 @@ class OldAdvisoryLock(OldLock[Any]):
         self, key: str, owner: str, seconds: float | None, instead_of: str | None = None
     ) -> bool:
         """See `OldLock`."""
-        self._end_overdue()
         with self._turn:
             if instead_of in self._held:
                 self._held[owner] = self._held[instead_of]
@@ -248,44 +250,69 @@ class OldAdvisoryLock(OldLock[Any]):
         except BaseException:
             wrapper.close()
             raise
-        self._held[owner] = wrapper, _until(seconds)
+        self._held[owner] = session = _Session(wrapper, _until(seconds))
+        self._timer.add(session)
         return True
 
     def extend(self, key: str, owner: str, seconds: float | None) -> bool:
         """See `OldLock`. The session has it for as long as it lives."""
         with self._turn:
-            wrapper, _ = self._held.get(owner, (None, 0.0))
-            if wrapper is None:
+            if (session := self._held.get(owner)) is None:
                 return False
             try:
-                with wrapper.cursor() as cursor:
+                with session.wrapper.cursor() as cursor:
                     cursor.execute("SELECT 1")
             except (DatabaseError, InterfaceError):
                 self.release(key, owner)
                 return False
-            self._held[owner] = wrapper, _until(seconds)
+            session.until = _until(seconds)
+            self._timer.add(session)
             return True
 
     def release(self, key: str, owner: str) -> None:
         """See `OldLock`."""
         with self._turn:
-            wrapper, _ = self._held.pop(owner, (None, 0.0))
-            if wrapper is not None:
+            if (session := self._held.pop(owner, None)) is not None:
+                self._timer.discard(session)
                 with suppress(DatabaseError, InterfaceError):
-                    wrapper.close()
+                    session.wrapper.close()
 
     def _end_overdue(self) -> None:
-        """Give back what was lost, and nobody has released."""
-        now = monotonic()
-        for owner, (_, until) in list(self._held.items()):
-            if until < now:
-                self.release("", owner)
+        """Give back what is kept behind its lease, or was lost, and nobody has released."""
+        with self._turn:
+            now = monotonic()
+            for owner, session in list(self._held.items()):
+                if session.until <= now:
+                    self.release("", owner)
 
     def _begin(self) -> None:
         """Hold nothing. What a fork copied is kept, so that nobody speaks on the parent's line."""
         self._of_parent = getattr(self, "_held", None)
-        self._held: dict[str, tuple[Any, float]] = {}
+        self._held: dict[str, _Session] = {}
         self._turn = threading.RLock()
+        self._timer = _Timer(self._end_overdue)
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """A connection that holds an advisory lock, until a time of the monotonic clock."""
+
+    wrapper: Any
+    until: float
+
+
+class _Timer(TimerThread[_Session]):
+    """Ends what is overdue, also where this process asks for no other lock."""
+
+    #: The clock of a wait may stand while the machine sleeps.
+    longest_wait = 1.0
+
+    def __init__(self, end_overdue: Callable[[], None]):
+        super().__init__("distlock-old-locks", attrgetter("until"), monotonic)
+        self._end_overdue = end_overdue
+
+    def _look(self, now: float, due: float) -> None:
+        self._end_overdue()
 
 
 def _until(seconds: float | None) -> float:

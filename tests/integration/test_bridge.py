@@ -164,6 +164,14 @@ def test_key_that_is_kept_is_kept_from_old_code(backend: str, kind: str, key: st
     assert is_free(kind, key)
 
 
+def test_key_that_is_kept_is_free_behind_its_time(backend: str, kind: str, key: str) -> None:
+    """Also for old code, where this process asks for no other key."""
+    with distlock(key, backend=backend, wait=5, min_hold=0.6):
+        pass
+    assert not is_free(kind, key)
+    assert eventually(lambda: is_free(kind, key), 10)
+
+
 def test_lease_is_handed_over_with_its_old_lock(
     backend: str, kind: str, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
