@@ -196,6 +196,14 @@ class Term:
         self._is_told = self._is_told or not self._lease.held
         self._lease.check()
 
+    def _is_confirmed(self) -> bool:
+        """Whether the store says so, too: what this process knows is as old as a heartbeat."""
+        try:
+            self._lease.extend()
+        except (BackendUnavailable, LockLost):
+            return False
+        return True
+
     def wait(self, duration: Duration) -> bool:
         """Sleep, but not beyond the end of the term; return whether it lasts.
 
@@ -255,7 +263,7 @@ class Leader:
                         return
                 except (LockLost, FenceRejected):
                     # Of something else, where we still lead.
-                    if term.lease.held:
+                    if term._is_confirmed():
                         raise
                 finally:
                     self._leadership.give_up()

@@ -158,6 +158,23 @@ def test_work_goes_on_in_another_term(
     assert told.count("leader_lost") == 4
 
 
+def test_refused_write_is_the_end_of_a_term_that_still_looks_held(
+    candidate: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row knows of the next leader before the heartbeat does."""
+    monkeypatch.setattr(leading, "AGAIN", 0.01)
+    fences: list[int] = []
+
+    def work(term: Term) -> None:
+        fences.append(term.fence)
+        if len(fences) == 1:
+            take_away(term.lease)
+            raise FenceRejected("A row has seen a higher one.", key=term.lease.key)
+
+    candidate.run(work)
+    assert len(fences) == 2
+
+
 @pytest.mark.parametrize("error", [LockLost("of another lock"), FenceRejected("of another row")])
 def test_loss_of_something_else_is_an_error(candidate: Leader, error: Exception) -> None:
     """Who still leads would fail so for ever."""
