@@ -267,9 +267,8 @@ class Leader:
                         raise
                 finally:
                     self._leadership.give_up()
-                if not self._is_stopped:
-                    # Others shall lead where an operator wants it.
-                    self._bell.wait(AGAIN)
+                # Others shall lead where an operator wants it.
+                self._pause()
 
     def __enter__(self) -> Term:
         with ExitStack() as stack:
@@ -310,18 +309,26 @@ class Leader:
         try:
             self._campaigns = True
             while not self._is_stopped:
+                since = monotonic()
                 if (lease := self._leadership.gain(PATIENCE)) is not None:
                     self._campaigns = False
                     lease.on_lost(lambda _lease: self._bell.ring())
                     return Term(lease, self)
-                if self._leadership.is_in_trouble:
-                    # Some errors come at once.
-                    self._bell.wait(AGAIN)
+                # Some answers come at once: errors, and where `RETRY` allows few attempts.
+                if monotonic() - since < AGAIN:
+                    self._pause()
         except _Stopped:
             self._leadership.give_up()
         finally:
             self._campaigns = False
         return None
+
+    def _pause(self) -> None:
+        """Wait a while, unless it is stopped."""
+        # The loss of a term has rung it.
+        self._bell.clear()
+        if not self._is_stopped:
+            self._bell.wait(AGAIN)
 
     @contextmanager
     def _listening(self) -> Iterator[list[int]]:

@@ -31,8 +31,8 @@ from django_distlock import (
 )
 from django_distlock.core.keys import own_key
 from django_distlock.inspection import get_by_key, request_stop
-from django_distlock.leading import Leader, Term
-from django_distlock.testing import lose_connection
+from django_distlock.leading import Leader, Leadership, Term
+from django_distlock.testing import lose_connection, memory_locks
 from tests.backends import Registered
 from tests.processes import Process, spawn
 
@@ -156,6 +156,35 @@ def test_work_goes_on_in_another_term(
     told = [each.__dict__["distlock_event"] for each in caplog.records]
     assert told.count("leader_leads") == 5
     assert told.count("leader_lost") == 4
+
+
+def test_candidate_pauses_between_campaigns(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a term that was lost, and where each campaign ends at once."""
+    monkeypatch.setattr(leading, "AGAIN", 60.0)
+    campaigns: list[float] = []
+    gain = Leadership.gain
+
+    def counted(leadership: Leadership, patience: float) -> Any:
+        campaigns.append(patience)
+        return gain(leadership, patience)
+
+    def work(term: Term) -> None:
+        lose(term)
+        assert eventually(lambda: loser._bell.is_rung)
+
+    monkeypatch.setattr(Leadership, "gain", counted)
+    with memory_locks(RETRY={"max_retries": 0}):
+        loser, follower = leader(key), leader(key)
+        with loser:
+            refused = Later(follower.run, lambda _: None)
+            assert not eventually(lambda: len(campaigns) > 2, 0.2)
+            follower.stop()
+            refused.result()
+        campaigns.clear()
+        losing = Later(loser.run, work)
+        assert not eventually(lambda: len(campaigns) > 1, 0.2)
+        loser.stop()
+        losing.result()
 
 
 def test_refused_write_is_the_end_of_a_term_that_still_looks_held(
