@@ -13,10 +13,13 @@ from ..handler import lock_backends
 
 #: What a backend asks its store.
 OPERATIONS = (
-    "_acquire", "_extend", "_extend_many", "_release", "_read", "_read_token", "_list",
+    "_acquire", "_acquire_many", "_extend", "_extend_many", "_release",
+    "_read", "_read_many", "_read_token", "_sharing", "_list", "_expired",
+    "_counter", "_counter_beside", "_fences_of", "_raise_fences",
     "_force_release", "_request_stop", "_pause", "_resume", "_cleanup",
-    "_raise_fences", "_note_waiter", "_drop_waiter", "_waiters",
-    "_note", "_noted", "_expired",
+    "_guard", "_is_guarded", "_guards_of", "_lock_for_transaction", "_kept_by_transactions",
+    "_note_waiter", "_drop_waiter", "_waiters", "_count_waiters", "_note", "_noted",
+    "_counts", "_states", "_time", "_clocks",
 )  # fmt: skip
 
 

@@ -26,8 +26,11 @@ from django_distlock import (
     Retry,
     current_lease,
     distlock,
+    distlock_all,
+    held_keys,
     lock_backends,
 )
+from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.memory import MemoryBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
@@ -49,6 +52,7 @@ from django_distlock.testing import (
     simulate_pause,
     steal,
 )
+from django_distlock.testing.outages import OPERATIONS
 from tests.contract.helpers import Later
 from tests.contract.locking import Heard, eventually
 
@@ -818,6 +822,21 @@ def test_acquire_whose_answer_is_lost_leaves_nothing_held(locks: Locks) -> None:
 
 def _attempt() -> Grant | Contended:
     return lock_backends["default"].acquire(KEY, new_token(), 30)
+
+
+def test_outage_cuts_off_whatever_asks_the_store(locks: Locks) -> None:
+    """Several keys at once too, and each hook that a backend may define."""
+    ask_nobody = {
+        "_alias_in_database", "_attempt_for", "_begin_in_child", "_cannot", "_clearer", "_freed",
+        "_give_back", "_keep_no_connections", "_name", "_of_each_holder", "_own_thread", "_place",
+        "_require", "_ttl",
+    }  # fmt: skip
+    hooks = {name for name in vars(BaseLockBackend) if name[0] == "_" != name[1]}
+    assert set(OPERATIONS) == hooks - ask_nobody
+    with lose_connection():
+        for ask in (distlock_all("a", "b").acquire, lambda: held_keys(["a"])):
+            with pytest.raises(BackendUnavailable):
+                ask()
 
 
 def test_outages_can_be_nested(locks: Locks) -> None:
