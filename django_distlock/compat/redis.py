@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from redis.exceptions import LockError, LockNotOwnedError
 
-from ..core.errors import LockLost, LockNotAcquired, LockUsageError
+from ..core.errors import BackendUnavailable, LockLost, LockNotAcquired, LockUsageError
 from ..core.logs import log_fields
 from ..core.retry import Retry
 from ..inspection import owns
@@ -139,6 +139,14 @@ class Lock:
                 "A block lost its lock before its end: %s",
                 error,
                 extra=log_fields("lost", key=self.name, error=error),
+            )
+        except BackendUnavailable as error:
+            if exc is None:
+                raise
+            logger.warning(
+                "The lock of a block could not be released: %s",
+                error,
+                extra=log_fields("release_failed", key=self.name, error=error),
             )
 
     def _lock(self, wait: float | None, sleep: float) -> _Lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from django.test import override_settings
 from django_redis.client import DefaultClient
 from redis.exceptions import LockError, LockNotOwnedError
 
-from django_distlock import InvalidArgument, LockUsageError, distlock
+from django_distlock import BackendUnavailable, InvalidArgument, LockUsageError, distlock
 from django_distlock.compat.redis import Lock, LockMixin
 from django_distlock.inspection import force_release
+from django_distlock.testing import lose_connection
 from tests.contract.locking import eventually
 
 pytestmark = pytest.mark.servers("PostgreSQL", "Redis")
@@ -212,10 +214,15 @@ def test_block_that_lost_its_lock_tells(
 
 
 def test_error_of_a_block_is_never_hidden(made: Any) -> None:
-    """Not by the loss of its lock either."""
+    """Not by the loss of its lock either, nor by an outage."""
     lock = made(timeout=30)
     with pytest.raises(ZeroDivisionError), lock:
         raise (lock.release(), ZeroDivisionError())[1]
+    with ExitStack() as outage, pytest.raises(ZeroDivisionError), lock:
+        raise (outage.enter_context(lose_connection(lock.backend)), ZeroDivisionError())[1]
+    lock = made(timeout=30)
+    with ExitStack() as outage, pytest.raises(BackendUnavailable), lock:
+        outage.enter_context(lose_connection(lock.backend))
 
 
 def test_lock_is_local_to_its_thread_or_not(made: Any) -> None:
