@@ -419,16 +419,17 @@ class _Plan:
             Exception: Somebody failed, and we take that for an answer.
         """
         found = self._look(flight.key)
-        if found.is_fresh:
-            flight.land(found.value)
-            return found
-        number, error = self._failure(flight.key)
-        if number in (None, known) or self.on_error == "compute":
-            return None
-        if isinstance(error, str):
-            error = LockError(error, key=flight.key)
-        flight.land(error=error)
-        raise error
+        if not found.is_fresh:
+            number, error = self._failure(flight.key)
+            if number in (None, known) or self.on_error == "compute":
+                return None
+            if not (self.on_error == "stale" and found.is_there):
+                if isinstance(error, str):
+                    error = LockError(error, key=flight.key)
+                flight.land(error=error)
+                raise error
+        flight.land(found.value)
+        return found
 
     def _keep(self, flight: _Flight, value: Any, lease: Lease | None) -> None:
         """Keep a value, unless a later one may be there: who stood still comes too late."""

@@ -315,6 +315,18 @@ def test_stale_value_takes_the_place_of_an_error(
     assert said.exc_info
 
 
+def test_stale_value_takes_the_place_of_an_error_of_others(
+    fly: Callable[..., Any], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one who fails while the lock is waited for."""
+    answers: list[tuple[str | None, Any]] = [(None, ""), ("number", ConnectionResetError("away"))]
+    monkeypatch.setattr(flights._Plan, "_failure", lambda *_: answers.pop(0))
+    aged(key, "old")
+    work = Work.quick("new")
+    assert fly(key, work, timeout=60, stale=60, on_error="stale") == "old"
+    assert (work.runs, answers) == (0, [])
+
+
 class Odd(Exception):
     """Cannot be made anew from its arguments."""
 
