@@ -187,7 +187,7 @@ class _Flight:
         self.leave()
         # Each gets a copy of its own, as from a cache.
         told = self.is_awaited and (error is not None or value is not _NOTHING)
-        packed = pickle.dumps((value, error) if error is None else (None, error)) if told else None
+        packed = _packed(value if error is None else None, error) if told else None
         with suppress(InvalidStateError):
             self.landed.set_result(packed)
 
@@ -503,6 +503,14 @@ class _Plan:
 def _name(what: str, key: str) -> str:
     """Return the name of an entry beside a value, which every cache takes."""
     return f"distlock:{what}:{key_hash(key)}"
+
+
+def _packed(value: Any, error: Exception | None) -> bytes | None:
+    """Return a result as others can get it; None: they cannot, and see for themselves."""
+    try:
+        return pickle.dumps((value, error))
+    except Exception:  # noqa: BLE001 - whatever a value of the project raises
+        return None
 
 
 def _portable(error: Exception, key: str) -> Exception:

@@ -215,6 +215,18 @@ def test_cache_that_keeps_nothing_costs_one_run_for_all_who_wait(key: str) -> No
     assert work.runs == 1
 
 
+def test_value_that_cannot_travel_is_for_who_computed_it(key: str) -> None:
+    """Where the cache does not mind. Those who wait compute their own."""
+    work = Work(threading.Lock(), "value")
+    ask = functools.partial(single_flight, key, work, timeout=60, cache="nothing", backend="memory")
+    first = Later(ask)
+    assert work.begun.wait(10)
+    (other,) = followers(ask, 1)
+    work.end.set()
+    assert first.result() is work._results[0]
+    assert other.result() == "value"
+
+
 # The stale value
 
 
