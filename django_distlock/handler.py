@@ -77,7 +77,13 @@ class LockBackendHandler:
             raise InvalidLockBackend(
                 f"{where}: BACKEND {config.backend!r} is not a subclass of BaseLockBackend."
             )
-        return backend_class(config, **config.options)
+        try:
+            return backend_class(config, **config.options)
+        except TypeError as error:
+            # One that is missing, or of another type than a backend of the project's takes.
+            raise InvalidLockBackend(
+                f"{where}: {backend_class.__name__} cannot be made with these OPTIONS: {error}"
+            ) from error
 
 
 class _DefaultBackend:

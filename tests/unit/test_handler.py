@@ -171,6 +171,23 @@ def test_bad_option_is_refused_with_its_name(configured: dict[str, Any], rule: s
         assert rule in message
 
 
+@pytest.mark.parametrize(
+    ("configured", "rule"),
+    [
+        ({"BACKEND": "django_distlock.compat.bridge.DatabaseBackend"}, "'bridge'"),
+        ({"BACKEND": MEMORY, "OPTIONS": {"clock": 5}}, "'int' object"),
+    ],
+)
+def test_options_that_a_backend_cannot_be_made_with_are_refused(
+    configured: dict[str, Any], rule: str
+) -> None:
+    """A required one that is missing, say: the check of the settings goes on to the next alias."""
+    said = refusal(**configured)
+    assert said.startswith("DISTLOCK['x']: ")
+    assert "cannot be made with these OPTIONS: " in said
+    assert rule in said
+
+
 def test_backend_that_was_refused_can_be_corrected() -> None:
     """A mistake leaves nothing behind."""
     assert "BACKEND must be" in refusal(TTL=5)
