@@ -101,7 +101,7 @@ default_lock_backend = cast(BaseLockBackend, _DefaultBackend())
 
 
 def _forget(*, setting: str, **_: Any) -> None:
-    if setting in ("DISTLOCK", "DISTLOCK_HOLDER", "DATABASES", "DATABASE_ROUTERS"):
+    if setting in ("DISTLOCK", "DISTLOCK_HOLDER", "CACHES", "DATABASES", "DATABASE_ROUTERS"):
         lock_backends.reset()
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 from django.test import override_settings
@@ -204,7 +205,11 @@ def test_changed_settings_make_new_backends() -> None:
         with override_settings(DISTLOCK={"x": {"BACKEND": MEMORY, "TTL": 8}}):
             assert lock_backends["x"] is not outer
             assert lock_backends["x"].config.ttl == 8
-        assert lock_backends["x"].config.ttl == 7
+        inner = lock_backends["x"]
+        assert inner.config.ttl == 7
+        # One in Redis may use the connections of a cache.
+        with override_settings(CACHES=settings.CACHES):
+            assert lock_backends["x"] is not inner
 
 
 def test_default_stands_for_the_alias_of_that_name() -> None:
