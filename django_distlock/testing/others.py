@@ -88,7 +88,7 @@ def steal(lease: Lease, *, ttl: Duration | None = None, holder: Holder | None = 
 
 
 def expire(key: str, *, backend: str = "default") -> None:
-    """Let the lease on a key be over: the key is free, and its holder has not noticed.
+    """Let all leases on a key be over: the key is free, and no holder has noticed.
 
     So it looks when the holder died, or stopped, its ttl ago. With session locks the session ends,
     which a holder may notice at once.
@@ -100,7 +100,8 @@ def expire(key: str, *, backend: str = "default") -> None:
     record = store.read(key)
     if record is None:
         raise LockUsageError(f"Nobody holds {key!r} on {backend!r}.", key=key)
-    forget(store, record)
+    for each in store.records.sharing(key) or (record,):
+        forget(store, each)
 
 
 def forget(store: BaseLockBackend, record: Record) -> None:

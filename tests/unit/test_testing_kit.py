@@ -691,6 +691,14 @@ def test_expired_key_goes_to_the_next(locks: Locks) -> None:
         expire(KEY)
 
 
+def test_expired_key_of_several_is_free(locks: Locks) -> None:
+    """None of them is left."""
+    leases = [distlock(KEY, shared=True).acquire() for _ in range(2)]
+    expire(KEY)
+    assert_not_locked(KEY)
+    assert [each.release() for each in leases] == [False, False]
+
+
 def test_stolen_key_is_somebody_elses(locks: Locks) -> None:
     """The store knows the new holder; the old one finds out by its next renewal."""
     told: list[Lease] = []
