@@ -156,7 +156,7 @@ def fence_required(*, key: str | Callable[..., str]) -> Callable[[View], View]: 
 def fence_required(view: View | None = None, *, key: str | Callable[..., str] | None = None) -> Any:
     """Answer 428 where a request carries no fence, and 403 where it is another key's.
 
-    A decorator of views, with or without arguments.
+    A decorator of views and of methods that get a request, with or without arguments.
 
     Args:
         view: What is decorated.
@@ -177,16 +177,14 @@ def fence_required(view: View | None = None, *, key: str | Callable[..., str] | 
         if iscoroutinefunction(view):
 
             @wraps(view)
-            async def asynchronous(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
-                return _unmet(made, request, *args, **kwargs) or await view(
-                    request, *args, **kwargs
-                )
+            async def asynchronous(*args: Any, **kwargs: Any) -> Any:
+                return _unmet(made, *args, **kwargs) or await view(*args, **kwargs)
 
             return asynchronous
 
         @wraps(view)
-        def synchronous(request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
-            return _unmet(made, request, *args, **kwargs) or view(request, *args, **kwargs)
+        def synchronous(*args: Any, **kwargs: Any) -> Any:
+            return _unmet(made, *args, **kwargs) or view(*args, **kwargs)
 
         return synchronous
 
@@ -231,10 +229,11 @@ def _refusal(request: HttpRequest) -> HttpResponse | None:
     return None
 
 
-def _unmet(
-    key: Callable[..., str] | None, request: HttpRequest, *args: Any, **kwargs: Any
-) -> HttpResponse | None:
+def _unmet(key: Callable[..., str] | None, /, *args: Any, **kwargs: Any) -> HttpResponse | None:
     """Return why a view is not called; None: it is."""
+    # A method has its object first.
+    given = (*args[:2], kwargs.get("request"))
+    request: Any = next((each for each in given if hasattr(each, "META")), None)
     if not hasattr(request, "fence"):
         raise LockUsageError(
             "fence_required requires django_distlock.fencing.http.FenceMiddleware in MIDDLEWARE."
@@ -244,7 +243,7 @@ def _unmet(
     if key is None:
         return None
     try:
-        wanted = stored_key(key(request, *args, **kwargs))
+        wanted = stored_key(key(*args, **kwargs))
     except IllegalKey as error:
         # Made of what the client has sent.
         return _answer(400, error.code, detail=str(error))

@@ -14,6 +14,7 @@ from django.db import connection, connections
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.test import AsyncClient, Client, override_settings
 from django.urls import path
+from django.views import View
 
 from django_distlock import InvalidArgument, LockUsageError
 from django_distlock.core.errors import FenceRejected
@@ -85,6 +86,15 @@ def failing(request: HttpRequest) -> HttpResponse:
     raise ValueError("broken")
 
 
+class Methods(View):
+    """A class whose method is decorated where it is defined."""
+
+    @fence_required(key="{name}")
+    def get(self, request: HttpRequest, name: str) -> JsonResponse:
+        """Tell the fence."""
+        return told(request)
+
+
 urlpatterns = [
     path("told", told),
     path("atold", atold),
@@ -92,6 +102,7 @@ urlpatterns = [
     path("arequired", fence_required(atold)),
     path("keyed/<str:name>", fence_required(key="{name}")(named)),
     path("akeyed/<str:name>", fence_required(key=lambda request, name: name)(anamed)),
+    path("method/<str:name>", Methods.as_view()),
     path("failing", failing),
     path("makes", makes),
 ]
@@ -197,6 +208,13 @@ def test_request_without_a_fence_passes(caller: Caller) -> None:
         made = fence_required(required)
         assert (made.__name__, iscoroutinefunction(made)) == (required.__name__, required is atold)
     assert RAN == ["below", "/told", "below", "below"]
+
+
+def test_method_may_require_a_fence(caller: Caller, key: str) -> None:
+    """It has its object before the request."""
+    assert caller.come(f"/method/{key}", key, 7).json() == {"fence": [key, 7]}
+    assert caller.come(f"/method/{key}-other", key, 7).status_code == 403
+    assert caller.get(f"/method/{key}").status_code == 428
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", "invoice;7", "invoice;0;abc", "a b;7;abc"])
