@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
@@ -42,6 +43,13 @@ class Skip:
 
 class NotAcquired(LockNotAcquired, OperationalError):
     """An advisory lock was not acquired; also caught where django-pglock's error is."""
+
+
+class _Entered(threading.local):
+    """What this thread has entered, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
 
 
 class advisory:  # noqa: N801 - its name in django-pglock
@@ -78,7 +86,7 @@ class advisory:  # noqa: N801 - its name in django-pglock
         self.side_effect = type(side_effect) if is_instance else side_effect
         self.backend = backend
         self._is_decorator = False
-        self._entered: list[Any] = []
+        self._entered = _Entered()
         if not xact:
             _require_default(using, shown(lock_id))
 
@@ -138,7 +146,7 @@ class advisory:  # noqa: N801 - its name in django-pglock
             if effect is Raise:
                 raise NotAcquired(str(error), key=key, holder=error.holder) from error
             return False
-        self._entered.append(lock)
+        self._entered.stack.append(lock)
         return True
 
     def release(self) -> None:
@@ -151,9 +159,9 @@ class advisory:  # noqa: N801 - its name in django-pglock
         """
         if self.xact:
             raise RuntimeError("Advisory locks with xact=True cannot be manually released.")
-        if not self._entered:
+        if not self._entered.stack:
             raise LockUsageError(f"advisory({shown(self.lock_id)}) was not acquired here.")
-        self._entered.pop().__exit__(None, None, None)
+        self._entered.stack.pop().__exit__(None, None, None)
 
     def __enter__(self) -> bool:
         if self.xact:
@@ -165,11 +173,11 @@ class advisory:  # noqa: N801 - its name in django-pglock
             with ExitStack() as opened:
                 opened.enter_context(transaction.atomic(using=self.using, durable=True))
                 acquired = self.acquire()
-                self._entered.append(opened.pop_all())
+                self._entered.stack.append(opened.pop_all())
             return acquired
         acquired = self.acquire()
         if not acquired:
-            self._entered.append(ExitStack())
+            self._entered.stack.append(ExitStack())
         return acquired
 
     def __exit__(
@@ -178,7 +186,7 @@ class advisory:  # noqa: N801 - its name in django-pglock
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._entered.pop().__exit__(exc_type, exc, traceback)
+        self._entered.stack.pop().__exit__(exc_type, exc, traceback)
 
     def _effect(self) -> type:
         """Return the side effect; see `acquire` for errors."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -168,6 +168,16 @@ def test_calls_acquire_and_release(key: str, taken: str) -> None:
     with pytest.raises(LockUsageError, match="not acquired here"):
         lock.release()
     assert advisory(taken, timeout=0).acquire() is False
+
+
+def test_object_may_be_shared_by_threads(key: str) -> None:
+    """Each ends what it has entered itself, also where another one was refused meanwhile."""
+    lock = advisory(key, timeout=0)
+    with ExitStack() as refused:
+        with lock as acquired:
+            assert acquired
+            refused.enter_context(elsewhere(lambda: lock))
+        assert not distlock(key).locked()
 
 
 def test_session_may_take_it_again(key: str) -> None:
