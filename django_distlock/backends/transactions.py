@@ -105,7 +105,9 @@ class TransactionLocks(FenceTable):
             for row, is_shared in ((_door(name), asked.keys[key]), (name, True)):
                 left = max(0.0, until - monotonic())
                 try:
-                    vendor.lock_row(fences, row, left, shared=is_shared)
+                    if not vendor.lock_row(fences, row, left, shared=is_shared):
+                        # What is not there is not locked.
+                        return InTheWay(key, Contended(busy=True))
                 except DatabaseError as error:
                     if not vendor.is_busy(error):
                         raise
@@ -155,7 +157,7 @@ class TransactionLocks(FenceTable):
                         ignore_conflicts=True,
                     )
 
-        # Busy: somebody has just made one, and locked it.
+        # Busy: somebody has just made one and locked it, or a backup holds up commits.
         self._ask(make, bound=bound, busy=lambda: None)
 
     def _take_the_file(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:

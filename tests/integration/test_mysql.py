@@ -15,7 +15,7 @@ from django.core.management import call_command
 from django.db import DatabaseError, OperationalError, connections, transaction
 from django.test import override_settings
 
-from django_distlock import BackendUnavailable, LockError, distlock
+from django_distlock import BackendUnavailable, LockError, distlock, transaction_lock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.fences import FENCE_MAX
 from django_distlock.core.holders import Holder
@@ -23,6 +23,7 @@ from django_distlock.core.keys import new_token
 from django_distlock.core.records import UNKNOWN, Contended, Grant
 from django_distlock.database.vendors.mysql import MySQL
 from django_distlock.handler import lock_backends
+from django_distlock.locks.attempts import BUSY_SECONDS
 from django_distlock.models import FenceCounter, HeldLock, LockEvent
 from tests import services
 from tests.backends import DATABASE, Registered
@@ -626,6 +627,26 @@ def test_backup_of_the_whole_server_is_busy(key: str, kind: str) -> None:
         assert held(backend, key) == record
         assert take(backend, f"{key}-free").fence == 1
         assert backend.release(grant) is True
+
+
+@pytest.mark.faults
+def test_transaction_locks_no_row_that_a_backup_keeps_from_being_made(key: str) -> None:
+    """While the rows of a new key cannot be committed, no transaction has it."""
+    begin, end = BACKUPS["block commit"]
+    with server_like() as using, store_on(using, key) as store:
+
+        def lock() -> None:
+            with transaction.atomic(using=using):
+                transaction_lock(key, wait=0, backend=store.registered.alias)
+
+        stranger = store.stranger()
+        store.backend.read(key)
+        for statement in begin:
+            stranger.execute(statement)
+        with prompt(BUSY_SECONDS), pytest.raises(BackendUnavailable):
+            Later(lock).result()
+        stranger.execute(end)
+        Later(lock).result()
 
 
 @pytest.mark.faults

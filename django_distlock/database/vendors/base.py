@@ -121,8 +121,8 @@ class Vendor(ABC):
         """
         raise NotImplementedError
 
-    def lock_row(self, table: str, name: str, bound: float, *, shared: bool) -> None:
-        """Lock a row until the caller's transaction ends.
+    def lock_row(self, table: str, name: str, bound: float, *, shared: bool) -> bool:
+        """Lock a row until the caller's transaction ends; return whether there is one.
 
         Args:
             table: Quoted, and with its schema.

@@ -124,16 +124,15 @@ class MySQL(Vendor):
         # With a snapshot from before the grant, what is read behind this would be older than it.
         return bool(found == (fence, fence))
 
-    def lock_row(self, table: str, name: str, bound: float, *, shared: bool) -> None:
+    def lock_row(self, table: str, name: str, bound: float, *, shared: bool) -> bool:
         how = "LOCK IN SHARE MODE" if shared else "FOR UPDATE"
         table = table.replace("%", "%%")
         statement = f"SELECT fence FROM {table} WHERE storage_key = %s {how}"  # noqa: S608
         bound = min(bound, _LONGEST)
         if self.connection.mysql_is_mariadb:  # type: ignore[attr-defined]
-            self._ask(_with_bound(bound) + statement, [name])
-        else:
-            with self._session_bound(bound):
-                self._ask(statement, [name])
+            return self._ask(_with_bound(bound) + statement, [name]) is not None
+        with self._session_bound(bound):
+            return self._ask(statement, [name]) is not None
 
     @contextmanager
     def looking(self, name: str) -> Iterator[bool]:

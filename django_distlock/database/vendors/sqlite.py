@@ -49,7 +49,7 @@ class SQLite(Vendor):
         with super().short_transaction(bound):
             yield
 
-    def lock_row(self, table: str, name: str, bound: float, *, shared: bool) -> None:
+    def lock_row(self, table: str, name: str, bound: float, *, shared: bool) -> bool:
         # Whoever writes has the whole file, whatever the row.
         (before,) = self._ask("PRAGMA busy_timeout")
         milliseconds = int(min(bound, _LONGEST) * 1000)
@@ -57,7 +57,9 @@ class SQLite(Vendor):
         try:
             table = table.replace("%", "%%")
             statement = f"UPDATE {table} SET fence = fence WHERE storage_key = %s"  # noqa: S608
-            self._ask(statement, [name])
+            with self.connection.cursor() as cursor:
+                cursor.execute(statement, [name])
+                return bool(cursor.rowcount)
         finally:
             self._ask(f"PRAGMA busy_timeout = {before}")
 
