@@ -235,6 +235,23 @@ def test_snapshot_that_was_asked_for_in_sql_is_refused(registered: Registered, k
         cursor.execute("SELECT 1")
 
 
+@pytest.mark.aliases("postgres")
+@pytest.mark.parametrize("was_held", [False, True])
+def test_transaction_that_may_only_read_locks_no_key(
+    registered: Registered, key: str, was_held: bool
+) -> None:
+    """Neither one that was held before, nor one that never was."""
+    if was_held:
+        take_and_release(registered, key)
+    with (  # noqa: PT012
+        pytest.raises(LockUsageError, match="may only read"),
+        transaction.atomic(),
+        connections["default"].cursor() as cursor,
+    ):
+        cursor.execute("SET TRANSACTION READ ONLY")
+        transaction_lock(key, backend=registered.alias)
+
+
 @pytest.mark.aliases("mariadb")
 def test_snapshot_of_mariadb_hides_no_lease(registered: Registered, key: str) -> None:
     """Set for the session behind Django's back, it began before the lease was granted."""

@@ -43,6 +43,10 @@ BEGIN
         -- An older snapshot would not show a lease that was granted while this waited.
         RETURN pg_catalog.json_build_array('snapshot');
     END IF;
+    IF pg_catalog.current_setting('transaction_read_only') = 'on' THEN
+        -- The server refuses row locks alone. On a standby, the numbers are no locks of the primary.
+        RAISE EXCEPTION 'cannot lock keys in a read-only transaction' USING ERRCODE = '25006';
+    END IF;
     BEGIN
         -- Also for tables that somebody has locked.
         v_ignored := pg_catalog.set_config('lock_timeout', greatest(p_bound, 1)::text, true);
