@@ -129,18 +129,23 @@ class TransactionLocks(FenceTable):
         def look(on: str) -> InTheWay | None:
             with vendors.of(on).short_transaction(bound):
                 # Wait for an extend in flight: what looks over may last.
-                now, locks = to_microseconds(vendors.of(on).now()), self._connections.name("locks")
-                for name in self._over(on, names, now):
+                now, locks = _now(on), self._connections.name("locks")
+                for name in self._over(on, names, asked, now):
                     vendors.of(on).lock_row(locks, name, bound, shared=True)
-                return self._look(names, asked, on)
+                # What is over since counts as held.
+                return self._look(names, asked, on, now)
 
         busy = InTheWay(next(iter(names.values())), Contended(busy=True))
         found: InTheWay | None = self._ask(look, bound=bound, busy=lambda: busy)
         return found
 
-    def _over(self, on: str, names: Mapping[str, str], now: int) -> list[str]:
-        parts = (self._rows(on, _OVER, some, now) for some in _parts(names))
-        return [name for rows in parts for (name,) in rows]
+    def _over(self, on: str, names: Mapping[str, str], asked: KeysAsked, now: int) -> list[str]:
+        over: list[str] = []
+        for some in _parts(names):
+            over += [name for (name,) in self._rows(on, _OVER, some, now)]
+            places = self._locks_on(on).places_of(_alone(some, names, asked))
+            over += [row.pk for row in places if not row.is_live(from_microseconds(now))]
+        return over
 
     def _make_rows(self, names: Mapping[str, str], bound: float) -> None:
         """Make the rows that are locked: to lock one that is not there locks the gap around it."""
@@ -163,7 +168,7 @@ class TransactionLocks(FenceTable):
     def _take_the_file(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
         # Looked for beforehand: a lease cannot be released while somebody else has the file.
         found: InTheWay | None = self._ask(
-            lambda on: self._look(names, asked, on), writes=False, busy=lambda: None
+            lambda on: self._look(names, asked, on, _now(on)), writes=False, busy=lambda: None
         )
         if found is not None:
             return found
@@ -181,13 +186,14 @@ class TransactionLocks(FenceTable):
             if not vendor.is_busy(error):
                 raise
             return InTheWay(next(iter(names.values())), Contended(busy=True, guarded=True))
-        found = self._look(names, asked, asked.using)
+        found = self._look(names, asked, asked.using, _now(asked.using))
         # Granted meanwhile, it is not released before this transaction ends.
         return None if found is None else InTheWay(found.key, found.answer, deadlock=True)
 
-    def _look(self, names: Mapping[str, str], asked: KeysAsked, on: str) -> InTheWay | None:
+    def _look(
+        self, names: Mapping[str, str], asked: KeysAsked, on: str, now: int
+    ) -> InTheWay | None:
         """Return a lease of somebody else's on one of these keys, or a pause."""
-        now = to_microseconds(vendors.of(on).now())
         for some in _parts(names):
             leases = self._rows(on, _LEASES, some, now)
             others = [each for each in leases if each[1] not in asked.tokens]
@@ -195,8 +201,7 @@ class TransactionLocks(FenceTable):
                 name, _token, *facts, holder = others[0]
                 told = json.loads(holder)
                 return InTheWay(names[name], contended("contended", now, *facts, told=told))
-            alone = [each for each in some if not asked.keys[names[each]]]
-            for row in self._locks_on(on).places_of(alone):
+            for row in self._locks_on(on).places_of(_alone(some, names, asked)):
                 if row.is_live(from_microseconds(now)) and row.token not in asked.tokens:
                     kept = row.as_record().contended(from_microseconds(now))
                     return InTheWay(names[whole_name(row.pk)], kept)
@@ -211,6 +216,15 @@ class TransactionLocks(FenceTable):
         with connections[on].cursor() as cursor:
             cursor.execute(statement.format(names=places, **tables), [*names, now])
             return list(cursor.fetchall())
+
+
+def _now(on: str) -> int:
+    return to_microseconds(vendors.of(on).now())
+
+
+def _alone(some: Sequence[str], names: Mapping[str, str], asked: KeysAsked) -> list[str]:
+    """Return those of some storage keys that nobody shares with the transaction."""
+    return [each for each in some if not asked.keys[names[each]]]
 
 
 def _parts(names: Collection[str]) -> Iterator[list[str]]:

@@ -26,6 +26,7 @@ from django_distlock import (
     transaction_locked,
 )
 from django_distlock.backends.transactions import TransactionLocks
+from django_distlock.core.keys import place_name
 from django_distlock.core.records import Record
 from django_distlock.locks.attempts import BUSY_SECONDS
 from tests.backends import Registered
@@ -171,16 +172,22 @@ def test_acquire_under_way_is_no_transaction(
 
 
 @pytest.mark.aliases("postgres", "mariadb")
+@pytest.mark.parametrize("permits", [1, None])
 def test_extend_in_flight_is_waited_for(
-    registered: Registered, store: DatabaseStore, stranger: Stranger, key: str
+    registered: Registered,
+    store: DatabaseStore,
+    stranger: Stranger,
+    key: str,
+    permits: int | None,
 ) -> None:
     """What looks over may last: an extend that began in time, and has yet to be committed."""
-    take(store.backend, key, 5)
+    grant = take(store.backend, key, 5, permits=permits)
+    name = store.name(key)
     store.elapse(6.1)
     later = int((store.now().timestamp() + 60) * 1_000_000)
     stranger.execute(
         f"UPDATE {store.locks} SET expires_at = %s, free_at = %s WHERE storage_key = %s",
-        *(later, later, store.name(key)),
+        *(later, later, place_name(name, grant.token) if grant.shared else name),
     )
     waiter = Later(locks, registered, key, wait=1)
     stranger.wait_until_blocked()
@@ -275,9 +282,9 @@ def test_file_is_not_kept_from_who_has_a_lease(
     looks: list[str] = []
     look = TransactionLocks._look
 
-    def overlook(store: TransactionLocks, names: Any, asked: Any, on: str) -> Any:
+    def overlook(store: TransactionLocks, names: Any, asked: Any, on: str, now: int) -> Any:
         looks.append(on)
-        return None if len(looks) == 1 else look(store, names, asked, on)
+        return None if len(looks) == 1 else look(store, names, asked, on, now)
 
     monkeypatch.setattr(TransactionLocks, "_look", overlook)
     with held_elsewhere(lock_of(registered, key)) as lease:

@@ -84,12 +84,10 @@ BEGIN
         t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
         PERFORM FROM "django_distlock_heldlock" l WHERE l.storage_key = ANY (p_storage_keys);
         IF FOUND THEN
-            -- Waits for an extend in flight: what looks over may last.
+            -- Waits for an extend in flight: what looks over may last. What is over since counts as
+            -- held, here and below.
             PERFORM FROM "django_distlock_heldlock" l
                 WHERE l.storage_key = ANY (p_storage_keys) AND l.free_at <= t FOR SHARE;
-            IF FOUND THEN
-                t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
-            END IF;
             SELECT l.fence, l.acquired_at, l.expires_at, l.free_at, l.holder,
                 pg_catalog.array_position(p_storage_keys, (l.storage_key COLLATE "C")::text)
                 INTO h_fence, h_acquired_at, h_expires_at, h_free_at, h_holder, v_place
@@ -112,6 +110,15 @@ BEGIN
                 v_outcome := 'paused';
             ELSIF FOUND THEN
                 -- Leases share one of the keys, or did.
+                PERFORM FROM ROWS FROM (
+                        pg_catalog.unnest(p_storage_keys), pg_catalog.unnest(p_shared)
+                    ) k(storage_key, shared)
+                    JOIN "django_distlock_fencecounter" c
+                        ON c.storage_key = k.storage_key AND c.closed_until IS NOT NULL
+                    JOIN "django_distlock_heldlock" l
+                        ON l.storage_key >= pg_catalog.textcat(k.storage_key, '{place}')
+                        AND l.storage_key < pg_catalog.textcat(k.storage_key, '{place_end}')
+                    WHERE NOT k.shared AND l.free_at <= t FOR SHARE OF l;
                 SELECT l.fence, l.acquired_at, l.expires_at, l.free_at, l.holder, k.place
                     INTO h_fence, h_acquired_at, h_expires_at, h_free_at, h_holder, v_place
                     FROM ROWS FROM (
