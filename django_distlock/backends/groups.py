@@ -56,7 +56,8 @@ class Guards(_InTransactions):
             using: See `alias`.
 
         Returns:
-            Whether the fence is still that of the grant; if not, nothing is held off.
+            Whether the fence is still that of the grant, which is not over; if not, nothing is held
+            off.
 
         Raises:
             LockUsageError: No transaction is open there, or one that may only read.

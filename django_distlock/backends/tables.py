@@ -224,7 +224,9 @@ class FenceTable(NoteTable):
             # Until then nobody could have taken over, whatever becomes of this process.
             silent = None if grant.ttl is None else grant.ttl + GRACE
             fences = self._connections.name("fences")
-            return vendor.guard(fences, name, grant.fence, bound, silent)
+            return vendor.guard(
+                fences, name, grant.fence, bound, until=grant.expires_at, idle=silent
+            )
         except (DatabaseError, InterfaceError) as error:
             if vendor.is_overtaken(error):
                 return False

@@ -97,7 +97,7 @@ class TransactionLocks(FenceTable):
         until = monotonic() + asked.bound
         # Beforehand: nothing of what is locked is given up before the transaction ends, and whoever
         # operates on a key would have to wait for that.
-        if (found := self._look_beside(names, asked)) is not None:
+        if (found := self._look_beside(names, asked, locked=False)) is not None:
             return found
         vendor, fences = vendors.of(asked.using), self._connections.name("fences")
         self._make_rows(names, min(asked.bound, MAX_BOUND))
@@ -116,14 +116,20 @@ class TransactionLocks(FenceTable):
                         return InTheWay(key, Contended(busy=True), deadlock=True)
                     # Of the door it is known who keeps it: none but transactions lock one.
                     return InTheWay(key, Contended(busy=True, guarded=row != name))
-        found = self._look_beside(names, asked)
+        found = self._look_beside(names, asked, locked=True)
         if found is None or found.answer.fence is None or found.key == [*names.values()][-1]:
             return found
         # Granted meanwhile. Its holder may wait for a later key, and that is locked by now.
         return InTheWay(found.key, found.answer, deadlock=True)
 
-    def _look_beside(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
-        """Look on a connection of ours: the caller's may read from a snapshot, or lock."""
+    def _look_beside(
+        self, names: Mapping[str, str], asked: KeysAsked, *, locked: bool
+    ) -> InTheWay | None:
+        """Look on a connection of ours: the caller's may read from a snapshot, or lock.
+
+        Args:
+            locked: Whether the caller has locked them: then it keeps out guards as well.
+        """
         bound = min(asked.bound, MAX_BOUND)
 
         def look(on: str) -> InTheWay | None:
@@ -133,11 +139,34 @@ class TransactionLocks(FenceTable):
                 for name in self._over(on, names, asked, now):
                     vendors.of(on).lock_row(locks, name, bound, shared=True)
                 # What is over since counts as held.
-                return self._look(names, asked, on, now)
+                found = self._look(names, asked, on, now)
+                return found if locked or found else self._guarded(names, asked, on)
 
         busy = InTheWay(next(iter(names.values())), Contended(busy=True))
         found: InTheWay | None = self._ask(look, bound=bound, busy=lambda: busy)
         return found
+
+    def _guarded(self, names: Mapping[str, str], asked: KeysAsked, on: str) -> InTheWay | None:
+        """Look for the guard of a lease that is over: it shares the fence, and has no door.
+
+        Transactions that have locked the key have both, and none of them has it beside a guard.
+        """
+        own = self._locks_on(on).filter(token__in=asked.tokens).values_list("pk", flat=True)
+        for some in _parts(names.keys() - set(own)):
+            leased = self._counters_on(on).filter(pk__in=some, fence__gt=0)
+            for name in leased.values_list("pk", flat=True):
+                if self._is_locked(on, name) and not self._is_locked(on, _door(name)):
+                    return InTheWay(names[name], Contended(busy=True))
+        return None
+
+    def _is_locked(self, on: str, row: str) -> bool:
+        try:
+            self._counters_on(on).lock(row)
+        except DatabaseError as error:
+            if not vendors.of(on).is_busy(error):
+                raise
+            return True
+        return False
 
     def _over(self, on: str, names: Mapping[str, str], asked: KeysAsked, now: int) -> list[str]:
         over: list[str] = []

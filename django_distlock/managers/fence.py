@@ -108,7 +108,7 @@ class FenceCounterManager(models.Manager.from_queryset(FenceCounterQuerySet)):  
                 fence = self.filter(pk=name).values_list("fence", flat=True).first()
                 if fence is None or not is_alone:
                     return False
-                is_shared = store.guard(fences, name, fence, 0, None)
+                is_shared = store.guard(fences, name, fence, 0)
                 if is_shared:
                     self.lock(name)
         except DatabaseError as error:

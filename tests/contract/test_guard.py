@@ -97,6 +97,26 @@ def test_lease_that_is_over_is_refused_without_a_question(registered: Registered
 
 
 @CAN
+@pytest.mark.stores("postgresql", "mysql", why="its leases have no end, or no transaction beside")
+def test_lease_that_ends_before_the_question_is_refused(
+    registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transaction lock may have had the key meanwhile, and counts no fence up."""
+    lease = lock_of(registered, key, ttl=SHORT).acquire()
+    guards = lock_backends[registered.alias].guards
+    hold = guards.hold
+
+    def late(*args: Any, **how: Any) -> bool:
+        time.sleep(PAST)
+        return hold(*args, **how)
+
+    monkeypatch.setattr(guards, "hold", late)
+    with pytest.raises(LockLost), transaction.atomic(using=using_of(registered)):
+        lease.guard()
+    assert lease.is_lost
+
+
+@CAN
 def test_heartbeat_goes_on(registered: Registered, key: str) -> None:
     """A guarded transaction that is longer than the ttl loses no lease."""
     with lock_of(registered, key, ttl=1.0) as lease:

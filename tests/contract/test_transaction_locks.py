@@ -372,6 +372,42 @@ def test_holder_locks_its_own_key(registered: Registered, key: str) -> None:
 
 
 @SIDE_BY_SIDE
+def test_guard_keeps_transactions_out(registered: Registered, stranger: Stranger, key: str) -> None:
+    """Also behind the end of its lease, until its transaction ends; it shares with none."""
+    using = using_of(registered)
+    lease = lock_of(registered, key, ttl=30).acquire()
+    with alias_like(using) as other, transaction.atomic(using=using):
+        with transaction.atomic(using=other):
+            lease.guard()
+            lease.guard(other)
+            stranger.extend(key, -2)
+            stranger.commit()
+            assert not locks(registered, key)
+        for shared in (False, True):
+            assert not locks(registered, key, shared=shared)
+            assert not locks(registered, f"{key}-1", key, shared=shared, wait=0.2)
+    with locked_elsewhere(registered, key, shared=True):
+        assert locks(registered, key, shared=True)
+    assert locks(registered, key)
+    lease.release()
+
+
+@SIDE_BY_SIDE
+def test_guard_of_its_own_lease_is_in_nobodys_way(registered: Registered, key: str) -> None:
+    """Neither in the same transaction, before or behind, nor in another one."""
+    using = using_of(registered)
+    with alias_like(using) as other, lock_of(registered, key) as lease:
+        with lease.atomic():
+            transaction_lock(key, wait=0, backend=registered.alias)
+            lease.guard()
+            with lease.atomic(other):
+                pass
+        with lease.atomic(other), transaction.atomic(using=using):
+            transaction_lock(key, wait=0, backend=registered.alias)
+        assert not locks(registered, key)
+
+
+@SIDE_BY_SIDE
 def test_lease_left_to_the_transaction_is_not_in_its_way(registered: Registered, key: str) -> None:
     """The block is over, and its lease is released behind the commit: it is the same caller's."""
     with transaction.atomic(using=using_of(registered)):

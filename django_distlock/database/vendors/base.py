@@ -105,7 +105,16 @@ class Vendor(ABC):
             name: The storage key.
         """
 
-    def guard(self, fences: str, name: str, fence: int, bound: float, idle: float | None) -> bool:
+    def guard(
+        self,
+        fences: str,
+        name: str,
+        fence: int,
+        bound: float,
+        *,
+        until: datetime | None = None,
+        idle: float | None = None,
+    ) -> bool:
         """Keep a fence counter as it is until the caller's transaction ends.
 
         Args:
@@ -113,11 +122,13 @@ class Vendor(ABC):
             name: The storage key.
             fence: What it has to be.
             bound: Seconds to wait at most for whoever counts it up right now.
+            until: The end of the lease, by the store's clock: behind it a transaction lock, which
+                counts up nothing, may have had the key. None: it has none.
             idle: Seconds without a statement after which the server may end the transaction, where
                 it can, and unless it is told to do so sooner.
 
         Returns:
-            Whether it is that fence.
+            Whether it is that fence, and not yet that time.
         """
         raise NotImplementedError
 

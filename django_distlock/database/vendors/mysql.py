@@ -18,7 +18,7 @@ from django.db.utils import Error
 
 from ...conf import table
 from ...core.keys import advisory_id
-from ..fields import from_microseconds
+from ..fields import from_microseconds, to_microseconds
 from .base import LOOK_SECONDS, Vendor
 
 _BUSY = {
@@ -61,9 +61,12 @@ _CODES: Mapping[int, str] = {
 #: Numbers of the client library: no connection, or lost.
 _CLIENT = range(2000, 3000)
 
-# The inner one reads from the transaction's snapshot, the outer one what is committed.
+_CLOCK = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
+# The inner one reads from the transaction's snapshot, the outer one what is committed. The clock is
+# read behind the wait: all but SYSDATE() tell when the statement began.
 _GUARD = (
-    "SELECT c.fence, (SELECT s.fence FROM {fences} s WHERE s.storage_key = c.storage_key)"
+    "SELECT c.fence, (SELECT s.fence FROM {fences} s WHERE s.storage_key = c.storage_key),"
+    " {clock} + TIMESTAMPDIFF(MICROSECOND, NOW(6), SYSDATE(6))"
     " FROM {fences} c WHERE c.storage_key = %s LOCK IN SHARE MODE"
 )
 _DELETE = "DELETE FROM %s WHERE %s = %%s"
@@ -74,7 +77,7 @@ class MySQL(Vendor):
 
     turns_by_counter: ClassVar[bool] = True
     # UTC, because a local time occurs twice in autumn.
-    clock: ClassVar[str | None] = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))"
+    clock: ClassVar[str | None] = _CLOCK
     schema_of: ClassVar[str | None] = "SELECT DATABASE(), DATABASE() IS NOT NULL"
     # A small table is scanned for `IN (…)`, whatever its key.
     locks_what_it_scans: ClassVar[bool] = True
@@ -113,8 +116,17 @@ class MySQL(Vendor):
                 gone += cursor.rowcount
         return gone
 
-    def guard(self, fences: str, name: str, fence: int, bound: float, idle: float | None) -> bool:
-        guard = _GUARD.format(fences=fences.replace("%", "%%"))
+    def guard(
+        self,
+        fences: str,
+        name: str,
+        fence: int,
+        bound: float,
+        *,
+        until: datetime | None = None,
+        idle: float | None = None,
+    ) -> bool:
+        guard = _GUARD.format(fences=fences.replace("%", "%%"), clock=_CLOCK)
         if self.connection.mysql_is_mariadb:  # type: ignore[attr-defined]
             # Nothing is set on the caller's connection, which a signal could leave behind.
             found = self._ask(_with_bound(bound) + guard, [name])
@@ -122,7 +134,9 @@ class MySQL(Vendor):
             with self._session_bound(bound):
                 found = self._ask(guard, [name])
         # With a snapshot from before the grant, what is read behind this would be older than it.
-        return bool(found == (fence, fence))
+        if found is None or found[:2] != (fence, fence):
+            return False
+        return until is None or bool(found[2] < to_microseconds(until))
 
     def lock_row(self, table: str, name: str, bound: float, *, shared: bool) -> bool:
         how = "LOCK IN SHARE MODE" if shared else "FOR UPDATE"

@@ -35,7 +35,7 @@ _CODES: Mapping[str, str] = {
 _LONGEST = 2**31 - 1
 
 # One round trip. The settings are made before the row is locked, because the lock is taken on top
-# of the join, and the caller's own bound is put back on top of that.
+# of the join; the clock is read behind that, and the caller's own bound is put back last.
 _GUARD = """
 WITH settings AS MATERIALIZED (
     SELECT
@@ -46,21 +46,27 @@ WITH settings AS MATERIALIZED (
             current.idle = interval '0' OR current.idle > asked.most * interval '1 millisecond'
         ) THEN
             set_config('idle_in_transaction_session_timeout', asked.most::text, true)
-        END AS idle
+        END AS idle,
+        asked.until
     FROM
-        (SELECT %%s::bigint AS most) asked,
+        (
+            SELECT %%s::bigint AS most,
+                coalesce(%%s::timestamptz, 'infinity') AS until
+        ) asked,
         (SELECT current_setting('idle_in_transaction_session_timeout')::interval AS idle) current
-)
-SELECT
-    guarded.fence,
-    set_config('lock_timeout', settings.before, true),
-    CASE WHEN guarded.fence IS NULL THEN
-        set_config('idle_in_transaction_session_timeout', settings.idle_before, true)
-    END
-FROM settings LEFT JOIN (
+), guarded AS MATERIALIZED (
     SELECT c.fence FROM settings s, %s c
         WHERE c.storage_key = %%s AND c.fence = %%s AND s.bound IS NOT NULL FOR SHARE OF c
-) guarded ON true
+), timed AS MATERIALIZED (
+    SELECT g.fence, clock_timestamp() AS at FROM guarded g
+)
+SELECT
+    timed.fence,
+    set_config('lock_timeout', settings.before, true),
+    CASE WHEN timed.fence IS NULL THEN
+        set_config('idle_in_transaction_session_timeout', settings.idle_before, true)
+    END
+FROM settings LEFT JOIN timed ON timed.at < settings.until
 """
 
 
@@ -109,11 +115,19 @@ class PostgreSQL(Vendor):
     def call_out(self, name: str) -> None:
         self._salted(f"pg_catalog.pg_notify({channel()}, {called('%s')})", name)
 
-    def guard(self, fences: str, name: str, fence: int, bound: float, idle: float | None) -> bool:
+    def guard(
+        self,
+        fences: str,
+        name: str,
+        fence: int,
+        bound: float,
+        *,
+        until: datetime | None = None,
+        idle: float | None = None,
+    ) -> bool:
         most = 0 if idle is None else min(milliseconds(idle), _LONGEST)
-        found = self._ask(
-            _GUARD % fences.replace("%", "%%"), [str(milliseconds(bound)), most, name, fence]
-        )
+        arguments = [str(milliseconds(bound)), most, until, name, fence]
+        found = self._ask(_GUARD % fences.replace("%", "%%"), arguments)
         return found[0] is not None
 
     @contextmanager

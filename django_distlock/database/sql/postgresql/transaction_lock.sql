@@ -16,7 +16,8 @@
 -- locked: nobody else is granted these keys meanwhile, and the next call asks again.
 --
 -- The number of a key is that of an acquire, so a lease and a transaction exclude each other: who
--- has the number looks for a lease, and an acquire has the number while it grants one.
+-- has the number looks for a lease, and an acquire has the number while it grants one. A guard has
+-- the row of the fence, and begins before the end of its lease alone.
 CREATE OR REPLACE FUNCTION "django_distlock_heldlock_transaction_lock_v3"(
     p_storage_keys text[], p_shared boolean[], p_tokens text[], p_bound bigint, p_keep boolean
 ) RETURNS text LANGUAGE plpgsql VOLATILE
@@ -29,7 +30,8 @@ DECLARE
     v_mark bigint;
     v_at integer := 0;
     v_place integer;
-    v_paused boolean;
+    v_shared boolean;
+    v_locked boolean;
     v_outcome text := 'locked';
     v_ignored text;
     t bigint;
@@ -99,16 +101,25 @@ BEGIN
         IF FOUND THEN
             v_outcome := 'contended';
         ELSE
-            SELECT pg_catalog.array_position(
-                    p_storage_keys, (c.storage_key COLLATE "C")::text
-                ), c.paused_until > t INTO v_place, v_paused
+            SELECT min(
+                    pg_catalog.array_position(p_storage_keys, (c.storage_key COLLATE "C")::text)
+                ) FILTER (WHERE c.paused_until > t),
+                pg_catalog.bool_or(c.closed_until IS NOT NULL),
+                -- Locked by a transaction that goes on, or by several, whose number is another one.
+                pg_catalog.bool_or(
+                    c.closed_until IS NULL AND c.xmax <> 0 AND (
+                        pg_catalog.mxid_age(c.xmax) >= 0
+                        OR pg_catalog.age(c.xmax) <= (SELECT pg_catalog.age(
+                            pg_catalog.pg_snapshot_xmin(pg_catalog.pg_current_snapshot())::xid
+                        ))
+                    )
+                )
+                INTO v_place, v_shared, v_locked
                 FROM "django_distlock_fencecounter" c
-                WHERE c.storage_key = ANY (p_storage_keys)
-                    AND (c.paused_until > t OR c.closed_until IS NOT NULL)
-                ORDER BY c.paused_until > t DESC NULLS LAST LIMIT 1;
-            IF v_paused THEN
+                WHERE c.storage_key = ANY (p_storage_keys);
+            IF v_place IS NOT NULL THEN
                 v_outcome := 'paused';
-            ELSIF FOUND THEN
+            ELSIF v_shared THEN
                 -- Leases share one of the keys, or did.
                 PERFORM FROM ROWS FROM (
                         pg_catalog.unnest(p_storage_keys), pg_catalog.unnest(p_shared)
@@ -136,6 +147,32 @@ BEGIN
                     v_outcome := 'contended';
                 END IF;
             END IF;
+        END IF;
+        IF v_outcome = 'locked' AND v_locked THEN
+            -- Waits for the guard of a lease that is over; one that shares its key has none. A guard
+            -- of the caller's own lease, in another transaction, is not in the way.
+            BEGIN
+                FOR v_at IN
+                    SELECT pg_catalog.array_position(
+                            p_storage_keys, (c.storage_key COLLATE "C")::text
+                        )
+                        FROM "django_distlock_fencecounter" c
+                        WHERE c.storage_key = ANY (p_storage_keys)
+                            AND c.closed_until IS NULL AND c.xmax <> 0
+                            AND NOT EXISTS (
+                                SELECT FROM "django_distlock_heldlock" l
+                                WHERE l.storage_key = c.storage_key AND l.token = ANY (p_tokens)
+                            )
+                        ORDER BY 1
+                LOOP
+                    PERFORM FROM "django_distlock_fencecounter" c
+                        WHERE c.storage_key = p_storage_keys[v_at] FOR NO KEY UPDATE;
+                END LOOP;
+                -- Gives the rows back: none is guarded from here on, without a lease.
+                RAISE EXCEPTION 'not guarded' USING ERRCODE = 'DLOCK';
+            EXCEPTION WHEN SQLSTATE 'DLOCK' THEN
+                NULL;
+            END;
         END IF;
         IF v_outcome = 'paused' OR v_outcome = 'contended' AND NOT p_keep THEN
             -- Undoes the locks, and leaves the outcome as it is.
