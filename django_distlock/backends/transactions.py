@@ -116,6 +116,7 @@ class TransactionLocks(FenceTable):
                         return InTheWay(key, Contended(busy=True), deadlock=True)
                     # Of the door it is known who keeps it: none but transactions lock one.
                     return InTheWay(key, Contended(busy=True, guarded=row != name))
+            asked.stays.add(key)
         found = self._look_beside(names, asked, locked=True)
         if found is None or found.answer.fence is None or found.key == [*names.values()][-1]:
             return found

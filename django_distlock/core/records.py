@@ -199,6 +199,8 @@ class KeysAsked:
         bound: Seconds to wait for other transactions at most.
         keep: Keep what was locked where a lease is in the way: nobody else is granted the keys
             until the savepoint around the call is rolled back.
+        stays: Takes the keys that are locked and not given up before the transaction ends, also
+            where not all of them were to be had.
     """
 
     keys: Mapping[str, bool]
@@ -206,6 +208,7 @@ class KeysAsked:
     using: str
     bound: float
     keep: bool = False
+    stays: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,14 +95,14 @@ def transaction_lock(
     if asked:
         kept = Kept(store.alias, asked, str(callers_place()))
         _warn_of_order(kept, list(kept_by(connection)))
-        ask = partial(KeysAsked, keys=asked, tokens=_own(store, asked), using=using)
+        stays: set[str] = set()
+        ask = partial(KeysAsked, keys=asked, tokens=_own(store, asked), using=using, stays=stays)
         try:
             _lock(store, ask, store.config.wait if isinstance(seconds, Unset) else seconds)
-        except LockNotAcquired as error:
-            if connection.vendor == "mysql" and not connection.needs_rollback:
-                # What comes before the key that was refused stays locked.
-                before = {key: shared for key, shared in asked.items() if key < str(error.key)}
-                keep(connection, replace(kept, keys=before), with_savepoints=False)
+        except (LockNotAcquired, BackendUnavailable):
+            if stays and not connection.needs_rollback:
+                left = {key: shared for key, shared in asked.items() if key in stays}
+                keep(connection, replace(kept, keys=left), with_savepoints=False)
             raise
         keep(connection, kept, with_savepoints=connection.vendor == "postgresql")
 

@@ -308,6 +308,50 @@ def test_what_stays_locked_behind_a_refusal_is_known(registered: Registered, key
             lock_of(registered, f"{key}-1", wait=1).acquire()
 
 
+@pytest.mark.stores("mysql", why="it gives up what was locked")
+def test_refusal_before_anything_is_locked_leaves_nothing(registered: Registered, key: str) -> None:
+    """A lease that is seen at once: the keys before it can be leased."""
+    with transaction.atomic(using=using_of(registered)):
+        with held_elsewhere(lock_of(registered, f"{key}-2")), pytest.raises(LockNotAcquired):
+            transaction_lock(f"{key}-1", f"{key}-2", wait=0, backend=registered.alias)
+        with lock_of(registered, f"{key}-1", wait=0) as lease:
+            assert lease.held
+
+
+@pytest.mark.stores("mysql", why="it gives up what was locked")
+def test_what_stays_locked_behind_trouble_is_known(
+    registered: Registered, stranger: Stranger, key: str
+) -> None:
+    """A stranger's lock of a later key is no refusal, and frees none of those before."""
+    stranger.queue(f"{key}-2")
+    with transaction.atomic(using=using_of(registered)):
+        with pytest.raises(BackendUnavailable):
+            transaction_lock(f"{key}-1", f"{key}-2", wait=0, backend=registered.alias)
+        with pytest.raises(LockUsageError, match="transaction_lock"):
+            lock_of(registered, f"{key}-1", wait=1).acquire()
+
+
+@pytest.mark.stores("mysql", why="it gives up what was locked")
+def test_what_stays_locked_behind_a_late_lease_is_known(
+    registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is seen when all keys are locked: also those behind it."""
+    look = TransactionLocks._look_beside
+
+    def overlook(store: TransactionLocks, names: Any, asked: Any, *, locked: bool) -> Any:
+        return look(store, names, asked, locked=locked) if locked else None
+
+    monkeypatch.setattr(TransactionLocks, "_look_beside", overlook)
+    with (
+        held_elsewhere(lock_of(registered, f"{key}-1")),
+        transaction.atomic(using=using_of(registered)),
+    ):
+        with pytest.raises(LockNotAcquired):
+            transaction_lock(f"{key}-1", f"{key}-2", wait=0, backend=registered.alias)
+        with pytest.raises(LockUsageError, match="transaction_lock"):
+            lock_of(registered, f"{key}-2", wait=1).acquire()
+
+
 @SIDE_BY_SIDE
 @pytest.mark.parametrize("by", ["lease", "transaction"])
 @pytest.mark.parametrize("wait", [0, 0.2])
