@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -407,6 +407,23 @@ def test_waiting_for_a_transaction_ends_in_time(registered: Registered, key: str
         transaction.atomic(using=using_of(registered)),
     ):
         transaction_lock(key, wait=0.3, backend=registered.alias)
+
+
+@pytest.mark.aliases("postgres")
+def test_waiting_for_several_things_ends_in_time(
+    registered: Registered, store: DatabaseStore, stranger: Stranger, key: str
+) -> None:
+    """What a wait for a transaction has left is for the extend that may be in flight."""
+    take(store.backend, f"{key}-1", 5)
+    store.elapse(6.1)
+    stranger.hold(f"{key}-1")
+    with ExitStack() as stack:
+        stack.enter_context(locked_elsewhere(registered, f"{key}-2"))
+        timer = threading.Timer(1.8, stack.pop_all().close)
+        timer.start()
+        with prompt(2, least=1.8), pytest.raises(BackendUnavailable):
+            Later(locks, registered, f"{key}-1", f"{key}-2", wait=2).result()
+        timer.join()
 
 
 def test_holder_locks_its_own_key(registered: Registered, key: str) -> None:

@@ -83,6 +83,13 @@ BEGIN
                 PERFORM pg_catalog.pg_advisory_xact_lock({turn_of_seed});
             END IF;
         END LOOP;
+        IF v_left IS NOT NULL THEN
+            -- What the waits above have left is for those below.
+            v_left := greatest(1, pg_catalog.date_part(
+                'epoch', v_until - pg_catalog.clock_timestamp()
+            ) * 1000)::bigint;
+            v_ignored := pg_catalog.set_config('lock_timeout', v_left::text, true);
+        END IF;
         t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
         PERFORM FROM "django_distlock_heldlock" l WHERE l.storage_key = ANY (p_storage_keys);
         IF FOUND THEN
