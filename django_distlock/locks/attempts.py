@@ -272,8 +272,8 @@ class Attempts:
         if self._wait is not None and self._wait.in_vain_for is not None:
             return self._in_vain(self._wait.in_vain_for)
         if request.wait is None:
-            other = deferred_release.kept_beside(self._name, request.home)
-            return None if other is None else _endless(request.key, other)
+            other = deferred_release.kept_beside([self._name], request.home)
+            return None if other is None else endless(request.key, other)
         return None
 
     @property
@@ -536,7 +536,8 @@ def _release_unheard(backend: BaseLockBackend, grant: Grant) -> None:
         )
 
 
-def _endless(key: str, kept: str) -> LockUsageError:
+def endless(key: str, kept: str) -> LockUsageError:
+    """Return why a transaction that keeps a key does not wait for another one for ever."""
     return LockUsageError(
         f"Waiting for {key!r} without a limit is refused: this transaction holds {kept!r} until it"
         f" ends, and the holder of {key!r} may be waiting for it. Set wait, or acquire the locks"

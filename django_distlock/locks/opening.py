@@ -175,7 +175,7 @@ class Opening:
             if self.wait != 0 and (stored in queues or queues.rest(stored, MAX_BOUND) > 0):
                 return False
         first = locks[0].backend, locks[0].key
-        return self.wait is not None or deferred_release.kept_beside(first, home) is None
+        return self.wait is not None or deferred_release.kept_beside([first], home) is None
 
     def _ask(self) -> None:
         store, lock = self.backend, self._locks[0]

@@ -37,7 +37,7 @@ from ..handler import lock_backends
 from ..process import deferred_release
 from ..process.transaction_locks import Kept, keep, kept_by
 from . import context
-from .attempts import BUSY_SECONDS, refusal
+from .attempts import BUSY_SECONDS, endless, refusal
 from .owning import callers_level, callers_place
 from .taking import UNSET, Unset
 
@@ -76,8 +76,9 @@ def transaction_lock(
 
     Raises:
         InvalidArgument: An argument breaks a rule. Nothing was touched.
-        LockUsageError: No transaction is open on that connection, it reads from a snapshot, or the
-            backend has no part in transactions; the message says what to do.
+        LockUsageError: No transaction is open on that connection, it reads from a snapshot, it
+            keeps another key and `wait` is None, or the backend has no part in transactions; the
+            message says what to do.
         LockNotAcquired: Somebody else had one of the keys for all of `wait`; or, with the code
             `"deadlock"`, the database found a circle of transactions. None of the keys is locked,
             and the transaction goes on where the caller lets it. (On MariaDB, MySQL and SQLite
@@ -86,19 +87,23 @@ def transaction_lock(
         BackendUnavailable: The store did not answer.
     """
     asked = _sorted(keys, shared=shared, parent=parent, escalate_at=escalate_at)
-    seconds = wait if isinstance(wait, Unset) else wait_seconds(wait)
     store = lock_backends[backend]
+    seconds = store.config.wait if isinstance(wait, Unset) else wait_seconds(wait)
     using = store.transactions.alias(using)
     connection = connections[using]
     if deferred_release.reads_a_snapshot(connection):
         raise older_snapshot(using)
     if asked:
+        if seconds is None:
+            names, home = [(store.alias, key) for key in asked], deferred_release.home()
+            if (other := deferred_release.kept_beside(names, home)) is not None:
+                raise endless(next(iter(asked)), other)
         kept = Kept(store.alias, asked, str(callers_place()))
         _warn_of_order(kept, list(kept_by(connection)))
         stays: set[str] = set()
         ask = partial(KeysAsked, keys=asked, tokens=_own(store, asked), using=using, stays=stays)
         try:
-            _lock(store, ask, store.config.wait if isinstance(seconds, Unset) else seconds)
+            _lock(store, ask, seconds)
         except (LockNotAcquired, BackendUnavailable):
             if stays and not connection.needs_rollback:
                 left = {key: shared for key, shared in asked.items() if key in stays}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from ..database.connections import (
     servers_isolation,
 )
 from ..database.workers import Gone, Worker, when_gone
+from .transaction_locks import kept_by
 
 logger = logging.getLogger("django_distlock")
 
@@ -358,12 +359,14 @@ def keepers(name: tuple[str, str]) -> set[int]:
     return {each.thread for each in kept if not each.is_over and each.owner.lasts}
 
 
-def kept_beside(name: tuple[str, str], thread: int) -> str | None:
+def kept_beside(names: Collection[tuple[str, str]], thread: int) -> str | None:
     """Return another key that the transactions of a thread keep; None: they keep none."""
     # Events wait as well. They are nobody's lease.
     leases = [each for each in _waiting.all() if each.owner is not None]
-    kept = (each for each in _of_thread(leases, thread) if not each.is_over)
-    return next((each._name[1] for each in kept if each._name != name), None)
+    kept = [each._name for each in _of_thread(leases, thread) if not each.is_over]
+    for connection in _connections(thread):
+        kept += [(each.backend, key) for each in kept_by(connection) for key in each.keys]
+    return next((each[1] for each in kept if each not in names), None)
 
 
 def _of_thread(those: list[Deferred], thread: int) -> list[Deferred]:

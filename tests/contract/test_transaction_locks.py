@@ -493,6 +493,23 @@ def test_lease_within_is_refused(registered: Registered, key: str) -> None:
             pass
 
 
+@SIDE_BY_SIDE
+def test_who_keeps_a_key_waits_for_none_for_ever(registered: Registered, key: str) -> None:
+    """Neither for a lease beside a transaction lock, nor the other way round."""
+    using = using_of(registered)
+    with held_elsewhere(lock_of(registered, f"{key}-2")):
+        with transaction.atomic(using=using):
+            transaction_lock(f"{key}-1", backend=registered.alias)
+            with pytest.raises(LockUsageError, match="without a limit"):
+                lock_of(registered, f"{key}-2", wait=None).acquire()
+        with transaction.atomic(using=using):
+            with lock_of(registered, f"{key}-1"):
+                pass
+            transaction_lock(f"{key}-1", wait=None, backend=registered.alias)
+            with pytest.raises(LockUsageError, match="without a limit"):
+                transaction_lock(f"{key}-2", wait=None, backend=registered.alias)
+
+
 def test_outside_of_a_transaction_it_says_what_to_do(registered: Registered, key: str) -> None:
     """There is nothing that could hold it."""
     with pytest.raises(LockUsageError, match=r"atomic\(\).*@transaction_locked"):
