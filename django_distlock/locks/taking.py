@@ -284,8 +284,9 @@ async def _atake(
 
 def _begin(lock: Lock, store: BaseLockBackend, home: int) -> Terms:
     terms = lock._terms(store)
+    goes_on = deferred_release.waiting_release((lock.backend, lock.key), home) is not None
     for connection in deferred_release.managed_transactions(home):
-        if keeps(connection, lock.backend, lock.key):
+        if not goes_on and keeps(connection, lock.backend, lock.key):
             raise LockUsageError(
                 f"The transaction on {connection.alias!r} has locked {lock.key!r} by"
                 " transaction_lock() until it ends, and a lease would wait for that. Acquire the"

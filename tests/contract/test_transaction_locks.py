@@ -479,6 +479,16 @@ def test_lease_left_to_the_transaction_is_not_in_its_way(registered: Registered,
 
 
 @SIDE_BY_SIDE
+def test_lease_left_to_the_transaction_goes_on(registered: Registered, key: str) -> None:
+    """A second block continues it, although the transaction has locked the key as well."""
+    with transaction.atomic(using=using_of(registered)):
+        with lock_of(registered, key) as first:
+            transaction_lock(key, backend=registered.alias)
+        with lock_of(registered, key) as second:
+            assert second.token == first.token
+
+
+@SIDE_BY_SIDE
 def test_lease_within_is_refused(registered: Registered, key: str) -> None:
     """It would wait for the transaction that it is taken in."""
     with transaction.atomic(using=using_of(registered)):
