@@ -51,7 +51,7 @@ class Delivery:
 
     Attributes:
         task: The task; None: the function was called, and no task.
-        request: Its request; None: the same.
+        request: Its request; None: the same, or the task was called in its own body.
         call: The arguments.
     """
 
@@ -67,7 +67,11 @@ class Delivery:
         if not is_bound and terms_of(task) is not terms:
             task = None  # A plain call, in the body of another task.
         name = f"{function.__module__}.{function.__qualname__}" if task is None else task.name
-        request = None if task is None else task.request
+        request = None if task is None else traced(task)
+        if run_of(request) is not None:
+            # A plain call, in the task's own body. Celery takes what it copied for a header.
+            (task.request.headers or {}).pop("distlock_run", None)
+            request = None
         return cls(task, request, Call(name, tuple(args), kwargs, is_bound))
 
     @property
@@ -140,6 +144,17 @@ class Delivery:
         if self.header(ATTEMPT) != (self.request.retries if self.is_traced else None):
             return None
         return self.header(name)
+
+
+def traced(task: Any) -> Any:
+    """Return the request by which Celery runs a task: each call of the task pushes a copy of it."""
+    request = task.request
+    return next((each for each in task.request_stack.stack if each.id == request.id), request)
+
+
+def run_of(request: Any) -> Any:
+    """Return the run of a traced request; None: it has not begun, or its result is stored."""
+    return getattr(request, "distlock_run", None)
 
 
 def headers_of(request: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from ...process import deferred_release
 from ...process.host import is_gone
 from ..jobs import JobLock
 from . import backlog, calls, claims
-from .deliveries import LEASE, UNIQUE, Delivery, kept_headers
+from .deliveries import LEASE, UNIQUE, Delivery, kept_headers, run_of, traced
 from .terms import Call, Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
@@ -197,10 +197,10 @@ def _send_if_overtaken(
         return publish()
 
 
-def headers_of_retry(request: Any, given: dict[str, Any] | None) -> dict[str, Any]:
+def headers_of_retry(task: Any, request: Any, given: dict[str, Any] | None) -> dict[str, Any]:
     """Return the headers of a retry: it goes on with the unique key of the run that sends it."""
     headers = {**kept_headers(request), **(given or {})}
-    run = getattr(request, "distlock_run", None)
+    run = run_of(traced(task))
     if run is not None and run.unique is not None:
         headers[UNIQUE] = run.unique.fence_token
     return headers
@@ -339,5 +339,5 @@ def _goes_on(task: Any, task_id: str | None, options: dict[str, Any]) -> bool:
 
 def _has_no_claim(task: Any, terms: Terms) -> bool:
     """Whether this is a retry of a run that has given its claim back before it began."""
-    run = getattr(task.request, "distlock_run", None)
+    run = run_of(traced(task))
     return terms.until_start and not terms.debounce and run is not None and run.has_begun

@@ -26,7 +26,15 @@ from ...process.host import is_gone
 from ..jobs import WAIT, JobLock, lock_set
 from . import backlog, calls, failed, leftovers, queueing
 from .backlog import FULL, PLACE
-from .deliveries import LEASE, UNIQUE, Delivery, forget_wait, queue_again, queue_behind_itself
+from .deliveries import (
+    LEASE,
+    UNIQUE,
+    Delivery,
+    forget_wait,
+    queue_again,
+    queue_behind_itself,
+    run_of,
+)
 from .terms import Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
@@ -430,7 +438,7 @@ def _may_be_stolen(lock: Lock, error: LockNotAcquired) -> bool:
 
 def _ended(task: Any = None, state: str | None = None, retval: Any = None, **_: Any) -> None:
     request: Any = getattr(task, "request", None)
-    made = getattr(request, "distlock_run", None)
+    made = run_of(request)
     if isinstance(made, Run):
         request.distlock_run = None
         made.end(state or "", retval)

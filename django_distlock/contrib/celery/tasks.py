@@ -195,7 +195,7 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
         """Let a retry go on with the unique key of the run that sends it."""
         request = self.request if request is None else request
         headers = extra_options.pop("headers", None)
-        extra_options["headers"] = headers = queueing.headers_of_retry(request, headers)
+        extra_options["headers"] = headers = queueing.headers_of_retry(self, request, headers)
         if SERIALIZER in headers:
             extra_options.setdefault("serializer", headers[SERIALIZER])
         return super().signature_from_request(request, args, kwargs, queue, **extra_options)
