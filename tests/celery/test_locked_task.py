@@ -1,0 +1,822 @@
+"""`locked_task` and `LockedTask` where no message travels, and what their parts promise."""
+
+# mypy: disable-error-code="untyped-decorator"
+# Celery comes without types.
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import date
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery, Task, _state
+from celery.app.trace import build_tracer
+from celery.exceptions import OperationalError
+from django.core.checks import CheckMessage
+from django.db import transaction
+from django.utils.functional import keep_lazy_text
+
+from django_distlock import (
+    BackendUnavailable,
+    InvalidArgument,
+    Lease,
+    LockNotAcquired,
+    LockUsageError,
+    current_lease,
+    distlock,
+    lock_backends,
+)
+from django_distlock.contrib import prometheus
+from django_distlock.contrib.celery import LockedTask, locked_task, queueing
+from django_distlock.contrib.celery.checks import check_tasks
+from django_distlock.contrib.celery.deliveries import LEASE
+from django_distlock.core.keys import own_key
+from django_distlock.signals import lock_bypassed, lock_not_acquired, work_skipped
+from django_distlock.testing import hold, lose_connection, memory_locks
+from tests.contract.helpers import PATIENCE
+from tests.contract.locking import Heard
+from tests.integration.test_metrics_opentelemetry import Told
+from tests.integration.test_metrics_prometheus import Scraped
+from tests.processes import spawn
+
+from .workers import ROOT
+
+#: Where processes find what they call of this file.
+HERE = "tests.celery.test_locked_task"
+#: What a unique task holds that has the key "7".
+UNIQUE = own_key("unique:7")
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    """Give an app that runs tasks where they are sent."""
+    made = Celery("eager", set_as_current=False, broker="memory://", backend="cache+memory://")
+    made.conf.update(task_always_eager=True, task_store_eager_result=True)
+    with memory_locks():
+        yield made
+    made.close()
+
+
+def deliver(task: Any, *args: Any, **request: Any) -> str:
+    """Run a task as a worker does, which took it from a queue; return its id."""
+    task_id = uuid.uuid4().hex
+    trace = build_tracer(task.name, task, app=task.app)
+    trace(task_id, args, {}, {"id": task_id, "is_eager": False, "delivery_info": {}, **request})
+    return task_id
+
+
+def lease_now() -> Lease:
+    """Return the lease of the task around the caller."""
+    lease = current_lease()
+    assert lease is not None
+    return lease
+
+
+def held_now() -> list[str]:
+    """Return the keys that are held."""
+    return [each.key for each in lock_backends["default"].list().records]
+
+
+def key_now() -> str:
+    """Return the key that is held around the caller."""
+    return lease_now().key
+
+
+# Keys
+
+
+def test_key_of_positional_and_named_arguments(app: Celery) -> None:
+    """The same call makes the same key, however its arguments are written."""
+
+    @app.task(shared=False, bind=True)
+    @locked_task("{one}:{day}:{number}")
+    def work(self: Any, one: Any, day: Any, number: int = 3) -> str:
+        return key_now()
+
+    number = uuid.uuid4()
+    keys = {
+        work.delay(number, date(2026, 1, 2)).get(),
+        work.delay(str(number), day="2026-01-02", number=3).get(),
+        work.delay(number=3, day=date(2026, 1, 2), one=number).get(),
+        work(number, date(2026, 1, 2)),
+    }
+    assert keys == {f"{number}:2026-01-02:3"}
+
+
+def test_key_of_all_arguments(app: Celery) -> None:
+    """Without a template, the key is the task and all of its arguments, but for the task itself."""
+
+    @app.task(shared=False, name="sums", bind=True)
+    @locked_task()
+    def work(self: Any, one: Any, two: Any = "b") -> str:
+        return key_now()
+
+    assert work.delay(1).get() == 'sums:{"one":1,"two":"b"}'
+    assert work.delay(two="b", one=1).get() == work.delay(1).get()
+    assert work.delay("1").get() != work.delay(1).get()
+    assert len(work.delay("long" * 500).get()) < 100
+
+
+def key_of(number: int) -> str:
+    """Make a key."""
+    return f"made:{number}"
+
+
+@pytest.mark.parametrize(
+    "lock",
+    [lambda number: f"made:{number}", key_of, keep_lazy_text(key_of)],
+    ids=["lambda", "function of a module", "wrapped by another module"],
+)
+def test_key_that_a_function_makes(app: Celery, lock: Callable[..., str]) -> None:
+    """It gets what the caller gave, and is not taken for the function of a task."""
+
+    @app.task(shared=False, name="by.function", bind=True)
+    @locked_task(lock)
+    def work(self: Any, number: int) -> str:
+        return key_now()
+
+    assert work.delay(number=7).get() == "made:7"
+
+
+def test_keys_of_classes(app: Celery) -> None:
+    """A class describes its lock by attributes, and so do the options of a decorator."""
+
+    class Work(LockedTask):
+        name = "work"
+        lock = "class:{number}"
+        lock_options = {"ttl": 60}
+
+        def run(self, number: int) -> str:
+            return key_now()
+
+    class Other(Work):
+        name = "other"
+        lock = "other:{number}"
+
+    @app.task(shared=False, base=LockedTask, lock="options:{number}")
+    def work(number: int) -> str:
+        return key_now()
+
+    assert app.register_task(Work()).delay(1).get() == "class:1"
+    assert app.register_task(Other()).delay(1).get() == "other:1"
+    assert work.delay(1).get() == "options:1"
+
+
+def test_arguments_are_checked_when_a_task_is_sent(app: Celery) -> None:
+    """As without the lock."""
+
+    @app.task(shared=False, bind=True)
+    @locked_task("{number}")
+    def work(self: Any, number: int) -> None: ...
+
+    with pytest.raises(TypeError, match="number"):
+        work.delay()
+    with pytest.raises(TypeError):
+        work.delay(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lock": "{other}"}, "names 'other'"),
+        ({"lock": 7}, "lock must be a template"),
+        ({"on_conflict": "wiat"}, "on_conflict must be one of"),
+        ({"on_unavailable": "wait"}, "on_unavailable must be one of"),
+        ({"wait": None}, "wait must be limited"),
+        ({"grace": -1}, "grace"),
+        ({"inherit": "yes"}, "inherit must be True or False"),
+    ],
+)
+def test_wrong_arguments_are_told_at_import(options: dict[str, Any], message: str) -> None:
+    """What breaks a rule is named when the task is defined."""
+    with pytest.raises(InvalidArgument, match=message):
+
+        @locked_task(**{"lock": "{number}", **options})
+        def work(number: int) -> None: ...
+
+
+def test_body_that_is_returned_does_not_run() -> None:
+    """A task whose function returns a coroutine or a generator has done nothing: it fails."""
+
+    async def awaited() -> None: ...
+
+    def generating() -> Iterator[int]:
+        yield 1
+
+    @locked_task(uuid.uuid4().hex)
+    def work() -> Any:
+        return generating()
+
+    with pytest.raises(LockUsageError, match="work returns a generator"):
+        work()
+    with pytest.raises(LockUsageError, match="awaited returns a coroutine"):
+        locked_task("key")(awaited)
+    with pytest.raises(LockUsageError, match="returns a generator"):
+        locked_task("key")(contextmanager(generating))
+
+
+@pytest.mark.django_db(transaction=True)
+def test_lease_is_not_handed_down_before_the_commit(
+    app: Celery, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that is sent inside a transaction may begin before it is committed."""
+    sent: list[dict[str, Any]] = []
+
+    @app.task(shared=False, name="locked.handed_down")
+    @locked_task("key:{number}", inherit=True)
+    def work(number: int) -> None: ...
+
+    def send() -> None:
+        headers: dict[str, Any] = {}
+        queueing.hand_down(work.name, ((7,), {}, {}), headers)
+        sent.append(headers)
+
+    monkeypatch.setattr(queueing, "current_app", app)
+    with distlock("key:7") as lease:
+        with transaction.atomic():
+            send()
+            transaction.on_commit(send)
+        send()
+    handed = {LEASE: lease.fence_token}
+    assert sent == [{}, handed, handed]
+    assert "delay_on_commit" in caplog.text
+
+
+@pytest.mark.parametrize("decorator", ["shared_task", "app.task", "app.task(bind=True)"])
+def test_missing_parentheses_are_told_at_import(
+    decorator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function of a task is no key, and its module says so when it is imported."""
+    name = f"bare_{uuid.uuid4().hex}"
+    (tmp_path / f"{name}.py").write_text(
+        "from celery import Celery, shared_task\n"
+        "from django_distlock.contrib.celery import locked_task\n"
+        "app = Celery('bare', set_as_current=False)\n"
+        f"@{decorator}\n"
+        "@locked_task\n"
+        "def capture(number): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InvalidArgument, match=r"capture for a key\..*Write @locked_task\("):
+        import_module(name)
+
+
+def test_missing_parentheses_are_told_at_the_first_run(app: Celery) -> None:
+    """Of a function inside of another one it is not known before, whatever it is called with."""
+    bare: Any = locked_task
+
+    @app.task(shared=False, name="bare")
+    @bare
+    def work(number: int) -> None: ...
+
+    @app.task(shared=False, name="bare.bound", bind=True)
+    @bare
+    def bound(self: Any, number: int) -> None: ...
+
+    for result in (work.delay(3), bound.delay(3)):
+        assert isinstance(result.result, InvalidArgument)
+        assert "without parentheses? Write @locked_task(…)" in str(result.result)
+
+
+# Conflicts
+
+
+@pytest.fixture
+def counted() -> Iterator[Callable[[str], tuple[float | None, float]]]:
+    """Give what Prometheus and OpenTelemetry have counted of an outcome, for keys of invoices."""
+    scraped, told = Scraped(stores=False), Told()
+    labels = {"backend": "default", "prefix": "invoice"}
+    yield lambda outcome: (
+        scraped.value("acquire_total", outcome=outcome, **labels),
+        told.point("acquire", outcome=outcome, **labels).value,
+    )
+    told.close()
+    prometheus.uninstall(scraped.registry)
+
+
+@pytest.mark.parametrize(
+    ("in_the_way", "why", "level", "outcome"),
+    [
+        (lambda: hold("invoice:7"), "acquisition_timeout", logging.INFO, "conflict"),
+        (lose_connection, "service_unavailable", logging.ERROR, "unavailable"),
+    ],
+    ids=["somebody else", "no answer"],
+)
+def test_skipping_is_told(
+    app: Celery,
+    caplog: pytest.LogCaptureFixture,
+    counted: Callable[[str], tuple[float | None, float]],
+    in_the_way: Callable[[], AbstractContextManager[object]],
+    why: str,
+    level: int,
+    outcome: str,
+) -> None:
+    """By a marker that JSON can carry, by the log, by the signal, and by the counters."""
+
+    @app.task(shared=False)
+    @locked_task("invoice:{number}", on_unavailable="skip")
+    def work(number: int) -> None:
+        pytest.fail("It is to be skipped.")
+
+    with (
+        in_the_way(),
+        caplog.at_level(logging.INFO, "django_distlock"),
+        Heard(lock_not_acquired, "invoice:7") as heard,
+    ):
+        result = work.delay(7)
+    assert result.state == "SUCCESS"
+    marker = json.loads(json.dumps(result.get()))
+    assert bool(marker.pop("holder")) is (outcome == "conflict")
+    assert marker == {"distlock": "skipped", "key": "invoice:7", "why": why}
+    (said,) = [each for each in caplog.records if "is skipped" in each.getMessage()]
+    assert said.getMessage().startswith(f"The task {result.id} is skipped")
+    assert said.levelno == level
+    assert (heard.once["alias"], heard.once["wait"]) == ("default", 0)
+    assert heard.once["cause"].code == why
+    assert counted(outcome) == (1, 1)
+
+
+def test_skipping_of_a_call_is_told(app: Celery, caplog: pytest.LogCaptureFixture) -> None:
+    """A call has no id, and the log names the task."""
+
+    @app.task(shared=False, name="called.directly", bind=True)
+    @locked_task("{number}", on_unavailable="skip")
+    def work(self: Any, number: int) -> None: ...
+
+    with hold("7"), caplog.at_level(logging.INFO, "django_distlock"):
+        work(7)
+    with lose_connection():
+        work(7)
+    told = [each.getMessage() for each in caplog.records if "is skipped" in each.getMessage()]
+    assert [each.split(" is skipped")[0] for each in told] == ["The task called.directly"] * 2
+
+
+def test_queueing_again_has_an_end_without_a_queue(app: Celery) -> None:
+    """An eager task waits where it is, for no longer than `max_wait`, and counts no retry."""
+    runs: list[int] = []
+
+    @app.task(shared=False, bind=True, max_retries=0)
+    @locked_task("{number}", on_conflict="retry", max_wait=0.2)
+    def work(self: Any, number: int) -> None:
+        runs.append(self.request.retries)
+
+    with hold("7"):
+        result = work.delay(7)
+    assert isinstance(result.result, LockNotAcquired)
+    work.delay(7).get()
+    assert runs == [0]
+
+
+def test_conflicts_of_the_body_are_its_own(app: Celery) -> None:
+    """What the body raises is never taken for the task's own conflict."""
+
+    @app.task(shared=False)
+    @locked_task("{number}")
+    def work(number: int) -> None:
+        with distlock("inner", wait=0):
+            pass
+
+    with hold("inner"):
+        assert isinstance(work.delay(7).result, LockNotAcquired)
+
+
+def test_function_in_the_body_of_another_task(app: Celery) -> None:
+    """A locked function that another task calls is no task, and does not go by that one's id."""
+
+    @locked_task("inner")
+    def inner() -> Any:
+        return lease_now().holder.task_id
+
+    @app.task(shared=False, bind=True)
+    @locked_task("outer")
+    def outer(self: Any) -> Any:
+        return lease_now().holder.task_id == self.request.id, inner()
+
+    assert outer.delay().get() == (True, None)
+
+
+def test_task_that_calls_itself(app: Celery) -> None:
+    """Each inner call has its own locks until it ends, and nothing of the outer one's message."""
+    seen: list[Any] = []
+
+    @app.task(shared=False, base=LockedTask, bind=True)
+    @locked_task("lock:{number}", unique="{number}", on_conflict="retry", max_wait=0.2)
+    def work(self: Any, number: int) -> None:
+        seen.append((number, lease_now().holder.task_id, self.request.headers or {}))
+        if number > 6:
+            self(number - 1)
+            seen.append(distlock(own_key("unique:6")).locked())
+            with hold("lock:6"), pytest.raises(LockNotAcquired):
+                self.run(number - 1)
+            assert distlock(UNIQUE).locked()
+
+    task_id = deliver(work, 7)
+    assert seen == [(7, task_id, {}), (6, None, {}), False]
+    assert not distlock(UNIQUE).locked()
+
+
+def test_run_of_a_class_above(app: Celery) -> None:
+    """The lock of a task is that of its class, and holds while it runs what a class above does."""
+
+    class Work(LockedTask):
+        name = "work"
+        lock = "above:{number}"
+        unique = "{number}"
+
+        def run(self, number: int) -> list[str]:
+            return [*map(str, held_now()), "done"]
+
+    class Same(Work):
+        name = "same"
+
+        def run(self, number: int) -> list[str]:
+            return super().run(number)
+
+    class Other(Same):
+        name = "other"
+        lock = "{number}"
+
+        def run(self, number: int) -> list[str]:
+            return super().run(number)
+
+    @locked_task("helper:{number}")
+    def helper(task: Any, number: int) -> list[str]:
+        return held_now()
+
+    class Helped(Work):
+        name = "helped"
+
+        def run(self, number: int) -> list[str]:
+            return helper(self, number)
+
+    for task, keys in ((Same, ["above:7"]), (Other, ["7"]), (Helped, ["above:7", "helper:7"])):
+        work = app.register_task(task())
+        assert sorted(set(work.AsyncResult(deliver(work, 7)).get()) - {"done", UNIQUE}) == keys
+        assert not distlock(UNIQUE).locked()
+
+
+def test_task_whose_class_wraps_its_call(app: Celery) -> None:
+    """Celery copies the request there, and its unique key still ends with the result."""
+
+    class Wrapped(LockedTask):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs)
+
+    @app.task(shared=False, base=Wrapped)
+    @locked_task(unique="{number}")
+    def work(number: int) -> str | None:
+        return lease_now().holder.task_id
+
+    task_id = deliver(work, 7)
+    assert work.AsyncResult(task_id).get() == task_id
+    assert not distlock(UNIQUE).locked()
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "run"])
+def test_store_that_does_not_answer(app: Celery, policy: Any) -> None:
+    """The task fails, is skipped, or runs without its lock and says so."""
+    told: list[Any] = []
+
+    def tell(key: str, **facts: Any) -> None:
+        told.append(key)
+
+    lock_bypassed.connect(tell)
+
+    @app.task(shared=False)
+    @locked_task("{number}", on_unavailable=policy)
+    def work(number: int) -> bool:
+        return current_lease() is None
+
+    with lose_connection():
+        result = work.delay(7)
+    if policy == "raise":
+        assert isinstance(result.result, BackendUnavailable)
+    elif policy == "skip":
+        assert result.get()["why"] == "service_unavailable"
+        assert result.get()["key"] == "7"
+    else:
+        assert result.get() is True
+    assert told == (["7"] if policy == "run" else [])
+
+
+# Unique tasks
+
+
+@pytest.mark.parametrize("options", [{}, {"lock_options": {"ttl": 5}}])
+def test_unique_needs_its_base(app: Celery, options: dict[str, Any]) -> None:
+    """A task that could never be seen in the queue says so at its first call, whatever its options.
+
+    One that is named as those of the base is not taken for a sign of it.
+    """
+
+    @app.task(shared=False, **options)
+    @locked_task(unique="{number}")
+    def work(number: int) -> None: ...
+
+    result = work.delay(7).result
+    assert isinstance(result, LockUsageError)
+    assert "base=LockedTask" in str(result)
+
+
+def test_sending_that_fails_gives_the_key_back(app: Celery) -> None:
+    """A broker that takes no message leaves nothing behind."""
+    app.conf.update(task_always_eager=False, broker_url="redis://127.0.0.1:1/0")
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task(unique="{number}")
+    def work(number: int) -> None: ...
+
+    for _ in range(2):
+        with pytest.raises(OperationalError):
+            work.apply_async((7,), retry=False)
+        assert not distlock(UNIQUE).locked()
+
+
+def test_value_does_not_reach_the_key_of_a_queued_task(app: Celery) -> None:
+    """Whoever holds what looks like it, a file of that name, keeps no task from being queued."""
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task("{name}", unique="{name}")
+    def work(name: str) -> str:
+        return key_now()
+
+    for name in ("unique:report.pdf", str(own_key("unique:report.pdf"))):
+        with distlock(name):
+            assert work.delay("report.pdf").get() == "report.pdf"
+
+
+def produce(key: str) -> str:
+    """Send a unique task whose key could be taken from a dead holder; return its id."""
+    made = Celery("producer", set_as_current=False, broker="memory://")
+
+    @made.task(shared=False, name="produced", base=LockedTask)
+    @locked_task(unique="{key}", backend="redis", ttl=300, steal_if_dead=True)
+    def work(key: str) -> None: ...
+
+    return str(work.delay(key).id)
+
+
+def test_unique_key_outlives_its_producer(key: str) -> None:
+    """A task is queued although the process that sent it is gone, and it is not queued twice."""
+    with spawn(f"{HERE}:produce", key) as producer:
+        sent = producer.result()
+    assert produce(key) == sent
+    record = lock_backends["redis"].read(own_key(f"unique:{key}"))
+    assert record is not None
+    assert (record.holder.task_id, record.holder.pid) == (sent, 0)
+    lock_backends["redis"].force_release(record.key)
+
+
+def test_unique_and_lock_may_be_one_text(app: Celery) -> None:
+    """What is queued is not in the way of what runs, and both are free behind it."""
+
+    @app.task(shared=False, base=LockedTask, bind=True)
+    @locked_task("{number}", unique="{number}")
+    def work(self: Any, number: int) -> Any:
+        duplicate = self.delay(number)
+        return key_now(), distlock(UNIQUE).locked(), duplicate.id == self.request.id
+
+    with Heard(work_skipped, UNIQUE) as heard:
+        assert work.delay(7).get() == ("7", True, True)
+    assert [type(each["cause"]) for each in heard.facts] == [LockNotAcquired]
+    assert not distlock("7").locked()
+    assert not distlock(UNIQUE).locked()
+
+
+def test_unique_key_stays_with_a_retry(app: Celery) -> None:
+    """Between its attempts a task is queued: nobody else may be."""
+    seen: list[Any] = []
+
+    @app.task(shared=False, base=LockedTask, bind=True, max_retries=2)
+    @locked_task(unique="{number}")
+    def work(self: Any, number: int) -> str:
+        seen.append((self.request.retries, distlock(UNIQUE).locked()))
+        if self.request.retries < 2:
+            raise self.retry(countdown=0)
+        return key_now()
+
+    assert work.delay(7).get() == UNIQUE
+    assert seen == [(0, True), (1, True), (2, True)]
+    assert not distlock(UNIQUE).locked()
+
+
+def test_import_before_the_apps_are_loaded(project: Path) -> None:
+    """A project's Celery app may import it, as it does all else that names tasks."""
+    code = """
+from celery import Celery
+from django_distlock.contrib.celery import LockedTask, locked_task
+app = Celery('project')
+@app.task(base=LockedTask)
+@locked_task('{number}', unique='{number}')
+def work(number): ...
+print(app.tasks['project.work'].name)
+"""
+    assert run_python(project, "-c", code) == "project.work\n"
+
+
+# Checks
+
+
+def told_of(app: Celery) -> list[CheckMessage]:
+    """Run the checks of tasks, where this app is that of the project."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_state._tls, "current_app", app)
+        return check_tasks(None)
+
+
+def checked(app: Celery, **task: Any) -> list[str]:
+    """Return what the checks say of a task: `Terms` as `terms`, and Celery's own options."""
+    terms = task.pop("terms")
+
+    @app.task(shared=False, name="checked", **task)
+    @locked_task(**{"lock": "work:{number}", **terms})
+    def work(number: int) -> None: ...
+
+    return [str(each.id) for each in told_of(app) if "checked" in each.msg]
+
+
+@pytest.mark.parametrize(
+    ("task", "terms", "ids"),
+    [
+        ({}, {"unique": "{number}"}, ["distlock.E401"]),
+        ({"base": LockedTask}, {"unique": "{number}"}, []),
+        ({"time_limit": 60}, {"ttl": 30, "max_lifetime": 50}, ["distlock.E402"]),
+        ({"time_limit": 60}, {"ttl": 30, "heartbeat": False}, ["distlock.E402"]),
+        ({"time_limit": 60}, {"ttl": 30}, []),
+        ({"acks_late": True, "time_limit": 60}, {"ttl": 30}, ["distlock.W401"]),
+        ({"acks_late": True, "time_limit": 4}, {"ttl": 5}, []),
+        ({"base": LockedTask}, {"unique": "{number}", "debounce": 11}, ["distlock.W401"]),
+        ({"base": LockedTask}, {"unique": "{number}", "debounce": 9}, []),
+        ({"time_limit": 60}, {"ttl": 30, "on_conflict": "skip"}, []),
+        (
+            {"acks_late": True, "reject_on_worker_lost": True},
+            {"ttl": 5, "on_conflict": "skip"},
+            ["distlock.W402"],
+        ),
+        ({"acks_late": True, "reject_on_worker_lost": True}, {"ttl": 5}, []),
+        ({"acks_late": True}, {"ttl": 5, "on_conflict": "run"}, ["distlock.W403"]),
+        ({}, {"ttl": 5, "on_conflict": "run"}, []),
+        ({}, {"lock": "{number}"}, ["distlock.W007"]),
+        ({"base": LockedTask}, {"lock": None, "unique": "{number}"}, []),
+    ],
+)
+def test_checks(app: Celery, task: Any, terms: Any, ids: list[str]) -> None:
+    """What Celery does with a task and its lock cannot do is told before it happens."""
+    app.conf.update(
+        broker_url="redis://localhost/0", broker_transport_options={"visibility_timeout": 10}
+    )
+    assert checked(app, terms=terms, **task) == ids
+
+
+def test_attributes_without_their_base(app: Celery) -> None:
+    """What only `LockedTask` reads is an error elsewhere, but not where a base knows it, too."""
+
+    class Own(Task):  # type: ignore[misc]
+        lock: Any = None
+
+    class Capture(Task):  # type: ignore[misc]
+        name = "described.class"
+        lock = "described:{number}"
+
+        def run(self, number: int) -> None: ...
+
+    app.register_task(Capture())
+    described: dict[str, dict[str, Any]] = {
+        "described.lock": {"lock": "described:{number}"},
+        "described.unique": {"unique": True},
+        "described.options": {"lock_options": {"ttl": 5}},
+        "described.right": {"lock": "described:{number}", "base": LockedTask},
+        "described.otherwise": {"lock": "described:{number}", "base": Own},
+    }
+    for name, options in described.items():
+
+        @app.task(shared=False, name=name, **options)
+        def work(number: int) -> None: ...
+
+    found = [each for each in told_of(app) if "described." in each.msg]
+    assert [(each.id, each.msg.split(" says ")[0]) for each in found] == [
+        ("distlock.E401", f"The task described.{name}")
+        for name in ("class", "lock", "options", "unique")
+    ]
+
+
+# A project as Celery describes it: an app, and tasks that a worker finds
+
+
+PROJECT = {
+    "shop/__init__.py": "from .celery import app",
+    "shop/celery.py": """
+        from celery import Celery
+
+        app = Celery("shop", broker="memory://")
+        app.autodiscover_tasks()
+    """,
+    "shop/settings.py": """
+        SECRET_KEY = "only for tests"
+        INSTALLED_APPS = ["django_distlock", "billing", "broken"]
+        DISTLOCK = {"default": {"BACKEND": "django_distlock.backends.memory.MemoryBackend"}}
+    """,
+    "billing/__init__.py": """
+        from django.core import checks
+
+        @checks.register
+        def counted(app_configs, **_):
+            print("checks are run")
+            return []
+    """,
+    "billing/tasks.py": """
+        from celery import shared_task
+        from django_distlock.contrib.celery import locked_task
+
+        @shared_task
+        @locked_task(unique="{number}")
+        def once(number): ...
+
+        @shared_task(time_limit=60)
+        @locked_task("{number}", ttl=5, max_lifetime=10)
+        def long(number): ...
+    """,
+    "broken/__init__.py": "",
+    "broken/tasks.py": "import no_such_module",
+    "celeryconfig.py": "imports = ['loud']",
+    "loud.py": "print('imported')",
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """Give the folder of a project."""
+    for name, text in PROJECT.items():
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(textwrap.dedent(text))
+    return tmp_path
+
+
+def run_python(project: Path, *arguments: str, status: int = 0) -> str:
+    """Run Python in a project; return what it says."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=project,
+        env={
+            **os.environ,
+            "DJANGO_SETTINGS_MODULE": "shop.settings",
+            "PYTHONPATH": os.pathsep.join((str(project), str(ROOT))),
+            "PYTHONDEVMODE": "",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout
+    return done.stdout
+
+
+def test_checks_find_the_tasks_that_a_worker_would(project: Path) -> None:
+    """Nobody else has imported them; a module that fails is told of, and ends no command."""
+    said = run_python(project, "-m", "django", "check", status=1)
+    assert "(distlock.E401) The task billing.tasks.once" in said
+    assert "(distlock.E402) The task billing.tasks.long" in said
+    assert "an import failed" in said
+    assert "no_such_module" in said
+    assert "Traceback" not in said
+    assert said.count("checks are run") == 1
+
+
+def test_checks_make_no_app(project: Path) -> None:
+    """One that Celery makes for want of another would be the default; it imports nothing either."""
+    code = """
+from celery import _state
+from django.conf import settings
+settings.configure()
+from django_distlock.contrib.celery.checks import check_tasks
+check_tasks(None)
+print(_state.default_app)
+_state.get_current_app().conf.imports
+check_tasks(None)
+print(_state.default_app.conf.imports)
+"""
+    assert run_python(project, "-c", code) == "None\n['loud']\n"
+
+
+def test_unique_task_without_its_base_is_told_of(project: Path) -> None:
+    """Once where it is sent, and once where a worker starts."""
+    (project / "broken/tasks.py").write_text("")
+    begin = "import django; django.setup(); from shop import app\n"
+    error = "The task billing.tasks.once is unique, but only LockedTask checks"
+    send = "from billing.tasks import once\nfor _ in range(2): once.delay(7)\n"
+    assert run_python(project, "-c", begin + send).count(error) == 1
+    assert run_python(project, "-c", begin + "app.Worker(pool='solo')").count(error) == 1

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from celery import signals, states
+from celery import Task, signals, states
 from celery.exceptions import Ignore
 
 from ...core.clock import monotonic
@@ -54,6 +54,8 @@ def run(
     terms: Terms, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call the body of a task under its locks, or do what the terms say."""
+    if args and _overrides(args[0], terms):
+        return function(*args, **kwargs)
     delivery = Delivery.of(terms, function, args, kwargs)
     made = Run(terms, delivery, partial(function, *args, **kwargs))
     if delivery.is_traced:
@@ -413,6 +415,15 @@ class Run:
             task=self._delivery.id,
             error=error,
         )
+
+
+def _overrides(task: Any, terms: Terms) -> bool:
+    """Whether a class above the one of a task is locked by these terms, and it by its own."""
+    own = terms_of(task) if isinstance(task, Task) else None
+    return own not in (None, terms) and any(
+        getattr(each, "distlock_terms", None) is terms and hasattr(each, "distlock_by_class")
+        for each in (vars(above).get("run") for above in type(task).__mro__)
+    )
 
 
 def require_base(task: Any) -> None:
