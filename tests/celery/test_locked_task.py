@@ -18,11 +18,12 @@ from datetime import date
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from celery import Celery, Task, _state
 from celery.app.trace import build_tracer
-from celery.exceptions import OperationalError
+from celery.exceptions import OperationalError, SoftTimeLimitExceeded
 from django.core.checks import CheckMessage
 from django.db import transaction
 from django.utils.functional import keep_lazy_text
@@ -608,6 +609,20 @@ def test_unique_key_stays_with_a_retry(app: Celery) -> None:
 
     assert work.delay(7).get() == UNIQUE
     assert seen == [(0, True), (1, True), (2, True)]
+    assert not distlock(UNIQUE).locked()
+
+
+def test_unique_key_ends_though_the_end_of_its_run_is_interrupted(app: Celery) -> None:
+    """Celery ignores what a soft time limit raises there, and nobody would end the key."""
+
+    @app.task(shared=False, base=LockedTask, acks_late=True)
+    @locked_task(unique="{number}")
+    def work(number: int) -> None: ...
+
+    notes = type(lock_backends["default"].notes)
+    with mock.patch.object(notes, "put", side_effect=SoftTimeLimitExceeded) as put:
+        deliver(work, 7)
+    put.assert_called_once()
     assert not distlock(UNIQUE).locked()
 
 

@@ -115,15 +115,21 @@ class Run:
             state: The one that the run came to.
             retval: What it returned, or raised.
         """
-        is_left = state == states.FAILURE and not self.has_begun and self._delivery.is_queued
-        if is_left and isinstance(retval, BackendUnavailable):
-            failed.keep(self._delivery, self._terms.backend, retval.key or self._key or "")
-        if self.has_begun and state in (states.SUCCESS, states.FAILURE, states.RETRY):
-            self._note()
-        if state != states.RETRY:
-            self._wait_no_more()
-        if state in (states.SUCCESS, states.FAILURE):
-            self._leave_backlog()
+        try:
+            is_left = state == states.FAILURE and not self.has_begun and self._delivery.is_queued
+            if is_left and isinstance(retval, BackendUnavailable):
+                failed.keep(self._delivery, self._terms.backend, retval.key or self._key or "")
+            if self.has_begun and state in (states.SUCCESS, states.FAILURE, states.RETRY):
+                self._note()
+            if state != states.RETRY:
+                self._wait_no_more()
+            if state in (states.SUCCESS, states.FAILURE):
+                self._leave_backlog()
+        finally:
+            # A soft time limit may end this, and the key would be renewed for ever.
+            self._end_unique(state, retval)
+
+    def _end_unique(self, state: str, retval: Any) -> None:
         unique, self.unique = self.unique, None
         if unique is None:
             # A task that is over, and was refused before it took its key over from the queue.
