@@ -72,7 +72,7 @@ def app() -> Iterator[Celery]:
 def deliver(task: Any, *args: Any, **request: Any) -> str:
     """Run a task as a worker does, which took it from a queue; return its id."""
     task_id = uuid.uuid4().hex
-    trace = build_tracer(task.name, task, app=task.app)
+    trace = build_tracer(task.name, task.app.tasks[task.name], app=task.app)
     trace(task_id, args, {}, {"id": task_id, "is_eager": False, "delivery_info": {}, **request})
     return task_id
 
@@ -610,6 +610,21 @@ def test_unique_key_stays_with_a_retry(app: Celery) -> None:
     assert work.delay(7).get() == UNIQUE
     assert seen == [(0, True), (1, True), (2, True)]
     assert not distlock(UNIQUE).locked()
+
+
+def test_retry_with_another_unique_key(app: Celery) -> None:
+    """It takes its own key, and that of the run that sends it ends."""
+
+    @app.task(shared=False, base=LockedTask, bind=True)
+    @locked_task(unique="{number}")
+    def work(self: Any, number: int, *, last: bool = False) -> list[str]:
+        if self.request.retries < 3:
+            args = (number, 7, 8)[self.request.retries]
+            raise self.retry(countdown=0, args=(args,), kwargs={"last": True})
+        return held_now()
+
+    assert work.delay(7).get() == [own_key("unique:8")]
+    assert not held_now()
 
 
 def test_unique_key_ends_though_the_end_of_its_run_is_interrupted(app: Celery) -> None:

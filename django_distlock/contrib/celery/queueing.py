@@ -197,13 +197,30 @@ def _send_if_overtaken(
         return publish()
 
 
-def headers_of_retry(task: Any, request: Any, given: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the headers of a retry: it goes on with the unique key of the run that sends it."""
+def headers_of_retry(
+    task: Any, request: Any, given: dict[str, Any] | None, args: Any, kwargs: Any
+) -> dict[str, Any]:
+    """Return the headers of a retry: it goes on with the unique key of the run that sends it.
+
+    Its arguments may be others, and make another key: that one it takes as anybody would.
+    """
     headers = {**kept_headers(request), **(given or {})}
-    run = run_of(traced(task))
-    if run is not None and run.unique is not None:
+    run, terms = run_of(traced(task)), terms_of(task)
+    if run is not None and run.unique is not None and terms is not None:
         headers[UNIQUE] = run.unique.fence_token
+        if args is not request.args or kwargs is not request.kwargs:
+            lock = terms.unique_of(call_of(task, tuple(args or ()), dict(kwargs or {})), None)
+            if lock is None or lock.key != run.unique.key:
+                del headers[UNIQUE]
     return headers
+
+
+def goes_with(lease: Lease, retry: object) -> bool:
+    """Whether the message of a retry carries a unique key."""
+    signature = getattr(retry, "sig", None)
+    if signature is None:
+        return True  # The task is queued again as it is.
+    return (signature.options.get("headers") or {}).get(UNIQUE) == lease.fence_token
 
 
 def take(lock: JobLock, delivery: Delivery) -> Lease:

@@ -135,7 +135,7 @@ class Run:
             # A task that is over, and was refused before it took its key over from the queue.
             if self._queued is not None and state in (states.SUCCESS, states.FAILURE):
                 self._free_claim(self._queued)
-        elif state == states.RETRY:
+        elif state == states.RETRY and queueing.goes_with(unique, retval):
             queueing.keep(unique, self._terms, getattr(retval, "when", None))
         else:
             self._free(unique.release, unique.key)

@@ -192,10 +192,13 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
         queue: Any = None,
         **extra_options: Any,
     ) -> Any:
-        """Let a retry go on with the unique key of the run that sends it."""
+        """Let a retry go on with the unique key of the run that sends it, if it has the same."""
         request = self.request if request is None else request
+        args = request.args if args is None else args
+        kwargs = request.kwargs if kwargs is None else kwargs
         headers = extra_options.pop("headers", None)
-        extra_options["headers"] = headers = queueing.headers_of_retry(self, request, headers)
+        headers = queueing.headers_of_retry(self, request, headers, args, kwargs)
+        extra_options["headers"] = headers
         if SERIALIZER in headers:
             extra_options.setdefault("serializer", headers[SERIALIZER])
         return super().signature_from_request(request, args, kwargs, queue, **extra_options)
