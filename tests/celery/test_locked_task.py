@@ -41,7 +41,7 @@ from django_distlock import (
 from django_distlock.contrib import prometheus
 from django_distlock.contrib.celery import LockedTask, locked_task, queueing
 from django_distlock.contrib.celery.checks import check_tasks
-from django_distlock.contrib.celery.deliveries import LEASE
+from django_distlock.contrib.celery.deliveries import LEASE, OF
 from django_distlock.core.keys import own_key
 from django_distlock.signals import lock_bypassed, lock_not_acquired, work_skipped
 from django_distlock.testing import hold, lose_connection, memory_locks
@@ -69,12 +69,12 @@ def app() -> Iterator[Celery]:
     made.close()
 
 
-def deliver(task: Any, *args: Any, **request: Any) -> str:
+def deliver(task: Any, /, *args: Any, **request: Any) -> str:
     """Run a task as a worker does, which took it from a queue; return its id."""
-    task_id = uuid.uuid4().hex
+    request = {"id": uuid.uuid4().hex, "is_eager": False, "delivery_info": {}, **request}
     trace = build_tracer(task.name, task.app.tasks[task.name], app=task.app)
-    trace(task_id, args, {}, {"id": task_id, "is_eager": False, "delivery_info": {}, **request})
-    return task_id
+    trace(request["id"], args, {}, request)
+    return str(request["id"])
 
 
 def lease_now() -> Lease:
@@ -239,7 +239,7 @@ def test_lease_is_not_handed_down_before_the_commit(
     def work(number: int) -> None: ...
 
     def send() -> None:
-        headers: dict[str, Any] = {}
+        headers: dict[str, Any] = {"id": "7", OF: "6", "distlock_until": 5}
         queueing.hand_down(work.name, ((7,), {}, {}), headers)
         sent.append(headers)
 
@@ -249,8 +249,9 @@ def test_lease_is_not_handed_down_before_the_commit(
             send()
             transaction.on_commit(send)
         send()
-    handed = {LEASE: lease.fence_token}
-    assert sent == [{}, handed, handed]
+    given = {"id": "7", OF: "6", "distlock_until": 5}
+    handed = {"id": "7", OF: "7", LEASE: lease.fence_token}
+    assert sent == [given, handed, handed]
     assert "delay_on_commit" in caplog.text
 
 
@@ -624,6 +625,38 @@ def test_retry_with_another_unique_key(app: Celery) -> None:
         return held_now()
 
     assert work.delay(7).get() == [own_key("unique:8")]
+    assert not held_now()
+
+
+@contextmanager
+def queue_of(app: Celery) -> Iterator[Callable[[], Any]]:
+    """Queue what is sent in the block; give what takes the next message from the queue, if any."""
+    app.conf.task_always_eager = False
+    with app.connection() as connection:
+        queue = app.amqp.queues["celery"].bind(connection.channel())
+        queue.declare()
+        yield lambda: queue.get(no_ack=True)
+
+
+def test_headers_of_another_task(app: Celery) -> None:
+    """Sent on with what a task sends, they say nothing about the keys of that."""
+    sent: list[Any] = []
+
+    @app.task(shared=False, base=LockedTask, bind=True)
+    @locked_task("lock:{number}", unique="{number}", inherit=True)
+    def work(self: Any, number: int) -> str:
+        if number == 7:
+            each = [self.apply_async((8,), headers=self.request.headers).id for _ in range(2)]
+            sent.extend(each)
+        return f"{self.request.headers['trace']}: {key_now()}"
+
+    with queue_of(app) as next_message:
+        work.apply_async((7,), headers={"trace": "x"})
+        deliver(work, 7, **next_message().headers)
+        assert (sent[0], held_now()) == (sent[1], [own_key("unique:8")])
+        deliver(work, 8, **next_message().headers)
+        assert next_message() is None
+    assert work.AsyncResult(sent[0]).get() == "x: lock:8"
     assert not held_now()
 
 

@@ -24,6 +24,7 @@ from ...locks.policy import skip, where_unavailable
 from ..jobs import JobLock
 from . import claims
 from .calls import records_of
+from .deliveries import OF
 from .terms import Call, Terms
 
 logger = logging.getLogger("django_distlock")
@@ -101,7 +102,7 @@ def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **op
             raise
         if terms.on_full == "drop":
             # It is sent, and skipped when it comes.
-            return send(**_with_place(options, 0))
+            return send(**_with_place(options, 0, task_id))
         extra = log_fields("bypassed", backend=place.backend, task=task_id, error=error)
         logger.warning(
             "%r is full, and one more waits behind it: %s", place.key, error, extra=extra
@@ -112,7 +113,7 @@ def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **op
             error, place, "Nobody knows whether %r is full: %s", partial(send, **options)
         )
     try:
-        result = send(**_with_place(options, grant.fence))
+        result = send(**_with_place(options, grant.fence, task_id))
     except BaseException:
         claims.give_back(place, grant)
         raise
@@ -185,6 +186,6 @@ def _note(task_id: str | None) -> str:
     return f"celery:replaced:{task_id}"
 
 
-def _with_place(options: dict[str, Any], fence: int) -> dict[str, Any]:
-    headers = {**(options.get("headers") or {}), PLACE: f"{fence:015d}"}
+def _with_place(options: dict[str, Any], fence: int, task_id: str) -> dict[str, Any]:
+    headers = {**(options.get("headers") or {}), PLACE: f"{fence:015d}", OF: task_id}
     return {**options, "headers": headers}

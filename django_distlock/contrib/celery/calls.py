@@ -84,10 +84,13 @@ def free(lock: JobLock, fence: int) -> None:
         BackendUnavailable: The store did not answer, or somebody's transaction is in the way.
     """
     store = lock_backends[lock.backend]
-    record = next((each for each in records_of(store, lock.key) if each.fence == fence), None)
-    if record is None:
-        return
-    if store.release(record.grant) is UNKNOWN:
+    claims = (
+        each
+        for each in records_of(store, lock.key)
+        if (each.fence, each.holder.task_id) == (fence, lock.task_id)
+    )
+    record = next(claims, None)
+    if record is not None and store.release(record.grant) is UNKNOWN:
         raise BackendUnavailable(
             f"The claim {lock.key!r} was not released: a transaction has locked its row.",
             key=lock.key,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -41,6 +41,9 @@ WAITS: Final = "distlock_waits"
 ATTEMPT: Final = "distlock_attempt"
 #: Whether the same delivery was seen running.
 AGAIN: Final = "distlock_again"
+
+#: The id of the task that all of them are about: it may send others with its own headers.
+OF: Final = "distlock_of"
 
 _OURS: Final = frozenset((UNTIL, TIMES, ATTEMPT, AGAIN, WAITS, "redelivered"))
 
@@ -159,7 +162,17 @@ def run_of(request: Any) -> Any:
 
 def headers_of(request: Any) -> dict[str, Any]:
     """Return the headers that a request came with, beside Celery's."""
-    return dict(getattr(request, "headers", None) or {})
+    return own_headers(getattr(request, "headers", None), getattr(request, "id", None))
+
+
+def own_headers(headers: Mapping[str, Any] | None, task_id: str | None) -> dict[str, Any]:
+    """Return headers without those of this library that are about another task."""
+    is_own = (headers or {}).get(OF, task_id) == task_id
+    return {
+        name: value
+        for name, value in (headers or {}).items()
+        if is_own or not name.startswith("distlock_")
+    }
 
 
 def kept_headers(request: Any) -> dict[str, Any]:
@@ -256,7 +269,7 @@ def _visible(delivery: Delivery, pause: float) -> float:
 
 def _send(delivery: Delivery, pause: float, ours: dict[str, Any]) -> None:
     request = delivery.request
-    headers = {**kept_headers(request), **ours, ATTEMPT: request.retries}
+    headers = {**kept_headers(request), **ours, ATTEMPT: request.retries, OF: request.id}
     signature = delivery.task.signature_from_request(
         request, countdown=pause, retries=request.retries, headers=headers
     )

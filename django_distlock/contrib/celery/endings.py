@@ -29,7 +29,7 @@ from ...process.host import current_holder, is_gone
 from ...signals import lock_released, tell
 from . import calls, queueing
 from .backlog import PLACE
-from .deliveries import UNIQUE
+from .deliveries import UNIQUE, headers_of, own_headers
 from .terms import Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
@@ -116,7 +116,7 @@ def _revoked(sender: Any = None, request: Any = None, terminated: bool = False, 
     terms = terms_of(sender)
     if terms is None or terminated or request is None:
         return
-    fence, place = (_header_of(request.headers, name) for name in (UNIQUE, PLACE))
+    fence, place = (headers_of(request).get(name) for name in (UNIQUE, PLACE))
     if fence is None and place is None:
         return
     store = lock_backends[terms.backend]
@@ -202,13 +202,8 @@ def _held(store: BaseLockBackend, terms: Terms, request: Any) -> Iterator[Record
 
 def _claims_of(request: Any) -> set[str]:
     """Return the fences by which a message kept others from being queued."""
-    found = (_header_of(request.request_dict, name) for name in (UNIQUE, PLACE))
-    return {each for each in found if each is not None}
-
-
-def _header_of(headers: Any, name: str) -> str | None:
-    found: str | None = (headers or {}).get(name)
-    return found
+    headers = own_headers(request.request_dict, request.id)
+    return {headers[name] for name in (UNIQUE, PLACE) if name in headers}
 
 
 def _is_over(request: Any) -> bool:

@@ -27,7 +27,7 @@ from ...process import deferred_release
 from ...process.host import is_gone
 from ..jobs import JobLock
 from . import backlog, calls, claims
-from .deliveries import LEASE, UNIQUE, Delivery, kept_headers, run_of, traced
+from .deliveries import LEASE, OF, UNIQUE, Delivery, kept_headers, own_headers, run_of, traced
 from .terms import Call, Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
@@ -167,7 +167,8 @@ def _publish_claimed(
     publish: Callable[..., Any], lock: JobLock, grant: Grant, task_id: str, options: dict[str, Any]
 ) -> Any:
     """Queue a task whose key is taken; give the key back if that fails."""
-    headers = {**(options.get("headers") or {}), UNIQUE: f"{grant.fence:015d}"}
+    claim = {UNIQUE: f"{grant.fence:015d}", OF: task_id}
+    headers = {**(options.get("headers") or {}), **claim}
     try:
         return publish(task_id=task_id, **{**options, "headers": headers})
     except BaseException:
@@ -207,7 +208,7 @@ def headers_of_retry(
     headers = {**kept_headers(request), **(given or {})}
     run, terms = run_of(traced(task)), terms_of(task)
     if run is not None and run.unique is not None and terms is not None:
-        headers[UNIQUE] = run.unique.fence_token
+        headers |= {UNIQUE: run.unique.fence_token, OF: request.id}
         if args is not request.args or kwargs is not request.kwargs:
             lock = terms.unique_of(call_of(task, tuple(args or ()), dict(kwargs or {})), None)
             if lock is None or lock.key != run.unique.key:
@@ -273,7 +274,10 @@ def hand_down(
 
     Not inside a transaction: it might begin before what was written there is committed.
     """
-    if headers is None or LEASE in headers or context.current_lease() is None:
+    if headers is None or context.current_lease() is None:
+        return
+    own = own_headers(headers, headers.get("id"))
+    if LEASE in own:
         return
     task = current_app.tasks.get(sender)
     terms = terms_of(task)
@@ -297,7 +301,9 @@ def hand_down(
             extra=extra,
         )
         return
-    headers[LEASE] = lease.fence_token
+    for name in headers.keys() - own.keys():
+        del headers[name]
+    headers |= {LEASE: lease.fence_token, OF: headers.get("id")}
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from ...core.durations import Duration
 from ...core.errors import InvalidArgument
 from ..jobs import MAX_WAIT, Limit, OnConflict, only_function, refuse_function
 from . import declaring, queueing
-from .deliveries import SERIALIZER
+from .deliveries import SERIALIZER, own_headers
 from .runs import run
 from .terms import Full, KeyOf, Terms, Unavailable, Until
 
@@ -178,6 +178,8 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
             BackendUnavailable: The store did not answer, and nothing was queued.
         """
         send = super().apply_async
+        if options.get("headers"):
+            options["headers"] = own_headers(options["headers"], task_id)
         if options.get("serializer") is not None:
             kept = {SERIALIZER: options["serializer"]}
             options["headers"] = {**(options.get("headers") or {}), **kept}
