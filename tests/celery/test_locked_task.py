@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ from unittest import mock
 import pytest
 from celery import Celery, Task, _state
 from celery.app.trace import build_tracer
-from celery.exceptions import OperationalError, SoftTimeLimitExceeded
+from celery.exceptions import OperationalError, Reject, SoftTimeLimitExceeded
 from django.core.checks import CheckMessage
 from django.db import transaction
 from django.utils.functional import keep_lazy_text
@@ -657,6 +658,60 @@ def test_headers_of_another_task(app: Celery) -> None:
         deliver(work, 8, **next_message().headers)
         assert next_message() is None
     assert work.AsyncResult(sent[0]).get() == "x: lock:8"
+    assert not held_now()
+
+
+def ended(error: Exception) -> type[Task]:
+    """Return a base of tasks that fail before their bodies."""
+
+    class Early(LockedTask):
+        def before_start(self, *_: Any) -> None:
+            raise error
+
+    return Early
+
+
+@pytest.mark.parametrize(
+    ("base", "key", "is_queued"),
+    [
+        (ended(ValueError()), "{number}", False),
+        (ended(Reject(requeue=False)), "{number}", False),
+        (ended(Reject(requeue=True)), "{number}", True),
+        (ended(ValueError()), lambda number: f"{number}", False),
+        (LockedTask, "{number.real}", False),
+    ],
+    ids=["failed", "rejected", "queued again", "key of a function", "no key"],
+)
+def test_unique_key_ends_with_a_task_that_has_not_begun(
+    app: Celery, base: type[Task], key: Any, *, is_queued: bool
+) -> None:
+    """So does its place in the backlog, unless its message comes again."""
+
+    @app.task(shared=False, base=base)
+    @locked_task("lock:{number}", unique=key, max_queued=3)
+    def work(number: Any) -> None: ...
+
+    with queue_of(app) as next_message:
+        work.delay(7)
+        # JSON may make a text of a value, which lacks its attributes.
+        deliver(work, "7", **next_message().headers)
+    assert len(held_now()) == (2 if is_queued else 0)
+
+
+def test_unique_key_ends_with_a_task_whose_body_is_wrapped(app: Celery) -> None:
+    """As with pydantic=True, whose arguments are others than those of the message."""
+
+    def parsed(body: Callable[[int], None]) -> Callable[[str], None]:
+        return functools.wraps(body)(lambda number: body(int(number)))
+
+    @app.task(shared=False, base=ended(ValueError()))
+    @parsed
+    @locked_task(unique=True)
+    def work(number: int) -> None: ...
+
+    with queue_of(app) as next_message:
+        work.delay(7)
+        deliver(work, "7", **next_message().headers)
     assert not held_now()
 
 

@@ -10,8 +10,9 @@ from celery import chain, chord
 from django.db import transaction
 from kombu.exceptions import EncodeError, OperationalError
 
-from django_distlock import distlock
-from django_distlock.core.keys import own_key
+from django_distlock import distlock, lock_backends
+from django_distlock.core.keys import BACKLOG_PREFIX, UNIQUE_PREFIX, own_key
+from tests.contract.helpers import Later
 from tests.contract.locking import held_elsewhere, rolled_back
 from tests.services import free_port
 
@@ -75,6 +76,21 @@ def test_unique_key_stays_between_automatic_retries(prefork: Crew) -> None:
     prefork.until(lambda: result.state == "RETRY", "it is queued again")
     assert prefork.is_taken(unique_key(prefork))
     assert prefork.send("again").id == result.id
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [("unique_and_locked_wait", UNIQUE_PREFIX), ("bounded_wait", BACKLOG_PREFIX)],
+)
+def test_task_killed_while_it_waits_frees_its_claim(prefork: Crew, name: str, prefix: str) -> None:
+    """At its hard time limit its claim is that of a queued task, which has no process."""
+    claim = own_key(prefix + prefork.key)
+    with held_elsewhere(distlock(prefork.key, backend=prefork.store, ttl=60)):
+        result = prefork.send(name, time_limit=1)
+        assert prefork.record(claim).holder.task_id == result.id
+        assert prefork.outcome(result) == "FAILURE"
+        store = lock_backends[prefork.store]
+        prefork.until(lambda: Later(store.read, claim).result() is None, "the claim is released")
 
 
 @pytest.mark.parametrize("is_revoked", [True, False], ids=["revoked", "expired"])

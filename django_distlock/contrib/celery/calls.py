@@ -90,10 +90,16 @@ def free(lock: JobLock, fence: int) -> None:
         if (each.fence, each.holder.task_id) == (fence, lock.task_id)
     )
     record = next(claims, None)
-    if record is not None and store.release(record.grant) is UNKNOWN:
+    if record is not None:
+        release(store, record)
+
+
+def release(store: BaseLockBackend, claim: Record) -> None:
+    """Give a claim back; see `free`."""
+    if store.release(claim.grant) is UNKNOWN:
         raise BackendUnavailable(
-            f"The claim {lock.key!r} was not released: a transaction has locked its row.",
-            key=lock.key,
+            f"The claim {claim.key!r} was not released: a transaction has locked its row.",
+            key=claim.key,
         )
 
 

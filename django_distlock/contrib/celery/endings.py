@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
-from billiard.exceptions import Terminated, WorkerLostError
+from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import signals
 from celery.utils.imports import symbol_by_name
 
 from ...backends.base import BaseLockBackend
-from ...core.errors import LockError
+from ...core.errors import InvalidArgument, LockError
 from ...core.keys import UNIQUE_PREFIX
 from ...core.logs import log_fields
 from ...core.records import Record
@@ -27,9 +27,10 @@ from ...core.threads import Bell, start_thread
 from ...handler import lock_backends
 from ...process.host import current_holder, is_gone
 from ...signals import lock_released, tell
+from ..jobs import JobLock
 from . import calls, queueing
 from .backlog import PLACE
-from .deliveries import UNIQUE, headers_of, own_headers
+from .deliveries import UNIQUE, own_headers
 from .terms import Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
@@ -78,6 +79,8 @@ class EndsTheDead:
         error = getattr(error, "exc", error)
         if isinstance(error, (WorkerLostError, Terminated, SystemExit, KeyboardInterrupt)):
             end(self, at_once=True)
+        elif isinstance(error, TimeLimitExceeded):
+            _end_queued(self)
         return super().on_failure(exc_info, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -113,23 +116,36 @@ def _watch(sender: Any = None, **_: Any) -> None:
 
 def _revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:
     """Let a task be queued again that was revoked before it was started."""
-    terms = terms_of(sender)
-    if terms is None or terminated or request is None:
-        return
-    fence, place = (headers_of(request).get(name) for name in (UNIQUE, PLACE))
-    if fence is None and place is None:
+    if not terminated and request is not None:
+        _free_claims_soon(sender, request)
+
+
+def _free_claims_soon(task: Any, request: Any) -> None:
+    terms = terms_of(task)
+    if terms is not None and _claims_of(request):
+        _do(lock_backends[terms.backend], partial(free_claims, task, request))
+
+
+def _end_queued(request: Any) -> None:
+    """End the claims of a task that had not begun at its hard time limit, unless it comes again."""
+    task = request.task
+    if not task.acks_late or getattr(task, "acks_on_timeout", True):
+        _free_claims_soon(task, request)
+
+
+def free_claims(task: Any, request: Any) -> None:
+    """Let a task be queued again that is over, and has taken nothing over from the queue.
+
+    Raises:
+        BackendUnavailable: The store did not answer, or a transaction is in the way.
+    """
+    terms, fences = terms_of(task), _claims_of(request)
+    if terms is None or not fences:
         return
     store = lock_backends[terms.backend]
-
-    def free() -> None:
-        call = queueing.call_of(sender, tuple(request.args or ()), dict(request.kwargs or {}))
-        lock = terms.unique_of(call, request.id)
-        if lock is not None and fence is not None:
-            calls.free(lock, int(fence))
-        if place is not None and terms.max_queued:
-            calls.free(terms.place_of(call, request.id), int(place))
-
-    _do(store, free)
+    for record in _held(store, terms, task, request):
+        if record.holder.is_queued and record.fence_token in fences:
+            calls.release(store, record)
 
 
 def _end_started(request: Any) -> None:
@@ -140,7 +156,7 @@ def _end_started(request: Any) -> None:
 def _end_all(store: BaseLockBackend, terms: Terms, request: Any, *, at_once: bool) -> None:
     ours = current_holder()
     living = []
-    for record in _held(store, terms, request):
+    for record in _held(store, terms, request.task, request):
         holder = record.holder
         if holder.is_queued:
             if at_once and _is_over(request) and record.fence_token in _claims_of(request):
@@ -178,31 +194,43 @@ def _watch_over(
         )
 
 
-def _held(store: BaseLockBackend, terms: Terms, request: Any) -> Iterator[Record]:
+def _held(store: BaseLockBackend, terms: Terms, task: Any, request: Any) -> Iterator[Record]:
     """Give what a task holds."""
-    keys = [*(each for each, _ in terms.locks), *([terms.unique] if terms.unique else [])]
-    if all(each.is_plain for each in keys) and not terms.counts_by_code:
-        call = queueing.call_of(request.task, tuple(request.args), dict(request.kwargs))
-        locks = [*terms.locks_of(call, request.id), terms.unique_of(call, request.id)]
-        if terms.max_queued:
-            locks.append(terms.place_of(call, request.id))
-        for lock in locks:
-            for record in () if lock is None else calls.records_of(store, lock.key):
-                if record.holder.task_id == request.id:
-                    yield record
-        return
-    # A key that is made by code of the project is not made in the parent.
+    locks = _locks_of(terms, task, request)
+    for lock in locks or ():
+        for record in calls.records_of(store, lock.key):
+            if record.holder.task_id == request.id:
+                yield record
     cursor = None
-    while True:
+    while locks is None:
         page = store.list(cursor=cursor, task_id=request.id)
         yield from page.records
         if (cursor := page.cursor) is None:
             return
 
 
+def _locks_of(terms: Terms, task: Any, request: Any) -> list[JobLock] | None:
+    """Return what a task may hold; None: its keys are not known here."""
+    keys = [*(each for each, _ in terms.locks), *([terms.unique] if terms.unique else [])]
+    body = getattr(task, "_orig_run", task.run)
+    # Code of the project makes a key only where the task runs, as does what wraps its body: with
+    # pydantic=True its arguments are others than those of the message.
+    is_wrapped = hasattr(getattr(body, "__wrapped__", None), "distlock_terms")
+    if is_wrapped or terms.counts_by_code or not all(each.is_plain for each in keys):
+        return None
+    call = queueing.call_of(task, tuple(request.args or ()), dict(request.kwargs or {}))
+    try:
+        locks = [*terms.locks_of(call, request.id), terms.unique_of(call, request.id)]
+        if terms.max_queued:
+            locks.append(terms.place_of(call, request.id))
+    except (InvalidArgument, TypeError, AttributeError, LookupError):
+        return None  # After their transport its arguments make no key.
+    return [each for each in locks if each is not None]
+
+
 def _claims_of(request: Any) -> set[str]:
     """Return the fences by which a message kept others from being queued."""
-    headers = own_headers(request.request_dict, request.id)
+    headers = own_headers(getattr(request, "request_dict", None) or request.headers, request.id)
     return {headers[name] for name in (UNIQUE, PLACE) if name in headers}
 
 
@@ -280,7 +308,7 @@ def _do(store: BaseLockBackend, operation: Callable[[], None]) -> None:
     def attempt() -> None:
         try:
             operation()
-        except (LockError, TypeError) as error:
+        except LockError as error:
             extra = log_fields("release_failed", backend=store.alias, error=error)
             logger.warning(
                 "The keys of a dead task stay held for their ttl: %s", error, extra=extra

@@ -24,7 +24,7 @@ from ...locks.no_lease import tell_bypassed, tell_requeued
 from ...locks.policy import Refusal, attempt, skip, where_unavailable
 from ...process.host import is_gone
 from ..jobs import WAIT, JobLock, lock_set
-from . import backlog, calls, failed, leftovers, queueing
+from . import backlog, calls, endings, failed, leftovers, queueing
 from .backlog import FULL, PLACE
 from .deliveries import (
     LEASE,
@@ -42,6 +42,8 @@ logger = logging.getLogger("django_distlock")
 #: Seconds that the note of a run may come behind the release of its lock.
 _SETTLING: Final = 2.0
 _UID: Final = "django_distlock.contrib.celery.runs"
+#: What no message of a task comes behind.
+_OVER: Final = (states.SUCCESS, states.FAILURE, states.IGNORED)
 
 
 def connect() -> None:
@@ -107,6 +109,11 @@ class Run:
                 self._wait_no_more()
                 return self._left(locks, unique) if self._is_replaced else self._run()
         return self._refused(refusal, unique)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether its keys are known: then `end` ends what it holds."""
+        return self._key is not None
 
     def end(self, state: str, retval: Any) -> None:
         """End what lasts until the result is stored, and note that it is.
@@ -459,3 +466,10 @@ def _ended(task: Any = None, state: str | None = None, retval: Any = None, **_: 
     if isinstance(made, Run):
         request.distlock_run = None
         made.end(state or "", retval)
+        if made.has_keys:
+            return
+    is_rejected = state == states.REJECTED and not getattr(retval, "requeue", False)
+    terms = terms_of(task)
+    if terms is not None and (is_rejected or state in _OVER):
+        free = partial(endings.free_claims, task, request)
+        leftovers.free(free, terms.backend, f"unique key of {request.id}")
