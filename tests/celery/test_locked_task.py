@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import date
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ from django_distlock.contrib.celery.deliveries import LEASE, OF
 from django_distlock.core.keys import own_key
 from django_distlock.signals import lock_bypassed, lock_not_acquired, work_skipped
 from django_distlock.testing import hold, lose_connection, memory_locks
-from tests.contract.helpers import PATIENCE
+from tests.contract.helpers import PATIENCE, Later
 from tests.contract.locking import Heard
 from tests.integration.test_metrics_opentelemetry import Told
 from tests.integration.test_metrics_prometheus import Scraped
@@ -727,6 +728,21 @@ def test_unique_key_ends_though_the_end_of_its_run_is_interrupted(app: Celery) -
         deliver(work, 7)
     put.assert_called_once()
     assert not distlock(UNIQUE).locked()
+
+
+def test_redelivery_beside_a_run_that_shares_its_key(app: Celery) -> None:
+    """It waits for its own run, though whoever else has the key came first."""
+
+    @app.task(shared=False, acks_late=True, bind=True)
+    @locked_task("{number}", permits=2, on_conflict="raise")
+    def work(self: Any, number: int) -> None:
+        again = partial(deliver, work, 7, id=self.request.id)
+        Later(again).result()
+
+    with queue_of(app) as next_message, distlock("7", permits=2):
+        task_id = Later(partial(deliver, work, 7)).result()
+        assert next_message().headers["id"] == task_id
+    assert work.AsyncResult(task_id).state == "SUCCESS"
 
 
 def test_import_before_the_apps_are_loaded(project: Path) -> None:

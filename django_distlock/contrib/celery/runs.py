@@ -16,6 +16,7 @@ from celery.exceptions import Ignore
 from ...core.clock import monotonic
 from ...core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError
 from ...core.logs import log_fields
+from ...core.records import Record
 from ...handler import lock_backends
 from ...locks import context
 from ...locks.lease import Lease
@@ -94,6 +95,8 @@ class Run:
         self._is_replaced = False
         # Whether it waited for others, of which one may have been another delivery of this task.
         self._has_met = False
+        # The keys that others may hold beside it.
+        self._shared: set[str] = set()
         # By which people see that it waited in its queue.
         self._waits = delivery.waits
         # What the run is about, for messages.
@@ -172,6 +175,7 @@ class Run:
         if delivery.header(UNIQUE) is not None:
             self._queued = unique
         locks = terms.locks_of(delivery.call, delivery.id)
+        self._shared = {each.key for each in locks if each.shared or each.permits != 1}
         if delivery.is_queued:
             # Whose key it is decides: beside another delivery of this task, it does not run.
             locks = [replace(each, on_conflict="raise") for each in locks]
@@ -270,9 +274,8 @@ class Run:
         """
         if not (lock.wait and self._delivery.is_queued):
             return
-        record = self._store.read(lock.key)
-        self._has_met = record is not None
-        if record is not None and record.holder.task_id == self._delivery.id:
+        record = self._record_of_itself(lock.key)
+        if record is not None:
             raise LockNotAcquired(
                 f"{lock.key!r} is held by another delivery of this task.",
                 key=lock.key,
@@ -381,7 +384,17 @@ class Run:
             return False
         if error.holder is None:
             return delivery.was_seen_running
-        return error.holder.task_id == delivery.id
+        if error.holder.task_id == delivery.id:
+            return True
+        # The error names one of those who share the key.
+        return error.key in self._shared and self._record_of_itself(error.key) is not None
+
+    def _record_of_itself(self, key: str) -> Record | None:
+        """Return what another delivery of this task holds of a key; None: nothing."""
+        records = calls.records_of(self._store, key)
+        self._has_met = self._has_met or bool(records)
+        ours = (each for each in records if each.holder.task_id == self._delivery.id)
+        return next(ours, None)
 
     def _refused(self, error: Refusal, unique: JobLock | None) -> Any:
         """Do what the terms say in place of the body."""
