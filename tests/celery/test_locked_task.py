@@ -745,6 +745,24 @@ def test_redelivery_beside_a_run_that_shares_its_key(app: Celery) -> None:
     assert work.AsyncResult(task_id).state == "SUCCESS"
 
 
+@pytest.mark.parametrize("options", [{"permits": 2}, {"shared": True}], ids=["permits", "shared"])
+def test_lease_of_the_sender_among_those_who_share_its_key(
+    app: Celery, options: dict[str, Any]
+) -> None:
+    """Whoever else holds the key, the task works under that of its sender."""
+
+    @app.task(shared=False)
+    @locked_task("{number}", inherit=True, on_conflict="raise", **options)
+    def work(number: int) -> int | None:
+        return lease_now().fence
+
+    leases = [Later(distlock("7", **options).acquire).result() for _ in range(2)]
+    for lease in leases:
+        task_id = deliver(work, 7, distlock_lease=lease.fence_token)
+        assert work.AsyncResult(task_id).get() == lease.fence
+        lease.release()
+
+
 def test_import_before_the_apps_are_loaded(project: Path) -> None:
     """A project's Celery app may import it, as it does all else that names tasks."""
     code = """

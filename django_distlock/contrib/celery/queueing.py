@@ -315,8 +315,9 @@ def under(store: BaseLockBackend, key: str, fence: str) -> Iterator[Lease | None
     Raises:
         LockLost: The lease ended before the block did.
     """
-    record = store.read(key)
-    if record is None or record.is_settled or record.fence_token != fence:
+    records = calls.records_of(store, key)
+    record = next((each for each in records if each.fence_token == fence), None)
+    if record is None or record.is_settled:
         yield None
         return
     theirs = _here.get(record.token)
