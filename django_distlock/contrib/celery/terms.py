@@ -314,13 +314,22 @@ class _Canonical:
         bound.apply_defaults()
         names = list(bound.arguments)[1 if call.is_bound else 0 :]
         arguments = {name: bound.arguments[name] for name in names}
-        text = json.dumps(
-            arguments, sort_keys=True, default=_plain, ensure_ascii=False, separators=(",", ":")
-        )
-        key = f"{call.task}:{text}"
-        if len(key.encode()) + len(UNIQUE_PREFIX.encode()) <= MAX_KEY_BYTES:
+        try:
+            # As behind the message, where each name is a text: numbers are sorted otherwise.
+            plain = json.loads(json.dumps(arguments, default=_plain))
+            text = json.dumps(plain, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+            key = f"{call.task}:{text}"
+            encoded = key.encode()
+        except InvalidArgument:
+            raise
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(
+                f"The arguments of {call.task} have no canonical text ({error}): make the key by a"
+                " template or a function."
+            ) from error
+        if len(encoded) + len(UNIQUE_PREFIX.encode()) <= MAX_KEY_BYTES:
             return key
-        return f"{call.task[:200]}:{hashlib.sha256(key.encode()).hexdigest()}"
+        return f"{call.task[:200]}:{hashlib.sha256(encoded).hexdigest()}"
 
 
 def _plain(value: object) -> str:
