@@ -768,6 +768,18 @@ def test_lease_of_the_sender_among_those_who_share_its_key(
         lease.release()
 
 
+def test_message_that_cannot_be_sent_again(app: Celery) -> None:
+    """To be delivered again would not help: the task fails."""
+
+    @app.task(shared=False, acks_late=True)
+    @locked_task("{number}", on_conflict="retry")
+    def work(number: int, value: object) -> None: ...
+
+    with queue_of(app), hold("7"):
+        task_id = deliver(work, 7, object())
+    assert work.AsyncResult(task_id).state == "FAILURE"
+
+
 def test_import_before_the_apps_are_loaded(project: Path) -> None:
     """A project's Celery app may import it, as it does all else that names tasks."""
     code = """

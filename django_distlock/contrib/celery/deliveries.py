@@ -12,6 +12,7 @@ from typing import Any, Final
 from celery import Task
 from celery._state import get_current_task
 from celery.exceptions import Ignore, Reject, Retry
+from kombu.exceptions import EncodeError
 
 from ...core.errors import BackendUnavailable, LockError, LockNotAcquired
 from ...core.interruptions import pass_on
@@ -188,6 +189,7 @@ def queue_again(delivery: Delivery, rules: Rules, error: Refusal) -> Retry:
     Raises:
         LockNotAcquired: `max_wait` is over, or its pauses are.
         BackendUnavailable: The same, where the store does not answer.
+        EncodeError: Its arguments came by a serializer that the task does not use itself.
         Reject: It could not be sent: the broker delivers it again.
     """
     at = time.time()
@@ -277,6 +279,6 @@ def _send(delivery: Delivery, pause: float, ours: dict[str, Any]) -> None:
         signature.apply_async()
     except Exception as error:
         pass_on(error)
-        if not delivery.task.acks_late:
+        if isinstance(error, EncodeError) or not delivery.task.acks_late:
             raise
         raise Reject(error, requeue=True) from error
