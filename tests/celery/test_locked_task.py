@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import logging
@@ -28,6 +29,7 @@ from celery.app.trace import build_tracer
 from celery.exceptions import OperationalError, Reject, SoftTimeLimitExceeded
 from django.core.checks import CheckMessage
 from django.db import transaction
+from django.utils import timezone
 from django.utils.functional import keep_lazy_text
 
 from django_distlock import (
@@ -41,10 +43,11 @@ from django_distlock import (
     lock_backends,
 )
 from django_distlock.contrib import prometheus
-from django_distlock.contrib.celery import LockedTask, locked_task, queueing
+from django_distlock.contrib.celery import LockedTask, failed, locked_task, queueing
 from django_distlock.contrib.celery.checks import check_tasks
 from django_distlock.contrib.celery.deliveries import LEASE, OF
 from django_distlock.core.keys import own_key
+from django_distlock.models import FailedTask
 from django_distlock.signals import lock_bypassed, lock_not_acquired, work_skipped
 from django_distlock.testing import hold, lose_connection, memory_locks
 from tests.contract.helpers import PATIENCE, Later
@@ -778,6 +781,31 @@ def test_message_that_cannot_be_sent_again(app: Celery) -> None:
     with queue_of(app), hold("7"):
         task_id = deliver(work, 7, object())
     assert work.AsyncResult(task_id).state == "FAILURE"
+
+
+def test_failed_task_that_is_dropped_stays_listed(app: Celery) -> None:
+    """To send it again was in vain where its backlog is full."""
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task("{number}", max_queued=1, on_full="drop")
+    def work(number: int) -> None: ...
+
+    body = base64.b64encode(b"[[7], {}]").decode()
+    row = FailedTask.objects.create(
+        task_id=uuid.uuid4().hex,
+        task=work.name,
+        backend="default",
+        key="7",
+        failed_at=timezone.now(),
+        message={"type": "application/json", "encoding": "utf-8", "body": body},
+    )
+    with queue_of(app):
+        work.delay(7)
+        with pytest.raises(LockNotAcquired, match="not queued: backlog_full"):
+            failed.send(app, row)
+    row.refresh_from_db()
+    assert row.sent_at is None
+    failed.drop(row)
 
 
 def test_import_before_the_apps_are_loaded(project: Path) -> None:

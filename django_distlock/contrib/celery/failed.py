@@ -12,13 +12,14 @@ from datetime import UTC, datetime
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
+from celery.result import EagerResult
 from django.apps import apps
 from django.db import DatabaseError, InterfaceError, connections, router
 from kombu.exceptions import EncodeError, OperationalError
 from kombu.serialization import dumps, loads, prepare_accept_content
 
 from ...core.durations import MAX_BOUND
-from ...core.errors import BackendUnavailable, LockError, LockUsageError
+from ...core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError
 from ...database import vendors
 from ...database.borrowing import NoConnectionFree
 from ...database.schemas import TableConnections
@@ -90,6 +91,7 @@ def send(app: Any, row: FailedTask) -> str | None:
         The id; None: it was sent already.
 
     Raises:
+        LockNotAcquired: It was not queued, as its terms say. It is not marked then.
         LockUsageError: Its arguments were not kept, or this app does not accept their format.
         BackendUnavailable: The database did not answer, the broker, or the store of a unique
             task. It is not marked then.
@@ -105,6 +107,11 @@ def send(app: Any, row: FailedTask) -> str | None:
         task = app.tasks.get(row.task)
         publish = partial(app.send_task, row.task) if task is None else task.apply_async
         result = publish(args, kwargs, **row.route)
+        marker = result.result if isinstance(result, EagerResult) else None
+        if isinstance(marker, dict) and marker.get("distlock") == "skipped":
+            raise LockNotAcquired(
+                f"The task was not queued: {marker['why']}.", key=marker["key"], code=marker["why"]
+            )
     except Exception as error:
         with _translated(using):
             marked.update(sent_at=None)
