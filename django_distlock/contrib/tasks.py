@@ -174,7 +174,8 @@ class _Locked:
                 " count how often a task was queued. Rename the parameter."
             )
         # Both packages insist on this name where a task takes its context, and on this place.
-        self._hidden = 1 if names[:1] == ["context"] else 0
+        self._names = [name for name in names[:1] if name == "context"]
+        self._hidden = len(self._names)
         self._limits = [
             (key_maker(key, function, hidden=self._hidden), rules.with_permits(permits))
             for key, permits in limits
@@ -222,16 +223,16 @@ class _Locked:
         queued = Queued.from_json(kwargs[TRAVELS]) if TRAVELS in kwargs else Queued(time.time())
         kwargs = {name: value for name, value in kwargs.items() if name != TRAVELS}
         own, task_id = args[self._hidden :], None if result is None else str(result.id)
+        named = {name: value for name, value in kwargs.items() if name not in self._names}
         locks = [
-            rules.lock_of(make(*own, **kwargs), task_id, own, kwargs)
-            for make, rules in self._limits
+            rules.lock_of(make(*own, **named), task_id, own, named) for make, rules in self._limits
         ]
         return _Run(result, locks, queued, kwargs)
 
     def _result_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._hidden and args and _is_context(args[0]):
-            return args[0].task_result
         result = next(iter(_running.get()[-1:]), None)
+        if self._hidden and args and _is_context(args[0]):
+            result, args = args[0].task_result, args[1:]
         # The body of a task may call others, or itself, as the functions that they are.
         if (
             result is not None

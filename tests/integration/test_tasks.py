@@ -184,6 +184,21 @@ def recursing(key: str, other: str = "") -> dict[str, Any]:
     return called
 
 
+@task(takes_context=True)
+@locked_task("task:{key}")
+def recursing_with_context(context: Any, key: str, other: str = "") -> dict[str, Any]:
+    """Call one's own function, with the context."""
+    called: dict[str, Any] = recursing_with_context.func(context, other) if other else said()
+    return called
+
+
+@task()
+@locked_task("task:{key}")
+def naming(context: str, key: str) -> dict[str, Any]:
+    """Have an argument of this name, which is none."""
+    return said(context=context)
+
+
 @task()
 @locked_task("task:{key}", max_wait=None, retry=Retry(delay=5, cap=5, max_retries=2))
 def counted(key: str) -> dict[str, Any]:
@@ -399,7 +414,15 @@ def test_call_of_the_function_is_not_queued(tasks: Tasks, taken: str) -> None:
         tasks.work(tasks.of(calling, backend="later").enqueue(taken))
     with pytest.raises(LockNotAcquired):
         tasks.work(tasks.of(recursing, backend="later").enqueue(f"{taken}:own", taken))
-    assert len(tasks.queue()) == 2
+    with pytest.raises(LockNotAcquired):
+        tasks.work(tasks.of(recursing_with_context, backend="later").enqueue(f"{taken}:own", taken))
+    assert len(tasks.queue()) == 3
+
+
+def test_argument_that_is_called_context(tasks: Tasks, key: str) -> None:
+    """By its place and by its name, it is an argument like any other, but none of the key's."""
+    assert tasks.now(naming, "one", key).return_value["context"] == "one"
+    assert tasks.now(naming, context="two", key=key).return_value["context"] == "two"
 
 
 @pytest.mark.parametrize("is_away", [False, True], ids=["conflict", "outage"])
