@@ -724,6 +724,23 @@ def test_unique_key_ends_with_a_task_whose_body_is_wrapped(app: Celery) -> None:
     assert not held_now()
 
 
+def test_unique_key_stays_with_a_retry_that_does_not_end_its_run(app: Celery) -> None:
+    """The run succeeds, and the task is still queued."""
+
+    @app.task(shared=False, base=LockedTask, bind=True)
+    @locked_task(unique="{number}")
+    def work(self: Any, number: int) -> None:
+        if not self.request.retries:
+            self.retry(throw=False, countdown=60)
+
+    with queue_of(app) as next_message:
+        task_id = deliver(work, 7)
+        assert work.AsyncResult(task_id).state == "SUCCESS"
+        assert work.delay(7).id == task_id
+        deliver(work, 7, **next_message().headers)
+    assert not distlock(UNIQUE).locked()
+
+
 def test_unique_key_ends_though_the_end_of_its_run_is_interrupted(app: Celery) -> None:
     """Celery ignores what a soft time limit raises there, and nobody would end the key."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -66,7 +66,11 @@ def send(
     goes_on = _goes_on(task, task_id, options)
     is_bounded = terms is not None and bool(terms.unique or terms.max_queued)
     if terms is None or not is_bounded or (goes_on and not _has_no_claim(task, terms)):
-        return publish(args, kwargs, task_id=task_id, **options)
+        result = publish(args, kwargs, task_id=task_id, **options)
+        run = run_of(traced(task))
+        if run is not None and run.unique is not None and _carries(run.unique, options):
+            run.comes_again = options.get("eta") or options.get("countdown") or 0.0
+        return result
     delay = claims.seconds_until(options.get("countdown") or options.get("eta"))
     if not goes_on and terms.debounce > delay:
         delay = terms.debounce
@@ -221,7 +225,11 @@ def goes_with(lease: Lease, retry: object) -> bool:
     signature = getattr(retry, "sig", None)
     if signature is None:
         return True  # The task is queued again as it is.
-    return (signature.options.get("headers") or {}).get(UNIQUE) == lease.fence_token
+    return _carries(lease, signature.options)
+
+
+def _carries(lease: Lease, options: Mapping[str, Any]) -> bool:
+    return (options.get("headers") or {}).get(UNIQUE) == lease.fence_token
 
 
 def take(lock: JobLock, delivery: Delivery) -> Lease:

@@ -77,11 +77,14 @@ class Run:
     Attributes:
         unique: What keeps others like it from being queued, until its result is stored.
         has_begun: Whether its body has.
+        comes_again: When the retry comes to which it leaves its unique key, which Celery may know
+            or not: seconds, or a time; None: none was sent.
     """
 
     def __init__(self, terms: Terms, delivery: Delivery, body: Callable[[], Any]):
         self.unique: Lease | None = None
         self.has_begun = False
+        self.comes_again: Any = None
         self._terms = terms
         self._delivery = delivery
         self._body = body
@@ -145,6 +148,8 @@ class Run:
             # A task that is over, and was refused before it took its key over from the queue.
             if self._queued is not None and state in (states.SUCCESS, states.FAILURE):
                 self._free_claim(self._queued)
+        elif self.comes_again is not None:
+            queueing.keep(unique, self._terms, self.comes_again)
         elif state == states.RETRY and queueing.goes_with(unique, retval):
             queueing.keep(unique, self._terms, getattr(retval, "when", None))
         else:
