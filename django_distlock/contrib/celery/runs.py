@@ -58,6 +58,7 @@ def run(
 ) -> Any:
     """Call the body of a task under its locks, or do what the terms say."""
     if args and _overrides(args[0], terms):
+        # By `super().run()`: a part of the body that has the locks already.
         return function(*args, **kwargs)
     delivery = Delivery.of(terms, function, args, kwargs)
     made = Run(terms, delivery, partial(function, *args, **kwargs))
