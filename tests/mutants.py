@@ -565,7 +565,7 @@ MUTANTS = (
         "who waits for a key has locked others behind it", "postgres",
         TRANSACTION_LOCK,
         old=r"END LIMIT 1;", new="END ORDER BY k.place DESC LIMIT 1;",
-        test=f"{LOCKED}::test_waiting_keeps_none_of_the_keys_behind",
+        test=f"{LOCKED}::test_waiting_keeps_none_of_the_keys_behind", case="{backend}-False",
     ),
     Mutant(
         "an acquire in flight is taken for a transaction", "postgres",
@@ -623,6 +623,75 @@ MUTANTS = (
         "sqlite", "django_distlock/fencing/models.py",
         old=r"            self.fence = 0\n\n", new="            pass\n\n",
         test=f"{NEW_ROWS}::test_copy_begins_without_a_fence", case="{backend}-pk and adding",
+    ),
+    Mutant(
+        "a save past the column of the fence needs no lease",
+        "sqlite", "django_distlock/fencing/models.py",
+        old=r'refuse_without_lease\(type\(self\), "save\(\)"\)', new="pass",
+        test="tests/integration/test_fence_keys.py::test_model_that_requires_a_lease",
+    ),
+    Mutant(
+        "the rest of a row comes from a replica",
+        "sqlite", "django_distlock/fencing/models.py",
+        old=r"if using is None and from_queryset is None and", new="if False and",
+        test=f"{COPIES}::test_rest_of_a_row_is_read_from_where_it_is_written", case="",
+    ),
+    Mutant(
+        "a row leaves a relation without its lease",
+        "sqlite", "django_distlock/fencing/relations.py",
+        old=r"under._by = by", new="under._by = None",
+        test=f"{COPIES}::test_relation_of_what_requires_a_lease",
+    ),
+    Mutant(
+        "a transaction locks a key beside the guard of a lease that is over", "postgres",
+        TRANSACTION_LOCK,
+        old=r"IF v_outcome = 'locked' AND v_locked THEN", new="IF false THEN",
+        test=f"{LOCKED}::test_guard_keeps_transactions_out",
+    ),
+    Mutant(
+        "a guard begins behind the end of its lease", "postgres",
+        "django_distlock/database/vendors/postgresql.py",
+        old=r"timed.at < settings.until", new="true",
+        test=f"{GUARD}::test_lease_that_ends_before_the_question_is_refused",
+    ),
+    Mutant(
+        "several keys that were refused stay taken", "memory", "django_distlock/locks/several.py",
+        old=r"hold=False,\n                min_hold=0.0,\n", new="\n",
+        test="tests/contract/test_several_keys.py::test_nothing_is_kept_behind_a_refusal",
+        case="{backend}-{{'hold': True}}-call",
+    ),
+    Mutant(
+        "a busy key is taken for a lease that is lost", "sqlite",
+        "django_distlock/locks/downgrading.py",
+        old=r"if answer.busy else None", new="if answer.is_unclear else None",
+        test="tests/contract/test_shared_locks.py::test_downgrade_waits_for_a_transaction",
+        case="{backend}-queue",
+    ),
+    Mutant(
+        "one holder of a shared key stands for all", "sqlite",
+        "django_distlock/management/commands/distlock_release.py",
+        old=r"\(each.key, each.fence\): each", new="each.key: each",
+        test=(
+            "tests/integration/test_distlock_release.py"
+            "::test_all_who_share_a_key_are_shown_and_lose_it"
+        ),
+        case="{backend}-prefix",
+    ),
+    Mutant(
+        "a task that calls itself is taken for its delivery", "default",
+        "django_distlock/contrib/celery/deliveries.py",
+        old=r"if run_of\(request\) is not None:", new="if False:",
+        test="tests/celery/test_locked_task.py::test_task_that_calls_itself", case="",
+    ),
+    Mutant(
+        "a form that nobody has parsed is compared by nothing", "default",
+        "django_distlock/idempotency.py",
+        old=r'request.method == "POST" or request.POST or request.FILES', new="True",
+        test=(
+            "tests/integration/test_idempotency.py"
+            "::test_form_that_django_does_not_parse_is_compared_by_its_body"
+        ),
+        case="",
     ),
     Mutant(
         "a stale holder creates a deleted row again", "redis", "django_distlock/locks/state.py",
@@ -993,8 +1062,7 @@ MUTANTS = (
     ),
     Mutant(
         "each waiter computes the value again", "redis", "django_distlock/flights.py",
-        old=r"        if found\.is_fresh:\n            flight\.land\(found\.value\)",
-        new="        if False:\n            flight.land(found.value)",
+        old=r"if not found\.is_fresh:\n", new="if True:\n",
         test="tests/integration/test_flights.py::test_many_threads_of_processes_compute_once",
     ),
     Mutant(
@@ -1056,7 +1124,7 @@ MUTANTS = (
     Mutant(
         "a transaction lock overlooks those who share its key", "postgres",
         "django_distlock/database/sql/postgresql/transaction_lock.sql",
-        old=r" OR c.closed_until IS NOT NULL\)", new=")",
+        old=r"bool_or\(c.closed_until IS NOT NULL\)", new="bool_or(false)",
         test="tests/contract/test_transaction_locks.py::test_leases_that_share_a_key",
     ),
     Mutant(

@@ -645,6 +645,8 @@ def queue_of(app: Celery) -> Iterator[Callable[[], Any]]:
     with app.connection() as connection:
         queue = app.amqp.queues["celery"].bind(connection.channel())
         queue.declare()
+        # Of this process, and so of other tests, too.
+        queue.purge()
         yield lambda: queue.get(no_ack=True)
 
 

@@ -191,7 +191,7 @@ def test_options_that_a_backend_cannot_be_made_with_are_refused(
 
 def test_backend_that_was_refused_can_be_corrected() -> None:
     """A mistake leaves nothing behind."""
-    assert "BACKEND must be" in refusal(TTL=5)
+    assert "BACKEND is missing" in refusal(TTL=5)
     with override_settings(DISTLOCK={"x": {"BACKEND": MEMORY}}):
         assert lock_backends["x"].alias == "x"
 
