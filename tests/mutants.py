@@ -536,7 +536,7 @@ MUTANTS = (
     Mutant(
         "a transaction lock overlooks an extend in flight", "postgres", TRANSACTION_LOCK,
         old=r"l.free_at <= t FOR SHARE", new="false FOR SHARE",
-        test=f"{LOCKED}::test_extend_in_flight_is_waited_for",
+        test=f"{LOCKED}::test_extend_in_flight_is_waited_for", case="{backend}-1",
     ),
     Mutant(
         "a transaction keeps the locks it was refused", "postgres", TRANSACTION_LOCK,
