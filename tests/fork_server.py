@@ -63,7 +63,7 @@ CELERY_AHEAD = (
 #: A variable that begins so works when an interpreter starts, or a program.
 EARLY = ("PYTHON", "LD_", "MALLOC_")
 # No process outlives its test by more, should the test itself be killed.
-LIFETIME_SECONDS = 120
+LIFETIME_SECONDS = 300
 #: The variable in which pytest names the test of the moment.
 OF_PYTEST = "PYTEST_CURRENT_TEST"
 #: What auditing hooks hear when a process is forked.
