@@ -123,7 +123,8 @@ BEGIN
                 )
                 INTO v_place, v_shared, v_locked
                 FROM "django_distlock_fencecounter" c
-                WHERE c.storage_key = ANY (p_storage_keys);
+                WHERE c.storage_key = ANY (p_storage_keys)
+                    AND (c.paused_until > t OR c.closed_until IS NOT NULL OR c.xmax <> 0);
             IF v_place IS NOT NULL THEN
                 v_outcome := 'paused';
             ELSIF v_shared THEN
