@@ -133,6 +133,8 @@ def test_log_is_in_a_file_that_others_write_to(
             force_release(held, backend="postgres", actor=user, reason="it hangs")
         assert [each.object_repr for each in log.objects.using("sqlite")] == [held]
     finally:
+        # A user's entries go first, and their deletion needs the table.
+        log.objects.using("sqlite").filter(object_repr=held).delete()
+        User.objects.using("sqlite").filter(pk=user.pk).delete()
         with connection.schema_editor() as editor:
             editor.delete_model(log)
-        User.objects.using("sqlite").filter(pk=user.pk).delete()
