@@ -25,7 +25,7 @@ from tests.keeper import folder
 from .crew import FAKETIME
 from .history import Findings
 from .servers import Ground, Killable, has_disks, pooler, started
-from .summary import FAULTS, hollow, summary, text, versions
+from .summary import FAULTS, LOSING, hollow, summary, text, versions
 
 #: By the alias of a lock backend: the environment's name for its server's address.
 STORES = {
@@ -36,19 +36,17 @@ STORES = {
     "sqlite": "",
     "memory": "",
 }
-_SERVED = {"crashes", "disks", "poolers", "timeouts", "losses", "restores"}
+_SERVED = {"crashes", "disks", "poolers", "timeouts", *LOSING}
 #: What a store does not promise to stand, as the guarantees say, or does not have.
 WITHOUT = {
     "postgres": {"losses"},
-    "mariadb": {"poolers", "losses", "restores"},
+    "mariadb": {"poolers", *LOSING},
     "redis": {"poolers", "timeouts", "restores"},
     "advisory": {"sessions", "wires", "expire_soon", *_SERVED},
     # Its leases end by the clock of the host.
     "sqlite": {"sessions", "wires", "clocks", *_SERVED},
     "memory": {"sessions", "wires", "expire_soon", "operators", *_SERVED},
 }
-#: Two may hold a key by them, and so only who asks for them has them.
-ONLY_IF_NAMED = {"losses", "restores"}
 #: Seconds of a round. Behind each one nobody has a lock, and what is left is a leak.
 ROUND = 120.0
 
@@ -73,7 +71,7 @@ def main() -> int:
             ground = Ground(servers.get(STORES[alias]), bouncer if "poolers" in faults else None)
             plan = Plan(
                 alias=alias, variable=STORES[alias], faults=faults, workers=options.workers,
-                threads=options.threads, ground=ground,
+                threads=options.threads, keys=options.keys, rest=options.rest, ground=ground,
             )  # fmt: skip
             found = Findings()
             for number in range(math.ceil(options.seconds / ROUND)):
@@ -104,7 +102,7 @@ def _start(stack: ExitStack, options: argparse.Namespace) -> dict[str, Killable]
     # Events, and the rows beside locks in Redis, are in PostgreSQL.
     needed = {STORES[each] for each in options.store} - {""}
     needed |= {STORES["postgres"]} if needed else set()
-    durable = bool({"crashes", "disks", *ONLY_IF_NAMED} & set(options.faults))
+    durable = bool({"crashes", "disks", *LOSING} & set(options.faults))
     disks = "disks" in options.faults
     servers = stack.enter_context(started(needed, durable=durable, disks=disks))
     os.environ["DISTLOCK_TEST_SCRATCH"] = str(stack.enter_context(folder()))
@@ -124,6 +122,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of the choices; by default any")
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--threads", type=int, default=4, help="of each worker")
+    parser.add_argument("--keys", type=int, default=6, help="that they take; more: fewer waits")
+    parser.add_argument("--rest", type=float, default=0.25, help="seconds between two faults")
     parser.add_argument("--keep", type=Path, help="a folder for the histories")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument(
@@ -137,7 +137,7 @@ def _options() -> argparse.Namespace:
     missing = _missing()
     if wrong := [name for name in missing if getattr(options, name)]:
         parser.error(f"not on this machine: {', '.join(wrong)}")
-    left_out = ONLY_IF_NAMED | missing
+    left_out = LOSING | missing
     options.faults = [
         name for name in FAULTS
         if getattr(options, name) or (getattr(options, name) is None and name not in left_out)

@@ -24,6 +24,7 @@ from tests.contract.locking import eventually
 
 from .crew import Crew, Member
 from .history import Writer
+from .replicas import Replica
 from .servers import Ground, Killable
 from .worker import TTLS
 
@@ -39,6 +40,7 @@ _END_ALL = (
     "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity"
     " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
 )
+_HIGHEST = "SELECT max(fence) FROM django_distlock_fencecounter"
 #: Sets time-outs in milliseconds, of a statement and of an idle transaction, and takes them back.
 _LIMIT = {
     # Sessions that are open have them at once.
@@ -92,7 +94,7 @@ class Chaos:
         rare = {
             "crashes": self._crash, "poolers": self._restart_pooler, "timeouts": self._limit,
             "disks": self._fill_disk, "losses": self._flush, "losses, no data": self._start_empty,
-            "losses, older data": self._go_back, "restores": self._go_back,
+            "restores": self._go_back, "promotions": self._fail_over,
         }  # fmt: skip
         self._rare = [act for name, act in rare.items() if name.split(",")[0] in faults]
         self._chance.shuffle(self._rare)
@@ -269,23 +271,38 @@ class Chaos:
         self._start_again(store)
 
     def _go_back(self) -> None:
-        """Let the store have what it has now once more, a while later."""
-        assert self._ground.store
-        kept = monotonic()
-        self._ground.store.back_up()
-        back = self._restore if self._using else self._promote
-        self._later.append((monotonic() + self._chance.uniform(1, 3), partial(back, kept)))
-
-    def _promote(self, _kept: float) -> None:
-        store, since = self._ground.store, monotonic()
+        """Restore a backup of now, a while later."""
+        store, kept = self._ground.store, monotonic()
         assert store
-        store.kill()
-        self._lost("loss: older data, as of a replica that lagged", since)
-        store.restore()
-        self._start_again(store)
+        store.back_up()
+        restore = partial(self._replace, "restore", kept, store.restore)
+        self._later.append((monotonic() + self._chance.uniform(1, 3), restore))
 
-    def _restore(self, kept: float) -> None:
-        """Do what the runbook says: no worker gets to a restored server before its fences rose."""
+    def _fail_over(self) -> None:
+        """Promote a replica, which has lagged for a while."""
+        store, kept = self._ground.store, monotonic()
+        assert store
+        replica = Replica(store)
+        lags = monotonic() + self._chance.uniform(0.2, 1)
+
+        def promote() -> None:
+            if self._using:
+                # Nobody can ask the old server.
+                self._replace("promotion", kept, replica.take_over, by_clock=True)
+                return
+            since = monotonic()
+            store.kill()
+            self._lost("promotion", since)
+            replica.take_over()
+            self._start_again(store)
+
+        self._later.append((lags, replica.lag))
+        self._later.append((lags + self._chance.uniform(0.5, 2), promote))
+
+    def _replace(
+        self, what: str, kept: float, take_over: Callable[[], object], *, by_clock: bool = False
+    ) -> None:
+        """Do what the runbook says: no worker gets to an older server before its fences rose."""
         store, pooler = self._ground.store, self._ground.pooler
         assert store
         for wire in self._crew.wires:
@@ -294,11 +311,11 @@ class Chaos:
             pooler.kill()
         # What has come through is at its end with its session: nothing is granted any more.
         assert eventually(lambda: not self._value(_END_ALL), 10)
-        highest = self._value("SELECT max(fence) FROM django_distlock_fencecounter")
+        highest = None if by_clock else self._value(_HIGHEST)
         since = monotonic()
         store.kill()
-        self._lost("restore", since, kept=kept)
-        store.restore()
+        self._lost(what, since, kept=kept)
+        take_over()
         self._start_again(store)
         # The copy may have them.
         for query in _LIMIT["postgresql"][1]:

@@ -20,7 +20,6 @@ from .faults import Chaos, sessions
 from .history import Findings, Line, Writer, examined, read, saved_rows
 from .servers import Ground
 
-KEYS = [f"chaos:{number}" for number in range(6)]
 #: Seconds within which a worker has ended what it does, however slow the machine and the store.
 HANGS = 60.0
 #: Seconds until what nobody holds is free: the longest ttl, the grace, and a little.
@@ -41,6 +40,8 @@ class Plan:
         variable: The environment's name for the address of its server; "": it has none.
         faults: Which of `summary.FAULTS`.
         workers: How many processes work at once, of so many `threads` each.
+        keys: How many keys they take.
+        rest: Seconds between two faults, on average.
         ground: What they stand on.
     """
 
@@ -49,20 +50,23 @@ class Plan:
     faults: set[str]
     workers: int
     threads: int
+    keys: int
+    rest: float
     ground: Ground
 
 
 def run(plan: Plan, seconds: float, chance: random.Random, place: Path) -> Findings:
     """Let workers work for so many seconds, end them, and look at what they leave and wrote."""
     alias, faults = plan.alias, plan.faults
+    keys = [f"chaos:{number}" for number in range(plan.keys)]
     # In the file of the locks there are no locks inside of transactions.
     rows = BACKENDS[alias].using or "default" if plan.variable else ""
     spec = {
-        "alias": alias, "rows": rows, "keys": KEYS, "seed": chance.random(),
+        "alias": alias, "rows": rows, "keys": keys, "seed": chance.random(),
         "threads": plan.threads, "signals": "signals" in faults, "clocks": "clocks" in faults,
     }  # fmt: skip
     if rows:
-        Account.objects.using(rows).bulk_create([Account(name=key) for key in KEYS])
+        Account.objects.using(rows).bulk_create([Account(name=key) for key in keys])
     pooler = int(plan.ground.pooler.facts["PORT"]) if plan.ground.pooler else 0
     crew, found = Crew(plan.workers, place, spec, plan.variable, pooler), Findings()
     try:
@@ -71,7 +75,7 @@ def run(plan: Plan, seconds: float, chance: random.Random, place: Path) -> Findi
         chaos = Chaos(alias, faults, crew, plan.ground, chance, write)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            time.sleep(chance.uniform(0.05, 0.4))
+            time.sleep(chance.uniform(0.2, 1.8) * plan.rest)
             chaos.act()
         chaos.settle()
         crew.say("stop")

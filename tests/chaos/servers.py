@@ -29,10 +29,13 @@ class Killable:
     Args:
         run: Runs it, and kills it in the end.
         data: The folder with its data; None: it has none.
+
+    Attributes:
+        facts: Where it is.
     """
 
     def __init__(self, run: Callable[[], AbstractContextManager[Any]], data: Path | None = None):
-        self._run, self._data, self._running = run, data, ExitStack()
+        self._run, self.data, self._running = run, data, ExitStack()
         self.facts: Any = None
 
     def start(self) -> None:
@@ -42,8 +45,8 @@ class Killable:
     def kill(self) -> None:
         """Kill it and all of its processes: nothing is written any more."""
         # PostgreSQL alone has children, and starts again only when all of them have ended.
-        if self._data is not None and (self._data / "postmaster.pid").exists():
-            master = int((self._data / "postmaster.pid").read_text().split()[0])
+        if self.data is not None and (self.data / "postmaster.pid").exists():
+            master = int((self.data / "postmaster.pid").read_text().split()[0])
             for pid in (master, *children(master)):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -61,32 +64,26 @@ class Killable:
 
     @property
     def _filler(self) -> Path:
-        assert self._data is not None
-        return self._data.with_name("filler")
+        assert self.data is not None
+        return self.data.with_name("filler")
 
     def lose(self) -> None:
         """Remove the data of a server that was killed."""
-        assert self._data is not None
-        shutil.rmtree(self._data)
+        assert self.data is not None
+        shutil.rmtree(self.data)
 
     def back_up(self) -> None:
-        """Keep what a running PostgreSQL has, or a Redis that writes a log."""
-        assert self._data is not None
-        copy = self._data.with_name("copy")
-        if (self._data / "PG_VERSION").exists():
-            program = _postgres_binaries(self._data.parent) / "pg_basebackup"
-            _run([program, "-D", copy, "-c", "fast", "-d", self.facts.url], self._data.parent)
-        else:
-            shutil.copytree(self._data, copy)
-            if user := server_user():
-                for path in (copy, *copy.rglob("*")):
-                    shutil.chown(path, user)
+        """Keep what a running PostgreSQL has."""
+        assert self.data is not None
+        program = _postgres_binaries(self.data.parent) / "pg_basebackup"
+        copy = self.data.with_name("copy")
+        _run([program, "-D", copy, "-c", "fast", "-d", self.facts.url], self.data.parent)
 
     def restore(self) -> None:
         """Let a server that was killed have what was kept, and nothing else."""
-        assert self._data is not None
+        assert self.data is not None
         self.lose()
-        self._data.with_name("copy").rename(self._data)
+        self.data.with_name("copy").rename(self.data)
 
 
 #: By the environment's name for the server's address.

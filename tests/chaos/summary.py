@@ -23,9 +23,13 @@ FAULTS = {
     "disks": "fill the server's disk, then make room and start it again, where one may mount",
     "poolers": "kill and start the PgBouncer that some workers are behind, where there is one",
     "timeouts": "set low time-outs of statements and transactions on the server for a while",
-    "losses": "flush Redis, start it without its data, or with older ones (only if named)",
+    "losses": "flush Redis, or start it without its data (only if named)",
     "restores": "restore an older backup of PostgreSQL, and raise the fences (only if named)",
+    "promotions": "kill the server, and promote a replica that lagged (only if named)",
 }
+#: Those by which the store loses what it had: two may hold a key then, so only who names them has
+#: them.
+LOSING = {"losses", "restores", "promotions"}
 #: By the name of a fault: what of a history's counts shows that it happened.
 _SHOWN_BY = {
     "sessions": ("fault ended session",),
@@ -44,6 +48,7 @@ _SHOWN_BY = {
     "timeouts": ("fault timeouts: ",),
     "losses": ("fault loss: ",),
     "restores": ("fault restore",),
+    "promotions": ("fault promotion",),
 }  # fmt: skip
 #: By the name of a figure: what is counted in a history.
 OPERATIONS = {
@@ -95,7 +100,7 @@ def summary(found: Findings, faults: Collection[str], lacks: list[str]) -> dict[
         "bound": 3 / acquired if acquired and not violations else None,
         "lacks": lacks,
     }
-    if lost := sum(told["faults"].get(name, 0) for name in ("losses", "restores")):
+    if lost := sum(told["faults"].get(name, 0) for name in LOSING):
         excused = found.counted[EXCUSED]
         told |= {"excused": excused, "excused per loss": excused / lost}
     return told

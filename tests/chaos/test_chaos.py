@@ -284,10 +284,12 @@ def test_servers_crash_and_lose_data(tmp_path: Path) -> None:
     """Nothing that must never be happens, although servers are killed and Redis is emptied."""
     figures = tmp_path / "figures.json"
     drill(
-        "--store", "postgres", "--store", "redis", "--losses", "--seconds", "40", "--workers", "3",
-        "--minimum", "0", "--json", str(figures),
+        "--store", "postgres", "--store", "redis", "--losses", "--promotions", "--seconds", "60",
+        "--workers", "3", "--minimum", "0", "--json", str(figures),
     )  # fmt: skip
     told = json.loads(figures.read_text())["stores"]
-    for store, faults in (("postgres", {"crashes", "timeouts"}), ("redis", {"crashes", "losses"})):
+    lost = {"postgres": {"timeouts"}, "redis": {"losses"}}
+    for store, faults in lost.items():
+        faults |= {"crashes", "promotions"}
         assert told[store]["violations"] == {}
         assert all(told[store]["faults"][name] >= 1 for name in faults)

@@ -28,6 +28,7 @@ from django_distlock import (
     Lock,
     LockError,
     LockLost,
+    LockNotAcquired,
     current_lease,
     distlock,
     signals,
@@ -43,6 +44,8 @@ WAITS = (0, 0.2, 0.5, 1.5)
 WRITES = 0.4
 #: How often a holder without a heartbeat works on behind its deadline, and for how long at most.
 LATE, LATENESS = 0.2, 5.0
+#: How many locks a thread takes in a row without work between them.
+TURNS = 50
 #: Seconds between two signals.
 EVERY = 0.05
 #: Seconds until Python lets another thread run: so often that they meet between any two steps.
@@ -198,6 +201,7 @@ class Hand:
         self.chance = random.Random(f"{worker.seed} {name}")
         self.plain: list[Callable[[], None]] = [
             self.block, self.block, self.decorated, self.reentered, self.explicit, self.tried,
+            self.turns,
         ]  # fmt: skip
         if worker.alias != "advisory":  # whose leases do not end by themselves
             self.plain.append(self.held)
@@ -269,6 +273,13 @@ class Hand:
         lease = self._lock().try_acquire()
         if lease is not None:
             self._keep(claim, lease)
+
+    def turns(self) -> None:
+        """Take one key after another, each for as long as a check takes."""
+        for _ in range(TURNS):
+            claim = Claim(self.worker, "turn")
+            with suppress(LockNotAcquired), claim.told(), self._lock() as lease, claim.of(lease):
+                claim.check()
 
     def in_a_transaction(self) -> None:
         """Take a lock inside `atomic()`, behind a row that is saved there."""
