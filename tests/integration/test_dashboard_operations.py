@@ -202,7 +202,7 @@ def test_guarded_key_is_busy(browser: Client, key: str) -> None:
 
 def test_each_needs_its_own_permission(log: type[Any], key: str) -> None:
     """All others do not help; and nobody is offered what they may not do."""
-    fence, store = take("postgres", key), lock_backends["postgres"]
+    fence, store = take("postgres", key, 600), lock_backends["postgres"]
     pages = (LOCKS, f"{LOCKS}?live=1", f"{LOCKS}key/?backend=postgres&key={key}")
     for operation in (*ACTS, Operation.CLEANUP, Operation.VIEW):
         others = [each for each in Operation if each is not operation]
