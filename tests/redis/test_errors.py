@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.sentinel import Sentinel
 
 from django_distlock.core.errors import BackendUnavailable, LockError
 from django_distlock.core.keys import new_token
@@ -52,6 +53,16 @@ def test_nobody_listens(key: str, kind: str) -> None:
     error = attempt(backend_on(f"redis://:{PASSWORD}@{nowhere}/0"), key)
     assert is_unavailable(error, "service_unavailable")
     assert error.key == key
+
+
+def test_sentinels_do_not_answer(key: str) -> None:
+    """What redis-py tells of the clients that ask them has no password, in the cause neither."""
+    asked = [("127.0.0.1", free_port())]
+    login = {"password": PASSWORD}
+    manager: Any = Sentinel(asked, sentinel_kwargs=login)  # type: ignore[no-untyped-call]
+    error = attempt(backend_on(options={"client_factory": lambda: manager.master_for("x")}), key)
+    assert is_unavailable(error, "service_unavailable")
+    assert "password" not in f"{error} {error.__cause__}"
 
 
 @pytest.mark.parametrize("login", ["", f":{PASSWORD}@", f"nobody:{PASSWORD}@"])

@@ -90,6 +90,13 @@ _FORBIDDEN = ("The user executing the script can't run this command", "ACL failu
 Options = Mapping[str, Any]
 
 
+class _Pool(redis.ConnectionPool):
+    """A pool whose repr has no password: redis-py puts those of Sentinels into an error."""
+
+    def __repr__(self) -> str:
+        return f"<{self.connection_kwargs.get('host')}:{self.connection_kwargs.get('port')}>"
+
+
 def client_source(where: str, options: Options, password: str | None = None) -> Callable[[], Any]:
     """Return what makes the client that the options name. Nothing connects before it is called.
 
@@ -154,7 +161,7 @@ def own_pool(pool: Any) -> Any:
         "max_connections": _UNCOUNTED,
     }
     if not isinstance(pool, SentinelConnectionPool):
-        return redis.ConnectionPool(**settings)
+        return _Pool(**settings)
     manager = pool.sentinel_manager
     ours = redis.sentinel.Sentinel(  # type: ignore[no-untyped-call]
         [], min_other_sentinels=manager.min_other_sentinels
