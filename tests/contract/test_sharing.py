@@ -274,6 +274,18 @@ def test_settled_place_stays_taken(
     take(backend, key)
 
 
+def test_place_is_kept_beyond_the_end_of_its_lease(
+    backend: BaseLockBackend, store: Store, key: str
+) -> None:
+    """Where it is settled for longer than its ttl: nobody gets it, and nobody is alone."""
+    settled = [take(backend, key, 5, **PERMIT) for _ in range(3)]
+    assert [backend.release(each, 60) for each in settled] == [True] * 3
+    store.elapse(10)
+    contend(backend, key, **PERMIT)
+    contend(backend, key)
+    assert len(backend.records.sharing(key)) == 3
+
+
 @pytest.mark.requires("supports_sharing", "supports_operators")
 def test_force_release_takes_the_key_from_all(backend: BaseLockBackend, key: str) -> None:
     """The next fence is above that of all whose leases were taken away."""

@@ -19,6 +19,9 @@ if ends and now < ends then
     begin(lock)
     redis.call('HSET', lock, 'expires_at', text(ends), 'free_at', text(ends))
     remove_at(lock, text(ends))
+    if shared then
+        keep_place(shared, lock, text(ends))
+    end
 else
     redis.call('DEL', lock)
     if shared then
