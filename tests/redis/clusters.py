@@ -10,9 +10,9 @@ from typing import Any
 from redis import RedisCluster
 from redis.crc import key_slot
 
-from tests.redis_servers import private_redis_cluster
+from tests.redis_servers import _is_complete, node_port, private_redis, private_redis_cluster
 
-from .servers import backend_on, client_of, with_query
+from .servers import backend_on, client_of, eventually, with_query
 
 
 class Cluster:
@@ -25,11 +25,12 @@ class Cluster:
     def __init__(self, url: str):
         self.url = url
         self.client: Any = RedisCluster.from_url(url, decode_responses=True)
-        self.backend: Any = backend_on(
-            options={
-                "client_factory": lambda: RedisCluster.from_url(with_query(url, socket_timeout=2))
-            }
-        )
+        self.backend = self.another()
+
+    def another(self) -> Any:
+        """Make a backend, as another process has one."""
+        url = with_query(self.url, socket_timeout=2)
+        return backend_on(options={"client_factory": lambda: RedisCluster.from_url(url)})
 
     def keys_of(self, port: int, key: str, count: int = 3) -> list[str]:
         """Return keys whose locks are on one node."""
@@ -50,23 +51,38 @@ class Cluster:
         return sorted(node.port for node in self.client.get_primaries())
 
     @contextmanager
-    def moving(self, key: str) -> Iterator[Callable[[], None]]:
+    def joined(self) -> Iterator[int]:
+        """Let another node take part, which has no slots yet; give its port."""
+        size = len(self.ports) + 1
+        with (
+            private_redis(port=node_port(), cluster_enabled="yes", stop="KILL") as server,
+            client_of(server.url) as node,
+        ):
+            node.cluster("MEET", "127.0.0.1", self.ports[0])
+            eventually(lambda: _is_complete(node, size), "the node takes part")
+            yield node.connection_pool.connection_kwargs["port"]
+
+    @contextmanager
+    def moving(self, key: str, target: int | None = None) -> Iterator[Callable[[], None]]:
         """Move the slot of a key to another node.
+
+        Args:
+            target: The port of that; None: any other one.
 
         Yields:
             A function that moves one of the keys in it. The others follow at the end.
         """
         slot = key_slot(self.lock(key).encode())
         source = self.node_of(key)
-        target = next(node for node in self.client.get_primaries() if node.port != source.port)
-        with at(source.port) as there, at(target.port) as here:
+        port = target or next(each for each in self.ports if each != source.port)
+        with at(source.port) as there, at(port) as here:
             here_id, there_id = here.cluster("MYID"), there.cluster("MYID")
             here.cluster("SETSLOT", slot, "IMPORTING", there_id)
             there.cluster("SETSLOT", slot, "MIGRATING", here_id)
 
             def move_one() -> None:
                 (name,) = there.cluster("GETKEYSINSLOT", slot, 1)
-                there.execute_command("MIGRATE", "127.0.0.1", target.port, name, 0, 5000)
+                there.execute_command("MIGRATE", "127.0.0.1", port, name, 0, 5000)
 
             yield move_one
             while there.cluster("COUNTKEYSINSLOT", slot):
@@ -74,9 +90,9 @@ class Cluster:
             for node in (here, there):
                 node.cluster("SETSLOT", slot, "NODE", here_id)
 
-    def move(self, key: str) -> None:
-        """Move the slot of a key to another node, with the records in it."""
-        with self.moving(key):
+    def move(self, key: str, target: int | None = None) -> None:
+        """Move the slot of a key to another node, with the records in it; see `moving`."""
+        with self.moving(key, target):
             pass
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from redis.crc import key_slot
 
+from django_distlock.backends.redis import cluster as cluster_lines
 from django_distlock.core.errors import BackendUnavailable, LockError
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import UNKNOWN, Contended, Grant
@@ -83,6 +84,20 @@ def test_many_leases_follow_their_slots(cluster: Cluster, key: str) -> None:
         answers = cluster.backend.extend_many(grants)
         assert all(isinstance(each, Grant) for each in answers)
     assert sorted(listed(cluster.backend, key)) == sorted(grant.key for grant in grants)
+
+
+def test_keys_on_a_server_that_has_joined_are_listed(
+    doomed: Cluster, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a process that asks about no key, and so is told of no slot that has moved."""
+    monkeypatch.setattr(cluster_lines, "LOOK_SECONDS", 0)
+    take(doomed.backend, key)
+    lister = doomed.another()
+    assert listed(lister, key) == [key]
+    with doomed.joined() as port:
+        doomed.move(key, port)
+        eventually(lambda: listed(lister, key) == [key], "the key is listed")
+        assert len(lister._clocks()) == 4
 
 
 def test_slot_on_its_way_is_trouble_and_no_grant(cluster: Cluster, key: str) -> None:

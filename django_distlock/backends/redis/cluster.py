@@ -99,6 +99,8 @@ class ClusterLines:
 
     def servers(self) -> list[ThreadLines]:
         """Return the connections to each server that has keys, in an order that stays."""
+        # Nobody redirects who asks each of them: the keys of one that has joined would be left out.
+        self.look_again()
         nodes = sorted(self._client.get_primaries(), key=lambda node: str(node.name))
         return [self.server(node) for node in nodes]
 
