@@ -86,6 +86,19 @@ def test_many_leases_follow_their_slots(cluster: Cluster, key: str) -> None:
     assert sorted(listed(cluster.backend, key)) == sorted(grant.key for grant in grants)
 
 
+def test_what_a_command_asks_for_follows_its_slot(cluster: Cluster, key: str) -> None:
+    """A note is read and written where it is, also by a process that asks for nothing else."""
+    cluster.backend.notes.put(key, 5, 60)
+    other = cluster.another()
+    assert other.notes.get(key) == 5
+    with cluster.moving(key) as move_one:
+        move_one()
+        assert other.notes.get(key) == 5
+    assert other.notes.get(key) == 5
+    other.notes.put(key, 6, 60)
+    assert cluster.backend.notes.get(key) == 6
+
+
 def test_keys_on_a_server_that_has_joined_are_listed(
     doomed: Cluster, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ next.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -44,14 +44,18 @@ class ClusterLines:
     def ask(self, call: Call) -> Any:
         """See `ThreadLines.ask`."""
         call = call._replace(tokens=())
-        node = self.node_of(call.keys[0])
+        return self._followed(call.keys[0], lambda server, asking: server.ask(call, asking=asking))
+
+    def _followed(self, key: str, question: Callable[[ThreadLines, bool], Any]) -> Any:
+        """Ask the server that has a key, wherever the cluster says that it is."""
+        node = self.node_of(key)
         asking = False
         for _ in range(MOVES):
             try:
-                return self.server(node).ask(call, asking=asking)
+                return question(self.server(node), asking)
             except exceptions.MovedError:
                 self._look()
-                node, asking = self.node_of(call.keys[0]), False
+                node, asking = self.node_of(key), False
             except exceptions.AskError as error:
                 place = self._client.nodes_manager.remap_host_port(error.host, error.port)
                 node, asking = self._client.get_node(*place), True
@@ -95,7 +99,9 @@ class ClusterLines:
 
     def command(self, *words: str) -> Any:
         """Run a command about the key that is its second word, and raise its error."""
-        return self.server(self.node_of(words[1])).command(*words)
+        return self._followed(
+            words[1], lambda server, asking: server.command(*words, asking=asking)
+        )
 
     def servers(self) -> list[ThreadLines]:
         """Return the connections to each server that has keys, in an order that stays."""

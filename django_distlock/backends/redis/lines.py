@@ -99,9 +99,9 @@ class ThreadLines:
                 answers[place] = answer
         return answers
 
-    def command(self, *words: str) -> Any:
-        """Run a command, and raise its error."""
-        (answer,) = self._exchange([words])
+    def command(self, *words: str, asking: bool = False) -> Any:
+        """Run a command, and raise its error; see `ask`."""
+        answer = self._exchange([*([("ASKING",)] if asking else []), words])[-1]
         if isinstance(answer, Exception):
             raise answer
         return answer
