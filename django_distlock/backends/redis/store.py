@@ -139,10 +139,7 @@ class RedisStore:
     def values(self, line: ThreadLines, names: Sequence[str]) -> list[str]:
         """Return the values that one server has under these names; "": none, or no text."""
         with self._asking():
-            if self.is_cluster:
-                answers = line.commands([("GET", name) for name in names])
-            else:
-                answers = line.command("MGET", *names) if names else []
+            answers = line.commands([("GET", name) for name in names]) if names else []
         return [
             "" if each is None or isinstance(each, Exception) else text(each) for each in answers
         ]
