@@ -173,6 +173,23 @@ def test_primary_of_the_past_is_left(
     assert len(warned()) == 1
 
 
+class Translating(Sentinel):
+    """As `force_master_ip` of newer versions: the address that the Sentinels tell is not used."""
+
+    def discover_master(self, service_name: str) -> tuple[str, int]:
+        """Return an address that leads to the same server."""
+        told: Any = super().discover_master(service_name)  # type: ignore[no-untyped-call]
+        return "localhost", told[1]
+
+
+def test_address_is_what_the_project_makes_of_the_answer(watched: Watched, key: str) -> None:
+    """Where Sentinels tell one that its processes do not reach."""
+    manager: Any = Translating([("127.0.0.1", watched.sentinel)])  # type: ignore[no-untyped-call]
+    backend = backend_on(options={"client_factory": lambda: manager.master_for(SERVICE)})
+    take(backend, key)
+    assert [each.host for each in backend.store._lines._idle] == ["localhost"]
+
+
 def _grants(backend: Any, key: str) -> bool:
     try:
         answer = backend.acquire(key, new_token(), 30)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -162,12 +163,10 @@ def own_pool(pool: Any) -> Any:
     }
     if not isinstance(pool, SentinelConnectionPool):
         return _Pool(**settings)
-    manager = pool.sentinel_manager
-    ours = redis.sentinel.Sentinel(  # type: ignore[no-untyped-call]
-        [], min_other_sentinels=manager.min_other_sentinels
-    )
+    # With what it makes of their answers, such as a forced address.
+    ours = copy(pool.sentinel_manager)
     ours.sentinels = [
-        redis.Redis(connection_pool=own_pool(each.connection_pool)) for each in manager.sentinels
+        redis.Redis(connection_pool=own_pool(each.connection_pool)) for each in ours.sentinels
     ]
     return SentinelConnectionPool(  # type: ignore[no-untyped-call]
         pool.service_name, ours, **settings
