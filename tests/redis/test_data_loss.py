@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.core.keys import new_token
+from django_distlock.core.records import Grant
 from tests.contract.helpers import held, take
+from tests.keeper import Server
 from tests.redis_servers import private_redis
 
-from .servers import Restartable, backend_on, client_of, eventually, line_to, restartable
+from .servers import Restartable, backend_on, client_of, eventually, line_to, restartable, through
 
 pytestmark = pytest.mark.faults
 
@@ -97,6 +100,19 @@ def test_stale_counter_repeats_no_fence(backend: Any, client: Any, key: str) -> 
     assert rise([*before, *fences(backend, key, 3)])
     client.delete(name)
     assert fences(backend, key, 1)[0] > before[-1]
+
+
+def test_server_that_became_a_replica_is_left(private: Server, client: Any, key: str) -> None:
+    """Whoever was told connects anew: an address may lead to the new primary by now."""
+    with private_redis(stop="KILL") as primary, line_to(private.url) as line:
+        backend = backend_on(through(line))
+        take(backend, f"{key}-a")
+        port = urlsplit(primary.url).port or 0
+        line._server = ("127.0.0.1", port)
+        client.replicaof("127.0.0.1", port)
+        with pytest.raises(BackendUnavailable):
+            backend.acquire(key, new_token(), 30)
+        assert isinstance(backend.acquire(key, new_token(), 30), Grant)
 
 
 def test_fences_rise_over_a_failover(key: str) -> None:

@@ -152,7 +152,7 @@ class ThreadLines:
             answers = [_answer(connection) for _ in commands]
             if bound:
                 connection._sock.settimeout(connection.socket_timeout)
-            clean = True
+            clean = not any(map(_is_of_replica, answers))
             return answers
         finally:
             if clean and len(self._idle) < self._limit:
@@ -221,6 +221,11 @@ def _has_ended(wire: Any) -> bool:
         return wire is not None and is_readable(wire.fileno())
     except (OSError, ValueError):
         return True
+
+
+def _is_of_replica(answer: Any) -> bool:
+    """Whether the server refuses to write: its address may lead to another one by now."""
+    return isinstance(answer, exceptions.ResponseError) and "read only replica" in str(answer)
 
 
 def _answer(connection: Any) -> Any:
