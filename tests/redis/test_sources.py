@@ -179,6 +179,8 @@ def test_factory_that_makes_something_else(key: str, client: Callable[[], object
         ({"cache": 5}, "cache: There is no cache 5"),
         ({"cache": "memory"}, "LocMemCache, which does not use Redis"),
         ({"cache": "sharded"}, "spreads its keys over several servers"),
+        ({"cache": "misspelt"}, "'misspelt' is no address of Redis: ValueError"),
+        ({"cache": "misspelt-too"}, "'misspelt-too' is no address of Redis: ValueError"),
         ({"client_factory": "tests.redis.nothing"}, "client_factory: It cannot be imported"),
         ({"client_factory": "nothing"}, "client_factory: It cannot be imported"),
         ({"client_factory": 5}, "client_factory: It must be callable"),
@@ -194,6 +196,9 @@ def test_wrong_options_are_named(options: dict[str, Any], rule: str, settings: A
             "LOCATION": servers,
             "OPTIONS": {"CLIENT_CLASS": "django_redis.client.ShardClient"},
         },
+        # What stands before the "#" would be the port.
+        "misspelt": {"BACKEND": DJANGO_REDIS, "LOCATION": f"redis://:{PASSWORD}#@h/0"},
+        "misspelt-too": {"BACKEND": DJANGO, "LOCATION": f"redis://:{PASSWORD}#@h/0"},
     }
     with pytest.raises(InvalidLockBackend) as caught:
         backend_on(options=options, alias="here")

@@ -233,11 +233,7 @@ def from_cache(alias: object) -> Callable[[], Any]:
         try:
             return _fixed(cache._cache.get_client(write=True))
         except (LookupError, TypeError, ValueError) as error:
-            # Without its text, which may have the password.
-            raise InvalidLockBackend(
-                f"The LOCATION of the cache {shown(alias)} is no address of Redis:"
-                f" {type(error).__name__}."
-            ) from None
+            raise _no_address(alias, error) from None
     # What django-redis calls its own; without importing it.
     get_client = getattr(getattr(cache, "client", None), "get_client", None)
     if get_client is None:
@@ -252,6 +248,15 @@ def from_cache(alias: object) -> Callable[[], Any]:
         raise InvalidLockBackend(
             f"The cache {alias!r} spreads its keys over several servers; a lock needs one."
         ) from error
+    except (LookupError, ValueError) as error:
+        raise _no_address(alias, error) from None
+
+
+def _no_address(alias: object, error: Exception) -> InvalidLockBackend:
+    # Without its text, which may have the password.
+    return InvalidLockBackend(
+        f"The LOCATION of the cache {shown(alias)} is no address of Redis: {type(error).__name__}."
+    )
 
 
 def _from_url(url: object, password: str | None) -> Callable[[], Any]:
