@@ -430,7 +430,7 @@ class BaseLockBackend:
         """Grant the key to nobody until `until`, by the store's clock. A holder keeps its lease.
 
         Args:
-            until: An aware datetime; None: end the pause.
+            until: An aware datetime, in the years 2 to 9998; None: end the pause.
             by: Who wants it so, for people to read; at most 200 characters.
 
         Returns:
@@ -440,6 +440,9 @@ class BaseLockBackend:
         if until is None:
             return self._resume(self._name(key), bound=_bound(bound))
         until = _aware(until, "until")
+        if not 1 < until.year < 9999:
+            # It could be stored, and not be read: in some time zones it is no date.
+            raise InvalidArgument(f"until must be in the years 2 to 9998, not {shown(until)}.")
         _text(by, "by", 200)
         answer = self._pause(self._name(key), key, until, by, bound=_bound(bound))
         return True if answer is None else answer

@@ -137,6 +137,12 @@ REFUSED = {
         ("bound", BY_BOUND, BAD_BOUNDS),
         ("time", BY_TIME, BAD_TIMES),
         ("no time", {"cleanup": BY_TIME["cleanup"]}, [None]),
+        # Where some time zones have no date.
+        (
+            "edge of time",
+            {"pause": BY_TIME["pause"]},
+            [datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)],
+        ),
         ("limit", BY_LIMIT, BAD_LIMITS),
         (
             "prefix",
