@@ -48,10 +48,10 @@ def database(using: str, **options: Any) -> Any:
     return override_settings(DISTLOCK={"locks": given})
 
 
-def redis(url: str) -> Any:
+def redis(url: str, **config: Any) -> Any:
     """Configure one backend, on a Redis."""
     return override_settings(
-        DISTLOCK={"locks": {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": url}}}
+        DISTLOCK={"locks": {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": url}, **config}}
     )
 
 
@@ -402,10 +402,14 @@ def test_backend_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch) -> N
 # Data that is lost
 
 
-@pytest.fixture
-def flushable() -> Iterator[Any]:
-    """Give a client of a Redis of this test, on which the backend is."""
-    with private_redis() as server, redis(server.url), Redis.from_url(server.url) as client:
+@pytest.fixture(params=["distlock", "x" * 600], ids=["short", "long"])
+def flushable(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Give a client of a Redis of this test, on which the backend is, with a `KEY_PREFIX`."""
+    with (
+        private_redis() as server,
+        redis(server.url, KEY_PREFIX=request.param),
+        Redis.from_url(server.url) as client,
+    ):
         yield client
 
 

@@ -14,7 +14,7 @@ from django.utils.connection import ConnectionDoesNotExist
 from ...backends.base import BaseLockBackend
 from ...checks.configured import is_redis
 from ...core.errors import LockUsageError
-from ...core.keys import own_key
+from ...core.keys import hashed_key, own_key
 from ...core.logs import log_fields
 from ...core.wording import instant
 from ...fencing.seen import confirm_mark, seen_at, set_mark
@@ -123,4 +123,5 @@ def _compared(
 
 
 def _name(store: BaseLockBackend) -> str:
-    return own_key(f"data-mark:{store.alias}:{store.key_prefix}")
+    # A prefix may be longer than a key.
+    return own_key(hashed_key("data-mark", f"{store.alias}:{store.key_prefix}"))
