@@ -266,6 +266,8 @@ def _from_url(url: object, password: str | None) -> Callable[[], Any]:
         )
     try:
         client = redis.Redis.from_url(url)
+        # Not open yet: the pool takes any option, and the connection those that there are.
+        client.connection_pool.make_connection()
     except (ValueError, TypeError):
         # Not the address, nor what is wrong with it: both may hold a part of a password.
         raise InvalidLockBackend(
