@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +16,8 @@ from django.test import override_settings
 from django_distlock import distlock, lock_backends
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant
-from tests.contract.helpers import Later, at_once, take
+from tests.contract.helpers import Later, at_once, listed, take
+from tests.contract.stores_redis import RedisStore
 from tests.keeper import Server
 from tests.settings import REDIS_BACKEND
 
@@ -135,6 +137,30 @@ def test_child_forked_while_all_connections_were_in_use(
         child = forked(lambda: cycles(backend, f"{key}-child", 20))
     assert os.waitpid(child, 0)[1] == 0
     assert waiting.result() is not None
+
+
+def test_child_forked_while_a_thread_looked_into_the_cluster(
+    on_cluster: RedisStore, key: str
+) -> None:
+    """What a thread of the parent has locked in redis-py's client bounds no child."""
+    backend: Any = on_cluster.backend
+    is_locked, is_forked = threading.Event(), threading.Event()
+    take(backend, key)
+
+    def look() -> None:
+        with backend.store.client.nodes_manager._lock:
+            is_locked.set()
+            assert is_forked.wait(PATIENCE)
+
+    def work() -> None:
+        assert listed(backend, key) == [key]
+
+    looking = Later(look)
+    assert is_locked.wait(PATIENCE)
+    child = forked(work)
+    is_forked.set()
+    assert os.waitpid(child, 0)[1] == 0
+    looking.result()
 
 
 def test_settings_that_change_close_the_connections(private: Server, client: Any, key: str) -> None:

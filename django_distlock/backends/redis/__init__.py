@@ -72,7 +72,7 @@ class RedisBackend(RedisWaiters):
         password: What the server of `url` asks for: no address with a password in it is shown by
             whatever shows addresses.
         client_factory: What makes a `redis.Redis` or `redis.RedisCluster` for locks alone, or its
-            import path. Called once, when first needed.
+            import path. Called once, when first needed; for a cluster also in a forked child.
         cleanup_on_read: Remove the expired record that a read comes across.
     """
 

@@ -57,7 +57,7 @@ class RedisStore:
 
     Args:
         alias: The backend's alias, for messages.
-        make: Makes a client; called once.
+        make: Makes a client; called once, and for a cluster once more in each child.
         limit: How many connections are kept for the threads of the process.
     """
 
@@ -268,8 +268,11 @@ class RedisStore:
         self._lines = None
 
     def begin_in_child(self) -> None:
-        """Let go of what a fork copied. A client's own pool sees to itself."""
-        _inherited.append(self._lines)
+        """Let go of what a fork copied. The pool of a single server sees to itself."""
+        _inherited.append((self._lines, self._client))
+        if isinstance(self._client, redis.RedisCluster):
+            # A thread that is not here may have locked what it knows of the servers.
+            self._client = None
         self._begin()
 
 
