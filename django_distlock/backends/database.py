@@ -188,7 +188,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         def read(on: str) -> dict[str, Record]:
             return self._locks_on(on).read_many(names)
 
-        found = self._ask(read, writes=False, single=True, long=True)
+        found = self._ask(read, writes=False, long=True)
         return [found.get(name) for name in names]
 
     def _read_token(self, token: str) -> Record | None:

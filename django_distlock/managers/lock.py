@@ -196,13 +196,13 @@ class HeldLockManager(models.Manager["HeldLock"]):
 
     def read_many(self, names: Sequence[str]) -> dict[str, Record]:
         """Return the live records of these storage keys, by a statement for each thousand."""
-        # One statement sees what is committed, whatever the isolation level.
         found: dict[str, list[Record]] = {}
-        for start in range(0, len(names), 1000):
-            part = names[start : start + 1000]
-            alone, places = self.filter(pk__in=part), self.places_of(part)
-            for row in self._store.live(alone).union(self._store.live(places), all=True):
-                found.setdefault(whole_name(row.pk), []).append(row.as_record())
+        with self._store.short_transaction(MAX_BOUND, writes=False):
+            for start in range(0, len(names), 1000):
+                part = names[start : start + 1000]
+                alone, places = self.filter(pk__in=part), self.places_of(part)
+                for row in self._store.live(alone).union(self._store.live(places), all=True):
+                    found.setdefault(whole_name(row.pk), []).append(row.as_record())
         return {name: last_to_end(each) for name, each in found.items()}
 
     def places_of(self, names: Sequence[str]) -> models.QuerySet[HeldLock]:

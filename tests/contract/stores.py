@@ -263,8 +263,8 @@ class Stranger(ABC):
         """Lock the key's fence as the guard of a lease does."""
 
     @abstractmethod
-    def hold_table(self) -> None:
-        """Lock the table of records against every change; it can be read."""
+    def hold_table(self, *, from_readers: bool = False) -> None:
+        """Lock the table of records against every change; it can be read, unless from readers."""
 
     @abstractmethod
     def wait_until_blocked(self, clients: int = 1, patience: float = 20) -> None:
@@ -348,8 +348,9 @@ class Postgres(Session):
         cursor = self._raw.execute(statement, arguments or None)
         return cursor.fetchall() if cursor.description else []
 
-    def hold_table(self) -> None:
-        self.execute(f"LOCK TABLE {self.store.locks} IN EXCLUSIVE MODE")
+    def hold_table(self, *, from_readers: bool = False) -> None:
+        mode = "ACCESS EXCLUSIVE" if from_readers else "EXCLUSIVE"
+        self.execute(f"LOCK TABLE {self.store.locks} IN {mode} MODE")
 
     def queue(self, key: str) -> None:
         turn = f"SELECT pg_advisory_xact_lock({number('turn', '%s')}) FROM {SALT} s"
@@ -412,8 +413,9 @@ class MariaDB(Session):
         )
         self.execute(f"SELECT 1 FROM {self.store.fences} WHERE storage_key = %s FOR UPDATE", name)
 
-    def hold_table(self) -> None:
-        _rows(self._tables, f"LOCK TABLES {self.store.locks} READ")
+    def hold_table(self, *, from_readers: bool = False) -> None:
+        mode = "WRITE" if from_readers else "READ"
+        _rows(self._tables, f"LOCK TABLES {self.store.locks} {mode}")
 
     def blocked(self) -> list[int]:
         ours = _rows(
@@ -471,7 +473,7 @@ class SQLite(Stranger):
         self.hold_table()
         return self._raw.execute(statement.replace("%s", "?"), arguments).fetchall()
 
-    def hold(self, key: str = "") -> None:
+    def hold(self, key: str = "", *, from_readers: bool = False) -> None:
         if not self._raw.in_transaction:
             self._raw.execute("BEGIN IMMEDIATE")
 

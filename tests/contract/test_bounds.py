@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 
+from django_distlock import BackendUnavailable
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import UNKNOWN, Contended, Grant, Record
@@ -85,6 +86,20 @@ def test_bound_is_a_second_at_most(backend: BaseLockBackend, stranger: Stranger,
         answer = backend.release(grant, bound=60)
     assert answer is UNKNOWN
     assert not answer
+
+
+@HAS_ROW_LOCKS
+@pytest.mark.parametrize("many", [False, True], ids=["one", "many"])
+def test_table_held_from_readers_is_trouble_in_time(
+    backend: BaseLockBackend, stranger: Stranger, key: str, many: bool
+) -> None:
+    """Whoever reads waits a second for a table that somebody has locked, for many keys too."""
+    take(backend, key)
+    stranger.hold_table(from_readers=True)
+    with prompt(1), pytest.raises(BackendUnavailable):
+        backend.records.of([key]) if many else backend.read(key)
+    stranger.rollback()
+    assert backend.records.of([key]) == [backend.read(key)]
 
 
 @HAS_TRANSACTIONS

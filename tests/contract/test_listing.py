@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from django.db import connections
-from django.test.utils import CaptureQueriesContext
 
 from django_distlock import InvalidArgument, held_keys
 from django_distlock.backends.base import BaseLockBackend
@@ -12,6 +10,7 @@ from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Record
 from tests.backends import Registered
+from tests.integration.databases import statements_on
 
 from .helpers import KEEPS_EXPIRED, contend, finds, held, listed, take
 from .locking import lock_of
@@ -64,12 +63,12 @@ def test_many_keys_are_read_without_what_is_over(
 
 
 @pytest.mark.aliases("postgres")
-def test_many_keys_are_one_round_trip(backend: BaseLockBackend, key: str) -> None:
+def test_many_keys_are_one_question(backend: BaseLockBackend, key: str) -> None:
     """However many they are."""
     backend.records.of([key])
-    with CaptureQueriesContext(connections[backend.using]) as queries:
+    with statements_on(backend.using) as statements:
         backend.records.of([f"{key}-{number}" for number in range(900)])
-    assert len(queries) == 1
+    assert len([each for each in statements if "heldlock" in each]) == 1
 
 
 def test_reading_changes_nothing(backend: BaseLockBackend, store: Store, key: str) -> None:

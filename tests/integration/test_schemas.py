@@ -123,6 +123,7 @@ def test_every_operation_finds_the_tables(store: Store) -> None:
     grant = store.acquire("invoice:42", new_token(), 30)
     assert isinstance(grant, Grant)
     assert [each.key for each in store.list().records] == ["invoice:42"]
+    assert store.records.of(["invoice:42"]) == [store.read("invoice:42")]
     for question in (summary, statistics):
         question(backend=store.alias)
     assert see(Fence("invoice:42", grant.fence), using) == grant.fence

@@ -204,9 +204,9 @@ class MySQL(Vendor):
         return _CODES.get(number, "") if number else None
 
 
-#: Also behind a comment that a wrapper of the project's put in front.
+#: Also behind a comment that a wrapper of the project's put in front, and in a union.
 _MAY_WAIT = re.compile(
-    r"(?:\s|/\*.*?\*/)*(?:SELECT|INSERT|UPDATE|DELETE|COMMIT)\b", re.DOTALL | re.IGNORECASE
+    r"(?:\s|\(|/\*.*?\*/)*(?:SELECT|INSERT|UPDATE|DELETE|COMMIT)\b", re.DOTALL | re.IGNORECASE
 )
 
 
