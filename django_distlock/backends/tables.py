@@ -38,9 +38,19 @@ from .notes import NoteTable
 T = TypeVar("T")
 
 
+#: What may tell where a database is in the place of `HOST`, `PORT` and `NAME`.
+_TELLING_OPTIONS = (
+    *("service", "servicefile", "host", "hostaddr", "port", "dbname"),
+    *("read_default_file", "read_default_group", "unix_socket", "database", "db"),
+)
+
+
 def _address(connection: BaseDatabaseWrapper) -> tuple[object, ...]:
     settings = connection.settings_dict
-    return connection.vendor, settings["HOST"], settings["PORT"], settings["NAME"]
+    told = settings["HOST"], settings["PORT"], settings["NAME"]
+    if all(told):
+        return connection.vendor, *told
+    return connection.vendor, *told, *map(settings["OPTIONS"].get, _TELLING_OPTIONS)
 
 
 class FenceTable(NoteTable):

@@ -9,11 +9,17 @@ import pytest
 from django.db import DatabaseError, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from django_distlock import BackendUnavailable, LockLost, LockUsageError, lock_backends
+from django_distlock import (
+    BackendUnavailable,
+    LockLost,
+    LockUsageError,
+    lock_backends,
+    transaction_lock,
+)
 from tests.backends import Registered
 from tests.shop.models import Row
 
-from .aliases import alias_like, session_of
+from .aliases import alias_like, locks_on, session_of
 from .helpers import Later
 from .locking import PAST, SHORT, eventually, grantable, lock_of, rolled_back, take_away
 
@@ -163,6 +169,21 @@ def test_guard_is_about_the_database_of_the_locks(registered: Registered, key: s
         with alias_like(using_of(registered)) as same, lease.atomic(same):
             assert connections[same].in_atomic_block
             assert not connections[using_of(registered)].in_atomic_block
+
+
+@pytest.mark.aliases("postgres")
+@pytest.mark.parametrize("option", ["service", "read_default_file"])
+def test_options_tell_databases_apart(registered: Registered, key: str, option: str) -> None:
+    """Where a file tells the address, an alias with another file is another database."""
+    nowhere = {"HOST": "", "PORT": "", "NAME": ""}
+    with (
+        alias_like(using_of(registered), **nowhere, OPTIONS={option: "one"}) as one,
+        alias_like(one, OPTIONS={option: "two"}) as two,
+        locks_on(one) as locks,
+        pytest.raises(LockUsageError, match=one) as caught,
+    ):
+        transaction_lock(key, using=two, backend=locks)
+    assert caught.value.code == "foreign_context"
 
 
 @CAN
