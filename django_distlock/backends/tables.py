@@ -9,7 +9,7 @@ from functools import partial
 from typing import ClassVar, TypeVar
 
 from django.core.exceptions import SynchronousOnlyOperation
-from django.db import DEFAULT_DB_ALIAS, connections, router
+from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import DatabaseError, InterfaceError
 from django.utils.connection import ConnectionDoesNotExist
@@ -238,6 +238,8 @@ class FenceTable(NoteTable):
                 fences, name, grant.fence, bound, until=grant.expires_at, idle=silent
             )
         except (DatabaseError, InterfaceError) as error:
+            if vendor.has_rolled_back(error):
+                transaction.set_rollback(True, using)
             if vendor.is_overtaken(error):
                 return False
             if vendor.is_read_only(error):

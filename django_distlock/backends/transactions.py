@@ -113,9 +113,9 @@ class TransactionLocks(FenceTable):
                         raise
                     if vendor.has_rolled_back(error):
                         transaction.set_rollback(True, asked.using)
-                        return InTheWay(key, Contended(busy=True), deadlock=True)
                     # Of the door it is known who keeps it: none but transactions lock one.
-                    return InTheWay(key, Contended(busy=True, guarded=row != name))
+                    answer = Contended(busy=True, guarded=row != name)
+                    return InTheWay(key, answer, deadlock=vendor.is_deadlock(error))
             asked.stays.add(key)
         found = self._look_beside(names, asked, locked=True)
         if found is None or found.answer.fence is None or found.key == [*names.values()][-1]:

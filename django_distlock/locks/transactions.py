@@ -83,7 +83,8 @@ def transaction_lock(
             `"deadlock"`, the database found a circle of transactions. None of the keys is locked,
             and the transaction goes on where the caller lets it. (On MariaDB, MySQL and SQLite
             nothing is given up before the end of the transaction, and the first two of them roll
-            back the whole transaction where they find a deadlock.)
+            back the whole transaction where they find a deadlock, and with
+            `innodb_rollback_on_timeout` where a wait ends.)
         BackendUnavailable: The store did not answer.
     """
     asked = _sorted(keys, shared=shared, parent=parent, escalate_at=escalate_at)
@@ -221,7 +222,8 @@ def _lock(store: BaseLockBackend, ask: Callable[..., KeysAsked], wait: float | N
         now, step = monotonic(), pacing.step()
         # Where nobody is known to have the key, it may be an acquire that is under way.
         until = max(deadline, began + BUSY_SECONDS) if found.answer.is_unclear else deadline
-        if found.deadlock or now >= until or step is None:
+        is_over = connections[ask(bound=0.0).using].needs_rollback
+        if found.deadlock or is_over or now >= until or step is None:
             raise _error(store, found, wait, now - began)
         pacing.see(found.answer)
         pause = pacing.pause(found.answer, step, listening=False)

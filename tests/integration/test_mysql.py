@@ -13,6 +13,7 @@ from django.apps import apps
 from django.core import checks
 from django.core.management import call_command
 from django.db import DatabaseError, OperationalError, connections, transaction
+from django.db.transaction import TransactionManagementError
 from django.test import override_settings
 
 from django_distlock import BackendUnavailable, LockError, distlock, transaction_lock
@@ -592,6 +593,24 @@ def test_rollback_on_timeout_changes_nothing(key: str) -> None:
         stranger.rollback()
         assert store.fence(key) == grant.fence
         assert take(backend, key).fence == grant.fence + 1
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("how", ["key", "guard"])
+def test_wait_that_rolls_the_callers_transaction_back_ends_it(key: str, how: str) -> None:
+    """Where it ends, nothing of the transaction goes on as if all of it were still there."""
+    with server_like(innodb_rollback_on_timeout="ON") as using, store_on(using, key) as store:
+        alias, stranger = store.registered.alias, store.stranger()
+        ask(using, "CREATE TABLE diary (entry integer)")
+        with distlock(key, backend=alias) as lease, transaction.atomic(using=using):
+            stranger.queue(key)
+            ask(using, "INSERT INTO diary VALUES (1)")
+            with prompt(1), pytest.raises(BackendUnavailable):
+                lease.guard() if how == "guard" else transaction_lock(key, wait=0, backend=alias)
+            with pytest.raises(TransactionManagementError):
+                ask(using, "INSERT INTO diary VALUES (2)")
+            stranger.rollback()
+        assert ask(using, "SELECT entry FROM diary") == []
 
 
 #: What backups do: the first stops whoever writes, the second whoever commits.

@@ -180,6 +180,10 @@ class Vendor(ABC):
         """Whether somebody has changed the row since the transaction began to read."""
         return False
 
+    def is_deadlock(self, error: BaseException) -> bool:
+        """Whether the database found a circle of transactions that wait for each other."""
+        return False
+
     def has_rolled_back(self, error: BaseException) -> bool:
         """Whether the database has ended the whole transaction, and not the statement alone."""
         return False

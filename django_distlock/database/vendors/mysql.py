@@ -164,8 +164,16 @@ class MySQL(Vendor):
     def is_read_only(self, error: BaseException) -> bool:
         return _number(error) == 1792
 
-    def has_rolled_back(self, error: BaseException) -> bool:
+    def is_deadlock(self, error: BaseException) -> bool:
         return _number(error) == 1213
+
+    def has_rolled_back(self, error: BaseException) -> bool:
+        if _number(error) != 1205:
+            return self.is_deadlock(error)
+        # Without its savepoints, Django lets the transaction do nothing more, nor be asked.
+        return self.connection.needs_rollback or bool(
+            self._ask("SELECT @@innodb_rollback_on_timeout")[0]
+        )
 
     def is_overtaken(self, error: BaseException) -> bool:
         return _number(error) == 1020  # with innodb_snapshot_isolation
