@@ -25,6 +25,8 @@ from .tables import FenceTable
 
 #: How many values a statement takes on every database.
 _VALUES = 500
+#: Modes of SQLite's transactions that have the file from their beginning.
+_WRITES_AT_ONCE = ("IMMEDIATE", "EXCLUSIVE")
 #: The tables that are named in statements.
 _TABLES = ("locks", "fences")
 
@@ -197,11 +199,12 @@ class TransactionLocks(FenceTable):
 
     def _take_the_file(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
         # Looked for beforehand: a lease cannot be released while somebody else has the file.
-        found: InTheWay | None = self._ask(
-            lambda on: self._look(names, asked, on, _now(on)), writes=False, busy=lambda: None
-        )
-        if found is not None:
-            return found
+        if getattr(connections[asked.using], "transaction_mode", None) not in _WRITES_AT_ONCE:
+            found: InTheWay | None = self._ask(
+                lambda on: self._look(names, asked, on, _now(on)), writes=False, busy=lambda: None
+            )
+            if found is not None:
+                return found
         vendor, fences = vendors.of(asked.using), self._connections.name("fences")
         try:
             vendor.lock_row(fences, "", asked.bound, shared=False)
@@ -217,7 +220,7 @@ class TransactionLocks(FenceTable):
                 raise
             return InTheWay(next(iter(names.values())), Contended(busy=True, guarded=True))
         found = self._look(names, asked, asked.using, _now(asked.using))
-        # Granted meanwhile, it is not released before this transaction ends.
+        # It is not released before this transaction ends.
         return None if found is None else InTheWay(found.key, found.answer, deadlock=True)
 
     def _look(

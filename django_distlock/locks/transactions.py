@@ -270,12 +270,12 @@ class _Given(Exception):
 def _error(
     store: BaseLockBackend, found: InTheWay, wait: float | None, took: float
 ) -> LockNotAcquired | BackendUnavailable:
-    if found.deadlock:
+    if found.deadlock and not found.answer.paused:
+        why = "the database found a deadlock. Lock all keys in one call, or in one order everywhere"
+        if (holder := found.answer.holder) is not None:
+            why = f"{holder.who} has it, and may wait for this transaction. Roll back, and retry"
         return LockNotAcquired(
-            f"The key {found.key!r} was not locked: the database found a deadlock. Lock all keys"
-            " in one call, or in the same order everywhere.",
-            key=found.key,
-            code="deadlock",
+            f"The key {found.key!r} was not locked: {why}.", key=found.key, code="deadlock"
         )
     if found.answer.is_unclear:
         return BackendUnavailable(
@@ -284,7 +284,7 @@ def _error(
             key=found.key,
             code="network_timeout",
         )
-    return refusal(found.key, wait, found.answer)
+    return refusal(found.key, 0 if found.deadlock else wait, found.answer)
 
 
 def _warn_of_order(kept: Kept, before: list[Kept]) -> None:

@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -296,6 +296,31 @@ def test_file_is_not_kept_from_who_has_a_lease(
             transaction_lock(key, wait=20, backend=registered.alias)
         assert caught.value.code == "deadlock"
         assert Later(lease.release).result() is True
+
+
+@pytest.mark.aliases("sqlite", "sqlite_orm")
+@pytest.mark.parametrize("mode", ["IMMEDIATE", "exclusive"])
+def test_transaction_that_has_the_file_waits_for_no_lease(
+    registered: Registered, key: str, mode: str
+) -> None:
+    """Its holder could neither renew the lease nor give it back meanwhile."""
+    with (
+        alias_like("sqlite", OPTIONS={"transaction_mode": mode}) as using,
+        held_elsewhere(lock_of(registered, key)) as lease,
+    ):
+        with (
+            prompt(),
+            pytest.raises(LockNotAcquired, match="retry") as caught,
+            transaction.atomic(using=using),
+        ):
+            transaction_lock(key, wait=20, using=using, backend=registered.alias)
+        assert caught.value.code == "deadlock"
+        lease.check()
+        lock_backends[registered.alias].pause(f"{key}-2", datetime.max.replace(tzinfo=UTC))
+        with pytest.raises(LockNotAcquired, match="paused"), transaction.atomic(using=using):
+            transaction_lock(f"{key}-2", wait=20, using=using, backend=registered.alias)
+        with transaction.atomic(using=using):
+            transaction_lock(f"{key}-3", using=using, backend=registered.alias)
 
 
 @pytest.mark.stores("mysql", why="it gives up what was locked")
