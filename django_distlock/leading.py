@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -341,12 +342,16 @@ class Leader:
                 code="unsupported",
             )
         unhandled: list[int] = []
-        before = None
+        before, pid = None, os.getpid()
         if threading.current_thread() is threading.main_thread():
             before = signal.getsignal(signal.SIGTERM)
 
         def told(signum: int, frame: FrameType | None) -> None:
             signal.signal(signal.SIGTERM, before)
+            if os.getpid() != pid:
+                # A forked child leads nothing, and whoever ends it may wait for its end.
+                signal.raise_signal(signum)
+                return
             self.stop()
             if callable(before):
                 before(signum, frame)

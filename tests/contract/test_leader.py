@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -532,6 +533,21 @@ def test_signal_is_handled_as_before_behind_the_block(registered: Registered, ke
         Later(leader(key, backend=registered.alias).run, lambda _: None).result()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.aliases("memory", why="no store is asked")
+def test_forked_child_of_a_leader_ends_by_its_signal(candidate: Leader) -> None:
+    """As it would have done without us: `multiprocessing.Pool` waits for that."""
+    with candidate as term:
+        child = multiprocessing.get_context("fork").Process(target=signal.pause)
+        child.start()
+        try:
+            child.terminate()
+            child.join(10)
+            assert child.exitcode == -signal.SIGTERM
+        finally:
+            child.kill()
+        assert term
 
 
 def test_standing_by_is_no_timeout(
