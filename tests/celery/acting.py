@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,6 +255,15 @@ def _die(run: Run, rest: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _replace(run: Run, gate: str) -> None:
+    """Let another message of the task take its place, and end when the test lets it."""
+    again = run.task.si(run.stage.key, ["tell replaced"]).set(queue=_queue(run.task))
+    with suppress(Ignore):
+        run.task.replace(again)
+    run.stage.wait(gate)
+    raise Ignore
+
+
 def _check(run: Run, rest: str) -> None:
     """Tell whether the lease is still ours."""
     assert run.lease is not None
@@ -318,6 +327,7 @@ STEPS = {
     "raise": _raise,
     "unavailable": _unavailable,
     "reject": _reject,
+    "replace": _replace,
     "retry": _retry,
     "send": _send,
     "sleep": _sleep,

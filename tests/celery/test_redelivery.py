@@ -85,6 +85,19 @@ def test_c5_task_that_arrives_while_it_runs_waits(
     crew.becomes_free()
 
 
+@pytest.mark.parametrize("store", ["redis"])
+def test_replacement_behind_a_retry_runs(
+    worker: Worker, sender: Celery, crew_of: Callable[..., Crew]
+) -> None:
+    """It has the id of the task, and counts its retries anew: the first run was another one."""
+    crew = crew_of(worker, sender)
+    result = crew.send("late", "retry 0", "replace go")
+    crew.until(lambda: f"{result.id} was redelivered and" in worker.said(), "it waits for the run")
+    crew.stage.open("go")
+    assert crew.outcome(result) == "SUCCESS"
+    assert crew.stage.told("replaced")
+
+
 @pytest.mark.parametrize(("store", "name"), [("default", "late"), ("redis", "unique_late")])
 def test_delivery_of_a_run_that_has_ended_runs_nothing(
     home: Path, rabbitmq: Broker, crew_of: Callable[..., Crew], name: str

@@ -100,8 +100,8 @@ class Delivery:
 
     @property
     def note(self) -> str:
-        """The name of the note that it is finished: each retry of a task has its own."""
-        return f"celery:{self.id}:{self.request.retries}"
+        """The name of the note that it is finished: each retry and replacement has its own."""
+        return f"celery:{self.id}:{self.request.replaced_task_nesting}:{self.request.retries}"
 
     @property
     def is_acked_late(self) -> bool:
