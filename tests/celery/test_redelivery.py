@@ -86,6 +86,20 @@ def test_c5_task_that_arrives_while_it_runs_waits(
 
 
 @pytest.mark.parametrize("store", ["redis"])
+def test_run_that_ignores_itself_is_over(
+    worker: Worker, sender: Celery, crew_of: Callable[..., Crew]
+) -> None:
+    """It has no result, and is not run again either when it was delivered again meanwhile."""
+    crew = crew_of(worker, sender)
+    result = crew.send("late", "wait go", "ignore")
+    crew.until(lambda: f"{result.id} was redelivered and" in worker.said(), "it has come again")
+    crew.stage.open("go")
+    has_run = f"{result.id} was redelivered, but has already run"
+    crew.until(lambda: has_run in worker.said() or began(crew) > 1, "it has come once more")
+    assert began(crew) == 1
+
+
+@pytest.mark.parametrize("store", ["redis"])
 def test_replacement_behind_a_retry_runs(
     worker: Worker, sender: Celery, crew_of: Callable[..., Crew]
 ) -> None:

@@ -133,7 +133,7 @@ class Run:
             is_left = state == states.FAILURE and not self.has_begun and self._delivery.is_queued
             if is_left and isinstance(retval, BackendUnavailable):
                 failed.keep(self._delivery, self._terms.backend, retval.key or self._key or "")
-            if self.has_begun and state in (states.SUCCESS, states.FAILURE, states.RETRY):
+            if self.has_begun and state in (*_OVER, states.RETRY):
                 self._note()
             if state != states.RETRY:
                 self._wait_no_more()
