@@ -255,11 +255,12 @@ def _die(run: Run, rest: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _replace(run: Run, gate: str) -> None:
+def _replace(run: Run, rest: str) -> None:
     """Let another message of the task take its place, and end when the test lets it."""
-    again = run.task.si(run.stage.key, ["tell replaced"]).set(queue=_queue(run.task))
+    gate, _, countdown = rest.partition(" ")
+    again = run.task.si(run.stage.key, ["tell replaced"])
     with suppress(Ignore):
-        run.task.replace(again)
+        run.task.replace(again.set(queue=_queue(run.task), countdown=float(countdown or 0)))
     run.stage.wait(gate)
     raise Ignore
 

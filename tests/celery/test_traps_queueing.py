@@ -69,6 +69,22 @@ def test_unique_task_retries_itself(prefork: Crew) -> None:
     assert prefork.send("unique").id == result.id
 
 
+@pytest.mark.parametrize("store", ["redis"])
+def test_unique_task_replaces_itself(prefork: Crew) -> None:
+    """Its replacement is no duplicate of it, and it stays unique in between."""
+    prefork.stage.open("go")
+    result = prefork.send("unique", "replace go")
+    assert prefork.outcome(result) == "SUCCESS"
+    assert prefork.stage.told("replaced")
+    prefork.becomes_free(unique_key(prefork))
+    # Long before this one comes again.
+    result = prefork.send("unique", "replace go 300")
+    ignored = f"[{result.id}] ignored"
+    prefork.until(lambda: ignored in prefork.worker.said(), "the first run")
+    assert prefork.is_taken(unique_key(prefork))
+    assert prefork.send("unique").id == result.id
+
+
 @pytest.mark.parametrize("store", ["default"])
 def test_unique_key_stays_between_automatic_retries(prefork: Crew) -> None:
     """Also where Celery retries by itself, behind the end of the body."""

@@ -66,8 +66,11 @@ def send(
     goes_on = _goes_on(task, task_id, options)
     is_bounded = terms is not None and bool(terms.unique or terms.max_queued)
     if terms is None or not is_bounded or (goes_on and not _has_no_claim(task, terms)):
-        result = publish(args, kwargs, task_id=task_id, **options)
         run = run_of(traced(task))
+        if options.get("replaced_task_nesting") and _has_key_of(run, task, args, kwargs):
+            claim = {UNIQUE: run.unique.fence_token, OF: task_id}
+            options["headers"] = {**(options.get("headers") or {}), **claim}
+        result = publish(args, kwargs, task_id=task_id, **options)
         if run is not None and run.unique is not None and _carries(run.unique, options):
             run.comes_again = options.get("eta") or options.get("countdown") or 0.0
         return result
@@ -210,14 +213,22 @@ def headers_of_retry(
     Its arguments may be others, and make another key: that one it takes as anybody would.
     """
     headers = {**kept_headers(request), **(given or {})}
-    run, terms = run_of(traced(task)), terms_of(task)
-    if run is not None and run.unique is not None and terms is not None:
+    run = run_of(traced(task))
+    if run is not None and run.unique is not None:
         headers |= {UNIQUE: run.unique.fence_token, OF: request.id}
-        if args is not request.args or kwargs is not request.kwargs:
-            lock = terms.unique_of(call_of(task, tuple(args or ()), dict(kwargs or {})), None)
-            if lock is None or lock.key != run.unique.key:
-                del headers[UNIQUE]
+        is_same = args is request.args and kwargs is request.kwargs
+        if not (is_same or _has_key_of(run, task, args, kwargs)):
+            del headers[UNIQUE]
     return headers
+
+
+def _has_key_of(run: Any, task: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call has the unique key that a run of its task holds."""
+    terms = terms_of(task)
+    if terms is None or run is None or run.unique is None:
+        return False
+    lock = terms.unique_of(call_of(task, tuple(args or ()), dict(kwargs or {})), None)
+    return lock is not None and lock.key == run.unique.key
 
 
 def goes_with(lease: Lease, retry: object) -> bool:
@@ -249,7 +260,7 @@ def take(lock: JobLock, delivery: Delivery) -> Lease:
 
 
 def keep(lease: Lease, terms: Terms, when: object) -> None:
-    """Leave a unique key to the retry of its task.
+    """Leave a unique key to the retry or the replacement of its task.
 
     Args:
         when: Seconds until then, or the time.
