@@ -116,8 +116,8 @@ class Leadership:
         try:
             self._lease = self._block.enter_context(replace(self._lock, wait=patience))
         except LockNotAcquired as error:
-            who = error.holder.who if error.holder else "another"
-            self._say("follows", logging.INFO, "%s stands by: %s leads", self._who, who)
+            why = f"{error.holder.who} leads" if error.holder else error
+            self._say("follows", logging.INFO, "%s stands by: %s", self._who, why)
             return None
         except BackendUnavailable as error:
             self.trouble(error)

@@ -31,7 +31,7 @@ from django_distlock import (
     signals,
 )
 from django_distlock.core.keys import own_key
-from django_distlock.inspection import get_by_key, request_stop
+from django_distlock.inspection import get_by_key, pause, request_stop
 from django_distlock.leading import Leader, Leadership, Term
 from django_distlock.testing import lose_connection, memory_locks
 from tests.backends import Registered
@@ -186,6 +186,21 @@ def test_candidate_pauses_between_campaigns(key: str, monkeypatch: pytest.Monkey
         assert not eventually(lambda: len(campaigns) > 1, 0.2)
         loser.stop()
         losing.result()
+
+
+def test_candidate_says_why_nobody_leads(
+    key: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an operator has paused the key, no other leads."""
+    monkeypatch.setattr(leading, "PATIENCE", 0.05)
+    caplog.set_level(logging.INFO, "django_distlock")
+    with memory_locks():
+        pause(own_key(f"leader:{key}"), 0.5, actor="Ada")
+        leader(key).run(lambda _: None)
+    said = [each.getMessage() for each in caplog.records if "stands by" in each.getMessage()]
+    assert len(said) == 1
+    assert "paused" in said[0]
+    assert "leads" not in said[0]
 
 
 def test_refused_write_is_the_end_of_a_term_that_still_looks_held(
