@@ -27,6 +27,16 @@ MODULE = "recipe_of_rq"
 RETRY_IN = 1
 
 
+def recipe_of(library: str) -> dict[str, Any]:
+    """Return what is in the module of a recipe."""
+    page = PAGE.read_text()
+    recipe: dict[str, Any] = {}
+    # The decorator, which is the same for all, and what this library adds to its module.
+    for part in (page, page.partition(f"\n## {library}\n")[2]):
+        exec(re.findall(r"```python\n(.*?)```", part, re.DOTALL)[0], recipe)
+    return recipe
+
+
 class Queue:
     """Tasks of a library that are run under the lock of its recipe.
 
@@ -38,12 +48,8 @@ class Queue:
     def __init__(self, library: str, name: str):
         self.redis: Any = redis.Redis.from_url(settings.DISTLOCK["redis"]["OPTIONS"]["url"])
         self._name = name
-        page = PAGE.read_text()
-        recipe: dict[str, Any] = {}
-        # The decorator, which is the same for all, and what this library adds to its module.
-        for part in (page, page.partition(f"\n## {library}\n")[2]):
-            exec(re.findall(r"```python\n(.*?)```", part, re.DOTALL)[0], recipe)
-        self._task = recipe["locked"](lambda number, key: key, retry_in=RETRY_IN)(self.body)
+        decorate = recipe_of(library)["locked"](lambda number, key: key, retry_in=RETRY_IN)
+        self._task = decorate(self.body)
         #: Adds a task: its number, and its key.
         self.send: Callable[[int, str], object]
         #: Runs tasks until the process is killed.
@@ -118,6 +124,16 @@ def work(library: str, name: str, attribute: str) -> None:
     lock_not_acquired.connect(lambda **_: queue.tell("refused", 0), weak=False)
     print("ready")
     getattr(queue, attribute)()
+
+
+def test_coroutine_function_is_refused() -> None:
+    """Its body would run when the lock is released."""
+
+    async def task() -> None:
+        raise AssertionError
+
+    with pytest.raises(TypeError, match="without the lock"):
+        recipe_of("RQ")["locked"](lambda: "key")(task)
 
 
 @pytest.mark.parametrize("library", ["dramatiq", "RQ", "huey"])
