@@ -6,6 +6,8 @@ import asyncio
 import math
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import replace
 
@@ -155,14 +157,20 @@ async def aadopt(
     """See `adopt`."""
     if request.passed is None:
         return None
-    adopting = asyncio.ensure_future(store.threads.run(adopt, store, request, terms, block))
+    adopting = store.threads.submit(adopt, store, request, terms, block)
     try:
-        return await asyncio.shield(adopting)
+        return await asyncio.shield(asyncio.wrap_future(adopting))
     except asyncio.CancelledError:
-        adopted = await adopting
-        if adopted is not None:
-            await adopted.arelease()
+        # Carried out in any case: the task may be cancelled again.
+        await store.threads.run(_end_adopted, adopting, request.home)
         raise
+
+
+def _end_adopted(adopting: Future[Lease | None], home: int) -> None:
+    """Leave the lease to the transactions of a thread: the task that asked for it was cancelled."""
+    with suppress(LockError):
+        if (adopted := adopting.result()) is not None:
+            adopted._release.end_left_block(home)
 
 
 def _successor(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync
@@ -22,6 +24,7 @@ from django_distlock import (
     signals,
 )
 from django_distlock.core.records import UNKNOWN
+from django_distlock.process.deferred_release import waiting_release
 from tests.backends import Registered
 from tests.shop.models import Row
 
@@ -412,4 +415,37 @@ def test_asynchronous_code_that_a_transaction_calls_waits_for_its_end(
             seen.add((lease.token, lease.fence))
         assert taken(lock)
     assert len(seen) == 1
+    assert eventually(lambda: grantable(lock))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_cancelled_acquire_leaves_the_key_to_the_transaction(
+    registered: Registered, key: str, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Also if its task is cancelled again while the store has not answered."""
+    lock, store = lock_of(registered, key), lock_backends[registered.alias]
+    asked, goes_on, extend = threading.Event(), threading.Event(), store.extend
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        asked.set()
+        assert goes_on.wait(20)
+        return extend(*args, **kwargs)
+
+    async def cancel() -> None:
+        task = asyncio.create_task(lock.aacquire())
+        assert await asyncio.to_thread(asked.wait, 20)
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0)
+        goes_on.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    with transaction.atomic():
+        by_block(lock)
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "extend", late)
+            async_to_sync(cancel)()
+        assert eventually(lambda: waiting_release((lock.backend, key)) is not None)
+        assert taken(lock)
     assert eventually(lambda: grantable(lock))
