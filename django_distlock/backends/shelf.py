@@ -88,7 +88,8 @@ class Shelf:
             self.doors.pop(key, None)
 
     def _names_of(self, name: str) -> list[str]:
-        places = self._places.get(name, ())
+        # A signal may have left a place without its record.
+        places = filter(self.records.__contains__, self._places.get(name, ()))
         return [name, *places] if name in self.records else [*places]
 
     def _forget_token(self, name: str, record: Record) -> None:

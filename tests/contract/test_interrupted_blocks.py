@@ -19,6 +19,7 @@ from django.db.transaction import atomic
 
 from django_distlock import Lease, Lock, distlock_all, signals
 from django_distlock.backends.advisory import holdings
+from django_distlock.backends.shelf import Shelf
 from django_distlock.handler import lock_backends
 from django_distlock.locks import blocks
 from django_distlock.locks.release import Release
@@ -161,6 +162,18 @@ def test_interruption_at_any_line_leaves_nothing_held(
 def test_interruption_of_other_ways_to_lock(key: str, operation: Operation) -> None:
     """The same without a block, in a stack of blocks, and behind a transaction."""
     interrupt_everywhere(lock_of(BACKENDS["memory"], key, ttl=60, wait=2), operation)
+
+
+@pytest.mark.parametrize("inside", [Shelf.put, Shelf.drop])
+@pytest.mark.parametrize("line", range(1, 9))
+def test_interrupted_change_of_a_shared_record_leaves_the_key_usable(
+    key: str, inside: FunctionType, line: int
+) -> None:
+    """Whichever part of the record in memory was changed before."""
+    lock = lock_of(BACKENDS["memory"], key, ttl=60, shared=True)
+    interrupt_at(line, lambda: block(lock), inside)
+    assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
+    block(lock)
 
 
 @pytest.mark.nightly
