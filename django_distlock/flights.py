@@ -21,6 +21,7 @@ from contextlib import (
     asynccontextmanager,
     suppress,
 )
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import (
     Any,
@@ -173,9 +174,10 @@ class _Flight:
     It spares the store their questions, and decides nothing: that the lock does.
     """
 
-    def __init__(self, name: tuple[str, str, str]):
-        self.name = name
-        self.key = name[-1]
+    def __init__(self, backend: str, cache: str, key: str):
+        # The cache may keep one key apart for each tenant.
+        self.name = backend, cache, caches[cache].make_key(key)
+        self.key = key
         self.landed: Future[bytes | None] = Future()
         #: Whether anybody waits for it.
         self.is_awaited = False
@@ -197,7 +199,7 @@ class _Flight:
             _flights.pop(self.name, None)
 
 
-#: Those of this process, by backend, cache and key.
+#: Those of this process, by backend, cache and the cache's name for the key.
 _flights: Final[dict[tuple[str, str, str], _Flight]] = {}
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_flights.clear)
@@ -235,8 +237,12 @@ class _Awaits:
     """Carries them out with awaits; caches and locks are asked in threads of the lock backend."""
 
     def __init__(self, backend: str):
-        self.ask = lock_backends[backend].threads.run
+        self._run = lock_backends[backend].threads.run
         self.attempt: Callable[[Lock], AbstractAsyncContextManager[Lease | Refusal]] = aattempt
+
+    async def ask(self, step: Callable[..., R], *arguments: Any) -> R:
+        # The cache may make its keys of the caller's context variables.
+        return await self._run(copy_context().run, step, *arguments)
 
     async def call(self, compute: Callable[[], Awaitable[Any]]) -> Any:
         return await compute()
@@ -317,7 +323,7 @@ class _Plan:
         """Return the value."""
         until = monotonic() + self.wait
         while not (found := await by.ask(self._look, key)).is_fresh:
-            flight = _Flight((self.lock.backend, self.cache, key))
+            flight = _Flight(self.lock.backend, self.cache, key)
             try:
                 first = _flights.setdefault(flight.name, flight)
                 if first is flight:

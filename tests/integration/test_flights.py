@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import os
 import signal
@@ -14,7 +15,9 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.conf import settings
 from django.core.cache import caches
+from django.test import override_settings
 
 from django_distlock import (
     InvalidArgument,
@@ -200,6 +203,36 @@ def test_keys_and_caches_are_apart(key: str) -> None:
         for name in (key, f"{key}:2"):
             value = single_flight(name, lambda: [cache, name], timeout=60, cache=cache)  # noqa: B023
             assert value == [cache, name]
+
+
+#: What some projects keep the tenant of a request in.
+tenant = contextvars.ContextVar("tenant", default="")
+
+
+def of_tenant(key: str, prefix: str, version: int) -> str:
+    """Name an entry of a cache, each tenant's own."""
+    return f"{tenant.get()}:{key}"
+
+
+def test_tenants_of_a_cache_are_apart(fly: Callable[..., Any], key: str) -> None:
+    """A project's `KEY_FUNCTION` may tell them by the caller's context."""
+
+    def ask(name: str, compute: Callable[[], Any]) -> Any:
+        tenant.set(name)
+        return fly(key, compute, timeout=60, cache="tenants")
+
+    locmem = "django.core.cache.backends.locmem.LocMemCache"
+    of_tenants = {"BACKEND": locmem, "KEY_FUNCTION": f"{__name__}.{of_tenant.__name__}"}
+    with override_settings(CACHES={**settings.CACHES, "tenants": of_tenants}):
+        works = {name: Work(name) for name in ("one", "two")}
+        first = Later(ask, "one", works["one"])
+        assert works["one"].begun.wait(10)
+        second = Later(ask, "two", works["two"])
+        assert eventually(lambda: len(flights._flights) == 2)
+        for each in works.values():
+            each.end.set()
+        assert [first.result(), second.result()] == ["one", "two"]
+        assert Later(ask, "two", Work.quick("anew")).result() == "two"
 
 
 def test_cache_that_keeps_nothing_costs_one_run_for_all_who_wait(key: str) -> None:
@@ -420,8 +453,8 @@ def test_wait_has_an_end(fly: Callable[..., Any], key: str) -> None:
 
 def test_flight_that_nobody_lands_is_followed_once(fly: Callable[..., Any], key: str) -> None:
     """A signal's exception has broken out of it, say."""
-    name = ("memory", "default", key)
-    flights._flights[name] = flights._Flight(name)
+    flight = flights._Flight("memory", "default", key)
+    flights._flights[flight.name] = flight
     with pytest.raises(LockNotAcquired):
         fly(key, Work.quick("value"), timeout=60, wait=0.05)
     with prompt():
