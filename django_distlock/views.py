@@ -15,11 +15,15 @@ from dataclasses import replace
 from functools import partial, wraps
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, ParamSpec, TypeAlias, TypeVar
 from urllib.parse import quote
 
-from asgiref.sync import iscoroutinefunction
-from django.core.exceptions import BadRequest, ImproperlyConfigured
+from asgiref.sync import iscoroutinefunction, sync_to_async
+from django.core.exceptions import (
+    BadRequest,
+    ImproperlyConfigured,
+    SynchronousOnlyOperation,
+)
 from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.template import Context, Engine, TemplateDoesNotExist, loader
@@ -34,6 +38,9 @@ from .core.keys import IllegalKey, KeyTemplate, normalize_key
 from .locks.checking import for_call
 from .locks.lock import Lock, distlock
 from .locks.policy import Policy, Refusal
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 View = Callable[..., Any]
 Status: TypeAlias = Literal[409, 423, 429]
@@ -368,10 +375,10 @@ class _Locked:
     async def arun(self, view: View, *args: Any, **kwargs: Any) -> Any:
         """Answer a request, with awaits."""
         request = self._request_of(view, *args, **kwargs)
-        lock = self._lock_of(request, args, kwargs)
+        lock = await _called(self._lock_of, request, args, kwargs)
 
         async def answer(error: Refusal) -> HttpResponseBase:
-            return self._refusing.answer(request, error)
+            return await _called(self._refusing.answer, request, error)
 
         return await self._policy.arun(lock, partial(view, *args, **kwargs), answer)
 
@@ -410,6 +417,14 @@ class _Locked:
                 if wanted and alias not in self._not_atomic:
                     stack.enter_context(transaction.atomic(using=alias))
             return view(*args, **kwargs)
+
+
+async def _called(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function; in a thread if it queries a database, such as for `request.user`."""
+    try:
+        return call(*args, **kwargs)
+    except SynchronousOnlyOperation:
+        return await sync_to_async(call)(*args, **kwargs)
 
 
 class _Every:

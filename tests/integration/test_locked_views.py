@@ -12,13 +12,14 @@ from unittest.mock import patch
 import pytest
 from asgiref.sync import async_to_sync
 from django.contrib.auth.mixins import LoginRequiredMixin
-from django.contrib.auth.models import AnonymousUser
+from django.contrib.auth.models import AnonymousUser, User
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.test import AsyncClient, Client, RequestFactory, override_settings
 from django.urls import path
+from django.utils.functional import SimpleLazyObject
 from django.views import View
 from django.views.decorators.csrf import csrf_exempt
 
@@ -427,6 +428,33 @@ def test_answers_of_the_project(taken: str, tmp_path: Path) -> None:
     with pytest.raises(LockNotAcquired):
         get(f"/raising/{taken}/")
     assert get(f"/running/{taken}/").content.startswith(b"held=False")
+
+
+@locked_view("view:{request.user.username}", wait=0)
+async def of_user(request: HttpRequest) -> HttpResponse:
+    """Be an asynchronous view for those who are logged in."""
+    return said()
+
+
+def test_asynchronous_view_of_a_user_whom_nobody_has_loaded(key: str, tmp_path: Path) -> None:
+    """The key asks the database for the user, and so does the page of the project."""
+    user = User.objects.create(username=key)
+
+    def answer() -> Any:
+        request: Any = RequestFactory().get("/")
+        request.user = SimpleLazyObject(lambda: User.objects.get(pk=user.pk))
+        return async_to_sync(of_user)(request)
+
+    page = tmp_path / "django_distlock" / "busy.html"
+    page.parent.mkdir()
+    page.write_text("wait, {{ request.user.username }}")
+    options = {"context_processors": ["django.template.context_processors.request"]}
+    with override_settings(TEMPLATES=[{**TEMPLATES[0], "DIRS": [tmp_path], "OPTIONS": options}]):
+        assert answer().content[:9] == b"held=True"
+        lease = Later(distlock(f"view:{key}").acquire).result()
+        assert answer().content.decode() == f"wait, {key}"
+    Later(lease.release).result()
+    user.delete()
 
 
 def test_conflict_of_the_views_own_is_not_answered(key: str) -> None:
