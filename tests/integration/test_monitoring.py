@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,11 @@ from unittest.mock import patch
 import pytest
 from django.conf import settings
 from django.contrib.auth.models import Permission, User
+from django.core.handlers.base import BaseHandler
+from django.db import connections
 from django.http import HttpResponse
 from django.test import Client, RequestFactory, override_settings
-from django.urls import include, path, reverse
+from django.urls import include, path, resolve, reverse
 from django.utils.crypto import constant_time_compare
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -175,6 +178,16 @@ def test_store_that_is_away_is_503() -> None:
     for each in (response, stats):
         assert b"hush" not in each.content
         assert b"127.0.0.1" not in each.content
+
+
+@each_endpoint
+def test_no_transaction_is_opened_on_the_way(name: str) -> None:
+    """Each database may have `ATOMIC_REQUESTS`, and be the one that is down."""
+    view = resolve(reverse(f"distlock_monitoring:{name}")).func
+    with ExitStack() as stack:
+        for each in connections:
+            stack.enter_context(patch.dict(connections.settings[each], ATOMIC_REQUESTS=True))
+        assert BaseHandler().make_view_atomic(view) is view
 
 
 def test_health_recovers_where_no_thread_could_be_started() -> None:

@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any
 
 from django.contrib.auth.decorators import login_not_required
-from django.db import transaction
+from django.db import connections, transaction
 from django.db.utils import DatabaseError, InterfaceError
 from django.http import HttpRequest, HttpResponse, HttpResponseBase
 from django.utils.crypto import constant_time_compare
@@ -34,7 +34,9 @@ def guarded(view: View) -> View:
         return response
 
     # A database that is down is what they are to tell, so none is asked on the way to them.
-    return login_not_required(transaction.non_atomic_requests(require_safe(wrapper)))
+    for using in connections:
+        transaction.non_atomic_requests(using)(wrapper)
+    return login_not_required(require_safe(wrapper))
 
 
 def _refusal(request: HttpRequest) -> HttpResponse | None:
