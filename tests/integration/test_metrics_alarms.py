@@ -232,6 +232,15 @@ def test_alarm_fires_in_its_fault(promtool: str, tmp_path: Path, alarm: str) -> 
     assert evaluate(promtool, tmp_path, {**HEALTHY, **FAULTS[alarm]}, expected) == ""
 
 
+def test_alarm_sees_schedules_whose_names_begin_with_a_field(promtool: str, tmp_path: Path) -> None:
+    """All of them, `{tenant}:report` say, have one prefix."""
+    series = {
+        name.replace("schedule:nightly", "schedule"): values
+        for name, values in {**HEALTHY, **FAULTS["DistlockTickMissed"]}.items()
+    }
+    assert evaluate(promtool, tmp_path, series, {"DistlockTickMissed": {18}}) == ""
+
+
 def test_alarm_of_a_stall_ends(promtool: str, tmp_path: Path) -> None:
     """Some minutes behind a late beat, the alarm is over."""
     series = {**HEALTHY, **FAULTS["DistlockHeartbeatLate"]}
