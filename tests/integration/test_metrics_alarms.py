@@ -241,6 +241,15 @@ def test_alarm_sees_schedules_whose_names_begin_with_a_field(promtool: str, tmp_
     assert evaluate(promtool, tmp_path, series, {"DistlockTickMissed": {18}}) == ""
 
 
+def test_alarm_knows_the_buckets_of_a_collector(promtool: str, tmp_path: Path) -> None:
+    """Which writes their bounds without a fraction, for Prometheus 2 as well."""
+    series = {
+        name.replace('.0"', '"'): values
+        for name, values in {**HEALTHY, **FAULTS["DistlockKeyHeldLong"]}.items()
+    }
+    assert evaluate(promtool, tmp_path, series, {"DistlockKeyHeldLong": {40}}) == ""
+
+
 def test_alarm_of_a_stall_ends(promtool: str, tmp_path: Path) -> None:
     """Some minutes behind a late beat, the alarm is over."""
     series = {**HEALTHY, **FAULTS["DistlockHeartbeatLate"]}
