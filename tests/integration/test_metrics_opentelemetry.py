@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from django.conf import settings
@@ -20,7 +22,8 @@ from opentelemetry.trace import StatusCode
 
 from django_distlock import LockLost, LockNotAcquired, distlock, lock_backends
 from django_distlock.contrib import opentelemetry
-from django_distlock.contrib.metrics.instruments import INSTRUMENTS
+from django_distlock.contrib.metrics.instruments import INSTRUMENTS, STORE_GAUGES
+from django_distlock.contrib.metrics.stores import PATIENCE
 from django_distlock.core.declarations import declared
 from django_distlock.core.keys import own_key
 from django_distlock.scheduling import scheduled
@@ -118,6 +121,19 @@ def test_gauges_are_asked_for(key: str, told: Told) -> None:
         assert told.point("schedule_overdue", backend="sqlite", prefix=name).value > 38
         names = {each.name for each in INSTRUMENTS if each.kind == "gauge"}
         assert names <= set(told.points())
+
+
+def test_store_that_hangs_is_waited_for_once(told: Told) -> None:
+    """By all the gauges of a collection: each of them asks for itself."""
+    answers = threading.Event()
+    with (
+        override_settings(DISTLOCK={"memory": settings.DISTLOCK["memory"]}),
+        patch.object(lock_backends["memory"], "_time", side_effect=lambda: answers.wait(60)),
+    ):
+        began = time.monotonic()
+        assert told.point("store_up", backend="memory").value == 0
+        assert time.monotonic() - began < (len(STORE_GAUGES) - 1) * PATIENCE
+        answers.set()
 
 
 @each_backend

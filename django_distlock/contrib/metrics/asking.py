@@ -35,10 +35,10 @@ class Asking(Generic[T]):
         self._mutex = threading.Lock()
         self._pid = os.getpid()
         self._asked: Future[T] | None = None
-        self._answered_at = 0.0
+        self._asked_at = self._answered_at = 0.0
 
-    def ask(self, max_age: float) -> Future[T]:
-        """Return what has the answer, or will have it.
+    def ask(self, max_age: float) -> tuple[Future[T], float]:
+        """Return what has the answer, or will have it, and when that was asked for.
 
         Args:
             max_age: Seconds since when it may be known.
@@ -47,8 +47,8 @@ class Asking(Generic[T]):
             asked, is_ours = self._asked, self._pid == os.getpid()
             is_new = time.monotonic() - self._answered_at <= max_age
             if asked is not None and is_ours and (is_new or not asked.done()):
-                return asked
-            asked = Future()
+                return asked, self._asked_at
+            asked, self._asked_at = Future(), time.monotonic()
             thread = threading.Thread(
                 target=self._run, args=(asked,), name="distlock-asking", daemon=True
             )
@@ -60,7 +60,7 @@ class Asking(Generic[T]):
             else:
                 # Only now: nobody asks again while there is a question without an answer.
                 self._asked, self._pid = asked, os.getpid()
-        return asked
+        return asked, self._asked_at
 
     def _run(self, asked: Future[T]) -> None:
         try:
@@ -86,25 +86,27 @@ def ask_each(
     Args:
         question: Is given the alias.
         max_age: Seconds since when an answer may be known.
-        patience: Seconds to wait for all answers together.
+        patience: Seconds to wait for each answer, from when it was asked for: a store that is
+            silent is waited for once, whoever wants to know it meanwhile.
 
     Returns:
         The answers, by alias; None: none in time, or an error.
     """
-    until = time.monotonic() + patience
     found: dict[str, T | None] = {}
-    for alias, each in begin_each(question, max_age=max_age).items():
+    for alias, (each, asked_at) in begin_each(question, max_age=max_age).items():
         try:
-            found[alias] = each.result(max(0.0, until - time.monotonic()))
+            found[alias] = each.result(max(0.0, asked_at + patience - time.monotonic()))
         except Exception as error:  # noqa: BLE001 - what cannot be known is not
             pass_on(error)
             found[alias] = None
     return found
 
 
-def begin_each(question: Callable[[str], T], *, max_age: float) -> Mapping[str, Future[T]]:
-    """Begin to ask, and wait for no answer: see `ask_each`."""
-    found: dict[str, Future[T]] = {}
+def begin_each(
+    question: Callable[[str], T], *, max_age: float
+) -> Mapping[str, tuple[Future[T], float]]:
+    """Begin to ask, and wait for no answer: see `ask_each` and `Asking.ask`."""
+    found: dict[str, tuple[Future[T], float]] = {}
     for alias in lock_backends:
         # Two threads may make one each; one of them is kept.
         asking = _every.get((question, alias)) or _every.setdefault(
