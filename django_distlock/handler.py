@@ -29,7 +29,8 @@ class LockBackendHandler:
 
     def __init__(self) -> None:
         self._backends: dict[str, BaseLockBackend] = {}
-        self._mutex = threading.Lock()
+        # Reentrant, because what makes a backend may be interrupted by, or be made of, another.
+        self._mutex = threading.RLock()
 
     def __getitem__(self, alias: str) -> BaseLockBackend:
         """Return the backend of `alias`.
@@ -42,7 +43,7 @@ class LockBackendHandler:
         if backend is None:
             with self._mutex:
                 backend = self._backends.get(alias) or self._make(alias)
-                self._backends[alias] = backend
+                backend = self._backends.setdefault(alias, backend)
         return backend
 
     def __iter__(self) -> Iterator[str]:

@@ -19,6 +19,7 @@ from django_distlock.backends.memory import MemoryBackend
 from django_distlock.core.records import Grant
 from django_distlock.exceptions import InvalidLockBackend
 from django_distlock.handler import LockBackendHandler, default_lock_backend, lock_backends
+from tests.contract.helpers import Later
 
 MEMORY = "django_distlock.backends.memory.MemoryBackend"
 DATABASE = "django_distlock.backends.database.DatabaseBackend"
@@ -59,6 +60,29 @@ def test_one_object_per_alias() -> None:
         assert list(lock_backends) == ["a", "b"]
         assert lock_backends.all() == [backend, lock_backends["b"]]
         assert lock_backends["b"] is not backend
+
+
+class MadeOfAnother(MemoryBackend):
+    """Has a backend inside; and a signal interrupts its making, whose handler asks for it."""
+
+    handler = LockBackendHandler()
+    found: list[BaseLockBackend] = []
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if not self.found:
+            self.found.append(self.handler["inner"])
+            self.found.append(self.handler["outer"])
+
+
+def test_backend_is_asked_for_while_one_is_made() -> None:
+    """Nothing hangs, and whoever asks gets one object."""
+    handler, path = MadeOfAnother.handler, f"{__name__}.MadeOfAnother"
+    configured = {"outer": {"BACKEND": path}, "inner": {"BACKEND": MEMORY}}
+    with override_settings(DISTLOCK=configured):
+        outer = Later(handler.__getitem__, "outer").result()
+        assert MadeOfAnother.found == [handler["inner"], outer]
+        assert handler["outer"] is outer
 
 
 def test_one_object_for_all_threads() -> None:
