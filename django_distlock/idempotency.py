@@ -97,9 +97,9 @@ def idempotent(
 
     Raises:
         InvalidArgument: An argument breaks a rule, or the template names no parameter of the view.
-        LockUsageError: The view is asynchronous: Django has no transactions for those. Or the
-            request was read as a stream before; or the response is streaming, or longer than
-            `max_body`: then what was written is rolled back.
+        LockUsageError: The view is asynchronous: Django has no transactions for those. Or a call
+            has no request, or one that was read as a stream before; or the response is streaming,
+            or longer than `max_body`: then what was written is rolled back.
     """
     if is_being_defined(key):
         raise InvalidArgument(
@@ -124,8 +124,7 @@ def idempotent(
 
         @functools.wraps(view)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            # A method has its object first.
-            request = next(each for each in args[:2] if hasattr(each, "META"))
+            request = _request_of(view, *args, **kwargs)
             call = functools.partial(view, *args, **kwargs)
             given = request.headers.get(HEADER)
             if request.method in SAFE or (given is None and not required):
@@ -148,6 +147,18 @@ def idempotent(
         return wrapper
 
     return decorate
+
+
+def _request_of(view: View, *args: Any, **kwargs: Any) -> Any:
+    # A method has its object first.
+    found = (each for each in (*args[:2], kwargs.get("request")) if hasattr(each, "META"))
+    if (request := next(found, None)) is None:
+        raise LockUsageError(
+            f"idempotent finds no request in a call of {view.__qualname__}: it decorates functions"
+            " that get one first, and methods that get it behind self.",
+            code="unsupported",
+        )
+    return request
 
 
 def _once(

@@ -874,6 +874,14 @@ def test_body_that_was_read_before_is_refused() -> None:
         idempotent()(pay)(made)
 
 
+def test_request_may_have_its_name_in_the_call() -> None:
+    """As some decorators pass it on; a call without one is refused."""
+    view = idempotent()(pay)
+    assert view(request=request()).status_code == 201
+    with pytest.raises(LockUsageError, match="finds no request"):
+        view(HttpResponse())
+
+
 def test_wrong_views_are_refused() -> None:
     """Asynchronous, classes, and templates of other views."""
 
