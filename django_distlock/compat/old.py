@@ -20,6 +20,7 @@ from django.db import DatabaseError, InterfaceError, connections
 from ..core.clock import monotonic
 from ..core.errors import BackendUnavailable, InvalidArgument, shown
 from ..core.threads import TimerThread
+from ..database.connections import bound_opening, own_connection
 
 N = TypeVar("N")
 
@@ -233,8 +234,10 @@ class OldAdvisoryLock(OldLock[Any]):
             return self.extend(key, owner, seconds)
         number = self.named(key)
         numbers = number if isinstance(number, tuple) else (number,)
-        _ = connections[self._using]  # It says that there is none.
-        wrapper = connections.create_connection(self._using)
+        template = connections[self._using]
+        # Not from a pool of the project's, which would keep the session, and the lock with it.
+        wrapper = own_connection(template)
+        bound_opening(wrapper, template.settings_dict["OPTIONS"])
         # Another thread renews.
         wrapper.inc_thread_sharing()
         try:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from django.core.cache import caches
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connection
+from django.db import connection, connections
 from redis import Redis
 
 from django_distlock import (
@@ -232,6 +232,21 @@ def test_outage_of_the_old_locks_is_no_contention(store: str, kind: str, key: st
             with pytest.raises(BackendUnavailable, match="The old lock of"):
                 distlock(key, backend=backend, wait=0).acquire()
             assert lock_backends[backend].read(key) is None
+
+
+def test_advisory_lock_needs_no_connection_of_a_pool(key: str) -> None:
+    """A pool would keep the session, and with it the lock, and have too few for all leases."""
+    small = {"min_size": 1, "max_size": 1, "timeout": 1}
+    with alias_like("default", OPTIONS={"pool": small}) as using:
+        try:
+            with bridged("database", OldAdvisoryLock(numbered, using=using)) as backend:
+                with distlock_all(f"{key}-a", f"{key}-b", backend=backend, wait=5):
+                    assert not is_free("advisory", f"{key}-a")
+                assert is_free("advisory", f"{key}-a")
+                assert is_free("advisory", f"{key}-b")
+        finally:
+            pooled: Any = connections[using]
+            pooled.close_pool()
 
 
 @pytest.mark.parametrize(
