@@ -20,6 +20,11 @@ SECRET_KEY = "only for tests"
 INSTALLED_APPS = ["django.contrib.contenttypes", "django.contrib.auth", "django_distlock"]
 USE_TZ = True
 """
+# As `startproject` writes it, with a path.
+DATABASE = """
+from pathlib import Path
+DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": Path("db.sqlite3")}}
+"""
 
 LOCKS = """
 import asyncio
@@ -76,7 +81,8 @@ def test_backend_of_the_how_to_keeps_the_contract(
     (project / "myproject").mkdir()
     (project / "myproject/locks.py").write_text(code)
     folder = settings.replace("/var/lib/myproject/locks", str(project / "locks"))
-    (project / "project_settings.py").write_text(SETTINGS + folder)
+    database = DATABASE if defined == "all" else ""
+    (project / "project_settings.py").write_text(SETTINGS + database + folder)
     (project / "test_contract.py").write_text(test + (LOCKS if defined == "four" else ""))
     told = run_pytest(project, "-rs", *(["-pno:django"] if defined == "all" else []))
     assert re.search(r"\d\d passed, \d skipped", told), told
