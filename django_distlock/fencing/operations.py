@@ -14,7 +14,7 @@ from django.db.migrations.operations.fields import FieldOperation
 from django.db.migrations.operations.models import DeleteModel
 from django.db.migrations.state import ModelState, ProjectState
 
-from .triggers import EnforcedState, FenceTrigger, column_of, trigger_name
+from .triggers import EnforcedState, FenceTrigger, column_of, is_fence, trigger_name
 
 #: What the column is called, unless a migration says otherwise.
 _FENCE = "fence"
@@ -117,7 +117,7 @@ class _FenceOperation(FieldOperation):
                 f"{label} has no field {self.name!r} of its own to enforce. Where another model's"
                 f" table has it, EnforceFence belongs to that model."
             )
-        if not isinstance(field, models.IntegerField) or field.null:
+        if not is_fence(field):
             raise FieldError(
                 f"{label}.{self.name} is no fence: that is an integer, and never null."
             )
@@ -136,8 +136,8 @@ class EnforceFence(_FenceOperation):
 
     Raises:
         FieldDoesNotExist: The model's own table has no such field.
-        FieldError: The field is no integer, or may be null; or one that a later operation renames
-            or removes without a `RelaxFence` before it.
+        FieldError: The field is no integer, or may be null; or a later operation makes it so,
+            renames it or removes it without a `RelaxFence` before it.
         NotSupportedError: It is another database.
     """
 

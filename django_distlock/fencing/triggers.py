@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from itertools import count
-from typing import Any, Self
+from typing import Any, Self, TypeGuard
 
 from django.apps.registry import Apps
 from django.core.exceptions import FieldError
@@ -236,15 +236,17 @@ class EnforcedState(ModelState):
         """Make the model, with the triggers among its constraints.
 
         Raises:
-            FieldError: A fence has gone, or has another column, and its trigger does not know.
+            FieldError: A fence has gone, has another column, or is none any more, and its trigger
+                does not know.
         """
         for name, trigger in self.triggers.items():
             field = self.fields.get(name)
-            if field is None or column_of(name, field) != trigger.column:
+            if not is_fence(field) or column_of(name, field) != trigger.column:
                 raise FieldError(
-                    f"The fence {name!r} of {self.app_label}.{self.name} was renamed or removed"
-                    f" while its trigger exists. Put RelaxFence({self.name!r}, field={name!r})"
-                    " before that in the migration. After a rename, add EnforceFence again."
+                    f"The fence {name!r} of {self.app_label}.{self.name} was renamed, removed or"
+                    " altered while its trigger exists. Before that, put"
+                    f" RelaxFence({self.name!r}, field={name!r}) in the migration. Behind it, add"
+                    " EnforceFence again, unless the fence is gone."
                 )
         model = super().render(apps)
         model._meta.constraints = [*model._meta.constraints, *self.triggers.values()]
@@ -259,6 +261,11 @@ def _enforced(kind: type[ModelState]) -> type[EnforcedState]:
         return EnforcedState
     made: type[EnforcedState] = type(f"Enforced{kind.__name__}", (EnforcedState, kind), {})
     return made
+
+
+def is_fence(field: models.Field[Any, Any] | None) -> TypeGuard[models.IntegerField[Any, Any]]:
+    """Say whether a field is an integer that is never null."""
+    return isinstance(field, models.IntegerField) and not field.null
 
 
 def column_of(name: str, field: models.Field[Any, Any]) -> str:

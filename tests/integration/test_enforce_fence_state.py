@@ -168,8 +168,10 @@ def test_deleted_model_comes_back_with_its_trigger(empty: str) -> None:
         operations.RenameField("payment", "fence", "seal"),
         operations.RemoveField("payment", "fence"),
         operations.AlterField("payment", "fence", models.BigIntegerField(db_column="seal")),
+        operations.AlterField("payment", "fence", models.BigIntegerField(null=True)),
+        operations.AlterField("payment", "fence", models.CharField(max_length=20)),
     ],
-    ids=["RenameField", "RemoveField", "AlterField"],
+    ids=["RenameField", "RemoveField", "AlterField", "AlterField, null", "AlterField, text"],
 )
 def test_fence_does_not_change_under_its_trigger(empty: str, change: Operation) -> None:
     """What some databases refuse and others notice too late is refused before anything is done."""
