@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,10 +98,14 @@ class _FenceOperation(FieldOperation):
     ) -> Iterator[tuple[type[models.Model], FenceTrigger]]:
         """Give the model and its trigger, where this database has the model."""
         model = state.apps.get_model(app_label, self.model_name)
-        triggers = getattr(state.models[app_label, self.model_name_lower], "triggers", {})
+        triggers = self._triggers(app_label, state)
         allowed = self.allow_migrate_model(schema_editor.connection.alias, model)
         if allowed and self.name in triggers:
             yield model, triggers[self.name]
+
+    def _triggers(self, app_label: str, state: ProjectState) -> Mapping[str, FenceTrigger]:
+        """Return those of the model, by the names of their fields."""
+        return getattr(state.models[app_label, self.model_name_lower], "triggers", {})
 
     def _fence(self, app_label: str, model: ModelState) -> models.Field[Any, Any]:
         """Return the field.
@@ -164,8 +168,9 @@ class EnforceFence(_FenceOperation):
         from_state: ProjectState,
         to_state: ProjectState,
     ) -> None:
-        """Drop the trigger."""
-        self._uninstall(app_label, schema_editor, from_state)
+        """Drop the trigger, unless it was there before."""
+        if self.name not in self._triggers(app_label, to_state):
+            self._uninstall(app_label, schema_editor, from_state)
 
     def describe(self) -> str:
         """Return what `migrate --plan` prints."""
