@@ -128,15 +128,18 @@ def readers(using: str) -> Iterator[checks.CheckMessage]:
 
 
 def indexes(using: str, present: list[type[models.Model]]) -> Iterator[checks.CheckMessage]:
-    """W111: the tables have the indexes and constraints of their models."""
+    """W111: the tables have the columns, indexes and constraints of their models."""
     connection = connections[using]
-    if connection.vendor not in ("mysql", "postgresql", "sqlite"):
+    if connection.vendor not in _COLUMNS:
         return
     for model in present:
         table = model._meta.db_table
+        there = {name for (name,) in ask(using, _COLUMNS[connection.vendor], table)}
+        wanted = [each.column for each in model._meta.local_concrete_fields]
+        lacks = [f"the column {each}" for each in wanted if each not in there]
         with connection.cursor() as cursor:
             found = connection.introspection.get_constraints(cursor, table)
-        lacks = list(_missing(model, found, connection))
+        lacks += _missing(model, found, connection)
         if lacks:
             yield checks.Warning(
                 f"The table {table} of {using!r} lacks {', '.join(lacks)}.",
@@ -229,6 +232,18 @@ def _lacking_secret(using: str, schema: str) -> Iterator[str]:
         yield f"the table {salt} is empty"
 
 
+# As whoever may not read all of a table may ask it, too.
+_COLUMNS = {
+    "mysql": (
+        "SELECT column_name FROM information_schema.columns"
+        " WHERE table_schema = DATABASE() AND table_name = %s"
+    ),
+    "postgresql": (
+        "SELECT attname FROM pg_attribute WHERE attrelid = to_regclass(quote_ident(%s))"
+        " AND attnum > 0 AND NOT attisdropped"
+    ),
+    "sqlite": "SELECT name FROM pragma_table_info(%s)",
+}
 _READABLE = """
 SELECT c.relname, has_table_privilege(c.oid, 'SELECT')
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace

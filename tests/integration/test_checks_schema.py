@@ -250,6 +250,15 @@ def test_tables_renamed_as_the_page_says(request: pytest.FixtureRequest, kind: s
     assert "distlock_events_kind" in project.run(f"{__name__}:found", "default")["distlock.W111"]
 
 
+def test_missing_column(empty: str) -> None:
+    """W111 names it: a migration that a pre-release has applied made the table without it."""
+    migrate(empty)
+    ask(empty, "ALTER TABLE django_distlock_fencecounter DROP COLUMN closed_until")
+    told = found(empty)
+    assert list(told) == ["distlock.W111"]
+    assert told["distlock.W111"].endswith("lacks the column closed_until.")
+
+
 def test_missing_constraints(empty: str) -> None:
     """W111 names keys, unique indexes and checks that somebody has dropped."""
     migrate(empty)
