@@ -43,9 +43,11 @@ def files(
     Args:
         skip: Told of a folder that cannot be read.
     """
+    # As paths are written: a folder that a shell completes ends with a slash.
+    patterns = [str(Path(each)) for each in excluded]
 
     def is_left(path: Path) -> bool:
-        return not any(fnmatch(text, e) for e in excluded for text in (str(path), path.name))
+        return not any(fnmatch(text, e) for e in patterns for text in (str(path), path.name))
 
     for path in paths:
         if path.is_file():

@@ -332,5 +332,6 @@ def test_folders_that_are_not_the_projects_are_left_out(
     assert lines(capsys, ".") == expected
     assert lines(capsys, "venv") == [("venv/some.py", 2)]
     assert lines(capsys, ".", "jobs.py", "--exclude", "migrations") == [expected[0], expected[2]]
-    assert lines(capsys, ".", "--exclude", "shop/*") == [expected[0]]
+    for pattern in ("shop/*", "shop/", "./shop"):
+        assert lines(capsys, ".", "--exclude", pattern) == [expected[0]]
     assert lines(capsys, "notes.txt") == [("notes.txt", 2)]
