@@ -131,7 +131,7 @@ class Records:
         self._backend = backend
 
     def of(self, keys: Sequence[str]) -> Sequence[Record | None]:
-        """Return the record of each key, in their order, by one question; None: it is free.
+        """Return the record of each key, in their order, in one query; None: it is free.
 
         Of several that share a key, that which is free last.
         """

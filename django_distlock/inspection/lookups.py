@@ -81,12 +81,12 @@ def get_by_key(key: Key, *, backend: str = "default", raw: bool = False) -> Lock
 
 
 def held_keys(keys: Iterable[Key], *, backend: str = "default") -> dict[str, Holder]:
-    """Return which of these keys are held, and by whom, by one question.
+    """Return which of these keys are held, and by whom, in one query.
 
     For workers that prove by a lock that they live, say.
 
     Args:
-        keys: Any number; on a cluster it is a question to each node, and in a database one for
+        keys: Any number; on a cluster it is a query to each node, and in a database one for
             each thousand.
 
     Raises:

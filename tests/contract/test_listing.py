@@ -63,7 +63,7 @@ def test_many_keys_are_read_without_what_is_over(
 
 
 @pytest.mark.aliases("postgres")
-def test_many_keys_are_one_question(backend: BaseLockBackend, key: str) -> None:
+def test_many_keys_are_one_query(backend: BaseLockBackend, key: str) -> None:
     """However many they are."""
     backend.records.of([key])
     with statements_on(backend.using) as statements:
