@@ -258,11 +258,12 @@ def test_lease_that_is_alone_replaces_the_only_sharer(backend: BaseLockBackend, 
 
 
 @BOTH
+@pytest.mark.parametrize("ttl", [60, 5])
 def test_settled_place_stays_taken(
-    backend: BaseLockBackend, store: Store, key: str, how: dict[str, Any]
+    backend: BaseLockBackend, store: Store, key: str, how: dict[str, Any], ttl: float
 ) -> None:
-    """Kept behind its run for as long as it says: so many in a window."""
-    first, *others = [take(backend, key, 60, **how) for _ in range(3)]
+    """Kept behind its run for as long as it says, also for longer than the lease had left."""
+    first, *others = [take(backend, key, ttl, **how) for _ in range(3)]
     assert backend.release(first, 40) is True
     assert backend.extend(first) is None
     for each in others:
