@@ -234,6 +234,10 @@ def test_place_of_another_that_is_gone(backend: BaseLockBackend, key: str) -> No
     again = new_token()
     for _ in range(2):
         assert take(backend, key, token=again, replace=other.token, **SHARED).token == again
+    # Whose late question was granted has two places by then: both make one.
+    other = take(backend, key, **SHARED)
+    last = take(backend, key, token=again, replace=other.token, **SHARED)
+    assert [each.fence for each in backend.records.sharing(key)] == [last.fence]
 
 
 @BOTH
@@ -324,12 +328,14 @@ def test_all_are_asked_to_stop(backend: BaseLockBackend, key: str) -> None:
 def test_nobody_joins_a_key_that_is_paused(
     backend: BaseLockBackend, store: Store, key: str, how: dict[str, Any]
 ) -> None:
-    """Those who share it go on."""
-    first = take(backend, key, **how)
+    """Those who share it go on, and who waits hears which of them is free last."""
+    first, *_others, last = [take(backend, key, ttl, **how) for ttl in (30, 40, 50)]
     backend.pause(key, store.now() + timedelta(seconds=60))
-    assert contend(backend, key, **how).paused
+    answer = contend(backend, key, **how)
+    assert (answer.paused, answer.fence) == (True, last.fence)
     assert isinstance(backend.extend(first), Grant)
     assert backend.pause(key, None) is True
+    assert backend.release(first) is True
     take(backend, key, **how)
 
 

@@ -15,7 +15,7 @@ if held[1] and is_live(held[2]) then
 elseif held[1] then
     table.insert(over, lock)
 end
-local others, own, again = {}, nil, false
+local others, own, again = {}, {}, false
 for _, each in ipairs(live) do
     local theirs, free_at, expires_at = unpack(
         redis.call('HMGET', each, 'token', 'free_at', 'expires_at')
@@ -23,19 +23,19 @@ for _, each in ipairs(live) do
     local spent = theirs == token and free_at ~= '' and free_at == expires_at
     if replace ~= '' and not spent
         and (theirs == replace or not alone and theirs == token) then
-        own = each
+        table.insert(own, each)
     else
         again = again or theirs == token
         table.insert(others, each)
     end
 end
 local closed = tonumber(redis.call('HGET', shared, 'closed') or '0')
-local gone = not (alone or own or replace == '' or replace == token)
+local gone = not (alone or own[1] or replace == '' or replace == token)
 local blocking, ends
 if #others > 0 then
     if alone or gone or live[1] == lock then
         blocking = last_to_end(others)
-    elseif own then
+    elseif own[1] then
         blocking = nil
     elseif again or permits ~= '' and #others >= tonumber(permits) then
         blocking = others[1]
@@ -51,7 +51,7 @@ end
 local paused = now < tonumber(redis.call('HGET', pause, 'until') or '0')
 if paused or blocking or gone then
     local outcome = (paused and 'paused ' or 'contended ') .. text(now)
-    blocking = blocking or last_to_end(live)
+    blocking = not paused and blocking or last_to_end(live)
     if not blocking then
         return outcome
     end
@@ -63,7 +63,7 @@ if paused or blocking or gone then
             redis.call('HSET', shared, 'closed', text(now + microseconds(door)))
         end
     end
-    return outcome .. ' ' .. described(blocking, ends)
+    return outcome .. ' ' .. described(blocking, not paused and ends)
 end
 local indexed = index and redis.call('GET', index)
 if indexed and whole(indexed) ~= lock then
@@ -79,15 +79,15 @@ end
 -- The fence first: whatever happened behind it, it would only be skipped.
 redis.call('SET', fence, text(granted))
 local called
-if own then
-    table.insert(over, own)
+for _, each in ipairs(own) do
+    table.insert(over, each)
 end
 for _, each in ipairs(over) do
     called = redis.call('HGET', each, 'wanted') or called
     redis.call('DEL', each)
     redis.call('HDEL', shared, each)
 end
-if replaced and own then
+if replaced and own[1] then
     redis.call('DEL', replaced)
 end
 local expires_at, free_at = put_record(place, index, key, token, granted, ttl, grace, holder)
