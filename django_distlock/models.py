@@ -49,6 +49,8 @@ class HeldLock(models.Model):
     holder_host = KeyField(_("host"), max_length=255)
     task_id = KeyField(_("task id"), max_length=255, null=True, db_index=True)
     stop_requested_at = InstantField(_("stop requested at"), null=True)
+    #: Null: for as long as its holder wants.
+    renewed_until = InstantField(_("renewed until"), null=True)
 
     objects: ClassVar[HeldLockManager] = HeldLockManager()
 
@@ -87,6 +89,7 @@ class HeldLock(models.Model):
             wanted=self.wanted,
             stop_requested_at=self.stop_requested_at,
             shared=is_place(self.storage_key),
+            renewed_until=self.renewed_until,
         )
 
 

@@ -844,7 +844,8 @@ MUTANTS = (
     ),
     Mutant(
         "a shortened lease is free before its holder knows", "postgres", RECORDS,
-        old=r"expires_at=expires_at, stop", new="expires_at=expires_at, free_at=expires_at, stop",
+        old=r"expires_at=expires_at,\n( +)stop",
+        new=r"expires_at=expires_at, free_at=expires_at,\n\1stop",
         test=f"{OPERATORS}::test_shortened_key_stays_with_a_holder_who_may_not_know",
     ),
     Mutant(
@@ -855,7 +856,7 @@ MUTANTS = (
     ),
     Mutant(
         "a shortened lease is renewed for ever", "postgres", EXTEND,
-        old=r" OR t >= v_until", new="",
+        old=r" OR t >= r.renewed_until", new="",
         test=f"{OPERATORS}::test_shortened_lease_is_renewed_until_its_end",
     ),
     Mutant(

@@ -268,6 +268,7 @@ class Record:
         ttl: Seconds that the last grant or extend gave; None: no expiry.
         free_at: `expires_at` plus the grace; equal to it once settled; later where the lease was
             shortened, because its holder was promised that much; None: no expiry.
+        renewed_until: Where the lease was shortened, the end of renewing, and its own.
         wanted: A waiter of this grant sleeps, and its end must wake it.
         shared: Others may hold the key at the same time.
     """
@@ -284,6 +285,7 @@ class Record:
     wanted: bool = False
     stop_requested_at: datetime | None = None
     shared: bool = False
+    renewed_until: datetime | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token", Token(self.token))
@@ -324,37 +326,36 @@ class Record:
             return self.is_live(now)
         return self.token == token and self.is_live(now) and not self.is_settled
 
-    @property
-    def is_shortened(self) -> bool:
-        """Whether it is renewed until `expires_at` only."""
-        if self.expires_at is None or self.is_settled:
-            return False
-        return self.free_at != self.expires_at + _GRACE
-
     def asked_to_stop(self, now: datetime, within: float | None) -> Record:
         """Return the record of a holder that is asked to finish.
 
         Args:
-            within: Seconds in which it ends at the latest; it never gets longer. Until the holder
-                knows of the new end, the old one stands for it. None: it ends when it did.
+            within: Seconds for which it is renewed at the most; they never get more. Until the
+                holder knows of the new end, the old one stands for it. None: as long as it was.
         """
         asked_at = self.stop_requested_at or now
         if within is None:
             return replace(self, stop_requested_at=asked_at)
-        expires_at = now + timedelta(seconds=within)
-        if self.expires_at is None or self.expires_at <= expires_at:
+        if self.expires_at is None:
             return self
+        until = now + timedelta(seconds=within)
+        expires_at = min(self.expires_at, until)
         if self.is_settled:
             return replace(self, expires_at=expires_at, free_at=expires_at)
-        return replace(self, expires_at=expires_at, stop_requested_at=asked_at)
+        return replace(
+            self,
+            expires_at=expires_at,
+            stop_requested_at=asked_at,
+            renewed_until=min(self.renewed_until or until, until),
+        )
 
     def extended(self, now: datetime, ttl: float | None) -> Record | None:
         """Return the record of a live lease with another ttl; None: it is renewed no more."""
         expires_at, free_at = lease_ends(now, ttl)
-        if self.is_shortened and self.expires_at is not None:
-            if self.expires_at <= now:
+        if self.renewed_until is not None:
+            if self.renewed_until <= now:
                 return None
-            expires_at = min(self.expires_at, expires_at or self.expires_at)
+            expires_at = min(self.renewed_until, expires_at or self.renewed_until)
         return replace(self, ttl=ttl, renewed_at=now, expires_at=expires_at, free_at=free_at)
 
     def contended(self, now: datetime, *, busy: bool = False, paused: bool = False) -> Contended:

@@ -45,10 +45,12 @@ ON CONFLICT (storage_key) DO UPDATE SET
     acquired_at = excluded.acquired_at, renewed_at = excluded.renewed_at,
     expires_at = excluded.expires_at, free_at = excluded.free_at, wanted = 0,
     holder = excluded.holder, holder_host = excluded.holder_host, task_id = excluded.task_id,
-    stop_requested_at = NULL
+    stop_requested_at = NULL, renewed_until = NULL
 """
 _LEASE = """
-SELECT token, fence, ttl, acquired_at, renewed_at, expires_at, free_at, stop_requested_at, wanted
+SELECT
+    token, fence, ttl, acquired_at, renewed_at, expires_at, free_at, stop_requested_at, wanted,
+    renewed_until
 FROM {locks} WHERE storage_key = %s
 """
 _EXTEND = """
@@ -192,7 +194,7 @@ class CompactLockManager(HeldLockManager):
         now = datetime.now(UTC)
         if row is None:
             return None, now
-        token, fence, ttl, acquired_at, renewed_at, expires_at, free_at, stop, wanted = row
+        token, fence, ttl, acquired_at, renewed_at, expires_at, free_at, stop, wanted, until = row
         record = Record(
             key=grant.key,
             token=token,
@@ -205,6 +207,7 @@ class CompactLockManager(HeldLockManager):
             holder=_NOBODY,
             wanted=bool(wanted),
             stop_requested_at=_instant(stop),
+            renewed_until=_instant(until),
         )
         return record if record.is_owned(grant.token, now) else None, now
 

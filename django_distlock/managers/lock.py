@@ -51,7 +51,7 @@ _NEVER: Final = datetime.fromtimestamp(0, UTC)
 #: What a record is made of: its name, its holder, and what the model calls by the same names.
 _COLUMNS = (
     "storage_key", "holder", "key", "token", "fence", "ttl", "acquired_at", "renewed_at",
-    "expires_at", "free_at", "wanted", "stop_requested_at",
+    "expires_at", "free_at", "wanted", "stop_requested_at", "renewed_until",
 )  # fmt: skip
 _CLEAN = """
 WITH gone AS (
@@ -274,6 +274,7 @@ class HeldLockManager(models.Manager["HeldLock"]):
                 expires_at=record.expires_at,
                 free_at=record.free_at,
                 stop_requested_at=record.stop_requested_at,
+                renewed_until=record.renewed_until,
             )
             self._call_out_if_sooner(row, record.free_at)
             return record
@@ -412,7 +413,7 @@ class HeldLockManager(models.Manager["HeldLock"]):
             "fence": fence, "ttl": attempt.ttl, "acquired_at": now, "renewed_at": now,
             "expires_at": expires_at, "free_at": free_at, "wanted": False,
             "holder": holder.as_json(), "holder_host": holder.host, "task_id": holder.task_id,
-            "stop_requested_at": None,
+            "stop_requested_at": None, "renewed_until": None,
         }  # fmt: skip
         if over is None:
             self.create(**values)

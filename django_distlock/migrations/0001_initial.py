@@ -43,6 +43,7 @@ class Migration(migrations.Migration):
                     KeyField(db_index=True, max_length=255, null=True, verbose_name="task id"),
                 ),
                 ("stop_requested_at", InstantField(null=True, verbose_name="stop requested at")),
+                ("renewed_until", InstantField(null=True, verbose_name="renewed until")),
             ],
             options={
                 "verbose_name": "held lock",

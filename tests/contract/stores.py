@@ -150,9 +150,9 @@ class DatabaseStore(Store):
         past = int(seconds * 1_000_000)
         self.ask(
             f"UPDATE {self.locks} SET acquired_at = acquired_at - %s,"
-            " renewed_at = renewed_at - %s, expires_at = expires_at - %s, free_at = free_at - %s"
-            f" WHERE {where}",
-            [past, past, past, past, self.mark],
+            " renewed_at = renewed_at - %s, expires_at = expires_at - %s, free_at = free_at - %s,"
+            f" renewed_until = renewed_until - %s WHERE {where}",
+            [past, past, past, past, past, self.mark],
         )
         self.ask(
             f"UPDATE {self.fences} SET paused_until = paused_until - %s,"

@@ -25,6 +25,7 @@ TIMES = (
     "expires_at",
     "free_at",
     "stop_requested_at",
+    "renewed_until",
     "until",
     "closed",
 )

@@ -92,16 +92,39 @@ def test_holder_frees_a_shortened_key_by_its_release(
 
 
 @HAS_TTL
-@pytest.mark.parametrize(("ttl", "seconds"), [(5, 100), (None, 5)])
-def test_shorten_never_lengthens(
-    backend: BaseLockBackend, key: str, ttl: float | None, seconds: float
-) -> None:
+@pytest.mark.parametrize("ttl", [5, None])
+def test_shorten_never_lengthens(backend: BaseLockBackend, key: str, ttl: float | None) -> None:
     """An end that is nearer stays; and so does no end, whose holder looks at no clock."""
     grant = take(backend, key, ttl)
     before = held(backend, key)
-    assert backend.request_stop(key, seconds) == before
-    assert held(backend, key) == before
+    record = backend.request_stop(key, 100)
+    assert isinstance(record, Record)
+    assert (record.expires_at, record.free_at) == (before.expires_at, before.free_at)
+    assert (record == before) is (ttl is None)
+    assert held(backend, key) == record
     extend(backend, grant)
+
+
+@HAS_TTL
+def test_shorten_holds_beyond_the_ttl(backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
+    """A lease that is renewed is so until that end, however short its ttl; the nearest one counts.
+
+    So it is where the holder has asked for less, and for more again.
+    """
+    grant = take(backend, key, 5)
+    other = take(backend, f"{key}-other", 100)
+    for seconds in (20, 100):
+        backend.request_stop(key, seconds)
+        backend.request_stop(f"{key}-other", seconds)
+    assert extend(backend, grant).stop_requested
+    elapse(4)
+    for ttl in (2, 100):
+        extend(backend, other, ttl)
+    [renewed] = backend.extend_many([extend(backend, grant, 50)])
+    assert isinstance(renewed, Grant)
+    elapse(17)
+    assert backend.extend(grant) is None
+    assert backend.extend_many([other]) == [None]
 
 
 @HAS_TTL

@@ -122,7 +122,7 @@ class Store:
         if record is None or record.token != token or record.is_settled:
             return 0.0
         # Shortened by an operator, it is kept for as long as its holder was promised.
-        ends = record.free_at if record.is_shortened else record.expires_at
+        ends = record.free_at if record.renewed_until else record.expires_at
         if ends is None:
             return math.inf
         return (ends - self.server._epoch).total_seconds() - self.ahead

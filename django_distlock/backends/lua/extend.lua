@@ -11,14 +11,12 @@ local why_not, before, wanted = refused(lock, token)
 if why_not then
     return why_not
 end
--- A lease that was shortened is not free at its end plus the grace: it is renewed until that end.
-local last = redis.call('HGET', lock, 'expires_at')
-local shortened = last ~= '' and before ~= text(last + microseconds(grace))
-if shortened and now >= tonumber(last) then
+local last = redis.call('HGET', lock, 'renewed_until')
+if last and now >= tonumber(last) then
     return 'shortened'
 end
 local expires_at, free_at = lease_ends(ttl, grace)
-local ends = shortened and not is_sooner(expires_at, last) and last or expires_at
+local ends = last and not is_sooner(expires_at, last) and last or expires_at
 begin(lock)
 redis.call('HSET', lock, 'ttl', ttl, 'renewed_at', text(now), 'expires_at', ends, 'free_at', free_at)
 remove_at(lock, free_at)

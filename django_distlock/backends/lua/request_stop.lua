@@ -8,7 +8,7 @@
 local lock = KEYS[1]
 local seconds, token, channel, seen = unpack(ARGV)
 
-local held = redis.call('HMGET', lock, 'free_at', 'expires_at', 'wanted')
+local held = redis.call('HMGET', lock, 'free_at', 'expires_at', 'wanted', 'renewed_until')
 local free_at, expires_at, settled = held[1], held[2], held[1] == held[2] and held[1] ~= ''
 if not free_at or not is_live(free_at) or token ~= '' and refused(lock, token)
     or not is_seen(lock, seen) then
@@ -18,17 +18,23 @@ if seconds == '' then
     redis.call('HSETNX', lock, 'stop_requested_at', text(now))
     return 'held ' .. text(now) .. ' ' .. described(lock)
 end
-local sooner = lease_ends(seconds, 0)
-if expires_at == '' or not is_sooner(sooner, expires_at) then
+local last = lease_ends(seconds, 0)
+local sooner = is_sooner(last, expires_at)
+if expires_at == '' or settled and not sooner then
     return 'held ' .. text(now) .. ' ' .. described(lock)
 end
 begin(lock)
-redis.call('HSET', lock, 'expires_at', sooner)
+if sooner then
+    redis.call('HSET', lock, 'expires_at', last)
+end
 if settled then
-    redis.call('HSET', lock, 'free_at', sooner)
-    free_at = sooner
+    redis.call('HSET', lock, 'free_at', last)
+    free_at = last
 else
     redis.call('HSETNX', lock, 'stop_requested_at', text(now))
+    if is_sooner(last, held[4] or '') then
+        redis.call('HSET', lock, 'renewed_until', last)
+    end
 end
 -- Before it may go at once.
 local record = described(lock)

@@ -112,7 +112,7 @@ def _record(described: str) -> Record:
 
 def recorded(fields: Mapping[str, str]) -> Record:
     """Return the record that these are the fields of."""
-    stop = fields.get("stop_requested_at")
+    stop, until = fields.get("stop_requested_at"), fields.get("renewed_until")
     return Record(
         key=fields["key"],
         token=fields["token"],
@@ -126,6 +126,7 @@ def recorded(fields: Mapping[str, str]) -> Record:
         wanted="wanted" in fields,
         stop_requested_at=_instant(stop) if stop else None,
         shared="shared" in fields,
+        renewed_until=_instant(until) if until else None,
     )
 
 

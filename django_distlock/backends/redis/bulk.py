@@ -16,7 +16,7 @@ from .lines import ThreadLines
 #: Of a record, what is read. `free_at` is there as long as the record is.
 _FIELDS: Final = (
     "free_at", "key", "token", "fence", "ttl", "acquired_at", "renewed_at", "expires_at", "holder",
-    "wanted", "stop_requested_at", "shared",
+    "wanted", "stop_requested_at", "shared", "renewed_until",
 )  # fmt: skip
 
 

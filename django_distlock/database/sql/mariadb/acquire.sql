@@ -69,7 +69,8 @@
                     token = %(token)s, fence = v_fence, ttl = %(ttl)s, acquired_at = t,
                     renewed_at = t, expires_at = t + %(lasts)s, free_at = t + %(lasts)s + {grace},
                     wanted = FALSE, holder = %(holder)s, holder_host = %(host)s,
-                    task_id = %(task)s, stop_requested_at = NULL
+                    task_id = %(task)s, stop_requested_at = NULL,
+                    renewed_until = NULL
                     WHERE storage_key = %(name)s;
             ELSE
                 INSERT INTO {locks} (

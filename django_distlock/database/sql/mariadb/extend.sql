@@ -6,8 +6,6 @@
 --           gone       no such record, another token, past free_at, settled, or shortened and over
 {begin}
 {owned}
-    -- A lease that was shortened keeps its end, and is free at theirs plus grace.
-    IF NOT (h_free_at <=> h_expires_at + {grace}) THEN SET v_until = h_expires_at; END IF;
     SET v_outcome = 'gone';
     IF h_ours AND (v_until IS NULL OR t < v_until) THEN
         UPDATE {locks} SET ttl = %(ttl)s, renewed_at = t,

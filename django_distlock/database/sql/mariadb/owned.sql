@@ -3,8 +3,9 @@
     SET TRANSACTION ISOLATION LEVEL READ COMMITTED;
     START TRANSACTION;
     SELECT COUNT(*), MAX(l.token = %(token)s), MAX(l.fence), MAX(l.acquired_at), MAX(l.expires_at),
-        MAX(l.free_at), MAX(l.stop_requested_at), MAX(l.wanted)
-        INTO h_there, h_ours, h_fence, h_acquired_at, h_expires_at, h_free_at, h_stop, h_wanted
+        MAX(l.free_at), MAX(l.stop_requested_at), MAX(l.wanted), MAX(l.renewed_until)
+        INTO h_there, h_ours, h_fence, h_acquired_at, h_expires_at, h_free_at, h_stop, h_wanted,
+            v_until
         FROM {locks} l WHERE l.storage_key = %(name)s FOR UPDATE;
     SET t = {now};
     SET h_ours = COALESCE(

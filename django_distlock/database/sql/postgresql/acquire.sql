@@ -143,7 +143,8 @@ BEGIN
                     expires_at = v_expires,
                     free_at = v_expires + pg_catalog.round(p_grace * 1000000)::bigint,
                     wanted = false, holder = p_holder, holder_host = p_holder->>'host',
-                    task_id = p_holder->>'task_id', stop_requested_at = NULL
+                    task_id = p_holder->>'task_id', stop_requested_at = NULL,
+                    renewed_until = NULL
                     WHERE l.storage_key = p_storage_key
                         AND (
                             l.free_at <= t OR l.token = p_replace AND (

@@ -18,8 +18,6 @@ DECLARE
     v_expires bigint;
     v_free bigint;
     v_grace bigint := pg_catalog.round(p_grace * 1000000)::bigint;
-    -- The end of a shortened lease, which no renewal moves: others are free at theirs plus grace.
-    v_until bigint;
     v_answer text;
     v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
     v_ignored text;
@@ -32,17 +30,15 @@ BEGIN
         SELECT * INTO r FROM "django_distlock_heldlock" l
             WHERE l.storage_key = p_storage_key FOR UPDATE;
         t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
-        v_until := CASE WHEN r.free_at IS DISTINCT FROM r.expires_at + v_grace
-            THEN r.expires_at END;
         IF r.storage_key IS NULL OR r.token <> p_token OR t >= r.free_at
-                OR r.free_at = r.expires_at OR t >= v_until THEN
+                OR r.free_at = r.expires_at OR t >= r.renewed_until THEN
             v_answer := '["gone"]';
         ELSE
             v_expires := t + pg_catalog.round(p_ttl * 1000000)::bigint;
             v_free := v_expires + v_grace;
             UPDATE "django_distlock_heldlock" l SET
                 ttl = p_ttl, renewed_at = t,
-                expires_at = least(v_expires, v_until), free_at = v_free
+                expires_at = least(v_expires, r.renewed_until), free_at = v_free
                 WHERE l.storage_key = p_storage_key;
             IF r.wanted AND (v_free < r.free_at OR r.free_at IS NULL AND v_free IS NOT NULL) THEN
                 PERFORM pg_catalog.pg_notify({channel}, {called_whole})

@@ -31,11 +31,8 @@ BEGIN
         WITH extended AS (
             UPDATE "django_distlock_heldlock" l SET
                 ttl = g.ttl, renewed_at = t,
-                -- What was shortened keeps its end.
                 expires_at = least(
-                    t + pg_catalog.round(g.ttl * 1000000)::bigint,
-                    CASE WHEN l.free_at IS DISTINCT FROM l.expires_at + v_grace
-                        THEN l.expires_at END
+                    t + pg_catalog.round(g.ttl * 1000000)::bigint, l.renewed_until
                 ),
                 free_at = t + pg_catalog.round(g.ttl * 1000000)::bigint + v_grace
             FROM ROWS FROM (
@@ -45,7 +42,7 @@ BEGIN
             WHERE l.storage_key = g.storage_key AND l.token = g.token
                 AND l.storage_key = ANY (v_locked)
                 AND (l.free_at IS NULL OR (t < l.free_at AND l.free_at <> l.expires_at))
-                AND (t < l.expires_at OR l.free_at IS NOT DISTINCT FROM l.expires_at + v_grace)
+                AND (l.renewed_until IS NULL OR t < l.renewed_until)
             RETURNING l.storage_key, l.token, pg_catalog.json_build_array(
                 'extended', l.fence, l.acquired_at, l.free_at - v_grace,
                 l.stop_requested_at IS NOT NULL
