@@ -153,7 +153,7 @@ async def asingle_flight(key: str, compute: Callable[[], Awaitable[T]], **how: U
         LockLost: The lease ended first, by which the computing task was cancelled.
     """
     plan = _Plan.of(key, **how)
-    return cast("T", await plan.get(_Awaits(plan.lock.backend), plan.lock.key, compute))
+    return cast("T", await plan.get(_Awaits(plan), plan.lock.key, compute))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,13 +236,19 @@ class _Calls:
 class _Awaits:
     """Carries them out with awaits; caches and locks are asked in threads of the lock backend."""
 
-    def __init__(self, backend: str):
-        self._run = lock_backends[backend].threads.run
+    def __init__(self, plan: _Plan):
+        self._run, self._cache = lock_backends[plan.lock.backend].threads.run, plan.cache
         self.attempt: Callable[[Lock], AbstractAsyncContextManager[Lease | Refusal]] = aattempt
 
     async def ask(self, step: Callable[..., R], *arguments: Any) -> R:
-        # The cache may make its keys of the caller's context variables.
-        return await self._run(copy_context().run, step, *arguments)
+        context, cache = copy_context(), self._cache
+
+        def asked() -> R:
+            # The keys may be made of the caller's context variables. A client is for one thread.
+            context.run(caches.__setitem__, cache, caches[cache])
+            return context.run(step, *arguments)
+
+        return await self._run(asked)
 
     async def call(self, compute: Callable[[], Awaitable[Any]]) -> Any:
         return await compute()
@@ -304,9 +310,7 @@ class _Plan:
             @functools.wraps(body)
             async def wrapper(*args: Any, **kwargs: Any) -> Any:
                 call = functools.partial(body, *args, **kwargs)
-                return await self.get(
-                    _Awaits(self.lock.backend), template.render(args, kwargs), call
-                )
+                return await self.get(_Awaits(self), template.render(args, kwargs), call)
 
         else:
 

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from django.conf import settings
 from django.core.cache import caches
+from django.core.cache.backends.locmem import LocMemCache
 from django.test import override_settings
 
 from django_distlock import (
@@ -233,6 +234,43 @@ def test_tenants_of_a_cache_are_apart(fly: Callable[..., Any], key: str) -> None
             each.end.set()
         assert [first.result(), second.result()] == ["one", "two"]
         assert Later(ask, "two", Work.quick("anew")).result() == "two"
+
+
+class OfOneThread(LocMemCache):
+    """As clients of memcached are."""
+
+    made: ClassVar[list[OfOneThread]] = []
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.made.append(self)
+        self.threads = {threading.get_ident()}
+
+    def get(self, *args: Any, **kwargs: Any) -> Any:
+        """Say who asks."""
+        self.threads.add(threading.get_ident())
+        return super().get(*args, **kwargs)
+
+
+def test_object_of_a_cache_is_asked_by_one_thread(key: str) -> None:
+    """And a thread has one for all the calls of a loop."""
+    OfOneThread.made.clear()
+
+    async def ask(name: str) -> str:
+        async def compute() -> str:
+            return name
+
+        return await asingle_flight(name, compute, timeout=60, cache="own", backend="memory")
+
+    async def main() -> list[str]:
+        caches["own"].get(key)
+        return [await ask(f"{key}:{number}") for number in range(3)]
+
+    own = {"BACKEND": f"{__name__}.{OfOneThread.__name__}", "LOCATION": key}
+    with override_settings(CACHES={**settings.CACHES, "own": own}):
+        assert asyncio.run(main()) == [f"{key}:{number}" for number in range(3)]
+    assert all(len(each.threads) == 1 for each in OfOneThread.made)
+    assert len(OfOneThread.made) == len(set.union(*(each.threads for each in OfOneThread.made)))
 
 
 def test_cache_that_keeps_nothing_costs_one_run_for_all_who_wait(key: str) -> None:
