@@ -342,16 +342,17 @@ class Leader:
                 code="unsupported",
             )
         unhandled: list[int] = []
-        before, pid = None, os.getpid()
+        before: Any = None
         if threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGTERM)
+            before = _own_handler(signal.getsignal(signal.SIGTERM))
 
         def told(signum: int, frame: FrameType | None) -> None:
-            signal.signal(signal.SIGTERM, before)
-            if os.getpid() != pid:
-                # A forked child leads nothing, and whoever ends it may wait for its end.
+            if _own_handler(told) is not told:
+                # A forked child leads nothing here, and whoever ends it may wait for its end.
+                signal.signal(signal.SIGTERM, _own_handler(told))
                 signal.raise_signal(signum)
                 return
+            signal.signal(signal.SIGTERM, before)
             self.stop()
             if callable(before):
                 before(signum, frame)
@@ -360,6 +361,7 @@ class Leader:
             if self._campaigns:
                 raise _Stopped
 
+        vars(told).update(distlock_pid=os.getpid(), distlock_before=before)
         self._is_used = True
         try:
             # None is a handler that is not Python's.
@@ -370,3 +372,10 @@ class Leader:
             self._is_used = False
             if before is not None and signal.getsignal(signal.SIGTERM) is told:
                 signal.signal(signal.SIGTERM, before)
+
+
+def _own_handler(handler: Any) -> Any:
+    """Return what handles a signal where no leader of a process does that has forked this one."""
+    while getattr(handler, "distlock_pid", os.getpid()) != os.getpid():
+        handler = handler.distlock_before
+    return handler

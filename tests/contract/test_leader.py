@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -551,17 +552,32 @@ def test_signal_is_handled_as_before_behind_the_block(registered: Registered, ke
 
 
 @pytest.mark.aliases("memory", why="no store is asked")
-def test_forked_child_of_a_leader_ends_by_its_signal(candidate: Leader) -> None:
-    """As it would have done without us: `multiprocessing.Pool` waits for that."""
+@pytest.mark.parametrize(("leads_too", "status"), [(False, -signal.SIGTERM), (True, 7)])
+def test_forked_child_of_a_leader_has_its_own_signal(
+    candidate: Leader, key: str, *, leads_too: bool, status: int
+) -> None:
+    """It ends as it would have done without us: `multiprocessing.Pool` waits for that."""
+
+    def child() -> None:
+        if leads_too:
+            leader(f"{key}:2", backend="memory").run(end)
+            sys.exit(7)
+        signal.pause()
+
+    def end(term: Term) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        assert not term
+
     with candidate as term:
-        child = multiprocessing.get_context("fork").Process(target=signal.pause)
-        child.start()
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
         try:
-            child.terminate()
-            child.join(10)
-            assert child.exitcode == -signal.SIGTERM
+            if not leads_too:
+                process.terminate()
+            process.join(10)
+            assert process.exitcode == status
         finally:
-            child.kill()
+            process.kill()
         assert term
 
 
