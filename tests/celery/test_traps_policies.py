@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -271,6 +272,19 @@ def test_c17_a_child_runs_under_the_lease_of_its_parent(prefork: Crew) -> None:
     assert prefork.outcome(result) == "SUCCESS"
     assert prefork.stage.told("held")
     prefork.becomes_free()
+
+
+@pytest.mark.parametrize("store", ["redis"])
+def test_c17_replacement_inherits_nothing(prefork: Crew) -> None:
+    """Its sender does not wait for it: under that lease it would run beside it, and lose it."""
+    result = prefork.send("inherited", "replace go")
+    waits = f"{result.id} was redelivered and waits"
+    replaced = partial(prefork.stage.told, "replaced")
+    prefork.until(lambda: waits in prefork.worker.said() or bool(replaced()), "it has come")
+    prefork.stage.open("go")
+    assert prefork.outcome(result) == "SUCCESS"
+    assert replaced()
+    assert not prefork.stage.told("overlapped")
 
 
 def test_c17_nothing_is_inherited_unasked(prefork: Crew) -> None:

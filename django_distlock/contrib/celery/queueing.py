@@ -308,7 +308,8 @@ def hand_down(
     except (InvalidArgument, TypeError):
         return  # The task itself will say so.
     lease = context.holds(terms.backend, key)
-    if lease is None:
+    # Who sends a retry or a replacement does not wait for it.
+    if lease is None or lease.holder.task_id == headers.get("id"):
         return
     if deferred_release.open_transactions():
         extra = log_fields("not_handed_down", backend=lease.backend, key=key)
