@@ -68,12 +68,13 @@ def install(
     least = seconds(shortest_wait, "shortest_wait")
     meters = metrics.get_meter_provider() if meter_provider is None else meter_provider
     tracers = trace.get_tracer_provider() if tracer_provider is None else tracer_provider
+    name = id(meters), id(tracers)
     with _mutex:
-        if (id(meters), id(tracers)) not in _installed:
-            exporter = _Exporter(meters, heard, stores=stores)
+        if name not in _installed:
+            exporter = _Exporter(name, meters, heard, stores=stores)
             spans = _Spans(tracers, heard, keys=keys, least=least)
             made = _Installed(meters, tracers, Recorder(exporter, heard), spans)
-            _installed[id(meters), id(tracers)] = made
+            _installed[name] = made
 
 
 def uninstall() -> None:
@@ -102,9 +103,20 @@ class _Installed:
 
 
 class _Exporter:
-    """Puts what is measured into the instruments of one meter."""
+    """Puts what is measured into the instruments of one meter.
 
-    def __init__(self, provider: MeterProvider, prefixes: Prefixes, *, stores: bool):
+    Args:
+        name: That of what is installed.
+    """
+
+    def __init__(
+        self,
+        name: tuple[int, int],
+        provider: MeterProvider,
+        prefixes: Prefixes,
+        *,
+        stores: bool,
+    ):
         meter = provider.get_meter("django_distlock")
         self._counters = {
             each: meter.create_counter(each.name, description=each.help)
@@ -126,7 +138,7 @@ class _Exporter:
         for numbers, instruments in gauges:
             for each in instruments:
                 meter.create_observable_gauge(
-                    each.name, [_observing(each, numbers)], each.unit, each.help
+                    each.name, [_observing(name, each, numbers)], each.unit, each.help
                 )
 
     def add(self, instrument: Instrument, *labels: str, by: int = 1) -> None:
@@ -140,10 +152,12 @@ class _Exporter:
 
 
 def _observing(
-    instrument: Instrument, numbers: Numbers
+    name: tuple[int, int], instrument: Instrument, numbers: Numbers
 ) -> Callable[[CallbackOptions], Iterator[Observation]]:
     def observe(_options: CallbackOptions) -> Iterator[Observation]:
-        for labels, value in numbers()[instrument].items():
+        # A meter keeps its callbacks, and takes no others when it is installed again.
+        found = numbers()[instrument] if name in _installed else {}
+        for labels, value in found.items():
             yield Observation(value, dict(zip(instrument.labels, labels, strict=True)))
 
     return observe

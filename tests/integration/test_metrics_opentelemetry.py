@@ -22,7 +22,12 @@ from opentelemetry.trace import StatusCode
 
 from django_distlock import LockLost, LockNotAcquired, distlock, lock_backends
 from django_distlock.contrib import opentelemetry
-from django_distlock.contrib.metrics.instruments import INSTRUMENTS, STORE_GAUGES
+from django_distlock.contrib.metrics.instruments import (
+    INSTRUMENTS,
+    PROCESS_GAUGES,
+    STORE_GAUGES,
+    STORE_UP,
+)
 from django_distlock.contrib.metrics.stores import PATIENCE
 from django_distlock.core.declarations import declared
 from django_distlock.core.keys import own_key
@@ -121,6 +126,18 @@ def test_gauges_are_asked_for(key: str, told: Told) -> None:
         assert told.point("schedule_overdue", backend="sqlite", prefix=name).value > 38
         names = {each.name for each in INSTRUMENTS if each.kind == "gauge"}
         assert names <= set(told.points())
+
+
+def test_nothing_is_measured_where_it_was_uninstalled(key: str, told: Told) -> None:
+    """What was counted stays; no gauge asks a store, until it is installed again."""
+    with distlock(f"{key}:1", backend="memory"):
+        pass
+    gauges = {each.name for each in (*PROCESS_GAUGES, STORE_UP)}
+    assert gauges <= set(told.points())
+    opentelemetry.uninstall()
+    assert not gauges & set(told.points())
+    told.install()
+    assert gauges <= set(told.points())
 
 
 def test_store_that_hangs_is_waited_for_once(told: Told) -> None:
