@@ -199,6 +199,16 @@ def test_rare_counters_are_there_before_they_count(key: str, scraped: Scraped) -
         assert scraped.value(name, **labels) == 0
 
 
+def test_rare_counters_are_there_where_a_lease_is_only_renewed(key: str) -> None:
+    """A process that loads leases of others acquires none, and may lose them."""
+    lease = distlock(f"{key}:1", backend="memory", ttl=60).acquire()
+    made = Scraped(named=[key])
+    lease.extend()
+    assert {made.value("lost_total", cause=each, **of(key)) for each in CAUSES} == {0}
+    lease.release()
+    prometheus.uninstall(made.registry)
+
+
 # What stands for keys
 
 

@@ -147,8 +147,10 @@ class Recorder:
     def _extended(
         self, *, alias: str, key: str, slack: float | None, cause: object, **_: Any
     ) -> None:
+        # Who has loaded a lease has acquired none.
+        prefix = self._seen_prefix(alias, key)
         if cause is None and slack is not None:
-            self._to.observe(SLACK, slack, alias, self._prefixes.of(key))
+            self._to.observe(SLACK, slack, alias, prefix)
 
     def _released(
         self, *, alias: str, key: str, held_for: float, released: bool, cause: object, **_: Any
