@@ -26,7 +26,7 @@ from ..database import vendors
 from ..database.borrowing import LONG_SECONDS, NoConnectionFree
 from ..database.connections import require_transaction, use_own_connections
 from ..database.schemas import TableConnections
-from ..database.server_functions import NeedsTransaction
+from ..database.server_functions import NeedsOwnSession
 from ..database.sql import side_table
 from ..database.vendors import VENDORS
 from ..exceptions import InvalidLockBackend
@@ -285,7 +285,7 @@ class FenceTable(NoteTable):
             try:
                 with use as on:
                     return operation(on)
-            except NeedsTransaction:
+            except NeedsOwnSession:
                 use = self._connections.use(bound, writes=writes, patience=patience)
                 with use as on:
                     return operation(on)

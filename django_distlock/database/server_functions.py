@@ -40,8 +40,12 @@ from .vendors.postgresql import milliseconds, sqlstate
 _LONGEST = 2_147_483.0
 
 
-class NeedsTransaction(Exception):
-    """The server's default is another isolation level: it has to be said in a transaction."""
+class NeedsOwnSession(Exception):
+    """The session of the thread has another isolation level or role, or may only read."""
+
+
+#: By SQLSTATE: another isolation level, a read-only session, a role without the right.
+_OF_THE_SESSION = ("25001", "25006", "42501")
 
 
 #: Microseconds for which nobody joins behind who waits to be alone.
@@ -185,10 +189,12 @@ class ServerFunctions:
                 cursor.execute(statement, arguments)
                 return str(cursor.fetchone()[0])
         except DatabaseError as error:
-            if sqlstate(error) != "25001" or connection.in_atomic_block:
+            state, inside = sqlstate(error), connection.in_atomic_block
+            if state in _OF_THE_SESSION and not (inside or is_own(connection)):
+                raise NeedsOwnSession from error
+            # The server's default, which a transaction can change.
+            if state != "25001" or inside:
                 raise
-            if not is_own(connection):
-                raise NeedsTransaction from error
         with vendors.of(self._using).short_transaction(MAX_BOUND), connection.cursor() as cursor:
             cursor.execute(statement, arguments)
             return str(cursor.fetchone()[0])

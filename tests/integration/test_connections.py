@@ -445,6 +445,17 @@ def test_servers_own_isolation_is_no_obstacle(
     assert ask(postgresql, "SHOW transaction_isolation") == [(level,)]
 
 
+@pytest.mark.parametrize("change", ["ROLE pg_monitor", "default_transaction_read_only = on"])
+def test_session_that_may_do_less_is_no_obstacle(key: str, change: str) -> None:
+    """What the caller's session may not, a connection of ours may: acquire, extend, release."""
+    with alias_like("default") as using, locks_on(using) as backend:
+        with distlock(key, backend=backend):
+            ask(using, f"SET {change}")
+        with distlock(key, backend=backend, wait=0) as lease:
+            lease.extend()
+        assert not distlock(key, backend=backend).locked()
+
+
 # Ends
 
 
