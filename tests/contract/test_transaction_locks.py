@@ -435,6 +435,20 @@ def test_waiting_for_a_transaction_ends_in_time(registered: Registered, key: str
 
 
 @pytest.mark.aliases("postgres")
+def test_waiting_outlasts_the_time_of_a_statement(registered: Registered, key: str) -> None:
+    """Where the project bounds statements, nothing is broken off, and the transaction goes on."""
+    options = {"options": "-c statement_timeout=400ms"}
+    with alias_like("default", OPTIONS=options) as using, transaction.atomic(using=using):
+        with (
+            locked_elsewhere(registered, key),
+            prompt(0.9, least=0.9),
+            pytest.raises(LockNotAcquired),
+        ):
+            transaction_lock(key, wait=0.9, using=using, backend=registered.alias)
+        transaction_lock(key, using=using, backend=registered.alias)
+
+
+@pytest.mark.aliases("postgres")
 def test_waiting_for_several_things_ends_in_time(
     registered: Registered, store: DatabaseStore, stranger: Stranger, key: str
 ) -> None:

@@ -8,8 +8,9 @@
 --           snapshot   the transaction may not see a lease that was granted since it began
 --           contended  a lease holds the key at `place`: the rest is about it
 --           paused     an operator paused the key at `place`
---           busy       the key at `place` was not to be had within p_bound milliseconds: a
---                      transaction keeps it, an acquire is under way, or a table is locked
+--           busy       the key at `place` was not to be had within p_bound milliseconds, or most
+--                      of statement_timeout: a transaction keeps it, an acquire is under way, or a
+--                      table is locked
 --           deadlock   the server found a circle of transactions that wait for each other
 --
 -- What is not `locked` leaves nothing locked. With p_keep, `contended` keeps what the call has
@@ -24,7 +25,11 @@ CREATE OR REPLACE FUNCTION "django_distlock_heldlock_transaction_lock_v3"(
 SET search_path = pg_catalog, pg_temp AS $body$
 DECLARE
     v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
-    v_until timestamptz := pg_catalog.clock_timestamp() + p_bound * interval '1 millisecond';
+    -- Whoever is told `busy` asks again. Ended by statement_timeout, the transaction would be over.
+    v_bound bigint := least(p_bound, nullif(pg_catalog.date_part(
+        'epoch', pg_catalog.current_setting('statement_timeout')::interval
+    ) * 800, 0)::bigint);
+    v_until timestamptz := pg_catalog.clock_timestamp() + v_bound * interval '1 millisecond';
     v_left bigint;
     v_seed text;
     v_mark bigint;
@@ -51,7 +56,7 @@ BEGIN
     END IF;
     BEGIN
         -- Also for tables that somebody has locked.
-        v_ignored := pg_catalog.set_config('lock_timeout', greatest(p_bound, 1)::text, true);
+        v_ignored := pg_catalog.set_config('lock_timeout', greatest(v_bound, 1)::text, true);
         SELECT {seed}, {mark} INTO v_seed, v_mark FROM "django_distlock_heldlock_salt" s;
         IF NOT FOUND THEN
             RAISE EXCEPTION 'the table django_distlock_heldlock_salt is empty'
