@@ -65,7 +65,7 @@ _POSTGRESQL = (
 # mode a NULL becomes 0 behind the trigger.
 _MYSQL = (
     "CREATE TRIGGER %(trigger)s BEFORE UPDATE ON %(table)s FOR EACH ROW BEGIN"
-    " DECLARE said VARCHAR(512);"
+    " DECLARE said VARCHAR(512) CHARACTER SET utf8mb4;"
     " IF COALESCE(NEW.%(column)s, -1) < OLD.%(column)s THEN"
     " SET said = CONCAT('from ', OLD.%(column)s, ' to ', COALESCE(NEW.%(column)s, 'NULL'));"
     " SET said = LEFT(CONCAT('a fence never goes back (', said, ', ', %(message)s, ')'), 128);"

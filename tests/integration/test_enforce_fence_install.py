@@ -77,7 +77,8 @@ def test_model_has_two_fences(bank: Bank) -> None:
 
 
 @pytest.mark.parametrize(
-    "table", ["Order", "it's 100 lines", 'payment\'s "fences"', "größe", "t" * 63, "t" * 60 + "X"]
+    "table",
+    ["Order", "it's 100 lines", 'payment\'s "fences"', "größe", "платёж", "t" * 63, "t" * 60 + "X"],
 )
 def test_odd_names_of_tables(empty: str, table: str) -> None:
     """Reserved, quoted, long and foreign names of tables do, beside one that differs at its end."""
