@@ -265,11 +265,13 @@ class Use:
         try:
             if connection.connection is None:
                 own.bound = None
+                if connection.vendor == "sqlite":
+                    # What the project does at the opening may wait for a writer, too.
+                    connection.settings_dict["OPTIONS"]["timeout"] = self._writer_seconds()
                 connection.ensure_connection()
             self.begin_statement()
             if connection.vendor == "sqlite":
-                wait = max(budgets.left(self._bound), WRITER_SECONDS)
-                bound = f"PRAGMA busy_timeout = {int(wait * 1000)}"
+                bound = f"PRAGMA busy_timeout = {int(self._writer_seconds() * 1000)}"
             elif connection.vendor == "mysql":
                 bound = _standstill_of(connection)
             else:
@@ -281,6 +283,9 @@ class Use:
         except DjangoDatabaseError as error:
             self.leave(type(error), error)
             raise
+
+    def _writer_seconds(self) -> float:
+        return max(budgets.left(self._bound), WRITER_SECONDS)
 
 
 class Own:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import sqlite3
+from pathlib import Path
+
 import pytest
 from django.db import transaction
 
-from django_distlock import Lock, LockUsageError
+from django_distlock import BackendUnavailable, Lock, LockUsageError, distlock
 from django_distlock.handler import lock_backends
+from django_distlock.locks.attempts import BUSY_SECONDS
 from tests.backends import Registered
 from tests.shop.models import Row
 
-from .aliases import alias_like
+from .aliases import alias_like, locks_on
 from .helpers import prompt
 from .locking import eventually, grantable, held_elsewhere, lock_of, taken
 
@@ -94,3 +99,24 @@ def test_extend_inside_a_transaction_on_the_file_says_why_not(
     assert lease.held
     lease.extend()
     assert lease.release()
+
+
+@pytest.mark.aliases("sqlite")
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <sqlite3:pytest.PytestUnraisableExceptionWarning"
+)
+def test_opening_the_file_takes_no_longer_than_the_call(key: str, tmp_path: Path) -> None:
+    """What the project does first may wait for whoever has the file, longer than the lock does."""
+    file = str(tmp_path / "busy.sqlite3")
+    stranger = sqlite3.connect(file, isolation_level=None)
+    stranger.execute("BEGIN EXCLUSIVE")
+    first = {"timeout": 20, "init_command": "PRAGMA journal_mode=WAL"}
+    with (
+        alias_like("sqlite", NAME=file, OPTIONS=first) as using,
+        locks_on(using) as locks,
+        prompt(BUSY_SECONDS),
+        pytest.raises(BackendUnavailable),
+    ):
+        distlock(key, backend=locks, wait=0).acquire()
+    stranger.close()
+    gc.collect()  # Django closes no connection whose first command fails.
