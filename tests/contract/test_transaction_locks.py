@@ -771,6 +771,17 @@ def test_session_is_shown(registered: Registered, key: str) -> None:
 
 
 @pytest.mark.aliases("postgres")
+def test_transaction_that_asks_for_less_isolation_locks_keys(
+    registered: Registered, key: str
+) -> None:
+    """READ UNCOMMITTED is READ COMMITTED on PostgreSQL."""
+    options = {"isolation_level": IsolationLevel.READ_UNCOMMITTED}
+    with alias_like("default", OPTIONS=options) as using, transaction.atomic(using=using):
+        transaction_lock(key, using=using, backend=registered.alias)
+        assert not locks(registered, key)
+
+
+@pytest.mark.aliases("postgres")
 @pytest.mark.parametrize("how", [IsolationLevel.REPEATABLE_READ, IsolationLevel.SERIALIZABLE])
 def test_snapshot_is_refused(registered: Registered, key: str, how: IsolationLevel) -> None:
     """It would not show a lease that was granted since."""

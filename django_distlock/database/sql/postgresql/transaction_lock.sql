@@ -46,7 +46,7 @@ DECLARE
     h_free_at bigint;
     h_holder jsonb;
 BEGIN
-    IF pg_catalog.current_setting('transaction_isolation') <> 'read committed' THEN
+    IF pg_catalog.current_setting('transaction_isolation') NOT LIKE 'read %' THEN
         -- An older snapshot would not show a lease that was granted while this waited.
         RETURN pg_catalog.json_build_array('snapshot');
     END IF;
