@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from redis.crc import key_slot
 
 from django_distlock.core.records import Grant
@@ -36,6 +37,26 @@ def test_listing_goes_through_all_servers(on_cluster: RedisStore, key: str) -> N
     for limit in (1, 7, 100):
         assert sorted(listed(on_cluster.backend, key, limit=limit)) == sorted(names)
     assert all(isinstance(each, Grant) for each in on_cluster.backend.extend_many(grants))
+
+
+def test_listing_goes_on_when_another_server_has_left(
+    alone_on_cluster: Any, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or has taken another address: with the server where the page ended, in the middle of it."""
+    names = [f"{key}-{number}" for number in range(30)]
+    for name in names:
+        take(alone_on_cluster, name)
+    page = alone_on_cluster.list(limit=29)
+    lines = alone_on_cluster.store._lines
+    first, *others = lines.servers()
+    monkeypatch.setattr(lines, "servers", lambda: others)
+    rest = alone_on_cluster.list(cursor=page.cursor)
+    assert sorted(each.key for each in (*page.records, *rest.records)) == sorted(names)
+    monkeypatch.setattr(lines, "servers", lambda: [first])
+    again = alone_on_cluster.list(cursor=page.cursor)
+    # What the one that is gone had may be anywhere.
+    assert {each.key for each in again.records} <= {each.key for each in page.records}
+    assert again.records
 
 
 def test_fences_of_all_servers_are_raised(alone_on_cluster: Any, key: str) -> None:

@@ -107,8 +107,8 @@ class ClusterLines:
         """Return the connections to each server that has keys, in an order that stays."""
         # Nobody redirects who asks each of them: the keys of one that has joined would be left out.
         self.look_again()
-        nodes = sorted(self._client.get_primaries(), key=lambda node: str(node.name))
-        return [self.server(node) for node in nodes]
+        found = map(self.server, self._client.get_primaries())
+        return sorted(found, key=lambda lines: lines.name)
 
     def keep_none(self) -> None:
         """See `ThreadLines`."""

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
 
 import redis
 
@@ -25,7 +26,7 @@ from .wakeups import Subscription, subscribed
 #: How many keys of the database a step of a walk looks at: well below a millisecond of the server.
 STEP = 1000
 
-_PLACE = re.compile(r"(\d+)\.(\d+)\.(\d+)\.(.*)", re.DOTALL)
+_PLACE = re.compile(r"([^/]+)/(\d+)\.(\d+)\.(.*)", re.DOTALL)
 
 _every: weakref.WeakSet[RedisStore] = weakref.WeakSet()
 #: What a fork copied. Kept, so that no destructor speaks on the parent's sockets.
@@ -35,13 +36,13 @@ _inherited: list[Any] = []
 class Place(NamedTuple):
     """How far a walk has come: a server, a step of its `SCAN` from a cursor to a cursor, a key."""
 
-    server: int = 0
+    server: str = ""
     scan: int = 0
     following: int = -1
     last: str = ""
 
     def __str__(self) -> str:
-        return f"{self.server}.{self.scan}.{self.following}.{self.last}"
+        return f"{quote(self.server, safe=':')}/{self.scan}.{self.following}.{self.last}"
 
     @classmethod
     def parsed(cls, place: str) -> Place:
@@ -49,7 +50,7 @@ class Place(NamedTuple):
         found = _PLACE.fullmatch(place)
         if found is None:
             raise InvalidArgument(f"{place!r} is no cursor of this store.")
-        return cls(int(found[1]), int(found[2]), int(found[3]), found[4])
+        return cls(unquote(found[1]), int(found[2]), int(found[3]), found[4])
 
 
 class RedisStore:
@@ -195,8 +196,12 @@ class RedisStore:
         begin = Place() if place is None else Place.parsed(place)
         with self._asking() as lines:
             servers = lines.servers()
-        for server, line in enumerate(servers[begin.server :], begin.server):
-            step = begin if server == begin.server else Place(server)
+        if all(line.name != begin.server for line in servers):
+            begin = Place()  # What one that is gone had may be on any of them.
+        for line in servers:
+            if line.name < begin.server:
+                continue
+            step = begin if line.name == begin.server else Place(line.name)
             while True:
                 with self._asking():
                     following, found = line.command(
@@ -214,7 +219,7 @@ class RedisStore:
                 yield from ((line, placed[at : at + size]) for at in range(0, len(placed), size))
                 if following == 0:
                     break
-                step = Place(server, following)
+                step = Place(line.name, following)
 
     @contextmanager
     def _asking(self, key: str | None = None) -> Iterator[ThreadLines | ClusterLines]:
