@@ -86,6 +86,30 @@ def test_many_leases_follow_their_slots(cluster: Cluster, key: str) -> None:
     assert sorted(listed(cluster.backend, key)) == sorted(grant.key for grant in grants)
 
 
+def test_slot_on_its_way_to_a_server_that_has_joined(doomed: Cluster, key: str) -> None:
+    """A record that is there already is asked for there, though the client knows no such server."""
+    grant = take(doomed.backend, key)
+    other = take(doomed.backend, f"{key}-b")
+    with doomed.joined() as port, doomed.moving(key, port) as move_one:
+        move_one()
+        move_one()
+        assert isinstance(doomed.backend.extend(grant), Grant)
+        answers = doomed.backend.extend_many([grant, other])
+        assert all(isinstance(each, Grant) for each in answers)
+        assert doomed.backend.release(grant) is True
+
+
+def test_server_that_is_told_is_asked_whatever_the_others_know(
+    cluster: Cluster, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asks another one where a slot is may hear where it was."""
+    backend = cluster.another()
+    grant = take(backend, key)
+    monkeypatch.setattr(backend.store._lines, "_look", lambda: None)
+    cluster.move(key)
+    assert isinstance(backend.extend(grant), Grant)
+
+
 def test_what_a_command_asks_for_follows_its_slot(cluster: Cluster, key: str) -> None:
     """A note is read and written where it is, also by a process that asks for nothing else."""
     cluster.backend.notes.put(key, 5, 60)

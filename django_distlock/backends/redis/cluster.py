@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from redis import exceptions
+from redis.cluster import ClusterNode
 
 from ...core import budgets
 from .clients import ERRORS, own_pool
@@ -48,21 +49,27 @@ class ClusterLines:
 
     def _followed(self, key: str, question: Callable[[ThreadLines, bool], Any]) -> Any:
         """Ask the server that has a key, wherever the cluster says that it is."""
-        node = self.node_of(key)
-        asking = False
+        node, asking = self.node_of(key), False
         for _ in range(MOVES):
             try:
                 return question(self.server(node), asking)
-            except exceptions.MovedError:
-                self._look()
-                node, asking = self.node_of(key), False
             except exceptions.AskError as error:
-                place = self._client.nodes_manager.remap_host_port(error.host, error.port)
-                node, asking = self._client.get_node(*place), True
+                # Followed itself: who is asked where the slot is may not know yet.
+                asking = not isinstance(error, exceptions.MovedError)
+                if not asking:
+                    self.look_again()
+                node = self._told(error, node)
             except _AWAY:
                 self.look_again()
                 raise
         raise exceptions.ClusterError(f"The keys moved {MOVES} times.")
+
+    def _told(self, error: Any, by: Any) -> Any:
+        """Return the node that a redirection tells: without a host, it is on that of who tells."""
+        place = self._client.nodes_manager.remap_host_port(error.host or by.host, error.port)
+        known = self._client.get_node(*place)
+        # One that has joined, and has no slot yet, is not.
+        return known or ClusterNode(*place)  # type: ignore[no-untyped-call]
 
     def ask_all(self, calls: Sequence[Call]) -> list[Any]:
         """Call scripts in one round trip to each server; give answers, and errors in their places.
