@@ -11,11 +11,12 @@ import logging
 import math
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
 from ..backends.base import BaseLockBackend
 from ..core.errors import BackendUnavailable, LockLost, LockUsageError
@@ -32,6 +33,8 @@ from ..process.heartbeat import Answer, Heartbeat, heartbeat_of
 from ..signals import lock_extended, lock_lost, tell
 from .attempts import Granted
 from .callbacks import Losses, apart, warn
+
+T = TypeVar("T")
 
 logger = logging.getLogger("django_distlock")
 
@@ -200,6 +203,17 @@ class Holding:
                 key=self.key,
                 code="foreign_context",
             )
+
+    def alone(self, work: Callable[[], T]) -> T:
+        """Do some work while nobody else asks the store about the lease.
+
+        Raises:
+            LockUsageError: A fork of the process that took it does. A thread of the parent may have
+                had the mutex.
+        """
+        self.require_process()
+        with self.mutex:
+            return work()
 
     def check(self) -> None:
         """Raise unless the lease is held: see `Lease.check`."""

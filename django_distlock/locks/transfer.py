@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from types import NoneType
 from typing import Any, Final, TypeVar
 
@@ -73,13 +74,16 @@ def dump(holding: Holding) -> str:
     Raises:
         LockError: See `Lease.dump`, which also refuses inside of transactions.
     """
-    with holding.mutex:
-        holding.check()
-        text = _signed(holding.store, holding.grant, holding.terms)
-        holding.end_keeping()
-        held_here.discard(holding)
-        holding.state = "released"
-        return text
+    return holding.alone(partial(_dump, holding))
+
+
+def _dump(holding: Holding) -> str:
+    holding.check()
+    text = _signed(holding.store, holding.grant, holding.terms)
+    holding.end_keeping()
+    held_here.discard(holding)
+    holding.state = "released"
+    return text
 
 
 def _signed(store: BaseLockBackend, grant: Grant, terms: Terms) -> str:

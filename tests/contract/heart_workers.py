@@ -119,6 +119,10 @@ def stand_still(alias: str, key: str, ttl: float) -> dict[str, Any]:
     return {**said, "told_at": told, "heard": heard, "is_lost": lease.is_lost}
 
 
+#: What a fork may not do with a lease of its parent.
+FOREIGN = ("check", "extend", "downgrade", "dump")
+
+
 def fork_in_a_block(alias: str, key: str, ttl: float, how: str) -> dict[str, Any]:
     """Fork inside of a block that goes on; say what became of the lease in both processes."""
     lock = distlock(key, backend=alias, ttl=ttl, wait=0)
@@ -134,7 +138,7 @@ def fork_in_a_block(alias: str, key: str, ttl: float, how: str) -> dict[str, Any
 
             return {
                 "parents": str(len(heartbeat_of(lock_backends[alias])._leases)),
-                "check": outcome(lease.check),
+                **{each: outcome(getattr(lease, each)) for each in FOREIGN},
                 "own": outcome(own),
                 "is_lost": str(lease.is_lost),
             }
