@@ -23,7 +23,7 @@ def downgrade(holding: Holding) -> None:
 
 
 def _downgrade(holding: Holding) -> None:
-    holding.check()
+    holding.check(tells=False)
     before, store, sent_at, unanswered = holding.grant, holding.store, 0.0, 0
     # Behind an answer that was lost, it takes the place that it has by then.
     token = new_token()
@@ -69,8 +69,8 @@ def _downgrade(holding: Holding) -> None:
                 " after its end"
             )
         if not isinstance(answer, Grant) or holding.is_lost:
-            holding.state = "lost"
-            holding.lose("no answer came before its deadline" if answer is UNKNOWN else GONE)
+            why = "no answer came before its deadline" if answer is UNKNOWN else GONE
+            holding.lose(why, tells=False)
         held_here.rename(holding, token)
         holding.grant, holding.fence = answer, answer.fence
         is_kept = True

@@ -26,7 +26,7 @@ def extend(holding: Holding, ttl: Duration | None) -> None:
 
 def _extend(holding: Holding, ttl: Duration | None) -> tuple[Grant, float | None]:
     """Return the answer, and the seconds that were left when it came."""
-    holding.check()
+    holding.check(tells=False)
     longest = holding.store.config.max_ttl
     new = holding.terms.ttl if ttl is None else ttl_seconds(ttl, maximum=longest)
     before, sent_at, deadline = holding.deadline, 0.0, holding.deadline
@@ -38,7 +38,7 @@ def _extend(holding: Holding, ttl: Duration | None) -> tuple[Grant, float | None
         holding.shorten(deadline)
         if holding.is_lost:
             # While an earlier question had no answer, or just now: it is told, and stays so.
-            holding.lose(holding.why_over())
+            holding.lose(holding.why_over(), tells=False)
         return ask_to_extend(holding, new, bound)
 
     try:
@@ -53,8 +53,8 @@ def _extend(holding: Holding, ttl: Duration | None) -> tuple[Grant, float | None
     # Seen as lost by anybody, it stays lost, whatever the store says now.
     is_late = holding.monotonic() >= deadline
     if not isinstance(answer, Grant) or holding.state == "lost" or is_late:
-        holding.state = "lost"
-        holding.lose(GONE if answer is None else "no answer came before its deadline")
+        why = GONE if answer is None else "no answer came before its deadline"
+        holding.lose(why, tells=False)
     holding.deadline = deadline
     holding.renewing.renewed(sent_at, holding.counted(answer.ttl))
     return answer, slack

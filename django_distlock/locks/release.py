@@ -232,6 +232,9 @@ class Release:
                     holding.mutex.release()
                 if holding in held_here:
                     holding.keep_on()
+        if holding.state == "lost":
+            # Without the mutex: see `Holding.alone`.
+            holding.report_lost(holding.why_over())
         if answer is UNKNOWN and holding in held_here:
             return UNKNOWN
         if answer is UNKNOWN:
@@ -260,8 +263,8 @@ class Release:
         if was_over or not answer:
             # Over before it was given up; or taken away, by an operator or a store's loss.
             holding.state = "lost"
-            is_gone = answer is False and not was_over
-            holding.report_lost(GONE if is_gone else holding.why_over())
+            if answer is False and not was_over:
+                holding.lost_by = GONE
         elif holding.state != "lost":
             holding.state = "released"
             queues = holding.store.queues

@@ -105,7 +105,7 @@ class Holding:
         self.pid = os.getpid()
         self.state: Literal["held", "lost", "released"] = "held"
         self.losses = Losses()
-        # What a renewal said of it, where its time has not passed.
+        # Why it is lost, unless its time has passed.
         self.lost_by: str | None = None
         # Of the shortest question that got no answer: see `Granted`.
         self.unheard = granted.unheard
@@ -208,20 +208,26 @@ class Holding:
         """Do some work while nobody else asks the store about the lease.
 
         Raises:
+            LockLost: It was lost before, or by that. This is told behind the work: a callback may
+                wait for threads that extend or release the lease, too.
             LockUsageError: A fork of the process that took it does. A thread of the parent may have
                 had the mutex.
         """
         self.require_process()
-        with self.mutex:
-            return work()
+        try:
+            with self.mutex:
+                return work()
+        except LockLost:
+            self.report_lost(self.why_over())
+            raise
 
-    def check(self) -> None:
-        """Raise unless the lease is held: see `Lease.check`."""
+    def check(self, *, tells: bool = True) -> None:
+        """Raise unless the lease is held: see `Lease.check`, and `lose`."""
         self.require_process()
         if self.state == "released":
             raise LockUsageError(f"The lease on {self.key!r} was released.", key=self.key)
         if self.is_lost:
-            self.lose(self.why_over())
+            self.lose(self.why_over(), tells=tells)
         if self.given_up:
             raise LockUsageError(
                 f"The lease on {self.key!r} was given up by a release that was not answered and"
@@ -427,9 +433,12 @@ class Holding:
         self.tell(lock_lost, held_for=held_for, cause=cause)
         self.losses.call()
 
-    def lose(self, cause: str) -> NoReturn:
-        """Tell that the lease is lost, and raise `LockLost`."""
-        self.report_lost(cause)
+    def lose(self, cause: str, *, tells: bool = True) -> NoReturn:
+        """Raise `LockLost`, and tell of it before; or leave that to `alone`."""
+        if tells:
+            self.report_lost(cause)
+        else:
+            self.state, self.lost_by = "lost", cause
         raise LockLost(
             f"The lease on {self.key!r} (fence {self.fence}) is lost: {cause}.", key=self.key
         )

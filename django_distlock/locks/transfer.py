@@ -78,7 +78,7 @@ def dump(holding: Holding) -> str:
 
 
 def _dump(holding: Holding) -> str:
-    holding.check()
+    holding.check(tells=False)
     text = _signed(holding.store, holding.grant, holding.terms)
     holding.end_keeping()
     held_here.discard(holding)

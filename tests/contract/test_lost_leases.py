@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -474,6 +474,26 @@ def test_callback_that_takes_its_time_delays_nobody(key: str, which: str) -> Non
         leave.set()
     for each in (slow, other):
         each.release()
+
+
+@pytest.mark.parametrize("finder", [Lease.extend, Lease.downgrade, Lease.release])
+def test_callback_may_wait_for_a_thread_that_uses_the_lease(
+    key: str, finder: Callable[[Lease], object]
+) -> None:
+    """Whoever finds out about the loss keeps nobody from the lease while that is told."""
+    lease = distlock(key, backend="memory", ttl=60).acquire()
+    answers: list[bool] = []
+
+    def use() -> bool:
+        with pytest.raises(LockLost):
+            lease.extend()
+        return lease.release()
+
+    lease.on_lost(lambda _lease: answers.append(Later(use).result(5)))
+    take_away(lease)
+    with suppress(LockLost):
+        finder(lease)
+    assert answers == [False]
 
 
 def test_receivers_leave_no_connection_behind(key: str) -> None:
