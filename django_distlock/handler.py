@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any, Final, cast
@@ -61,6 +62,10 @@ class LockBackendHandler:
         for backend in forgotten:
             backend._keep_no_connections()
 
+    def _begin_in_child(self) -> None:
+        # A thread of the parent may have been making a backend, and is not here to go on.
+        self._mutex = threading.RLock()
+
     def _make(self, alias: str) -> BaseLockBackend:
         fallback = BackendConfig(alias=FALLBACK, backend=MEMORY)
         config = fallback if alias == FALLBACK else backend_config(alias)
@@ -107,3 +112,6 @@ def _forget(*, setting: str, **_: Any) -> None:
 
 
 setting_changed.connect(_forget, dispatch_uid="django_distlock.handler")
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lock_backends._begin_in_child)

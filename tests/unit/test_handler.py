@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -101,6 +103,35 @@ def test_one_object_for_all_threads() -> None:
         backends = list(threads.map(ask, range(8)))
     assert len({id(backend) for backend in backends}) == 1
     assert SlowBackend.made == 1
+
+
+class StandingBackend(MemoryBackend):
+    """Is made for as long as a test says, in the process of that test."""
+
+    begun, goes_on = threading.Event(), threading.Event()
+    process = os.getpid()
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if os.getpid() == self.process:
+            self.begun.set()
+            assert self.goes_on.wait(20)
+
+
+def test_fork_while_a_backend_is_made() -> None:
+    """The child waits for no thread of its parent: it makes its own."""
+    StandingBackend.process = os.getpid()
+    with override_settings(DISTLOCK={"x": {"BACKEND": f"{__name__}.StandingBackend"}}):
+        making = Later(lock_backends.__getitem__, "x")
+        assert StandingBackend.begun.wait(20)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            os._exit(7 if lock_backends["x"].alias == "x" else 1)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        StandingBackend.goes_on.set()
+        making.result()
+    assert status == 7
 
 
 def test_no_setting_gives_the_database_backend(settings: Any) -> None:
