@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
+import os
 from contextlib import ExitStack
+from multiprocessing.util import Finalize
 from typing import Protocol
 
 from ..core.clock import monotonic
@@ -41,6 +44,8 @@ class HeldHere:
 
     def __init__(self) -> None:
         self._by_token: dict[str, Ending] = {}
+        # Which process will call us at its end.
+        self._process = 0
         # How many there may be before those that are over are forgotten.
         self._sweep_at = 0
 
@@ -50,11 +55,19 @@ class HeldHere:
 
     def add(self, ending: Ending) -> None:
         """Take a lease in, or the one that goes on with its token."""
-        if self._sweep_at == 0:
-            atexit.register(self.release_all)
+        if self._process != os.getpid():
+            self._begin()
         if len(self._by_token) >= self._sweep_at:
             self._sweep()
         self._by_token[ending.holding.token] = ending
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        # In a fork as well: `multiprocessing` forgets there what the parent has registered.
+        atexit.register(self.release_all)
+        if multiprocessing.parent_process() is not None:
+            # Before Python 3.13, its forks call nothing that `atexit` knows.
+            Finalize(None, self.release_all, exitpriority=0)
 
     def rename(self, lease: Held, token: str) -> None:
         """Give a lease another token, by which it is found from now on."""

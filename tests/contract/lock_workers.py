@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import sys
@@ -44,6 +45,12 @@ def hold_to_the_end(alias: str, key: str, how: str) -> dict[str, Any]:
         entered.wait()
     elif how == "asyncio":
         asyncio.run(_take(lock))
+    elif how == "multiprocessing":
+        # The parent has had a lease, and releases at its own end.
+        distlock(f"{key}:parent", backend=alias, ttl=60).acquire().release()
+        child = multiprocessing.get_context("fork").Process(target=lock.acquire)
+        child.start()
+        child.join()
     elif how == "exit":
         lock.acquire()
         print("held")

@@ -21,7 +21,9 @@ pytestmark = SHARED
 WORKERS = "tests.contract.lock_workers"
 
 
-@pytest.mark.parametrize("how", ["main thread", "exit", "ended thread", "asyncio"])
+@pytest.mark.parametrize(
+    "how", ["main thread", "exit", "ended thread", "asyncio", "multiprocessing"]
+)
 def test_normal_exit_gives_back_what_is_held(
     lock: Lock, registered: Registered, key: str, how: str
 ) -> None:
