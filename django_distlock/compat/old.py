@@ -152,7 +152,8 @@ class OldCacheAdd(OldLock[str]):
 
     Args:
         name: See `OldLock`; the key in the cache, without prefix and version.
-        cache: The alias of a cache that all processes share.
+        cache: The alias of a cache that all processes share. One in a database takes part in
+            transactions: with it, acquire outside of `atomic()`.
     """
 
     def __init__(self, name: str | Callable[[str], str], cache: str = "default"):
