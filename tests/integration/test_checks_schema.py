@@ -24,6 +24,10 @@ from .test_checks import HASTY
 
 GUARD = fence_guard_name()
 FENCES = "django_distlock_fencecounter"
+ENFORCES = """
+CREATE FUNCTION django_distlock_enforce_fence_v1() RETURNS trigger
+LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END'
+"""
 
 
 def found(using: str, **options: Any) -> dict[str, str]:
@@ -245,6 +249,15 @@ def test_tables_renamed_as_the_page_says(request: pytest.FixtureRequest, kind: s
         ask(using, each)
     project = Project(using, DISTLOCK_TABLES=names)
     project.manage("migrate", "--verbosity=0")
+    if kind == "postgresql":
+        # All that serve the tables go, and not what serves fenced rows.
+        ask(using, ENFORCES)
+        listed = re.search(r"SELECT format\(.*?(?=;\n)", page, re.DOTALL)
+        assert listed is not None
+        for (statement,) in ask(using, listed[0]):
+            ask(using, statement)
+        left = ask(using, r"SELECT proname FROM pg_proc WHERE proname LIKE 'django\_distlock\_%'")
+        assert left == [("django_distlock_enforce_fence_v1",)]
     assert project.run(f"{__name__}:found", "default") == {}
     ask(using, f"DROP INDEX {index_name('events', 'kind')}")
     assert "distlock_events_kind" in project.run(f"{__name__}:found", "default")["distlock.W111"]
