@@ -20,7 +20,7 @@ from django.db import DatabaseError, InterfaceError, connections
 from ..core.clock import monotonic
 from ..core.errors import BackendUnavailable, InvalidArgument, shown
 from ..core.threads import TimerThread
-from ..database.connections import bound_opening, own_connection
+from ..database.connections import bound_opening, close_before_drop, own_connection
 
 N = TypeVar("N")
 
@@ -220,6 +220,7 @@ class OldAdvisoryLock(OldLock[Any]):
         super().__init__(number)
         self._using = using
         self._begin()
+        close_before_drop(self)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin)
 
@@ -280,6 +281,12 @@ class OldAdvisoryLock(OldLock[Any]):
                 self._timer.discard(session)
                 with suppress(DatabaseError, InterfaceError):
                     session.wrapper.close()
+
+    def close_all(self) -> None:
+        """Give back all."""
+        with self._turn:
+            for owner in list(self._held):
+                self.release("", owner)
 
     def _end_overdue(self) -> None:
         """Give back what is kept behind its lease, or was lost, and nobody has released."""

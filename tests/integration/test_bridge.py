@@ -249,6 +249,16 @@ def test_advisory_lock_needs_no_connection_of_a_pool(key: str) -> None:
             pooled.close_pool()
 
 
+def test_advisory_lock_is_not_in_the_way_of_dropping_its_database(key: str) -> None:
+    """A lease that a test leaves behind, or keeps its key, ends with the test run."""
+    kept = OldAdvisoryLock(numbered)
+    assert kept.acquire(key, "owner", 600)
+    assert not is_free("advisory", key)
+    with connection._nodb_cursor():
+        assert is_free("advisory", key)
+    assert not kept.extend(key, "owner", 600)
+
+
 @pytest.mark.parametrize(
     ("make", "rule"),
     [
