@@ -316,7 +316,7 @@ def test_transaction_that_has_the_file_waits_for_no_lease(
             transaction_lock(key, wait=20, using=using, backend=registered.alias)
         assert caught.value.code == "deadlock"
         lease.check()
-        lock_backends[registered.alias].pause(f"{key}-2", datetime.max.replace(tzinfo=UTC))
+        lock_backends[registered.alias].pause(f"{key}-2", datetime(9000, 1, 1, tzinfo=UTC))
         with pytest.raises(LockNotAcquired, match="paused"), transaction.atomic(using=using):
             transaction_lock(f"{key}-2", wait=20, using=using, backend=registered.alias)
         with transaction.atomic(using=using):
