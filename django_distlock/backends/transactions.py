@@ -16,7 +16,7 @@ from ..core.errors import LockUsageError
 from ..core.keys import OWN_MARKER, whole_name
 from ..core.records import Contended, InTheWay, KeptKey, KeysAsked
 from ..database import vendors
-from ..database.connections import older_snapshot, require_transaction
+from ..database.connections import has_the_file, older_snapshot, require_transaction
 from ..database.fields import from_microseconds, to_microseconds
 from ..database.server_functions import ServerFunctions, contended
 from ..managers.lock import HeldLockManager
@@ -25,8 +25,6 @@ from .tables import FenceTable
 
 #: How many values a statement takes on every database.
 _VALUES = 500
-#: Modes of SQLite's transactions that have the file from their beginning.
-_WRITES_AT_ONCE = ("IMMEDIATE", "EXCLUSIVE")
 #: The tables that are named in statements.
 _TABLES = ("locks", "fences")
 
@@ -199,7 +197,7 @@ class TransactionLocks(FenceTable):
 
     def _take_the_file(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
         # Looked for beforehand: a lease cannot be released while somebody else has the file.
-        if getattr(connections[asked.using], "transaction_mode", None) not in _WRITES_AT_ONCE:
+        if not has_the_file(connections[asked.using]):
             found: InTheWay | None = self._ask(
                 lambda on: self._look(names, asked, on, _now(on)), writes=False, busy=lambda: None
             )

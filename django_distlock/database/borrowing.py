@@ -41,6 +41,7 @@ from .connections import (
     bound_opening,
     close_before_drop,
     has_open_transaction,
+    has_the_file,
     in_test_case,
     is_free,
     keep_inherited,
@@ -145,7 +146,10 @@ class Use:
         pool.prepare()
         template = connections[pool.alias]
         leave_to_parent(template)
-        if in_test_case(template) and not pool.apart:
+        # An exclusive one keeps out even our readers; what it sees itself is all that there is.
+        if (in_test_case(template) and not pool.apart) or (
+            not self._writes and has_the_file(template)
+        ):
             return pool.alias
         if self._may_lend(template):
             self._lent = template

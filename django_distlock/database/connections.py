@@ -114,6 +114,12 @@ def in_transaction(connection: BaseDatabaseWrapper) -> bool:
     return connection.in_atomic_block and not in_test_case(connection)
 
 
+def has_the_file(connection: BaseDatabaseWrapper) -> bool:
+    """Whether a transaction of SQLite's has been the one writer of its file from its beginning."""
+    mode = getattr(connection, "transaction_mode", None)
+    return connection.in_atomic_block and mode in ("IMMEDIATE", "EXCLUSIVE")
+
+
 def has_open_transaction(connection: BaseDatabaseWrapper) -> bool:
     """Whether the driver says that a transaction is open, or a statement: it asks no server.
 

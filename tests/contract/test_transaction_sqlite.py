@@ -13,6 +13,7 @@ from django_distlock import BackendUnavailable, Lock, LockUsageError, distlock
 from django_distlock.handler import lock_backends
 from django_distlock.locks.attempts import BUSY_SECONDS
 from tests.backends import Registered
+from tests.integration.databases import migrate
 from tests.shop.models import Row
 
 from .aliases import alias_like, locks_on
@@ -99,6 +100,21 @@ def test_extend_inside_a_transaction_on_the_file_says_why_not(
     assert lease.held
     lease.extend()
     assert lease.release()
+
+
+@pytest.mark.aliases("sqlite")
+@pytest.mark.parametrize("mode", ["IMMEDIATE", "EXCLUSIVE"])
+def test_reading_inside_a_transaction_that_has_the_file_is_possible(
+    key: str, tmp_path: Path, mode: str
+) -> None:
+    """Without WAL, an exclusive one keeps every other connection out."""
+    options = {"transaction_mode": mode, "init_command": "PRAGMA synchronous=OFF"}
+    file = str(tmp_path / "locks.sqlite3")
+    with alias_like("sqlite", NAME=file, OPTIONS=options) as using, locks_on(using) as locks:
+        migrate(using)
+        lock = distlock(key, backend=locks)
+        with held_elsewhere(lock), transaction.atomic(using=using), prompt():
+            assert lock.locked() is True
 
 
 @pytest.mark.aliases("sqlite")
