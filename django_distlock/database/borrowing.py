@@ -178,7 +178,7 @@ class Use:
         if self._own is not None:
             with suppress(AttributeError):
                 del connections[self._own.name]
-            usable = _is_clean(self._own.connection, error)
+            usable = _is_clean(self._own.connection, error) and not self._pool.has_moved(error)
             self._end_watch()
             self._own.use = None
             self._pool.give_back(self._own, error, usable=usable and not self.was_cut)
@@ -394,6 +394,10 @@ class LockConnections:
 
     def prepare(self) -> None:
         """Find out what has to be known before a connection is borrowed."""
+
+    def has_moved(self, error: BaseException | None) -> bool:
+        """Whether another server may be the one to ask, which a new session finds."""
+        return False
 
     def take(self, template: BaseDatabaseWrapper, user: Any) -> Own:
         """Lend a connection of ours, for as long as `user` refers to something.

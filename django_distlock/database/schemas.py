@@ -23,7 +23,7 @@ from ..core.durations import MAX_BOUND
 from .borrowing import LockConnections, Own
 from .connections import CONNECT_SECONDS
 from .sql import FUNCTIONS, SIDE_TABLES, function_name, side_table
-from .vendors import VENDORS
+from .vendors import VENDORS, of
 
 
 class TableConnections(LockConnections):
@@ -46,6 +46,13 @@ class TableConnections(LockConnections):
     def prepare(self) -> None:
         """Ask for the schema: that takes another connection."""
         _ = self.schema
+
+    def has_moved(self, error: BaseException | None) -> bool:
+        """Behind a switch-over the old server goes on to answer, and may only be read."""
+        vendor = of(self.alias)
+        if error is None or vendor.is_busy(error):
+            return False
+        return vendor.known_code(error) == "service_unavailable"
 
     def _made(self, template: BaseDatabaseWrapper, user: Any) -> Own:
         own = super()._made(template, user)

@@ -44,6 +44,7 @@ from .databases import (
     here,
     lock_and_release,
     migrate,
+    role,
 )
 from .projects import Project
 from .test_connections import PATIENT, exclude_each_other
@@ -691,6 +692,25 @@ def test_server_that_was_killed_comes_back_with_its_locks(key: str) -> None:
             assert isinstance(backend.extend(grants[1]), Grant)
             assert isinstance(backend.acquire(grants[2].key, new_token(), 30), Contended)
             assert take(backend, grants[0].key).fence == grants[0].fence + 1
+
+
+@pytest.mark.faults
+def test_session_on_a_server_that_may_only_be_read_is_given_up(key: str) -> None:
+    """Behind a switch-over, a new one finds the server that took its place."""
+    with (
+        server_like() as root,
+        role(root, "GRANT ALL ON shop.* TO shop_app") as using,
+        store_on(using, key) as store,
+    ):
+        backend: Any = store.backend
+        sessions: list[Any] = []
+        for read_only in (0, 1, 0):
+            ask(root, f"SET GLOBAL read_only = {read_only}")
+            with suppress(BackendUnavailable):
+                take(backend, f"{key}-{len(sessions)}")
+                with backend._connections.use() as on:
+                    sessions += ask(on, "SELECT CONNECTION_ID()")
+        assert len({*sessions}) == 2
 
 
 @pytest.mark.faults
