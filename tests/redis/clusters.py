@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -53,14 +53,15 @@ class Cluster:
     @contextmanager
     def joined(self) -> Iterator[int]:
         """Let another node take part, which has no slots yet; give its port."""
-        size = len(self.ports) + 1
-        with (
-            private_redis(port=node_port(), cluster_enabled="yes", stop="KILL") as server,
-            client_of(server.url) as node,
-        ):
-            node.cluster("MEET", "127.0.0.1", self.ports[0])
-            eventually(lambda: _is_complete(node, size), "the node takes part")
-            yield node.connection_pool.connection_kwargs["port"]
+        port = node_port()
+        ports = [port, *self.ports]
+        with private_redis(port=port, cluster_enabled="yes", stop="KILL"), ExitStack() as stack:
+            nodes = [stack.enter_context(at(each)) for each in ports]
+            nodes[0].cluster("MEET", "127.0.0.1", ports[1])
+            eventually(
+                lambda: all(_is_complete(each, len(ports)) for each in nodes), "the node takes part"
+            )
+            yield port
 
     @contextmanager
     def moving(self, key: str, target: int | None = None) -> Iterator[Callable[[], None]]:

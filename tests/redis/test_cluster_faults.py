@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from redis.connection import DefaultParser
 from redis.crc import key_slot
 
 from django_distlock.backends.redis import cluster as cluster_lines
@@ -73,6 +74,22 @@ def test_lock_follows_its_slot(cluster: Cluster, key: str) -> None:
     assert take(cluster.backend, key).fence > grant.fence
     with at(source) as node:
         assert node.keys(f"*{key}*") == []
+
+
+def test_redirections_are_known_to_any_redis_py(
+    cluster: Cluster, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 6, its parsers have no class for them: its cluster's client has one of its own."""
+    for word in ("ASK", "MOVED", "TRYAGAIN"):
+        monkeypatch.delitem(DefaultParser.EXCEPTION_CLASSES, word, raising=False)
+    grant = take(cluster.backend, key)
+    with cluster.moving(key) as move_one:
+        move_one()
+        with pytest.raises(BackendUnavailable):
+            cluster.backend.acquire(key, new_token(), 30)
+        move_one()
+        assert isinstance(cluster.backend.extend(grant), Grant)
+    assert isinstance(cluster.backend.extend(grant), Grant)
 
 
 def test_many_leases_follow_their_slots(cluster: Cluster, key: str) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from redis import exceptions
 
@@ -19,6 +19,15 @@ from ...core import budgets
 from ...database.borrowing import Opening, is_readable
 from ..lua import Script
 from .clients import address_of
+
+#: What a cluster says that the parsers of redis-py before 6 have no class for, by its first word.
+_CLUSTER: Final[Mapping[str, Callable[[str], Exception]]] = {
+    "ASK": exceptions.AskError,
+    "CLUSTERDOWN": exceptions.ClusterDownError,
+    "CROSSSLOT": exceptions.ClusterCrossSlotError,
+    "MOVED": exceptions.MovedError,
+    "TRYAGAIN": exceptions.TryAgainError,
+}
 
 
 class Call(NamedTuple):
@@ -232,4 +241,5 @@ def _answer(connection: Any) -> Any:
     try:
         return connection.read_response()
     except exceptions.ResponseError as error:
-        return error
+        word, _, said = str(error).partition(" ")
+        return _CLUSTER[word](said) if word in _CLUSTER else error
