@@ -147,13 +147,13 @@ def test_server_that_runs_a_script_for_long(
     """A server that is busy with somebody's script is `service_unavailable`."""
     client.config_set("busy-reply-threshold", 1)
     with client_of(private.url) as other:
-        connection = other.connection_pool.get_connection()
+        connection = other.connection_pool.make_connection()
         connection.send_command("EVAL", "while true do end", 0)
         with client_of(private.url) as killer:
             eventually(lambda: _is_busy(killer), "the script runs")
             error = attempt(backend, key)
             killer.script_kill()
-        other.connection_pool.disconnect()
+        connection.disconnect()
     assert is_unavailable(error, "service_unavailable")
 
 
