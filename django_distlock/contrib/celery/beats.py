@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from ...backends.base import BaseLockBackend
 from ...core.clock import monotonic
-from ...core.errors import BackendUnavailable
+from ...core.errors import BackendUnavailable, InvalidArgument
 from ...core.holders import Holder
-from ...core.keys import MAX_KEY_BYTES, OWN_MARKER, new_token, own_key
+from ...core.keys import OWN_MARKER, new_token, own_key
 from ...core.logs import log_fields
 from ...core.records import Grant, Record
 from ...process.host import current_holder
@@ -210,22 +211,26 @@ class Marks:
         return self._ahead
 
 
-def mark_key(key: str, name: str) -> str:
+def mark_key(key: str, name: object) -> str:
     """Return the key of an entry's mark.
 
     Args:
         key: Of the leadership.
-        name: Of the entry. Where it is too long for a key, its hash stands for it.
+        name: Of the entry: any text, or a number. Where a key cannot have it, its hash stands for
+            it.
 
     Raises:
         InvalidArgument: `key` is too long.
     """
     # Without colons in the last part, no two pairs make one key.
     key = OWN_MARKER + key.removeprefix(OWN_MARKER)
-    text = f"{key}:sent:{name.replace('%', '%25').replace(':', '%3A')}"
-    if len(text.encode()) > MAX_KEY_BYTES:
-        text = f"{key}:sent:sha256%{hashlib.sha256(name.encode()).hexdigest()}"
-    return own_key(text)
+    text = f"{key}:sent:{str(name).replace('%', '%25').replace(':', '%3A')}"
+    with suppress(InvalidArgument):
+        # Keys are in NFC, and names are not.
+        if own_key(text) == text:
+            return text
+    hashed = hashlib.sha256(str(name).encode(errors="surrogatepass")).hexdigest()
+    return own_key(f"{key}:sent:sha256%{hashed}")
 
 
 def _now() -> datetime:
