@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -159,11 +160,15 @@ async def aadopt(
         return None
     adopting = store.threads.submit(adopt, store, request, terms, block)
     try:
-        return await asyncio.shield(asyncio.wrap_future(adopting))
+        adopted = await asyncio.shield(asyncio.wrap_future(adopting))
     except asyncio.CancelledError:
         # Carried out in any case: the task may be cancelled again.
         await store.threads.run(_end_adopted, adopting, request.home)
         raise
+    if adopted is not None:
+        # It was made in a thread of the backend.
+        adopted._holding.thread = threading.current_thread()
+    return adopted
 
 
 def _end_adopted(adopting: Future[Lease | None], home: int) -> None:

@@ -138,6 +138,37 @@ def test_of_two_that_wait_for_each_other_one_is_refused(
     assert grantable(hasty)
 
 
+def test_asynchronous_block_that_goes_on_with_a_lease_may_be_in_a_circle(key: str) -> None:
+    """Whoever waits for it is refused at once, as in front of any other block."""
+    x, y = (distlock(f"{key}:{name}", backend="memory", wait=60) for name in "xy")
+    barrier, refused = threading.Barrier(2), []
+
+    async def main() -> None:
+        async with x:
+            pass
+        async with x:
+            await asyncio.to_thread(barrier.wait, SOON)
+            async with y:
+                pass
+
+    def one() -> None:
+        with transaction.atomic(using="sqlite"):
+            async_to_sync(main)()
+
+    def other() -> None:
+        with y:
+            barrier.wait(SOON)
+            with x:
+                pass
+
+    for each in [Later(one), Later(other)]:
+        try:
+            each.result()
+        except LockNotAcquired as error:
+            refused.append(str(error))
+    assert len(refused) == 1, refused
+
+
 @pytest.mark.parametrize("wait", [60, 10], ids=["patient_first", "hasty_first"])
 def test_who_gives_up_first_is_refused(key: str, wait: float) -> None:
     """Nobody who would be granted the key in time is refused, whoever came last."""
