@@ -232,6 +232,8 @@ class Release:
                     holding.mutex.release()
                 if holding in held_here:
                     holding.keep_on()
+        if answer is None:
+            return holding.state == "released"
         if holding.state == "lost":
             # Without the mutex: see `Holding.alone`.
             holding.report_lost(holding.why_over())
@@ -246,8 +248,12 @@ class Release:
         self._tell_release(held_for, released=bool(answer))
         return holding.state == "released"
 
-    def _give_up(self, until: float, held_for: float, *, was_over: bool) -> bool | Unknown:
-        """Ask the store to release the lease, or to settle it, and take the answer."""
+    def _give_up(self, until: float, held_for: float, *, was_over: bool) -> bool | Unknown | None:
+        """Ask the store to release the lease, or to settle it, and take the answer.
+
+        Returns:
+            The answer; None: whoever had the turn has ended the lease meanwhile, and tells.
+        """
         holding = self.holding
         try:
             answer = insist(holding.store, self._ask, until, holding.terms.retry)
@@ -255,7 +261,8 @@ class Release:
                 return UNKNOWN
             # Gone in its time: a release was interrupted that the store has heard.
             answer = answer or (self._is_left and not was_over)
-            held_here.discard(holding)
+            if not held_here.discard(holding):
+                return None
         except LockError as error:
             self._tell_release(held_for, released=False, cause=error)
             raise

@@ -77,10 +77,9 @@ class HeldHere:
         lease.token = token
         self._by_token.pop(before, None)
 
-    def discard(self, lease: Held) -> None:
-        """Forget a lease: it has ended."""
-        if lease in self:
-            self._by_token.pop(lease.token, None)
+    def discard(self, lease: Held) -> bool:
+        """Forget a lease, which has ended; return False if somebody has done so."""
+        return lease in self and self._by_token.pop(lease.token, None) is not None
 
     def all(self) -> list[Ending]:
         """Return what ends each of them."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+from typing import Any
 
 import pytest
 
-from django_distlock import Lease, Lock, LockError, Retry
+from django_distlock import Lease, Lock, LockError, Retry, distlock, lock_backends, signals
+from django_distlock.database.workers import releases
 from tests.backends import Registered
 
-from .locking import eventually, grantable, held_elsewhere, lock_of, taken
+from .locking import Heard, eventually, grantable, held_elsewhere, lock_of, taken
 
 QUICK = Retry(delay=0.02, factor=1, cap=0.02)
 
@@ -124,3 +127,36 @@ async def test_cancelled_release_is_carried_out(lock: Lock) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await task
     assert eventually(lambda: grantable(lock))
+
+
+async def test_release_that_is_cancelled_is_told_once(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the block that nobody ends any more asks the store as well."""
+    store = lock_backends["memory"]
+    lock, entered, release = distlock(key, backend="memory"), asyncio.Event(), store.release
+    asked, goes_on = threading.Semaphore(0), threading.Event()
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        asked.release()
+        assert goes_on.wait(20)
+        return release(*args, **kwargs)
+
+    async def work() -> None:
+        async with lock:
+            entered.set()
+            await asyncio.sleep(60)
+
+    with Heard(signals.lock_released, key) as heard:
+        task = asyncio.create_task(work())
+        await entered.wait()
+        monkeypatch.setattr(store, "release", late)
+        for _ in range(2):
+            task.cancel()
+            assert await asyncio.to_thread(asked.acquire, timeout=20)
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert eventually(lambda: bool(heard.facts))
+        releases.finish()
+        assert heard.once["released"] is True
