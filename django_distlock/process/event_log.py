@@ -44,7 +44,7 @@ from . import deferred_release
 logger = logging.getLogger("django_distlock")
 
 #: Events that wait to be written. Further ones are dropped: the table tells what happened, and a
-#: thousand rows of one outage tell as much as more.
+#: thousand rows of one outage tell as much as more. Of what operators do, twice as many wait.
 MAX_WAITING = 1000
 #: Rows of one statement.
 BATCH = 100
@@ -219,7 +219,7 @@ class _Writer:
                 self._now.ring()
             elif len(self._waiting) >= MAX_WAITING // 2:
                 return
-            if len(self._waiting) < MAX_WAITING:
+            if len(self._waiting) < MAX_WAITING * (2 if event.actor else 1):
                 self._waiting.append((using, event))
             else:
                 self.dropped += 1

@@ -120,6 +120,19 @@ def test_flood_of_releases_leaves_room_for_other_events(
     assert kinds[-1] == LockEvent.Kind.LOST
 
 
+def test_outage_leaves_room_for_what_operators_do(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else waits to be written, it is known afterwards who took a key, and why."""
+    writer = event_log._Writer()
+    monkeypatch.setattr(writer, "_start", lambda: None)
+    for _ in range(event_log.MAX_WAITING + 1):
+        writer.put("default", LockEvent(key=key, kind=LockEvent.Kind.LOST))
+    writer.put("default", LockEvent(key=key, kind=LockEvent.Kind.FORCED, actor="Ada"))
+    assert writer.dropped == 1
+    assert writer._take()[-1][1].actor == "Ada"
+
+
 def test_part_of_a_key_is_found(browser: Client, key: str, capsys: Any) -> None:
     """In the dashboard, by the function and by the command, on every page of the store."""
     for each in ("red", "green", "redder"):
