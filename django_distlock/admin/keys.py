@@ -115,7 +115,7 @@ class KeyPage:
         view = self.view
         found = (view.held, view.expired, view.counter)
         past = (view.waiters, view.events, view.releases)
-        return all(each is None for each in found) and not any(past)
+        return view.knows_fence and all(each is None for each in found) and not any(past)
 
     def fits(self, operation: Operation) -> bool:
         """Whether there is something now that it could be done to."""

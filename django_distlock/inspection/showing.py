@@ -59,7 +59,7 @@ class KeyView:
         sharing: Of all who share the key.
         expired: The lease that ended by its time, and that nobody has given back; None: there is
             none, or the store has removed its record.
-        counter: Its fence, and its pause; None: never granted, and not paused.
+        counter: Its fence, and its pause; None: never granted, and not paused; see `knows_fence`.
         waiters: Who has been waiting for it for more than a second, the first to come first.
         guards: The sessions that keep it from being granted anew; None: the store cannot tell.
         events: What happened to it lately, the last first; None: the table of events cannot be
@@ -85,6 +85,11 @@ class KeyView:
     def fence(self) -> int:
         """The last fence that was granted; 0: none."""
         return 0 if self.counter is None else self.counter.fence
+
+    @property
+    def knows_fence(self) -> bool:
+        """Whether the backend can tell the fence of a key that nobody holds."""
+        return type(lock_backends[self.backend])._counter is not BaseLockBackend._counter
 
     @property
     def paused_until(self) -> datetime | None:

@@ -29,6 +29,7 @@ DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": Path("d
 LOCKS = """
 import asyncio
 import pytest
+from django.core.management import call_command
 from django_distlock import LockNotAcquired, distlock, inspection
 
 def test_lock_is_held_waited_for_and_kept():
@@ -42,6 +43,11 @@ def test_lock_is_held_waited_for_and_kept():
     assert caught.value.settled
     assert inspection.show("invoice:1").held.fence == second.fence
     assert inspection.show("never").held is None
+
+def test_fence_of_a_free_key_is_not_known(capsys):
+    distlock("invoice:3").acquire().release()
+    call_command("distlock_show", "invoice:3")
+    assert "fence       not known" in capsys.readouterr().out
 
 def test_coroutines_wait_for_each_other():
     async def work():

@@ -46,7 +46,8 @@ class Command(OperatorCommand):
             yield "state", "not held"
         else:
             yield from _held(view.held)
-        yield "fence", str(view.fence) if view.fence else "never granted"
+        none = "never granted" if view.knows_fence else "not known"
+        yield "fence", str(view.fence) if view.fence else none
         if view.counter is not None and view.paused_until is not None:
             by = f", by {view.counter.paused_by}" if view.counter.paused_by else ""
             yield "paused", f"until {instant(view.paused_until)}{by}"
