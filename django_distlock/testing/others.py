@@ -80,11 +80,12 @@ def steal(lease: Lease, *, ttl: Duration | None = None, holder: Holder | None = 
         The new holder's lease. Nothing renews it; release it, or let it end.
 
     Raises:
-        LockNotAcquired: Somebody else has the key already.
+        LockNotAcquired: Somebody else has the key already, and does not share it.
         LockLost: The lease has ended, and its holder can know.
     """
     lease.check()
-    return taken(lease._holding.store, lease.key, ttl=ttl, holder=holder, replace=lease.token)
+    store, permits = lease._holding.store, lease._holding.terms.permits
+    return taken(store, lease.key, ttl=ttl, holder=holder, replace=lease.token, permits=permits)
 
 
 def expire(key: str, *, backend: str = "default") -> None:
@@ -122,12 +123,15 @@ def taken(
     ttl: Duration | None = None,
     holder: Holder | None = None,
     replace: str | None = None,
+    permits: int | None = 1,
 ) -> OthersLease:
-    """Acquire a key for somebody else, once."""
+    """Acquire a key for somebody else, once: alone, or else beside others if permits say so."""
     config, holder = store.config, holder or ELSEWHERE
     lives = ttl_seconds(config.ttl if ttl is None else ttl, maximum=config.max_ttl)
     deadline = store.monotonic() + lives
     answer = store.acquire(key, new_token(), lives, holder, replace=replace)
+    if isinstance(answer, Contended) and permits != 1:
+        answer = store.acquire(key, new_token(), lives, holder, replace=replace, permits=permits)
     if isinstance(answer, Contended):
         raise LockNotAcquired(
             f"{key!r} cannot be held by another holder: it is held on {store.alias!r}.",
@@ -136,5 +140,7 @@ def taken(
             held_for=answer.held_for,
             expires_in=answer.expires_in,
         )
-    terms = Terms(ttl=lives, holder=holder, retry=config.retry)
+    terms = Terms(
+        ttl=lives, holder=holder, retry=config.retry, permits=permits if answer.shared else 1
+    )
     return OthersLease(store, Granted(answer, deadline), terms)

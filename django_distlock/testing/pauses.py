@@ -77,7 +77,8 @@ def _stand_still(
                 timeline.pass_until(lease.deadline + GRACE, teller, standing=here)
                 while (record := store.read(lease.key)) and record.token == lease.token:
                     timeline.pass_until(timeline() + _STEP, teller, standing=here)
-            other = taken(store, lease.key) if taken_by_other else None
+            permits = lease._holding.terms.permits
+            other = taken(store, lease.key, permits=permits) if taken_by_other else None
         timeline.do_what_is_due()
     timeline.go_on()
     return other

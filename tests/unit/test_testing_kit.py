@@ -699,6 +699,22 @@ def test_expired_key_of_several_is_free(locks: Locks) -> None:
     assert [each.release() for each in leases] == [False, False]
 
 
+@pytest.mark.parametrize("permits", [None, 2])
+@pytest.mark.parametrize("paused", [False, True])
+def test_stolen_place_is_somebody_elses(locks: Locks, paused: bool, permits: int | None) -> None:
+    """Who shares the key with the old holder keeps it, and has the new one beside."""
+    terms: dict[str, Any] = {"shared": True} if permits is None else {"permits": permits}
+    lease, beside = (distlock(KEY, ttl=ttl, **terms).acquire() for ttl in (10, 100))
+    other = simulate_pause(lease, taken_by_other=True) if paused else steal(lease)
+    assert other is not None
+    assert other.shared
+    assert other.fence > lease.fence
+    with pytest.raises(LockLost):
+        lease.extend()
+    assert [each.release() for each in (beside, other)] == [True, True]
+    assert_not_locked(KEY)
+
+
 def test_stolen_key_is_somebody_elses(locks: Locks) -> None:
     """The store knows the new holder; the old one finds out by its next renewal."""
     told: list[Lease] = []
