@@ -10,7 +10,7 @@ from ..core.durations import seconds as in_seconds
 from ..core.errors import LockUsageError
 from ..locks.lease import Lease
 from ..process.deadlines import alarms
-from .others import forget, steal, taken
+from .others import steal, taken
 from .telling import telling_here
 from .timeline import Timeline, current
 
@@ -75,7 +75,7 @@ def _stand_still(
                 timeline.pass_until(until, teller, standing=here)
             else:
                 timeline.pass_until(lease.deadline + GRACE, teller, standing=here)
-                while (record := store.read(lease.key)) and record.token == lease.token:
+                while store.read_token(lease.token) is not None:
                     timeline.pass_until(timeline() + _STEP, teller, standing=here)
             permits = lease._holding.terms.permits
             other = taken(store, lease.key, permits=permits) if taken_by_other else None
@@ -90,8 +90,8 @@ def _lose(lease: Lease, *, taken_by_other: bool) -> Lease | None:
         with lease._holding.mutex:
             if taken_by_other:
                 other = steal(lease)
-            elif store.supports_ttl and (record := store.read(lease.key)):
-                forget(store, record)
+            elif store.supports_ttl:
+                store.release(lease._holding.grant)
             lease._holding.deadline = min(lease.deadline, store.monotonic())
         alarms.ring()
     return other

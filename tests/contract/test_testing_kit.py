@@ -112,6 +112,19 @@ def test_paused_holder_has_lost_its_lease(
     assert grantable(lock_of(registered, lease.key))
 
 
+@pytest.mark.requires("supports_sharing", "supports_ttl")
+def test_paused_holder_of_a_shared_key_has_lost_its_own_lease(
+    registered: Registered, key: str
+) -> None:
+    """Who shares the key keeps it, however long."""
+    paused, beside = (lock_of(registered, key, ttl=ttl, shared=True).acquire() for ttl in (30, 60))
+    simulate_pause(paused)
+    beside.extend()
+    assert paused.release() is False
+    assert beside.release() is True
+    assert_not_locked(key, backend=registered.alias)
+
+
 def test_time_of_a_store_stays_as_it_is(lease: Lease) -> None:
     """What would need another one is refused."""
     with pytest.raises(LockUsageError, match="only have a length inside memory_locks"):
