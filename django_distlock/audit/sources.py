@@ -90,6 +90,8 @@ class Source:
         try:
             if path.exists() and not path.is_file():
                 raise Unreadable("no file")
+            if path.suffix == ".ipynb":
+                raise Unreadable("a notebook is JSON, and no Python")
             raw = path.read_bytes()
             with warnings.catch_warnings(action="ignore"):
                 self.tree = ast.parse(raw, str(path))

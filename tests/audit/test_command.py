@@ -236,6 +236,15 @@ def test_what_is_no_file_is_named(project: Path, capsys: pytest.CaptureFixture[s
     assert [each["path"] for each in document["findings"]] == ["jobs.py"]
 
 
+def test_notebook_is_not_read(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is JSON, which is an expression of Python as well, in which nothing would be wrong."""
+    source = {"cell_type": "code", "outputs": [], "source": WRONG}
+    (project / "some.ipynb").write_text(json.dumps({"cells": [source]}))
+    assert audit(capsys, "some.ipynb")[0] == 3
+    (unread,) = documented(capsys, "some.ipynb")["not_read"]
+    assert unread["path"] == "some.ipynb"
+
+
 def test_folder_that_cannot_be_read_is_named(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
