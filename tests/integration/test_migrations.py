@@ -415,11 +415,12 @@ def test_functions_of_other_versions_are_left_alone(postgresql: str) -> None:
     assert lock_and_release(postgresql) == 1
 
 
-def test_functions_follow_the_schema_of_the_tables(postgresql: str) -> None:
+@pytest.mark.parametrize("schema", ["tenant", "50%"])
+def test_functions_follow_the_schema_of_the_tables(postgresql: str, schema: str) -> None:
     """Where the search path names a schema, all is made there, beside the same in another."""
     migrate(postgresql)
-    ask(postgresql, "CREATE SCHEMA tenant")
-    options = {"options": "-c search_path=tenant"}
+    ask(postgresql, f'CREATE SCHEMA "{schema}"')
+    options = {"options": f'-c search_path="{schema}"'}
     name = connections[postgresql].settings_dict["NAME"]
     with alias_like("default", NAME=name, OPTIONS=options) as tenant:
         migrate(tenant)

@@ -198,6 +198,7 @@ _STORAGE = (
 
 def _found(connection: BaseDatabaseWrapper, question: str, arguments: list[str]) -> bool:
     with connection.cursor() as cursor:
-        cursor.execute(question, arguments)
+        # The name of a schema may have a percent sign, which only arguments would make special.
+        cursor.execute(question, arguments or None)
         row = cursor.fetchone()
         return bool(row and row[0])
