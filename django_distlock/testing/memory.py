@@ -141,6 +141,11 @@ class MemoryLocks:
                 with self as locks:
                     return function(*args, **with_locks(kwargs, locks))
 
+        if self._kwarg_name:
+            # For pytest, an argument is a fixture.
+            shown = inspect.signature(function)
+            others = [each for each in shown.parameters.values() if each.name != self._kwarg_name]
+            vars(wrapper)["__signature__"] = shown.replace(parameters=others)
         return cast("D", wrapper)
 
     def _set_up(self, case: type[unittest.TestCase]) -> None:

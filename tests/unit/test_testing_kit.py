@@ -236,6 +236,13 @@ def test_function_has_its_own_locks_in_each_call() -> None:
     assert fences.__name__ == "fences"
 
 
+@memory_locks(kwarg_name="given", WAIT=0)
+def test_argument_that_is_given_is_no_fixture(given: Locks) -> None:
+    """As pytest would take it for one, the decorated function does not show it."""
+    with hold(KEY):
+        given.assert_locked(KEY)
+
+
 async def test_coroutine_has_locks_while_it_runs() -> None:
     """They are there behind its first await, too."""
 
