@@ -204,7 +204,9 @@ def _successor(
         holder=kept.terms.holder,
         permits=kept.terms.permits,
     )
-    return Lease(store, Granted(answer, deadline, kept.unheard), terms, block)
+    lease = Lease(store, Granted(answer, deadline, kept.unheard), terms, block)
+    lease._holding.goes_on = True
+    return lease
 
 
 def _held() -> Iterator[Lease]:

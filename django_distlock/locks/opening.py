@@ -77,6 +77,7 @@ class Opening:
     Args:
         locks: What to ask for, in the order of the keys.
         wait: Seconds for all of them; None: for ever.
+        taken: Takes the leases as they are entered.
 
     Attributes:
         asks: Whether there is anything to ask.
@@ -84,8 +85,14 @@ class Opening:
         refused: The key that a call with `wait=0` was refused; None: there is none.
     """
 
-    def __init__(self, backend: BaseLockBackend, locks: Sequence[Lock], wait: float | None):
-        self.backend, self.wait = backend, wait
+    def __init__(
+        self,
+        backend: BaseLockBackend,
+        locks: Sequence[Lock],
+        wait: float | None,
+        taken: Sequence[Lease],
+    ):
+        self.backend, self.wait, self._taken = backend, wait, taken
         self.began = backend.monotonic()
         self.refused: str | None = None
         self.asks = len(locks) > 1 and self._may_ask(locks)
@@ -139,9 +146,9 @@ class Opening:
         """Give back a key no more: its lease does."""
         self._granted = [each for each in self._granted if each.key != key]
 
-    def complete(self, leases: Sequence[Lease]) -> None:
+    def complete(self) -> None:
         """Keep the keys taken behind their leases as their locks say: all of them are granted."""
-        for each in leases:
+        for each in self._taken:
             terms = each._holding.terms
             terms.hold = max(terms.hold, self._holds.get(each.key, 0.0))
 
@@ -150,11 +157,15 @@ class Opening:
         self._answers.clear()
 
     def fail(self, error: BaseException) -> None:
-        """Leave nothing held of what no lease has."""
+        """Leave nothing held, but what a transaction has kept from before."""
         with self._mutex:
             self._abandoned = True
             self.forget()
             self._give_back()
+        for lease in reversed(self._taken):
+            if not lease._holding.goes_on:
+                # At once: nothing was done under it that a transaction has yet to commit.
+                lease._release.quietly()
 
     def _may_ask(self, locks: Sequence[Lock]) -> bool:
         """Whether nothing here has to be looked at key by key.

@@ -133,14 +133,14 @@ class LockSet:
             if taken:
                 Leases(taken).release()
 
-        with ExitStack() as stack, self._opening() as opening:
+        with ExitStack() as stack, self._opening(taken) as opening:
             stack.callback(give_back)
             if opening.asks:
                 opening.ask()
             for lock in self._in_turn(opening):
                 taken.append(lock.acquire(heartbeat=heartbeat))
                 _require_all(taken)
-            opening.complete(taken)
+            opening.complete()
             stack.pop_all()
         return Leases(taken)
 
@@ -209,13 +209,13 @@ class LockSet:
         with ExitStack() as stack:
             stack.callback(self._claim.release)
             taken: list[Lease] = []
-            with self._opening() as opening:
+            with self._opening(taken) as opening:
                 if opening.asks:
                     opening.ask()
                 for lock in self._in_turn(opening):
                     taken.append(stack.enter_context(lock))
                     _require_all(taken)
-                opening.complete(taken)
+                opening.complete()
             yield Leases(taken)
 
     @asynccontextmanager
@@ -223,18 +223,19 @@ class LockSet:
         async with AsyncExitStack() as stack:
             stack.callback(self._claim.release)
             taken: list[Lease] = []
-            async with self._opening() as opening:
+            async with self._opening(taken) as opening:
                 if opening.asks:
                     await opening.backend.threads.run(opening.ask)
                 for lock in self._in_turn(opening):
                     taken.append(await stack.enter_async_context(lock))
                     _require_all(taken)
-                opening.complete(taken)
+                opening.complete()
             yield Leases(taken)
 
-    def _opening(self) -> Opening:
+    def _opening(self, taken: list[Lease]) -> Opening:
         store, wait = lock_backends[self._locks[0].backend], self._locks[0].wait
-        return Opening(store, self._locks, store.config.wait if isinstance(wait, Unset) else wait)
+        seconds = store.config.wait if isinstance(wait, Unset) else wait
+        return Opening(store, self._locks, seconds, taken)
 
     def _in_turn(self, opening: Opening) -> Iterator[Lock]:
         """Give each lock with its part of the answer, and what is left of the time for all."""

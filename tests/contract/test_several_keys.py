@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+from asgiref.sync import async_to_sync
+from django.db import transaction
 
 from django_distlock import (
     InvalidArgument,
@@ -92,6 +94,22 @@ def test_nothing_is_kept_behind_a_refusal(
             assert free(registered, *keys) == keys[:1]
     work(0)
     assert free(registered, *keys) == []
+
+
+@pytest.mark.stores("memory", "postgresql", "redis", why="it is the same in each")
+@pytest.mark.django_db(transaction=True)
+def test_refusal_in_a_transaction_keeps_nothing(registered: Registered, key: str) -> None:
+    """But for what was locked there before: data may have been written under it."""
+    keys = [f"{key}-{number}" for number in range(3)]
+    locks = distlock_all(*keys, wait=0.1, backend=registered.alias)
+    with held_elsewhere(lock_of(registered, keys[2])), transaction.atomic():
+        with lock_of(registered, keys[0]):
+            pass
+        for take in (locks.acquire, locks.__enter__, partial(async_to_sync(entered), locks)):
+            with pytest.raises(LockNotAcquired):
+                take()
+            assert free(registered, *keys) == [keys[1]]
+    assert eventually(lambda: free(registered, *keys) == keys)
 
 
 @pytest.mark.requires("supports_sharing")
