@@ -144,11 +144,14 @@ def test_expired_leases_are_replaced(backend: BaseLockBackend, elapse: Elapse, k
 @pytest.mark.requires("supports_operators")
 @pytest.mark.stores("memory", "sqlite", "postgresql", "mysql", "redis", why="it has no pause")
 def test_paused_key_is_in_the_way(backend: BaseLockBackend, key: str) -> None:
-    """As by itself."""
+    """As by itself, also where somebody holds it."""
+    holder = take(backend, f"{key}-2")
     backend.pause(f"{key}-2", datetime.now(UTC) + timedelta(seconds=60))
-    found = refused(backend, keys_of(key))
-    assert found.key == f"{key}-2"
-    assert found.answer.paused
+    for fence in (holder.fence, None):
+        found = refused(backend, keys_of(key))
+        assert found.key == f"{key}-2"
+        assert (found.answer.paused, found.answer.fence) == (True, fence)
+        backend.release(holder)
     backend.pause(f"{key}-2", None)
     assert len(ask(backend, keys_of(key))) == SEVERAL
 

@@ -33,7 +33,11 @@ BEGIN
         t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
         SELECT pg_catalog.array_position(p_storage_keys, (l.storage_key COLLATE "C")::text),
             pg_catalog.json_build_array(
-                'contended', t, l.fence, l.acquired_at, l.expires_at, l.free_at, l.holder
+                CASE WHEN EXISTS (
+                    SELECT FROM "django_distlock_fencecounter" c
+                        WHERE c.storage_key = l.storage_key AND c.paused_until > t
+                ) THEN 'paused' ELSE 'contended' END,
+                t, l.fence, l.acquired_at, l.expires_at, l.free_at, l.holder
             )::text
             INTO v_place, v_answer
             FROM "django_distlock_heldlock" l
