@@ -36,6 +36,10 @@ class Unset:
     def __repr__(self) -> str:
         return "UNSET"
 
+    def __reduce__(self) -> str:
+        # There is one: whatever is copied with it stays equal.
+        return "UNSET"
+
 
 #: Says that the setting decides, where None has a meaning of its own.
 UNSET: Final = Unset()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 import threading
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,6 +39,16 @@ def test_lock_cannot_be_changed() -> None:
     assert dataclasses.is_dataclass(lock)
     with pytest.raises(dataclasses.FrozenInstanceError):
         lock.key = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "made", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))]
+)
+def test_copy_is_equal(made: Callable[[Lock], Lock]) -> None:
+    """Also where the setting decides how long to wait."""
+    lock = distlock("a")
+    assert made(lock) == lock
+    assert len({made(lock), lock}) == 1
 
 
 def test_lock_is_neither_true_nor_false() -> None:
