@@ -21,7 +21,7 @@ from contextlib import (
     asynccontextmanager,
     suppress,
 )
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from typing import (
     Any,
@@ -36,6 +36,7 @@ from typing import (
     overload,
 )
 from uuid import uuid4
+from weakref import ref
 
 from django.core.cache import caches
 
@@ -55,7 +56,6 @@ from .core.errors import (
 from .core.keys import OWN_MARKER, KeyTemplate, key_hash, own_key
 from .core.logs import log_fields
 from .handler import lock_backends
-from .locks.context import current_lease
 from .locks.lease import Lease
 from .locks.lock import Lock, distlock
 from .locks.no_lease import tell_bypassed
@@ -203,6 +203,11 @@ class _Flight:
 _flights: Final[dict[tuple[str, str, str], _Flight]] = {}
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_flights.clear)
+
+#: Those whose values are being computed around a call, with or without their locks.
+_computed_for: Final[ContextVar[tuple[ref[_Flight], ...]]] = ContextVar(
+    "distlock_computed_for", default=()
+)
 
 
 class _Calls:
@@ -391,6 +396,9 @@ class _Plan:
         compute: Callable[[], Any],
         lease: Lease | None = None,
     ) -> Any:
+        # Not reset: a flight that has landed is waited for by nobody.
+        around = [each for each in _computed_for.get() if each() is not None]
+        _computed_for.set((*around, ref(flight)))
         try:
             value = await by.call(compute)
         except Exception as error:
@@ -471,7 +479,9 @@ class _Plan:
     # As one of the others
 
     def _join(self, first: _Flight) -> None:
-        if current_lease(self._lock_key(first.key)) is not None:
+        if any(each() is first for each in _computed_for.get()):
+            # It may also be one that a signal has broken out of.
+            first.leave()
             raise LockUsageError(
                 f"The function that computes {first.key!r} requests the same key, and would wait"
                 " for itself.",

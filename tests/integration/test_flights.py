@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -738,10 +738,12 @@ def test_call_in_an_event_loop_is_a_call(key: str) -> None:
 # Wrong uses
 
 
-def test_asking_for_its_own_value_is_refused(fly: Callable[..., Any], key: str) -> None:
+@pytest.mark.parametrize("store", ["answers", "is away"])
+def test_asking_for_its_own_value_is_refused(fly: Callable[..., Any], key: str, store: str) -> None:
     """It would wait for itself."""
     ask = functools.partial(fly, key, timeout=60)
-    with prompt(), pytest.raises(LockUsageError) as caught:
+    outage = lose_connection("memory") if store == "is away" else nullcontext()
+    with outage, prompt(), pytest.raises(LockUsageError) as caught:
         ask(lambda: single_flight(key, lambda: 1, timeout=60, backend="memory"))
     assert caught.value.code == "reentrant"
 
