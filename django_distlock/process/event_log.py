@@ -120,7 +120,8 @@ def note_loss(*, held_for: float | None = None, **facts: Any) -> None:
 
 
 def _note_rejection(*, current: int | None, model: str, pk: Any, **facts: Any) -> None:
-    details = {"current": current, "model": model, "pk": None if pk is None else str(pk)}
+    pk = None if pk is None else _plain(str(pk))
+    details = {"current": current, "model": model, "pk": pk}
     _note(LockEvent.Kind.REJECTED, details, **facts)
 
 

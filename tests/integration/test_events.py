@@ -29,7 +29,7 @@ from django_distlock.handler import lock_backends
 from django_distlock.models import LockEvent
 from django_distlock.process import event_log
 from django_distlock.process.host import current_holder
-from django_distlock.signals import lock_lost, lock_taken_over
+from django_distlock.signals import fence_rejected, lock_lost, lock_taken_over
 from tests.contract.aliases import abandon_connections, alias_like, counted_alias, sessions
 from tests.contract.locking import eventually, grantable, rolled_back, take_away
 from tests.processes import spawn
@@ -189,6 +189,15 @@ def test_odd_facts_are_written_too(key: str, odd: dict[str, Any]) -> None:
     """What a database would refuse costs no row."""
     lose(key, **odd)
     assert row(key).kind == LockEvent.Kind.LOST
+
+
+def test_odd_primary_key_costs_no_row(key: str) -> None:
+    """SQLite takes a text that PostgreSQL refuses, and with it all rows of the statement."""
+    lose(key)
+    facts = {"alias": "memory", "key": key, "fence": 7, "holder": WHO, "cause": "a test"}
+    row_of = {"current": 8, "model": "shop.Payment", "pk": "\0 and \ud800"}
+    fence_rejected.send(DatabaseBackend, **facts, **row_of)
+    assert eventually(lambda: written(key) == 2, PATIENCE)
 
 
 # Where and when
