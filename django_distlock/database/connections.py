@@ -117,7 +117,7 @@ def in_transaction(connection: BaseDatabaseWrapper) -> bool:
 def has_the_file(connection: BaseDatabaseWrapper) -> bool:
     """Whether a transaction of SQLite's has been the one writer of its file from its beginning."""
     mode = getattr(connection, "transaction_mode", None)
-    return connection.in_atomic_block and mode in ("IMMEDIATE", "EXCLUSIVE")
+    return in_transaction(connection) and mode in ("IMMEDIATE", "EXCLUSIVE")
 
 
 def has_open_transaction(connection: BaseDatabaseWrapper) -> bool:
