@@ -14,7 +14,6 @@ import logging
 import os
 import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from concurrent.futures import Future, InvalidStateError
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -55,6 +54,7 @@ from .core.errors import (
 )
 from .core.keys import OWN_MARKER, KeyTemplate, key_hash, own_key
 from .core.logs import log_fields
+from .core.threads import Bell
 from .handler import lock_backends
 from .locks.lease import Lease
 from .locks.lock import Lock, distlock
@@ -178,20 +178,26 @@ class _Flight:
         # The cache may keep one key apart for each tenant.
         self.name = backend, cache, caches[cache].make_key(key)
         self.key = key
-        self.landed: Future[bytes | None] = Future()
+        #: What it has brought, if it has landed: the first one counts.
+        self.results: list[bytes | None] = []
+        # No future, whose mutex a signal's exception may leave locked.
+        self.landed = Bell()
+        #: Called when it lands.
+        self.calls: list[Callable[[], object]] = []
         #: Whether anybody waits for it.
         self.is_awaited = False
 
     def land(self, value: Any = _NOTHING, error: Exception | None = None) -> None:
         """Give the others the result, unless it was given; without one, they see for themselves."""
-        if self.landed.done():
-            return
-        self.leave()
-        # Each gets a copy of its own, as from a cache.
-        told = self.is_awaited and (error is not None or value is not _NOTHING)
-        packed = _packed(value if error is None else None, error) if told else None
-        with suppress(InvalidStateError):
-            self.landed.set_result(packed)
+        if not self.results:
+            self.leave()
+            # Each gets a copy of its own, as from a cache.
+            told = self.is_awaited and (error is not None or value is not _NOTHING)
+            self.results.append(_packed(value if error is None else None, error) if told else None)
+        # Also where whoever gave it was interrupted before.
+        self.landed.ring()
+        for call in list(self.calls):
+            call()
 
     def leave(self) -> None:
         """Let the next caller begin a flight of its own."""
@@ -220,8 +226,7 @@ class _Calls:
         return whole(compute, awaits=False)()
 
     async def wait(self, flight: _Flight, patience: float) -> None:
-        with suppress(TimeoutError):
-            flight.landed.result(patience)
+        flight.landed.wait(patience)
 
     @asynccontextmanager
     async def attempt(self, lock: Lock) -> AsyncIterator[Lease | Refusal]:
@@ -259,7 +264,17 @@ class _Awaits:
         return await compute()
 
     async def wait(self, flight: _Flight, patience: float) -> None:
-        await asyncio.wait([asyncio.wrap_future(flight.landed)], timeout=patience)
+        loop, landed = asyncio.get_running_loop(), asyncio.Event()
+
+        def call() -> None:
+            with suppress(RuntimeError):  # The loop was closed.
+                loop.call_soon_threadsafe(landed.set)
+
+        flight.calls.append(call)
+        if not flight.results:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await landed.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +356,7 @@ class _Plan:
                     break
                 self._join(first)
                 await by.wait(first, max(0.0, until - monotonic()))
-                if not first.landed.done():
+                if not first.results:
                     await by.ask(self._go_without, key, self._late(first), self.wait)
                     return await self._compute(by, flight, found, compute)
                 if (answer := self._answer(first)) is not None:
@@ -492,7 +507,7 @@ class _Plan:
 
     def _answer(self, first: _Flight) -> _Found | None:
         """Return what a flight has brought; None: nothing, or an error that we do not mind."""
-        packed = first.landed.result()
+        packed = first.results[0]
         if packed is None:
             return None
         value, error = pickle.loads(packed)  # noqa: S301 - packed by this process

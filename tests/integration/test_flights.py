@@ -38,6 +38,7 @@ from django_distlock.core.keys import OWN_MARKER, own_key
 from django_distlock.testing import lose_connection
 from tests.contract.helpers import Later, prompt
 from tests.contract.locking import Heard, eventually, take_away
+from tests.interrupting import interrupt_at
 from tests.processes import spawn
 from tests.shop.models import Row
 
@@ -629,6 +630,19 @@ def test_interrupted_flight_leaves_the_value_to_others(key: str) -> None:
         first.result()
     assert [each.result() for each in those] == ["value"] * 3
     assert work.runs == 1
+
+
+def test_follower_that_is_interrupted_gets_what_was_raised(key: str) -> None:
+    """At any step, also of Python's own modules; and the flight lands."""
+    for step in range(1, 60):
+        work = Work("value")
+        ask = functools.partial(single_flight, f"{key}:{step}", work, timeout=60, backend="memory")
+        first = Later(ask)
+        assert work.begun.wait(10)
+        threading.Timer(0.01, work.end.set).start()
+        interrupt_at(step, ask, "threading", "concurrent")
+        work.end.set()
+        assert first.result(10) == "value"
 
 
 def test_fork_follows_no_flight_of_its_parent(key: str) -> None:
