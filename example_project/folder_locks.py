@@ -149,7 +149,8 @@ class FolderBackend(BaseLockBackend):
             fence, values = json.loads(path.read_text())
         if values is None:
             return fence, None
-        for name in filter(values.get, [each for each in values if each.endswith("_at")]):
+        times = [each for each in values if each.endswith(("_at", "_until"))]
+        for name in filter(values.get, times):
             values[name] = datetime.fromisoformat(values[name])
         return fence, Record(**{**values, "holder": Holder.from_json(values["holder"])})
 

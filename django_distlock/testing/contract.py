@@ -731,6 +731,18 @@ class BackendContract:
         answers = backend.extend_many(grants)
         assert [each.stop_requested for each in answers if isinstance(each, Grant)] == [False, True]
 
+    @pytest.mark.distlock_needs("supports_operators", "supports_ttl")
+    def test_shortened_lease_is_renewed_until_its_end(
+        self, backend: BaseLockBackend, elapse: Callable[[float], None], key: str
+    ) -> None:
+        """Also where its ttl is shorter than what it was given, and no longer."""
+        grant = take(backend, key, 1)
+        backend.request_stop(key, 2)
+        elapse(1)
+        assert extend(backend, grant).stop_requested
+        elapse(1.1)
+        assert backend.extend(grant) is None
+
     @pytest.mark.distlock_needs("supports_listing")
     def test_what_is_held_is_counted(self, backend: BaseLockBackend, key: str) -> None:
         """Counts and states work for every backend that lists its locks."""
