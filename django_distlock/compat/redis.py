@@ -17,7 +17,7 @@ from redis.exceptions import LockError, LockNotOwnedError
 from ..core.errors import BackendUnavailable, LockLost, LockNotAcquired, LockUsageError
 from ..core.logs import log_fields
 from ..core.retry import Retry
-from ..inspection import owns
+from ..handler import lock_backends
 from ..locks.lease import Lease
 from ..locks.lock import Lock as _Lock
 from ..locks.lock import distlock
@@ -116,7 +116,11 @@ class Lock:
     def owned(self) -> bool:
         """Return whether it is held by this lock, in this thread if it is thread-local."""
         lease: Lease | None = getattr(self.local, "lease", None)
-        return lease is not None and lease.held and owns(lease.token, backend=self.backend)
+        if lease is None or not lease.held:
+            return False
+        # Not by its token, which not every store finds.
+        record = lock_backends[self.backend].read(self.name)
+        return record is not None and record.fence == lease.fence
 
     def __enter__(self) -> Self:
         if not self.acquire():

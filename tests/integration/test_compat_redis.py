@@ -23,7 +23,7 @@ from django_distlock.inspection import force_release
 from django_distlock.testing import lose_connection
 from tests.contract.locking import eventually
 
-pytestmark = pytest.mark.servers("PostgreSQL", "Redis")
+pytestmark = pytest.mark.servers("PostgreSQL", "Redis", "Redis Cluster")
 
 
 class Cache(LockMixin, LocMemCache):
@@ -94,6 +94,15 @@ def test_one_holder_at_a_time(made: Any) -> None:
     assert first.release() is None
     assert not first.owned()
     assert second.acquire() is True
+
+
+@pytest.mark.parametrize("alias", ["redis_cluster", "advisory"])
+def test_owned_where_no_token_is_found(key: str, alias: str) -> None:
+    """On a cluster of Redis, and with session locks."""
+    lock = Lock(None, key, timeout=30, backend=alias)
+    with lock:
+        assert lock.owned()
+    assert not lock.owned()
 
 
 @pytest.mark.parametrize(
