@@ -52,6 +52,8 @@ BATCH = 100
 GATHER = 1.0
 
 _UID = "django_distlock.process.event_log"
+#: The attribute of an event that waits: which database it waits for.
+_DATABASE = "_django_distlock_database"
 _KINDS = {
     "expire_soon": LockEvent.Kind.SHORTENED,
     "request_stop": LockEvent.Kind.STOP_REQUESTED,
@@ -213,6 +215,7 @@ class _Writer:
         """Let an event be written, unless too many are waiting: of releases half as many."""
         if self._pid != os.getpid():
             self.forget()
+        vars(event)[_DATABASE] = _name(using)
         with self._mutex:
             if not self._waiting:
                 self._now.clear()  # Rung when there was nothing to write.
@@ -296,13 +299,21 @@ class _Writer:
         try:
             try:
                 with _bounded(using, bound):
-                    LockEvent.objects.using(using).bulk_create(events, batch_size=BATCH)
+                    connections[using].ensure_connection()
+                    # A test run that has ended gives the alias back to the project's database.
+                    ours = [each for each in events if vars(each)[_DATABASE] == _name(using)]
+                    LockEvent.objects.using(using).bulk_create(ours, batch_size=BATCH)
             finally:
                 close_here()
         except Exception as error:  # noqa: BLE001
             self.tell(using, error)
         else:
             self._told = False
+
+
+def _name(using: str) -> object:
+    """Return which database an alias stands for now."""
+    return connections[using].settings_dict["NAME"]
 
 
 def _bounded(using: str, bound: float | None) -> AbstractContextManager[None]:

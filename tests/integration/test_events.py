@@ -31,6 +31,7 @@ from django_distlock.process import event_log
 from django_distlock.process.host import current_holder
 from django_distlock.signals import fence_rejected, lock_lost, lock_taken_over
 from tests.contract.aliases import abandon_connections, alias_like, counted_alias, sessions
+from tests.contract.helpers import Later
 from tests.contract.locking import eventually, grantable, rolled_back, take_away
 from tests.processes import spawn
 
@@ -332,6 +333,19 @@ def test_missing_table_is_logged_once(
     assert written(key) == 0
     lose(key)
     assert row(key).fence == 7
+
+
+def test_end_of_a_test_run_leaves_the_database_of_the_project_alone(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waited for the database of the tests is not written to the one in its place."""
+    writer = event_log._Writer()
+    with monkeypatch.context() as before:
+        before.setattr(writer, "_start", lambda: None)
+        before.setitem(connections["default"].settings_dict, "NAME", "of_tests")
+        writer.put("default", LockEvent(key=key, kind=LockEvent.Kind.LOST))
+    Later(writer._run).result(PATIENCE)
+    assert written(key) == 0
 
 
 def test_router_that_fails_is_logged_once(
