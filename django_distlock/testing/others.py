@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
 from ..backends.base import BaseLockBackend
-from ..core.durations import Duration, ttl_seconds
+from ..core.clock import monotonic
+from ..core.durations import MAX_BOUND, Duration, ttl_seconds
 from ..core.errors import LockNotAcquired, LockUsageError
 from ..core.holders import Holder
 from ..core.keys import new_token
@@ -16,6 +18,9 @@ from ..handler import lock_backends
 from ..locks.attempts import Granted
 from ..locks.lease import Lease
 from ..locks.state import Terms
+
+#: Seconds between two questions to a store that is busy.
+_PAUSE = 0.01
 
 #: Who holds a key where a test does not say.
 ELSEWHERE = Holder(host="elsewhere", process="another process", pid=1)
@@ -125,13 +130,20 @@ def taken(
     replace: str | None = None,
     permits: int | None = 1,
 ) -> OthersLease:
-    """Acquire a key for somebody else, once: alone, or else beside others if permits say so."""
+    """Acquire a key for somebody else, once: alone, or else beside others if permits say so.
+
+    A store that could not look, because of another writer, is asked again for a second.
+    """
     config, holder = store.config, holder or ELSEWHERE
     lives = ttl_seconds(config.ttl if ttl is None else ttl, maximum=config.max_ttl)
     deadline = store.monotonic() + lives
-    answer = store.acquire(key, new_token(), lives, holder, replace=replace)
+    ask = partial(store.acquire, key, new_token(), lives, holder, replace=replace)
+    answer, until = ask(), monotonic() + MAX_BOUND
+    while isinstance(answer, Contended) and answer.busy and monotonic() < until:
+        time.sleep(_PAUSE)
+        answer = ask()
     if isinstance(answer, Contended) and permits != 1:
-        answer = store.acquire(key, new_token(), lives, holder, replace=replace, permits=permits)
+        answer = ask(permits=permits)
     if isinstance(answer, Contended):
         raise LockNotAcquired(
             f"{key!r} cannot be held by another holder: it is held on {store.alias!r}.",

@@ -722,6 +722,15 @@ def test_stolen_place_is_somebody_elses(locks: Locks, paused: bool, permits: int
     assert_not_locked(KEY)
 
 
+@pytest.mark.usefixtures("locks")
+def test_store_that_is_busy_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another writer of SQLite, such as that of events, is nobody who holds the key."""
+    lease, store = distlock(KEY).acquire(), lock_backends["default"]
+    acquire, busy = store.acquire, iter([Contended(busy=True)])
+    monkeypatch.setattr(store, "acquire", lambda *a, **kw: next(busy, None) or acquire(*a, **kw))
+    assert steal(lease).fence > lease.fence
+
+
 def test_stolen_key_is_somebody_elses(locks: Locks) -> None:
     """The store knows the new holder; the old one finds out by its next renewal."""
     told: list[Lease] = []
