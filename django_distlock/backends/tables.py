@@ -158,8 +158,9 @@ class FenceTable(NoteTable):
 
     def _fences_of(self, names: Sequence[str]) -> Sequence[int | None]:
         def look(on: str) -> dict[str, int]:
-            counters = self._counters_on(on).filter(pk__in=names)
-            return dict(counters.values_list("pk", "fence"))
+            with vendors.of(on).short_transaction(MAX_BOUND, writes=False):
+                counters = self._counters_on(on).filter(pk__in=names)
+                return dict(counters.values_list("pk", "fence"))
 
         found = self._ask(look, writes=False, long=True)
         return [found.get(name, 0) for name in names]

@@ -264,7 +264,11 @@ class Stranger(ABC):
 
     @abstractmethod
     def hold_table(self, *, from_readers: bool = False) -> None:
-        """Lock the table of records against every change; it can be read, unless from readers."""
+        """Lock the table of records against every change; it can be read.
+
+        Args:
+            from_readers: It cannot, nor can that of the fences.
+        """
 
     @abstractmethod
     def wait_until_blocked(self, clients: int = 1, patience: float = 20) -> None:
@@ -349,8 +353,11 @@ class Postgres(Session):
         return cursor.fetchall() if cursor.description else []
 
     def hold_table(self, *, from_readers: bool = False) -> None:
-        mode = "ACCESS EXCLUSIVE" if from_readers else "EXCLUSIVE"
-        self.execute(f"LOCK TABLE {self.store.locks} IN {mode} MODE")
+        if from_readers:
+            both = f"{self.store.locks}, {self.store.fences}"
+            self.execute(f"LOCK TABLE {both} IN ACCESS EXCLUSIVE MODE")
+        else:
+            self.execute(f"LOCK TABLE {self.store.locks} IN EXCLUSIVE MODE")
 
     def queue(self, key: str) -> None:
         turn = f"SELECT pg_advisory_xact_lock({number('turn', '%s')}) FROM {SALT} s"
@@ -414,8 +421,9 @@ class MariaDB(Session):
         self.execute(f"SELECT 1 FROM {self.store.fences} WHERE storage_key = %s FOR UPDATE", name)
 
     def hold_table(self, *, from_readers: bool = False) -> None:
-        mode = "WRITE" if from_readers else "READ"
-        _rows(self._tables, f"LOCK TABLES {self.store.locks} {mode}")
+        locks, fences = self.store.locks, self.store.fences
+        what = f"{locks} WRITE, {fences} WRITE" if from_readers else f"{locks} READ"
+        _rows(self._tables, f"LOCK TABLES {what}")
 
     def blocked(self) -> list[int]:
         ours = _rows(

@@ -89,17 +89,23 @@ def test_bound_is_a_second_at_most(backend: BaseLockBackend, stranger: Stranger,
 
 
 @HAS_ROW_LOCKS
-@pytest.mark.parametrize("many", [False, True], ids=["one", "many"])
+@pytest.mark.parametrize("what", ["record", "records", "fences"])
 def test_table_held_from_readers_is_trouble_in_time(
-    backend: BaseLockBackend, stranger: Stranger, key: str, many: bool
+    backend: BaseLockBackend, stranger: Stranger, key: str, what: str
 ) -> None:
     """Whoever reads waits a second for a table that somebody has locked, for many keys too."""
     take(backend, key)
+    read: dict[str, Callable[[], object]] = {
+        "record": lambda: backend.read(key),
+        "records": lambda: backend.records.of([key]),
+        "fences": lambda: backend._fences_of([backend.queues.name_of(key)]),
+    }
+    before = read[what]()
     stranger.hold_table(from_readers=True)
     with prompt(1), pytest.raises(BackendUnavailable):
-        backend.records.of([key]) if many else backend.read(key)
+        read[what]()
     stranger.rollback()
-    assert backend.records.of([key]) == [backend.read(key)]
+    assert read[what]() == before
 
 
 @HAS_TRANSACTIONS
