@@ -135,8 +135,15 @@ def has_open_transaction(connection: BaseDatabaseWrapper) -> bool:
     return bool(getattr(raw, "server_status", 0) & _IN_TRANSACTION)
 
 
+#: What tells the isolation level of a session in the last column of a row.
+_ISOLATION_OF = {
+    "postgresql": "SHOW default_transaction_isolation",
+    "mysql": "SHOW VARIABLES LIKE 't%_isolation'",  # whichever name it has
+}
+
+
 def servers_isolation(connection: BaseDatabaseWrapper) -> str:
-    """Return the isolation level of PostgreSQL's transactions where Django asks for none.
+    """Return the isolation level of the server's transactions where Django asks for none.
 
     A role or a database may have been given another one. Each session is asked once, from the
     thread that it belongs to, and by a statement that takes no snapshot. "": it cannot be asked.
@@ -145,14 +152,16 @@ def servers_isolation(connection: BaseDatabaseWrapper) -> str:
     session, level = vars(connection).get(_ISOLATION, (None, ""))
     if session is None or session() is not raw:
         here = connection._thread_ident == threading.get_ident()  # type: ignore[attr-defined]
-        if raw is None or raw.info.transaction_status not in _ANSWERING or not here:
+        if raw is None or not here:
+            return ""
+        if connection.vendor == "postgresql" and raw.info.transaction_status not in _ANSWERING:
             return ""
         database: Any = connection.Database  # type: ignore[attr-defined]
         try:
             # Past Django: it is no query of the caller's.
             with raw.cursor() as cursor:
-                cursor.execute("SHOW default_transaction_isolation")
-                level = str(cursor.fetchone()[0])
+                cursor.execute(_ISOLATION_OF[connection.vendor])
+                level = str(cursor.fetchone()[-1]).lower().replace("-", " ")
         except database.Error:
             return ""  # The caller's next statement says why.
         vars(connection)[_ISOLATION] = (weakref.ref(raw), level)

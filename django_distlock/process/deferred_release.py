@@ -116,8 +116,8 @@ def reads_a_snapshot(connection: BaseDatabaseWrapper) -> bool:
     """Whether a transaction goes on seeing what was committed when it began to read."""
     level = getattr(connection, "isolation_level", None)
     if connection.vendor == "mysql":
-        # None is the server's default, which is this. What is serializable locks what it reads.
-        return level in ("repeatable read", None)
+        # What is serializable locks what it reads. Where the server does not tell, it may be this.
+        return (level or servers_isolation(connection)) in ("repeatable read", "")
     if connection.vendor != "postgresql":
         return False
     if "isolation_level" not in connection.settings_dict["OPTIONS"]:

@@ -555,6 +555,21 @@ def test_lock_inside_a_snapshot_warns(shared: str, key: str, level: str, warned:
     assert ["snapshot" in str(each.message) for each in caught] == [True] * warned
 
 
+def test_servers_own_isolation_is_asked_for(shared: str, key: str) -> None:
+    """Where Django leaves it to a server that does not read from snapshots, nothing is refused."""
+    name = connections[shared].settings_dict["NAME"]
+    first = "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED"
+    options = {"isolation_level": None, "init_command": first}
+    with (
+        alias_like(shared, NAME=name, OPTIONS=options) as alias,
+        locks_on(alias) as locks,
+        transaction.atomic(using=alias),
+    ):
+        transaction_lock(f"{key}-1", backend=locks)
+        with distlock(f"{key}-2", backend=locks) as lease:
+            assert lease.held
+
+
 # Servers of one's own
 
 
