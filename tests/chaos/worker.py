@@ -45,7 +45,7 @@ WRITES = 0.4
 #: How often a holder without a heartbeat works on behind its deadline, and for how long at most.
 LATE, LATENESS = 0.2, 5.0
 #: How many locks a thread takes in a row without work between them.
-TURNS = 50
+TURNS = 400
 #: Seconds between two signals.
 EVERY = 0.05
 #: Seconds until Python lets another thread run: so often that they meet between any two steps.
@@ -277,6 +277,8 @@ class Hand:
     def turns(self) -> None:
         """Take one key after another, each for as long as a check takes."""
         for _ in range(TURNS):
+            if self.worker.stopped:
+                return
             claim = Claim(self.worker, "turn")
             with suppress(LockNotAcquired), claim.told(), self._lock() as lease, claim.of(lease):
                 claim.check()
