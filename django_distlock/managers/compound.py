@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from django.db import connections
+from django.db import OperationalError, connections
 
 from ..core.durations import GRACE
 from ..core.fences import FENCE_MAX
@@ -19,7 +19,7 @@ from ..core.records import Attempt, Contended, Freed, Grant
 from ..database import sql
 from ..database.fields import from_microseconds
 from ..database.server_functions import acquired
-from ..database.vendors.mysql import MySQL
+from ..database.vendors.mysql import INTERRUPTED, MAX_STATEMENT_TIME, MySQL
 from .lock import HeldLockManager
 
 
@@ -108,7 +108,14 @@ class CompoundLockManager(HeldLockManager):
     def _run(self, block: str, values: dict[str, Any], bound: float) -> Any:
         # Waits end after whole seconds: one that is left less does not begin to wait.
         with connections[self.db].cursor() as cursor:
-            cursor.execute(block.replace("{bound}", str(int(bound))), values)
+            try:
+                cursor.execute(block.replace("{bound}", str(int(bound))), values)
+            except OperationalError as error:
+                if error.args[0] == MAX_STATEMENT_TIME:
+                    # Maybe behind its COMMIT: that is no answer, and not that a row is locked.
+                    cause = OperationalError(INTERRUPTED, *error.args[1:])
+                    raise OperationalError(*error.args) from cause
+                raise
             return cursor.fetchone()
 
 

@@ -25,11 +25,13 @@ from django_distlock.core.records import UNKNOWN, Contended, Grant
 from django_distlock.database.vendors.mysql import MySQL
 from django_distlock.handler import lock_backends
 from django_distlock.locks.attempts import BUSY_SECONDS
+from django_distlock.managers.compound import CompoundLockManager
 from django_distlock.models import FenceCounter, HeldLock, LockEvent
 from tests import services
 from tests.backends import DATABASE, Registered
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.helpers import Later, held, prompt, take
+from tests.contract.locking import eventually
 from tests.contract.stores import DatabaseStore, MariaDB
 from tests.settings import database
 from tests.shop.models import Row
@@ -568,6 +570,29 @@ def test_servers_own_isolation_is_asked_for(shared: str, key: str) -> None:
         transaction_lock(f"{key}-1", backend=locks)
         with distlock(f"{key}-2", backend=locks) as lease:
             assert lease.held
+
+
+@pytest.mark.parametrize("name", ["acquire", "release"])
+def test_block_that_is_cut_off_behind_its_commit_has_no_answer(
+    key: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Nobody is told that the key is contended, or lost, and nothing stays held."""
+    run, cuts = CompoundLockManager._run, iter(["SIGNAL SQLSTATE '70100' SET MYSQL_ERRNO = 1969;"])
+
+    def cut(self: CompoundLockManager, block: str, values: dict[str, Any], bound: float) -> Any:
+        if block == getattr(self, f"_{name}"):
+            block = block.replace("COMMIT;", f"COMMIT; {next(cuts, '')}")
+        return run(self, block, values, bound)
+
+    monkeypatch.setattr(CompoundLockManager, "_run", cut)
+    with locks_on("mariadb") as locks:
+        if name == "release":
+            with distlock(key, backend=locks, ttl=30):
+                pass
+        else:
+            with pytest.raises(BackendUnavailable):
+                distlock(key, backend=locks, ttl=30, wait=0).acquire()
+        assert eventually(lambda: lock_backends[locks].read(key) is None)
 
 
 # Servers of one's own

@@ -21,10 +21,12 @@ from ...core.keys import advisory_id
 from ..fields import from_microseconds, to_microseconds
 from .base import LOOK_SECONDS, Vendor
 
+#: The server's numbers for a statement that it has ended.
+INTERRUPTED, MAX_STATEMENT_TIME = 1317, 1969
 _BUSY = {
     1205,  # lock wait timeout, and NOWAIT on MariaDB
     1213,  # deadlock
-    1969,  # max_statement_time
+    MAX_STATEMENT_TIME,
     3572,  # NOWAIT on MySQL
 }
 #: Seconds that a statement with a bound may take at least: it is cut off also while it works.
@@ -48,12 +50,12 @@ _CODES: Mapping[int, str] = {
     1213: "service_unavailable",  # deadlock
     1226: "rate_limited",  # a user's resources are used up
     1290: "service_unavailable",  # read-only: a replica, or a failover
-    1317: "network_timeout",  # query interrupted
+    INTERRUPTED: "network_timeout",
     1698: "auth_failed",  # access denied, without a password
     1792: "service_unavailable",  # read-only transaction
     1836: "service_unavailable",  # read-only mode
     1927: "service_unavailable",  # connection killed
-    1969: "network_timeout",  # max_statement_time
+    MAX_STATEMENT_TIME: "network_timeout",
     3024: "network_timeout",  # max_execution_time
     3572: "network_timeout",  # NOWAIT
     4031: "service_unavailable",  # disconnected for being idle
