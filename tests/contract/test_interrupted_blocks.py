@@ -21,9 +21,8 @@ from django_distlock import Lease, Lock, distlock_all, signals
 from django_distlock.backends.advisory import holdings
 from django_distlock.backends.shelf import Shelf
 from django_distlock.handler import lock_backends
-from django_distlock.locks import blocks, several
+from django_distlock.locks import blocks
 from django_distlock.locks.release import Release
-from django_distlock.locks.several import LockSet
 from django_distlock.process import deferred_release
 from django_distlock.process.at_exit import held_here
 from django_distlock.process.deadlines import alarms
@@ -201,26 +200,6 @@ def test_interruption_of_several_keys(registered: Registered, key: str) -> None:
 
     interrupt_everywhere(locks[0], hold)
     assert eventually(lambda: all(map(nothing_is_left, locks)), PATIENT)
-
-
-@pytest.mark.parametrize("line", range(1, 9))
-@pytest.mark.parametrize("inside", [LockSet.__enter__, LockSet._claimed, several._leave])
-def test_interrupted_block_of_a_set_of_locks_leaves_the_set_usable(
-    key: str, inside: FunctionType, line: int
-) -> None:
-    """Nothing is held by a set that is kept and used again."""
-    keys = [f"{key}-{number}" for number in range(2)]
-    locks = distlock_all(*keys, ttl=60, backend="memory")
-
-    def hold() -> None:
-        with locks:
-            pass
-
-    interrupt_at(line, hold, inside)
-    for each in keys:
-        lock = lock_of(BACKENDS["memory"], each)
-        assert eventually(lambda lock=lock: nothing_is_left(lock), PATIENT), left_of(lock)  # type: ignore[misc]
-    hold()
 
 
 def test_interrupted_block_in_a_transaction_keeps_the_key_to_its_end(
