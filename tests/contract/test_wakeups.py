@@ -82,18 +82,22 @@ def marked(lease: Lease) -> bool:
     return Later(held, lock_backends[lease.backend], lease.key).result().wanted
 
 
+# What ends a grant returns when the key is free, at the earliest.
+
+
 def release(lease: Lease) -> float:
     """Give the key back."""
+    free_at = time.monotonic()
     assert lease.release() is True
-    return 0.0
+    return free_at
 
 
 def settle(lease: Lease) -> float:
     """Keep the key taken for another second, without grace."""
-    backend = lock_backends[lease.backend]
+    backend, free_at = lock_backends[lease.backend], time.monotonic() + 1
     held_for = (backend_now(lease) - lease.acquired_at).total_seconds()
     assert backend.release(lease._holding.grant, held_for + 1.0) is True
-    return 1.0
+    return free_at
 
 
 def backend_now(lease: Lease) -> datetime:
@@ -105,14 +109,16 @@ def backend_now(lease: Lease) -> datetime:
 
 def force_release(lease: Lease) -> float:
     """Let an operator take the key."""
+    free_at = time.monotonic()
     assert lock_backends[lease.backend].force_release(lease.key) is not None
-    return 0.0
+    return free_at
 
 
 def extend_to_less(lease: Lease) -> float:
     """Let the lease end sooner than it said."""
+    free_at = time.monotonic() + 0.3 + GRACE
     lease.extend(0.3)
-    return 0.3 + GRACE
+    return free_at
 
 
 def take_over(lease: Lease) -> float:
@@ -122,12 +128,17 @@ def take_over(lease: Lease) -> float:
     assert isinstance(answer, Grant)
     assert eventually(lambda: held(backend, lease.key).wanted), "nobody marked the new grant"
     time.sleep(0.3)
+    free_at = time.monotonic()
     assert backend.release(answer) is True
-    return 0.0
+    return free_at
 
 
 def grant_is_late(granted_at: float, free_at: float) -> None:
-    """Check that a waiter was granted the key when it became free, and not before."""
+    """Check that a waiter was granted the key when it became free, and not before.
+
+    Args:
+        free_at: Measured before the request that frees the key: this thread may stand still.
+    """
     late = granted_at - free_at
     # Two clocks are compared: the store's, which decides, and ours.
     assert late > -0.1, f"granted {-late:.3f} s before the key was free"
@@ -147,12 +158,7 @@ def test_end_of_a_grant_wakes_who_waits_for_it(
         lease = Later(lock_of(registered, key, ttl=60).acquire).result()
         waiter.begin()
         assert eventually(lambda: marked(lease)), "nobody marked the grant"
-
-        def run() -> float:
-            seconds = end(lease)
-            return time.monotonic() + seconds
-
-        free_at = Later(run).result()
+        free_at = Later(end, lease).result()
         grant_is_late(waiter.granted_at(), free_at)
     lock_backends[registered.alias].force_release(key)
 
@@ -160,8 +166,8 @@ def test_end_of_a_grant_wakes_who_waits_for_it(
 def test_expired_grant_is_taken_when_it_is_free(registered: Registered, key: str, how: str) -> None:
     """Its time is known: no message, no backoff and no safety read is needed."""
     with waiter_of(registered, key, how) as waiter:
-        lease = Later(lock_of(registered, key, ttl=3).acquire).result()
         free_at = time.monotonic() + 3 + GRACE
+        lease = Later(lock_of(registered, key, ttl=3).acquire).result()
         waiter.begin()
         grant_is_late(waiter.granted_at(), free_at)
         assert Later(lease.release).result() is False
@@ -175,8 +181,8 @@ def test_end_of_a_pause_wakes_who_waits(registered: Registered, key: str, how: s
         waiter.begin()
         # Until its attempt behind the subscription has been made.
         time.sleep(0.7)
-        assert backend.pause(key, None) is True
         free_at = time.monotonic()
+        assert backend.pause(key, None) is True
         grant_is_late(waiter.granted_at(), free_at)
 
 
@@ -225,8 +231,8 @@ async def test_cancelled_waiter_leaves_the_wake_up_to_others(
         name = lock_backends[registered.alias].queues.name_of(key)
         queue = lock_backends[registered.alias].queues._queues[name]
         assert await asyncio.to_thread(eventually, partial(_has, queue, 2))
-        assert await asyncio.to_thread(Later(lease.release).result) is True
         free_at = time.monotonic()
+        assert await asyncio.to_thread(Later(lease.release).result) is True
         await asyncio.sleep(0.002 * round_)
         first.cancel()
         try:
