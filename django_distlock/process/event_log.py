@@ -14,7 +14,7 @@ import random
 import threading
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
@@ -52,8 +52,6 @@ BATCH = 100
 GATHER = 1.0
 
 _UID = "django_distlock.process.event_log"
-#: The attribute of an event that waits: which database it waits for.
-_DATABASE = "_django_distlock_database"
 _KINDS = {
     "expire_soon": LockEvent.Kind.SHORTENED,
     "request_stop": LockEvent.Kind.STOP_REQUESTED,
@@ -190,6 +188,14 @@ def _plain(text: str) -> str:
     return text.encode("utf-8", "replace").decode().replace("\0", "")
 
 
+class _Waiting(NamedTuple):
+    """An event that waits, with the alias and the name of its database."""
+
+    using: str
+    name: object
+    event: LockEvent
+
+
 class _Writer:
     """Writes events in a thread that lives while there are any."""
 
@@ -203,7 +209,7 @@ class _Writer:
         self._pid = os.getpid()
         # Reentrant, because a signal's handler may interrupt its holder, and lose a lease.
         self._mutex = threading.RLock()
-        self._waiting: deque[tuple[str, LockEvent]] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._is_running = False
         self._is_full = False
         self._idle = Bell()
@@ -215,7 +221,7 @@ class _Writer:
         """Let an event be written, unless too many are waiting: of releases half as many."""
         if self._pid != os.getpid():
             self.forget()
-        vars(event)[_DATABASE] = _name(using)
+        waiting = _Waiting(using, _name(using), event)
         with self._mutex:
             if not self._waiting:
                 self._now.clear()  # Rung when there was nothing to write.
@@ -224,7 +230,7 @@ class _Writer:
             elif len(self._waiting) >= MAX_WAITING // 2:
                 return
             if len(self._waiting) < MAX_WAITING * (2 if event.actor else 1):
-                self._waiting.append((using, event))
+                self._waiting.append(waiting)
             else:
                 self.dropped += 1
                 if not self._is_full:
@@ -280,10 +286,10 @@ class _Writer:
                 self._now.wait(GATHER)
             if not (batch := self._take()):
                 return
-            for using in dict.fromkeys(alias for alias, _event in batch):
-                self._write(using, [event for alias, event in batch if alias == using], bound)
+            for using in dict.fromkeys(each.using for each in batch):
+                self._write(using, [each for each in batch if each.using == using], bound)
 
-    def _take(self) -> list[tuple[str, LockEvent]]:
+    def _take(self) -> list[_Waiting]:
         """Return all that waits; nothing, when the thread is to end."""
         with self._mutex:
             batch = list(self._waiting)
@@ -294,14 +300,14 @@ class _Writer:
                 self._idle.ring()
             return batch
 
-    def _write(self, using: str, events: list[LockEvent], bound: float | None) -> None:
+    def _write(self, using: str, events: list[_Waiting], bound: float | None) -> None:
         """Write events to a database, and wait for locks of others so many seconds at most."""
         try:
             try:
                 with _bounded(using, bound):
                     connections[using].ensure_connection()
                     # A test run that has ended gives the alias back to the project's database.
-                    ours = [each for each in events if vars(each)[_DATABASE] == _name(using)]
+                    ours = [each.event for each in events if each.name == _name(using)]
                     LockEvent.objects.using(using).bulk_create(ours, batch_size=BATCH)
             finally:
                 close_here()

@@ -115,7 +115,7 @@ def test_flood_of_releases_leaves_room_for_other_events(
     for _ in range(event_log.MAX_WAITING):
         writer.put("default", LockEvent(key=key, kind=LockEvent.Kind.RELEASED))
     writer.put("default", LockEvent(key=key, kind=LockEvent.Kind.LOST))
-    kinds = [event.kind for _using, event in writer._take()]
+    kinds = [each.event.kind for each in writer._take()]
     assert len(kinds) == event_log.MAX_WAITING // 2 + 1
     assert kinds[-1] == LockEvent.Kind.LOST
 
@@ -130,7 +130,7 @@ def test_outage_leaves_room_for_what_operators_do(
         writer.put("default", LockEvent(key=key, kind=LockEvent.Kind.LOST))
     writer.put("default", LockEvent(key=key, kind=LockEvent.Kind.FORCED, actor="Ada"))
     assert writer.dropped == 1
-    assert writer._take()[-1][1].actor == "Ada"
+    assert writer._take()[-1].event.actor == "Ada"
 
 
 def test_part_of_a_key_is_found(browser: Client, key: str, capsys: Any) -> None:
@@ -317,7 +317,7 @@ def test_releases_are_written_together(key: str, monkeypatch: pytest.MonkeyPatch
     batches: list[int] = []
     write = event_log._writer._write
 
-    def count(using: str, events: list[LockEvent], bound: float | None) -> None:
+    def count(using: str, events: list[event_log._Waiting], bound: float | None) -> None:
         batches.append(len(events))
         write(using, events, bound)
 
