@@ -194,7 +194,7 @@ class _Flight:
             # Each gets a copy of its own, as from a cache.
             told = self.is_awaited and (error is not None or value is not _NOTHING)
             self.results.append(_packed(value if error is None else None, error) if told else None)
-        # Also where whoever gave it was interrupted before.
+        # Also if an earlier call was interrupted before this line.
         self.landed.ring()
         for call in list(self.calls):
             call()
@@ -210,7 +210,7 @@ _flights: Final[dict[tuple[str, str, str], _Flight]] = {}
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_flights.clear)
 
-#: Those whose values are being computed around a call, with or without their locks.
+#: The flights whose values this context computes.
 _computed_for: Final[ContextVar[tuple[ref[_Flight], ...]]] = ContextVar(
     "distlock_computed_for", default=()
 )
@@ -411,7 +411,7 @@ class _Plan:
         compute: Callable[[], Any],
         lease: Lease | None = None,
     ) -> Any:
-        # Not reset: a flight that has landed is waited for by nobody.
+        # Not reset: nobody waits for a flight that has landed.
         around = [each for each in _computed_for.get() if each() is not None]
         _computed_for.set((*around, ref(flight)))
         try:
@@ -495,7 +495,7 @@ class _Plan:
 
     def _join(self, first: _Flight) -> None:
         if any(each() is first for each in _computed_for.get()):
-            # It may also be one that a signal has broken out of.
+            # A signal may have ended that computation: the next caller begins anew.
             first.leave()
             raise LockUsageError(
                 f"The function that computes {first.key!r} requests the same key, and would wait"

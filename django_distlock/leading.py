@@ -348,7 +348,7 @@ class Leader:
 
         def told(signum: int, frame: FrameType | None) -> None:
             if _own_handler(told) is not told:
-                # A forked child leads nothing here, and whoever ends it may wait for its end.
+                # A forked child is no leader: SIGTERM has the handler from before.
                 signal.signal(signal.SIGTERM, _own_handler(told))
                 signal.raise_signal(signum)
                 return
@@ -375,7 +375,7 @@ class Leader:
 
 
 def _own_handler(handler: Any) -> Any:
-    """Return what handles a signal where no leader of a process does that has forked this one."""
+    """Return this process's own handler: those of leaders in its parents are passed over."""
     while getattr(handler, "distlock_pid", os.getpid()) != os.getpid():
         handler = handler.distlock_before
     return handler

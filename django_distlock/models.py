@@ -49,7 +49,7 @@ class HeldLock(models.Model):
     holder_host = KeyField(_("host"), max_length=255)
     task_id = KeyField(_("task id"), max_length=255, null=True, db_index=True)
     stop_requested_at = InstantField(_("stop requested at"), null=True)
-    #: Null: for as long as its holder wants.
+    #: Null: nobody has shortened the lease.
     renewed_until = InstantField(_("renewed until"), null=True)
 
     objects: ClassVar[HeldLockManager] = HeldLockManager()

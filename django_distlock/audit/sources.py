@@ -43,7 +43,7 @@ def files(
     Args:
         skip: Told of a folder that cannot be read.
     """
-    # As paths are written: a folder that a shell completes ends with a slash.
+    # Normalised: the completion of a shell ends a folder with a slash.
     patterns = [str(Path(each)) for each in excluded]
 
     def is_left(path: Path) -> bool:

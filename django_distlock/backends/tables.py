@@ -38,7 +38,7 @@ from .notes import NoteTable
 T = TypeVar("T")
 
 
-#: What may tell where a database is in the place of `HOST`, `PORT` and `NAME`.
+#: Options that may locate a database instead of `HOST`, `PORT` and `NAME`.
 _TELLING_OPTIONS = (
     *("service", "servicefile", "host", "hostaddr", "port", "dbname"),
     *("read_default_file", "read_default_group", "unix_socket", "database", "db"),

@@ -232,7 +232,7 @@ def _lacking_secret(using: str, schema: str) -> Iterator[str]:
         yield f"the table {salt} is empty"
 
 
-# As whoever may not read all of a table may ask it, too.
+# These queries need no right to read the tables.
 _COLUMNS = {
     "mysql": (
         "SELECT column_name FROM information_schema.columns"

@@ -118,7 +118,7 @@ class Lock:
         lease: Lease | None = getattr(self.local, "lease", None)
         if lease is None or not lease.held:
             return False
-        # Not by its token, which not every store finds.
+        # Not every store finds a record by its token.
         record = lock_backends[self.backend].read(self.name)
         return record is not None and record.fence == lease.fence
 

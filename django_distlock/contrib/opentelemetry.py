@@ -155,7 +155,7 @@ def _observing(
     name: tuple[int, int], instrument: Instrument, numbers: Numbers
 ) -> Callable[[CallbackOptions], Iterator[Observation]]:
     def observe(_options: CallbackOptions) -> Iterator[Observation]:
-        # A meter keeps its callbacks, and takes no others when it is installed again.
+        # A meter keeps the callbacks of what was uninstalled, and calls them.
         found = numbers()[instrument] if name in _installed else {}
         for labels, value in found.items():
             yield Observation(value, dict(zip(instrument.labels, labels, strict=True)))

@@ -268,7 +268,7 @@ class Record:
         ttl: Seconds that the last grant or extend gave; None: no expiry.
         free_at: `expires_at` plus the grace; equal to it once settled; later where the lease was
             shortened, because its holder was promised that much; None: no expiry.
-        renewed_until: Where the lease was shortened, the end of renewing, and its own.
+        renewed_until: When a shortened lease ends, however often it is renewed.
         wanted: A waiter of this grant sleeps, and its end must wake it.
         shared: Others may hold the key at the same time.
     """

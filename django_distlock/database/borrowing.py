@@ -146,7 +146,7 @@ class Use:
         pool.prepare()
         template = connections[pool.alias]
         leave_to_parent(template)
-        # An exclusive one keeps out even our readers; what it sees itself is all that there is.
+        # An exclusive transaction of SQLite lets no other connection read, so it is asked itself.
         if (in_test_case(template) and not pool.apart) or (
             not self._writes and has_the_file(template)
         ):
@@ -270,7 +270,7 @@ class Use:
             if connection.connection is None:
                 own.bound = None
                 if connection.vendor == "sqlite":
-                    # What the project does at the opening may wait for a writer, too.
+                    # Statements that the project runs at the opening may wait for a writer, too.
                     connection.settings_dict["OPTIONS"]["timeout"] = self._writer_seconds()
                 connection.ensure_connection()
             self.begin_statement()
@@ -396,7 +396,7 @@ class LockConnections:
         """Find out what has to be known before a connection is borrowed."""
 
     def has_moved(self, error: BaseException | None) -> bool:
-        """Whether another server may be the one to ask, which a new session finds."""
+        """Whether a new session may reach another server, which accepts writes."""
         return False
 
     def take(self, template: BaseDatabaseWrapper, user: Any) -> Own:

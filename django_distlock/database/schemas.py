@@ -48,7 +48,7 @@ class TableConnections(LockConnections):
         _ = self.schema
 
     def has_moved(self, error: BaseException | None) -> bool:
-        """Behind a switch-over the old server goes on to answer, and may only be read."""
+        """After a switch-over the old server still answers, and is read-only."""
         vendor = of(self.alias)
         if error is None or vendor.is_busy(error):
             return False

@@ -157,14 +157,14 @@ class Opening:
         self._answers.clear()
 
     def fail(self, error: BaseException) -> None:
-        """Leave nothing held, but what a transaction has kept from before."""
+        """Release all keys but those that a transaction has kept from before."""
         with self._mutex:
             self._abandoned = True
             self.forget()
             self._give_back()
         for lease in reversed(self._taken):
             if not lease._holding.goes_on:
-                # At once: nothing was done under it that a transaction has yet to commit.
+                # At once, and not behind the transaction: no work was done under it.
                 lease._release.quietly()
 
     def _may_ask(self, locks: Sequence[Lock]) -> bool:

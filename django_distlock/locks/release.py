@@ -252,7 +252,7 @@ class Release:
         """Ask the store to release the lease, or to settle it, and take the answer.
 
         Returns:
-            The answer; None: whoever had the turn has ended the lease meanwhile, and tells.
+            The answer; None: another thread has ended the lease, and tells of it.
         """
         holding = self.holding
         try:

@@ -89,7 +89,7 @@ class Holding:
 
     #: Whether this process tells what becomes of it; not of what a test lets somebody else hold.
     tells = True
-    #: Whether it goes on with what a transaction has kept.
+    #: Whether it continues a lease that a transaction has kept.
     goes_on = False
 
     def __init__(self, store: BaseLockBackend, granted: Granted, terms: Terms):

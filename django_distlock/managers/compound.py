@@ -112,7 +112,7 @@ class CompoundLockManager(HeldLockManager):
                 cursor.execute(block.replace("{bound}", str(int(bound))), values)
             except OperationalError as error:
                 if error.args[0] == MAX_STATEMENT_TIME:
-                    # Maybe behind its COMMIT: that is no answer, and not that a row is locked.
+                    # The block may have committed: the outcome is unknown, and not busy.
                     cause = OperationalError(INTERRUPTED, *error.args[1:])
                     raise OperationalError(*error.args) from cause
                 raise

@@ -44,7 +44,7 @@ class HeldHere:
 
     def __init__(self) -> None:
         self._by_token: dict[str, Ending] = {}
-        # Which process will call us at its end.
+        # The process that has registered `release_all`.
         self._process = 0
         # How many there may be before those that are over are forgotten.
         self._sweep_at = 0

@@ -132,7 +132,7 @@ def taken(
 ) -> OthersLease:
     """Acquire a key for somebody else, once: alone, or else beside others if permits say so.
 
-    A store that could not look, because of another writer, is asked again for a second.
+    A store that is busy is asked again for a second.
     """
     config, holder = store.config, holder or ELSEWHERE
     lives = ttl_seconds(config.ttl if ttl is None else ttl, maximum=config.max_ttl)

@@ -122,8 +122,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="of the choices; by default any")
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--threads", type=int, default=4, help="of each worker")
-    parser.add_argument("--keys", type=int, default=6, help="that they take; more: fewer waits")
-    parser.add_argument("--rest", type=float, default=0.25, help="seconds between two faults")
+    parser.add_argument("--keys", type=int, default=6, help="how many keys the workers take")
+    parser.add_argument("--rest", type=float, default=0.25, help="mean seconds between two faults")
     parser.add_argument("--keep", type=Path, help="a folder for the histories")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument(

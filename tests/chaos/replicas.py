@@ -16,12 +16,12 @@ from tests.services import _postgres_binaries, _run, private_postgres, private_r
 from .crew import BadWire
 from .servers import Killable
 
-#: Seconds within which a replica has what its primary has, and is promoted.
+#: Seconds within which a replica follows its primary.
 PATIENCE = 30.0
 
 
 class Replica:
-    """Follows a server until it lags, and then is one.
+    """Follows a server, lags, and takes its place.
 
     Args:
         store: The server.
@@ -47,17 +47,17 @@ class Replica:
         assert eventually(self._follows, PATIENCE)
 
     def lag(self) -> None:
-        """Get nothing more of what is written."""
+        """Receive nothing more from the primary."""
         self._link.hang()
 
     def take_over(self) -> None:
-        """Be promoted, without what has not come, and move to the place of the killed server."""
-        # What the link holds back is lost with it.
+        """Be promoted, and move to the address and the data folder of the killed server."""
+        # The writes that the link holds back are lost.
         self._link.cut()
         self._link.close()
         if self._is_redis:
             self._ask("REPLICAOF", "NO", "ONE")
-            # What a primary has sent as a whole is on the disk a while later.
+            # The first copy of the primary's data is written to the disk in the background.
             assert eventually(lambda: not self._info("persistence")["aof_rewrite_in_progress"])
         else:
             assert self._value("SELECT pg_promote()") is True

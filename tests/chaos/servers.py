@@ -31,7 +31,7 @@ class Killable:
         data: The folder with its data; None: it has none.
 
     Attributes:
-        facts: Where it is.
+        facts: The address and the version of the running server.
     """
 
     def __init__(self, run: Callable[[], AbstractContextManager[Any]], data: Path | None = None):

@@ -163,7 +163,7 @@ def own_pool(pool: Any) -> Any:
     }
     if not isinstance(pool, SentinelConnectionPool):
         return _Pool(**settings)
-    # With what it makes of their answers, such as a forced address.
+    # A copy keeps the project's options, such as a forced address.
     ours = copy(pool.sentinel_manager)
     ours.sentinels = [
         redis.Redis(connection_pool=own_pool(each.connection_pool)) for each in ours.sentinels
@@ -266,7 +266,7 @@ def _from_url(url: object, password: str | None) -> Callable[[], Any]:
         )
     try:
         client = redis.Redis.from_url(url)
-        # Not open yet: the pool takes any option, and the connection those that there are.
+        # Opens nothing. A pool accepts any option, and a connection refuses unknown ones.
         client.connection_pool.make_connection()
     except (ValueError, TypeError):
         # Not the address, nor what is wrong with it: both may hold a part of a password.

@@ -54,7 +54,7 @@ class ClusterLines:
             try:
                 return question(self.server(node), asking)
             except exceptions.AskError as error:
-                # Followed itself: who is asked where the slot is may not know yet.
+                # Go to the node that the answer names: the map may not have it yet.
                 asking = not isinstance(error, exceptions.MovedError)
                 if not asking:
                     self.look_again()
@@ -65,10 +65,10 @@ class ClusterLines:
         raise exceptions.ClusterError(f"The keys moved {MOVES} times.")
 
     def _told(self, error: Any, by: Any) -> Any:
-        """Return the node that a redirection tells: without a host, it is on that of who tells."""
+        """Return the node that a redirection names. Without a host: on the host that answered."""
         place = self._client.nodes_manager.remap_host_port(error.host or by.host, error.port)
         known = self._client.get_node(*place)
-        # One that has joined, and has no slot yet, is not.
+        # A node without slots is not in the client's map.
         return known or ClusterNode(*place)  # type: ignore[no-untyped-call]
 
     def ask_all(self, calls: Sequence[Call]) -> list[Any]:
@@ -112,7 +112,7 @@ class ClusterLines:
 
     def servers(self) -> list[ThreadLines]:
         """Return the connections to each server that has keys, in an order that stays."""
-        # Nobody redirects who asks each of them: the keys of one that has joined would be left out.
+        # A scan is never redirected: with an old map, the keys of a new server would be left out.
         self.look_again()
         found = map(self.server, self._client.get_primaries())
         return sorted(found, key=lambda lines: lines.name)

@@ -20,7 +20,7 @@ from ...database.borrowing import Opening, is_readable
 from ..lua import Script
 from .clients import address_of
 
-#: What a cluster says that the parsers of redis-py before 6 have no class for, by its first word.
+#: A cluster's errors, by their first word. The parsers of redis-py before 6 do not know them.
 _CLUSTER: Final[Mapping[str, Callable[[str], Exception]]] = {
     "ASK": exceptions.AskError,
     "CLUSTERDOWN": exceptions.ClusterDownError,
@@ -233,7 +233,7 @@ def _has_ended(wire: Any) -> bool:
 
 
 def _is_of_replica(answer: Any) -> bool:
-    """Whether the server refuses to write: its address may lead to another one by now."""
+    """Whether a read-only replica answered: the address may lead to its primary by now."""
     return isinstance(answer, exceptions.ResponseError) and "read only replica" in str(answer)
 
 

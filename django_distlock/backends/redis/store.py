@@ -197,7 +197,7 @@ class RedisStore:
         with self._asking() as lines:
             servers = lines.servers()
         if all(line.name != begin.server for line in servers):
-            begin = Place()  # What one that is gone had may be on any of them.
+            begin = Place()  # That server is gone: its keys may be on any other.
         for line in servers:
             if line.name < begin.server:
                 continue
@@ -276,7 +276,7 @@ class RedisStore:
         """Let go of what a fork copied. The pool of a single server sees to itself."""
         _inherited.append((self._lines, self._client))
         if isinstance(self._client, redis.RedisCluster):
-            # A thread that is not here may have locked what it knows of the servers.
+            # A thread of the parent may have the mutex of the client's map of servers.
             self._client = None
         self._begin()
 

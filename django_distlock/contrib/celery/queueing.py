@@ -308,7 +308,7 @@ def hand_down(
     except (InvalidArgument, TypeError):
         return  # The task itself will say so.
     lease = context.holds(terms.backend, key)
-    # Who sends a retry or a replacement does not wait for it.
+    # The sender of a retry or a replacement does not wait for it.
     if lease is None or lease.holder.task_id == headers.get("id"):
         return
     if deferred_release.open_transactions():

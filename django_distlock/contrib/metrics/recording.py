@@ -147,7 +147,7 @@ class Recorder:
     def _extended(
         self, *, alias: str, key: str, slack: float | None, cause: object, **_: Any
     ) -> None:
-        # Who has loaded a lease has acquired none.
+        # A process that loads leases may never acquire one.
         prefix = self._seen_prefix(alias, key)
         if cause is None and slack is not None:
             self._to.observe(SLACK, slack, alias, prefix)

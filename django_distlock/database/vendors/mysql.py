@@ -172,7 +172,7 @@ class MySQL(Vendor):
     def has_rolled_back(self, error: BaseException) -> bool:
         if _number(error) != 1205:
             return self.is_deadlock(error)
-        # Without its savepoints, Django lets the transaction do nothing more, nor be asked.
+        # Django refuses queries in a transaction that needs a rollback: nothing can be asked.
         return self.connection.needs_rollback or bool(
             self._ask("SELECT @@innodb_rollback_on_timeout")[0]
         )

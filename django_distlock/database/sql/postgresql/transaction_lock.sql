@@ -25,7 +25,7 @@ CREATE OR REPLACE FUNCTION "django_distlock_heldlock_transaction_lock_v3"(
 SET search_path = pg_catalog, pg_temp AS $body$
 DECLARE
     v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
-    -- Whoever is told `busy` asks again. Ended by statement_timeout, the transaction would be over.
+    -- The caller asks again on `busy`. A statement_timeout would abort its transaction.
     v_bound bigint := least(p_bound, nullif(pg_catalog.date_part(
         'epoch', pg_catalog.current_setting('statement_timeout')::interval
     ) * 800, 0)::bigint);
