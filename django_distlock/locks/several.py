@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    AsyncExitStack,
-    ExitStack,
-    asynccontextmanager,
-    contextmanager,
-)
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from ..core.bodies import whole
 from ..core.declarations import Declaration, Kind, declared
@@ -32,7 +27,6 @@ from .opening import Opening
 from .taking import UNSET, Unset
 
 P = ParamSpec("P")
-B = TypeVar("B")
 T = TypeVar("T")
 
 
@@ -107,6 +101,57 @@ class Leases(Mapping[str, Lease]):
         return all(released)
 
 
+class _Entered:
+    """What one block of a set of locks has entered; whoever leaves the block keeps it alive."""
+
+    def __init__(self) -> None:
+        self.block: Any = None
+
+    def left(self, locks: LockSet) -> Any:
+        """Return the block to leave, once."""
+        entered = self if self.block is not None else locks._by_hand or self
+        block, entered.block = entered.block, None
+        return block
+
+
+#: What the statement `with` is about to enter in a thread.
+_opening = threading.local()
+
+
+class _Leaving:
+    """Is `__exit__` or `__aexit__`: see `blocks.Leaving`.
+
+    The statement `with` alone has what it returns, and with it all that the block holds: where a
+    signal's exception breaks out of that, nothing else keeps it.
+    """
+
+    def __init__(self, leave: Callable[..., Any]):
+        self._leave = leave
+
+    def __get__(self, locks: LockSet | None, kind: type | None = None) -> Callable[..., Any]:
+        entered = _Entered()
+        _opening.entered = locks, weakref.ref(entered)
+        return partial(self._leave, entered, *(() if locks is None else (locks,)))
+
+
+def _opened(locks: LockSet) -> _Entered | None:
+    """Return what the statement `with` keeps that enters these locks; None: there is none."""
+    owner, reference = getattr(_opening, "entered", (None, lambda: None))
+    _opening.entered = None, lambda: None
+    entered: _Entered | None = reference()
+    return entered if owner is None or owner is locks else None
+
+
+def _leave(entered: _Entered, locks: LockSet, *end: Any) -> Any:
+    block = entered.left(locks)
+    return None if block is None else block.__exit__(*end)
+
+
+async def _aleave(entered: _Entered, locks: LockSet, *end: Any) -> Any:
+    block = entered.left(locks)
+    return None if block is None else await block.__aexit__(*end)
+
+
 class LockSet:
     """Several locks, to be held by one block at a time. Made by `distlock_all()`.
 
@@ -117,10 +162,9 @@ class LockSet:
     def __init__(self, locks: Iterable[Lock]):
         by_key = {each.key: each for each in locks}
         self._locks = [by_key[key] for key in sorted(by_key)]
-        # Who has it is in a block of these.
-        self._claim = threading.Lock()
-        self._block: AbstractContextManager[Leases] | None = None
-        self._awaited: AbstractAsyncContextManager[Leases] | None = None
+        # Those who have it, or want it, first come first served; and who has it without `with`.
+        self._users: list[weakref.ref[_Entered]] = []
+        self._by_hand: _Entered | None = None
 
     def __repr__(self) -> str:
         return f"<LockSet {', '.join(repr(each.key) for each in self._locks)}>"
@@ -145,34 +189,42 @@ class LockSet:
         return Leases(taken)
 
     def __enter__(self) -> Leases:
-        block = self._claimed(self._entered)
-        leases = block.__enter__()
-        self._block = block
+        entered = self._claimed(self._entered())
+        try:
+            leases: Leases = entered.block.__enter__()
+        except Exception:
+            entered.block = None
+            raise
         return leases
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        block, self._block = self._block, None
-        return None if block is None else block.__exit__(exc_type, exc, traceback)
 
     async def __aenter__(self) -> Leases:
-        block = self._claimed(self._aentered)
-        leases = await block.__aenter__()
-        self._awaited = block
+        entered = self._claimed(self._aentered())
+        try:
+            leases: Leases = await entered.block.__aenter__()
+        except (Exception, asyncio.CancelledError):
+            entered.block = None
+            raise
         return leases
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        block, self._awaited = self._awaited, None
-        return None if block is None else await block.__aexit__(exc_type, exc, traceback)
+    if TYPE_CHECKING:
+
+        def __exit__(
+            self,
+            exc_type: type[BaseException] | None,
+            exc: BaseException | None,
+            traceback: TracebackType | None,
+        ) -> bool | None: ...
+
+        async def __aexit__(
+            self,
+            exc_type: type[BaseException] | None,
+            exc: BaseException | None,
+            traceback: TracebackType | None,
+        ) -> bool | None: ...
+
+    else:
+        __exit__ = _Leaving(_leave)
+        __aexit__ = _Leaving(_aleave)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """Hold the locks around each call of `function`, or around each await of it."""
@@ -207,7 +259,6 @@ class LockSet:
     @contextmanager
     def _entered(self) -> Iterator[Leases]:
         with ExitStack() as stack:
-            stack.callback(self._claim.release)
             taken: list[Lease] = []
             with self._opening(taken) as opening:
                 if opening.asks:
@@ -221,7 +272,6 @@ class LockSet:
     @asynccontextmanager
     async def _aentered(self) -> AsyncIterator[Leases]:
         async with AsyncExitStack() as stack:
-            stack.callback(self._claim.release)
             taken: list[Lease] = []
             async with self._opening(taken) as opening:
                 if opening.asks:
@@ -254,14 +304,26 @@ class LockSet:
             )
             opening.leave_to_lease(lock.key)
 
-    def _claimed(self, make: Callable[[], B]) -> B:
-        """Return a block, which nobody else can make until it has ended."""
-        if not self._claim.acquire(blocking=False):
-            raise LockUsageError(
-                f"{self!r} is already in use. Call distlock_all() for each block.",
-                code="unsupported",
-            )
-        return make()
+    def _claimed(self, block: Any) -> _Entered:
+        """Return what has a block, which nobody else can enter until that one has ended."""
+        opened = _opened(self)
+        entered = opened or _Entered()
+        entered.block = block
+        self._users.append(weakref.ref(entered))
+        for user in list(self._users):
+            if (other := user()) is entered:
+                if opened is None:
+                    self._by_hand = entered
+                return entered
+            if other is not None and other.block is not None:
+                break
+            with suppress(ValueError):
+                self._users.remove(user)
+        entered.block = None
+        raise LockUsageError(
+            f"{self!r} is already in use. Call distlock_all() for each block.",
+            code="unsupported",
+        )
 
 
 def _require_all(taken: list[Lease]) -> None:

@@ -7,7 +7,7 @@ import gc
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from types import FrameType, FunctionType
@@ -21,8 +21,9 @@ from django_distlock import Lease, Lock, distlock_all, signals
 from django_distlock.backends.advisory import holdings
 from django_distlock.backends.shelf import Shelf
 from django_distlock.handler import lock_backends
-from django_distlock.locks import blocks
+from django_distlock.locks import blocks, several
 from django_distlock.locks.release import Release
+from django_distlock.locks.several import LockSet
 from django_distlock.process import deferred_release
 from django_distlock.process.at_exit import held_here
 from django_distlock.process.deadlines import alarms
@@ -198,8 +199,27 @@ def test_interruption_of_several_keys(registered: Registered, key: str) -> None:
         with distlock_all(*keys, ttl=60, wait=2, backend=registered.alias):
             pass
 
-    interrupt_everywhere(locks[0], hold)
-    assert eventually(lambda: all(map(nothing_is_left, locks)), PATIENT)
+    interrupt_everywhere(locks[0], hold, others=locks[1:])
+
+
+@pytest.mark.parametrize("line", range(1, 9))
+@pytest.mark.parametrize("inside", [LockSet.__enter__, LockSet._claimed, several._leave])
+def test_interrupted_block_of_a_set_of_locks_leaves_the_set_usable(
+    key: str, inside: FunctionType, line: int
+) -> None:
+    """Nothing is held by a set that is kept and used again."""
+    keys = [f"{key}-{number}" for number in range(2)]
+    locks = distlock_all(*keys, ttl=60, backend="memory")
+
+    def hold() -> None:
+        with locks:
+            pass
+
+    interrupt_at(line, hold, inside)
+    for each in keys:
+        lock = lock_of(BACKENDS["memory"], each)
+        assert eventually(lambda lock=lock: nothing_is_left(lock), PATIENT), left_of(lock)  # type: ignore[misc]
+    hold()
 
 
 def test_interrupted_block_in_a_transaction_keeps_the_key_to_its_end(
@@ -364,9 +384,18 @@ def test_signal_amid_a_callback_reaches_the_caller(key: str) -> None:
 
 
 def interrupt_everywhere(
-    lock: Lock, operation: Operation, samples: int = SAMPLES, seconds: float = 3
+    lock: Lock,
+    operation: Operation,
+    samples: int = SAMPLES,
+    seconds: float = 3,
+    others: Sequence[Lock] = (),
 ) -> None:
-    """Interrupt an operation at so many lines all over it, or at fewer in these seconds."""
+    """Interrupt an operation at so many lines all over it, or at fewer in these seconds.
+
+    Args:
+        others: What it takes besides the lock.
+    """
+    locks = [lock, *others]
 
     def work() -> None:
         operation(lock)
@@ -380,11 +409,12 @@ def interrupt_everywhere(
         if time.monotonic() > until:
             break
         interrupt_at(line, work)
-        assert eventually(lambda: nothing_is_left(lock), PATIENT), (
-            f"behind line {line} of {lines}, {left_of(lock)} is left while\n{interrupting.stacks()}"
+        assert eventually(lambda: all(map(nothing_is_left, locks)), PATIENT), (
+            f"behind line {line} of {lines}, {[left_of(each) for each in locks]} is left while\n"
+            f"{interrupting.stacks()}"
         )
         work()
-    assert grantable(lock)
+    assert all(map(grantable, locks))
     # Coroutines that were broken off before they were awaited warn here, and not in another test.
     gc.collect()
 
