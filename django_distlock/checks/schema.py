@@ -14,7 +14,6 @@ from django.db.models import CheckConstraint
 
 from ..backends.database import DatabaseBackend
 from ..database.sql import (
-    FIXED_PATH,
     FUNCTIONS,
     SCHEMA_OF,
     SIDE_TABLES,
@@ -22,6 +21,7 @@ from ..database.sql import (
     function_name,
     quoted,
     script,
+    settings_in,
     side_table,
 )
 from ..models import FenceCounter
@@ -214,7 +214,7 @@ def _wrong_functions(using: str, schema: str, wanted: dict[str, str]) -> Iterato
         body = _BODY.search(text)
         if name not in there:
             yield f"the function {name} is missing in the schema {schema}"
-        elif body is None or there[name] != [body[1], [FIXED_PATH]]:
+        elif body is None or there[name] != [body[1], settings_in(text)]:
             yield f"the function {name} is not that of this release"
 
 

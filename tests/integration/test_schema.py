@@ -19,6 +19,9 @@ from django.utils.functional import Promise
 
 from django_distlock import LockUsageError, distlock
 from django_distlock.core.fences import FENCE_MAX
+from django_distlock.core.keys import new_token
+from django_distlock.core.records import Attempt, KeysAsked
+from django_distlock.database.server_functions import ServerFunctions
 from django_distlock.fencing import Fence
 from django_distlock.fencing.seen import see
 from django_distlock.inspection import prune_events, show
@@ -33,6 +36,7 @@ from django_distlock.models import (
     StoredResponse,
     Waiter,
 )
+from django_distlock.process.host import current_holder
 from tests.contract.aliases import locks_on
 
 from .databases import APP, ask, lock_and_release, migrate
@@ -405,6 +409,34 @@ def test_d22_extends_are_updates_in_place(server: str, server_functions: bool) -
         assert after["n_tup_hot_upd"] - before["n_tup_hot_upd"] >= 40
         assert ask(server, f"SELECT ctid, xmin, xmax, fence FROM {FENCES}") == fences
         lease.release()
+
+
+def test_functions_read_no_whole_table(server: str) -> None:
+    """However small it was when the session asked first: the server keeps its plan."""
+    functions = ServerFunctions(server, lambda name: f'"{name}"')
+    keys, holder = [f"invoice:{number}" for number in range(20)], current_holder()
+    asked = KeysAsked(
+        keys=dict.fromkeys(keys, False), tokens=[], using=server, stays=set(), bound=1.0
+    )
+    with transaction.atomic(using=server):
+        before = ask(server, _SCANS, [TABLE, FENCES])
+        for _ in range(8):
+            attempts = [
+                Attempt(each, each, new_token(), 30, holder, wanted=False, replace=None, bound=1.0)
+                for each in keys
+            ]
+            grants = functions.acquire_many(attempts)
+            assert isinstance(grants, list)
+            functions.extend_many([(each.key, each) for each in grants])
+            for each in grants:
+                functions.release(each.key, each, bound=1.0)
+            assert functions.transaction_lock(keys, asked)[0] == "locked"
+        assert ask(server, _SCANS, [TABLE, FENCES]) == before
+
+
+_SCANS = """
+SELECT relname, seq_scan FROM pg_stat_xact_user_tables WHERE relname = ANY(%s) ORDER BY relname
+"""
 
 
 def _statistics(using: str, enough: Callable[[dict[str, int]], bool]) -> dict[str, int]:

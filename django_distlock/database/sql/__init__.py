@@ -24,6 +24,8 @@ FUNCTIONS = (
 )
 #: How PostgreSQL notes where each function looks names up: nobody else may create there.
 FIXED_PATH = "search_path=pg_catalog, pg_temp"
+#: A setting of a function, in its file.
+_SETTING = re.compile(r"^SET (\w+) = (.+?)(?: AS \$body\$)?$", re.MULTILINE)
 #: In the order of installation.
 SCRIPTS = ("secret", "storage", "fence_guard", *FUNCTIONS)
 #: Tables without models: the secret, and what each session with a lock of its own holds.
@@ -129,6 +131,11 @@ def script(name: str, schema: str) -> str:
     within = _IDENTIFIER.sub(rf"{_HERE}.\g<0>", text)
     renamed = _NAMES.sub(lambda match: configured[match[0]], within)
     return renamed.replace(_HERE, quoted(schema))
+
+
+def settings_in(text: str) -> list[str]:
+    """Return the settings of the function in a script, as PostgreSQL notes them."""
+    return [f"{name}={value}" for name, value in _SETTING.findall(text)]
 
 
 def removal(schema: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from django.db import connections, router, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
@@ -11,7 +12,16 @@ from django.db.migrations.operations.base import Operation
 from django.db.migrations.state import ProjectState
 
 from ...conf import table
-from . import FIXED_PATH, SCHEMA_OF, SCRIPTS, SIDE_TABLES, quoted, removal, script, side_table
+from . import (
+    SCHEMA_OF,
+    SCRIPTS,
+    SIDE_TABLES,
+    quoted,
+    removal,
+    script,
+    settings_in,
+    side_table,
+)
 
 _BODY = re.compile(r"FUNCTION\s[^(]*\"(\w+)\"\s*\(.*?\$body\$(.*?)\$body\$", re.DOTALL)
 
@@ -172,10 +182,11 @@ def _is_installed(connection: BaseDatabaseWrapper, schema: str, name: str) -> bo
         # Only who may read it can fill it.
         filled = f"SELECT EXISTS (SELECT FROM {quoted(schema)}.{quoted(salt)})"  # noqa: S608
         return not _found(connection, _READABLE, [schema, salt]) or _found(connection, filled, [])
-    function = _BODY.search(script(name, schema))
+    text = script(name, schema)
+    function = _BODY.search(text)
     if function is None:
         return _found(connection, _STORAGE, [schema, table("locks")])
-    return _found(connection, _FUNCTION, [function[1], function[2], FIXED_PATH, schema])
+    return _found(connection, _FUNCTION, [function[1], function[2], settings_in(text), schema])
 
 
 _TABLES = (
@@ -185,7 +196,7 @@ _TABLES = (
 _READABLE = "SELECT has_table_privilege(format('%%I.%%I', %s, %s), 'SELECT')"
 _FUNCTION = (
     "SELECT EXISTS (SELECT FROM pg_proc WHERE proname = %s AND prosrc = %s"
-    " AND proconfig = ARRAY[%s] AND pronamespace = quote_ident(%s)::regnamespace)"
+    " AND proconfig = %s::text[] AND pronamespace = quote_ident(%s)::regnamespace)"
 )
 _TRIGGER = (
     "SELECT EXISTS (SELECT FROM pg_trigger WHERE tgname = 'distlock_fence_guard'"
@@ -196,7 +207,7 @@ _STORAGE = (
 )
 
 
-def _found(connection: BaseDatabaseWrapper, question: str, arguments: list[str]) -> bool:
+def _found(connection: BaseDatabaseWrapper, question: str, arguments: list[Any]) -> bool:
     with connection.cursor() as cursor:
         # The name of a schema may have a percent sign, which only arguments would make special.
         cursor.execute(question, arguments or None)

@@ -9,7 +9,10 @@ CREATE OR REPLACE FUNCTION "django_distlock_heldlock_acquire_many_v3"(
     p_ttl double precision, p_grace double precision, p_holder jsonb,
     p_floor boolean, p_bound bigint, p_permits integer, p_door bigint
 ) RETURNS text LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp AS $body$
+SET search_path = pg_catalog, pg_temp
+-- A session that planned this while the table was small would else read all of it, for as long as
+-- nobody analyses it.
+SET seq_page_cost = 100 AS $body$
 DECLARE
     v_alone boolean := p_permits IS NOT DISTINCT FROM 1;
     v_until timestamptz := pg_catalog.clock_timestamp() + p_bound * interval '1 millisecond';

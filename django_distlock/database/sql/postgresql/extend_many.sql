@@ -7,7 +7,10 @@ CREATE OR REPLACE FUNCTION "django_distlock_heldlock_extend_many_v3"(
     p_storage_keys text[], p_tokens text[], p_ttls double precision[],
     p_grace double precision, p_bound text
 ) RETURNS text LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp AS $body$
+SET search_path = pg_catalog, pg_temp
+-- A session that planned this while the table was small would else read all of it, for as long as
+-- nobody analyses it.
+SET seq_page_cost = 100 AS $body$
 DECLARE
     t bigint;
     v_grace bigint := pg_catalog.round(p_grace * 1000000)::bigint;

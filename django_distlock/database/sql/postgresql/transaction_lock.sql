@@ -22,7 +22,10 @@
 CREATE OR REPLACE FUNCTION "django_distlock_heldlock_transaction_lock_v3"(
     p_storage_keys text[], p_shared boolean[], p_tokens text[], p_bound bigint, p_keep boolean
 ) RETURNS text LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp AS $body$
+SET search_path = pg_catalog, pg_temp
+-- A session that planned this while the table was small would else read all of it, for as long as
+-- nobody analyses it.
+SET seq_page_cost = 100 AS $body$
 DECLARE
     v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
     -- The caller asks again on `busy`. A statement_timeout would abort its transaction.
