@@ -12,7 +12,7 @@ import threading
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from ..core.errors import BackendUnavailable, LockError, LockLost
+from ..core.errors import BackendUnavailable, LockError, LockLost, LockUsageError
 from ..core.records import UNKNOWN, Unknown
 from ..process import deferred_release
 from ..process.at_exit import held_here
@@ -294,7 +294,12 @@ class Release:
         holding = self.holding
         # Until an answer has come. One that was refused its turn before has none, and stays so.
         given_up, holding.given_up = holding.given_up, True
-        answer = holding.store.release(holding.grant, holding.terms.hold or None, bound=bound)
+        try:
+            answer = holding.store.release(holding.grant, holding.terms.hold or None, bound=bound)
+        except LockUsageError:
+            # It was refused before anything was sent, as a plain call in a coroutine is.
+            holding.given_up = given_up
+            raise
         holding.given_up = given_up
         return answer
 

@@ -51,6 +51,17 @@ async def test_plain_call_in_a_coroutine_is_refused(
         assert lease.held
 
 
+@pytest.mark.stores("sqlite", "postgresql", "mysql", why="no driver tells")
+async def test_plain_release_in_a_coroutine_is_refused_and_the_lease_goes_on(lock: Lock) -> None:
+    """The store was not asked: the lease is held, and its release can still be awaited."""
+    lease = await lock.aacquire()
+    with pytest.raises(LockUsageError, match="without await"):
+        lease.release()
+    assert lease.held
+    lease.check()
+    assert await lease.arelease() is True
+
+
 async def test_other_operations_can_be_awaited(backend: BaseLockBackend, key: str) -> None:
     """Every operation can be run on the backend's own threads."""
     grant = await backend.threads.run(backend.acquire, key, new_token(), 30)
