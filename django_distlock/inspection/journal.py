@@ -136,5 +136,5 @@ def _is_user(actor: object) -> bool:
     return getattr(actor, "pk", None) is not None and hasattr(actor, "get_username")
 
 
-def _is_name(actor: object) -> bool:
-    return isinstance(actor, str) and is_plain_text(actor) and 1 <= len(actor.strip()) <= MAX_TEXT
+def _is_name(actor: Any) -> bool:
+    return is_plain_text(actor) and actor.strip() != "" and len(actor) <= MAX_TEXT

@@ -108,7 +108,7 @@ def test_operation_needs_an_actor_and_a_reason(key: str) -> None:
     """A user with a row, or a name; without what can be kept, nothing is touched."""
     slips: dict[str, list[Any]] = {
         "reason": ["", "  ", "x" * 201, "a\0b", "\ud800", None, 5],
-        "actor": ["", " ", "x" * 201, None, 5, AnonymousUser()],
+        "actor": ["", " ", "x" * 201, " " * 200 + "x", None, 5, AnonymousUser()],
     }
     with distlock(key, backend="memory") as lease:
         for name, wrong in ((word, each) for word in slips for each in slips[word]):
