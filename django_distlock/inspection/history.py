@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
-from django.db import Error, router, transaction
+from django.db import Error, connections, router, transaction
 from django.db.models import Count, F
 from django.db.models.functions import TruncMinute
 from django.utils.connection import ConnectionDoesNotExist
@@ -115,7 +115,8 @@ def _counted(events: QuerySet[LockEvent], now: datetime) -> History:
     by_minute: dict[datetime, Counter[str]] = {}
     rows = (
         events.filter(at__gte=first, kind__in=rare_kinds())
-        .annotate(minute=TruncMinute("at", tzinfo=UTC))
+        # In the database's own zone: MySQL may lack the tables that it needs for another.
+        .annotate(minute=TruncMinute("at", tzinfo=connections[events.db].timezone))
         .values_list("minute", "kind")
         .annotate(number=Count("pk"))
         .order_by(F("minute"))

@@ -24,8 +24,10 @@ from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant, Record
 from django_distlock.inspection import Operation, pause, summary
 from django_distlock.inspection.diagnosis import accept_loss, diagnose
+from django_distlock.inspection.history import history
 from django_distlock.models import FenceCounter, HeldLock, LockEvent
 from django_distlock.process import event_log
+from tests.contract.aliases import alias_like
 from tests.contract.locking import eventually
 from tests.redis_servers import private_redis
 
@@ -411,23 +413,38 @@ def test_times_are_local_without_time_zones_in_django(reader: Client, key: str) 
         assert told == f"{local:%m/%d/%Y %H:%M:%S}"
 
 
-class _ToMariaDB:
-    """Routes the models to MariaDB."""
+class _ToDatabase:
+    """Routes the models to a database."""
+
+    def __init__(self, using: str):
+        self._using = using
 
     def db_for_read(self, model: type[models.Model], **_: Any) -> str | None:
         """Give the alias for a model."""
-        return "mariadb" if model._meta.app_label == "django_distlock" else None
+        return self._using if model._meta.app_label == "django_distlock" else None
 
 
 def test_events_are_listed_without_tables_of_time_zones(reader: Client, key: str) -> None:
     """MariaDB has none unless somebody has loaded them."""
     here("mariadb")
     event = LockEvent.objects.using("mariadb").create(backend="mariadb", key=key, kind="lost")
-    with override_settings(DATABASE_ROUTERS=[_ToMariaDB()], TIME_ZONE="Europe/Berlin"):
+    with override_settings(DATABASE_ROUTERS=[_ToDatabase("mariadb")], TIME_ZONE="Europe/Berlin"):
         query = {"q": key, "at__gte": f"{event.at - timedelta(hours=1):%Y-%m-%d %H:%M:%S}+00:00"}
         text = reader.get("/admin/django_distlock/lockevent/", query).content.decode()
     assert f"<bdi>{key}</bdi>" in text
     event.delete(using="mariadb")
+
+
+def test_minutes_are_counted_without_tables_of_time_zones(key: str) -> None:
+    """Also where the database keeps its times in a zone of its own."""
+    here("mariadb")
+    with alias_like("mariadb", TIME_ZONE="Asia/Kathmandu") as using:
+        event = LockEvent.objects.using(using).create(backend="mariadb", key=key, kind="lost")
+        with override_settings(DATABASE_ROUTERS=[_ToDatabase(using)]):
+            past = history()
+        event.delete(using=using)
+    assert past is not None
+    assert sum(each.kinds.get("lost", 0) for each in past.minutes) >= 1
 
 
 def test_cleanup_removes_what_is_over(browser: Client, operator: User, log: Any, key: str) -> None:
