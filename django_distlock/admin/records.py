@@ -92,6 +92,12 @@ class FenceCounterAdmin(ReadOnlyAdmin):
         """Return the fields that are for this user."""
         return _for_user(request, super().get_fields(request, obj))
 
+    def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
+        """Let an address ask who paused a key only for a user to whom that is shown."""
+        is_about_who = lookup.startswith("paused_by")
+        allowed: bool = super().lookup_allowed(lookup, value, request)
+        return allowed and (not is_about_who or may_see_events(request))
+
     @admin.display(description=_("key"), ordering="key")
     def plain_key(self, counter: FenceCounter) -> str:
         """Show the key."""

@@ -340,6 +340,9 @@ def test_operators_are_named_to_who_may_view_events(reader: Client, key: str) ->
             ]
             for each in (browser_of(viewer), reader)
         )
+        guess = {"q": key, "paused_by__startswith": "ann"}
+        guessed = [each.get(rows, guess).status_code for each in (browser_of(viewer), reader)]
+    assert guessed == [400, 200]
     assert "Paused until" in seen[0]
     for page_of_viewer, page_of_reader in zip(seen, told, strict=True):
         assert key in page_of_viewer
