@@ -45,7 +45,7 @@ def force_release(
     """
     order = Order(Operation.FORCE_RELEASE, actor, reason)
     return _on_holder(
-        order, backend, key, fence, lambda store: store.force_release(key, fence=fence)
+        order, backend, key, fence, lambda store, seen: store.force_release(key, fence=seen)
     )
 
 
@@ -76,8 +76,8 @@ def expire_soon(
     """
     order, left = Order(Operation.EXPIRE_SOON, actor, reason), seconds(within, "within")
 
-    def shorten(store: BaseLockBackend) -> Record | Contended | None:
-        record = store.request_stop(key, left, fence=fence)
+    def shorten(store: BaseLockBackend, seen: int | None) -> Record | Contended | None:
+        record = store.request_stop(key, left, fence=seen)
         if isinstance(record, Record) and record.expires_at is None:
             raise LockUsageError(
                 f"The lease on {key!r} has no expiry, so it cannot be shortened. Request a stop,"
@@ -102,7 +102,7 @@ def request_stop(
     """
     order = Order(Operation.REQUEST_STOP, actor, reason)
     return _on_holder(
-        order, backend, key, fence, lambda store: store.request_stop(key, fence=fence)
+        order, backend, key, fence, lambda store, seen: store.request_stop(key, fence=seen)
     )
 
 
@@ -189,19 +189,27 @@ def _on_holder(
     backend: str,
     key: str,
     seen: int | None,
-    act: Callable[[BaseLockBackend], Record | Contended | None],
+    act: Callable[[BaseLockBackend, int | None], Record | Contended | None],
     details: dict[str, Any] | None = None,
 ) -> Outcome:
     """Do something to a held key, and say what became of it."""
     key, store = stored_key(key), lock_backends[backend]
     # Before: a store that does not answer is not asked to change anything.
     now = store.clock()
-    answer = act(store)
+    fences: list[int | None] = [seen]
+    if seen is None and (sharing := store.records.sharing(key)):
+        # Each is recorded, whatever becomes of the next one. What cannot be shortened comes last.
+        fences = [each.fence for each in sorted(sharing, key=lambda each: each.expires_at is None)]
+    done: Record | None = None
+    for each in fences:
+        answer = act(store, each)
+        if isinstance(answer, Record):
+            done = answer
+            order.record(store, key, fence=done.fence, holder=done.holder, details=details)
     fence = _fence(store, key)
-    if isinstance(answer, Record):
-        order.record(store, key, fence=answer.fence, holder=answer.holder, details=details)
-        held = HeldKey.of(store, answer, now)
-        return _outcome(order, store, key, Result.DONE, held=held, fences=(answer.fence, fence))
+    if done is not None:
+        held = HeldKey.of(store, done, now)
+        return _outcome(order, store, key, Result.DONE, held=held, fences=(done.fence, fence))
     if answer is None:
         other = None if seen is None else _held(store, key, now)
         return _outcome(order, store, key, Result.NOTHING, held=other, fences=(fence, fence))

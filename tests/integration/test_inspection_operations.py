@@ -308,6 +308,21 @@ def test_all_who_share_a_key_are_shown(key: str, alias: str) -> None:
         one.check()
 
 
+@pytest.mark.parametrize("alias", ["postgres", "redis"])
+def test_event_tells_of_each_who_shares_a_key(key: str, alias: str) -> None:
+    """Also where the lease of another one cannot be shortened."""
+    store = lock_backends[alias]
+    fences = [take(store, key, ttl, permits=9).fence for ttl in (60, 60, None)]
+    with pytest.raises(LockUsageError, match="no expiry"):
+        expire_soon(key, 5, backend=alias, **WHO)
+    assert force_release(key, backend=alias, **WHO).is_done
+    assert show(key, alias).held is None
+    event_log.finish()
+    events = LockEvent.objects.filter(key=key, backend=alias)
+    for kind, of in ((LockEvent.Kind.SHORTENED, fences[:2]), (LockEvent.Kind.FORCED, fences)):
+        assert {each.fence for each in events.filter(kind=kind)} == {*of}
+
+
 def test_latest_events_are_shown_the_last_first(key: str) -> None:
     """Only this key's, only this backend's, and no more than ten."""
     for number in range(12):
