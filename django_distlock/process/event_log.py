@@ -14,6 +14,7 @@ import random
 import threading
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from django.conf import settings
@@ -24,7 +25,8 @@ from django.db import connections, router, transaction
 from .. import conf
 from ..backends.base import BaseLockBackend
 from ..core.durations import MAX_BOUND
-from ..core.holders import Holder
+from ..core.errors import InvalidArgument
+from ..core.holders import Holder, validate_metadata
 from ..core.interruptions import pass_on
 from ..core.logs import log_fields
 from ..core.threads import Bell, start_thread
@@ -110,7 +112,7 @@ def _note_release(*, held_for: float, waited: float, released: bool, **facts: An
 
 def note_takeover(*, previous: Holder | None = None, **facts: Any) -> None:
     """Keep that a lease was taken over."""
-    details = {"previous": previous.as_json() if previous else {}}
+    details = {"previous": _told(previous)}
     _note(LockEvent.Kind.TAKEN_OVER, details, **facts)
 
 
@@ -154,7 +156,7 @@ def _note(
             key=key,
             kind=kind,
             fence=fence,
-            holder=holder.as_json() if holder else {},
+            holder=_told(holder),
             actor=_plain(more.get("actor", "")),
             reason=_plain(str(cause or "")),
             details=details,
@@ -181,6 +183,17 @@ def _waits_for_the_writer(using: str, event: LockEvent) -> bool:
         return True
 
     return deferred_release.defer(("", event.key), None, put)
+
+
+def _told(holder: Holder | None) -> dict[str, Any]:
+    """Return what every database can keep of a holder: somebody may have spoiled its metadata."""
+    if holder is None:
+        return {}
+    try:
+        validate_metadata(holder.metadata)
+    except InvalidArgument:
+        holder = replace(holder, metadata={})
+    return holder.as_json()
 
 
 def _plain(text: str) -> str:

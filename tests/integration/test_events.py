@@ -182,6 +182,7 @@ def test_time_of_an_event_is_when_it_happened(key: str) -> None:
         {"cause": "long " * 10_000},
         {"alias": "a" * 200},
         {"holder": None, "fence": None},
+        {"holder": Holder(host="there", metadata={"spoiled": "\0"})},
         {"held_for": None},
     ],
     ids=repr,
