@@ -36,6 +36,7 @@ from django_distlock import (
     BackendUnavailable,
     InvalidArgument,
     Lease,
+    LockLost,
     LockNotAcquired,
     LockUsageError,
     current_lease,
@@ -49,7 +50,7 @@ from django_distlock.contrib.celery.deliveries import LEASE, OF
 from django_distlock.core.keys import own_key
 from django_distlock.models import FailedTask
 from django_distlock.signals import lock_bypassed, lock_not_acquired, work_skipped
-from django_distlock.testing import hold, lose_connection, memory_locks
+from django_distlock.testing import hold, lose_connection, memory_locks, simulate_pause
 from tests.contract.helpers import PATIENCE, Later
 from tests.contract.locking import Heard
 from tests.integration.test_metrics_opentelemetry import Told
@@ -577,6 +578,20 @@ def produce(key: str) -> str:
     def work(key: str) -> None: ...
 
     return str(work.delay(key).id)
+
+
+@pytest.mark.parametrize("keys", [{"lock": "{number}"}, {"unique": "{number}"}])
+@pytest.mark.parametrize("on_lost", ["raise", "ignore"])
+def test_lease_that_is_lost(app: Celery, keys: dict[str, Any], on_lost: Any) -> None:
+    """The task fails, unless it may outlive its lease, whichever key it is that it runs under."""
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task(**keys, on_lost=on_lost)
+    def work(number: int) -> None:
+        simulate_pause(lease_now())
+
+    result = work.delay(7)
+    assert isinstance(result.result, LockLost) is (on_lost == "raise")
 
 
 def test_unique_key_outlives_its_producer(key: str) -> None:

@@ -294,6 +294,8 @@ class Run:
         lease._holding.begin_block(heartbeat=lock.heartbeat)
         if binds:
             self._fence = lease.fence
+            raises = lock.on_lost == "raise"
+            stack.push(lambda _, error, __: lease._release.end_inner_block(error, raises=raises))
             context.bind(self, lease)
             stack.callback(context.unbind, self)
 
