@@ -185,6 +185,29 @@ def test_keys_of_classes(app: Celery) -> None:
     assert work.delay(1).get() == "options:1"
 
 
+def test_keys_of_mixins(app: Celery) -> None:
+    """A body and a key may come from two classes above, and are one task."""
+
+    class Base(LockedTask):
+        lock = "class:{number}"
+
+    class Body:
+        def run(self, number: int) -> str:
+            return key_now()
+
+    class Keyed:
+        lock = "mixin:{number}"
+
+    class Work(Body, Base):
+        name = "work"
+
+    class Other(Keyed, Work):
+        name = "other"
+
+    assert app.register_task(Work()).delay(1).get() == "class:1"
+    assert app.register_task(Other()).delay(1).get() == "mixin:1"
+
+
 def test_arguments_are_checked_when_a_task_is_sent(app: Celery) -> None:
     """As without the lock."""
 

@@ -140,20 +140,19 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        described = {"lock", "unique", "lock_options", "run"} & set(cls.__dict__)
         keys = (cls.lock, cls.unique, cls.lock_options.get("locks"))
-        if not described or all(each is None for each in keys):
-            return
         run = inspect.getattr_static(cls, "run")
-        if run is inspect.getattr_static(Task, "run"):
+        if all(each is None for each in keys) or run is inspect.getattr_static(Task, "run"):
             return
         function = run.__func__ if isinstance(run, staticmethod) else run
+        given = {"lock": cls.lock, "unique": cls.unique, **cls.lock_options}
+        # Both the body and what is asked for may be those of a class above, or of a mixin.
+        if getattr(function, "distlock_given", None) == given:
+            return
         # Wrapped for a class above, by other attributes.
         function = getattr(function, "distlock_by_class", function)
-        wrapped: Any = _wrapped(
-            function, {"lock": cls.lock, "unique": cls.unique, **cls.lock_options}
-        )
-        wrapped.distlock_by_class = function
+        wrapped: Any = _wrapped(function, given)
+        wrapped.distlock_by_class, wrapped.distlock_given = function, given
         cls.run = staticmethod(wrapped) if isinstance(run, staticmethod) else wrapped
 
     def apply_async(
