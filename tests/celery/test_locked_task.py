@@ -747,19 +747,21 @@ def test_unique_key_ends_with_a_task_that_has_not_begun(
     assert len(held_now()) == (2 if is_queued else 0)
 
 
-def test_unique_key_ends_with_a_task_whose_body_is_wrapped(app: Celery) -> None:
+@pytest.mark.parametrize("base", [LockedTask, ended(ValueError())], ids=["begun", "not begun"])
+def test_unique_key_ends_with_a_task_whose_body_is_wrapped(app: Celery, base: type[Task]) -> None:
     """As with pydantic=True, whose arguments are others than those of the message."""
 
     def parsed(body: Callable[[int], None]) -> Callable[[str], None]:
         return functools.wraps(body)(lambda number: body(int(number)))
 
-    @app.task(shared=False, base=ended(ValueError()))
+    @app.task(shared=False, base=base)
     @parsed
-    @locked_task(unique=True)
-    def work(number: int) -> None: ...
+    @locked_task(True, unique=True, max_queued=3)
+    def work(number: int) -> None:
+        assert len(held_now()) == 2
 
     with queue_of(app) as next_message:
-        work.delay(7)
+        work.delay("7")
         deliver(work, "7", **next_message().headers)
     assert not held_now()
 

@@ -36,7 +36,7 @@ from .deliveries import (
     queue_behind_itself,
     run_of,
 )
-from .terms import Terms, terms_of
+from .terms import Call, Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
 
@@ -176,8 +176,8 @@ class Run:
         if (terms.unique is not None or terms.max_queued) and delivery.task is not None:
             require_base(delivery.task)
         if terms.max_queued and delivery.header(PLACE) is not None:
-            self._place = terms.place_of(delivery.call, delivery.id)
-        unique = terms.unique_of(delivery.call, delivery.id)
+            self._place = terms.place_of(self._sent, delivery.id)
+        unique = terms.unique_of(self._sent, delivery.id)
         if delivery.header(UNIQUE) is not None:
             self._queued = unique
         locks = terms.locks_of(delivery.call, delivery.id)
@@ -306,6 +306,14 @@ class Run:
             number = int(self._delivery.header(UNIQUE))
             self._is_replaced = calls.is_replaced(self._queued, number)
         return self._is_replaced
+
+    @property
+    def _sent(self) -> Call:
+        """The call as its sender saw it: what wraps the body may change its arguments."""
+        task, request = self._delivery.task, self._delivery.request
+        if not self._delivery.is_traced or terms_of(task) is not self._terms:
+            return self._delivery.call
+        return queueing.call_of(task, tuple(request.args or ()), dict(request.kwargs or {}))
 
     def _has_no_place(self) -> bool:
         if self._place is None:
