@@ -817,7 +817,7 @@ MUTANTS = (
     ),
     Mutant(
         "a refused task keeps its unique key", "postgres", "django_distlock/contrib/celery/runs.py",
-        old=r"if self\._queued is not None and state", new="if False and state",
+        old=r"if self\._queued is not None and is_over", new="if False",
         test="tests/celery/test_traps_queueing.py::test_refused_unique_task_frees_its_key",
         case="default-unique_and_locked_skip",
     ),

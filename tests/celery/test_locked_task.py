@@ -26,7 +26,7 @@ from unittest import mock
 import pytest
 from celery import Celery, Task, _state
 from celery.app.trace import build_tracer
-from celery.exceptions import OperationalError, Reject, SoftTimeLimitExceeded
+from celery.exceptions import Ignore, OperationalError, Reject, SoftTimeLimitExceeded
 from django.core.checks import CheckMessage
 from django.db import transaction
 from django.utils import timezone
@@ -763,6 +763,26 @@ def test_unique_key_ends_with_a_task_whose_body_is_wrapped(app: Celery, base: ty
     with queue_of(app) as next_message:
         work.delay("7")
         deliver(work, "7", **next_message().headers)
+    assert not held_now()
+
+
+@pytest.mark.parametrize("error", [Ignore(), Reject(requeue=False), ValueError(), None])
+def test_keys_of_a_task_that_runs_without_its_lock(app: Celery, error: Exception | None) -> None:
+    """It waits no more once it has begun, and may be called again however it ends."""
+    held: list[list[str]] = []
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task("{number}", unique="{number}", max_queued=1, on_conflict="run")
+    def work(number: int) -> None:
+        held.append(held_now())
+        if error is not None:
+            raise error
+
+    with queue_of(app) as next_message:
+        work.delay(7)
+        with hold("7"):
+            deliver(work, 7, **next_message().headers)
+    assert held == [["7", UNIQUE]]
     assert not held_now()
 
 

@@ -129,6 +129,9 @@ class Run:
             state: The one that the run came to.
             retval: What it returned, or raised.
         """
+        is_over = state in (states.SUCCESS, states.FAILURE) or (
+            self.has_begun and state != states.RETRY
+        )
         try:
             is_left = state == states.FAILURE and not self.has_begun and self._delivery.is_queued
             if is_left and isinstance(retval, BackendUnavailable):
@@ -137,17 +140,17 @@ class Run:
                 self._note()
             if state != states.RETRY:
                 self._wait_no_more()
-            if state in (states.SUCCESS, states.FAILURE):
+            if is_over:
                 self._leave_backlog()
         finally:
             # A soft time limit may end this, and the key would be renewed for ever.
-            self._end_unique(state, retval)
+            self._end_unique(state, retval, is_over=is_over)
 
-    def _end_unique(self, state: str, retval: Any) -> None:
+    def _end_unique(self, state: str, retval: Any, *, is_over: bool) -> None:
         unique, self.unique = self.unique, None
         if unique is None:
             # A task that is over, and was refused before it took its key over from the queue.
-            if self._queued is not None and state in (states.SUCCESS, states.FAILURE):
+            if self._queued is not None and is_over:
                 self._free_claim(self._queued)
         elif self.comes_again is not None:
             queueing.keep(unique, self._terms, self.comes_again)
@@ -427,6 +430,7 @@ class Run:
             return skip(f"The task {delivery.label}", error, terms.backend, key, task=delivery.id)
         if chosen == "run":
             tell_bypassed(terms.backend, self._key, monotonic() - self._started_at, error)
+            self._leave_backlog()
             if terms.until_start and self._queued is not None:
                 self._free_claim(self._queued)
                 self._queued = None
