@@ -140,6 +140,18 @@ def test_key_of_all_arguments(app: Celery) -> None:
             work(one)
 
 
+def test_key_of_arguments_without_names(app: Celery) -> None:
+    """As of a body whose decorator hides its parameters: of them, the task alone does not count."""
+
+    @app.task(shared=False, name="sums.hidden", bind=True)
+    @locked_task()
+    def work(*args: Any, more: int = 3) -> str:
+        return key_now()
+
+    assert work.delay(1).get() == 'sums.hidden:{"args":[1],"more":3}'
+    assert work.delay().get() == 'sums.hidden:{"args":[],"more":3}'
+
+
 def key_of(number: int) -> str:
     """Make a key."""
     return f"made:{number}"

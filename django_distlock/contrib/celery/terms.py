@@ -312,8 +312,12 @@ class _Canonical:
     def __call__(self, call: Call) -> str:
         bound = self._signature.bind(*call.args, **call.kwargs)
         bound.apply_defaults()
-        names = list(bound.arguments)[1 if call.is_bound else 0 :]
-        arguments = {name: bound.arguments[name] for name in names}
+        arguments = dict(bound.arguments)
+        if call.is_bound:
+            first = next(iter(arguments))
+            task = arguments.pop(first)
+            if isinstance(task, tuple):  # Of `*args` it is the first.
+                arguments[first] = task[1:]
         try:
             # As behind the message, where each name is a text: numbers are sorted otherwise.
             plain = json.loads(json.dumps(arguments, default=_plain))
