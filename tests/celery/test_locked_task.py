@@ -27,6 +27,7 @@ import pytest
 from celery import Celery, Task, _state
 from celery.app.trace import build_tracer
 from celery.exceptions import Ignore, OperationalError, Reject, SoftTimeLimitExceeded
+from celery.signals import before_task_publish
 from django.core.checks import CheckMessage
 from django.db import transaction
 from django.utils import timezone
@@ -827,6 +828,29 @@ def test_unique_key_ends_though_the_end_of_its_run_is_interrupted(app: Celery) -
         deliver(work, 7)
     put.assert_called_once()
     assert not distlock(UNIQUE).locked()
+
+
+def test_retry_of_a_call_that_began_while_it_was_replaced(app: Celery) -> None:
+    """It has begun, and its retry does not give way any more: half of its work would be lost."""
+
+    @app.task(shared=False, base=LockedTask, bind=True)
+    @locked_task("{number}", max_queued=1, on_full="replace")
+    def work(self: Any, number: int) -> str:
+        return "done" if self.request.retries else self.retry(countdown=0)
+
+    with queue_of(app) as next_message:
+        work.delay(7)
+        first = next_message().headers
+
+        def begin(**_: Any) -> None:
+            before_task_publish.disconnect(begin)
+            deliver(work, 7, **first)
+
+        before_task_publish.connect(begin)
+        work.delay(7)
+        task_id = deliver(work, 7, **next_message().headers)
+    assert task_id == first["id"]
+    assert work.AsyncResult(task_id).get() == "done"
 
 
 def test_redelivery_beside_a_run_that_shares_its_key(app: Celery) -> None:

@@ -214,6 +214,9 @@ def headers_of_retry(
     """
     headers = {**kept_headers(request), **(given or {})}
     run = run_of(traced(task))
+    if run is not None and run.has_begun:
+        # It has left its place, and gives way to no later call.
+        headers.pop(backlog.PLACE, None)
     if run is not None and run.unique is not None:
         headers |= {UNIQUE: run.unique.fence_token, OF: request.id}
         is_same = args is request.args and kwargs is request.kwargs
