@@ -133,6 +133,8 @@ class LockedViewMixin:
     Attributes:
         lock_key: A template of what the URL captures, and `request`: `"invoice:{pk}"`.
         lock_options: The other arguments of `locked_view`.
+
+    `as_view()` takes either of them too.
     """
 
     lock_key: ClassVar[str] = ""
@@ -152,17 +154,19 @@ class LockedViewMixin:
         Raises:
             ImproperlyConfigured: `lock_key` is no template.
         """
-        if not isinstance(cls.lock_key, str) or not cls.lock_key:
+        key = initkwargs.get("lock_key", cls.lock_key)
+        options = initkwargs.get("lock_options", cls.lock_options)
+        if not isinstance(key, str) or not key:
             raise ImproperlyConfigured(
-                f"{cls.__qualname__}.lock_key must be a template, not {shown(cls.lock_key)}."
+                f"{cls.__qualname__}.lock_key must be a template, not {shown(key)}."
             )
-        locked = _Locked.of(**cls.lock_options).answering_for(cls)
-        locked.key = cls._lock_template(KeyTemplate.for_keywords(cls.lock_key))
+        locked = _Locked.of(**options).answering_for(cls)
+        locked.key = cls._lock_template(KeyTemplate.for_keywords(key))
         view: View = super().as_view(*args, _locked=locked, **initkwargs)  # type: ignore[misc]
         if not iscoroutinefunction(view):
             locked.begin_transactions_of(view)
-        on_conflict = cls.lock_options.get("on_conflict", "skip")
-        declared[view] = (Declaration(Kind.VIEW, cls.lock_key, locked.lock, on_conflict),)
+        on_conflict = options.get("on_conflict", "skip")
+        declared[view] = (Declaration(Kind.VIEW, key, locked.lock, on_conflict),)
         return view
 
     def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +185,7 @@ class LockedViewMixin:
                 return template.of(request=request, **kwargs)
             except TypeError as error:
                 raise ImproperlyConfigured(
-                    f"{cls.__qualname__}.lock_key is {cls.lock_key!r}, but the URL does not"
+                    f"{cls.__qualname__}.lock_key is {template.template!r}, but the URL does not"
                     f" capture all of its fields: {error}."
                 ) from error
 

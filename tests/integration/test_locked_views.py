@@ -32,6 +32,7 @@ from django_distlock import (
     distlock,
     lock_backends,
 )
+from django_distlock.core.declarations import declared
 from django_distlock.core.holders import MAX_METADATA_BYTES
 from django_distlock.locks import taking
 from django_distlock.models import FenceCounter
@@ -564,6 +565,20 @@ def test_mixin_locks_at_its_place(key: str, settings: Any) -> None:
         request.user = AnonymousUser()
         assert view(request, key=key).status_code == 302
         assert FenceCounter.objects.filter(key=f"view:{key}").count() == fences
+
+
+def test_mixin_locks_the_key_that_as_view_is_given(key: str) -> None:
+    """And with the options that it is given, as other attributes of a class are replaced."""
+    view = Class.as_view(lock_key="other:{key}", lock_options={"wait": 0, "status": 423})
+    assert declared[view][0].key == "other:{key}"
+    lease = distlock(f"other:{key}").acquire()
+    refused = Later(view, RequestFactory().get("/"), key=key).result()
+    lease.release()
+    assert (refused.status_code, refused.headers["Retry-After"]) == (423, "1")
+    with pytest.raises(ImproperlyConfigured, match="kay"):
+        Class.as_view(lock_key="other:{kay}")(RequestFactory().get("/"), key=key)
+    with pytest.raises(ImproperlyConfigured, match="lock_key"):
+        Class.as_view(lock_key="")
 
 
 def test_view_that_answers_later(key: str) -> None:
