@@ -178,7 +178,9 @@ def fence_required(view: View | None = None, *, key: str | Callable[..., str] | 
 
             @wraps(view)
             async def asynchronous(*args: Any, **kwargs: Any) -> Any:
-                return _unmet(made, *args, **kwargs) or await view(*args, **kwargs)
+                # The key may be made of `request.user`, which is queried.
+                unmet = await sync_to_async(_unmet)(made, *args, **kwargs)
+                return unmet or await view(*args, **kwargs)
 
             return asynchronous
 

@@ -20,6 +20,7 @@ from django_distlock import InvalidArgument, LockUsageError
 from django_distlock.core.errors import FenceRejected
 from django_distlock.fencing.http import HEADER, fence_header, fence_required
 from django_distlock.fencing.rejecting import Fence
+from django_distlock.fencing.seen import see
 from django_distlock.models import SeenFence
 from tests.contract.helpers import Later
 from tests.contract.locking import eventually
@@ -65,6 +66,11 @@ async def anamed(request: HttpRequest, name: str) -> JsonResponse:
     return told(request)
 
 
+def queried(request: HttpRequest, name: str) -> str:
+    """Make a key of what a database has, as one of `request.user` is."""
+    return str(SeenFence.objects.get(pk=name).key)
+
+
 def makes(request: HttpRequest) -> HttpResponse:
     """Make a row, and that a moment after somebody with a higher fence has come by."""
     RAN.append(request.path)
@@ -102,6 +108,7 @@ urlpatterns = [
     path("arequired", fence_required(atold)),
     path("keyed/<str:name>", fence_required(key="{name}")(named)),
     path("akeyed/<str:name>", fence_required(key=lambda request, name: name)(anamed)),
+    path("aqueried/<str:name>", fence_required(key=queried)(anamed)),
     path("method/<str:name>", Methods.as_view()),
     path("failing", failing),
     path("makes", makes),
@@ -249,6 +256,13 @@ def test_view_may_require_the_fence_of_its_key(caller: Caller, view: str, key: s
     assert caller.get(f"/{view}/{key}").status_code == 428
     assert caller.come(f"/{view}/{'k' * 600}", key, 6).status_code == 400
     assert RAN == ["below"] * 3
+
+
+def test_key_may_be_made_of_what_is_queried(caller: Caller, key: str) -> None:
+    """An asynchronous view's as well, such as of `request.user`."""
+    see(Fence(f"{key}-2", 1))
+    assert caller.come(f"/aqueried/{key}", key, 5).json() == {"fence": [key, 5]}
+    assert caller.come(f"/aqueried/{key}-2", key, 6).status_code == 403
 
 
 def test_key_that_the_view_cannot_make_is_refused_at_once() -> None:
