@@ -142,10 +142,12 @@ def is_refusal(error: DatabaseError, model: type[models.Model]) -> bool:
     """Whether it is the error by which a `Mark` refuses a row of this model."""
     text = str(error)
     field: Any = model._meta.get_field(FENCE)
+    # MySQL quotes it by the session's own mode.
+    quoted = f"`{field.column}`", f'"{field.column}"'
     return (
         _REFUSED.search(text) is not None
         or text == f"NOT NULL constraint failed: {field.model._meta.db_table}.{field.column}"
-        or (str(_MOST) in text and f"`{field.column}`" in text)
+        or (str(_MOST) in text and any(each in text for each in quoted))
     )
 
 

@@ -193,9 +193,10 @@ def test_refused_guard_leaves_the_callers_bound(key: str) -> None:
         assert cursor.fetchone()[0] == "0"
 
 
-def test_mode_that_is_not_strict(mariadb: str, key: str) -> None:
-    """MySQL refuses also where it would cut numbers to what fits."""
-    with alias_like(mariadb, OPTIONS={"sql_mode": ""}) as lax:
+@pytest.mark.parametrize("mode", ["", "ANSI_QUOTES,STRICT_TRANS_TABLES"])
+def test_mode_of_another_project(mariadb: str, key: str, mode: str) -> None:
+    """MySQL refuses also where it would cut numbers to what fits, or quotes names otherwise."""
+    with alias_like(mariadb, OPTIONS={"sql_mode": mode}) as lax:
         row = account(lax, key, fence=6)
         with pytest.raises(FenceRejected):
             accounts(lax, key).fenced(OLD).update(value=9)
