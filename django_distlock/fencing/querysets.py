@@ -333,6 +333,12 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
                 " neither nowait nor skip_locked behind fenced().",
                 key=by.key,
             )
+        if _is_about(self.query.where, self.model._meta.get_field(FENCE)):
+            raise LockUsageError(
+                "A fenced read raises the fence of rows before it reads them, so it cannot filter"
+                " by the fence. Read the primary keys without a lease, and filter by those.",
+                key=by.key,
+            )
         rows = self._plain()
         if is_one(rows.query):
             rows.query.clear_limits()
@@ -384,6 +390,15 @@ def _no_values(by: Fenced) -> LockUsageError:
     return LockUsageError(
         "A fenced read returns instances and does not support values().", key=by.key
     )
+
+
+def _is_about(condition: Any, fence: Any) -> bool:
+    """Whether a condition reads the fence of the rows themselves, and not of rows beside."""
+    if hasattr(condition, "target") and condition.target is fence:
+        return bool(condition.alias == fence.model._meta.db_table)
+    # Raw SQL does not say what it reads.
+    parts: Any = getattr(condition, "get_source_expressions", list)()
+    return any(_is_about(each, fence) for each in parts)
 
 
 def is_one(query: Query) -> bool:

@@ -11,6 +11,7 @@ from django.db.models.functions import RowNumber
 
 from django_distlock import FenceRejected, LockUsageError, distlock
 from django_distlock.fencing import Fence
+from django_distlock.fencing import FencedQuerySet as Rows
 from tests.contract.aliases import locks_on
 from tests.contract.helpers import Later
 from tests.shop.models import Account, Deep, Named, Savings, SubVault
@@ -127,6 +128,23 @@ def test_condition_over_a_window(using: str, key: str) -> None:
         account(using, f"{key}-{number}")
     rows = accounts(using, key).annotate(n=Window(RowNumber(), order_by="name"))
     assert [row.name for row in rows.filter(n=2).fenced(NEW)] == [f"{key}-1"]
+
+
+@pytest.mark.parametrize("model", [Account, Savings])
+def test_condition_on_the_fence(using: str, key: str, model: Any) -> None:
+    """Behind the mark no row would meet it: no read gives nothing, nor a deletion."""
+    made = model(name=key, value=1)
+    made.save(using=using)
+    rows = model.objects.using(using).filter(name=key)
+    for some in (rows.filter(fence=0), rows.exclude(fence__gt=5), rows.filter(pk=F("fence"))):
+        for use in (list, Rows.count, Rows.delete):
+            with pytest.raises(LockUsageError, match="cannot filter by the fence"):
+                use(some.fenced(NEW))
+    assert stored(made) == (1, 0)
+    # One statement compares before it writes. The fence of another row is not marked.
+    assert rows.filter(fence=0).fenced(NEW).update(value=2) == 1
+    other = Account.objects.using(using).filter(fence=6)
+    assert rows.fenced(NEW).filter(pk__in=other).get().value == 2
 
 
 def test_unique_column_beside_another(using: str, key: str) -> None:
