@@ -98,9 +98,9 @@ def main(grace: str) -> None:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     said = sys.stdin.read().split()
     if said and _OVER not in said:
-        print("distlock_run was killed: its program is being stopped.", file=sys.stderr)  # noqa: T201
-        sys.stderr.flush()
         end(int(said[0]), float(grace))
+        # Behind the end: whoever read standard error may have been killed with distlock_run.
+        print("distlock_run was killed: its program was stopped.", file=sys.stderr)  # noqa: T201
 
 
 if __name__ == "__main__":

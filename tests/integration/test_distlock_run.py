@@ -366,7 +366,7 @@ def test_lost_lock_ends_the_program(project: Project, key: str) -> None:
         assert lock_backends["default"].force_release(key)
         run.says("told")
         assert run.status() == 76
-        assert f"The lock on '{key}' is lost: its program is being stopped." in run.said
+        assert f"The lock on '{key}' was lost: its program was stopped." in run.said
     assert state_of(child) == ""
 
 
@@ -396,6 +396,25 @@ def test_program_does_not_survive_us(project: Project, key: str) -> None:
         eventually(lambda: state_of(program) == state_of(child) == "", "both are gone")
         assert not is_free(key)
         assert run.status() == -signal.SIGKILL
+    lock_backends["default"].force_release(key)
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "lost"])
+def test_program_ends_where_nobody_reads(project: Project, key: str, is_killed: bool) -> None:
+    """Also if what read our output, as `tee` does, was killed before or together with us."""
+    with Run(project, key, "--ttl", "3", "--grace", "0.3", *shell(FOREVER)) as run:
+        program = int(run.says("started "))
+        try:
+            assert run.popen.stdout
+            run.popen.stdout.close()
+            if is_killed:
+                run.signal(signal.SIGKILL)
+            else:
+                assert lock_backends["default"].force_release(key)
+            eventually(lambda: state_of(program) == "", "the program is gone")
+            assert run.popen.wait(20) == (-signal.SIGKILL if is_killed else 76)
+        finally:
+            end(program)
     lock_backends["default"].force_release(key)
 
 

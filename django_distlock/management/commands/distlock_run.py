@@ -225,8 +225,9 @@ class _Run:
             if not program.is_running:
                 self._say(lease, "was lost; its program has ended")
             elif self._ends_it:
-                self._say(lease, "is lost: its program is being stopped")
                 end(program.address, self._grace)
+                # Behind the end: nobody may read standard error any more.
+                self._say(lease, "was lost: its program was stopped")
             else:
                 self._say(lease, "is lost: its program continues without it")
         finally:
