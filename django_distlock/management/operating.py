@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import BaseCommand, CommandError, CommandParser, OutputWrapper
 
 from ..core.documents import plain
 from ..core.durations import seconds
@@ -37,6 +37,16 @@ HEADINGS = (
 )  # fmt: skip
 
 
+class _Escaping(OutputWrapper):
+    """Prints an escape for each letter of a key that the encoding of the terminal lacks."""
+
+    def write(  # type: ignore[override]
+        self, msg: str = "", style_func: Any = None, ending: str | None = None
+    ) -> None:
+        encoding = getattr(self._out, "encoding", None) or "utf-8"
+        super().write(msg.encode(encoding, "backslashreplace").decode(encoding), style_func, ending)
+
+
 class OperatorCommand(BaseCommand):
     """A command that looks at locks, or changes them, through `inspection`."""
 
@@ -48,6 +58,10 @@ class OperatorCommand(BaseCommand):
         parser.add_argument(
             "--json", action="store_true", help="print one JSON document instead of text"
         )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stdout = _Escaping(self.stdout._out)  # type: ignore[arg-type]
 
     def execute(self, *args: Any, **options: Any) -> Any:
         """Run, and end with the status that fits the error."""

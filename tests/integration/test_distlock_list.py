@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
+from io import BytesIO, TextIOWrapper
 
 import pytest
 from django.conf import settings
+from django.core.management import ManagementUtility
 from django.test import override_settings
 
 from django_distlock import Lease, distlock, lock_backends
@@ -53,6 +56,18 @@ def test_table_shows_who_holds_what(leases: list[Lease], key: str) -> None:
         assert line.index(lease.key) == head.index("KEY")
         assert line.endswith(str(lease.fence))
     assert ran.err == ""
+
+
+def test_key_is_escaped_where_the_terminal_lacks_its_letters(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not keep the listing from whoever has a terminal of another encoding."""
+    terminal = TextIOWrapper(BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with distlock(f"{key}:ключ"):
+        ManagementUtility(["manage.py", "distlock_list", "--prefix", key, OF]).execute()
+    terminal.flush()
+    assert f"{key}:\\u043a\\u043b\\u044e\\u0447 ".encode() in terminal.buffer.getvalue()
 
 
 def test_no_output_shows_a_token(leases: list[Lease], key: str) -> None:
