@@ -14,7 +14,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from ..core.documents import plain
 from ..core.durations import seconds
-from ..core.errors import BackendUnavailable, InvalidArgument, LockError
+from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
 from ..core.holders import Session
 from ..handler import lock_backends
 from ..inspection import Failure, HeldKey, State
@@ -159,10 +159,10 @@ def refuse_memory(alias: str) -> None:
     """Refuse a backend of which this process sees nothing.
 
     Raises:
-        CommandError: Its locks are in the memory of other processes.
+        LockUsageError: Its locks are in the memory of other processes.
     """
     if not lock_backends[alias].distributed:
-        raise CommandError(in_memory(alias).message)
+        raise LockUsageError(in_memory(alias).message)
 
 
 def in_memory(alias: str) -> Failure:

@@ -349,6 +349,23 @@ def test_slips_release_nothing(
     assert still_held(grants) == [True] * 3
 
 
+@pytest.mark.parametrize(
+    ("arguments", "alias", "code"),
+    [
+        (["distlock_release", "--prefix=key", *FORCED], "dead", "service_unavailable"),
+        (["distlock_release", "key", *FORCED], "memory", "unsupported"),
+        (["distlock_cleanup"], "memory", "unsupported"),
+        (["distlock_show", "key"], "memory", "unsupported"),
+        (["distlock_fence", "raise", "key", "--to=5"], "memory", "unsupported"),
+    ],
+)
+def test_json_tells_which_backend_was_refused(arguments: list[str], alias: str, code: str) -> None:
+    """One document, also where nothing was done."""
+    with override_settings(DISTLOCK={**settings.DISTLOCK, "dead": DEAD}):
+        [failure] = run(*arguments, f"--backend={alias}", "--json").json["failures"]
+    assert (failure["backend"], failure["code"]) == (alias, code)
+
+
 # Cleanup
 
 

@@ -155,3 +155,5 @@ def test_mark_that_cannot_be_asked_is_an_error(empty: str) -> None:
         ran = run("distlock_fence", "seen", "key", f"--database={empty}", *more)
         assert (ran.status, ran.out) == (69, "")
         assert "seenfence" in ran.err
+    ran = run("distlock_fence", "seen", "key", f"--database={empty}", "--json")
+    assert "seenfence" in ran.json["failures"][0]["message"]

@@ -10,6 +10,7 @@ from django.core import checks
 from django.core.management.base import CommandError, CommandParser
 from django.db import DatabaseError, InterfaceError
 
+from ...core.errors import LockError
 from ...inspection.diagnosis import SCANNED, Diagnosis, Look, Mark, accept_loss, diagnose, told
 from ..operating import OperatorCommand, add_backends
 from ..statuses import UNAVAILABLE, USAGE
@@ -88,9 +89,7 @@ class Command(OperatorCommand):
         try:
             accept_loss(alias, self.actor())
         except (DatabaseError, InterfaceError) as error:
-            raise CommandError(
-                f"The database that records data losses failed: {error}", returncode=UNAVAILABLE
-            ) from error
+            raise LockError(f"The database that records data losses failed: {error}") from error
 
     def _print(self, diagnosis: Diagnosis) -> None:
         for alias, looks in groupby(diagnosis.looked_at, key=lambda each: each.backend):

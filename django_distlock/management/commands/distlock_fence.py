@@ -10,7 +10,7 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 from django.db import DatabaseError, InterfaceError, connections
 
-from ...core.errors import InvalidArgument
+from ...core.errors import InvalidArgument, LockError, LockUsageError
 from ...core.fences import validate_fence
 from ...core.keys import stored_key
 from ...core.logs import log_fields
@@ -18,7 +18,6 @@ from ...core.wording import printable
 from ...fencing.seen import mark_of, set_mark
 from ...handler import lock_backends
 from ..operating import OperatorCommand, add_backend
-from ..statuses import UNAVAILABLE
 
 logger = logging.getLogger("django_distlock")
 
@@ -100,9 +99,7 @@ class Command(OperatorCommand):
         try:
             before = mark_of(key, database) if to is None else set_mark(key, to, database)
         except (DatabaseError, InterfaceError) as error:
-            raise CommandError(
-                f"The database that stores the seen fences failed: {error}", returncode=UNAVAILABLE
-            ) from error
+            raise LockError(f"The database that stores the seen fences failed: {error}") from error
         if to is not None and to != before:
             logger.warning(
                 "The highest fence seen of %r was set from %s to %d by %s.",
@@ -132,7 +129,7 @@ class Command(OperatorCommand):
         """Raise, page by page, and say what was left."""
         store = lock_backends[backend]
         if not store.distributed:
-            raise CommandError(
+            raise LockUsageError(
                 f"The lock backend {backend!r} keeps its fences in process memory. No other"
                 " process can raise them."
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
-from ...core.errors import BackendUnavailable, InvalidArgument, LockError
+from ...core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
 from ...core.keys import stored_key
 from ...inspection import Failure, HeldKey, Outcome, force_release, list_locks, show
 from ..operating import OperatorCommand, add_backend, named, refuse_memory
@@ -198,8 +198,9 @@ def _found(backend: str, options: dict[str, Any]) -> list[HeldKey]:
         for failure in page.failures:
             if failure.is_of_key:
                 continue
-            status = 1 if failure.code in ("unsupported", "misconfigured") else UNAVAILABLE
-            raise CommandError(failure.message, returncode=status)
+            is_ours = failure.code in ("unsupported", "misconfigured")
+            kind = LockUsageError if is_ours else BackendUnavailable
+            raise kind(failure.message, code=failure.code)
         found += page.locks
         if (cursor := page.cursor) is None:
             # While others come and go, some stores show a lock twice.
