@@ -338,6 +338,9 @@ def _configured() -> Mapping[str, Any]:
         raise InvalidLockBackend(
             'DISTLOCK maps aliases to backends: {"default": {"BACKEND": …}}. BACKEND is no alias.'
         )
+    for alias in raw:
+        if not isinstance(alias, str):
+            raise InvalidLockBackend(f"An alias in DISTLOCK must be a str, not {shown(alias)}.")
     return raw
 
 

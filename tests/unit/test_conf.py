@@ -177,6 +177,14 @@ def test_setting_must_be_a_dictionary(settings: Any, value: object) -> None:
         conf.backend_config("x")
 
 
+@pytest.mark.parametrize("alias", [None, 1, b"x", ("a",)])
+def test_alias_must_be_a_text(settings: Any, alias: object) -> None:
+    """Messages and commands name it."""
+    settings.DISTLOCK = {alias: {"BACKEND": MEMORY}}
+    with pytest.raises(InvalidLockBackend, match="An alias in DISTLOCK must be a str, not "):
+        conf.aliases()
+
+
 def test_mistake_in_one_alias_leaves_the_others_alone(settings: Any) -> None:
     """Only the alias that is asked for is read."""
     settings.DISTLOCK = {"bad": {"BACKEND": MEMORY, "TTL": 0}, "good": {"BACKEND": MEMORY}}
