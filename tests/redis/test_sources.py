@@ -182,6 +182,7 @@ def test_factory_that_makes_something_else(key: str, client: Callable[[], object
         ({"cache": "sharded"}, "spreads its keys over several servers"),
         ({"cache": "misspelt"}, "'misspelt' is no address of Redis: ValueError"),
         ({"cache": "misspelt-too"}, "'misspelt-too' is no address of Redis: ValueError"),
+        ({"cache": "no-location"}, "'no-location' is no address of Redis: ImproperlyConfigured"),
         ({"client_factory": "tests.redis.nothing"}, "client_factory: It cannot be imported"),
         ({"client_factory": "nothing"}, "client_factory: It cannot be imported"),
         ({"client_factory": 5}, "client_factory: It must be callable"),
@@ -200,6 +201,7 @@ def test_wrong_options_are_named(options: dict[str, Any], rule: str, settings: A
         # What stands before the "#" would be the port.
         "misspelt": {"BACKEND": DJANGO_REDIS, "LOCATION": f"redis://:{PASSWORD}#@h/0"},
         "misspelt-too": {"BACKEND": DJANGO, "LOCATION": f"redis://:{PASSWORD}#@h/0"},
+        "no-location": {"BACKEND": DJANGO_REDIS},
     }
     with pytest.raises(InvalidLockBackend) as caught:
         backend_on(options=options, alias="here")

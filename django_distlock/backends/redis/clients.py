@@ -16,6 +16,7 @@ from typing import Any
 import redis
 from django.core.cache import InvalidCacheBackendError, caches
 from django.core.cache.backends.redis import RedisCache
+from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import import_string
 from redis import exceptions
 from redis.backoff import NoBackoff
@@ -234,8 +235,11 @@ def from_cache(alias: object) -> Callable[[], Any]:
             return _fixed(cache._cache.get_client(write=True))
         except (LookupError, TypeError, ValueError) as error:
             raise _no_address(alias, error) from None
-    # What django-redis calls its own; without importing it.
-    get_client = getattr(getattr(cache, "client", None), "get_client", None)
+    try:
+        # What django-redis calls its own; without importing it.
+        get_client = getattr(getattr(cache, "client", None), "get_client", None)
+    except ImproperlyConfigured as error:
+        raise _no_address(alias, error) from None
     if get_client is None:
         raise InvalidLockBackend(
             f"The cache {alias!r} is a {type(cache).__name__}, which does not use Redis."
