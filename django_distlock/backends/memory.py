@@ -80,13 +80,13 @@ class MemoryBackend(BaseLockBackend):
                 return Contended(observed_at=now, busy=True, guarded=True)
             if whole_name(self._shelf.names.get(token, name)) != name:
                 raise InvalidArgument("This token already holds another key.", key=key)
-            granted = attempt.record(self._next_fence(name, key, now), now)
+            fence = self._next_fence(name, key, now)
             over = self._shelf.over(attempt, now)
-            for each in over:
+            for each in over.values():
                 # Their mark goes with them, and they have to mark what comes.
-                self._wake(self._shelf.records[each], name)
-            self._shelf.replace(over, attempt.place, granted)
-            return granted.grant
+                self._wake(each, name)
+            self._shelf.replace(over, attempt.place, attempt.record(fence, now, over.values()))
+            return attempt.grant(fence, now, lease_ends(now, attempt.ttl)[0])
 
     def _extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
         with self._mutex:

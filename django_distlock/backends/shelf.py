@@ -5,7 +5,7 @@ Whoever uses a shelf has a mutex for it. Each step may be the last one, should a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace as changed
 from datetime import datetime
 
@@ -45,10 +45,13 @@ class Shelf:
         alone = self.live(name, now)
         return self.sharing(name, now) if alone is None else [alone]
 
-    def over(self, attempt: Attempt, now: datetime) -> list[str]:
-        """Return which leases of a key are over, or replaced."""
-        found = {each: self.live(each, now) for each in self._names_of(attempt.name)}
-        return [name for name, each in found.items() if each is None or attempt.may_replace(each)]
+    def over(self, attempt: Attempt, now: datetime) -> dict[str, Record]:
+        """Return the leases of a key that are over, or replaced, by their names."""
+        found = {each: self.records[each] for each in self._names_of(attempt.name)}
+        return {
+            name: each for name, each in found.items()
+            if not each.is_live(now) or attempt.may_replace(each)
+        }  # fmt: skip
 
     def mark(self, name: str, holders: Sequence[Record]) -> None:
         """Note that the end of these leases of a key wakes somebody."""
@@ -66,7 +69,7 @@ class Shelf:
         self.records[name] = record
         self.names[record.token] = name
 
-    def replace(self, over: Sequence[str], name: str, record: Record) -> None:
+    def replace(self, over: Collection[str], name: str, record: Record) -> None:
         """Keep a record in the place of those of its key that are over."""
         key = whole_name(name)
         if len(over) == len(self._names_of(key)):

@@ -121,13 +121,30 @@ class Attempt:
         is_meant = record.token == self.replace or (self.shared and is_own)
         return is_meant and not (is_own and record.is_settled)
 
-    def record(self, fence: int, now: datetime) -> Record:
-        """Return what the store keeps where the key is granted with this fence."""
-        ends = lease_ends(now, self.ttl)
-        shared = self.shared
-        return Record(
-            self.key, self.token, fence, self.ttl, now, now, *ends, self.holder, shared=shared
-        )
+    def record(self, fence: int, now: datetime, before: Iterable[Record] = ()) -> Record:
+        """Return what the store keeps where the key is granted with this fence.
+
+        Args:
+            before: What goes for it. A request to stop stays where the holder does, and where the
+                lease is handed over, which settles it first. Whoever takes it from a dead holder
+                was not asked.
+        """
+        expires_at, free_at = lease_ends(now, self.ttl)
+        made = Record(
+            self.key, self.token, fence, self.ttl, now, now, expires_at, free_at, self.holder,
+            shared=self.shared,
+        )  # fmt: skip
+        for each in before:
+            is_passed_on = each.is_settled or each.holder == self.holder
+            if each.stop_requested_at is not None and each.is_live(now) and is_passed_on:
+                until = each.renewed_until
+                return replace(
+                    made,
+                    expires_at=min(expires_at or until, until) if until else expires_at,
+                    stop_requested_at=each.stop_requested_at,
+                    renewed_until=until,
+                )
+        return made
 
     def grant(self, fence: int, now: datetime, expires_at: datetime | None) -> Grant:
         """Return the answer then."""

@@ -72,7 +72,8 @@ def _downgrade(holding: Holding) -> None:
             why = "no answer came before its deadline" if answer is UNKNOWN else GONE
             holding.lose(why, tells=False)
         held_here.rename(holding, token)
-        holding.grant, holding.fence = answer, answer.fence
+        holding.grant = replace(answer, stop_requested=before.stop_requested)
+        holding.fence = answer.fence
         is_kept = True
     finally:
         if not is_kept:

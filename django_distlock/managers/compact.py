@@ -35,18 +35,28 @@ _ADVANCE = """
 INSERT INTO {fences} (storage_key, "key", fence) VALUES (%s, %s, %s)
 ON CONFLICT (storage_key) DO UPDATE SET fence = excluded.fence
 """
-_GRANT = """
-INSERT INTO {locks} (
+# See `Attempt.record`.
+_IS_PASSED_ON = """
+(free_at IS NULL OR free_at > excluded.acquired_at)
+AND (expires_at = free_at OR holder = excluded.holder)
+"""
+_GRANT = f"""
+INSERT INTO {{locks}} (
     storage_key, "key", token, fence, ttl, acquired_at, renewed_at, expires_at, free_at, wanted,
     holder, holder_host, task_id, stop_requested_at
 ) VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, 0, %s, %s, %s, NULL)
 ON CONFLICT (storage_key) DO UPDATE SET
     token = excluded.token, fence = excluded.fence, ttl = excluded.ttl,
     acquired_at = excluded.acquired_at, renewed_at = excluded.renewed_at,
-    expires_at = excluded.expires_at, free_at = excluded.free_at, wanted = 0,
+    expires_at = CASE
+        WHEN {_IS_PASSED_ON} AND renewed_until < coalesce(excluded.expires_at, renewed_until + 1)
+        THEN renewed_until ELSE excluded.expires_at
+    END,
+    free_at = excluded.free_at, wanted = 0,
     holder = excluded.holder, holder_host = excluded.holder_host, task_id = excluded.task_id,
-    stop_requested_at = NULL, renewed_until = NULL
-"""
+    stop_requested_at = CASE WHEN {_IS_PASSED_ON} THEN stop_requested_at END,
+    renewed_until = CASE WHEN {_IS_PASSED_ON} THEN renewed_until END
+"""  # noqa: S608 - a text of our own
 _LEASE = """
 SELECT
     token, fence, ttl, acquired_at, renewed_at, expires_at, free_at, stop_requested_at, wanted,

@@ -96,7 +96,9 @@ class HeldLockManager(models.Manager["HeldLock"]):
                     if contended is None and (free := self._lock_free(attempt)):
                         counter, over, now = free
                         fence = counters.advance(name, key, counter, self._floor(now))
-                        return self._grant(attempt, fence, over, now)
+                        return self._grant(
+                            attempt, fence, over, now, [] if over is None else [over]
+                        )
             if contended is not None:
                 if not attempt.wanted or row is None or row.wanted:
                     return contended
@@ -403,17 +405,28 @@ class HeldLockManager(models.Manager["HeldLock"]):
             return None
         return counter, row, now
 
-    def _grant(self, attempt: Attempt, fence: int, over: HeldLock | None, now: datetime) -> Grant:
-        """Write the record of a grant in the place of the one that is over, if there is one."""
+    def _grant(
+        self,
+        attempt: Attempt,
+        fence: int,
+        over: HeldLock | None,
+        now: datetime,
+        before: Sequence[HeldLock],
+    ) -> Grant:
+        """Write the record of a grant in the place of the one that is over, if there is one.
+
+        Args:
+            before: The rows that go for it.
+        """
         self._store.make_durable()
-        expires_at, free_at = lease_ends(now, attempt.ttl)
-        holder = attempt.holder
+        replaced = [row.as_record() for row in before if row.is_live(now)]
+        record, holder = attempt.record(fence, now, replaced), attempt.holder
         values: dict[str, Any] = {
             "storage_key": attempt.place, "key": attempt.key, "token": attempt.token,
             "fence": fence, "ttl": attempt.ttl, "acquired_at": now, "renewed_at": now,
-            "expires_at": expires_at, "free_at": free_at, "wanted": False,
+            "expires_at": record.expires_at, "free_at": record.free_at, "wanted": False,
             "holder": holder.as_json(), "holder_host": holder.host, "task_id": holder.task_id,
-            "stop_requested_at": None, "renewed_until": None,
+            "stop_requested_at": record.stop_requested_at, "renewed_until": record.renewed_until,
         }  # fmt: skip
         if over is None:
             self.create(**values)
@@ -421,7 +434,7 @@ class HeldLockManager(models.Manager["HeldLock"]):
             self.filter(pk=over.pk).update(**values)
             # Their mark went with the grant before, and they have to mark this one.
             self._call_out(over)
-        return attempt.grant(fence, now, expires_at)
+        return attempt.grant(fence, now, lease_ends(now, attempt.ttl)[0])
 
     def _mark_wanted(self, row: HeldLock, bound: float) -> HeldLock | None:
         """Ask for a wake-up at the end of this grant.
@@ -553,7 +566,7 @@ class HeldLockManager(models.Manager["HeldLock"]):
             self._store.delete(self.all(), [row.pk for row in gone])
             # Their mark goes with them, and they have to mark what comes.
             any(map(self._call_out, gone))
-        return self._grant(attempt, fence, in_place, now)
+        return self._grant(attempt, fence, in_place, now, over)
 
 
 class _Seen(NamedTuple):

@@ -28,7 +28,7 @@ from django_distlock import (
     distlock,
     signals,
 )
-from django_distlock.core.records import Contended
+from django_distlock.core.records import Contended, Record
 from django_distlock.handler import lock_backends
 from tests.backends import Registered
 from tests.processes import spawn
@@ -168,6 +168,29 @@ def test_end_of_the_block_behind_a_dump_releases_nothing(
         assert taken(lock)
     assert (freed.facts, lost.facts) == ([], [])
     assert Lease.load(texts[0]).release() is True
+
+
+@pytest.mark.requires("supports_ttl", "supports_operators")
+@pytest.mark.parametrize("within", [None, 10])
+@pytest.mark.parametrize("shared", [False, True])
+def test_request_to_stop_is_handed_over(
+    registered: Registered, key: str, within: float | None, *, shared: bool
+) -> None:
+    """Whoever takes the lease up is asked, and no longer than the one before."""
+    store = lock_backends[registered.alias]
+    if shared and not store.supports_sharing:
+        pytest.skip("it is shared by nobody")
+    lease = lock_of(registered, key, ttl=20, shared=shared).acquire()
+    asked = store.request_stop(key, within)
+    assert isinstance(asked, Record)
+    loaded = Lease.load(lease.dump())
+    record = held(store, key)
+    assert record.stop_requested_at == asked.stop_requested_at
+    assert record.renewed_until == asked.renewed_until
+    assert within is None or record.expires_at == asked.renewed_until
+    loaded.extend()
+    assert loaded.stop_requested
+    assert loaded.release() is True
 
 
 @HAS_TTL

@@ -249,7 +249,7 @@ def test_request_to_stop_is_for_one_holder(
         backend.release(first)
     elif how == "expiry":
         elapse(6.1)
-    second = take(backend, key, replace=first.token)
+    second = take(backend, key, holder=Holder(host="another"), replace=first.token)
     assert second.stop_requested is False
     assert held(backend, key).stop_requested_at is None
     extended = extend(backend, second)

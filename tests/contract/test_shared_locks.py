@@ -20,6 +20,7 @@ from django_distlock import (
     distlock,
     distlock_all,
 )
+from django_distlock.core.records import Record
 from django_distlock.fencing import Fence
 from django_distlock.fencing.rejecting import require_fence
 from django_distlock.handler import lock_backends
@@ -197,6 +198,28 @@ def test_lease_is_downgraded(registered: Registered, key: str) -> None:
         assert Later(joined.release).result() is True
         assert not grantable(lock_of(registered, key, wait=0))
     assert not taken(reader)
+
+
+@pytest.mark.requires("supports_sharing", "supports_operators")
+@pytest.mark.parametrize("within", [None, 30])
+def test_request_to_stop_outlasts_a_downgrade(
+    registered: Registered, key: str, within: float | None
+) -> None:
+    """The holder stays the same, and was asked."""
+    store = lock_backends[registered.alias]
+    lease = lock_of(registered, key, ttl=300).acquire()
+    asked = store.request_stop(key, within)
+    assert isinstance(asked, Record)
+    lease.extend()
+    lease.downgrade()
+    assert lease.stop_requested
+    lease.extend()
+    assert lease.stop_requested
+    record = held(store, key)
+    assert record.stop_requested_at == asked.stop_requested_at
+    assert record.renewed_until == asked.renewed_until
+    assert within is None or record.expires_at == asked.renewed_until
+    assert lease.release() is True
 
 
 @SHARES

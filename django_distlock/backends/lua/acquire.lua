@@ -38,6 +38,7 @@ if look then
 end
 -- The fence first: whatever happened behind it, it would only be skipped.
 redis.call('SET', fence, text(granted))
+local asked = live and passed_on({lock}, holder)
 if held[1] then
     redis.call('DEL', lock)
 end
@@ -45,6 +46,7 @@ if replaced and held[1] == replace then
     redis.call('DEL', replaced)
 end
 local expires_at = put_record(lock, index, key, token, granted, ttl, grace, holder)
+pass_on(lock, asked)
 if live and held[3] then
     -- They have to mark this grant.
     wake(channel, lock)

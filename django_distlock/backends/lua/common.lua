@@ -52,13 +52,40 @@ local function put_record(lock, index, key, token, fence, ttl, grace, holder)
     return expires_at, free_at
 end
 
+local function is_sooner(free_at, before)
+    return free_at ~= '' and (before == '' or tonumber(free_at) < tonumber(before))
+end
+
+-- What an operator has asked of these live leases, which go for the grant of another one: it stays
+-- asked where the holder does, and where a lease is handed over, which settles it first.
+local function passed_on(places, holder)
+    for _, place in ipairs(places) do
+        local free_at, expires_at, who, stop, last = unpack(redis.call(
+            'HMGET', place, 'free_at', 'expires_at', 'holder', 'stop_requested_at', 'renewed_until'
+        ))
+        if stop and (who == holder or free_at == expires_at and free_at ~= '') then
+            return {stop, last}
+        end
+    end
+end
+
+-- Ask it of the new one.
+local function pass_on(lock, asked)
+    if not asked then
+        return
+    end
+    redis.call('HSET', lock, 'stop_requested_at', asked[1])
+    if asked[2] then
+        redis.call('HSET', lock, 'renewed_until', asked[2])
+        if is_sooner(asked[2], redis.call('HGET', lock, 'expires_at')) then
+            redis.call('HSET', lock, 'expires_at', asked[2])
+        end
+    end
+end
+
 -- A server without memory lets a script go on that began with a write that takes none.
 local function begin(lock)
     redis.call('PERSIST', lock)
-end
-
-local function is_sooner(free_at, before)
-    return free_at ~= '' and (before == '' or tonumber(free_at) < tonumber(before))
 end
 
 -- All fields of a record, as JSON. With a time: as if its key were free then at the latest.

@@ -79,6 +79,7 @@ end
 -- The fence first: whatever happened behind it, it would only be skipped.
 redis.call('SET', fence, text(granted))
 local called
+local asked = passed_on(own, holder)
 for _, each in ipairs(own) do
     table.insert(over, each)
 end
@@ -91,6 +92,7 @@ if replaced and own[1] then
     redis.call('DEL', replaced)
 end
 local expires_at, free_at = put_record(place, index, key, token, granted, ttl, grace, holder)
+pass_on(place, asked)
 if alone then
     redis.call('DEL', shared)
 else

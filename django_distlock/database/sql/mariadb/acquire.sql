@@ -11,6 +11,9 @@
 --
 -- `again`: the token asks in its own place. What it has settled it does not take.
 --
+-- A request to stop stays where the holder of a live lease does, and where it is handed over, which
+-- settles it first. Whoever takes it from a dead holder was not asked.
+--
 -- With `wanted`, the record that is in the way is marked: whoever ends it leaves the key to others
 -- for a moment.
 --
@@ -65,12 +68,16 @@
         ELSE
             UPDATE {fences} SET fence = v_fence WHERE storage_key = %(name)s;
             IF h_there THEN
+                SELECT MAX(l.stop_requested_at), MAX(l.renewed_until) INTO h_stop, v_until
+                    FROM {locks} l
+                    WHERE l.storage_key = %(name)s AND (l.free_at IS NULL OR t < l.free_at)
+                        AND (l.expires_at = l.free_at OR l.holder = %(holder)s);
                 UPDATE {locks} SET
                     token = %(token)s, fence = v_fence, ttl = %(ttl)s, acquired_at = t,
-                    renewed_at = t, expires_at = t + %(lasts)s, free_at = t + %(lasts)s + {grace},
+                    renewed_at = t, free_at = t + %(lasts)s + {grace},
+                    expires_at = COALESCE(LEAST(t + %(lasts)s, v_until), t + %(lasts)s, v_until),
                     wanted = FALSE, holder = %(holder)s, holder_host = %(host)s,
-                    task_id = %(task)s, stop_requested_at = NULL,
-                    renewed_until = NULL
+                    task_id = %(task)s, stop_requested_at = h_stop, renewed_until = v_until
                     WHERE storage_key = %(name)s;
             ELSE
                 INSERT INTO {locks} (

@@ -18,6 +18,9 @@
 -- A token that asks in its own place (p_replace = p_token) does not take what it has settled: the
 -- question is one that comes behind the end of its own work.
 --
+-- A request to stop stays where the holder of a live lease does, and where it is handed over, which
+-- settles it first. Whoever takes it from a dead holder was not asked.
+--
 -- Answers are one text each, as all these functions give, because a row of columns costs the server
 -- a third more than the call itself: see docs/explanation/performance.md.
 --
@@ -140,11 +143,17 @@ BEGIN
             IF FOUND THEN
                 UPDATE "django_distlock_heldlock" l SET
                     token = p_token, fence = v_fence, ttl = p_ttl, acquired_at = t, renewed_at = t,
-                    expires_at = v_expires,
+                    expires_at = least(v_expires, CASE WHEN (l.free_at IS NULL OR l.free_at > t)
+                        AND (l.expires_at = l.free_at OR l.holder = p_holder)
+                        THEN l.renewed_until END),
                     free_at = v_expires + pg_catalog.round(p_grace * 1000000)::bigint,
                     wanted = false, holder = p_holder, holder_host = p_holder->>'host',
-                    task_id = p_holder->>'task_id', stop_requested_at = NULL,
-                    renewed_until = NULL
+                    task_id = p_holder->>'task_id',
+                    (stop_requested_at, renewed_until) = (
+                        SELECT l.stop_requested_at, l.renewed_until
+                            WHERE (l.free_at IS NULL OR l.free_at > t)
+                                AND (l.expires_at = l.free_at OR l.holder = p_holder)
+                    )
                     WHERE l.storage_key = p_storage_key
                         AND (
                             l.free_at <= t OR l.token = p_replace AND (

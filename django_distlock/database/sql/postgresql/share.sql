@@ -37,6 +37,8 @@ DECLARE
     v_until bigint;
     h record;
     v_called boolean;
+    v_stop bigint;
+    v_renewed_until bigint;
     v_outcome text;
     v_fence bigint;
     v_expires bigint;
@@ -165,15 +167,21 @@ BEGIN
                             l.free_at <= t OR p_replace IS NOT NULL
                             AND (l.token = p_replace OR NOT v_alone AND l.token = p_token)
                         )
-                    RETURNING l.wanted
-            ) SELECT pg_catalog.bool_or(g.wanted) INTO v_called FROM gone g;
+                    RETURNING l.wanted, l.stop_requested_at, l.renewed_until,
+                        (l.free_at IS NULL OR l.free_at > t)
+                        AND (l.expires_at = l.free_at OR l.holder = p_holder) AS passed_on
+            ) SELECT pg_catalog.bool_or(g.wanted),
+                pg_catalog.min(g.stop_requested_at) FILTER (WHERE g.passed_on),
+                pg_catalog.min(g.renewed_until) FILTER (WHERE g.passed_on)
+                INTO v_called, v_stop, v_renewed_until FROM gone g;
             INSERT INTO "django_distlock_heldlock" (
                 storage_key, key, token, fence, ttl, acquired_at, renewed_at, expires_at,
-                free_at, wanted, holder, holder_host, task_id, stop_requested_at
+                free_at, wanted, holder, holder_host, task_id, stop_requested_at, renewed_until
             ) VALUES (
-                p_place, p_key, p_token, v_fence, p_ttl, v_now, v_now, v_expires,
+                p_place, p_key, p_token, v_fence, p_ttl, v_now, v_now,
+                least(v_expires, v_renewed_until),
                 v_expires + pg_catalog.round(p_grace * 1000000)::bigint, false,
-                p_holder, p_holder->>'host', p_holder->>'task_id', NULL
+                p_holder, p_holder->>'host', p_holder->>'task_id', v_stop, v_renewed_until
             );
             UPDATE "django_distlock_fencecounter" c SET
                 fence = v_fence,
