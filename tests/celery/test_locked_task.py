@@ -723,6 +723,25 @@ def test_headers_of_another_task(app: Celery) -> None:
     assert not held_now()
 
 
+def test_serializer_of_another_task(app: Celery) -> None:
+    """A retry is written as its own task was, whatever its sender's message was written by."""
+
+    @app.task(shared=False, base=LockedTask, bind=True)
+    @locked_task("{number}")
+    def work(self: Any, number: int) -> None:
+        if number == 7:
+            self.apply_async((8,), headers=self.request.headers)
+        raise self.retry(countdown=0)
+
+    with queue_of(app) as next_message:
+        work.apply_async((7,), serializer="pickle")
+        deliver(work, 7, **next_message().headers)
+        sent, retried = next_message(), next_message()
+        deliver(work, 8, **sent.headers)
+        kinds = [each.content_type for each in (sent, retried, next_message())]
+    assert kinds == ["application/json", "application/x-python-serialize", "application/json"]
+
+
 def ended(error: Exception) -> type[Task]:
     """Return a base of tasks that fail before their bodies."""
 

@@ -177,11 +177,12 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
             BackendUnavailable: The store did not answer, and nothing was queued.
         """
         send = super().apply_async
-        if options.get("headers"):
-            options["headers"] = own_headers(options["headers"], task_id)
-        if options.get("serializer") is not None:
-            kept = {SERIALIZER: options["serializer"]}
-            options["headers"] = {**(options.get("headers") or {}), **kept}
+        serializer = options.get("serializer")
+        if options.get("headers") or serializer is not None:
+            options["headers"] = own_headers(options.get("headers"), task_id)
+            # Of another task, whose headers are sent on, it says nothing about this one.
+            options["headers"].pop(SERIALIZER, None)
+            options["headers"] |= {} if serializer is None else {SERIALIZER: serializer}
         arguments = tuple(args or ()), dict(kwargs or {})
         return queueing.send(self, send, *arguments, task_id, options, unique_ttl)
 
