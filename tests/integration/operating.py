@@ -49,10 +49,10 @@ class Ran(NamedTuple):
         return json.loads(self.out)
 
 
-def run(command: str, *arguments: str, answers: str = "") -> Ran:
-    """Run a command of this process, with what a person would type."""
+def run(command: str, *arguments: str, answers: str | None = "") -> Ran:
+    """Run a command of this process, with what a person would type; None: input is closed."""
     out, err, status = StringIO(), StringIO(), 0
-    with patch.object(sys, "stdin", StringIO(answers)):
+    with patch.object(sys, "stdin", None if answers is None else StringIO(answers)):
         try:
             call_command(command, *arguments, stdout=out, stderr=err, no_color=True)
         except CommandError as error:

@@ -247,7 +247,7 @@ def test_dry_run_changes_nothing(grants: list[Grant], key: str) -> None:
 
 def test_question_is_asked_first(grants: list[Grant], key: str) -> None:
     """Only "yes" releases; it shows the locks before, and asks for the reason."""
-    for answers in ("", "no\n", "y\n", "\n"):
+    for answers in (None, "", "no\n", "y\n", "\n"):
         ran = run("distlock_release", "--prefix", key, OF, answers=answers)
         assert ran.status == 1
         assert "Force-release these 3 locks?" in ran.out

@@ -105,7 +105,8 @@ class Command(OperatorCommand):
     def _answer(self, question: str) -> str:
         self.stdout.write(question, ending="")
         self.stdout.flush()
-        return sys.stdin.readline().strip()
+        # None: it was closed before we began.
+        return "" if sys.stdin is None else sys.stdin.readline().strip()
 
     def _take(
         self,
