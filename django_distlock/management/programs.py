@@ -200,7 +200,8 @@ class Signals:
             self._before_continuing()
         if signum not in _TYPED or not program.shares_foreground():
             program.send(signum)
-        elif signum == _STOP:
+        elif signum == _STOP and os.getpid() != 1:
+            # The first process of a container cannot be stopped, and nobody continues its program.
             # A shell takes a job for stopped when we are. The program must not go on without us,
             # whatever it makes of TSTP: nobody renews.
             program.send(signal.SIGSTOP)

@@ -9,13 +9,15 @@ import sys
 from datetime import datetime
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from django.core.management import CommandError, ManagementUtility, call_command
 from django.test import override_settings
 
 from django_distlock import distlock, lock_backends
-from django_distlock.management.programs import Program, find
+from django_distlock.management.programs import Program, Signals, find
 from django_distlock.models import FenceCounter
 from tests.contract.aliases import alias_like, locks_on
 from tests.contract.helpers import held
@@ -326,6 +328,18 @@ def test_what_is_typed_reaches_the_program_once(project: Project, key: str) -> N
         run.signal(signal.SIGTERM)
         assert run.status() == 3
     assert is_free(key)
+
+
+def test_first_process_of_a_container_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-Z cannot stop it: it would renew for ever the lock of a program that stands still."""
+    sent: list[int] = []
+    program: Any = SimpleNamespace(send=sent.append, shares_foreground=lambda: True)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    monkeypatch.setattr(os, "kill", lambda _pid, signum: sent.append(signum))
+    signals = Signals()
+    signals.pass_on(program, lambda: None)
+    signals._handle(signal.SIGTSTP, None)
+    assert sent == []
 
 
 def test_suspended_for_too_long_is_lost(project: Project, key: str) -> None:
