@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from datetime import datetime
+from datetime import datetime, timedelta
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,6 +113,13 @@ def test_program_takes_all_that_stands_behind_the_dashes(
         write = f"import os; os.write({opened.fileno()}, b'here\\n')"
         assert status_here(key, "--", sys.executable, "-c", write) == 0
     assert (tmp_path / "opened").read_text() == "here\n"
+
+
+def test_code_may_give_a_timedelta(key: str) -> None:
+    """As for every duration; a program that ends with 0 raises nothing."""
+    second = timedelta(seconds=1)
+    call_command("distlock_run", key, "--", "true", wait=second, ttl=second, grace=second)
+    assert is_free(key)
 
 
 def test_held_key_stays_taken_behind_the_program(key: str) -> None:

@@ -18,7 +18,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import connections
 
 from ...core.clock import monotonic
-from ...core.durations import seconds, ttl_seconds
+from ...core.durations import seconds, ttl_seconds, wait_seconds
 from ...core.errors import InvalidArgument, LockError, LockLost, LockNotAcquired, LockUsageError
 from ...core.sharing import validate_permits
 from ...handler import lock_backends
@@ -142,7 +142,8 @@ class Command(BaseCommand):
                 f"The lock backend {store.alias!r} keeps its locks in process memory. They do not"
                 " exclude other processes."
             )
-        wait = store.config.wait if options["wait"] is UNSET else options["wait"]
+        given = options["wait"]
+        wait = store.config.wait if given is UNSET else wait_seconds(given)
         lock = distlock(
             key,
             ttl=options["ttl"],
