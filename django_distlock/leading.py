@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import FrameType, TracebackType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from .core.clock import monotonic
 from .core.durations import Duration, seconds
@@ -27,6 +27,7 @@ from .core.keys import normalize_key, own_key
 from .core.logs import log_fields
 from .core.threads import Bell
 from .handler import lock_backends
+from .locks.blocks import Entered, Keeping, entered_by
 from .locks.lease import Lease
 from .locks.lock import Lock, distlock
 
@@ -110,11 +111,16 @@ class Leadership:
         """Whether the store did not answer, when it was asked last."""
         return self._state == "trouble"
 
-    def gain(self, patience: float) -> Lease | None:
-        """Lead from here on, unless somebody else does for all of `patience` seconds."""
-        self.give_up()
+    def gain(self, patience: float, block: ExitStack | None = None) -> Lease | None:
+        """Lead from here on, unless somebody else does for all of `patience` seconds.
+
+        Args:
+            block: What holds the key, for whoever may be interrupted; None: this object.
+        """
+        self.give_up(block)
         try:
-            self._lease = self._block.enter_context(replace(self._lock, wait=patience))
+            held = self._block if block is None else block
+            self._lease = held.enter_context(replace(self._lock, wait=patience))
         except LockNotAcquired as error:
             why = f"{error.holder.who} leads" if error.holder else error
             self._say("follows", logging.INFO, "%s stands by: %s", self._who, why)
@@ -125,13 +131,13 @@ class Leadership:
         self.succeeded()
         return self._lease
 
-    def give_up(self) -> None:
-        """Let the next one lead at once, if this process does."""
+    def give_up(self, block: ExitStack | None = None) -> None:
+        """Let the next one lead at once, if this process does; see `gain`."""
         was_lost = self._lease is not None and self._lease.is_lost
         self._lease = None
         # A lease that was lost says so here too; who lost it has heard.
         with suppress(LockError):
-            self._block.close()
+            (self._block if block is None else block).close()
         if was_lost:
             self._say(
                 "lost", logging.ERROR, "%s no longer leads, and %s nothing", self._who, self._does
@@ -222,6 +228,18 @@ class Term:
             bell.wait(min(left, LOOK))
 
 
+def _leave(entered: Entered, leader: Leader, *end: object) -> None:
+    left = entered.left() or (leader._by_hand or entered).left()
+    if left is None:
+        return
+    term, block = left
+    was_lost = term.lease.is_lost
+    block.close()
+    # Who was not told has worked beside another leader.
+    if was_lost and end[0] is None and not term._is_told:
+        term.check()
+
+
 class Leader:
     """A candidate, made by `leader()`. Used by one thread, but for `stop()`.
 
@@ -235,8 +253,7 @@ class Leader:
         self._lock = lock
         self._bell = Bell()
         self._is_stopped = self._is_used = self._campaigns = False
-        self._block: ExitStack | None = None
-        self._term: Term | None = None
+        self._by_hand: Entered | None = None
 
     def stop(self) -> None:
         """Step down, or campaign no more, for good. For any thread, and for handlers of signals.
@@ -257,25 +274,38 @@ class Leader:
             LockUsageError: It runs already.
         """
         with self._listening():
-            while (term := self._elected()) is not None:
-                try:
-                    work(term)
-                    if term:
-                        return
-                except (LockLost, FenceRejected):
-                    # Of something else, where we still lead.
-                    if term._is_confirmed():
-                        raise
-                finally:
-                    self._leadership.give_up()
+            while self._leads_once(work):
                 # Others shall lead where an operator wants it.
                 self._pause()
 
+    def _leads_once(self, work: Callable[[Term], object]) -> bool:
+        """Call `work` in the next term; return whether to campaign again."""
+        # Kept by this call alone: where a signal breaks out of it, the key is given back.
+        block = ExitStack()
+        try:
+            term = self._elected(block)
+            if term is None:
+                return False
+            try:
+                work(term)
+                return not term
+            except (LockLost, FenceRejected):
+                # Of something else, where we still lead.
+                if term._is_confirmed():
+                    raise
+                return True
+        finally:
+            self._leadership.give_up(block)
+
     def __enter__(self) -> Term:
+        entered = entered_by(self)
+        if entered is None:
+            entered = self._by_hand = Entered()
         with ExitStack() as stack:
             stopped = stack.enter_context(self._listening())
-            stack.callback(self._leadership.give_up)
-            term = self._elected()
+            block = ExitStack()
+            stack.callback(self._leadership.give_up, block)
+            term = self._elected(block)
             if term is None:
                 stack.close()
                 if stopped:
@@ -286,32 +316,28 @@ class Leader:
                     key=self._lock.key,
                     code="aborted",
                 )
-            self._term, self._block = term, stack.pop_all()
+            entered.block = term, stack.pop_all()
         return term
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        block, term = self._block, self._term
-        self._block = self._term = None
-        if block is None or term is None:
-            return
-        was_lost = term.lease.is_lost
-        block.close()
-        # Who was not told has worked beside another leader.
-        if was_lost and exc_type is None and not term._is_told:
-            term.check()
+    if TYPE_CHECKING:
 
-    def _elected(self) -> Term | None:
+        def __exit__(
+            self,
+            exc_type: type[BaseException] | None,
+            exc: BaseException | None,
+            traceback: TracebackType | None,
+        ) -> None: ...
+
+    else:
+        __exit__ = Keeping(_leave)
+
+    def _elected(self, block: ExitStack) -> Term | None:
         """Campaign until this process leads; None: it was stopped first."""
         try:
             self._campaigns = True
             while not self._is_stopped:
                 since = monotonic()
-                if (lease := self._leadership.gain(PATIENCE)) is not None:
+                if (lease := self._leadership.gain(PATIENCE, block)) is not None:
                     self._campaigns = False
                     lease.on_lost(lambda _lease: self._bell.ring())
                     return Term(lease, self)
@@ -319,7 +345,7 @@ class Leader:
                 if monotonic() - since < AGAIN:
                     self._pause()
         except _Stopped:
-            self._leadership.give_up()
+            self._leadership.give_up(block)
         finally:
             self._campaigns = False
         return None
@@ -362,8 +388,8 @@ class Leader:
                 raise _Stopped
 
         vars(told).update(distlock_pid=os.getpid(), distlock_before=before)
-        self._is_used = True
         try:
+            self._is_used = True
             # None is a handler that is not Python's.
             if before not in (None, signal.SIG_IGN):
                 signal.signal(signal.SIGTERM, told)

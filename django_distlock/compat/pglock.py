@@ -14,13 +14,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
 
 from django.db import DEFAULT_DB_ALIAS, OperationalError, connections, transaction
 
 from ..core.bodies import whole
 from ..core.durations import seconds
 from ..core.errors import LockNotAcquired, LockUsageError, shown
+from ..locks.blocks import Entered, Keeping, entered_by
 from ..locks.lock import Lock, distlock
 from ..locks.taking import UNSET, Unset
 from ..locks.transactions import transaction_lock
@@ -50,6 +51,10 @@ class _Entered(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
+
+
+def _leave(entered: Entered, lock: advisory, *end: Any) -> None:
+    (entered.left() or lock._entered.stack.pop()).__exit__(*end)
 
 
 class advisory:  # noqa: N801 - its name in django-pglock
@@ -126,6 +131,15 @@ class advisory:  # noqa: N801 - its name in django-pglock
             ValueError: There is no id, or the side effect does not fit.
             TypeError: The id is neither a text nor a number.
         """
+
+        def enter(lock: Lock) -> None:
+            lock.__enter__()
+            self._entered.stack.append(lock)
+
+        return self._acquired(enter)
+
+    def _acquired(self, enter: Callable[[Lock], object]) -> bool:
+        """Take it by entering a lock, or for a transaction; see `acquire`."""
         effect = self._effect()
         key = _key(self.lock_id)
         if self.xact and not connections[self.using].in_atomic_block:
@@ -140,13 +154,11 @@ class advisory:  # noqa: N801 - its name in django-pglock
                     backend=self.backend,
                 )
                 return True
-            lock = _lock(key, self.shared, self.timeout, self.backend)
-            lock.__enter__()
+            enter(_lock(key, self.shared, self.timeout, self.backend))
         except LockNotAcquired as error:
             if effect is Raise:
                 raise NotAcquired(str(error), key=key, holder=error.holder) from error
             return False
-        self._entered.stack.append(lock)
         return True
 
     def release(self) -> None:
@@ -164,29 +176,33 @@ class advisory:  # noqa: N801 - its name in django-pglock
         self._entered.stack.pop().__exit__(None, None, None)
 
     def __enter__(self) -> bool:
-        if self.xact:
-            if connections[self.using].in_atomic_block:
-                raise RuntimeError(
-                    "Advisory locks with xact=True cannot run inside a transaction: use"
-                    " advisory(…, xact=True).acquire()."
-                )
-            with ExitStack() as opened:
+        entered = entered_by(self)
+        if self.xact and connections[self.using].in_atomic_block:
+            raise RuntimeError(
+                "Advisory locks with xact=True cannot run inside a transaction: use"
+                " advisory(…, xact=True).acquire()."
+            )
+        with ExitStack() as opened:
+            if self.xact:
                 opened.enter_context(transaction.atomic(using=self.using, durable=True))
-                acquired = self.acquire()
+            acquired = self._acquired(opened.enter_context)
+            if entered is None:
                 self._entered.stack.append(opened.pop_all())
-            return acquired
-        acquired = self.acquire()
-        if not acquired:
-            self._entered.stack.append(ExitStack())
+            else:
+                entered.block = opened.pop_all()
         return acquired
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._entered.stack.pop().__exit__(exc_type, exc, traceback)
+    if TYPE_CHECKING:
+
+        def __exit__(
+            self,
+            exc_type: type[BaseException] | None,
+            exc: BaseException | None,
+            traceback: TracebackType | None,
+        ) -> None: ...
+
+    else:
+        __exit__ = Keeping(_leave)
 
     def _effect(self) -> type:
         """Return the side effect; see `acquire` for errors."""

@@ -15,6 +15,7 @@ import atexit
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -193,6 +194,45 @@ def opened(owner: object) -> Block:
         block.stay_open()
     block.owner = owner
     return block
+
+
+class Entered:
+    """What a block has entered, of an object that may be kept and used again."""
+
+    def __init__(self) -> None:
+        self.block: Any = None
+
+    def left(self) -> Any:
+        """Return the block to leave, once."""
+        block, self.block = self.block, None
+        return block
+
+
+class Keeping:
+    """Is `__exit__` or `__aexit__` of what enters locks: see `Leaving`.
+
+    The statement `with` alone has what it returns, and with it all that the block holds: where a
+    signal's exception breaks out of that, nothing else keeps it.
+
+    Args:
+        leave: Is called with what was entered, whose it is, and what `with` says of its end.
+    """
+
+    def __init__(self, leave: Callable[..., Any]):
+        self._leave = leave
+
+    def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:
+        entered = Entered()
+        _opening.entered = owner, weakref.ref(entered)
+        return functools.partial(self._leave, entered, *(() if owner is None else (owner,)))
+
+
+def entered_by(owner: object) -> Entered | None:
+    """Return what the statement `with` keeps that enters `owner`; None: it is entered by a call."""
+    whose, reference = getattr(_opening, "entered", (None, lambda: None))
+    _opening.entered = None, lambda: None
+    entered: Entered | None = reference()
+    return entered if whose is None or whose is owner else None
 
 
 def flush(name: tuple[str, str]) -> None:

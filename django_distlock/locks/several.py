@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
@@ -20,6 +19,7 @@ from ..core.durations import Duration
 from ..core.errors import InvalidArgument, LockNotAcquired, LockUsageError
 from ..core.keys import Key, KeyTemplate
 from ..handler import lock_backends
+from .blocks import Entered, Keeping, entered_by
 from .checking import for_call
 from .lease import Lease
 from .lock import Lock, distlock
@@ -101,54 +101,13 @@ class Leases(Mapping[str, Lease]):
         return all(released)
 
 
-class _Entered:
-    """What one block of a set of locks has entered; whoever leaves the block keeps it alive."""
-
-    def __init__(self) -> None:
-        self.block: Any = None
-
-    def left(self, locks: LockSet) -> Any:
-        """Return the block to leave, once."""
-        entered = self if self.block is not None else locks._by_hand or self
-        block, entered.block = entered.block, None
-        return block
-
-
-#: What the statement `with` is about to enter in a thread.
-_opening = threading.local()
-
-
-class _Leaving:
-    """Is `__exit__` or `__aexit__`: see `blocks.Leaving`.
-
-    The statement `with` alone has what it returns, and with it all that the block holds: where a
-    signal's exception breaks out of that, nothing else keeps it.
-    """
-
-    def __init__(self, leave: Callable[..., Any]):
-        self._leave = leave
-
-    def __get__(self, locks: LockSet | None, kind: type | None = None) -> Callable[..., Any]:
-        entered = _Entered()
-        _opening.entered = locks, weakref.ref(entered)
-        return partial(self._leave, entered, *(() if locks is None else (locks,)))
-
-
-def _opened(locks: LockSet) -> _Entered | None:
-    """Return what the statement `with` keeps that enters these locks; None: there is none."""
-    owner, reference = getattr(_opening, "entered", (None, lambda: None))
-    _opening.entered = None, lambda: None
-    entered: _Entered | None = reference()
-    return entered if owner is None or owner is locks else None
-
-
-def _leave(entered: _Entered, locks: LockSet, *end: Any) -> Any:
-    block = entered.left(locks)
+def _leave(entered: Entered, locks: LockSet, *end: Any) -> Any:
+    block = entered.left() or (locks._by_hand or entered).left()
     return None if block is None else block.__exit__(*end)
 
 
-async def _aleave(entered: _Entered, locks: LockSet, *end: Any) -> Any:
-    block = entered.left(locks)
+async def _aleave(entered: Entered, locks: LockSet, *end: Any) -> Any:
+    block = entered.left() or (locks._by_hand or entered).left()
     return None if block is None else await block.__aexit__(*end)
 
 
@@ -163,8 +122,8 @@ class LockSet:
         by_key = {each.key: each for each in locks}
         self._locks = [by_key[key] for key in sorted(by_key)]
         # Those who have it, or want it, first come first served; and who has it without `with`.
-        self._users: list[weakref.ref[_Entered]] = []
-        self._by_hand: _Entered | None = None
+        self._users: list[weakref.ref[Entered]] = []
+        self._by_hand: Entered | None = None
 
     def __repr__(self) -> str:
         return f"<LockSet {', '.join(repr(each.key) for each in self._locks)}>"
@@ -223,8 +182,8 @@ class LockSet:
         ) -> bool | None: ...
 
     else:
-        __exit__ = _Leaving(_leave)
-        __aexit__ = _Leaving(_aleave)
+        __exit__ = Keeping(_leave)
+        __aexit__ = Keeping(_aleave)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """Hold the locks around each call of `function`, or around each await of it."""
@@ -304,10 +263,10 @@ class LockSet:
             )
             opening.leave_to_lease(lock.key)
 
-    def _claimed(self, block: Any) -> _Entered:
+    def _claimed(self, block: Any) -> Entered:
         """Return what has a block, which nobody else can enter until that one has ended."""
-        opened = _opened(self)
-        entered = opened or _Entered()
+        opened = entered_by(self)
+        entered = opened or Entered()
         entered.block = block
         self._users.append(weakref.ref(entered))
         for user in list(self._users):

@@ -17,10 +17,14 @@ import pytest
 from asgiref.sync import async_to_sync
 from django.db.transaction import atomic
 
-from django_distlock import Lease, Lock, distlock_all, signals
+from django_distlock import Lease, Lock, distlock_all, leader, leading, signals
 from django_distlock.backends.advisory import holdings
 from django_distlock.backends.shelf import Shelf
+from django_distlock.compat import pglock
+from django_distlock.compat.pglock import advisory
+from django_distlock.core.keys import own_key
 from django_distlock.handler import lock_backends
+from django_distlock.leading import Leader, Leadership
 from django_distlock.locks import blocks, several
 from django_distlock.locks.release import Release
 from django_distlock.locks.several import LockSet
@@ -220,6 +224,49 @@ def test_interrupted_block_of_a_set_of_locks_leaves_the_set_usable(
         lock = lock_of(BACKENDS["memory"], each)
         assert eventually(lambda lock=lock: nothing_is_left(lock), PATIENT), left_of(lock)  # type: ignore[misc]
     hold()
+
+
+@pytest.mark.parametrize("line", range(1, 9))
+@pytest.mark.parametrize(
+    "inside",
+    [Leader.__enter__, leading._leave, Leader._elected, Leadership.gain, Leadership.give_up],
+)
+@pytest.mark.parametrize("runs", [False, True])
+def test_interrupted_leader_that_is_kept_steps_down(
+    key: str, inside: FunctionType, line: int, *, runs: bool
+) -> None:
+    """And the same candidate may lead again."""
+    candidate = leader(key, backend="memory")
+    lock = lock_of(BACKENDS["memory"], own_key(f"leader:{key}"))
+
+    def lead() -> None:
+        if runs:
+            candidate.run(lambda _term: None)
+        else:
+            with candidate:
+                pass
+
+    interrupt_at(line, lead, inside)
+    assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
+    lead()
+
+
+@pytest.mark.parametrize("line", range(1, 9))
+@pytest.mark.parametrize("inside", [advisory.__enter__, advisory._acquired, pglock._leave])
+def test_interrupted_advisory_lock_that_is_kept_is_left(
+    key: str, inside: FunctionType, line: int
+) -> None:
+    """And it may be entered again."""
+    kept, lock = advisory(key, backend="memory"), lock_of(BACKENDS["memory"], key)
+
+    def hold() -> None:
+        with kept as acquired:
+            assert acquired
+
+    interrupt_at(line, hold, inside)
+    assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
+    hold()
+    assert nothing_is_left(lock)
 
 
 def test_interrupted_block_in_a_transaction_keeps_the_key_to_its_end(

@@ -166,9 +166,9 @@ def test_candidate_pauses_between_campaigns(key: str, monkeypatch: pytest.Monkey
     campaigns: list[float] = []
     gain = Leadership.gain
 
-    def counted(leadership: Leadership, patience: float) -> Any:
+    def counted(leadership: Leadership, patience: float, block: ExitStack) -> Any:
         campaigns.append(patience)
-        return gain(leadership, patience)
+        return gain(leadership, patience, block)
 
     def work(term: Term) -> None:
         lose(term)
