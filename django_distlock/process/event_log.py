@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
 import os
 import random
 import threading
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
 from django.conf import settings
@@ -215,6 +217,8 @@ class _Writer:
     def __init__(self) -> None:
         self._told = False
         self.dropped = 0
+        # The process whose end waits for what is written.
+        self._process = 0
         self.forget()
 
     def forget(self) -> None:
@@ -234,6 +238,11 @@ class _Writer:
         """Let an event be written, unless too many are waiting: of releases half as many."""
         if self._pid != os.getpid():
             self.forget()
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            if multiprocessing.parent_process() is not None:
+                # Its forks forget what `atexit` knows. Behind the release of all leases.
+                Finalize(None, finish, exitpriority=-1)
         waiting = _Waiting(using, _name(using), event)
         with self._mutex:
             if not self._waiting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -369,6 +370,7 @@ def test_router_that_fails_is_logged_once(
 
 WITHOUT_DATABASES = """
 import logging
+import multiprocessing
 import django
 from django.conf import settings
 settings.configure(
@@ -417,6 +419,22 @@ def test_what_the_end_of_the_interpreter_finds_out_is_written(key: str) -> None:
         process.result(PATIENCE)
         pid = process.popen.pid
     assert row(key).holder["pid"] == pid
+
+
+def lose_in_children(key: str) -> None:
+    """Lose a lease in a child that `multiprocessing` forks, and one by the end of another one."""
+    connections.close_all()
+    for work in (lose, lose_at_exit):
+        child = multiprocessing.get_context("fork").Process(target=work, args=[key])
+        child.start()
+        child.join()
+
+
+def test_child_of_multiprocessing_writes_what_waits(key: str) -> None:
+    """Its end calls nothing that `atexit` knows from its parent."""
+    with spawn("tests.integration.test_events:lose_in_children", key) as process:
+        process.result(PATIENCE)
+    assert written(key) == 2
 
 
 def test_event_is_written_where_no_thread_starts(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
