@@ -1,4 +1,4 @@
-"""What pytest loads where this package is installed: a fixture, and a mark for its settings.
+"""What pytest loads where this package is installed: a fixture, and a mark that asks for it.
 
 @pytest.mark.memory_locks(WAIT=0)
 def test_second_is_refused(memory_locks): ...
@@ -19,11 +19,21 @@ MARK = "memory_locks"
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marks."""
     config.addinivalue_line(
-        "markers", f"{MARK}(**settings): what every alias of DISTLOCK says in the fixture {MARK}"
+        "markers", f"{MARK}(**settings): use the fixture {MARK}, with these settings of DISTLOCK"
     )
     config.addinivalue_line(
         "markers", "distlock_needs(*attributes): of `testing.contract`: only where a backend has it"
     )
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let the mark ask for the fixture: a test that only has the mark would take real locks."""
+    if (
+        isinstance(item, pytest.Function)
+        and item.get_closest_marker(MARK)
+        and MARK not in item.fixturenames
+    ):
+        item.fixturenames.insert(0, MARK)
 
 
 @pytest.fixture

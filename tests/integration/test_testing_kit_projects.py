@@ -382,7 +382,7 @@ def test_how_to_is_so(project: Path) -> None:
 
 
 FIXTURE = """
-import asyncio
+from unittest import TestCase
 
 import pytest
 
@@ -405,15 +405,13 @@ def test_begins_with_nothing(memory_locks, time):
 
 
 @pytest.mark.memory_locks(TTL=10, WAIT=0)
-@pytest.mark.usefixtures("memory_locks")
 def test_nearest_mark_counts():
     lease = distlock("key").acquire()
     advance(11)
     assert lease.is_lost
 
 
-@pytest.mark.usefixtures("memory_locks")
-class TestCapture:
+class TestCapture(TestCase):
     def test_of_a_class(self):
         distlock("key").acquire()
         assert_locked("key")
@@ -427,11 +425,13 @@ def test_illegal_setting(memory_locks):
 def test_lost(memory_locks):
     with distlock("key") as lease:
         memory_locks.simulate_pause(lease)
+"""
+WITHOUT = """
+from django_distlock import lock_backends
+from django_distlock.backends.database import DatabaseBackend
 
 
 def test_without():
-    from django_distlock.backends.database import DatabaseBackend
-
     assert isinstance(lock_backends["default"], DatabaseBackend)
 """
 
@@ -439,7 +439,8 @@ def test_without():
 def test_fixture_and_mark_of_pytest(project: Path) -> None:
     """A test gets locks of its own, with the settings that the nearest mark says."""
     (project / "test_locks.py").write_text(FIXTURE)
-    told = run_pytest(project, "test_locks.py", status=1)
+    (project / "test_others.py").write_text(WITHOUT)
+    told = run_pytest(project, "test_locks.py", "test_others.py", status=1)
     assert "5 passed, 1 failed, 1 error" in told.replace("1 failed, 5 passed", "5 passed, 1 failed")
     assert "Unknown settings: 'WEIGHT'" in told
     assert "LockLost: The lease on 'key'" in told
