@@ -27,6 +27,7 @@ from django.core.exceptions import (
 from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.template import Context, Engine, TemplateDoesNotExist, loader
+from django.utils.decorators import method_decorator
 from django.utils.translation import get_language, gettext, ngettext
 
 from .core.bodies import whole
@@ -101,8 +102,9 @@ def locked_view(
     Raises:
         InvalidArgument: An argument breaks a rule, the template names no parameter of the view, or
             it is no view: a class, say, for which there is `LockedViewMixin`.
-        LockUsageError: The view's body would run when its call is over: a generator's, say. The
-            call raises it where only what that returns tells, and where it has no request.
+        LockUsageError: The view's body would run when its call is over: a generator's, say; or
+            `method_decorator` has it decorated. The call raises it where only what that returns
+            tells, and where it has no request.
     """
     locked = _Locked.of(
         on_conflict=on_conflict,
@@ -394,7 +396,7 @@ class _Locked:
             raise LockUsageError(
                 f"locked_view finds no request in a call of {view.__qualname__}: it decorates"
                 " functions that get one first, and methods that get it behind self. A method is"
-                " decorated where it is defined, without method_decorator.",
+                " decorated where it is defined.",
                 code="unsupported",
             )
         return request  # type: ignore[no-any-return]
@@ -459,6 +461,12 @@ def _require_view(view: object) -> None:
         raise InvalidArgument(
             "locked_view decorates functions and methods. For a class, use LockedViewMixin as its"
             " first base."
+        )
+    # What it shows to a decorator has other arguments than the method, and no request.
+    if getattr(view, "__module__", None) == method_decorator.__module__:
+        raise LockUsageError(
+            "locked_view decorates a method where it is defined, without method_decorator.",
+            code="unsupported",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial, update_wrapper
 from typing import Any
 
 import pytest
@@ -283,14 +284,21 @@ def patch(key: str) -> tuple[int, bool]:
     return response.status_code, response.json()["held"]
 
 
+@pytest.mark.parametrize("name", ["invoice:{pk}", lambda *_, **__: "invoice"])
+def test_method_decorator(name: Any) -> None:
+    """It is refused where the class is made, by its name."""
+    with pytest.raises(LockUsageError, match="without method_decorator"):
+        method_decorator(locked_view(name), name="dispatch")(View)
+
+
 def test_call_without_a_request(key: str) -> None:
     """A method that another decorator has bound is told so, and takes no key."""
 
     class Bound(View):
-        @method_decorator(locked_view(lambda *_, **__: key))
-        def get(self, request: HttpRequest) -> HttpResponse:
-            raise NotImplementedError
+        def get(self, request: HttpRequest) -> Any:
+            bound = update_wrapper(partial(Bound.options, self), Bound.options)
+            return locked_view(lambda *_, **__: key)(bound)(request)
 
-    with pytest.raises(LockUsageError, match="without method_decorator"):
+    with pytest.raises(LockUsageError, match="finds no request"):
         Bound.as_view()(RequestFactory().get("/"))
     assert not FenceCounter.objects.filter(key=key).exists()
