@@ -370,11 +370,14 @@ class KeyTemplate:
                     f"The key template {template!r} needs a separator before {{{name}}}: without"
                     " one, different arguments make the same key."
                 )
+        parameters = made.signature.parameters
         for root in roots(template):
-            if root not in made.signature.parameters:
+            if root not in parameters:
+                rest = [name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD]
                 raise InvalidArgument(
                     f"The key template {template!r} names {root!r}, which is not a parameter of"
                     f" {function.__qualname__}{made.signature}."
+                    + "".join(f" Write {{{name}[{root}]}} for one of **{name}." for name in rest)
                 )
         return made
 

@@ -157,6 +157,15 @@ def test_bad_template_is_refused_before_any_call(template: str, rule: str) -> No
     assert repr(template) in str(caught.value)
 
 
+def test_collected_argument_is_named_by_what_collects_it() -> None:
+    """Who names it like a parameter is told how."""
+
+    def view(request: object, **kwargs: object) -> None: ...
+
+    with pytest.raises(InvalidArgument, match=r"Write \{kwargs\[pk\]\} for one of \*\*kwargs\."):
+        KeyTemplate.for_function("invoice:{pk}", view)
+
+
 def test_arguments_that_do_not_fit_are_pythons_own_error() -> None:
     """A call that Python would refuse is refused as Python does."""
     with pytest.raises(TypeError, match="missing a required argument: 'a'"):
