@@ -535,6 +535,10 @@ class _Plan:
         tell_bypassed(self.lock.backend, self._lock_key(key), waited, refusal)
 
 
+# Python names it in the error about an argument that is missing or unknown.
+vars(_Plan)["of"].__func__.__qualname__ = "single_flight"
+
+
 def _name(what: str, key: str) -> str:
     """Return the name of an entry beside a value, which every cache takes."""
     return f"distlock:{what}:{key_hash(key)}"

@@ -812,5 +812,7 @@ def test_keys_have_rules() -> None:
         bare(lambda: 1)
     with pytest.raises(InvalidArgument, match="compute must be a function, not 5"):
         bare("summary", 5, timeout=3)
+    with pytest.raises(TypeError, match=r"^single_flight\(\) missing .* 'timeout'"):
+        bare("summary")
     with pytest.raises(InvalidArgument, match="nobody"):
         single_flight("summary:{nobody}", timeout=60)(lambda pk: pk)
