@@ -205,7 +205,7 @@ def require_transaction(
     if not (connection.in_atomic_block and blocks):
         raise LockUsageError(
             f"{what} holds until a transaction ends, and none is open on {connection.alias!r}:"
-            f" call it inside of atomic(), or {instead}."
+            f" call it inside of atomic(using={connection.alias!r}), or {instead}."
         )
     return blocks[0]
 

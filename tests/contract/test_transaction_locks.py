@@ -561,7 +561,8 @@ def test_who_keeps_a_key_waits_for_none_for_ever(registered: Registered, key: st
 
 def test_outside_of_a_transaction_it_says_what_to_do(registered: Registered, key: str) -> None:
     """There is nothing that could hold it."""
-    with pytest.raises(LockUsageError, match=r"atomic\(\).*@transaction_locked"):
+    atomic = rf"atomic\(using='{using_of(registered)}'\)"
+    with pytest.raises(LockUsageError, match=rf"{atomic}, or decorate with @transaction_locked"):
         transaction_lock(key, backend=registered.alias)
 
 
