@@ -16,8 +16,8 @@ from .exceptions import InvalidLockBackend
 
 #: An alias that every project has, for what prefers other backends and can do without.
 FALLBACK: Final = "in memory"
-#: Modules that an extra of the package brings.
-_EXTRAS: Final = ("redis",)
+#: Modules that backends import, and the extras of the package that bring them.
+_EXTRAS: Final = {"psycopg": "postgres", "redis": "redis"}
 MEMORY: Final = "django_distlock.backends.memory.MemoryBackend"
 
 
@@ -73,8 +73,7 @@ class LockBackendHandler:
         try:
             backend_class = import_string(config.backend)
         except (ImportError, TypeError, ValueError) as error:  # The last two: a leading dot
-            missing = getattr(error, "name", None)
-            extra = missing if missing in _EXTRAS else None
+            extra = _EXTRAS.get(getattr(error, "name", None) or "")
             remedy = f'. Run pip install "django-distlock[{extra}]"' if extra else ""
             raise InvalidLockBackend(
                 f"{where}: BACKEND {config.backend!r} cannot be imported: {error}{remedy}"

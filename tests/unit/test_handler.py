@@ -180,13 +180,22 @@ def test_backend_that_cannot_be_imported_is_refused(path: str, why: str) -> None
     assert refusal(BACKEND=path).startswith(f"DISTLOCK['x']: BACKEND {path!r} {why}")
 
 
-def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("backend", "module", "extra"),
+    [
+        ("redis.RedisBackend", "redis", "redis"),
+        ("advisory.AdvisoryBackend", "psycopg", "postgres"),
+    ],
+)
+def test_missing_extra_is_named(
+    backend: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What to install is said, and not only what was not found."""
-    path = "django_distlock.backends.redis.RedisBackend"
+    path = f"django_distlock.backends.{backend}"
     for name in [each for each in sys.modules if each.startswith(path.rpartition(".")[0])]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "redis", None)
-    assert 'pip install "django-distlock[redis]"' in refusal(BACKEND=path)
+    monkeypatch.setitem(sys.modules, module, None)
+    assert f'pip install "django-distlock[{extra}]"' in refusal(BACKEND=path)
 
 
 def test_unknown_option_is_answered_with_the_known_ones() -> None:
