@@ -165,7 +165,7 @@ def test_what_is_over_and_was_not_removed(alias: str, key: str) -> None:
             lambda: all(made.read(f"invoice:{n}") is None for n in range(5)), PATIENCE
         )
         finding = found(made, "D004")
-        assert "5 leases expired and were not released" in finding["message"]
+        assert "5 leases expired without a release" in finding["message"]
         assert len(finding["keys"]) == 3
         assert finding["message"].endswith("…")
         assert "1 have expired" in found(made, "D002")["message"]

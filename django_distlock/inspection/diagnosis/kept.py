@@ -88,7 +88,7 @@ def _note_over(store: DatabaseBackend, on: str, notes: Notes) -> None:
     notes.find(
         "D004",
         "expired leases",
-        f"{counted(some.number, 'lease')} expired and were not released: {some}",
+        f"{counted(some.number, 'lease')} expired without a release: {some}",
         "Their holders have died, were frozen, or are still working without the lock. Check these"
         " processes, then remove the records with distlock_cleanup.",
         keys=some.keys,
