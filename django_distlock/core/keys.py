@@ -361,8 +361,13 @@ class KeyTemplate:
 
         Raises:
             InvalidArgument: The template is malformed, names what is not a parameter, or has two
-                fields with nothing between them.
+                fields with nothing between them; or Django's `method_decorator` hides the method.
         """
+        if getattr(function, "__module__", None) == "django.utils.decorators":
+            raise InvalidArgument(
+                f"A method is decorated where it is defined, without method_decorator: {template!r}"
+                " could not see its parameters."
+            )
         made = cls(template, inspect.signature(function), _parse(template))
         for literal, name, _spec in made.parts[1:]:
             if not literal and name is not None:

@@ -21,7 +21,7 @@ from rest_framework.response import Response
 from rest_framework.routers import SimpleRouter
 from rest_framework.views import APIView
 
-from django_distlock import LockUsageError, current_lease, distlock
+from django_distlock import LockError, LockUsageError, current_lease, distlock
 from django_distlock.models import FenceCounter
 from django_distlock.testing import lose_connection
 from django_distlock.views import LockedViewMixin, locked_view
@@ -284,11 +284,20 @@ def patch(key: str) -> tuple[int, bool]:
     return response.status_code, response.json()["held"]
 
 
-@pytest.mark.parametrize("name", ["invoice:{pk}", lambda *_, **__: "invoice"])
-def test_method_decorator(name: Any) -> None:
+@pytest.mark.parametrize(
+    "decorator",
+    [
+        locked_view("invoice:{pk}"),
+        locked_view(lambda *_, **__: "invoice"),
+        distlock("invoice:{pk}"),
+        distlock("invoice"),
+    ],
+    ids=range(4),
+)
+def test_method_decorator(decorator: Any) -> None:
     """It is refused where the class is made, by its name."""
-    with pytest.raises(LockUsageError, match="without method_decorator"):
-        method_decorator(locked_view(name), name="dispatch")(View)
+    with pytest.raises(LockError, match="without method_decorator"):
+        method_decorator(decorator, name="dispatch")(View)
 
 
 def test_call_without_a_request(key: str) -> None:
