@@ -557,21 +557,28 @@ def test_forked_child_of_a_leader_has_its_own_signal(
     candidate: Leader, key: str, *, leads_too: bool, status: int
 ) -> None:
     """It ends as it would have done without us: `multiprocessing.Pool` waits for that."""
+    forks = multiprocessing.get_context("fork")
+    begun = forks.Event()
 
     def child() -> None:
+        # Python drops a signal that arrives before a fork has come here.
+        begun.set()
         if leads_too:
             leader(f"{key}:2", backend="memory").run(end)
             sys.exit(7)
-        signal.pause()
+        while True:
+            # A handler of Python's is not called in a `pause()` that begins behind its signal.
+            time.sleep(0.05)
 
     def end(term: Term) -> None:
         signal.raise_signal(signal.SIGTERM)
         assert not term
 
     with candidate as term:
-        process = multiprocessing.get_context("fork").Process(target=child)
+        process = forks.Process(target=child)
         process.start()
         try:
+            assert begun.wait(10)
             if not leads_too:
                 process.terminate()
             process.join(10)
