@@ -95,7 +95,9 @@ class Model(RuleBasedStateMachine):
         assert isinstance(answer, Grant)
         assert answer.fence > self.fences[key]
         self.fences[key] = answer.fence
-        self.held[key] = Held(token, answer.fence, ttl)
+        # All of them have one holder, who stays asked.
+        asked = held is not None and held.asked_to_stop
+        self.held[key] = Held(token, answer.fence, ttl, asked_to_stop=asked)
 
     @rule(key=KEYS, by=TOKENS, ttl=TTLS, many=some.booleans())
     def extend(self, key: str, by: int, ttl: float | None, many: bool) -> None:
