@@ -14,13 +14,25 @@ class Interrupted(BaseException):
     """What the handler of a signal raises."""
 
 
-def interrupt_at(number: int, work: Callable[[], object], *modules: str) -> bool:
+def _interrupt() -> None:
+    raise Interrupted
+
+
+def interrupt_at(
+    number: int,
+    work: Callable[[], object],
+    *modules: str,
+    strike: Callable[[], object] = _interrupt,
+    ends: type[BaseException] = Interrupted,
+) -> bool:
     """Raise at the line that is run as so many-th in some modules; say whether it came to that.
 
     Not on the line of a `with` that is left: Python looks at no signal there.
 
     Args:
         modules: The names of those modules, or of the packages that they are in.
+        strike: What raises there.
+        ends: What it raises.
     """
     left = number
     entered: set[tuple[int, int]] = set()
@@ -40,14 +52,14 @@ def interrupt_at(number: int, work: Callable[[], object], *modules: str) -> bool
             entered.add(place)
         left -= 1
         if left == 0:
-            raise Interrupted
+            strike()
         return look
 
     before = sys.gettrace()
     sys.settrace(begin)
     try:
         work()
-    except Interrupted:
+    except ends:
         return True
     finally:
         sys.settrace(before)

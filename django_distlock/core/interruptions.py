@@ -15,6 +15,9 @@ def pass_on(error: BaseException) -> None:
 
     For where the code of others is called, whose own errors are logged and change nothing.
     """
+    # Python's own handler of Ctrl-C is no function with a frame.
+    if isinstance(error, KeyboardInterrupt):
+        raise error
     # Handlers run in the main thread alone.
     if threading.current_thread() is not threading.main_thread():
         return

@@ -150,6 +150,21 @@ def test_signals_change_no_connection(
     assert not [each for each in lost if "weakref" in each or "distlock" in each]
 
 
+def test_ctrl_c_in_a_commit_is_no_failure_of_the_store(key: str) -> None:
+    """Django fails to end a transaction that is broken off so, and raises its own error instead."""
+    press = partial(signal.raise_signal, signal.SIGINT)
+    with store("orm") as (_using, backend):
+        number, struck = 0, True
+        while struck:
+            number += 1
+            backend.read(key)  # opens the session that is broken off
+            asked = partial(backend.read, key)
+            struck = interrupt_at(
+                number, asked, "psycopg.connection", strike=press, ends=KeyboardInterrupt
+            )
+    assert number > 20
+
+
 def test_interrupted_opening_is_not_watched_for_ever() -> None:
     """A signal behind the first step of the block, or at its end, calls no end of it."""
 
