@@ -190,7 +190,8 @@ def _once(
                 transaction.set_rollback(True, using)
             else:
                 response: HttpResponse = _finished(call(), request)
-                status = response.status_code
+                # What is no response becomes Django's error, behind us.
+                status = getattr(response, "status_code", 500)
                 if status >= 500 or status in NOT_KEPT or transaction.get_rollback(using):
                     transaction.set_rollback(True, using)
                 else:

@@ -84,6 +84,10 @@ class FencedModel(models.Model):
                 model requires one.
         """
         kwargs.update(zip(_SAVE, args, strict=False))
+        fields = kwargs.get("update_fields")
+        if fields is not None and not fields:
+            super().save(**kwargs)  # Django writes nothing, and so no fence.
+            return
         using = kwargs.get("using") or router.db_for_write(type(self), instance=self)
         if lease is UNSET and self._is_copy() and not kwargs.get("update_fields"):
             self._fenced_by = None

@@ -42,9 +42,10 @@ class Promise:
 
 
 def refuse_impossible(store: BaseLockBackend) -> None:
-    """Refuse a backend on which there is nothing to see.
+    """Refuse a backend on which there is nothing to see, before any process is started.
 
     Raises:
+        LockError: The store does not answer, or refuses.
         LockUsageError: It is one, or processes cannot be stopped here.
     """
     if not hasattr(signal, "SIGSTOP"):
@@ -54,6 +55,7 @@ def refuse_impossible(store: BaseLockBackend) -> None:
             f"The lock backend {store.alias!r} has no lease expiry. A suspended holder keeps its"
             " key, and nobody can take it over."
         )
+    store.counter("distlock-drill")
 
 
 class Drill:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.test import override_settings
 from redis import Redis
 
 from django_distlock.management.late import Late
@@ -241,7 +242,12 @@ def test_backend_without_anything_to_see_is_refused(backend: str, why: str, stat
     assert why in answer.err
 
 
-def test_store_that_is_away_ends_with_69(key: str) -> None:
-    """Also where the other process is who finds out."""
-    text = Project("default", DISTLOCK={"default": DEAD}).manage("distlock_drill", status=69)
-    assert "service_unavailable" in text
+@pytest.mark.parametrize("how", [(), ("--minutes", "0.1")], ids=["short", "long"])
+def test_store_that_is_away_ends_with_69(how: tuple[str, ...]) -> None:
+    """No process is started, and the document says why."""
+    with override_settings(DISTLOCK={"default": DEAD}):
+        ran = run("distlock_drill", "--json", *how)
+    assert ran.status == 69
+    (failure,) = ran.json["failures"]
+    assert failure["code"] == "service_unavailable"
+    assert failure["message"] in ran.err

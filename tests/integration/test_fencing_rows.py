@@ -56,6 +56,7 @@ def test_part_of_a_row_is_fenced_as_well(using: str, key: str) -> None:
     row.value = 2
     # Nothing is saved, as everywhere in Django.
     row.save(lease=OLD, update_fields=[])
+    assert row.fence == 6
     with pytest.raises(FenceRejected):
         row.save(lease=OLD, update_fields=["value"])
     part = accounts(using).defer("fence", "name").get(pk=row.pk)

@@ -368,6 +368,16 @@ def test_error_leaves_nothing() -> None:
     assert paid() == 1
 
 
+def test_view_without_a_response_leaves_nothing() -> None:
+    """Django says what is wrong with it."""
+
+    def view(request: HttpRequest) -> Any:
+        pay(request)
+
+    assert idempotent()(view)(request()) is None
+    assert (paid(), StoredResponse.objects.count()) == (0, 0)
+
+
 def test_what_cannot_be_kept_is_an_error() -> None:
     """And leaves nothing: it could not be answered again."""
 

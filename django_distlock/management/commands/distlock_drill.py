@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from django.core.management.base import CommandError, CommandParser
 
-from ...core.errors import InvalidArgument, LockError, LockUsageError
+from ...core.errors import InvalidArgument, LockUsageError
 from ...handler import lock_backends
 from .. import endurance
 from ..drill import Drill, Step, refuse_impossible
@@ -83,8 +83,6 @@ class Command(OperatorCommand):
                 self._endure(backend, minutes, seed, json=json)
         except (InvalidArgument, LockUsageError) as error:
             raise CommandError(str(error), returncode=USAGE) from error
-        except LockError as error:
-            raise CommandError(f"{error} ({error.code})", returncode=UNAVAILABLE) from error
 
     def _hold(self, alias: str, *, json: bool) -> None:
         store = lock_backends[alias]
