@@ -18,7 +18,7 @@ from ..conf import BackendConfig
 from ..core.durations import GRACE, MAX_BOUND
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError, shown
 from ..core.holders import Session
-from ..core.interruptions import pass_on_hidden
+from ..core.interruptions import pass_on
 from ..core.keys import namespace
 from ..core.records import Contended, Counter, Grant, Raised
 from ..core.secrets import forget_frames
@@ -322,7 +322,7 @@ class FenceTable(NoteTable):
         )
 
     def _translated(self, error: Exception, key: str | None) -> LockError:
-        pass_on_hidden(error)
+        pass_on(error)
         vendor, about = vendors.of(self.using), f"The lock store {self.using!r}"
         if vendor.is_duplicate(error):
             return InvalidArgument("This token already holds another key.", key=key)

@@ -5,45 +5,40 @@ from __future__ import annotations
 import functools
 import signal
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING
 
 
 def pass_on(error: BaseException) -> None:
-    """Raise an error again if the handler of a signal raised it, such as that of a time limit.
+    """Raise what the handler of a signal raised, such as that of a time limit.
 
-    For where the code of others is called, whose own errors are logged and change nothing.
+    That is `error`, or what it was raised in place of: by a driver that was broken off, say. What
+    the caller was handling before is left alone.
+
+    For where the code of others is called, whose own errors are logged, or translated.
     """
-    # Python's own handler of Ctrl-C is no function with a frame.
-    if isinstance(error, KeyboardInterrupt):
-        raise error
+    frames = set(_frames(error))
+    met: BaseException | None = error
+    handlers: set[object] = set()
     # Handlers run in the main thread alone.
-    if threading.current_thread() is not threading.main_thread():
-        return
-    handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
-    traceback = error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code in handlers:
-            raise error
-        traceback = traceback.tb_next
+    if threading.current_thread() is threading.main_thread():
+        handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
+    while met is not None:
+        trail = _frames(met)
+        # The first one has caught it, and has raised `error`.
+        if trail and trail[0] in frames:
+            # Python's own handler of Ctrl-C has no frame.
+            is_pressed = isinstance(met, KeyboardInterrupt)
+            if is_pressed or any(each.f_code in handlers for each in trail):
+                raise met
+        met = met.__context__
 
 
-def pass_on_hidden(error: BaseException) -> None:
-    """Raise what the handler of a signal raised, where a driver raised `error` in its place.
-
-    An exception that the driver's caller was already handling is left alone.
-    """
-    frames, traceback = set(), error.__traceback__
-    while traceback is not None:
-        frames.add(traceback.tb_frame)
-        traceback = traceback.tb_next
-    hidden = error.__context__
-    while hidden is not None:
-        # Its traceback begins in the function that caught it, and that raised `error`.
-        if hidden.__traceback__ is not None and hidden.__traceback__.tb_frame in frames:
-            pass_on(hidden)
-        hidden = hidden.__context__
+def _frames(error: BaseException) -> list[FrameType]:
+    return [frame for frame, _line in traceback.walk_tb(error.__traceback__)]
 
 
 def _code_of(handler: object) -> object:

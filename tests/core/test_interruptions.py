@@ -1,0 +1,77 @@
+"""What the handler of a signal raises is told from the errors of the code that it breaks off."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import pytest
+
+from django_distlock.core.interruptions import pass_on
+
+
+class TimeIsUp(Exception):
+    """What a time limit raises."""
+
+
+@pytest.fixture(params=[signal.SIGUSR1, signal.SIGINT], ids=["handler", "ctrl-c"])
+def strike(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
+    """Give a call that a signal breaks off: by a handler in Python, or by Python's own."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    yield lambda: signal.raise_signal(request.param)
+    signal.signal(signal.SIGUSR1, before)
+
+
+STRUCK = (TimeIsUp, KeyboardInterrupt)
+
+
+def call(work: Callable[[], object]) -> None:
+    """Call the code of others."""
+    try:
+        work()
+    except BaseException as error:  # noqa: BLE001 - what it is, is the question
+        pass_on(error)
+
+
+def test_interruption_is_raised_again(strike: Callable[[], None]) -> None:
+    """It says nothing about the code that it has met."""
+    with pytest.raises(STRUCK):
+        call(strike)
+
+
+def test_interruption_is_found_behind_an_error(strike: Callable[[], None]) -> None:
+    """A driver that is broken off raises its own error, and so may who cleans up behind it."""
+
+    def broken_off() -> None:
+        try:
+            strike()
+        finally:
+            try:
+                raise OSError
+            except OSError:
+                raise ValueError from None
+
+    with pytest.raises(STRUCK):
+        call(broken_off)
+
+
+def test_interruption_that_was_handled_before_is_left_alone(strike: Callable[[], None]) -> None:
+    """The error is one of the code's own."""
+    try:
+        strike()
+    except STRUCK:
+        call(lambda: int("x"))
+
+
+def test_error_of_the_code_is_no_interruption() -> None:
+    """Whatever its class."""
+
+    def fail() -> None:
+        raise TimeIsUp
+
+    call(fail)
