@@ -405,6 +405,13 @@ MUTANTS = (
         "::test_end_of_a_program_is_seen_while_another_thread_asks",
     ),
     Mutant(
+        "a program begins before anybody watches over it", "memory",
+        "django_distlock/management/gate.py",
+        old=r"if not os\.read\(int\(told\), 1\):", new="if False:", case="",
+        test="tests/integration/test_distlock_run.py"
+        "::test_program_does_not_begin_before_it_is_watched",
+    ),
+    Mutant(
         "a session lock is missed whose answer was taken by who was interrupted", "advisory",
         f"{ADVISORY}/session.py", old=r"self\._receive\(until\)\n\n    def look",
         new="self._receive(until)[0]\n\n    def look", case="",

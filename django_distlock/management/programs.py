@@ -7,6 +7,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -51,8 +52,15 @@ def find(name: str) -> str:
     raise CommandError(f"Program not found: {name!r}.", returncode=NOT_FOUND)
 
 
+def _cannot_run(path: str, error: OSError) -> CommandError:
+    status = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+    return CommandError(f"{path!r} cannot be run: {error}", returncode=status)
+
+
 class Program:
-    """A running program, with the standard streams of this process.
+    """A program with the standard streams of this process. It runs when it is let go: see `gate`.
+
+    On Windows it runs at once.
 
     Where this process has a terminal, the program is of its group: what is typed there reaches
     both. Elsewhere it has a group of its own, and signals are sent to the whole group.
@@ -61,30 +69,68 @@ class Program:
         command: Name and arguments.
         path: From `find`.
 
-    Raises:
-        CommandError: The system cannot run it (126, 127).
-
     Attributes:
         address: Whom signals are sent to: a process, or by its negative number a group.
     """
 
     def __init__(self, command: Sequence[str], path: str, environment: Mapping[str, str]):
         self._has_group = not _has_terminal()
+        self._path = path
+        self._gate: tuple[int, int] | None = None
+        if os.name == "posix":
+            self._process = self._start_waiting(command, environment)
+        else:
+            try:
+                self._process = subprocess.Popen(  # noqa: S603 - what the user asked for, no shell
+                    command, executable=path, env=environment, close_fds=False
+                )
+            except OSError as error:
+                raise _cannot_run(path, error) from error
+        pid = self._process.pid
+        self.address = -pid if self._has_group else pid
+
+    def _start_waiting(
+        self, command: Sequence[str], environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        told, tell = os.pipe()
+        failure, failed = os.pipe()
+        self._gate = tell, failure
+        keeps_locale = str(int("LC_CTYPE" in environment))
         try:
-            self._process = subprocess.Popen(  # noqa: S603 - what the user asked for, no shell
-                command,
-                executable=path,
+            for each in (told, failed):
+                os.set_inheritable(each, True)
+            return subprocess.Popen(  # noqa: S603 - the same, behind its gate
+                [
+                    sys.executable, "-I", "-S", str(Path(__file__).with_name("gate.py")),
+                    str(told), str(failed), keeps_locale, self._path, *command,
+                ],
                 env=environment,
                 # What was opened for us on purpose is for the program: `3>file`, sd_listen_fds.
                 close_fds=False,
                 process_group=0 if self._has_group else None,
-            )
-        except OSError as error:
-            missing = isinstance(error, FileNotFoundError)
-            status = NOT_FOUND if missing else NOT_EXECUTABLE
-            raise CommandError(f"{path!r} cannot be run: {error}", returncode=status) from error
-        pid = self._process.pid
-        self.address = -pid if self._has_group else pid
+            )  # fmt: skip
+        finally:
+            os.close(told)
+            os.close(failed)
+
+    def let_go(self) -> None:
+        """Let it run.
+
+        Raises:
+            CommandError: The system cannot run it (126, 127).
+        """
+        if self._gate is None:
+            return
+        tell, failure = self._gate
+        with suppress(BrokenPipeError):  # Somebody may have ended it.
+            os.write(tell, b"!")
+        os.close(tell)
+        with os.fdopen(failure, "rb") as told:
+            number = told.read()
+        if number:
+            self._process.wait()
+            error = OSError(int(number), os.strerror(int(number)), self._path)
+            raise _cannot_run(self._path, error) from error
 
     def send(self, signum: int) -> None:
         """Send a signal, unless the program has ended."""

@@ -22,9 +22,12 @@ def strike(request: pytest.FixtureRequest) -> Iterator[Callable[[], None]]:
     def handler(number: int, frame: FrameType | None) -> None:
         raise TimeIsUp
 
-    before = signal.signal(signal.SIGUSR1, handler)
+    # Whoever runs the tests in the background has Ctrl-C ignored.
+    handlers = {signal.SIGUSR1: handler, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, each) for number, each in handlers.items()}
     yield lambda: signal.raise_signal(request.param)
-    signal.signal(signal.SIGUSR1, before)
+    for number, each in before.items():
+        signal.signal(number, each)
 
 
 STRUCK = (TimeIsUp, KeyboardInterrupt)

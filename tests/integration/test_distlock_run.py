@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 from datetime import datetime, timedelta
 from io import StringIO
@@ -367,6 +368,7 @@ def test_suspended_for_too_long_is_lost(project: Project, key: str) -> None:
 def test_end_of_a_program_is_seen_while_another_thread_asks() -> None:
     """As the callback of a loss does: who waits for the program would wait for ever."""
     program = Program(["sh", "-c", "exit 3"], find("sh"), os.environ)
+    program.let_go()
     eventually(lambda: not state_of(abs(program.address)), "it has ended")
     with program._process._waitpid_lock:  # type: ignore[attr-defined]
         assert not program.is_running
@@ -418,6 +420,23 @@ def test_program_does_not_survive_us(project: Project, key: str) -> None:
         assert not is_free(key)
         assert run.status() == -signal.SIGKILL
     lock_backends["default"].force_release(key)
+
+
+def test_program_does_not_begin_before_it_is_watched(tmp_path: Path) -> None:
+    """When we are killed between the two, nobody would end it."""
+    file = tmp_path / "begun"
+    script = (
+        "import os, signal, sys\n"
+        "from django_distlock.management.programs import Program, find\n"
+        f"print(abs(Program(['touch', {str(file)!r}], find('touch'), os.environ).address))\n"
+        "sys.stdout.flush()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    program = int(killed.stdout)
+    eventually(lambda: state_of(program) == "", "the program is gone")
+    assert not file.exists()
 
 
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "lost"])

@@ -206,6 +206,7 @@ class _Run:
             program = Program(command, path, {**os.environ, **ours})
             if self._ends_it:
                 leash.take(program.address)
+            program.let_go()
             lease.on_lost(partial(self._on_lost, program))
             self._signals.pass_on(program, partial(self._before_continuing, program, lease))
             self.status = self._signals.wait_for(program)
