@@ -40,6 +40,10 @@ class Leash:
         """Begin to watch over a program: see `end`."""
         self._write(f"{address}\n")
 
+    def let_off(self) -> None:
+        """Watch over nothing: the program has ended, or never ran."""
+        self._write(f"{_OVER}\n")
+
     def __enter__(self) -> Self:
         return self
 
@@ -49,9 +53,9 @@ class Leash:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Without that word it ends what it has taken: nobody waits for the program any more.
+        # Else it ends what it has taken: nobody waits for the program any more.
         if error is None:
-            self._write(f"{_OVER}\n")
+            self.let_off()
         with suppress(OSError):
             self._process.communicate()
 

@@ -192,7 +192,9 @@ def test_waits_for_its_turn(project: Project, key: str, end: str) -> None:
     assert is_free(key)
 
 
-def test_program_that_cannot_be_run(key: str, tmp_path: Path) -> None:
+def test_program_that_cannot_be_run(
+    key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """127: there is none; 126: it cannot be run. The key was never taken; 2: it is none.
 
     What only the system finds out, it finds under the lock, which is given back.
@@ -216,6 +218,7 @@ def test_program_that_cannot_be_run(key: str, tmp_path: Path) -> None:
     assert refused("", "--", "true").returncode == 2
     assert refused(key, "--", file("lost", "#!/no/such/interpreter\n")).returncode == 127
     assert refused(key, "--", file("none", "no format\n")).returncode == 126
+    assert capfd.readouterr().err == ""  # Nobody was killed.
     assert is_free(key)
 
 

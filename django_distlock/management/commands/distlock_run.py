@@ -206,7 +206,11 @@ class _Run:
             program = Program(command, path, {**os.environ, **ours})
             if self._ends_it:
                 leash.take(program.address)
-            program.let_go()
+            try:
+                program.let_go()
+            except CommandError:
+                leash.let_off()
+                raise
             lease.on_lost(partial(self._on_lost, program))
             self._signals.pass_on(program, partial(self._before_continuing, program, lease))
             self.status = self._signals.wait_for(program)
