@@ -77,15 +77,15 @@ class Program:
         self._has_group = not _has_terminal()
         self._path = path
         self._gate: tuple[int, int] | None = None
-        if os.name == "posix":
-            self._process = self._start_waiting(command, environment)
-        else:
-            try:
+        try:
+            if os.name == "posix":
+                self._process = self._start_waiting(command, environment)
+            else:
                 self._process = subprocess.Popen(  # noqa: S603 - what the user asked for, no shell
                     command, executable=path, env=environment, close_fds=False
                 )
-            except OSError as error:
-                raise _cannot_run(path, error) from error
+        except OSError as error:
+            raise _cannot_run(path, error) from error
         pid = self._process.pid
         self.address = -pid if self._has_group else pid
 
@@ -109,6 +109,10 @@ class Program:
                 close_fds=False,
                 process_group=0 if self._has_group else None,
             )  # fmt: skip
+        except OSError:
+            os.close(tell)
+            os.close(failure)
+            raise
         finally:
             os.close(told)
             os.close(failed)

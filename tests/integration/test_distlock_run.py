@@ -218,6 +218,7 @@ def test_program_that_cannot_be_run(
     assert refused("", "--", "true").returncode == 2
     assert refused(key, "--", file("lost", "#!/no/such/interpreter\n")).returncode == 127
     assert refused(key, "--", file("none", "no format\n")).returncode == 126
+    assert refused(key, "--", "true", "x" * 4_000_000).returncode == 126
     assert capfd.readouterr().err == ""  # Nobody was killed.
     assert is_free(key)
 
