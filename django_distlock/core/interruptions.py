@@ -28,8 +28,9 @@ def pass_on(error: BaseException) -> None:
         handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()}
     while met is not None:
         trail = _frames(met)
-        # The first one has caught it, and has raised `error`.
+        # The first one has caught it, and has raised what took its place.
         if trail and trail[0] in frames:
+            frames.update(trail)
             # Python's own handler of Ctrl-C has no frame.
             is_pressed = isinstance(met, KeyboardInterrupt)
             if is_pressed or any(each.f_code in handlers for each in trail):

@@ -63,6 +63,25 @@ def test_interruption_is_found_behind_an_error(strike: Callable[[], None]) -> No
         call(broken_off)
 
 
+def test_interruption_is_found_behind_errors_of_several(strike: Callable[[], None]) -> None:
+    """A receiver translates the error of a driver that was broken off."""
+
+    def driver() -> None:
+        try:
+            strike()
+        finally:
+            raise OSError
+
+    def receiver() -> None:
+        try:
+            driver()
+        except OSError:
+            raise ValueError from None
+
+    with pytest.raises(STRUCK):
+        call(receiver)
+
+
 def test_interruption_that_was_handled_before_is_left_alone(strike: Callable[[], None]) -> None:
     """The error is one of the code's own."""
     try:
