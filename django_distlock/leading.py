@@ -299,8 +299,6 @@ class Leader:
 
     def __enter__(self) -> Term:
         entered = entered_by(self)
-        if entered is None:
-            entered = self._by_hand = Entered()
         with ExitStack() as stack:
             stopped = stack.enter_context(self._listening())
             block = ExitStack()
@@ -316,6 +314,8 @@ class Leader:
                     key=self._lock.key,
                     code="aborted",
                 )
+            if entered is None:
+                entered = self._by_hand = Entered()
             entered.block = term, stack.pop_all()
         return term
 

@@ -346,6 +346,17 @@ def test_candidate_is_used_by_one(candidate: Leader) -> None:
         assert term
 
 
+def test_candidate_that_was_entered_by_a_call_is_used_by_one(candidate: Leader) -> None:
+    """Another call is refused, and the first one's term goes on."""
+    term = candidate.__enter__()
+    for _ in range(2):
+        with pytest.raises(LockUsageError):
+            candidate.__enter__()
+    assert term
+    candidate.__exit__(None, None, None)
+    assert not term
+
+
 def test_names_have_rules(registered: Registered) -> None:
     """Those of keys, before anything is asked. No key of a project is one of a leader."""
     for bad in ("", "a\0", "x" * 600):
