@@ -148,21 +148,27 @@ class LockSet:
         return Leases(taken)
 
     def __enter__(self) -> Leases:
-        entered = self._claimed(self._entered())
+        opened = entered_by(self)
+        entered = self._claimed(opened or Entered(), self._entered())
         try:
             leases: Leases = entered.block.__enter__()
         except Exception:
             entered.block = None
             raise
+        if opened is None:
+            self._by_hand = entered
         return leases
 
     async def __aenter__(self) -> Leases:
-        entered = self._claimed(self._aentered())
+        opened = entered_by(self)
+        entered = self._claimed(opened or Entered(), self._aentered())
         try:
             leases: Leases = await entered.block.__aenter__()
         except (Exception, asyncio.CancelledError):
             entered.block = None
             raise
+        if opened is None:
+            self._by_hand = entered
         return leases
 
     if TYPE_CHECKING:
@@ -263,16 +269,12 @@ class LockSet:
             )
             opening.leave_to_lease(lock.key)
 
-    def _claimed(self, block: Any) -> Entered:
-        """Return what has a block, which nobody else can enter until that one has ended."""
-        opened = entered_by(self)
-        entered = opened or Entered()
+    def _claimed(self, entered: Entered, block: Any) -> Entered:
+        """Let something have a block, which nobody else can enter until that one has ended."""
         entered.block = block
         self._users.append(weakref.ref(entered))
         for user in list(self._users):
             if (other := user()) is entered:
-                if opened is None:
-                    self._by_hand = entered
                 return entered
             if other is not None and other.block is not None:
                 break

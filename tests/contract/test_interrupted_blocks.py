@@ -226,6 +226,21 @@ def test_interrupted_block_of_a_set_of_locks_leaves_the_set_usable(
     hold()
 
 
+def test_ctrl_c_in_a_call_to_enter_a_set_of_locks_leaves_the_set_usable(key: str) -> None:
+    """The set keeps what has entered it, and not what was about to."""
+    locks = distlock_all(f"{key}-1", f"{key}-2", ttl=60, backend="memory")
+
+    def press(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    for enter in (locks.__enter__, async_to_sync(locks.__aenter__)):
+        with suppress(KeyboardInterrupt), receiving(signals.lock_acquired, press):
+            enter()
+        gc.collect()  # The frames of an event loop refer to their own exceptions.
+        with locks:
+            pass
+
+
 @pytest.mark.parametrize("line", range(1, 9))
 @pytest.mark.parametrize(
     "inside",
