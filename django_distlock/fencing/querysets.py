@@ -333,16 +333,17 @@ class FencedQuerySet(models.QuerySet[M], Generic[M]):
                 " neither nowait nor skip_locked behind fenced().",
                 key=by.key,
             )
-        if _is_about(self.query.where, self.model._meta.get_field(FENCE)):
-            raise LockUsageError(
-                "A fenced read raises the fence of rows before it reads them, so it cannot filter"
-                " by the fence. Read the primary keys without a lease, and filter by those.",
-                key=by.key,
-            )
         rows = self._plain()
         if is_one(rows.query):
             rows.query.clear_limits()
         query = rows.query
+        if _chooses_by(self.model._meta.get_field(FENCE), query, self._write_alias()):
+            raise LockUsageError(
+                "A fenced read raises the fence of rows before it reads them, so it cannot filter"
+                " by the fence, nor slice by it. Read the primary keys into a list, without a"
+                " lease, and filter by those.",
+                key=by.key,
+            )
         if (
             query.is_sliced
             or query.distinct_fields
@@ -392,13 +393,29 @@ def _no_values(by: Fenced) -> LockUsageError:
     )
 
 
-def _is_about(condition: Any, fence: Any) -> bool:
-    """Whether a condition reads the fence of the rows themselves, and not of rows beside."""
-    if hasattr(condition, "target") and condition.target is fence:
-        return bool(condition.alias == fence.model._meta.db_table)
+def _chooses_by(fence: Any, query: Query, using: str, *, is_sub: bool = False) -> bool:
+    """Whether the fence of the rows themselves, and not of rows beside, says which are given.
+
+    Args:
+        is_sub: Whether it is a subquery, whose rows may be the same ones.
+    """
+    parts: list[Any] = [query.where, *query.combined_queries]
+    if is_sub:
+        parts += [*query.select, *query.annotations.values()]
+    if (query.is_sliced or query.distinct_fields) and not query.combinator:
+        parts += [order for order, _sql in query.clone().get_compiler(using).pre_sql_setup()[1]]
+    is_distinct = FENCE in query.distinct_fields and not is_sub
+    return is_distinct or any(_is_about(each, fence, using, is_sub=is_sub) for each in parts)
+
+
+def _is_about(part: Any, fence: Any, using: str, *, is_sub: bool) -> bool:
+    if isinstance(part, Query):
+        return _chooses_by(fence, part, using, is_sub=True)
+    if hasattr(part, "target") and part.target is fence:
+        return is_sub or bool(part.alias == fence.model._meta.db_table)
     # Raw SQL does not say what it reads.
-    parts: Any = getattr(condition, "get_source_expressions", list)()
-    return any(_is_about(each, fence) for each in parts)
+    parts: Any = getattr(part, "get_source_expressions", list)()
+    return any(_is_about(each, fence, using, is_sub=is_sub) for each in parts)
 
 
 def is_one(query: Query) -> bool:
