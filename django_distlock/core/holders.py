@@ -105,6 +105,9 @@ class Holder:
         found = cls(**{name: value for name, value in data.items() if name in _NAMES})
         if not isinstance(found.metadata, Mapping) or not isinstance(found.pid, int):
             raise InvalidArgument(f"A holder must have a pid and metadata, not {shown(data)}.")
+        since = found.started_at
+        if not (since is None or (isinstance(since, int | float) and abs(since) < 2**63)):
+            raise InvalidArgument(f"A holder's started_at must be a number, not {shown(since)}.")
         return found
 
 

@@ -117,7 +117,7 @@ def test_a_spoiled_record_is_removed(walk: Walk) -> None:
     before = counter(walk.site, KEY)
     with redis_of(walk.site) as client:
         (name,) = client.scan_iter(f"distlock:lock:*:{KEY}")
-        client.hset(name, "holder", "{")
+        client.hset(name, "ttl", "long")
     walk.step(status=1)
     walk.confirm()
     walk.act()

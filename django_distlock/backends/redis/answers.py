@@ -21,6 +21,7 @@ from ...core.records import (
     InTheWay,
     Record,
     all_or_none,
+    known_holder,
 )
 from ...database.fields import from_microseconds
 
@@ -95,7 +96,7 @@ def held(answer: str) -> Record | None:
 
 def sharing(answer: str) -> list[Record]:
     """Read the records of those who share a key."""
-    return [recorded(each) for each in json.loads(answer)]
+    return [_recorded(each) for each in json.loads(answer)]
 
 
 def counted(answer: str) -> Counter | None:
@@ -107,11 +108,19 @@ def counted(answer: str) -> Counter | None:
 
 
 def _record(described: str) -> Record:
-    return recorded(json.loads(described))
+    return _recorded(json.loads(described))
 
 
-def recorded(fields: Mapping[str, str]) -> Record:
-    """Return the record that these are the fields of."""
+def _recorded(fields: Mapping[str, str]) -> Record:
+    try:
+        told = json.loads(fields["holder"])
+    except ValueError:
+        told = None
+    return recorded(fields, known_holder(told))
+
+
+def recorded(fields: Mapping[str, str], holder: Holder) -> Record:
+    """Return the record of a holder that these are the other fields of."""
     stop, until = fields.get("stop_requested_at"), fields.get("renewed_until")
     return Record(
         key=fields["key"],
@@ -122,7 +131,7 @@ def recorded(fields: Mapping[str, str]) -> Record:
         renewed_at=from_microseconds(int(fields["renewed_at"])),
         expires_at=_instant(fields["expires_at"]),
         free_at=_instant(fields["free_at"]),
-        holder=Holder.from_json(json.loads(fields["holder"])),
+        holder=holder,
         wanted="wanted" in fields,
         stop_requested_at=_instant(stop) if stop else None,
         shared="shared" in fields,

@@ -55,13 +55,13 @@ def _live(answer: Sequence[str | bytes | None], now: int) -> Record | None:
     # "" is without expiry. A client of the project's own making may decode.
     if free_at is None or (free_at and int(free_at) <= now):
         return None
-    return recorded(
-        {
-            field: value if isinstance(value, str) else str(value, "utf-8")
-            for field, value in zip(_FIELDS, answer, strict=True)
-            if value is not None
-        }
-    )
+    fields = {
+        field: value if isinstance(value, str) else str(value, "utf-8")
+        for field, value in zip(_FIELDS, answer, strict=True)
+        if value is not None
+    }
+    # A list names a holder that cannot be read.
+    return recorded(fields, Holder.from_json(json.loads(fields["holder"])))
 
 
 def waiting(line: ThreadLines, names: Sequence[str]) -> list[int]:
