@@ -14,6 +14,7 @@ import os
 import random
 import threading
 from collections import deque
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from multiprocessing.util import Finalize
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
-from django.db import connections, router, transaction
+from django.db import DataError, IntegrityError, connections, router, transaction
 
 from .. import conf
 from ..backends.base import BaseLockBackend
@@ -330,13 +331,29 @@ class _Writer:
                     connections[using].ensure_connection()
                     # A test run that has ended gives the alias back to the project's database.
                     ours = [each.event for each in events if each.name == _name(using)]
-                    LockEvent.objects.using(using).bulk_create(ours, batch_size=BATCH)
+                    refused = list(_refused(using, ours))
             finally:
                 close_here()
         except Exception as error:  # noqa: BLE001
             self.tell(using, error)
         else:
             self._told = False
+            for each in refused:
+                self.tell(using, each)
+
+
+def _refused(using: str, events: list[LockEvent]) -> Iterator[Exception]:
+    """Write events; give the errors of those that the database refuses: others are written."""
+    try:
+        with transaction.atomic(using=using):
+            LockEvent.objects.using(using).bulk_create(events, batch_size=BATCH)
+    except (DataError, IntegrityError, OverflowError) as error:
+        half = len(events) // 2
+        if not half:
+            yield error
+            return
+        yield from _refused(using, events[:half])
+        yield from _refused(using, events[half:])
 
 
 def _name(using: str) -> object:

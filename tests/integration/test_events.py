@@ -203,6 +203,21 @@ def test_odd_primary_key_costs_no_row(key: str) -> None:
     assert eventually(lambda: written(key) == 2, PATIENCE)
 
 
+@pytest.mark.parametrize("using", ["default", "sqlite"])
+@pytest.mark.parametrize("fence", [-1, 10**30])
+def test_row_that_is_refused_costs_no_other(key: str, using: str, fence: int) -> None:
+    """A record that somebody has spoiled may have a fence that no table takes."""
+    writer = event_log._Writer()
+    with pytest.MonkeyPatch.context() as before:
+        before.setattr(writer, "_start", lambda: None)
+        for number in (1, fence, 2):
+            writer.put(using, LockEvent(key=key, kind=LockEvent.Kind.LOST, fence=number))
+    Later(writer._run).result(PATIENCE)
+    rows = LockEvent.objects.using(using).filter(key=key)
+    assert set(rows.values_list("fence", flat=True)) == {1, 2}
+    rows.delete()
+
+
 # Where and when
 
 
