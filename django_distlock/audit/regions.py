@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from .rules import Found
-from .sources import Function, Scope, Source, argument, is_constant
+from .sources import Function, Scope, Source, Try, argument, is_constant
 from .stores import CLOCKS, Stores, ignored, kind
 
 #: A loop whose length nobody can see is taken for one of so many passes.
@@ -42,7 +42,7 @@ class Region(NamedTuple):
     lock: Lock
     node: ast.expr
     #: What begins and ends the region.
-    block: ast.With | ast.AsyncWith | ast.Try | Function
+    block: ast.With | ast.AsyncWith | Try | Function
 
 
 def made_lock(source: Source, node: ast.expr) -> Lock | None:
@@ -106,7 +106,7 @@ class Regions:
         self.all = [region for node in source.nodes for region in self._regions(node)]
 
     def _regions(self, node: ast.AST) -> Iterator[Region]:
-        if isinstance(node, ast.Try):
+        if isinstance(node, Try):
             for each in self.source.inside(node.finalbody):
                 if isinstance(each, ast.Call) and (lock := self._ended(each)):
                     yield Region(lock, each, node)
@@ -167,8 +167,10 @@ class Regions:
                     parts = [(0.0, self._passes(each) * seconds if seconds else 0.0)]
                 case ast.If():
                     parts = [max(self._time(each.body), self._time(each.orelse), key=sum)]
-                case ast.Try():
-                    parts = [self._time(each.body), self._time(each.finalbody)]
+                case ast.Match():
+                    parts = [max((self._time(case.body) for case in each.cases), key=sum)]
+                case ast.Try() | ast.TryStar():
+                    parts = [*map(self._time, (each.body, each.orelse, each.finalbody))]
                 case ast.With() | ast.AsyncWith():
                     parts = [self._time(each.body)]
                 case _:
@@ -208,7 +210,7 @@ class Regions:
         return 0 if seconds is None or math.isinf(seconds) else seconds
 
     def _ends_early(self, region: Region) -> bool:
-        is_tried = isinstance(region.block, ast.Try)
+        is_tried = isinstance(region.block, Try)
         at = region.block if is_tried else self.source.parents[region.node]
         return bool(atomic(self.source, at)) and self._writes(region.block.body, 2)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+Try: TypeAlias = ast.Try | ast.TryStar
 Scope: TypeAlias = Function | ast.Lambda | ast.Module
 
 #: Folders of code that is not the project's own; a virtual environment is known by its file.

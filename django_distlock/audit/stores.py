@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from .rules import Found
-from .sources import Scope, Source, argument, is_constant, words
+from .sources import Scope, Source, Try, argument, is_constant, words
 
 #: Which stores have a call ("any": its name is like no other), and what it does to its key.
 _CALLS = {
@@ -147,7 +147,7 @@ class Stores:
 
     def _is_final(self, node: ast.AST) -> bool:
         pairs = pairwise([node, *self.source.above(node)])
-        return any(isinstance(up, ast.Try) and child in up.finalbody for child, up in pairs)
+        return any(isinstance(up, Try) and child in up.finalbody for child, up in pairs)
 
     def _is_compared(self, drop: Operation) -> bool:
         """Tell whether a function compares a token, or the time that is left, or watches."""

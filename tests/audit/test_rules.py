@@ -72,6 +72,25 @@ def test_seconds_that_nobody_can_wait(tmp_path: Path, seconds: str) -> None:
     assert found(path) == set()
 
 
+@pytest.mark.parametrize(
+    "work",
+    [
+        "try:\n    {}\nexcept* ValueError:\n    pass\nfinally:\n    lock.release()",
+        "with lock:\n  try:\n    pass\n  except ValueError:\n    pass\n  else:\n    {}",
+        "with lock:\n  match kind:\n    case 1:\n      {}\n    case _:\n      {}",
+    ],
+)
+def test_newer_statements(tmp_path: Path, work: str) -> None:
+    """What runs is counted, of several branches the longest one."""
+    (path := tmp_path / "jobs.py").write_text(
+        "from time import sleep\nfrom django.core.cache import cache\n"
+        "lock = cache.lock('some-lock', timeout=5)\n" + work.replace("{}", "sleep(3)")
+    )
+    assert found(path) == set()
+    path.write_text(path.read_text().replace("sleep(3)", "for each in (1, 2):sleep(3)"))
+    assert {rule for _, rule in found(path)} == {"loop-outlasts-timeout"}
+
+
 VIEW = "def view(request):\n    Order.objects.select_for_update().get()\n"
 SESSION = "import pglock\nwith pglock.advisory('x'):\n    pass\n"
 
