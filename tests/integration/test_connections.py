@@ -70,7 +70,10 @@ def counted(path: str = "functions", **configured: Any) -> Iterator[tuple[str, s
     """Give an alias whose sessions the server can tell from others, and locks on it."""
     like, server_functions = PATHS[path]
     with counted_alias(like) as using:
-        options = {"using": using, "server_functions": server_functions}
+        options: dict[str, Any] = {"using": using, "server_functions": server_functions}
+        if like == "default":
+            # Who waits listens, and for half a minute longer: that session is not counted here.
+            options["listen_using"] = like
         with locks_on(using, OPTIONS=options, **configured) as backend:
             yield using, backend
 
