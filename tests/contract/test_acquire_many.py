@@ -165,9 +165,10 @@ def test_transaction_in_the_way_is_waited_for_within_the_bound(
         for each in ("1", "3"):
             stand(f"{key}-{each}")
         with prompt(SHORT):
-            found = Later(refused, backend, keys_of(key), bound=SHORT).result()
+            found = ask(backend, keys_of(key), bound=SHORT)
         assert found.answer.busy
         assert found.key == f"{key}-1"
+        assert not any(map(backend.read, keys_of(key)))
         stranger.rollback()
         assert all(backend.release(each) for each in ask(backend, keys_of(key)))
 
