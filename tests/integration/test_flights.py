@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 from django.conf import settings
@@ -30,6 +31,7 @@ from django_distlock import (
     current_lease,
     distlock,
     flights,
+    lock_backends,
     signals,
     single_flight,
 )
@@ -103,8 +105,15 @@ def is_followed() -> bool:
 
 def followers(fly: Callable[[], Any], many: int) -> list[Later[Any]]:
     """Let some ask while somebody computes; return when all of them wait."""
-    those = [Later(fly) for _ in range(many)]
-    assert eventually(is_followed)
+    join, joined = flights._Plan._join, threading.Semaphore(0)
+
+    def noted(*arguments: Any) -> None:
+        join(*arguments)
+        joined.release()
+
+    with patch.object(flights._Plan, "_join", noted):
+        those = [Later(fly) for _ in range(many)]
+        assert all(joined.acquire(timeout=20) for _ in those)
     return those
 
 
@@ -131,7 +140,6 @@ def test_others_of_the_process_wait_for_one(fly: Callable[..., Any], key: str) -
     assert work.begun.wait(10)
     with lose_connection("memory"):
         those = followers(lambda: fly(key, work, timeout=60), 20)
-        time.sleep(0.05)
         assert not any(each._future.done() for each in those)
     work.end.set()
     values = [first.result(), *(each.result() for each in those)]
@@ -281,7 +289,6 @@ def test_cache_that_keeps_nothing_costs_one_run_for_all_who_wait(key: str) -> No
     first = Later(ask)
     assert work.begun.wait(10)
     those = followers(ask, 10)
-    time.sleep(0.05)
     work.end.set()
     assert [each.result() for each in (first, *those)] == ["value"] * 11
     assert work.runs == 1
@@ -356,7 +363,6 @@ def test_error_reaches_those_who_wait(fly: Callable[..., Any], key: str) -> None
     first = Later(fly, key, work, timeout=60)
     assert work.begun.wait(10)
     those = followers(lambda: fly(key, work, timeout=60), 5)
-    time.sleep(0.05)
     work.end.set()
     errors = []
     for each in (first, *those):
@@ -375,7 +381,6 @@ def test_error_that_nobody_minds_is_of_one(fly: Callable[..., Any], key: str) ->
     first = Later(ask)
     assert work.begun.wait(10)
     those = followers(ask, 5)
-    time.sleep(0.05)
     work.end.set()
     with pytest.raises(ConnectionResetError):
         first.result()
@@ -436,6 +441,7 @@ def test_error_that_cannot_travel_is_told(key: str) -> None:
 def test_error_of_another_process_reaches_this_one(key: str, on_error: str) -> None:
     """If it chooses so. An error that was there before is not taken for an answer."""
     how = {"on_error": on_error, "wait": 30}
+    queues = lock_backends["default"].queues
     for _ in range(2):
         with spawn("tests.integration.flights:compute", key, "postgres", "", {}) as other:
             other.wait_for("computing")
@@ -444,8 +450,8 @@ def test_error_of_another_process_reaches_this_one(key: str, on_error: str) -> N
                 functools.partial(single_flight, key, work, timeout=60, cache="shared", **how)
             )
             assert eventually(lambda: distlock(own_key(f"flight:{key}@shared")).locked())
-            assert eventually(lambda: flights._flights != {})
-            time.sleep(0.1)
+            # It has looked for an error that was there before.
+            assert eventually(lambda: queues.name_of(own_key(f"flight:{key}@shared")) in queues)
             other.send("fail")
             if on_error == "raise":
                 with pytest.raises(ConnectionResetError, match="the provider is away"):
@@ -673,7 +679,6 @@ def test_store_that_is_away_keeps_nobody_from_computing(
         first = Later(fly, key, work, timeout=60)
         assert work.begun.wait(10)
         those = followers(lambda: fly(key, work, timeout=60), 5)
-        time.sleep(0.05)
         work.end.set()
         assert {each.result() for each in (first, *those)} == {"value"}
     assert work.runs == 1
