@@ -182,11 +182,11 @@ def test_session_that_is_cut_before_its_commit_has_done_nothing(like: str) -> No
 
 def test_statement_that_works_is_not_cut(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many statements may take longer together than one may be silent."""
-    monkeypatch.setattr(borrowing, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(borrowing, "ANSWER_SECONDS", 1.5)
     ours = borrowing.LockConnections("default", 1)
     with ours.use(0.0) as on:
         for _ in range(6):
-            ask(on, "SELECT pg_sleep(0.15)")
+            ask(on, "SELECT pg_sleep(0.3)")
     with pytest.raises(OperationalError), ours.use(0.0) as on:
-        ask(on, "SELECT pg_sleep(1.5)")
+        ask(on, "SELECT pg_sleep(5)")
     ours.close_all()
