@@ -195,8 +195,10 @@ def test_waiting_and_refusal_are_spans(key: str, told: Told) -> None:
     """As long as the wait was; an acquire at once has none. A second install counts nothing."""
     told.install()
     lock = distlock(f"{key}:1", backend="memory", wait=30)
+    queues = lock_backends["memory"].queues
     with lock:
         waiter = Later(lock.acquire)
+        assert eventually(lambda: queues.name_of(f"{key}:1") in queues)
         time.sleep(0.3)
     Later(waiter.result(10).release).result()
     # On a busy machine the first acquire may have one as well.
