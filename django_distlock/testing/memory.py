@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -170,8 +170,13 @@ class _InMemory:
         self._timeline = timeline
         configured = getattr(django_settings, "DISTLOCK", DEFAULT_BACKENDS)
         backend = {"BACKEND": MEMORY, "OPTIONS": {"clock": timeline}}
+        said = {alias: configured[alias] for alias in aliases()}
         self._override = override_settings(
-            DISTLOCK={alias: {**configured[alias], **settings, **backend} for alias in aliases()}
+            DISTLOCK={
+                # What is no dictionary is refused when it is read, as without us.
+                alias: {**each, **settings, **backend} if isinstance(each, Mapping) else each
+                for alias, each in said.items()
+            }
         )
         self._before: dict[str, BaseLockBackend] = {}
         self._kept_events = False

@@ -177,6 +177,15 @@ def test_illegal_setting_changes_nothing(name: str, error: type[Exception]) -> N
     assert lock_backends["memory"] is before
 
 
+def test_alias_that_is_no_dictionary_is_refused_as_without_the_kit() -> None:
+    """By the message that names it."""
+    refused = pytest.raises(InvalidLockBackend, match=r"DISTLOCK\['other'\] must be a dictionary")
+    saved = lock_backends._backends.copy()
+    with override_settings(DISTLOCK={**settings.DISTLOCK, "other": None}), refused, memory_locks():
+        pytest.fail("must not begin")
+    lock_backends._backends.update(saved)
+
+
 def test_settings_that_change_inside_keep_the_time(locks: Locks) -> None:
     """Settings that backends are made of make new ones: they have the same clock."""
     with override_settings(DISTLOCK_HOLDER={"process": "worker"}):
