@@ -16,7 +16,14 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from ..core.bodies import whole
 from ..core.declarations import Declaration, Kind, declared
 from ..core.durations import Duration, wait_seconds
-from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockLost, LockNotAcquired
+from ..core.errors import (
+    BackendUnavailable,
+    InvalidArgument,
+    LockError,
+    LockLost,
+    LockNotAcquired,
+    LockUsageError,
+)
 from ..core.keys import KeyTemplate, roots
 from ..core.sharing import validate_permits
 from ..locks.lease import Lease
@@ -120,7 +127,7 @@ class LockedCommand(BaseCommand):
             self.skipped = True
         except (ImproperlyConfigured, LockError) as error:
             status = UNAVAILABLE if isinstance(error, BackendUnavailable) else 1
-            raise CommandError(str(error), returncode=status) from error
+            raise CommandError(_said(error), returncode=status) from error
         return not self.skipped
 
     def _lock(self, wait: Any, options: Mapping[str, Any]) -> Lock:
@@ -151,6 +158,15 @@ class LockedCommand(BaseCommand):
             permits=validate_permits(self.lock_permits),
             on_conflict="run" if self.on_conflict == "run" else "raise",
         )
+
+
+def _said(error: ImproperlyConfigured | LockError) -> str:
+    if isinstance(error, LockUsageError) and error.code == "reentrant":
+        return (
+            f"A block around this call of the command holds {error.key!r}, and the command cannot"
+            " enter it. Call the command outside of that block."
+        )
+    return str(error)
 
 
 def key_of(template: str, options: Mapping[str, Any]) -> str:

@@ -127,6 +127,14 @@ def test_runs_within_a_run_of_its_own(key: str) -> None:
         ran.clear()
 
 
+def test_call_inside_a_block_of_its_key_is_refused(key: str) -> None:
+    """A command has no `reentrant` to set, so none is advised."""
+    with distlock(key), pytest.raises(CommandError, match="outside of that block") as refused:
+        run(command(key))
+    assert "reentrant" not in str(refused.value)
+    assert not is_held(key)
+
+
 def test_mixes_with_other_commands(key: str) -> None:
     """Also with those that have a `handle()` of their own, and call the next one's."""
 
