@@ -8,6 +8,7 @@ import keyword
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
 from django.core.exceptions import ImproperlyConfigured
@@ -29,6 +30,7 @@ from ..core.sharing import validate_permits
 from ..locks.lease import Lease
 from ..locks.lock import Lock, distlock
 from ..locks.taking import UNSET
+from .reading import number_of
 from .statuses import BUSY, UNAVAILABLE, who_holds
 
 
@@ -193,10 +195,10 @@ def key_of(template: str, options: Mapping[str, Any]) -> str:
     )
 
 
-def wait_option(text: str) -> float | None:
+def wait_option(text: str | timedelta) -> float | None:
     """Return what `none`, or a number of seconds, says on a command line."""
     try:
-        return wait_seconds(None if text.lower() == "none" else float(text))
+        return wait_seconds(None if str(text).lower() == "none" else number_of(text))
     except ValueError as error:
         message = str(error) if isinstance(error, InvalidArgument) else f"{text!r} is not a number."
         raise argparse.ArgumentTypeError(message) from None

@@ -7,10 +7,11 @@ import json
 import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterable
+from datetime import timedelta
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
-from django.core.management.base import BaseCommand, CommandError, CommandParser, OutputWrapper
+from django.core.management.base import CommandError, CommandParser, OutputWrapper
 
 from ..core.documents import plain
 from ..core.durations import seconds
@@ -20,6 +21,7 @@ from ..handler import lock_backends
 from ..inspection import Failure, HeldKey, State
 from ..process import event_log
 from ..process.host import current_holder
+from .reading import ReadingCommand, number_of
 from .statuses import UNAVAILABLE, USAGE
 from .tables import Cell, aligned, instant, span
 
@@ -47,7 +49,7 @@ class _Escaping(OutputWrapper):
         super().write(msg.encode(encoding, "backslashreplace").decode(encoding), style_func, ending)
 
 
-class OperatorCommand(BaseCommand):
+class OperatorCommand(ReadingCommand):
     """A command that looks at locks, or changes them, through `inspection`."""
 
     #: Whoever deals with a stuck lock is not to be stopped by a warning about something else.
@@ -216,14 +218,14 @@ def add_backends(parser: CommandParser) -> None:
     )
 
 
-def duration(text: str) -> float:
+def duration(text: str | timedelta) -> float:
     """Return what a number of seconds says on a command line.
 
     Raises:
         ArgumentTypeError: It is none.
     """
     try:
-        return seconds(float(text), "a duration")
+        return seconds(number_of(text), "a duration")
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is not a number of seconds of at least 0.") from None
 

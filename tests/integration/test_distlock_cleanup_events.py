@@ -118,6 +118,19 @@ def test_events_are_kept_where_that_is_said(arguments: list[str]) -> None:
     assert run("distlock_cleanup", *asked).json["events"]["events"] == 1
 
 
+def test_code_may_say_what_a_command_line_does() -> None:
+    """Django hands keyword arguments to a command past the parser; a `timedelta` is one of days."""
+    happened(4)
+    for kept_for in ("never", "30", 30, timedelta(days=30)):
+        call_command("distlock_cleanup", events_older_than=kept_for, older_than="3600", batch="5")
+        assert kept() == [(Kind.LOST, 4)]
+    call_command("distlock_cleanup", events_older_than=timedelta(days=3), older_than=3600)
+    assert kept() == []
+    for wrong in (-1, "many", timedelta(days=-1), True):
+        with pytest.raises(CommandError, match="is not a number of days from 0 to 3660"):
+            call_command("distlock_cleanup", events_older_than=wrong)
+
+
 def test_slips_remove_nothing() -> None:
     """Before anything is looked at; the message says what may be given."""
     happened(1000)

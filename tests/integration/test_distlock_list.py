@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
-from io import BytesIO, TextIOWrapper
+from io import BytesIO, StringIO, TextIOWrapper
 
 import pytest
 from django.conf import settings
-from django.core.management import ManagementUtility
+from django.core.management import CommandError, ManagementUtility, call_command
 from django.test import override_settings
 
 from django_distlock import Lease, distlock, lock_backends
@@ -56,6 +56,16 @@ def test_table_shows_who_holds_what(leases: list[Lease], key: str) -> None:
         assert line.index(lease.key) == head.index("KEY")
         assert line.endswith(str(lease.fence))
     assert ran.err == ""
+
+
+def test_code_may_name_one_backend(leases: list[Lease], key: str) -> None:
+    """By its alias alone, or by several; what is no choice is refused as on a command line."""
+    out = StringIO()
+    for named in ("redis", ("redis",)):
+        call_command("distlock_list", backend=named, prefix=key, limit="5", stdout=out)
+    assert out.getvalue().count(leases[-1].key) == 2
+    with pytest.raises(CommandError, match="invalid choice: 'warning'"):
+        call_command("distlock_doctor", fail_level="warning")
 
 
 def test_key_is_escaped_where_the_terminal_lacks_its_letters(

@@ -123,6 +123,15 @@ def test_code_may_give_a_timedelta(key: str) -> None:
     assert is_free(key)
 
 
+@pytest.mark.parametrize("wrong", [{"grace": -1}, {"grace": "long"}, {"on_lost": "kill"}])
+def test_code_is_bound_by_the_rules_of_the_command_line(key: str, wrong: dict[str, Any]) -> None:
+    """Before the program begins."""
+    (name,) = wrong
+    with pytest.raises(CommandError, match=f"argument --{name.replace('_', '-')}"):
+        call_command("distlock_run", key, "--", "true", **wrong)
+    call_command("distlock_run", key, "--", "true", ttl="5", wait="none", permits="2")
+
+
 def test_held_key_stays_taken_behind_the_program(key: str) -> None:
     """With `--hold` the next run of the window ends with 75, though the first has ended."""
     assert status_here(key, "--hold", "--ttl", "60", *shell("exit 0")) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from argparse import ArgumentTypeError
+from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
 
@@ -17,6 +18,7 @@ from ...handler import lock_backends
 from ...inspection import Failure
 from ..bench import PARTS, Bench, Measured, Plan, Times
 from ..operating import OperatorCommand, add_backends
+from ..reading import number_of
 from ..statuses import BUSY, UNAVAILABLE, who_holds
 from ..tables import Cell
 
@@ -139,9 +141,9 @@ def _time(seconds: float | None) -> str:
     return f"{seconds * 1000:,.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:,.1f} µs"
 
 
-def _seconds(text: str) -> float:
+def _seconds(text: str | timedelta) -> float:
     try:
-        seconds = float(text)
+        seconds = number_of(text)
     except ValueError:
         seconds = 0.0
     if not 0.05 <= seconds <= _LONGEST:

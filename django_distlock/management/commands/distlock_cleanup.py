@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
@@ -24,9 +24,11 @@ from ...inspection import (
 from ...inspection.operations import MAX_SPAN
 from ...inspection.pruning import AUDIT_KEPT, EVENTS_KEPT, MAX_BATCH
 from ..operating import OperatorCommand, batch, duration, raise_failed, refuse_memory
+from ..reading import number_of
 
 #: Seconds.
 DAY = 86_400.0
+_NEVER = "never"
 
 
 class Command(OperatorCommand):
@@ -97,7 +99,7 @@ class Command(OperatorCommand):
         removed: dict[str, Any] = {"responses": None, "events": None}
         if days is None:
             # Events are those of all backends.
-            days = EVENTS_KEPT / DAY if backend is None else math.inf
+            days = EVENTS_KEPT / DAY if backend is None else _NEVER
         others: dict[str, Callable[[], object]] = {
             "responses": lambda: self._forget(backend, batch, quiet=json),
             "events": lambda: self._prune(days, batch, quiet=json),
@@ -144,9 +146,9 @@ class Command(OperatorCommand):
             line.end(f"{_counted(gone, 'response')} removed.")
         return gone
 
-    def _prune(self, days: float, batch: int, *, quiet: bool) -> Pruned | None:
+    def _prune(self, days: float | str, batch: int, *, quiet: bool) -> Pruned | None:
         """Remove old events; None: they are to be kept, or none are."""
-        if days == math.inf:
+        if isinstance(days, str):
             return None
         line = _Line(self, "events", quiet=quiet)
         try:
@@ -197,12 +199,13 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _days(text: str) -> float:
-    """Return what a number of days says on a command line; infinity: never."""
-    if text == "never":
-        return math.inf
+def _days(text: str | timedelta) -> float | str:
+    """Return what a number of days says on a command line, or "never"."""
+    if text == _NEVER:
+        return _NEVER
     try:
-        return seconds(float(text) * DAY, "days", maximum=MAX_SPAN) / DAY
+        days = number_of(text, timedelta(days=1))
+        return seconds(days * DAY, "days", maximum=MAX_SPAN) / DAY
     except ValueError:
         raise ArgumentTypeError(
             f'{text!r} is not a number of days from 0 to {MAX_SPAN / DAY:g}, or "never".'

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, NoReturn
 
 from django.core.management.base import CommandError, CommandParser
@@ -19,6 +20,7 @@ from ..drill import Drill, Step, refuse_impossible
 from ..endurance import PROCESSES, Endurance
 from ..late import Stuck, be_late
 from ..operating import OperatorCommand, add_backend, refuse_memory
+from ..reading import number_of
 from ..statuses import UNAVAILABLE, USAGE
 from ..tables import printable
 
@@ -171,9 +173,9 @@ class Command(OperatorCommand):
         self.stdout.flush()
 
 
-def _minutes(text: str) -> float:
+def _minutes(text: str | timedelta) -> float:
     with suppress(ValueError):
-        if SHORTEST <= (minutes := float(text)) <= LONGEST:
+        if SHORTEST <= (minutes := number_of(text, timedelta(minutes=1))) <= LONGEST:
             return minutes
     raise argparse.ArgumentTypeError(
         f"{text!r} is not a number of minutes from {SHORTEST:g} to {LONGEST:g}."

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from ..bootstrap import ensure_tables
 from ..leash import Leash, end
 from ..locked import wait_option
 from ..programs import Program, Signals, find
+from ..reading import ReadingCommand, number_of
 from ..statuses import BUSY, LOST, UNAVAILABLE, USAGE, who_holds
 
 N = TypeVar("N")
@@ -37,7 +39,7 @@ N = TypeVar("N")
 GRACE = 10.0
 
 
-class Command(BaseCommand):
+class Command(ReadingCommand):
     """`distlock_run KEY [--ttl S] [--wait S] [--hold] … -- PROGRAM [ARGUMENT …]`."""
 
     help = (
@@ -248,8 +250,10 @@ class _Run:
         self._command.stderr.write(f"The lock on {lease.key!r} {what}.")
 
 
-def _number(check: Callable[[Any], N], kind: Callable[[str], float] = float) -> Callable[[str], N]:
-    def number(text: str) -> N:
+def _number(
+    check: Callable[[Any], N], kind: Callable[[Any], float] = number_of
+) -> Callable[[Any], N]:
+    def number(text: str | timedelta) -> N:
         try:
             return check(kind(text))
         except InvalidArgument as error:

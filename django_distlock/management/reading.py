@@ -1,0 +1,67 @@
+"""Options of commands, read alike from a command line and from `call_command()`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandParser
+
+
+class ReadingCommand(BaseCommand):
+    """A command whose options obey the same rules where they come as keyword arguments.
+
+    Django hands those to the command as they are, past the parser.
+    """
+
+    _parser: CommandParser | None = None
+
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
+        """Keep the parser."""
+        parser = super().create_parser(prog_name, subcommand, **kwargs)
+        self._parser = parser
+        return parser
+
+    def execute(self, *args: Any, **options: Any) -> Any:
+        """Run, with the options as the parser reads them."""
+        if self._parser is not None and not self._parser.called_from_command_line:
+            options |= _read(self._parser, options)
+        return super().execute(*args, **options)
+
+
+def number_of(value: str | timedelta, unit: timedelta = timedelta(seconds=1)) -> float:
+    """Return a number that is written, or of how many units a `timedelta` is.
+
+    Raises:
+        ValueError: It is none.
+    """
+    return value / unit if isinstance(value, timedelta) else float(value)
+
+
+def _read(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> dict[str, Any]:
+    read: dict[str, Any] = {}
+    for action in parser._actions:
+        value: Any = options.get(action.dest)
+        if isinstance(action, argparse._SubParsersAction):
+            read |= _read(action.choices[value], options)
+        elif value is None or value is action.default or action.nargs == 0:
+            continue
+        elif isinstance(action, argparse._AppendAction):
+            several = [value] if isinstance(value, str) else value
+            read[action.dest] = [_as_typed(parser, action, each) for each in several]
+        else:
+            read[action.dest] = _as_typed(parser, action, value)
+    return read
+
+
+def _as_typed(parser: argparse.ArgumentParser, action: argparse.Action, value: Any) -> Any:
+    try:
+        if action.type is not None:
+            given: Any = value if isinstance(value, timedelta) else str(value)
+            value = parser._get_value(action, given)
+        parser._check_value(action, value)
+    except argparse.ArgumentError as error:
+        parser.error(str(error))
+    return value
