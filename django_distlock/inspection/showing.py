@@ -209,7 +209,9 @@ def _latest(alias: str, key: str, number: int, kinds: list[str]) -> tuple[LockEv
         with transaction.atomic(using=using):
             rows = model.objects.using(using).filter(backend=alias, key=key, kind__in=kinds)
             return tuple(rows.order_by("-at", "-pk")[:number])
-    except (Error, ConnectionDoesNotExist, ImproperlyConfigured) as error:
+    except ImproperlyConfigured:
+        return ()  # The project has no database, whose locks are elsewhere: nothing is kept.
+    except (Error, ConnectionDoesNotExist) as error:
         extra = log_fields("events_unread", backend=alias, key=key)
         logger.warning("Lock events cannot be read: %s", error, extra=extra)
         return None

@@ -40,10 +40,11 @@ from django_distlock.inspection import (
 from django_distlock.models import HeldLock, LockEvent
 from django_distlock.process import event_log
 from django_distlock.signals import lock_forced, lock_operated
+from tests.contract.aliases import alias_like
 from tests.contract.helpers import take
 from tests.contract.locking import Heard, rolled_back
 
-from .operating import ALIASES, DEAD, WHO, event_of, no_event_of
+from .operating import ALIASES, DEAD, WHO, event_of, no_event_of, run
 
 KEPT = [alias for alias in ALIASES if alias != "memory"]
 #: A store of each sort: what each of them does to a key, the contract tells.
@@ -344,6 +345,20 @@ def test_events_that_cannot_be_read_are_not_taken_for_none(
     with routed, caplog.at_level(logging.WARNING):
         assert show(key, "redis").events is None
     assert "events cannot be read" in caplog.text
+
+
+def test_project_without_databases_has_no_events(
+    key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """None can be kept there, so that nobody is warned of any."""
+    with (
+        alias_like("sqlite", ENGINE="django.db.backends.dummy") as nothing,
+        override_settings(DATABASE_ROUTERS=[_Elsewhere(nothing)]),
+        caplog.at_level(logging.WARNING),
+    ):
+        assert show(key, "redis").events == ()
+        assert run("distlock_show", key, "--backend=redis").err == ""
+    assert caplog.text == ""
 
 
 class _Elsewhere:
