@@ -86,7 +86,7 @@ class TimerThread(ABC, Generic[T]):
         # Entered by itself: `Condition.__enter__` is Python, where a signal's exception leaks it.
         self._mutex = threading.RLock()
         self._changed = threading.Condition(self._mutex)
-        self._leases: dict[int, T] = {}
+        self._leases: dict[T, None] = {}
         self._thread: threading.Thread | None = None
         # When the thread looks next; infinite: nobody knows yet, it looks what there is, or is not
         # there.
@@ -96,7 +96,7 @@ class TimerThread(ABC, Generic[T]):
         """See to a lease from now on; again, when it may have become due sooner."""
         if self._pid != os.getpid():
             self.forget()  # Not everybody who forks tells Python of it: uWSGI does not.
-        self._leases[id(lease)] = lease
+        self._leases[lease] = None
         # In this order: the thread looks at what there is when it has said that it is about to, and
         # once more behind its end.
         if self._thread is not None and self._due(lease) >= self._looks_at:
@@ -112,12 +112,12 @@ class TimerThread(ABC, Generic[T]):
 
     def discard(self, lease: T) -> None:
         """See to a lease no more."""
-        self._leases.pop(id(lease), None)
+        self._leases.pop(lease, None)
 
     def all(self) -> list[T]:
         """Return what is seen to."""
         # Copied in one step: other threads go on taking leases.
-        return list(self._leases.values())
+        return list(self._leases)
 
     def look(self) -> None:
         """Let the thread look at the clock now: it was set."""

@@ -294,7 +294,7 @@ def test_interrupted_block_in_a_transaction_keeps_the_key_to_its_end(
         with suppress(TimeIsUp), lock as lease:
             raise_in_the_end_of(lease)
         renewed = heartbeat_of(store)._leases
-        assert eventually(lambda: id(lease._holding) in renewed and lease.is_released, PATIENT)
+        assert eventually(lambda: lease._holding in renewed and lease.is_released, PATIENT)
         assert not grantable(replace(lock, wait=0))
         with lock as again:
             assert again.token == lease.token

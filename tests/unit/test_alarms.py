@@ -139,7 +139,7 @@ def test_thread_that_is_about_to_end_sees_what_comes_meanwhile(made: Alarms) -> 
     own = threading.Thread()
     made._thread = own
     watched = object.__new__(Watched)
-    made._leases[id(watched)] = watched
+    made._leases[watched] = None
     assert made._retires() is False
     assert made._thread is own
     made._leases.clear()
@@ -184,7 +184,7 @@ def test_lease_that_ends_while_it_is_watched_anew_is_forgotten(
     monkeypatch.setattr(alarms, "add", ended_meanwhile)
     lease.extend()
     try:
-        assert eventually(lambda: id(lease._holding) not in alarms._leases)
+        assert eventually(lambda: lease._holding not in alarms._leases)
         assert used_in(1.0) < 0.5
     finally:
         alarms.discard(lease._holding)
