@@ -6,7 +6,6 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import ContextVar
@@ -50,7 +49,10 @@ def has_blocks() -> bool:
 
 def holds(backend: str, key: str) -> Lease | None:
     """Return what a block around the code that runs holds of a key."""
-    return next((each for each in _held() if (each.backend, each.key) == (backend, key)), None)
+    for lease in _held():
+        if (lease.backend, lease.key) == (backend, key):
+            return lease
+    return None
 
 
 def entered_here() -> tuple[tuple[str, str], ...]:
@@ -209,13 +211,13 @@ def _successor(
     return lease
 
 
-def _held() -> Iterator[Lease]:
-    return (each for each in _around() if each.held)
+def _held() -> list[Lease]:
+    return [each for each in _around() if each.held]
 
 
-def _around() -> Iterator[Lease]:
+def _around() -> list[Lease]:
     # A copied context may still show what its original has released since, or does right now.
-    for block in reversed(_bound.get()):
-        lease: Lease | None = block.lease
-        if lease is not None and block.is_open:
-            yield lease
+    return [
+        lease for block in reversed(_bound.get())
+        if (lease := block.lease) is not None and block.is_open
+    ]  # fmt: skip
