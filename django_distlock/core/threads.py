@@ -47,8 +47,8 @@ class Bell:
 
     def clear(self) -> None:
         """Let the next ones wait."""
-        with suppress(Empty):
-            while self.is_rung:
+        while self.is_rung:
+            with suppress(Empty):
                 self._rung.get_nowait()
 
     def wait(self, seconds: float) -> None:

@@ -255,7 +255,8 @@ def _is_left(name: tuple[str, str]) -> bool:
     # Where there are many, they are looked through only if one has gone.
     if len(every) > FEW and not (workers.has_gone() or _giving_up):
         return False
-    return any(block.name == name and gone() is None for block, gone in list(every.items()))
+    left = [block for block, gone in list(every.items()) if block.name == name and gone() is None]
+    return bool(left)
 
 
 def _finish() -> None:
