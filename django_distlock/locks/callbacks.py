@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -89,16 +88,13 @@ class Losses:
         callbacks = self._callbacks()
         warn([] if callbacks is None else callbacks.lost)
 
-    def next_warning(self, deadline: float) -> float:
-        """Return when a callback has to be warned; infinite: all have been."""
-        return min(
-            (
-                deadline - before
-                for index, (before, _call) in enumerate(self._danger)
-                if self._warned.get(index) != deadline
-            ),
-            default=math.inf,
-        )
+    def next_due(self, deadline: float) -> float:
+        """Return when a callback has to be warned; the deadline: all have been."""
+        due = deadline
+        for index, (before, _call) in enumerate(self._danger):
+            if self._warned.get(index) != deadline:
+                due = min(due, deadline - before)
+        return due
 
     def warnings(self, deadline: float, now: float) -> list[Call]:
         """Return who has to be warned now. A renewal makes a new deadline, and so a new warning."""

@@ -347,8 +347,7 @@ class Holding:
         """Return in how many seconds there is something to tell."""
         if self.releasing:
             return math.inf  # The store's answer decides.
-        due = min(self.deadline, self.losses.next_warning(self.deadline))
-        return due - self.monotonic()
+        return self.losses.next_due(self.deadline) - self.monotonic()
 
     def alarm(self) -> None:
         """Tell what is due: a warning, or the loss."""
@@ -369,7 +368,10 @@ class Holding:
 
     def is_over(self) -> bool:
         """Whether its time has passed, or the store has said that it is gone."""
-        return self.monotonic() >= self.deadline or self._is_cut_off()
+        if self.monotonic() >= self.deadline:
+            return True
+        # What a fork copied says nothing: the parent's lease is the parent's.
+        return self.pid == os.getpid() and self.store.is_cut_off(self.grant)
 
     def why_over(self) -> str:
         """Return why a lease is lost."""
@@ -453,10 +455,6 @@ class Holding:
         """Whether there is nothing to keep; what waits for a transaction's end is kept."""
         is_left = self.block is not None and not self.block.is_open
         return is_left or self.given_up or self not in held_here or self.state == "lost"
-
-    def _is_cut_off(self) -> bool:
-        # What a fork copied says nothing: the parent's lease is the parent's.
-        return self.pid == os.getpid() and self.store.is_cut_off(self.grant)
 
     def tell(self, signal: Any, **facts: Any) -> None:
         """Send a signal about this lease."""
