@@ -153,7 +153,7 @@ class BaseLockBackend:
         #: Where calls are made for asynchronous code.
         self.threads = CallThreads(f"distlock-{self.alias}", self._own_thread)
         #: Who waits in this process, by storage key.
-        self.queues = Queues(lambda key: self._name(stored_key(key)))
+        self.queues = Queues(self._name)
         self.guards, self.transactions = Guards(self), Transactions(self)
         self.records, self.waiters, self.notes = Records(self), Waiters(self), Notes(self)
         every.add(self)
