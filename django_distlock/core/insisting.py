@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
-from .acquiring import Attempt, Pause
 from .errors import BackendUnavailable
 from .records import UNKNOWN, Grant, Unknown
 
@@ -13,12 +13,18 @@ from .records import UNKNOWN, Grant, Unknown
 PATIENCE = 0.25
 
 #: What an extend or a release led to.
-Answer = Grant | bool | Unknown | BackendUnavailable | None
+Answer = Grant | bool | Unknown | None
+A = TypeVar("A", bound=Answer)
 
 
 def insisting(
-    *, now: float, deadline: float, pauses: Iterator[float]
-) -> Generator[Attempt | Pause, tuple[float, Answer], Answer]:
+    question: Callable[[float], A],
+    *,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+    deadline: float,
+    pauses: Iterator[float],
+) -> A:
     """Ask until the store knows; return the last answer.
 
     `UNKNOWN` is asked again until the lease is over by the holder's own clock: whoever holds the
@@ -26,19 +32,28 @@ def insisting(
     same question twice does no harm: a release that did work is answered by "gone".
 
     Args:
-        now: The holder's monotonic clock, in seconds.
+        question: Is given the seconds that it may wait inside the store.
+        clock: The holder's monotonic clock, in seconds.
+        sleep: Is given the seconds between two questions.
         deadline: When the lease is over, by that clock.
         pauses: Seconds between two questions.
+
+    Raises:
+        BackendUnavailable: The store did not answer, twice.
     """
     failed = False
     while True:
-        now, answer = yield Attempt(bound=PATIENCE)
-        if isinstance(answer, BackendUnavailable) and not failed:
+        try:
+            answer = question(PATIENCE)
+        except BackendUnavailable:
+            if failed:
+                raise
             failed = True
             continue
+        now = clock()
         if answer is False and failed and now < deadline:
             # Gone before it could end by itself: the question that got no answer was heard.
-            return True
+            return True  # type: ignore[return-value]
         if answer is not UNKNOWN or now >= deadline:
             return answer
-        yield Pause(min(next(pauses, 1.0), deadline - now))
+        sleep(min(next(pauses, 1.0), deadline - now))

@@ -7,20 +7,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
-from typing import TypeVar
 
 from ..backends.base import BaseLockBackend
 from ..core.acquiring import Attempt, GiveBack, LineUp, Pause, Read, Reply, Step
 from ..core.durations import MAX_BOUND
-from ..core.errors import BackendUnavailable
-from ..core.insisting import Answer, insisting
+from ..core.insisting import A, insisting
 from ..core.pacing import Outcome
 from ..core.retry import Retry
 from ..core.threads import Bell
 from .attempts import NOTE_AFTER, Attempts, Granted, Request
 from .blocks import Block
-
-A = TypeVar("A", bound=Answer)
 
 #: Seconds of one sleep at most: an infinite one cannot be asked for.
 _LONGEST = 3600.0
@@ -74,23 +70,13 @@ def insist(
     Raises:
         BackendUnavailable: The store did not answer, twice.
     """
-    steps = insisting(now=store.monotonic(), deadline=deadline, pauses=retry.pauses())
-    step = next(steps)
-    try:
-        while True:
-            answer: Answer = None
-            if isinstance(step, Attempt):
-                try:
-                    answer = question(step.bound)
-                except BackendUnavailable as error:
-                    answer = error
-            else:
-                time.sleep(step.seconds)
-            step = steps.send((store.monotonic(), answer))
-    except StopIteration as stop:
-        if isinstance(stop.value, BackendUnavailable):
-            raise stop.value from stop.value.__cause__
-        return stop.value  # type: ignore[no-any-return]
+    return insisting(
+        question,
+        clock=store.monotonic,
+        sleep=time.sleep,
+        deadline=deadline,
+        pauses=retry.pauses(),
+    )
 
 
 class _Calls:

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 
 import pytest
 
-from django_distlock.core.acquiring import Attempt
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.core.insisting import Answer, insisting
 from django_distlock.core.records import UNKNOWN, Grant
@@ -16,34 +15,44 @@ from django_distlock.core.records import UNKNOWN, Grant
 GRANT = Grant("key", "token", 1, 10.0, datetime(2026, 1, 2, tzinfo=UTC), None)
 DOWN = BackendUnavailable("down")
 
+#: An answer, or why there is none.
+Given = Answer | BackendUnavailable
+
 
 def ask(
-    answer: Callable[[int], Answer],
+    answer: Callable[[int], Given],
     *,
     deadline: float = 10.0,
     latency: float = 0.0,
     pauses: Iterable[float] = (),
-) -> tuple[Answer, list[float], list[float]]:
-    """Drive the generator; give the answer, the times of the questions, and the pauses."""
+) -> tuple[Given, list[float], list[float]]:
+    """Insist; give the answer, the times of the questions, and the pauses."""
     now = 0.0
     asked: list[float] = []
     slept: list[float] = []
-    steps = insisting(now=now, deadline=deadline, pauses=iter(pauses))
-    step = next(steps)
-    while True:
-        given: Answer = None
-        if isinstance(step, Attempt):
-            assert 0 < step.bound <= 1.0
-            given = answer(len(asked))
-            asked.append(now)
-            now += latency
-        else:
-            slept.append(step.seconds)
-            now += step.seconds
-        try:
-            step = steps.send((now, given))
-        except StopIteration as end:
-            return end.value, asked, slept
+
+    def question(bound: float) -> Answer:
+        nonlocal now
+        assert 0 < bound <= 1.0
+        given = answer(len(asked))
+        asked.append(now)
+        now += latency
+        if isinstance(given, BackendUnavailable):
+            raise given
+        return given
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        slept.append(seconds)
+        now += seconds
+
+    try:
+        found: Given = insisting(
+            question, clock=lambda: now, sleep=sleep, deadline=deadline, pauses=iter(pauses)
+        )
+    except BackendUnavailable as error:
+        found = error
+    return found, asked, slept
 
 
 @pytest.mark.parametrize("answer", [GRANT, True, False, None])
