@@ -288,9 +288,9 @@ async def _atake(
 
 def _begin(lock: Lock, store: BaseLockBackend, home: int) -> Terms:
     terms = lock._terms(store)
-    goes_on = deferred_release.waiting_release((lock.backend, lock.key), home) is not None
+    name = lock.backend, lock.key
     for connection in deferred_release.managed_transactions(home):
-        if not goes_on and keeps(connection, lock.backend, lock.key):
+        if keeps(connection, *name) and deferred_release.waiting_release(name, home) is None:
             raise LockUsageError(
                 f"The transaction on {connection.alias!r} has locked {lock.key!r} by"
                 " transaction_lock() until it ends, and a lease would wait for that. Acquire the"
