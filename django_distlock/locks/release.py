@@ -107,7 +107,6 @@ class Release:
         was_lost = holding.is_lost
         if not self._defer():
             self.quietly()
-            holding.end_keeping()
             # Not by its deadline: the body has ended in time, whatever its release took.
             was_lost = was_lost or holding.state == "lost"
         self._end_of_block(error, was_lost=was_lost, raises=raises)
@@ -122,7 +121,6 @@ class Release:
         if not self._defer():
             # Cancelled here, it is carried out all the same, and ends what keeps the lease.
             await holding.store.threads.run(self.quietly)
-            holding.end_keeping()
             was_lost = was_lost or holding.state == "lost"
         self._end_of_block(None if cancelled else error, was_lost=was_lost, raises=raises)
 
@@ -208,7 +206,7 @@ class Release:
         holding = self.holding
         if holding.pid != os.getpid():
             return False
-        in_time = min(max(patience, 1.0), max(1.0, holding.deadline - holding.monotonic()), 1e6)
+        in_time = max(1.0, min(patience, holding.deadline - holding.monotonic(), 1e6))
         was_over = holding.is_over()
         # A release that is sent in time is a clean one, whenever its answer comes.
         with nullcontext() if was_over else holding.releasing:
