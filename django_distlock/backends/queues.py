@@ -141,6 +141,8 @@ class Queues:
 
     def note_held(self, name: str, seconds: float) -> None:
         """Note for how long a key was held that has just been given up."""
+        if name not in self._released_wanted:
+            return  # As nearly always.
         with self._mutex:
             if (noted := self._released_wanted.get(name)) is not None:
                 self._released_wanted[name] = noted[0], seconds
