@@ -78,7 +78,7 @@ class MemoryBackend(BaseLockBackend):
                 return kept
             if self._is_guarded(name):
                 return Contended(observed_at=now, busy=True, guarded=True)
-            if whole_name(self._shelf.names.get(token, name)) != name:
+            if (own := self._shelf.names.get(token)) and whole_name(own) != name:
                 raise InvalidArgument("This token already holds another key.", key=key)
             fence = self._next_fence(name, key, now)
             over = self._shelf.over(attempt, now)

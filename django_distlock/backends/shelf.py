@@ -72,8 +72,8 @@ class Shelf:
     def replace(self, over: Collection[str], name: str, record: Record) -> None:
         """Keep a record in the place of those of its key that are over."""
         key = whole_name(name)
-        if len(over) == len(self._names_of(key)):
-            self.doors.pop(key, None)
+        if key in self.doors and len(over) == len(self._names_of(key)):
+            del self.doors[key]
         self.put(name, record)
         for each in over:
             if each != name:
@@ -84,8 +84,8 @@ class Shelf:
         self._forget_token(name, self.records[name])
         del self.records[name]
         key = whole_name(name)
-        places = self._places.get(key, set())
-        places.discard(name)
+        if places := self._places.get(key):
+            places.discard(name)
         if not places:
             self._places.pop(key, None)
             self.doors.pop(key, None)
