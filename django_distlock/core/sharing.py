@@ -28,7 +28,7 @@ def validate_permits(permits: object, name: str = "permits") -> int:
     Raises:
         InvalidArgument: It is no int from 1 to `MAX_PERMITS`.
     """
-    if isinstance(permits, bool) or not isinstance(permits, int) or not 0 < permits <= MAX_PERMITS:
+    if type(permits) is bool or not isinstance(permits, int) or not 0 < permits <= MAX_PERMITS:
         raise InvalidArgument(
             f"{name} must be an int from 1 to {MAX_PERMITS:,}, not {shown(permits)}."
         )
@@ -60,12 +60,14 @@ def in_the_way(
         closed_until: Until when nobody joins those who share it; None: they are joined.
     """
     others = [each for each in holders if not attempt.may_replace(each)]
+    if not attempt.shared:
+        return last_to_end(others).contended(now) if others else None
     has_place = len(others) < len(holders)
-    if attempt.shared and attempt.replace not in (None, attempt.token) and not has_place:
+    if attempt.replace not in (None, attempt.token) and not has_place:
         return last_to_end(others).contended(now) if others else Contended(observed_at=now)
     if not others:
         return None
-    if not (attempt.shared and others[0].shared):
+    if not others[0].shared:
         return last_to_end(others).contended(now)
     if has_place:
         return None
