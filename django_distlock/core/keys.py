@@ -306,7 +306,7 @@ def validate_token(token: object) -> Token:
     """
     if not isinstance(token, str) or not _TOKEN.fullmatch(token):
         raise InvalidArgument("A token must be 22 characters of A-Z, a-z, 0-9, '-' and '_'.")
-    return Token(token)
+    return token if type(token) is Token else Token(token)
 
 
 def _base64(raw: bytes) -> str:

@@ -72,7 +72,8 @@ class Grant:
     shared: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token", Token(self.token))
+        if type(self.token) is not Token:
+            object.__setattr__(self, "token", Token(self.token))
 
 
 @dataclass(slots=True)
@@ -305,7 +306,8 @@ class Record:
     renewed_until: datetime | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token", Token(self.token))
+        if type(self.token) is not Token:
+            object.__setattr__(self, "token", Token(self.token))
 
     @property
     def grant(self) -> Grant:
