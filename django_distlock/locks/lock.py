@@ -205,11 +205,8 @@ class Lock:
         await deferred_release.aflush(store, (self.backend, self.key))
         return await store.threads.run(store.read, self.key) is not None
 
-    def __enter__(self) -> Lease:
-        return taking.enter(self)
-
-    async def __aenter__(self) -> Lease:
-        return await taking.aenter(self)
+    __enter__ = taking.enter
+    __aenter__ = taking.aenter
 
     if TYPE_CHECKING:
 
