@@ -37,6 +37,13 @@ from .transaction_locks import kept_by
 
 logger = logging.getLogger("django_distlock")
 
+#: Who waits in `async_to_sync`. Not by way of `Local.__getattr__`, which a signal's exception can
+#: leave locked, for everybody.
+_EXECUTORS: Any = getattr(AsyncToSync.executors, "_storage", AsyncToSync.executors)
+#: Where all of that is in one variable, as in newer versions of asgiref.
+_DATA: Any = getattr(_EXECUTORS, "_data", None)
+_HAS_DATA = isinstance(_DATA, ContextVar)
+
 
 def home() -> int:
     """Return the thread whose transactions the running code works in.
@@ -44,13 +51,9 @@ def home() -> int:
     Asynchronous code that a thread waits for in `async_to_sync` works in those of that thread. They
     are looked at from here: to ask in the thread itself would wait for whatever else it does.
     """
-    executors: Any = AsyncToSync.executors
-    # Not through its own `__getattr__`, which a signal's exception can leave locked, for everybody.
-    storage = getattr(executors, "_storage", executors)
-    data = getattr(storage, "_data", None)
     # Nearly always nothing is there. To be told so by an `AttributeError` takes many times as long.
-    if not (isinstance(data, ContextVar) and data.get(None) is None):
-        waiting = getattr(getattr(storage, "current", None), "_work_thread", None)
+    if not (_HAS_DATA and _DATA.get(None) is None):
+        waiting = getattr(getattr(_EXECUTORS, "current", None), "_work_thread", None)
         if waiting is not None:
             return int(waiting.ident)
     return threading.get_ident()
