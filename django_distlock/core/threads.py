@@ -47,7 +47,7 @@ class Bell:
 
     def clear(self) -> None:
         """Let the next ones wait."""
-        while self.is_rung:
+        while not self._rung.empty():
             with suppress(Empty):
                 self._rung.get_nowait()
 

@@ -161,7 +161,8 @@ def leave(
         elif left.release is not None:
             left.release.end_block(exc, raises=lock.on_lost == "raise")
         left.close()
-    _raise_behind(foreign, exc)
+    if foreign is not None:
+        _raise_behind(foreign, exc)
 
 
 def aleave(
@@ -193,13 +194,12 @@ async def _end_awaited(
         elif left.release is not None:
             await left.release.aend_block(exc, raises=raises)
         left.close()
-    _raise_behind(foreign, exc)
+    if foreign is not None:
+        _raise_behind(foreign, exc)
 
 
-def _raise_behind(error: LockUsageError | None, body: BaseException | None) -> None:
+def _raise_behind(error: LockUsageError, body: BaseException | None) -> None:
     """Raise `error`, unless the block has raised: its own exception is never hidden."""
-    if error is None:
-        return
     if body is None:
         raise error
     body.add_note(f"{type(error).__name__}: {error}")
