@@ -6,6 +6,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from functools import lru_cache
 from typing import Any, Final, Literal
 
 from .durations import GRACE
@@ -504,8 +505,14 @@ def lease_ends(now: datetime, ttl: float | None) -> tuple[datetime | None, datet
     """Return `expires_at` and `free_at` of a lease that is granted or extended `now`."""
     if ttl is None:
         return None, None
-    expires_at = now + timedelta(seconds=ttl)
+    expires_at = now + _span(ttl)
     return expires_at, expires_at + _GRACE
+
+
+@lru_cache(maxsize=128)
+def _span(ttl: float) -> timedelta:
+    # Slower than all the rest of `lease_ends`, and a project has few ttls.
+    return timedelta(seconds=ttl)
 
 
 def _between(start: datetime | None, end: datetime | None) -> float | None:
