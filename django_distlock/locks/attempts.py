@@ -500,14 +500,15 @@ class Attempts:
         self._tell(lock_not_acquired, fence=None, holder=holder, cause=error, wait=wait)
 
     def _tell(self, signal: Signal, **facts: object) -> None:
-        tell(
-            signal,
-            type(self.backend),
-            alias=self.backend.alias,
-            key=self.request.key,
-            waited=self.backend.monotonic() - self._started,
-            **facts,
-        )
+        if signal.receivers:
+            tell(
+                signal,
+                type(self.backend),
+                alias=self.backend.alias,
+                key=self.request.key,
+                waited=self.backend.monotonic() - self._started,
+                **facts,
+            )
 
 
 def release_unanswered(backend: BaseLockBackend, grant: Grant) -> None:

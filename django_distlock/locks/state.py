@@ -458,7 +458,7 @@ class Holding:
 
     def tell(self, signal: Any, **facts: Any) -> None:
         """Send a signal about this lease."""
-        if self.tells:
+        if self.tells and signal.receivers:
             tell(
                 signal,
                 type(self.store),
