@@ -88,7 +88,8 @@ class _Leaving:
 
     def __get__(self, use: Use, owner: type[Use]) -> Callable[..., None]:
         leave = partial(Use.leave, use)
-        use.reference = weakref.ref(leave, _sweeping().gone.put)
+        use.sweeper = _sweeping()
+        use.reference = weakref.ref(leave, use.sweeper.gone.put)
         return leave
 
 
@@ -106,12 +107,15 @@ class Use:
     Attributes:
         was_cut: Whether it was.
         silent_for: Seconds without an answer after which it was.
+        sweeper: What cuts it, and gets to know that it was left without a word.
 
     Raises:
         BackendUnavailable: The time of the call is over.
         LockUsageError: SQLite, and this thread's own transaction is in the way of writing.
         NoConnectionFree: All of ours were in use for a second.
     """
+
+    sweeper: _Sweeper
 
     def __init__(
         self,
@@ -258,11 +262,11 @@ class Use:
         if connection.vendor != "sqlite":
             self.begin_statement(CONNECT_SECONDS if connection.connection is None else 0.0)
             self._is_watched = True
-            _sweeping().watch(self)
+            self.sweeper.watch(self)
 
     def _end_watch(self) -> None:
         if self._is_watched:
-            self.was_cut = _sweeping().watched.pop(self, None) is None
+            self.was_cut = self.sweeper.watched.pop(self, None) is None
 
     def _open(self, own: Own) -> None:
         connection = own.connection
