@@ -132,6 +132,7 @@ class Attempts:
     def __init__(self, backend: BaseLockBackend, request: Request):
         self.backend = backend
         self.request = request
+        self._name: Name = backend.alias, request.key
         self.concluded = False
         now = self.backend.monotonic()
         self._started = now if request.since is None else request.since
@@ -417,10 +418,6 @@ class Attempts:
         if self._taken_from is not None:
             told.append(lock_taken_over)
         return any(each.has_listeners(sender) for each in told)
-
-    @property
-    def _name(self) -> Name:
-        return self.backend.alias, self.request.key
 
     def _in_vain(self, kept: str) -> LockNotAcquired:
         key = self.request.key
