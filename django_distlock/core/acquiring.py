@@ -132,7 +132,7 @@ def acquiring(
         lined_up, now, listening = True, reply.now, reply.listening
     while True:
         is_last = now >= deadline
-        bound = max(0.0, min(MAX_BOUND, deadline - now))
+        bound = 0.0 if is_last else min(MAX_BOUND, deadline - now)
         outcome, now = yield from _trying(now, bound, wanted=lined_up, is_gone=is_gone)
         # Behind it by more than any wait in the store: it was on its way for that long.
         is_last = is_last or (now > deadline + MAX_BOUND and not _is_unclear(outcome))
