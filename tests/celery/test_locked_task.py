@@ -48,6 +48,7 @@ from django_distlock.contrib import prometheus
 from django_distlock.contrib.celery import LockedTask, failed, locked_task, queueing
 from django_distlock.contrib.celery.checks import check_tasks
 from django_distlock.contrib.celery.deliveries import LEASE, OF
+from django_distlock.contrib.celery.terms import terms_of
 from django_distlock.core.keys import own_key
 from django_distlock.models import FailedTask
 from django_distlock.signals import lock_bypassed, lock_not_acquired, work_skipped
@@ -219,6 +220,8 @@ def test_keys_of_mixins(app: Celery) -> None:
 
     assert app.register_task(Work()).delay(1).get() == "class:1"
     assert app.register_task(Other()).delay(1).get() == "mixin:1"
+    free = type("Free", (Work,), {"name": "free", "lock": None})
+    assert terms_of(app.register_task(free())) is None
 
 
 def test_arguments_are_checked_when_a_task_is_sent(app: Celery) -> None:

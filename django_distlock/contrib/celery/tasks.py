@@ -142,18 +142,20 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
         super().__init_subclass__(**kwargs)
         keys = (cls.lock, cls.unique, cls.lock_options.get("locks"))
         run = inspect.getattr_static(cls, "run")
-        if all(each is None for each in keys) or run is inspect.getattr_static(Task, "run"):
+        is_locked = any(each is not None for each in keys)
+        if is_locked and run is inspect.getattr_static(Task, "run"):
             return
         function = run.__func__ if isinstance(run, staticmethod) else run
-        given = {"lock": cls.lock, "unique": cls.unique, **cls.lock_options}
+        given = {"lock": cls.lock, "unique": cls.unique, **cls.lock_options} if is_locked else None
         # Both the body and what is asked for may be those of a class above, or of a mixin.
         if getattr(function, "distlock_given", None) == given:
             return
         # Wrapped for a class above, by other attributes.
-        function = getattr(function, "distlock_by_class", function)
-        wrapped: Any = _wrapped(function, given)
-        wrapped.distlock_by_class, wrapped.distlock_given = function, given
-        cls.run = staticmethod(wrapped) if isinstance(run, staticmethod) else wrapped
+        made: Any = getattr(function, "distlock_by_class", function)
+        if given is not None:
+            body, made = made, _wrapped(made, given)
+            made.distlock_by_class, made.distlock_given = body, given
+        cls.run = staticmethod(made) if isinstance(run, staticmethod) else made
 
     def apply_async(
         self,
