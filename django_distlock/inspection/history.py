@@ -113,10 +113,12 @@ def times_of(event: object) -> tuple[float, float] | None:
 def _counted(events: QuerySet[LockEvent], now: datetime) -> History:
     first = now.replace(second=0, microsecond=0) - timedelta(minutes=MINUTES - 1)
     by_minute: dict[datetime, Counter[str]] = {}
+    connection = connections[events.db]
+    # MySQL may lack the tables that it needs for another zone than its own.
+    zone = connection.timezone if connection.vendor == "mysql" else UTC
     rows = (
         events.filter(at__gte=first, kind__in=rare_kinds())
-        # In the database's own zone: MySQL may lack the tables that it needs for another.
-        .annotate(minute=TruncMinute("at", tzinfo=connections[events.db].timezone))
+        .annotate(minute=TruncMinute("at", tzinfo=zone))
         .values_list("minute", "kind")
         .annotate(number=Count("pk"))
         .order_by(F("minute"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import unicodedata
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from html import unescape
 from typing import Any
 from urllib.parse import urlencode
@@ -24,7 +24,7 @@ from django_distlock.core.keys import new_token
 from django_distlock.core.records import Grant, Record
 from django_distlock.inspection import Operation, pause, summary
 from django_distlock.inspection.diagnosis import accept_loss, diagnose
-from django_distlock.inspection.history import history
+from django_distlock.inspection.history import _counted, history
 from django_distlock.models import FenceCounter, HeldLock, LockEvent
 from django_distlock.process import event_log
 from tests.contract.aliases import alias_like
@@ -448,6 +448,15 @@ def test_minutes_are_counted_without_tables_of_time_zones(key: str) -> None:
         event.delete(using=using)
     assert past is not None
     assert sum(each.kinds.get("lost", 0) for each in past.minutes) >= 1
+
+
+def test_minutes_of_an_hour_that_a_zone_has_twice_are_apart(key: str) -> None:
+    """PostgreSQL keeps an instant, whatever the zone of the session."""
+    now = datetime(2026, 10, 25, 1, 10, tzinfo=UTC)
+    with alias_like("default", TIME_ZONE="Europe/Berlin") as using:
+        LockEvent.objects.using(using).create(backend=using, key=key, kind="lost", at=now)
+        past = _counted(LockEvent.objects.using(using).filter(backend=using), now)
+    assert past.minutes[-1].kinds == {"lost": 1}
 
 
 def test_cleanup_removes_what_is_over(browser: Client, operator: User, log: Any, key: str) -> None:
