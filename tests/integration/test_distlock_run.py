@@ -452,6 +452,23 @@ def test_program_does_not_begin_before_it_is_watched(tmp_path: Path) -> None:
     assert not file.exists()
 
 
+def test_signal_reaches_a_program_that_has_not_begun(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept until then, Ctrl-Z would stop what waits to be let go, and not us: we would hang."""
+    file, let_go = tmp_path / "begun", Program.let_go
+
+    def signalled(program: Program) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        eventually(lambda: not state_of(abs(program.address)), "it has ended")
+        let_go(program)
+
+    monkeypatch.setattr(Program, "let_go", signalled)
+    assert status_here(key, "--", "touch", str(file)) == 128 + signal.SIGTERM
+    assert not file.exists()
+    assert is_free(key)
+
+
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "lost"])
 def test_program_ends_where_nobody_reads(project: Project, key: str, is_killed: bool) -> None:
     """Also if what read our output, as `tee` does, was killed before or together with us."""

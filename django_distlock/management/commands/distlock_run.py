@@ -208,13 +208,14 @@ class _Run:
             program = Program(command, path, {**os.environ, **ours})
             if self._ends_it:
                 leash.take(program.address)
+            # Ctrl-Z stops also what waits to be let go: both go on together.
+            self._signals.pass_on(program, partial(self._before_continuing, program, lease))
             try:
                 program.let_go()
             except CommandError:
                 leash.let_off()
                 raise
             lease.on_lost(partial(self._on_lost, program))
-            self._signals.pass_on(program, partial(self._before_continuing, program, lease))
             self.status = self._signals.wait_for(program)
             self._signals.ignore()
             if self._is_lost and self._ends_it:
