@@ -42,6 +42,8 @@ _CALM = (0.5, 2.0)
 #: Seconds behind the ttl that a process stands still: the grace of a second, and what lets
 #: somebody else write before it goes on.
 _OVERDUE = (1.5, 3.0)
+#: Seconds between two looks whether a process has begun.
+_LOOK = 0.05
 #: Seconds by which a drill is longer whose faults have not met all they are to meet.
 _LONGER = 60.0
 #: Seconds in which a key is free again when nobody uses it any more, and a process ends.
@@ -162,8 +164,8 @@ class Endurance:
     """One long drill, on keys of its own.
 
     Args:
-        seconds: How long faults happen; up to a minute longer, until each of them has happened, and
-            a stale write was refused.
+        seconds: How long faults happen, once all processes work; up to a minute longer, until each
+            of them has happened, and a stale write was refused.
         seed: Of the random choices. The timing of the processes is not repeated.
         on_fault: Called with each fault, in words.
     """
@@ -196,6 +198,7 @@ class Endurance:
         with ExitStack() as stack:
             stack.callback(self._clear)
             at_work = [self._start(stack) for _ in range(PROCESSES)]
+            _wait_for(at_work)
             until = time.monotonic() + self._seconds
             while (now := time.monotonic()) < until or (
                 now < until + _LONGER and not self._has_met_all()
@@ -204,6 +207,7 @@ class Endurance:
                 for each in at_work:
                     each.raise_if_ended()
                 at_work = self._disturb(at_work, stack)
+            _wait_for(at_work)
             for each in at_work:
                 each.let_go()
             slow = [each.pid for each in at_work if not each.finish()]
@@ -265,7 +269,11 @@ class Endurance:
             # Both of them soon, in random order.
             self._next = self._chance.sample(FAULTS, len(FAULTS))
         fault = self._next.pop()
-        victim = self._chance.choice([each for each in at_work if each.holds] or [*at_work])
+        # On a busy machine, processes that are killed while they begin would never lock anything.
+        if not (begun := [each for each in at_work if each.steps]):
+            _wait_for(at_work)
+            begun = [*at_work]
+        victim = self._chance.choice([each for each in begun if each.holds] or begun)
         self._faults[fault] += 1
         if fault == "killed":
             self._on_fault(f"Kills process {victim.pid}.")
@@ -292,6 +300,18 @@ class Endurance:
                 self._store.force_release(key)
             with suppress(LockError):
                 target.remove()
+
+
+def _wait_for(those: Iterable[Toiler]) -> None:
+    """Wait until processes have begun to work, as far as they have said.
+
+    Raises:
+        Stuck: One has ended by itself.
+    """
+    for each in those:
+        while not each.steps:
+            each.raise_if_ended()
+            time.sleep(_LOOK)
 
 
 def toil(alias: str, prefix: str, seed: int, write: Callable[[str], object]) -> None:

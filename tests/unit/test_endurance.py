@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from django_distlock.management.endurance import Turn, violations
+from django_distlock.handler import lock_backends
+from django_distlock.management import endurance
+from django_distlock.management.endurance import TTL, Endurance, Turn, violations
 
 
 def turn(fence: int, asked: float, granted: float, held: float, **more: Any) -> Turn:
@@ -42,3 +45,47 @@ def test_turns_one_after_the_other_are_as_promised() -> None:
 def test_broken_promise_is_named(turns: list[Turn], said: str) -> None:
     """With the key and the fences that it is about."""
     assert any(said in each for each in violations(turns))
+
+
+class Slow:
+    """A process that begins when it has been looked at three times, and is disturbed then only."""
+
+    pid = 1
+    holds = False
+
+    def __init__(self, *_: object):
+        self.turns: list[Turn] = []
+        self.steps = Counter[str]()
+        self._looks = 0
+
+    def __enter__(self) -> Slow:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def raise_if_ended(self) -> None:
+        """Begin, perhaps."""
+        self._looks += 1
+        if self._looks == 3:
+            self.steps += {"granted": 1, "refused": 1}
+
+    def send(self, _: object = None) -> bool:
+        """Be stopped, killed, or told to end."""
+        assert self.steps, "it has not begun"
+        return True
+
+    kill = let_go = finish = send
+
+
+def test_process_that_begins_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine all would be killed before they lock anything."""
+    monkeypatch.setattr(endurance, "Toiler", Slow)
+    monkeypatch.setattr(endurance, "PROCESSES", 1)
+    monkeypatch.setattr(endurance, "_targets", lambda *_: {})
+    monkeypatch.setattr(endurance, "_CALM", (0, 0))
+    monkeypatch.setattr(endurance, "_OVERDUE", (-TTL, -TTL))
+    drill = Endurance(lock_backends["memory"], "drill", 0.05, 7, lambda _: None)
+    drill.run()
+    assert drill._has_met_all()
+    assert drill._found == []
