@@ -20,6 +20,7 @@ from django.test import override_settings
 from django_distlock.core.holders import Holder
 from django_distlock.process.host import current_holder, is_gone
 from tests.conftest import DECLARED
+from tests.contract.helpers import PATIENCE
 from tests.contract.locking import eventually
 from tests.processes import Process, spawn, spawn_by
 
@@ -29,8 +30,6 @@ pytestmark = pytest.mark.skipif(
 
 #: What a process that is looked at is told, and what it then does.
 THERE = "tests.integration.test_host:"
-#: For processes that import Django on a busy machine.
-PATIENCE = 60
 #: Nobody's number, as a user and as a group.
 NOBODY = 65534
 
