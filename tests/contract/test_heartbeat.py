@@ -272,7 +272,8 @@ def test_d14_heartbeat_leaves_no_connection_behind(
                 assert eventually(lambda at=before, of=lease: of.expires_at != at, timeout=5)  # type: ignore[misc]
                 # This thread's own, where its statements need no transaction, and that of the beat.
                 own = int(connections[using].connection is not None)
-                assert len(sessions(using)) > own
+                # It may have idled since, on a busy machine, and comes back with the next beat.
+                assert eventually(lambda own=own: len(sessions(using)) > own, timeout=10)  # type: ignore[misc]
             assert eventually(lambda: heartbeat_of(backend)._thread is None, timeout=10)
             assert eventually(lambda own=own: len(sessions(using)) == own, timeout=10)  # type: ignore[misc]
         connections[using].close()
