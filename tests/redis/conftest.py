@@ -100,4 +100,4 @@ def warned(caplog: pytest.LogCaptureFixture) -> Warned:
 def restless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a listener soon ask whether the server is there, and soon believe that it is not."""
     monkeypatch.setattr(listening, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(wakeups, "PONG_SECONDS", 0.3)
+    monkeypatch.setattr(wakeups, "PONG_SECONDS", 2.0)

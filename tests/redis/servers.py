@@ -22,7 +22,7 @@ from tests.redis_servers import private_redis
 #: Seconds that a server on this machine gets to do something.
 PATIENCE = 20
 #: Seconds after which a backend of these tests gives up on a server that does not answer.
-SILENCE = 0.5
+SILENCE = 1.5
 #: What connections are called that tests count.
 NAME = "distlock-tests"
 

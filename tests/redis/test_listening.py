@@ -52,7 +52,7 @@ def test_other_process_hands_over(store: RedisStore, key: str) -> None:
         {"protocol": 3},
         {"decode_responses": True},
         {"health_check_interval": 0.01},
-        {"socket_timeout": 0.2},
+        {"socket_timeout": 1},
         {"db": 3},
         {"client_name": "shop"},
     ],
