@@ -419,7 +419,7 @@ def test_server_that_hangs_is_unavailable(
     key: str, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without an answer the session is given up, and what it may hold goes with it."""
-    monkeypatch.setattr(sessions_module, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(sessions_module, "ANSWER_SECONDS", 1.5)
     with wire() as way, alias_like("default", **way.address) as using, advisory(using) as backend:
         grant = take(backend, key)
         call: Callable[[], object] = partial(backend.release, grant)

@@ -117,7 +117,7 @@ def test_acquire_ends_where_a_session_falls_silent(
 ) -> None:
     """No error of the network tells: the connection is cut, and the caller learns that in time."""
     here(like)
-    monkeypatch.setattr(borrowing, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(borrowing, "ANSWER_SECONDS", 1.5)
     with wire(like) as through, alias_like(like, **through.address) as using:
         options = {"using": using, "server_functions": server_functions}
         with locks_on(using, OPTIONS=options) as alias:
