@@ -30,7 +30,7 @@ from django.template import Context, Engine, TemplateDoesNotExist, loader
 from django.utils.decorators import method_decorator
 from django.utils.translation import get_language, gettext, ngettext
 
-from .core.bodies import whole
+from .core.bodies import is_being_defined, whole
 from .core.declarations import Declaration, Kind, declared
 from .core.durations import GRACE, Duration, seconds
 from .core.errors import InvalidArgument, LockNotAcquired, LockUsageError, shown
@@ -106,6 +106,11 @@ def locked_view(
             `method_decorator` has it decorated. The call raises it where only what that returns
             tells, and where it has no request.
     """
+    if is_being_defined(key):
+        raise InvalidArgument(
+            f"locked_view has got {key.__qualname__} for a key. Is it written without parentheses?"
+            ' Write @locked_view("…").'
+        )
     locked = _Locked.of(
         on_conflict=on_conflict,
         on_unavailable=on_unavailable,

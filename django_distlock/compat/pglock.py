@@ -82,6 +82,11 @@ class advisory:  # noqa: N801 - its name in django-pglock
         side_effect: Any = None,
         backend: str = "default",
     ):
+        if callable(lock_id):
+            raise TypeError(
+                f"Lock ID {shown(lock_id)} is not a string or int. Is the decorator written without"
+                " parentheses? Write @advisory()."
+            )
         wait = (
             None if isinstance(timeout, Unset) or timeout is None else seconds(timeout, "timeout")
         )

@@ -233,6 +233,8 @@ def test_misuse_is_refused(key: str) -> None:
         advisory().acquire()
     with pytest.raises(TypeError, match="not a string or int"):
         advisory(1.5).acquire()  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"without parentheses\? Write @advisory\(\)"):
+        advisory(test_misuse_is_refused)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="side_effect is"):
         advisory(key, side_effect=int).acquire()
     with pytest.raises(ValueError, match="Skip is for decorators"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable, Iterator
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -597,6 +599,19 @@ def test_view_that_answers_later(key: str) -> None:
         view(RequestFactory().get("/"))
     assert made == []
     assert not distlock(key).locked()
+
+
+def test_missing_parentheses_are_told_at_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A view is no key, and its module says so; of a method it is known when it is called."""
+    name = f"bare_{uuid.uuid4().hex}"
+    (tmp_path / f"{name}.py").write_text(
+        "from django_distlock.views import locked_view\n@locked_view\ndef pay(request): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InvalidArgument, match=r"pay for a key\..*Write @locked_view\("):
+        import_module(name)
 
 
 def test_what_is_no_view(key: str) -> None:
