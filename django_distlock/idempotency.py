@@ -14,7 +14,7 @@ import re
 import string
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from asgiref.sync import iscoroutinefunction
 from django.apps import apps
@@ -30,6 +30,8 @@ from .core.keys import IllegalKey, KeyTemplate
 from .database import vendors
 
 View = Callable[..., Any]
+#: One that stays what it is for a type checker.
+V = TypeVar("V", bound=View)
 
 HEADER: Final = "Idempotency-Key"
 #: What a response says that was kept.
@@ -70,7 +72,7 @@ def idempotent(
     keep: Duration = 86_400,
     max_body: int = MAX_BODY,
     required: bool = False,
-) -> Callable[[View], View]:
+) -> Callable[[V], V]:
     """Run a request with an `Idempotency-Key` once, and answer the same one with its response.
 
     For views, and for methods of class-based views and of Django REST framework's, where it is the
@@ -112,7 +114,7 @@ def idempotent(
     if isinstance(max_body, bool) or not isinstance(max_body, int) or max_body < 0:
         raise InvalidArgument(f"max_body must be a number of bytes, not {shown(max_body)}.")
 
-    def decorate(view: View, /) -> View:
+    def decorate(view: Any, /) -> Any:
         if iscoroutinefunction(view):
             raise LockUsageError(
                 f"{view.__qualname__} is asynchronous, and Django has no asynchronous"

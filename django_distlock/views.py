@@ -44,6 +44,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 View = Callable[..., Any]
+#: One that stays what it is for a type checker.
+V = TypeVar("V", bound=View)
 Status: TypeAlias = Literal[409, 423, 429]
 #: Makes the answer to a request that is refused.
 MakeRefusal = Callable[[HttpRequest, Exception], HttpResponseBase]
@@ -68,7 +70,7 @@ def locked_view(
     refusal: MakeRefusal | None = None,
     retry_after: Duration | None = None,
     **options: Any,
-) -> Callable[[View], View]:
+) -> Callable[[V], V]:
     """Hold a lock around each call of a view, sync or async, or of a method of a class of views.
 
     Methods are those that get `self` and a request, of Django's classes and of Django REST
@@ -120,7 +122,7 @@ def locked_view(
         **options,
     )
 
-    def decorate(view: View, /, *_: Any, **__: Any) -> View:
+    def decorate(view: Any, /, *_: Any, **__: Any) -> Any:
         _require_view(view)
         view = whole(view)
         name = key if callable(key) else KeyTemplate.for_function(key, view).of

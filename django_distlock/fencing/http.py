@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 from functools import wraps
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 from urllib.parse import quote, unquote
 
 from asgiref.sync import iscoroutinefunction, markcoroutinefunction, sync_to_async
@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 View = Callable[..., Any]
+#: One that stays what it is for a type checker.
+V = TypeVar("V", bound=View)
 
 #: The header of a request that carries a fence.
 HEADER = "X-Lock-Fence"
@@ -150,9 +152,9 @@ class FenceMiddleware:
 
 
 @overload
-def fence_required(view: View) -> View: ...
+def fence_required(view: V) -> V: ...
 @overload
-def fence_required(*, key: str | Callable[..., str]) -> Callable[[View], View]: ...
+def fence_required(*, key: str | Callable[..., str]) -> Callable[[V], V]: ...
 def fence_required(view: View | None = None, *, key: str | Callable[..., str] | None = None) -> Any:
     """Answer 428 where a request carries no fence, and 403 where it is another key's.
 

@@ -889,7 +889,7 @@ def test_request_may_have_its_name_in_the_call() -> None:
     view = idempotent()(pay)
     assert view(request=request()).status_code == 201
     with pytest.raises(LockUsageError, match="finds no request"):
-        view(HttpResponse())
+        view(HttpResponse())  # type: ignore[arg-type]
 
 
 def test_wrong_views_are_refused() -> None:

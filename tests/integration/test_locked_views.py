@@ -626,7 +626,7 @@ def test_what_is_no_view(key: str) -> None:
         locked_view("view")(generator)
     with pytest.raises(LockUsageError, match="asynchronous returns a coroutine"):
         locked_view("view")(plainly(asynchronous))
-    bare: Any = locked_view(plain)
+    bare: Any = locked_view(plain)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="needs a key"):
         bare(RequestFactory().get("/"), key=key)
     with pytest.raises(InvalidArgument, match="pk"):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
 from datetime import datetime, timedelta
-from typing import Any, assert_type
+from typing import Any, TypeAlias, assert_type
 
 from django.dispatch import Signal
+from django.http import HttpRequest, HttpResponse
 
 from django_distlock import (
     BackendUnavailable,
@@ -40,6 +41,7 @@ from django_distlock import (
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.contrib.celery import locked_task as celery_task
 from django_distlock.contrib.tasks import locked_task
+from django_distlock.fencing.http import fence_required
 from django_distlock.idempotency import idempotent
 from django_distlock.inspection import (
     LockPage,
@@ -59,6 +61,9 @@ from django_distlock.signals import (
     lock_not_acquired,
     lock_released,
 )
+from django_distlock.views import locked_view
+
+AView: TypeAlias = Callable[[HttpRequest, int], Coroutine[Any, Any, HttpResponse]]
 
 
 def describe() -> None:
@@ -275,7 +280,23 @@ def leaders() -> None:
 
 
 def requests() -> None:
-    """A view stays one."""
+    """A view stays the one that it was."""
+
+    @locked_view("invoice:{pk}", ttl=60)
+    def view(request: HttpRequest, pk: int) -> HttpResponse:
+        return HttpResponse(str(pk))
+
+    @locked_view("invoice:{pk}")
+    async def aview(request: HttpRequest, pk: int) -> HttpResponse:
+        return HttpResponse(str(pk))
+
+    assert_type(view(HttpRequest(), 5), HttpResponse)
+    view(HttpRequest(), "5")  # type: ignore[arg-type]
+    made: AView = aview
+    assert_type(idempotent()(view)(HttpRequest(), 5), HttpResponse)
+    assert_type(fence_required(key="invoice:{pk}")(view)(HttpRequest(), 5), HttpResponse)
+    assert_type(fence_required(view)(HttpRequest(), 5), HttpResponse)
+    assert_type(fence_required(made), AView)
     idempotent()(lambda request: request)
     idempotent("shop:{shop}", keep=timedelta(days=2), max_body=5)(lambda request, shop: request)
     idempotent(key=lambda request: None, keep=5, required=True)(lambda request: request)
