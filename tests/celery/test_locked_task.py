@@ -745,6 +745,20 @@ def test_serializer_of_another_task(app: Celery) -> None:
     assert kinds == ["application/json", "application/x-python-serialize", "application/json"]
 
 
+def test_options_of_celery_may_be_given_by_position(app: Celery) -> None:
+    """In the order that Celery has them in."""
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task(unique="{number}")
+    def work(number: int) -> None: ...
+
+    with queue_of(app) as next_message:
+        work.apply_async((7,), {}, "an-id", None, work.s(8), None, "another name")
+        message = next_message()
+    assert (message.headers["id"], message.headers["shadow"]) == ("an-id", "another name")
+    assert [each["args"] for each in message.payload[2]["callbacks"]] == [[8]]
+
+
 def ended(error: Exception) -> type[Task]:
     """Return a base of tasks that fail before their bodies."""
 

@@ -162,6 +162,10 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
         args: Any = None,
         kwargs: Any = None,
         task_id: str | None = None,
+        producer: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: str | None = None,
         *,
         unique_ttl: Duration | None = None,
         **options: Any,
@@ -171,7 +175,8 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
         Args:
             unique_ttl: Seconds (or a `timedelta`) that this one keeps its `unique` key, or its
                 place among `max_queued`, without being started, behind its `countdown` or `eta`;
-                None: those of `locked_task`.
+                None: those of `locked_task`. In a signature that is sent, as one of a chain is,
+                seconds alone.
 
         Raises:
             InvalidArgument: `unique_ttl` is no such time, or the task is not unique.
@@ -179,6 +184,8 @@ class LockedTask(DjangoTask):  # type: ignore[misc]
             BackendUnavailable: The store did not answer, and nothing was queued.
         """
         send = super().apply_async
+        named = {"producer": producer, "link": link, "link_error": link_error, "shadow": shadow}
+        options |= {name: value for name, value in named.items() if value is not None}
         serializer = options.get("serializer")
         if options.get("headers") or serializer is not None:
             options["headers"] = own_headers(options.get("headers"), task_id)
