@@ -63,7 +63,9 @@ class _Bridged(BaseLockBackend):
             return self._take_over(attempt)
         key, owner, old = attempt.key, _owner(attempt.token), self._old(attempt.key)
         if not old.acquire(key, owner, _lifetime(attempt.ttl)):
-            return Contended(observed_at=self._time())
+            # A lease that has it says whose it is. Of old code that is not known.
+            record, now = self._read(attempt.name), self._time()
+            return Contended(observed_at=now) if record is None else record.contended(now)
         try:
             answer = super()._acquire(attempt)
         except LockError:

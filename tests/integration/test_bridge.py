@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from django_distlock import (
 )
 from django_distlock.compat.old import OldAdvisoryLock, OldCacheAdd, OldLock, OldRedisLock
 from django_distlock.core.errors import InvalidArgument
-from django_distlock.core.keys import own_key
+from django_distlock.core.keys import new_token, own_key
 from django_distlock.core.records import Attempt, Grant
+from django_distlock.process.host import current_holder
 from tests.contract.aliases import alias_like
 from tests.contract.helpers import Later, crew, race
 from tests.contract.locking import eventually
@@ -131,6 +133,25 @@ def test_old_code_waits_for_the_lease(backend: str, kind: str, key: str) -> None
             assert not await asyncio.to_thread(is_free, kind, key)
 
     asyncio.run(held())
+    assert is_free(kind, key)
+
+
+def test_refusal_names_the_holder_of_a_lease(backend: str, kind: str, key: str) -> None:
+    """It has the old lock as well, and that is asked first."""
+    with distlock(key, backend=backend, wait=5) as lease:
+        with pytest.raises(LockNotAcquired, match="has held it for") as refused:
+            distlock(key, backend=backend, wait=0).acquire()
+        assert refused.value.holder == lease.holder
+
+
+def test_lease_of_a_dead_process_is_taken_over_with_its_old_lock(
+    backend: str, kind: str, key: str
+) -> None:
+    """The refusal names its holder, of whom `steal_if_dead` sees that it is gone."""
+    dead = replace(current_holder(), started_at=1.0)
+    assert isinstance(lock_backends[backend].acquire(key, new_token(), 60, dead), Grant)
+    with distlock(key, backend=backend, wait=0, steal_if_dead=True):
+        assert not is_free(kind, key)
     assert is_free(kind, key)
 
 
