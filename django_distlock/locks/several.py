@@ -17,7 +17,7 @@ from ..core.bodies import whole
 from ..core.declarations import Declaration, Kind, declared
 from ..core.durations import Duration
 from ..core.errors import InvalidArgument, LockNotAcquired, LockUsageError
-from ..core.keys import Key, KeyTemplate
+from ..core.keys import Key, KeyTemplate, normalize_key
 from ..handler import lock_backends
 from .blocks import Entered, Keeping, entered_by
 from .checking import for_call
@@ -60,13 +60,16 @@ def distlock_all(
 
 
 class Leases(Mapping[str, Lease]):
-    """The leases of several keys, by key, in the order in which they were granted."""
+    """The leases of several keys, by key, in the order in which they were granted.
+
+    A key may be given as anything that names the same lock: another spelling, or an int.
+    """
 
     def __init__(self, leases: Iterable[Lease]):
         self._leases = {each.key: each for each in leases}
 
-    def __getitem__(self, key: str) -> Lease:
-        return self._leases[key]
+    def __getitem__(self, key: Key) -> Lease:
+        return self._leases[normalize_key(key)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._leases)

@@ -45,6 +45,17 @@ def test_all_keys_are_held_and_given_back(registered: Registered, key: str) -> N
     assert not leases
 
 
+@pytest.mark.aliases("memory")
+def test_leases_are_found_by_any_name_of_their_key(registered: Registered, key: str) -> None:
+    """As `current_lease()` finds them: by another spelling, and by an int."""
+    with distlock_all(f"{key}e\u0301", 42, backend=registered.alias) as leases:
+        assert leases[f"{key}e\u0301"] is leases[f"{key}\u00e9"]
+        assert leases[42] is leases["42"]
+        assert f"{key}e" not in leases
+        with pytest.raises(InvalidArgument, match="empty"):
+            leases[""]
+
+
 def test_all_or_none(registered: Registered, key: str) -> None:
     """Where one cannot be had, those that were taken are given back; `wait` is for all."""
     keys = [f"{key}-{number}" for number in range(4)]
