@@ -374,14 +374,15 @@ class Leader:
 
         def told(signum: int, frame: FrameType | None) -> None:
             if _own_handler(told) is not told:
-                # A forked child is no leader: SIGTERM has the handler from before.
+                # A forked child is no leader, nor is who has left: SIGTERM has an earlier handler.
                 signal.signal(signal.SIGTERM, _own_handler(told))
                 signal.raise_signal(signum)
                 return
-            signal.signal(signal.SIGTERM, before)
+            handler = _own_handler(before)
+            signal.signal(signal.SIGTERM, handler)
             self.stop()
-            if callable(before):
-                before(signum, frame)
+            if callable(handler):
+                handler(signum, frame)
             else:
                 unhandled.append(signum)
             if self._campaigns:
@@ -396,12 +397,14 @@ class Leader:
             yield unhandled
         finally:
             self._is_used = False
+            # Who was entered later, and leaves later, comes back to what was before this one.
+            vars(told).update(distlock_pid=None)
             if before is not None and signal.getsignal(signal.SIGTERM) is told:
-                signal.signal(signal.SIGTERM, before)
+                signal.signal(signal.SIGTERM, _own_handler(before))
 
 
 def _own_handler(handler: Any) -> Any:
-    """Return this process's own handler: those of leaders in its parents are passed over."""
+    """Return this process's own handler: leaders in its parents, or that left, are passed over."""
     while getattr(handler, "distlock_pid", os.getpid()) != os.getpid():
         handler = handler.distlock_before
     return handler

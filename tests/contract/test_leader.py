@@ -563,6 +563,28 @@ def test_signal_is_handled_as_before_behind_the_block(registered: Registered, ke
 
 
 @pytest.mark.aliases("memory", why="no store is asked")
+def test_leaders_leave_in_any_order(registered: Registered, key: str) -> None:
+    """What handled the signal before handles it again behind the last one, and once amid them."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda signum, _: seen.append(signum))
+    ours = signal.getsignal(signal.SIGTERM)
+    first, second = (leader(f"{key}{n}", backend=registered.alias) for n in "12")
+    try:
+        for told in ([], [signal.SIGTERM]):
+            with ExitStack() as later:
+                with first:
+                    term = later.enter_context(second)
+                if told:
+                    signal.raise_signal(signal.SIGTERM)
+                assert bool(term) is not bool(told)
+            assert seen == told
+            assert signal.getsignal(signal.SIGTERM) is ours
+        assert not first._is_stopped
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.aliases("memory", why="no store is asked")
 @pytest.mark.parametrize(("leads_too", "status"), [(False, -signal.SIGTERM), (True, 7)])
 def test_forked_child_of_a_leader_has_its_own_signal(
     candidate: Leader, key: str, *, leads_too: bool, status: int
