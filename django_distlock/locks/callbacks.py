@@ -83,10 +83,11 @@ class Losses:
         self._callbacks = weakref.ref(callbacks)
         return callbacks
 
-    def call(self) -> None:
-        """Call those back who wait for the loss."""
+    @property
+    def waiting(self) -> list[Call]:
+        """Who is called back about the loss."""
         callbacks = self._callbacks()
-        warn([] if callbacks is None else callbacks.lost)
+        return [] if callbacks is None else callbacks.lost
 
     def next_due(self, deadline: float) -> float:
         """Return when a callback has to be warned; the deadline: all have been."""
