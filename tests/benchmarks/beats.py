@@ -99,9 +99,7 @@ class Beats:
         for lease in leases:
             lease._holding.renewing.due_at = 1.0
         # Not by `add`, which starts the thread.
-        self._heartbeat._leases.update(
-            (id(each), each) for each in [lease._holding for lease in leases]
-        )
+        self._heartbeat._leases.update(dict.fromkeys(lease._holding for lease in leases))
 
     def fall_due(self) -> None:
         """Let all leases be due; what fell due before must have been renewed."""
