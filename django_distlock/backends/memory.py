@@ -76,7 +76,7 @@ class MemoryBackend(BaseLockBackend):
             now = self._now()
             if (kept := self._in_the_way(attempt, now)) is not None:
                 return kept
-            if self._is_guarded(name):
+            if name in self._guards and self._is_guarded(name):
                 return Contended(observed_at=now, busy=True, guarded=True)
             if (own := self._shelf.names.get(token)) and whole_name(own) != name:
                 raise InvalidArgument("This token already holds another key.", key=key)
@@ -313,7 +313,8 @@ class MemoryBackend(BaseLockBackend):
         """Return why the key cannot be had, and mark who has it; see `HeldLockManager.share`."""
         holders = self._shelf.holders(attempt.name, now)
         kept = in_the_way(attempt, holders, self._shelf.doors.get(attempt.name), now)
-        kept = paused(holders, now) if self._pause_of(attempt.name, now) else kept
+        if attempt.name in self._pauses and self._pause_of(attempt.name, now):
+            kept = paused(holders, now)
         if kept is not None and attempt.wanted:
             self._shelf.mark(attempt.name, holders)
             if not attempt.shared and holders and holders[0].shared:
