@@ -114,7 +114,9 @@ class MemoryBackend(BaseLockBackend):
             if record is None:
                 return False
             until = now if held is None else record.acquired_at + timedelta(seconds=held)
-            self._given_up(record, name)
+            if record.wanted:
+                self.queues.note_wanted(name)
+                self.queues.ring(name)
             if now < until:
                 self._shelf.put(name, changed(record, expires_at=until, free_at=until))
             else:
@@ -329,11 +331,6 @@ class MemoryBackend(BaseLockBackend):
         free_at = self._shelf.records[name].free_at
         if free_at is not None and (before.free_at is None or free_at < before.free_at):
             self._wake(before, name)
-
-    def _given_up(self, record: Record, name: str) -> None:
-        if record.wanted:
-            self.queues.note_wanted(name)
-            self.queues.ring(name)
 
     def _next_fence(self, name: str, key: str, now: datetime) -> int:
         floor = now if self.config.fence_floor else None

@@ -232,9 +232,9 @@ def _may_be_taken_over(outcome: Outcome, is_gone: Callable[[Holder], bool]) -> T
 
 
 def _is_final(outcome: Outcome) -> bool:
-    if isinstance(outcome, LockError):
-        return not isinstance(outcome, BackendUnavailable)
-    return isinstance(outcome, Grant)
+    if isinstance(outcome, Grant):
+        return True
+    return isinstance(outcome, LockError) and not isinstance(outcome, BackendUnavailable)
 
 
 def _is_unclear(outcome: Outcome) -> bool:

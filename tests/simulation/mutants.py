@@ -64,7 +64,7 @@ FURTHER = (
     _of("a settled record that is extended", "core/records.py",
         r" and not self.is_settled\n", "\n"),
     _of("a release that wakes nobody", "backends/memory.py",
-        r"self.queues.note_wanted\(name\)\n            self.queues.ring\(name\)", "pass"),
+        r"self.queues.note_wanted\(name\)\n                self.queues.ring\(name\)", "pass"),
     _of("a mark that is not set", "backends/memory.py", "if attempt.wanted and not record.wanted:",
         "if False:"),
     _of("a waiter that is first and is not woken", "backends/queues.py",
