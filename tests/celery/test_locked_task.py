@@ -660,6 +660,21 @@ def test_unique_and_lock_may_be_one_text(app: Celery) -> None:
     assert not distlock(UNIQUE).locked()
 
 
+def test_call_in_the_transaction_of_a_run_is_queued(app: Celery) -> None:
+    """The transaction keeps the key of the run that has ended, and the call goes on with it."""
+
+    @app.task(shared=False, base=LockedTask)
+    @locked_task(unique="{number}")
+    def work(number: int) -> Any:
+        record = lock_backends["default"].read(UNIQUE)
+        return record is not None and record.holder.task_id
+
+    with transaction.atomic():
+        for run in (work.apply((7,)), work.delay(7)):
+            assert run.get() == run.id
+    assert not distlock(UNIQUE).locked()
+
+
 def test_unique_key_stays_with_a_retry(app: Celery) -> None:
     """Between its attempts a task is queued: nobody else may be."""
     seen: list[Any] = []

@@ -65,6 +65,10 @@ def reserve(
     else:
         lease = lock.acquire()
     try:
+        if lease._holding.goes_on:
+            # The transaction has kept the lease of a run that has ended, and names that as holder.
+            ended, lease = lease, replace_one(lock, lease._holding.grant)
+            ended._let_go()
         return detached(lease)
     except LockError:
         lease.release()
@@ -92,7 +96,7 @@ def replace_any(lock: JobLock) -> Lease:
                 raise
 
 
-def replace_one(lock: JobLock, record: Record) -> Lease:
+def replace_one(lock: JobLock, record: Record | Grant) -> Lease:
     """Take a key in the place of another lease.
 
     Raises:
