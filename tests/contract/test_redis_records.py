@@ -14,6 +14,7 @@ from redis import Redis
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.redis import RedisBackend
+from django_distlock.backends.redis.lines import ThreadLines
 from django_distlock.conf import backend_config
 from django_distlock.core.errors import BackendUnavailable, LockUsageError
 from django_distlock.core.keys import key_hash, new_token
@@ -266,6 +267,23 @@ def test_pages_of_a_large_server_show_each_lock_once(
     for each in keys:
         take(backend, each)
     assert sorted(listed(backend, limit=limit)) == keys
+
+
+@SINGLE
+def test_listing_names_a_key_once(
+    store: RedisStore, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`SCAN` may give one again, in the same answer or in a later one."""
+    take(store.backend, key)
+    ask = ThreadLines.command
+
+    def command(self: ThreadLines, *words: str) -> Any:
+        answer = ask(self, *words)
+        # As if there were one more step.
+        return ["0" if words[1] == "1" else "1", answer[1] * 2] if words[0] == "SCAN" else answer
+
+    monkeypatch.setattr(ThreadLines, "command", command)
+    assert [each.key for each in store.backend.list(key).records] == [key]
 
 
 @pytest.mark.parametrize("walk", ["list", "raise_fences"])

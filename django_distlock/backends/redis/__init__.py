@@ -225,11 +225,15 @@ class RedisBackend(RedisWaiters):
         spoiled: list[Unreadable] = []
         last = None
         pattern = _ANY_TAG + escaped(prefix) + "*"
-        for line, chunk in self.store.walk_lines(self._at("lock", ""), pattern, cursor, limit):
+        seen: set[str] = set()
+        for line, walked in self.store.walk_lines(self._at("lock", ""), pattern, cursor, limit):
+            # A server that makes its table of keys smaller meanwhile may name some again.
+            chunk = [each for each in dict(walked).items() if each[0] not in seen]
+            seen.update(name for name, _place in chunk)
             if host is not None or task_id is not None:
                 locks = [self._at("lock", name) for name, _place in chunk]
                 fits = self.store.held_by(line, locks, host, task_id)
-                chunk = list(compress(chunk, fits))  # noqa: PLW2901
+                chunk = list(compress(chunk, fits))
             records = self.records_on(line, [name for name, _place in chunk])
             for record, (_name, place) in zip(records, chunk, strict=True):
                 if isinstance(record, Unreadable):
