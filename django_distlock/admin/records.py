@@ -18,6 +18,7 @@ from django.utils.safestring import SafeString
 from django.utils.translation import gettext_lazy as _
 
 from ..core.errors import LockError
+from ..core.holders import is_plain_text
 from ..core.keys import stored_key
 from ..core.wording import printable
 from ..handler import lock_backends
@@ -56,6 +57,15 @@ class ReadOnlyAdmin(_ModelAdmin):
     def database(self) -> str:
         """Return the alias of the database that is read."""
         return router.db_for_read(self.model)
+
+    def get_object(
+        self, request: HttpRequest, object_id: str, from_field: str | None = None
+    ) -> models.Model | None:
+        """Return a row; None where the address names none that a database could have."""
+        if not is_plain_text(object_id):
+            return None
+        found: models.Model | None = super().get_object(request, object_id, from_field)
+        return found
 
     def get_search_results(
         self, request: HttpRequest, queryset: models.QuerySet[Any], search_term: str

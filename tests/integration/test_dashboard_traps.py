@@ -8,7 +8,7 @@ import unicodedata
 from datetime import UTC, datetime, timedelta
 from html import unescape
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urljoin
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -400,6 +400,12 @@ def test_counters_and_events_are_readable(reader: Client, key: str) -> None:
     text = reader.get(f"{rows}/fencecounter/", {"q": odd}).content.decode()
     assert f"{paused:%M:%S}" in text
     event.delete()
+
+
+@pytest.mark.parametrize("address", [f"{LOCKS}%00/history/", LOCKS + "../fencecounter/%00/change/"])
+def test_address_that_names_no_row_is_no_error(reader: Client, address: str) -> None:
+    """Django asks the database, and psycopg refuses NUL by an error that Django does not know."""
+    assert reader.get(urljoin(LOCKS, address)).status_code in (302, 404)
 
 
 def test_times_are_local_without_time_zones_in_django(reader: Client, key: str) -> None:
