@@ -1055,7 +1055,8 @@ MUTANTS = (
     ),
     Mutant(
         "a report of an error shows a token", "postgres", "django_distlock/core/records.py",
-        old=r"Token\(self.token\)", new="str(self.token)",
+        old=r'if type\(self.token\) is not Token:\s+(object.*)Token\(self.token\)',
+        new=r"\1str.__str__(self.token)",
         test="tests/integration/test_secrets.py::test_report_of_a_block_shows_no_token",
     ),
     Mutant(
