@@ -6,6 +6,7 @@ import json
 import logging
 import pickle
 import random
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -372,10 +373,12 @@ def test_task_is_not_queued_for_ever(tasks: Tasks, taken: str) -> None:
     tasks.work(task.enqueue(taken, _distlock=[since + 5, 40]))
     last = tasks.queue()[-1]
     assert last.kwargs["_distlock"] == [since + 5, 41]
-    assert last.task.run_after.timestamp() <= since + jobs.MAX_WAIT + 5.001
+    # `max_wait` ends in 5 s. Between two looks at the clock a busy machine may stand still.
+    assert last.task.run_after.timestamp() <= since + jobs.MAX_WAIT + 5 + 5
     with pytest.raises(LockNotAcquired) as caught:
         tasks.work(task.enqueue(taken, _distlock=[since - 1, 41]))
-    assert "Queued again 41 times, in 3601 s." in caught.value.__notes__
+    (note,) = caught.value.__notes__
+    assert re.fullmatch(r"Queued again 41 times, in 36\d\d s\.", note)
     assert tasks.queue()[-1].kwargs["_distlock"][1] == 41
     task = tasks.of(counted, backend="later")
     assert tasks.work(task.enqueue(taken, _distlock=[0.0, 1]))["distlock"] == "queued again"
