@@ -83,11 +83,10 @@ class Losses:
         self._callbacks = weakref.ref(callbacks)
         return callbacks
 
-    @property
-    def waiting(self) -> list[Call]:
-        """Who is called back about the loss."""
+    def call(self) -> None:
+        """Call those back who wait for the loss."""
         callbacks = self._callbacks()
-        return [] if callbacks is None else callbacks.lost
+        warn([] if callbacks is None else callbacks.lost)
 
     def next_due(self, deadline: float) -> float:
         """Return when a callback has to be warned; the deadline: all have been."""

@@ -421,25 +421,21 @@ class Holding:
         if not self.losses.claim():
             return
         self.losses.cancel()
-        if not self.tells:
-            return
-        calls = self.losses.waiting
         if by_timer:
-            # Work is stopped also where a log stands still, as a pipe does that nobody reads.
-            if calls:
-                apart(partial(warn, calls))
             apart(partial(self._tell_lost, cause))
         else:
             self._tell_lost(cause)
-            warn(calls)
 
     def _tell_lost(self, cause: str) -> None:
+        if not self.tells:
+            return
         held_for = self.monotonic() - self.granted_at
         extra = self.log_fields("lost")
         logger.warning(
             "The lease on %r (fence %d) is lost: %s", self.key, self.fence, cause, extra=extra
         )
         self.tell(lock_lost, held_for=held_for, cause=cause)
+        self.losses.call()
 
     def lose(self, cause: str, *, tells: bool = True) -> NoReturn:
         """Raise `LockLost`, and tell of it before; or leave that to `alone`."""
