@@ -5,6 +5,7 @@ Usage: package.py FOLDER AGAIN: two releases of one commit. The first folder get
 
 from __future__ import annotations
 
+import email
 import json
 import re
 import subprocess
@@ -41,6 +42,17 @@ def check_contents(wheel: Path) -> None:
     assert "django_distlock/py.typed" in names, "no py.typed"
 
 
+def check_description(wheel: Path) -> None:
+    """Where the package is read there are no files: each link is an address of its own."""
+    with ZipFile(wheel) as archive:
+        (metadata,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        description = email.message_from_bytes(archive.read(metadata)).get_payload()
+    links = re.findall(r"\]\(([^)\s]+)\)", description)
+    assert len(links) > 40, f"{len(links)} links: where is the README?"
+    relative = [each for each in links if not each.startswith("https://")]
+    assert not relative, f"lead nowhere: {relative}"
+
+
 def check_release(folder: Path, again: Path) -> None:
     """Do what SECURITY.md says to do with a download, and compare it with another build."""
     run("sha256sum", "--check", "--strict", "SHA256SUMS", cwd=folder)
@@ -73,6 +85,7 @@ def main(folder: Path, again: Path) -> None:
     check_release(folder, again)
     (wheel,) = folder.glob("*.whl")
     check_contents(wheel)
+    check_description(wheel)
     project, environment = folder / "project", folder / "venv"
     python = environment / "bin" / "python"
     project.mkdir()

@@ -9,6 +9,7 @@ from django.core import checks
 from django.db import connections
 
 from ..core.errors import LockError, LockUsageError
+from ..core.pages import page
 from .configured import ADVISORY, DOCS, check_each, where
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 _DIRECT = (
     "Set OPTIONS['using'] to an alias that connects to PostgreSQL directly: see"
-    " docs/howto/use-session-locks.md."
+    f" {page('howto/use-session-locks')}."
 )
 
 

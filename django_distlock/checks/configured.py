@@ -12,6 +12,7 @@ from django.db import connections
 
 from .. import conf
 from ..backends.base import BaseLockBackend
+from ..core.pages import page
 from ..handler import lock_backends
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 B = TypeVar("B")
 Check = Callable[..., list[checks.CheckMessage]]
 
-DOCS = "See docs/reference/checks.md."
+DOCS = f"See {page('reference/checks')}."
 #: Backends are known by their path where the driver need not be installed.
 ADVISORY = "django_distlock.backends.advisory.AdvisoryBackend"
 REDIS = "django_distlock.backends.redis.RedisBackend"

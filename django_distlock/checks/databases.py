@@ -18,6 +18,7 @@ from django.db.migrations.exceptions import (
 from django.db.migrations.loader import MigrationLoader
 
 from ..backends.tables import FenceTable
+from ..core.pages import page
 from ..database.connections import database_file
 from ..database.vendors import VENDORS
 from ..models import (
@@ -56,7 +57,7 @@ def check_aliases(backend: FenceTable) -> Iterator[checks.CheckMessage]:
         yield (
             checks.Info(
                 f"{where(backend)} shares a SQLite file with other models: acquire no lock inside"
-                " atomic(). See docs/howto/choose-a-database.md.",
+                f" atomic(). See {page('howto/choose-a-database')}.",
                 id="distlock.W101",
             )
             if settings.DEBUG
@@ -65,7 +66,7 @@ def check_aliases(backend: FenceTable) -> Iterator[checks.CheckMessage]:
                 f" ({backend.using!r}). SQLite allows one writer per file, so acquire is refused"
                 " inside atomic() on this database.",
                 hint="Give the locks a database alias with its own file, and a router: see"
-                " docs/howto/choose-a-database.md.",
+                f" {page('howto/choose-a-database')}.",
                 id="distlock.W101",
             )
         )
@@ -170,7 +171,7 @@ def _lacks_tables(using: str, missing: list[type[models.Model]]) -> checks.Check
         f"The database {using!r} has no table"
         f" {', '.join(each._meta.db_table for each in missing)}.",
         hint=f"Run manage.py migrate --database {using}. If DISTLOCK_TABLES was changed after a"
-        " migration, rename the tables: see docs/howto/rename-tables.md.",
+        f" migration, rename the tables: see {page('howto/rename-tables')}.",
         id="distlock.W103",
     )
 

@@ -9,13 +9,14 @@ from django.conf import settings
 from django.core import checks
 
 from ..core.errors import LockError
+from ..core.pages import page
 from ..exceptions import InvalidLockBackend
 from .configured import DOCS, REDIS, check_each, where
 
 if TYPE_CHECKING:
     from ..backends.redis import RedisBackend
 
-_GUARANTEES = "For the consequences, see docs/explanation/guarantees.md."
+_GUARANTEES = f"For the consequences, see {page('explanation/guarantees')}."
 
 
 @check_each(REDIS)

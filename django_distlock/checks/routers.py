@@ -9,13 +9,14 @@ from django.core import checks
 from django.db import connections, router
 
 from ..backends.tables import FenceTable
+from ..core.pages import page
 from ..database.connections import database_file
 from ..models import HeldLock
 from .configured import Subject, configured, where
 
 _HINT = (
     "Add a router that sends django_distlock to the database of the locks, and allows its"
-    " migrations there: see docs/howto/choose-a-database.md."
+    f" migrations there: see {page('howto/choose-a-database')}."
 )
 
 

@@ -13,6 +13,7 @@ from django.db.migrations.loader import MigrationLoader
 from django.db.models import CheckConstraint
 
 from ..backends.database import DatabaseBackend
+from ..core.pages import page
 from ..database.sql import (
     FUNCTIONS,
     SCHEMA_OF,
@@ -71,7 +72,7 @@ def functions(using: str) -> Iterator[checks.CheckMessage]:
             hint=f"Run manage.py migrate {APP} --database {using}, as a role that may create"
             " functions. If no role may, set OPTIONS['server_functions'] to False. To enable"
             f" a disabled trigger, use ALTER TABLE … ENABLE TRIGGER {_GUARD}. See"
-            " docs/howto/choose-a-database.md.",
+            f" {page('howto/choose-a-database')}.",
             id="distlock.W107",
         )
 
@@ -109,7 +110,7 @@ def creators(using: str) -> Iterator[checks.CheckMessage]:
             " operators in its search path. These would run with the rights of the application"
             f" ({'; '.join(told)}).",
             hint="REVOKE CREATE ON SCHEMA … FROM these roles or from PUBLIC: see"
-            " docs/howto/grant-least-privilege.md.",
+            f" {page('howto/grant-least-privilege')}.",
             id="distlock.W113",
         )
 
@@ -122,7 +123,7 @@ def readers(using: str) -> Iterator[checks.CheckMessage]:
             f"In the database {using!r}, every role may read the table {salt}. A role that can"
             " connect could then block any key and listen to its waiters.",
             hint=f"REVOKE ALL ON {salt} FROM PUBLIC, and DELETE its row while no process acquires"
-            " locks. Migrate creates a new one. See docs/howto/grant-least-privilege.md.",
+            f" locks. Migrate creates a new one. See {page('howto/grant-least-privilege')}.",
             id="distlock.W114",
         )
 
@@ -144,7 +145,7 @@ def indexes(using: str, present: list[type[models.Model]]) -> Iterator[checks.Ch
             yield checks.Warning(
                 f"The table {table} of {using!r} lacks {', '.join(lacks)}.",
                 hint="Create it again as `manage.py sqlmigrate` prints it. For the columns, see"
-                " docs/reference/database-schema.md.",
+                f" {page('reference/database-schema')}.",
                 id="distlock.W111",
             )
 

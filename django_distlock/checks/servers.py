@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from django.core import checks
 from django.db import connections
 
+from ..core.pages import page
 from ..models import FenceCounter, HeldLock, RunNote, SeenFence, StoredResponse
 from .configured import DOCS, ask
 from .fencing import fenced_models_in
 
 _PRIMARY = f"Set OPTIONS['using'] to an alias of the primary. {DOCS}"
-_DURABLE = "For the effects of a crash, see docs/howto/production.md."
+_DURABLE = f"For the effects of a crash, see {page('howto/production')}."
 
 #: Whether it is a standby, and whether its transactions only read unless they say otherwise.
 _READ_ONLY = {

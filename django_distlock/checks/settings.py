@@ -15,6 +15,7 @@ from .. import conf
 from ..backends.base import BaseLockBackend
 from ..core.declarations import declarations
 from ..core.logs import log_fields
+from ..core.pages import page
 from ..handler import lock_backends
 from ..scheduling import PREFIX, RunScope
 from .configured import DOCS, Subject, check_each, where
@@ -70,7 +71,7 @@ def check_threads(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
             "uWSGI runs this process without threads, so the heartbeat stops between requests. A"
             " lease that outlives its request is not renewed, and a lease whose release waits for"
             " a rollback stays held until the next request.",
-            hint="Set enable-threads = true: see docs/howto/production.md.",
+            hint=f"Set enable-threads = true: see {page('howto/production')}.",
             id="distlock.W001",
         )
     ]
@@ -125,7 +126,8 @@ def check_memory(backend: BaseLockBackend) -> Iterator[checks.CheckMessage]:
     yield checks.Warning(
         f"{where(backend)} keeps its locks in process memory. Other processes cannot see them, so"
         f" several may hold the same key.{named}",
-        hint="Use a backend that is shared between processes: see docs/howto/choose-a-database.md.",
+        hint="Use a backend that is shared between processes: see"
+        f" {page('howto/choose-a-database')}.",
         id="distlock.W005",
     )
 

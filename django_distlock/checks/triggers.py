@@ -13,6 +13,7 @@ from django.db.backends.utils import truncate_name
 from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.state import ModelState
 
+from ..core.pages import page
 from ..fencing.operations import EnforceFence
 from ..fencing.triggers import FenceTrigger
 from .configured import ask
@@ -41,7 +42,7 @@ def fence_triggers(using: str, loader: MigrationLoader) -> Iterator[checks.Check
                 f" {state.app_label}.{state.name}, or the trigger is disabled.",
                 hint=f"Add a migration with EnforceFence({state.name_lower!r},"
                 f" field={trigger.field!r}), which creates it again: see"
-                " docs/reference/enforce-fence.md.",
+                f" {page('reference/enforce-fence')}.",
                 id="distlock.W109",
             )
 

@@ -13,6 +13,7 @@ from django.core.management import call_command
 from django.core.management.base import SystemCheckError
 from django.test import override_settings
 
+from django_distlock.core.pages import page
 from tests.backends import DATABASE, MEMORY
 from tests.contract.aliases import alias_like, locks_on
 
@@ -104,7 +105,7 @@ def test_check_command_fails_on_a_bad_setting() -> None:
     ):
         call_command("check")
     assert "distlock.E001" in str(caught.value)
-    assert "docs/reference/checks.md" in str(caught.value)
+    assert page("reference/checks") in str(caught.value)
 
 
 def test_bad_tables_stop_the_start(sqlite: str) -> None:

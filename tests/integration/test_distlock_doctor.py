@@ -15,6 +15,7 @@ from django.core.management import CommandError, call_command
 from django.test import override_settings
 
 from django_distlock import InvalidArgument, lock_backends
+from django_distlock.core.pages import DOCS_URL, page
 from django_distlock.inspection.diagnosis import ADDRESSES, diagnose
 from django_distlock.inspection.diagnosis.answers import KEY
 from django_distlock.inspection.diagnosis.findings import address
@@ -64,7 +65,7 @@ def test_fail_level_decides_about_the_status() -> None:
         assert ran.status == 0
         assert "WARNING distlock.W203 [locks]" in ran.out
         assert "do:   Set appendonly to yes." in ran.out
-        assert "read: docs/runbooks/failover.md" in ran.out
+        assert f"read: {page('runbooks/failover')}\n" in ran.out
         assert "1 finding." in ran.out
         assert run("distlock_doctor", "--fail-level=WARNING").status == 1
         assert run("distlock_doctor", "--fail-level=WARNING", "--json").status == 1
@@ -180,20 +181,24 @@ def test_keys_cannot_move_the_cursor() -> None:
     assert "report\\x1b[2J" in out
 
 
+def source(url: str) -> Path:
+    """Return the file that the page at an address is made from."""
+    return ROOT / "docs" / url.removeprefix(DOCS_URL).replace(".html", ".md")
+
+
 def test_every_finding_has_a_page_and_a_line() -> None:
     """Also each of the system checks, whatever its hint says; the references name them all."""
     table = (ROOT / "docs/reference/checks.md").read_text()
     known = set(re.findall(r"^- `(distlock\.[EW]\d+)`:", table, re.MULTILINE))
     assert len(known) > 20
-    pages = {address(each, "") for each in known | set(ADDRESSES)}
-    assert [each for each in sorted(pages) if not (ROOT / each).is_file()] == []
-    assert address("distlock.W101", "See docs/howto/choose-a-database.md.") == (
-        "docs/howto/choose-a-database.md"
-    )
+    pages = {source(address(each, "")) for each in known | set(ADDRESSES)}
+    assert [each for each in pages if not each.is_file()] == []
+    named = page("howto/choose-a-database")
+    assert address("distlock.W101", f"See {named}.") == named
     text = (ROOT / "docs/reference/commands.md").read_text()
     rows = re.findall(r"^- `(distlock\.D\d+)`: .*?\]\((.*?)\)", text, re.MULTILINE)
-    described = {name: str((ROOT / "docs/reference" / page).resolve()) for name, page in rows}
-    ours = {name: str(ROOT / page) for name, page in ADDRESSES.items() if ".D" in name}
+    described = {name: (ROOT / "docs/reference" / file).resolve() for name, file in rows}
+    ours = {name: source(each) for name, each in ADDRESSES.items() if ".D" in name}
     assert described == ours
 
 

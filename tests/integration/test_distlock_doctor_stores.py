@@ -21,6 +21,7 @@ from redis import Redis
 
 from django_distlock import LockError, lock_backends
 from django_distlock.conf import table
+from django_distlock.core.pages import page
 from django_distlock.inspection import diagnosis
 from django_distlock.inspection.diagnosis import Mark, answers, diagnose, look_for_loss
 from django_distlock.inspection.diagnosis.findings import Notes, told
@@ -285,7 +286,7 @@ def test_pooler_before_session_locks() -> None:
         with override_settings(DISTLOCK={"locks": given}):
             found = of(diagnose())
         connections[using].close()
-    assert found["E301"]["address"] == "docs/howto/use-session-locks.md"
+    assert found["E301"]["address"] == page("howto/use-session-locks")
     assert (found["D011"]["level"], found["D011"]["backend"]) == ("error", "locks")
 
 
@@ -301,7 +302,7 @@ def test_database_on_which_no_lock_can_be_taken(postgresql: str) -> None:
         raw.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = on".encode())
         found = of(diagnose())
     assert {"D011", "E105"} <= set(found)
-    assert found["E105"]["address"] == "docs/runbooks/failover.md"
+    assert found["E105"]["address"] == page("runbooks/failover")
 
 
 # What system checks find

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from django_distlock.core.pages import DOCS_URL
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 README = (ROOT / "README.md").read_text()
@@ -114,6 +116,17 @@ def test_checks_page_lists_the_checks() -> None:
     """Every id that the code reports has an entry, and every entry an id."""
     page = (ROOT / "docs/reference/checks.md").read_text()
     assert set(re.findall(r"^- `(distlock\.\w+)`:", page, re.MULTILINE)) == CHECKS
+
+
+def test_addresses_lead_to_pages_of_the_documentation() -> None:
+    """Those in hints, in alert rules and in the package's metadata, which are all in one place."""
+    alerts = (ROOT / "django_distlock/contrib/monitoring/alerts.yml").read_text()
+    fixed = alerts + (ROOT / "pyproject.toml").read_text()
+    assert set(re.findall(r"https://django-distlock[\w.-]*/en/\w+/", fixed)) == {DOCS_URL}
+    pages = set(re.findall(rf"{re.escape(DOCS_URL)}([\w/-]+)\.html", fixed))
+    pages |= set(re.findall(r"""\bpage\(['"]([\w/-]+)['"]\)""", CODE))
+    assert {"CHANGELOG", "howto/production", "runbooks/stuck-lock"} <= pages
+    assert [each for each in sorted(pages) if not (ROOT / f"docs/{each}.md").is_file()] == []
 
 
 def test_troubleshooting_names_codes_that_errors_have() -> None:

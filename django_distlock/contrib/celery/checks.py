@@ -12,6 +12,7 @@ from django.core import checks
 from ...core.errors import LockUsageError
 from ...core.keys import begins_with_field
 from ...core.logs import log_fields
+from ...core.pages import page
 from .declaring import app_of_project, import_modules
 from .runs import require_base
 from .terms import Terms, terms_of
@@ -19,7 +20,7 @@ from .terms import Terms, terms_of
 logger = logging.getLogger("django_distlock")
 
 _UID: Final = "django_distlock.contrib.celery.checks"
-_DOCS: Final = "See docs/howto/lock-celery-tasks.md."
+_DOCS: Final = f"See {page('howto/lock-celery-tasks')}."
 #: Brokers that deliver a message again which nobody has acknowledged for a time, and that time.
 _VISIBILITY: Final = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
 #: Unique tasks without their base of which this process has told.

@@ -11,9 +11,10 @@ from typing import Any, Final
 from django.core import checks
 
 from ...checks.configured import Subject
+from ...core.pages import DOCS_URL, page
 
-_CHECKS: Final = "docs/reference/checks.md"
-_PAGE = re.compile(r"docs/[\w/-]+\.md")
+_CHECKS: Final = page("reference/checks")
+_PAGE = re.compile(re.escape(DOCS_URL) + r"[\w/-]+\.html")
 _PAGES: Final = {
     "howto/wait-without-polling": "D008",
     "reference/checks": "D013",
@@ -29,7 +30,7 @@ _PAGES: Final = {
 }
 #: Where to read on. What is not here: the page that the hint names, or that of all checks.
 ADDRESSES: Final = {
-    f"distlock.{each}": f"docs/{page}.md" for page, ids in _PAGES.items() for each in ids.split()
+    f"distlock.{each}": page(name) for name, ids in _PAGES.items() for each in ids.split()
 }
 
 
@@ -130,5 +131,5 @@ def told(message: checks.CheckMessage) -> dict[str, Any]:
 
 def address(id: str, hint: str) -> str:  # noqa: A002 - see above
     """Return the page of the documentation that goes on where a hint ends."""
-    named = [page for page in _PAGE.findall(hint) if page != _CHECKS]
+    named = [each for each in _PAGE.findall(hint) if each != _CHECKS]
     return ADDRESSES.get(id) or (named[0] if named else _CHECKS)
