@@ -29,8 +29,8 @@ PASSED_ON = [
 ]  # fmt: skip
 #: Whether the system tells of the end of a process without forgetting it: macOS by Python 3.13.
 _TELLS_ENDS = hasattr(os, "waitid")
-#: Seconds between two looks where it does not.
-_LOOK_SECONDS = None if _TELLS_ENDS else 1.0
+#: Seconds between two looks at the program and its lease.
+_LOOK_SECONDS = 1.0
 _STOP = getattr(signal, "SIGTSTP", None)
 _CONTINUE = getattr(signal, "SIGCONT", None)
 #: What a terminal sends to all processes in its foreground.
@@ -206,14 +206,15 @@ class Signals:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
 
-    def wait_for(self, program: Program) -> int:
-        """Wait for the end of a program; return what it has ended with."""
+    def wait_for(self, program: Program, look: Callable[[], None]) -> int:
+        """Wait for the end of a program, and call `look` now and then; return its exit status."""
         # Python's handlers run between two steps of a program. One whose signal comes just before
         # a wait for a process would wait as well: a pipe wakes it whenever it comes.
         while self._wake is not None and program.is_running:
             select.select([self._wake[0]], [], [], _LOOK_SECONDS)
             with suppress(BlockingIOError):
                 os.read(self._wake[0], 4096)
+            look()
         return program.wait()
 
     def keep(self) -> None:

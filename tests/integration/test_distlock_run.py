@@ -488,6 +488,21 @@ def test_program_ends_where_nobody_reads(project: Project, key: str, is_killed: 
     lock_backends["default"].force_release(key)
 
 
+def test_program_ends_where_a_full_pipe_is_not_read(project: Project, key: str) -> None:
+    """The log of the lost lease waits for its reader then, and the program does not."""
+    fill = "head -c 1000000 /dev/zero >&2 &"
+    command = shell(f"echo started $$; {fill} while :; do sleep 0.05; done")
+    with Run(project, key, "--ttl", "3", "--grace", "0.3", *command) as run:
+        program = int(run.says("started "))
+        try:
+            eventually(lambda: bool(children_of(program)), "it writes")
+            assert lock_backends["default"].force_release(key)
+            eventually(lambda: state_of(program) == "", "the program is gone")
+        finally:
+            end(program)
+    lock_backends["default"].force_release(key)
+
+
 def test_program_may_go_on_without_its_lock(project: Project, key: str) -> None:
     """With `--on-lost=ignore` that is said, and nobody ends it, also when we are killed."""
     with Run(project, key, "--ttl", "3", "--on-lost=ignore", *shell(FOREVER)) as run:

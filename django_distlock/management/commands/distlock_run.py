@@ -195,7 +195,8 @@ class _Run:
         self._signals = signals
         self._ends_it = ends_it
         self._grace = grace
-        self._is_lost = False
+        # Acquired once: by who carries out the loss.
+        self._is_lost = threading.Lock()
         self._is_ended = threading.Event()
 
     def carry_out(self, lease: Lease, command: list[str], path: str) -> None:
@@ -216,9 +217,9 @@ class _Run:
                 leash.let_off()
                 raise
             lease.on_lost(partial(self._on_lost, program))
-            self.status = self._signals.wait_for(program)
+            self.status = self._signals.wait_for(program, partial(self._look, program, lease))
             self._signals.ignore()
-            if self._is_lost and self._ends_it:
+            if self._is_lost.locked() and self._ends_it:
                 # What it has left running goes too.
                 self._is_ended.wait()
 
@@ -227,9 +228,15 @@ class _Run:
         """What to end with where the lease was lost."""
         return LOST if self._ends_it else self.status
 
+    def _look(self, program: Program, lease: Lease) -> None:
+        # The log of a loss comes before callbacks, and waits for whoever reads standard error.
+        if self._ends_it and lease.is_lost:
+            self._on_lost(program, lease)
+
     def _on_lost(self, program: Program, lease: Lease) -> None:
-        # In a thread of its own, or behind the program's end.
-        self._is_lost = True
+        # In a thread of its own, by a look, or behind the program's end: the first one alone.
+        if not self._is_lost.acquire(blocking=False):
+            return
         try:
             if not program.is_running:
                 self._say(lease, "was lost; its program has ended")
