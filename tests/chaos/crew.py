@@ -80,7 +80,7 @@ class Member:
         if spec["clocks"] and FAKETIME is not None:
             environment |= {
                 "LD_PRELOAD": str(FAKETIME), "FAKETIME_TIMESTAMP_FILE": str(self._clock),
-                "FAKETIME_NO_CACHE": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+                "FAKETIME_CACHE_DURATION": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             }  # fmt: skip
         self._log = history.with_suffix(".log").open("wb")
         self.popen = subprocess.Popen(
