@@ -18,7 +18,9 @@ from .secrets import Token
 _GRACE: Final = timedelta(seconds=GRACE)
 
 #: What is raised where a record is made of what somebody else has written in its place.
-SPOILED: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+SPOILED: Final = (
+    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
 
 
 def known_holder(data: Any) -> Holder:

@@ -67,6 +67,7 @@ HOLDERS = {
     "start": json.dumps({"started_at": "x"}),
     "host": json.dumps({"host": 7}),
     "task": json.dumps({"host": "h", "task_id": [1]}),
+    "depth": "[" * 100_000,
 }
 WAYS: dict[str, Callable[[RedisBackend, str], object]] = {
     "another type": another_type,

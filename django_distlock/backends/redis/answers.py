@@ -114,7 +114,7 @@ def _record(described: str) -> Record:
 def _recorded(fields: Mapping[str, str]) -> Record:
     try:
         told = json.loads(fields["holder"])
-    except ValueError:
+    except SPOILED:
         told = None
     return recorded(fields, known_holder(told))
 
