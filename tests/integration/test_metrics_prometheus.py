@@ -166,7 +166,9 @@ def test_renewal_says_how_much_was_left(key: str, scraped: Scraped) -> None:
             lambda: (scraped.value("renewal_slack_seconds_count", **of(key)) or 0) >= 1, 10
         )
     by_heartbeat = scraped.value("renewal_slack_seconds_sum", **of(key)) or 0
-    assert 0 < by_heartbeat < 2.5
+    # A machine that is busy has had more than one.
+    renewals = scraped.value("renewal_slack_seconds_count", **of(key)) or 0
+    assert 0 < by_heartbeat < 2.5 * renewals
     with distlock(f"{key}:1", backend="memory", ttl=300, heartbeat=False) as lease:
         lease.extend()
     assert (scraped.value("renewal_slack_seconds_sum", **of(key)) or 0) > by_heartbeat + 200
