@@ -31,14 +31,11 @@ else:
 DISTLOCK = {
     "default": {
         "KEY_PREFIX": "shop",
-        # Fences go on rising when the locks move: payments remember the highest they have seen.
-        "FENCE_FLOOR": "clock",
         **backend(os.environ.get("SHOP_LOCKS", ""), using=LOCKS),
     },
     # Jobs keep their keys for a while after they end, which sessions cannot.
     "jobs": {
         "KEY_PREFIX": "shop-jobs",
-        "FENCE_FLOOR": "clock",
         **backend("database", using=LOCKS),
     },
 }
@@ -60,6 +57,7 @@ CELERY_BEAT_SCHEDULE_FILENAME = str(folder / "queue" / "beat")
 CELERY_WORKER_HIJACK_ROOT_LOGGER = False  # see LOGGING
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_BEAT_SCHEDULER = "django_distlock.contrib.celery.scheduler:DistlockScheduler"
+CELERY_BEAT_DISTLOCK_BACKEND = "jobs"
 CELERY_BEAT_SCHEDULE = {
     "nightly-report": {
         "task": "shop.tasks.nightly_report",

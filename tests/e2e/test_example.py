@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from django_distlock.core.keys import own_key
 from tests.integration.runs import state_of
 from tests.redis_servers import private_redis
 
+from .dashboards import LOCKS
 from .shops import FOLDER, Shop, Site, ended
 
 # What a program does that knows nothing of fences.
@@ -101,7 +103,15 @@ def test_site_captures_a_payment_once(shop: Shop) -> None:
     with shop.serve() as site:
         page = site.get("/").text
         assert all(name in page for name in ("Kettle", "Ada", "Locks held now"))
-        assert "The payment was captured." in site.post("/payments/1/capture/").text
+        page = site.post("/payments/1/capture/").text
+        # What just happened, where to see it, and under which fence: they count from one.
+        strip = re.search(r"What just happened:</b> (.+?) <a href=\"([^\"]+)\">(.+?)</a>", page)
+        assert strip, page
+        assert strip[1] == "The payment was captured."
+        assert strip[2] == f"{LOCKS}key/?backend=default&amp;key=payment%3A1"
+        # Those of Redis and of sessions follow the clock.
+        first = r"\d{13,}" if shop.environment["SHOP_LOCKS"] else "1"
+        assert re.fullmatch(f"Lock payment:1, fence {first}", strip[3])
         assert "/payments/1/capture/" not in site.get("/").text
 
 
@@ -116,6 +126,7 @@ def test_site_sends_away_who_comes_second(shop: Shop) -> None:
         assert busy.retry_after
         assert 1 <= int(busy.retry_after) <= 61
         assert holder in busy.text
+        assert f"{LOCKS}key/?backend=default&amp;key=payment%3A1" in busy.text
         assert "/payments/1/capture/" in site.get("/").text
 
 
@@ -191,9 +202,43 @@ def test_worker_does_what_was_left_to_it(shop: Shop, stop: signal.Signals) -> No
     """A payment, and what the schedule says. It ends with the demo: it would hold our pipe."""
     shop.environment["SHOP_REPORT_SECONDS"] = "1"
     with shop.serve(stop=stop, worker=True) as site:
+        # It says so until there is one.
+        site.wait_for("/", lambda text: "No Celery worker runs" not in text)
         assert "A worker captures the payment" in site.post("/payments/1/later/").text
         site.wait_for("/", lambda text: "/payments/1/capture/" not in text)
         site.wait_for("/", lambda text: "pieces in stock" in text)
+
+
+@pytest.mark.parametrize("shop", ["sqlite"], indirect=True)
+def test_site_says_that_no_worker_runs(shop: Shop) -> None:
+    """Before anything is left to one, and behind it."""
+    with shop.serve() as site:
+        assert "No Celery worker runs." in site.get("/").text
+        assert "queued, but no Celery worker runs." in site.post("/payments/1/later/").text
+
+
+@pytest.mark.parametrize("shop", ["sqlite"], indirect=True)
+def test_demo_looks_at_its_port_first(shop: Shop) -> None:
+    """Where it is taken, nothing is done, and the message says what to do."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with shop.start("manage.py", "demo", f"--port={port}") as process:
+            said = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert re.fullmatch(rf"CommandError: Port {port} cannot be used: .+\. .+ --port\.\n", said), (
+        said
+    )
+    assert not Path(shop.environment["SHOP_DATA_DIR"], "shop.sqlite3").exists()
+
+
+@pytest.mark.parametrize("shop", ["redis"], indirect=True)
+def test_payments_are_captured_by_locks_of_another_store(shop: Shop) -> None:
+    """Its counters begin above the fences on the rows, which those of Redis have raised."""
+    with shop.serve() as site:
+        site.post("/payments/1/capture/")
+    shop.environment["SHOP_LOCKS"] = ""
+    with shop.serve() as site:
+        assert "The payment was captured." in site.post("/payments/1/capture/").text
 
 
 @pytest.mark.parametrize("shop", ["sqlite"], indirect=True)

@@ -1,6 +1,7 @@
 """Show what locks and fences are good for, then serve the shop."""
 
 import signal
+import socket
 import subprocess
 import sys
 from argparse import ArgumentParser, ArgumentTypeError
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from django_distlock import lock_backends
 from shop import story
 from shop.competition import MANAGE, Competition, Stuck
 from shop.models import Payment, Product
@@ -71,6 +73,8 @@ class Command(BaseCommand):
         # A shell that starts it in the background has Ctrl-C ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self.console = Console(highlight=False)
+        if not options["no_serve"]:
+            require_free(options["port"])
         try:
             self.set_up()
             if options["rounds"]:
@@ -96,6 +100,15 @@ class Command(BaseCommand):
             Payment.objects.update_or_create(
                 customer=customer, defaults={"amount": amount, "status": Payment.Status.OPEN}
             )
+        self.raise_fences()
+
+    def raise_fences(self) -> None:
+        """Let fences exceed those on the rows, also if `SHOP_LOCKS` chose another store before."""
+        store = lock_backends["default"]
+        if not store.supports_ttl:
+            return  # The fences of a session's locks follow the clock.
+        for payment in Payment.objects.filter(fence__gt=0):
+            store.raise_fences(payment.fence, key=f"payment:{payment.pk}")
 
     def compete(self, workers: int, rounds: int) -> None:
         """Sell without the lock, then with it, and compare."""
@@ -158,6 +171,23 @@ class Command(BaseCommand):
         )
         with worker() if with_worker else nullcontext():
             call_command("runserver", f"127.0.0.1:{port}", use_reloader=False)
+
+
+def require_free(port: int) -> None:
+    """Look at the port before anything else, as `runserver` will.
+
+    Raises:
+        CommandError: It cannot be used.
+    """
+    with socket.socket() as probe:
+        # One that closed a moment ago is no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise CommandError(
+                f"Port {port} cannot be used: {error.strerror}. Choose another one with --port."
+            ) from None
 
 
 @contextmanager
