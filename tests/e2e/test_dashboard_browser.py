@@ -204,6 +204,9 @@ def test_phone_shows_all_of_it(shop: Dashboard, browser: Browser) -> None:
         assert browser.ask(f"document.querySelector('{table}').scrollWidth") <= 390
         label = "getComputedStyle(document.querySelector('td[data-label=Waiting]'), '::before')"
         assert "Waiting" in browser.ask(f"{label}.content")
+        # A lock has two lines, however long its key is.
+        line = float(browser.ask("getComputedStyle(document.body).fontSize").removesuffix("px")) * 2
+        assert browser.one(row("k" * 512)).size["height"] < 3 * line
 
 
 def test_programs_ask_with_a_token(shop: Dashboard, window: Browser) -> None:
