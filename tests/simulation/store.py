@@ -211,9 +211,13 @@ class Client(BaseLockBackend):
             self._fronts[name] = front, now
         elif front not in queue or now - since >= PATIENCE - 0.1:
             self._impatient.add(asks)
-        # Who stood still itself may have looked at another one in front.
-        elif asks not in self._impatient and current_thread().stalled_at < since:
-            raise Violation(f"the front of the queue of {name} is overtaken")
+        elif asks not in self._impatient:
+            # Who stood still itself may have looked at another one in front; and while somebody
+            # stands still who leaves the queue, nobody knows yet since when the next is in front.
+            leaves = self.queues._mutex._owner  # type: ignore[attr-defined]
+            if current_thread().stalled_at < since and leaves is None:
+                raise Violation(f"the front of the queue of {name} is overtaken")
+            self._impatient.add(asks)
 
     @property
     def is_listening(self) -> bool:
