@@ -139,6 +139,8 @@ def adopt(store: BaseLockBackend, request: Request, terms: Terms, block: Block) 
     if waiting is None or not waiting.claim(block):
         block.adopting = None
         return None
+    # Interrupted, it is left to the transactions again, also where a call asks.
+    block.home = request.home
     adopted: Lease | None = None
     try:
         adopted = _successor(waiting.owner, store, terms, request.wait, block)

@@ -25,7 +25,7 @@ from django_distlock.compat.pglock import advisory
 from django_distlock.core.keys import own_key
 from django_distlock.handler import lock_backends
 from django_distlock.leading import Leader, Leadership
-from django_distlock.locks import blocks, several
+from django_distlock.locks import blocks, context, several, taking
 from django_distlock.locks.release import Release
 from django_distlock.locks.several import LockSet
 from django_distlock.process import deferred_release
@@ -299,6 +299,22 @@ def test_interrupted_block_in_a_transaction_keeps_the_key_to_its_end(
         with lock as again:
             assert again.token == lease.token
     assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
+
+
+@pytest.mark.parametrize("inside", [taking._take, context.adopt, context._successor])
+def test_interrupted_acquire_leaves_what_the_transaction_has_kept_to_it(
+    key: str, inside: FunctionType
+) -> None:
+    """A call goes on with its lease, under which data may have been written before."""
+    lock = lock_of(BACKENDS["memory"], key, ttl=60)
+    for line in range(1, 22):
+        with atomic():
+            block(lock)
+            was_reached = interrupt_at(line, lambda: lock.acquire().release(), inside)
+            deferred_release._worker.finish()
+            assert not grantable(replace(lock, wait=0)), line
+        assert eventually(lambda: nothing_is_left(lock), PATIENT), left_of(lock)
+        assert was_reached or line > 8
 
 
 @pytest.mark.parametrize("line", range(1, 27))
