@@ -830,6 +830,21 @@ def test_unique_key_ends_with_a_task_whose_body_is_wrapped(app: Celery, base: ty
     assert not held_now()
 
 
+def test_unique_key_of_models_is_that_of_their_message(app: Celery) -> None:
+    """As with pydantic=True: Celery sends dictionaries, and a worker sees nothing else."""
+    dumped = staticmethod(lambda args, kwargs: (tuple(map(str, args)), kwargs))
+
+    @app.task(shared=False, base=LockedTask, _dump_pydantic_arguments=dumped)
+    @locked_task(unique=True)
+    def work(number: object) -> None: ...
+
+    with queue_of(app) as next_message:
+        work.delay(7)
+        message = next_message()
+        deliver(work, *message.payload[0], **message.headers)
+    assert not held_now()
+
+
 @pytest.mark.parametrize("error", [Ignore(), Reject(requeue=False), ValueError(), None])
 def test_keys_of_a_task_that_runs_without_its_lock(app: Celery, error: Exception | None) -> None:
     """It waits no more once it has begun, and may be called again however it ends."""

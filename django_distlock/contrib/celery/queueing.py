@@ -42,6 +42,10 @@ _here: WeakValueDictionary[str, Lease] = WeakValueDictionary()
 
 def call_of(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Return the call that the body of a task will get."""
+    # With pydantic=True Celery sends what it has made of models, and a worker sees nothing else.
+    dumped = getattr(task, "_dump_pydantic_arguments", None)
+    if dumped is not None and task.serializer != "pickle":
+        args, kwargs = dumped(args, kwargs)
     is_bound = inspect.ismethod(getattr(task, "_orig_run", task.run))
     return Call(task.name, (task, *args) if is_bound else args, kwargs, is_bound)
 
