@@ -18,7 +18,7 @@ from django_distlock.backends.redis import RedisBackend
 from django_distlock.conf import table
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
-from django_distlock.core.records import Contended, Grant
+from django_distlock.core.records import Contended, Grant, InTheWay
 from django_distlock.inspection import (
     Operation,
     force_release,
@@ -58,16 +58,17 @@ def no_text(store: RedisBackend, name: str) -> None:
     store.store.client.hset(name, "holder", b"\xff")
 
 
-#: Holders that are none.
-HOLDERS = {
-    "holder": "{",
-    "list for a holder": "[]",
-    "metadata": json.dumps({"host": "h", "metadata": 7}),
-    "process": json.dumps({"pid": "x"}),
-    "start": json.dumps({"started_at": "x"}),
-    "host": json.dumps({"host": 7}),
-    "task": json.dumps({"host": "h", "task_id": [1]}),
-    "depth": "[" * 100_000,
+#: Ways to spoil who holds it.
+HOLDERS: dict[str, Callable[[RedisBackend, str], object]] = {
+    "no text": no_text,
+    "holder": fields("holder", "{"),
+    "list for a holder": fields("holder", "[]"),
+    "metadata": fields("holder", json.dumps({"host": "h", "metadata": 7})),
+    "process": fields("holder", json.dumps({"pid": "x"})),
+    "start": fields("holder", json.dumps({"started_at": "x"})),
+    "host": fields("holder", json.dumps({"host": 7})),
+    "task": fields("holder", json.dumps({"host": "h", "task_id": [1]})),
+    "depth": fields("holder", "[" * 100_000),
 }
 WAYS: dict[str, Callable[[RedisBackend, str], object]] = {
     "another type": another_type,
@@ -76,8 +77,7 @@ WAYS: dict[str, Callable[[RedisBackend, str], object]] = {
     "end": fields("free_at", "soon"),
     "far end": fields("expires_at", "9" * 30),
     "ttl": fields("ttl", "long"),
-    "no text": no_text,
-    **{way: fields("holder", text) for way, text in HOLDERS.items()},
+    **HOLDERS,
 }
 
 
@@ -157,6 +157,9 @@ def test_spoiled_holder_in_redis_is_in_nobodys_way(spoiled: str) -> None:
     assert record is not None
     assert record.holder == Holder()
     assert isinstance(store.acquire(spoiled, new_token(), 60), Contended)
+    several = store.records.acquire({f"{spoiled}:a": new_token(), spoiled: new_token()}, 60)
+    assert isinstance(several, InTheWay)
+    assert several.key == spoiled
     done = [request_stop(spoiled, backend=ALIAS, **WHO)]
     done += [force_release(spoiled, backend=ALIAS, **WHO)]
     assert [each.is_done for each in done] == [True, True]

@@ -287,9 +287,9 @@ def escaped(text: str) -> str:
 
 
 def text(answer: Any) -> str:
-    """Return an answer as text; bytes that are none are escaped, for others may have keys here."""
+    """Return an answer as text. What others wrote that is none is replaced: JSON can be read."""
     # A client of the project's own making may decode.
-    return answer if isinstance(answer, str) else str(answer, "utf-8", "backslashreplace")
+    return answer if isinstance(answer, str) else str(answer, "utf-8", "replace")
 
 
 def _begin_in_child() -> None:
