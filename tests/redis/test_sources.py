@@ -185,6 +185,8 @@ def test_factory_that_makes_something_else(key: str, client: Callable[[], object
         ({"cache": "no-location"}, "'no-location' is no address of Redis: ImproperlyConfigured"),
         ({"client_factory": "tests.redis.nothing"}, "client_factory: It cannot be imported"),
         ({"client_factory": "nothing"}, "client_factory: It cannot be imported"),
+        ({"client_factory": ".locks"}, "client_factory: It cannot be imported"),
+        ({"client_factory": ".redis.locks"}, "client_factory: It cannot be imported"),
         ({"client_factory": 5}, "client_factory: It must be callable"),
     ],
 )

@@ -290,7 +290,7 @@ def _from_factory(factory: object) -> Callable[[], Any]:
     if isinstance(factory, str):
         try:
             factory = import_string(factory)
-        except ImportError as error:
+        except (ImportError, TypeError, ValueError) as error:  # The last two: a leading dot
             raise InvalidLockBackend(f"It cannot be imported: {error}") from error
     if not callable(factory):
         raise InvalidLockBackend(f"It must be callable, or the path of that, not {shown(factory)}.")
