@@ -26,7 +26,7 @@ from django_distlock.inspection import diagnosis
 from django_distlock.inspection.diagnosis import Mark, answers, diagnose, look_for_loss
 from django_distlock.inspection.diagnosis.findings import Notes, told
 from django_distlock.process.host import current_holder
-from tests.backends import ADVISORY
+from tests.backends import ADVISORY, MEMORY
 from tests.contract.aliases import DATABASE, alias_like
 from tests.contract.helpers import PROMPT, at_once
 from tests.poolers import pgbouncer
@@ -188,6 +188,12 @@ def test_connections_of_redis_are_nearly_used() -> None:
                 client = stack.enter_context(Redis.from_url(running.url))
                 client.ping()
             assert "of 20" in of(asked())["D010"]["message"]
+
+
+def test_leases_of_the_project_are_short() -> None:
+    """The lock of the doctor is no longer than `MAX_TTL`."""
+    with override_settings(DISTLOCK={"locks": {"BACKEND": MEMORY, "TTL": 5, "MAX_TTL": 5}}):
+        assert look(asked(), "locking")[0] is Mark.OK
 
 
 def test_what_other_databases_tell(mysql: str, sqlite: str) -> None:

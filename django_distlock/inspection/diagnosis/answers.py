@@ -207,7 +207,8 @@ def _note_writing(store: BaseLockBackend, notes: Notes, *, writes: bool) -> bool
 
 
 def _locked(store: BaseLockBackend) -> str:
-    answer = store.acquire(KEY, new_token(), TTL, current_holder())
+    ttl = min(TTL, store.config.max_ttl)
+    answer = store.acquire(KEY, new_token(), ttl, current_holder())
     if isinstance(answer, Contended):
         return f"answers; the key {KEY!r} is held, so no lock was acquired for this test"
     store.release(answer)
