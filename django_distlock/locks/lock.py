@@ -57,13 +57,18 @@ def distlock(  # noqa: PLR0913 - each says one thing, by name
 ) -> Lock:
     """Describe a lock to hold around a block or a call.
 
+        with distlock("invoice:42", ttl=60, wait=5) as lease: ...
+
+        @distlock("invoice:{invoice_id}")
+        def send(invoice_id): ...
+
     Args:
         key: Text of at most 512 bytes of UTF-8, or an int: its digits. For a decorator, a template.
         ttl: Seconds (or a `timedelta`) until the lease ends by itself, at least 0.1 and at most
-            the `MAX_TTL` of the backend; None: its `TTL`, or no expiry if `basic`.
+            the `MAX_TTL` of the backend (7 days); None: its `TTL` (30 s), or no expiry if `basic`.
         wait: Seconds (or a `timedelta`) to keep trying; 0: one attempt; None: for ever, unless the
             transaction around it keeps another key until its end; left out: the `WAIT` of the
-            backend. A slow store gets 5 s more for all that it is asked, connecting included.
+            backend (5 s). A slow store gets 5 s more for all that it is asked, connecting included.
         backend: An alias in `DISTLOCK`.
         heartbeat: Whether the lease of a block is renewed while the block runs.
         hold: Keep the key taken for all of the ttl, also when the work ends sooner: at most one

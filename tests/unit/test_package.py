@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 import django_distlock
 from django_distlock import distlock
+from django_distlock.conf import BackendConfig
 from django_distlock.views import locked_view
 
 ROOT = Path(__file__).parents[2]
@@ -243,6 +245,7 @@ def test_lock_may_be_described_before_settings() -> None:
     """A module may describe and decorate at import, before Django is set up."""
     program = f"""{WITHOUT_EXTRAS}
 from django_distlock import distlock
+from django_distlock.conf import BackendConfig
 from django_distlock.views import locked_view
 lock = distlock("nightly", ttl=60, wait=0)
 
@@ -278,6 +281,7 @@ import signal, threading
 before = {each: signal.getsignal(each) for each in signal.valid_signals()}
 import django_distlock
 from django_distlock import distlock
+from django_distlock.conf import BackendConfig
 from django_distlock.views import locked_view
 assert threading.active_count() == 1, threading.enumerate()
 assert before == {each: signal.getsignal(each) for each in signal.valid_signals()}
@@ -295,3 +299,14 @@ def test_argument_of_another_package_is_answered_with_ours(name: str, here: str)
     for call in (distlock, locked_view):
         with pytest.raises(TypeError, match=rf"no argument '{name}'. Use {here}"):
             call("key", **wrong)
+
+
+def test_help_has_an_example_and_the_defaults() -> None:
+    """Also those that are settings of the backend."""
+    shown = " ".join((inspect.getdoc(distlock) or "").split())
+    assert 'with distlock("invoice:42", ttl=60, wait=5) as lease: ...' in shown
+    assert '@distlock("invoice:{invoice_id}") def send(invoice_id): ...' in shown
+    config = BackendConfig()
+    assert f"its `TTL` ({config.ttl:g} s)" in shown
+    assert f"the `WAIT` of the backend ({config.wait or 0:g} s)" in shown
+    assert f"the `MAX_TTL` of the backend ({config.max_ttl / 86400:g} days)" in shown
