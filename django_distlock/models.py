@@ -151,7 +151,7 @@ class Waiter(models.Model):
     since = InstantField(_("since"))
     #: When the note ends by itself, if its waiter died.
     until = InstantField(_("until"))
-    #: Where wake-ups are heard; "": nowhere, it asks again and again.
+    #: Where wake-ups are heard; "": nowhere, it polls.
     channel = KeyField(_("channel"), max_length=63, blank=True)
 
     objects: ClassVar[WaiterManager] = WaiterManager()

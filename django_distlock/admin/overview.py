@@ -65,7 +65,7 @@ class Card:
     def facts(self) -> tuple[object, ...]:
         """Return what a refresh has to show again when it has changed.
 
-        The worst heartbeat moves all the time: it is news when it is too late.
+        The latest heartbeat moves all the time: it is news when it is too late.
         """
         number = None if self.name == "overdue" else self.number
         return self.name, number, self.is_exact, self.is_grave, self.is_least

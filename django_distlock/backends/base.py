@@ -363,7 +363,7 @@ class BaseLockBackend:
     def force_release(
         self, key: str, *, fence: int | None = None, bound: Duration = MAX_BOUND
     ) -> Record | Contended | None:
-        """Take a key from its holder: the fence moves on first, then the record goes.
+        """Force-release a key: the fence moves on first, then the record goes.
 
         Args:
             fence: Only if this is the holder's fence, compared in the same step; none that is held
@@ -390,7 +390,7 @@ class BaseLockBackend:
         fence: int | None = None,
         bound: Duration = MAX_BOUND,
     ) -> Record | Contended | None:
-        """Ask the holder to finish: its next extend says `stop_requested`.
+        """Request that the holder stops: its next extend says `stop_requested`.
 
         Args:
             within: Let its lease be renewed for so many seconds at the most. `supports_ttl`.

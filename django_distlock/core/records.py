@@ -401,7 +401,7 @@ class Waiting:
     Attributes:
         since: When it was noted, by the store's clock.
         until: When the note ends by itself, if its waiter died.
-        is_woken: Whether wake-ups came at that time; False: it asks again and again.
+        is_woken: Whether wake-ups came at that time; False: it polls.
     """
 
     holder: Holder

@@ -33,7 +33,7 @@ class Order:
     Args:
         operation: What is to be done.
         actor: A user of the project, or a text of 1 to 200 characters that names somebody.
-        reason: Why, in at most 200 characters. To take a key from its holder needs one.
+        reason: Why, in at most 200 characters. A force-release needs one.
 
     Raises:
         InvalidArgument: The actor or the reason breaks a rule.

@@ -26,7 +26,7 @@ MAX_SPAN = 10 * 366 * 24 * 3600.0
 def force_release(
     key: str, *, backend: str = "default", fence: int | None = None, actor: Any, reason: str
 ) -> Outcome:
-    """Take a key from its holder: the fence moves on first, then the record goes.
+    """Force-release a key: the fence moves on first, then the record goes.
 
     While a guarded transaction of the holder is open, the outcome is busy at once, names the
     sessions that hold the guard, and nothing is changed.
@@ -93,7 +93,7 @@ def expire_soon(
 def request_stop(
     key: str, *, backend: str = "default", fence: int | None = None, actor: Any, reason: str = ""
 ) -> Outcome:
-    """Ask the holder to finish: it sees `stop_requested` at its next beat or extend.
+    """Request that the holder stops: it sees `stop_requested` at its next beat or extend.
 
     Args:
         fence: See `force_release`.

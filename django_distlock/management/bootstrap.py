@@ -125,7 +125,7 @@ def _passing(using: str, error: Error) -> str | None:
 
 
 def _refuse_unless_made(using: str, error: Error) -> None:
-    """Go on where somebody else made the tables, and Django has not been told.
+    """Continue where somebody else made the tables, and Django has not been told.
 
     Raises:
         LockError: There are none.

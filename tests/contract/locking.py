@@ -69,7 +69,7 @@ def held_elsewhere(lock: Lock) -> Iterator[Lease]:
 
 
 def take_away(lease: Lease) -> None:
-    """Let an operator take the key from its holder."""
+    """Let an operator force-release the key."""
     assert Later(lock_backends[lease.backend].force_release, lease.key).result() is not None
 
 

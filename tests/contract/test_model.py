@@ -146,7 +146,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(key=KEYS)
     def request_stop(self, key: str) -> None:
-        """Ask the holder to finish; one that has is left alone or marked."""
+        """Request a stop; a holder that was asked is left alone or marked."""
         held = self.held.get(key)
         answer = self.backend.request_stop(self.key(key))
         assert (answer is None) is (held is None)

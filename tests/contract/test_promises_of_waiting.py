@@ -29,7 +29,7 @@ from .test_lost_leases import WIRED, hanging
 
 HERE = f"{__name__}:"
 WAITS = "tests.contract.turn_workers:wait_for_turn"
-#: Pauses of a waiter that asks again and again.
+#: Pauses of a waiter that polls.
 QUICK = Retry(delay=0.05, factor=1, cap=0.1)
 
 

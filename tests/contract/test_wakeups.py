@@ -115,14 +115,14 @@ def force_release(lease: Lease) -> float:
 
 
 def extend_to_less(lease: Lease) -> float:
-    """Let the lease end sooner than it said."""
+    """Shorten the lease."""
     free_at = time.monotonic() + 0.3 + GRACE
     lease.extend(0.3)
     return free_at
 
 
 def take_over(lease: Lease) -> float:
-    """Take the key from its holder, and give it back a while later: not by the old mark."""
+    """Force-release the key, and give it back a while later: not by the old mark."""
     backend = lock_backends[lease.backend]
     answer = backend.acquire(lease.key, new_token(), 60, replace=lease.token)
     assert isinstance(answer, Grant)

@@ -227,7 +227,7 @@ def test_refresh_sends_what_has_changed(browser: Client, key: str) -> None:
     store = lock_backends["postgres"]
     grant = store.acquire(f"{key}-a", new_token(), 60)
     assert isinstance(grant, Grant)
-    # The worst heartbeat is a card: it begins with the first renewal.
+    # The latest heartbeat is a card: it begins with the first renewal.
     store.extend(grant, 80)
     first = browser.get(LOCKS, query)
     assert "<html" not in first.content.decode()

@@ -27,7 +27,7 @@ LOGIN = ("on", ">secret", "~*", "&*", "+@all")
 
 
 def test_killed_connection_comes_back(backend: Any, client: Any, key: str, warned: Warned) -> None:
-    """Waiters are rung when it breaks, to ask again and again, and when it is there again."""
+    """Waiters are rung when it breaks, to poll, and when it is there again."""
     with waiting(backend, key) as waiter:
         for round_ in (1, 2):
             waiter.rung.clear()

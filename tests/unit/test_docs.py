@@ -31,6 +31,16 @@ def prose(page: Path) -> str:
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+#: Words that a reader stumbled over, in places that users read or that describe them.
+OLD_WORDS = re.compile(
+    "for who uses|Take (?:the|a) key from its holder|Ask the holder to finish|Let the lease end"
+    "|No lock is held that fits|>Go on|ask(?:s|) again and again|Worst heartbeat|Held past expiry"
+    "|does not know what it was asked for",
+    re.IGNORECASE,
+)
+READ = (".html", ".js", ".json", ".lua", ".md", ".po", ".py", ".sql", ".yml")
+
+
 @pytest.mark.parametrize("of", ["Python", "Django"])
 def test_readme_names_the_versions_that_the_package_declares(of: str) -> None:
     """All of them, and no other."""
@@ -42,6 +52,23 @@ def test_readme_names_the_versions_that_the_package_declares(of: str) -> None:
 def test_readme_is_short() -> None:
     """It fits on a few screens; whatever else there is to say has a page."""
     assert len(README.splitlines()) <= 150
+
+
+def test_documentation_is_short() -> None:
+    """Its pages without the records of decisions, counted as `wc -w` does."""
+    pages = [each for each in (ROOT / "docs").rglob("*.md") if each.parent.name != "decisions"]
+    assert sum(len(each.read_text().split()) for each in pages) <= 35_000
+
+
+def test_old_words_are_gone() -> None:
+    """In code, pages, texts and tests."""
+    found = {
+        str(each.relative_to(ROOT)): OLD_WORDS.findall(each.read_text())
+        for folder in ("django_distlock", "docs", "example_project", "tests")
+        for each in (ROOT / folder).rglob("*")
+        if each.suffix in READ and each != Path(__file__) and "_build" not in each.parts
+    }
+    assert {file: words for file, words in found.items() if words} == {}
 
 
 def test_contributing_tells_how_long_the_reading_path_is() -> None:

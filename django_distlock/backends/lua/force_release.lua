@@ -1,4 +1,4 @@
--- Take a key from its holder, whose fence is passed in the same step.
+-- Force-release a key: its holder's fence is passed in the same step.
 --
 -- KEYS: record, fence, and who shares the key. Answers: held now record | overflow | free
 local lock, fence, shared = unpack(KEYS)

@@ -1,4 +1,4 @@
--- Ask the holder to finish, and let it renew for so many seconds at the most; '': as long as it may.
+-- Request a stop, and let the holder renew for so many seconds at the most; '': as long as it may.
 --
 -- It never gets longer, and the key stays its own until the end that it was promised. What is
 -- settled has no holder any more, and ends.
