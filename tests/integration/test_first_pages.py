@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -15,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-TUTORIAL = (ROOT / "docs/tutorial/first-lock.md").read_text(encoding="utf-8")
-PATIENCE = 120.0
+from .newcomers import PATIENCE, blocks, environment, sh, start_project, text_of, the_block, typed
+
+TUTORIAL = text_of("tutorial/first-lock")
 #: Runs what is typed into a shell, block by block, and answers how many lines went otherwise.
 SHELL = """
 import doctest, json, sys, django
@@ -32,69 +31,11 @@ for line in sys.stdin:
 """
 
 
-def blocks(language: str, page: str = TUTORIAL) -> list[str]:
-    """Return the blocks of code of a page in one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-
-
-def the_block(language: str, word: str, page: str = TUTORIAL) -> str:
-    """Return the only block in which a word stands."""
-    (found,) = (each for each in blocks(language, page) if word in each)
-    return found
-
-
-def environment(project: Path) -> dict[str, str]:
-    """Return an environment in which `python` is this one, and no test's setting is known."""
-    outer = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PYTEST_", "DJANGO_", "DISTLOCK_"))
-    }
-    return outer | {
-        "PATH": f"{project / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{project}:{ROOT}",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONDEVMODE": "",
-    }
-
-
-def sh(project: Path, commands: str) -> str:
-    """Type commands in the folder of the project; return what they printed."""
-    done = subprocess.run(
-        ["bash", "-ec", commands],
-        cwd=project,
-        env=environment(project),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
-def typed(block: str) -> str:
-    """Return what is typed in a block of the console."""
-    return "\n".join(re.findall(r"^\$ (.*)$", block, re.MULTILINE))
-
-
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """Give the project of the tutorial, made as it says; the package is there without pip."""
-    (tmp_path / "bin").mkdir()
-    for name, arguments in (("python", ""), ("django-admin", "-m django")):
-        program = tmp_path / "bin" / name
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} {arguments} "$@"\n')
-        program.chmod(0o755)
-    install, migrate, *_ = blocks("console")
-    (start,) = (line for line in typed(install).splitlines() if "startproject" in line)
-    sh(tmp_path, start)
-    settings = tmp_path / "project/settings.py"
-    (app,) = (line for line in blocks("python")[0].splitlines() if "django_distlock" in line)
-    text = settings.read_text().replace("INSTALLED_APPS = [", f"INSTALLED_APPS = [\n{app}", 1)
-    settings.write_text(text)
-    sh(tmp_path, typed(migrate))
+    """Give the project of the tutorial, with its tables."""
+    start_project(tmp_path)
+    sh(tmp_path, typed(blocks("console", TUTORIAL)[1]))
     return tmp_path
 
 
@@ -136,10 +77,10 @@ def shell(project: Path) -> Iterator[Shell]:
     assert "Failed example" not in told, told
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+@pytest.mark.parametrize("page", ["README", "index"])
 def test_first_code_of_a_page_runs(project: Path, page: str) -> None:
     """The block of ten lines is granted its key."""
-    code = the_block("python", 'distlock("invoice:42"', (ROOT / page).read_text(encoding="utf-8"))
+    code = the_block("python", 'distlock("invoice:42"', text_of(page))
     setup = 'import os, django\nos.environ["DJANGO_SETTINGS_MODULE"] = "project.settings"\n'
     (project / "first.py").write_text(f"{setup}django.setup()\n{code}")
     assert "held, fence 1\n" in sh(project, "python first.py")
@@ -147,7 +88,7 @@ def test_first_code_of_a_page_runs(project: Path, page: str) -> None:
 
 def test_shells_of_the_tutorial_say_what_it_prints(project: Path) -> None:
     """One holds and one is refused; the fence grows; a killed holder is waited for."""
-    take, refused, release, again, lost, die, wait = blocks("pycon")
+    take, refused, release, again, lost, die, wait = blocks("pycon", TUTORIAL)
     with shell(project) as first, shell(project) as second:
         # The seconds that are left are fewer where the machine is slow.
         assert first.send(take.replace("600.0 s", "... s")) == "0"
@@ -164,15 +105,15 @@ def test_shells_of_the_tutorial_say_what_it_prints(project: Path) -> None:
 
 def test_counter_of_the_tutorial_counts_to_sixty(project: Path) -> None:
     """Three processes add under the lock, and none is lost."""
-    (project / "count.py").write_text(the_block("python", "counter.txt"))
-    block = the_block("console", "--lock")
+    (project / "count.py").write_text(the_block("python", "counter.txt", TUTORIAL))
+    block = the_block("console", "--lock", TUTORIAL)
     assert sh(project, typed(block)).split()[-1] == block.split()[-1] == "60"
 
 
 def test_report_of_the_tutorial_is_renewed_and_lost_by_a_pause(project: Path) -> None:
     """It outlasts its ttl, and raises where its process stood still for longer than that."""
-    (project / "jobs.py").write_text(the_block("python", "make_report"))
-    block = the_block("console", "make_report")
+    (project / "jobs.py").write_text(the_block("python", "make_report", TUTORIAL))
+    block = the_block("console", "make_report", TUTORIAL)
     shown = [re.sub(r"[\d.]+ s", "… s", line) for line in block.splitlines()[1:]]
     told = sh(project, typed(block)).splitlines()
     assert [re.sub(r"[\d.]+ s", "… s", line) for line in told][-len(shown) :] == shown
@@ -189,7 +130,7 @@ def test_report_of_the_tutorial_is_renewed_and_lost_by_a_pause(project: Path) ->
             assert paused.stdout is not None
             assert any(line.startswith("step 0") for line in paused.stdout)
             paused.send_signal(signal.SIGSTOP)
-            ttl = re.search(r"ttl=(\d+)", the_block("python", "make_report"))
+            ttl = re.search(r"ttl=(\d+)", the_block("python", "make_report", TUTORIAL))
             assert ttl
             time.sleep(int(ttl[1]) + 0.5)
         finally:
