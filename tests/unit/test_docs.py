@@ -125,6 +125,8 @@ def test_pages_say_what_is_so() -> None:
         ("stampede", "howto/compute-once"),
         ("read/write lock", "howto/lease-or-transaction"),
         ("semaphore", "glossary"),
+        ("semaphore", "howto/share-a-key"),
+        ("read/write lock", "howto/share-a-key"),
         ("mutex", "glossary"),
     ],
 )
