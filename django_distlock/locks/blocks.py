@@ -111,6 +111,7 @@ class Block:
             pass
         elif release is not None and release.holding in held_here:
             if adopting is not None:
+                adopting.owner.end_keeping()
                 adopting.settle()
             release.end_left_block(self.home)
         elif adopting is not None:

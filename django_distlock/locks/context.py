@@ -199,18 +199,17 @@ def _successor(
         answer = budgets.spend(end, insist, store, question, until, terms.retry)
         if not isinstance(answer, Grant):
             return None
-        kept.end_keeping()
-    deadline = sent_at + kept.counted(answer.ttl)
-    # What this one has promised, its successor keeps.
-    terms = replace(
-        terms,
-        hold=max(terms.hold, kept.terms.hold),
-        holder=kept.terms.holder,
-        permits=kept.terms.permits,
-    )
-    lease = Lease(store, Granted(answer, deadline, kept.unheard), terms, block)
-    lease._holding.goes_on = True
-    return lease
+        deadline = sent_at + kept.counted(answer.ttl)
+        # What this one has promised, its successor keeps.
+        terms = replace(
+            terms,
+            hold=max(terms.hold, kept.terms.hold),
+            holder=kept.terms.holder,
+            permits=kept.terms.permits,
+        )
+        lease = Lease(store, Granted(answer, deadline, kept.unheard), terms, block)
+        lease._holding.go_on(kept)
+        return lease
 
 
 def _held() -> list[Lease]:

@@ -160,6 +160,11 @@ class Holding:
         return self._is_watched
 
     @property
+    def is_renewed(self) -> bool:
+        """Whether the heartbeat renews it."""
+        return self._is_renewed
+
+    @property
     def lasts(self) -> bool:
         """Whether it does not end by itself for as long as this process lives."""
         is_renewed = self._is_renewed and self.renewing.ends_at == math.inf
@@ -265,6 +270,15 @@ class Holding:
             self.renewing.renewed(self.deadline - self.grant.ttl, self.grant.ttl)
             self._heartbeat = heartbeat_of(self.store)
             self._heartbeat.add(self)
+
+    def go_on(self, kept: Holding) -> None:
+        """Continue a lease that a transaction has kept, and renew it for as long as that was."""
+        self.goes_on, is_renewed = True, kept.is_renewed
+        kept.end_keeping()
+        if is_renewed:
+            self.renewing.ends_at = max(self.renewing.ends_at, kept.renewing.ends_at)
+            self.terms.basic = False
+            self.keep()
 
     def begin_renewal(self) -> Grant | None:
         """Return the grant with the ttl to extend it by; None: not now."""

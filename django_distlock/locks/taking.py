@@ -68,11 +68,10 @@ async def aby_call(lock: Lock, wait: float | Unset | None, *, heartbeat: bool) -
 
 def _by_call(lock: Lock, wait: float | Unset | None, block: Block, *, heartbeat: bool) -> Lease:
     try:
-        place = callers_place() if heartbeat else None
         store = lock_backends[lock.backend]
         lease = _take(lock, store, wait, block, store.monotonic())
-        if place is not None:
-            lease._holding.begin_block(heartbeat=True, block=Owner(lease, place))
+        if heartbeat or lease._holding.is_renewed:
+            lease._holding.begin_block(heartbeat=True, block=Owner(lease, callers_place()))
     except LockError:
         block.close()
         raise
@@ -85,11 +84,10 @@ async def _aby_call(
     lock: Lock, wait: float | Unset | None, block: Block, *, heartbeat: bool
 ) -> Lease:
     try:
-        place = callers_place() if heartbeat else None
         store = lock_backends[lock.backend]
         lease = await _atake(lock, store, wait, block, store.monotonic())
-        if place is not None:
-            lease._holding.begin_block(heartbeat=True, block=Owner(lease, place))
+        if heartbeat or lease._holding.is_renewed:
+            lease._holding.begin_block(heartbeat=True, block=Owner(lease, callers_place()))
     except (LockError, asyncio.CancelledError):
         block.close()
         raise

@@ -292,6 +292,25 @@ def test_second_block_in_the_transaction_goes_on_with_the_lease(
     assert grantable(lock_of(registered, key))
 
 
+@pytest.mark.aliases("memory")
+@pytest.mark.parametrize(
+    "how", [{"heartbeat": False}, {"basic": True}, {"max_lifetime": 20}], ids=str
+)
+def test_lease_that_a_transaction_keeps_is_renewed_whoever_goes_on_with_it(
+    registered: Registered, key: str, how: dict[str, Any]
+) -> None:
+    """Data may have been written under it that is not committed yet."""
+    lock = lock_of(registered, key, ttl=20)
+    with transaction.atomic():
+        for each in (lock, lock_of(registered, key, ttl=20, **how)):
+            with each as lease:
+                pass
+            assert lease._holding.lasts
+        lease = lock.acquire()
+        assert lease._holding.lasts
+        assert lease.release()
+
+
 def test_loop_that_locks_one_key_again_and_again(registered: Registered, key: str) -> None:
     """A loop over rows of one account locks the account for each of them."""
     lock, seen = lock_of(registered, key, wait=0), set()
