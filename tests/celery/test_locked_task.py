@@ -830,6 +830,24 @@ def test_unique_key_ends_with_a_task_whose_body_is_wrapped(app: Celery, base: ty
     assert not held_now()
 
 
+def test_call_like_one_that_was_replaced_is_queued(app: Celery) -> None:
+    """It would return the result of a task that does not run."""
+    ran: list[str] = []
+
+    @app.task(shared=False, base=LockedTask, bind=True)
+    @locked_task("lock", unique="{number}", max_queued=1, on_full="replace")
+    def work(self: Any, number: int) -> None:
+        ran.append(self.request.id)
+
+    with queue_of(app) as next_message:
+        first, _, last = (work.delay(number) for number in (7, 8, 7))
+        assert first.id != last.id
+        for number in (7, 8, 7):
+            deliver(work, number, **next_message().headers)
+    assert ran == [last.id]
+    assert not held_now()
+
+
 def test_unique_key_of_models_is_that_of_their_message(app: Celery) -> None:
     """As with pydantic=True: Celery sends dictionaries, and a worker sees nothing else."""
     dumped = staticmethod(lambda args, kwargs: (tuple(map(str, args)), kwargs))

@@ -136,6 +136,16 @@ def is_replaced(place: JobLock, number: int) -> bool:
     return number == 0 or store.notes.get(_note(place.task_id)) == number
 
 
+def was_replaced(store: BaseLockBackend, claim: Record) -> bool:
+    """Whether a claim is that of a queued call whose place a later one has.
+
+    Raises:
+        BackendUnavailable: The store did not answer.
+    """
+    holder = claim.holder
+    return holder.is_queued and store.notes.get(_note(holder.task_id)) is not None
+
+
 def _take(place: JobLock, sending: Sending) -> tuple[Grant, Record | None]:
     """Take a place, and say whose it was."""
     store, terms = lock_backends[place.backend], sending.terms

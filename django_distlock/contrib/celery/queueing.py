@@ -128,7 +128,7 @@ def _send_unique(
     lock = terms.unique_of(sending.call, task_id)
     assert lock is not None  # noqa: S101 - there is a unique key
     try:
-        grant = claims.reserve(lock, terms, sending.delay, sending.unique_ttl)
+        grant = _reserve(sending, lock)
     except LockNotAcquired as error:
         if sending.is_awaited:
             # Others wait for this very task: it is sent, and skipped when it comes.
@@ -154,6 +154,19 @@ def _send_unique(
         partial(publish, task_id=uuid(), **options),
     )
     return result if later is None or sending.is_awaited else later
+
+
+def _reserve(sending: backlog.Sending, lock: JobLock) -> Grant:
+    """Take a unique key, also from a call that will not run, because a later one has its place."""
+    reserve = partial(claims.reserve, lock, sending.terms, sending.delay, sending.unique_ttl)
+    try:
+        return reserve()
+    except LockNotAcquired:
+        store = lock_backends[lock.backend]
+        record = store.read(lock.key) if sending.terms.on_full == "replace" else None
+        if record is None or not backlog.was_replaced(store, record):
+            raise
+        return reserve(instead_of=record)
 
 
 def _checked(unique_ttl: Duration | None, task: Any, terms: Terms | None) -> float | None:
