@@ -137,7 +137,7 @@ def test_key_of_all_arguments(app: Celery) -> None:
     assert len(work.delay("long" * 500).get()) < 100
     assert work.delay({10: 1, 9: 2}).get() == work.delay({"9": 2, "10": 1}).get()
     assert work.delay({1: 1, "a": 2}).get() == 'sums:{"one":{"1":1,"a":2},"two":"b"}'
-    for one in ("\ud800", {(1, 2): 3}):
+    for one in ("\ud800", {(1, 2): 3}, FailedTask()):
         with pytest.raises(InvalidArgument, match="no canonical text"):
             work(one)
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, TypeAlias
 
+from django.db.models import Model
+
 from ...core.durations import MIN_TTL, Duration, seconds
 from ...core.errors import InvalidArgument, shown
 from ...core.keys import (
@@ -337,7 +339,8 @@ class _Canonical:
 
 
 def _plain(value: object) -> str:
-    if isinstance(value, (set, frozenset, bytes)) or type(value).__str__ is object.__str__:
+    # The text of a row may be that of another row.
+    if isinstance(value, (set, frozenset, bytes, Model)) or type(value).__str__ is object.__str__:
         raise InvalidArgument(
             f"{shown(value)} has no canonical text: make the key by a template or a function."
         )
