@@ -173,6 +173,19 @@ def test_rabbitmq_tells_by_empty_queues(on_rabbitmq: Queue) -> None:
     assert on_rabbitmq.orphans(queue=[on_rabbitmq.key]) == {unique_key(on_rabbitmq.key)}
 
 
+def test_rabbitmq_delays_tasks_in_queues_that_nobody_names(on_rabbitmq: Queue) -> None:
+    """Those that Celery has for a countdown, where the others are quorum queues."""
+    on_rabbitmq.send()
+    on_rabbitmq.purge()
+    name = "celery_delayed_3"
+    with on_rabbitmq.app.connection_for_write() as connection, connection.SimpleQueue(name) as it:
+        it.put("a task")
+        with pytest.raises(CommandError, match=f"{name}.* has 1 message"):
+            on_rabbitmq.run()
+        it.clear()
+    assert on_rabbitmq.orphans() == {unique_key(on_rabbitmq.key)}
+
+
 def test_rabbitmq_asks_workers_for_what_they_keep(
     home: Path, rabbitmq: Broker, on_rabbitmq: Queue, crew_of: Callable[..., Crew]
 ) -> None:

@@ -20,6 +20,8 @@ from ...process.host import is_gone
 _PAGE: Final = 1000
 #: Seconds in which a broker is reached.
 _CONNECT: Final = 5.0
+#: Where RabbitMQ has tasks with a countdown, if Celery's queues there are quorum queues.
+_DELAYED: Final = frozenset(f"celery_delayed_{level}" for level in range(28))
 
 
 class Unseen(LockError):
@@ -162,7 +164,7 @@ def _in_amqp(app: Any, connection: Any, names: set[str], patience: float) -> set
     """
     consumed = app.control.inspect(timeout=patience).active_queues() or {}
     asked = [each["name"] for queues in consumed.values() for each in queues]
-    for name in sorted(names | set(asked)):
+    for name in sorted(names | _DELAYED | set(asked)):
         queue = _declared(connection, name)
         if queue is None:
             continue
