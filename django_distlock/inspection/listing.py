@@ -158,7 +158,7 @@ def list_locks(  # noqa: PLR0913 - filters, each by its name
         None if held_longer_than is None else seconds(held_longer_than, "held_longer_than"),
         None if ends_within is None else seconds(ends_within, "ends_within"),
         None if overdue is None else number(overdue, "overdue", minimum=0, maximum=1),
-        None if states is None else frozenset(map(State, states)),
+        None if states is None else _states(states),
         _part_of_key(contains),
     )
     page = _page(chosen(backends), cursor, wanted, filters, limit)
@@ -190,6 +190,14 @@ def _page(
         if len(locks) == limit:
             return LockPage(tuple(locks), _behind(alias, aliases), tuple(failures))
     return LockPage(tuple(locks), None, tuple(failures))
+
+
+def _states(states: Collection[str]) -> frozenset[State]:
+    try:
+        return frozenset(map(State, states))
+    except (TypeError, ValueError):
+        names = ", ".join(State)
+        raise InvalidArgument(f"states must be some of {names}, not {shown(states)}.") from None
 
 
 def _part_of_key(contains: object) -> str:

@@ -159,6 +159,7 @@ def test_slips_are_refused(key: str) -> None:
         {"ends_within": -1},
         *({"overdue": each} for each in (1.1, True)),
         {"backends": "postgres"},
+        *({"states": each} for each in ("held", ["lost"], 5)),
     ]
     for slip in slips:
         with pytest.raises(InvalidArgument):
