@@ -238,6 +238,7 @@ class RedisBackend(RedisWaiters):
             for record, (_name, place) in zip(records, chunk, strict=True):
                 if isinstance(record, Unreadable):
                     spoiled.append(record)
+                    last = place
                     continue
                 if (
                     record is None
