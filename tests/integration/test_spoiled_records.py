@@ -139,6 +139,17 @@ def test_listing_names_it_on_one_page(key: str) -> None:
     store.store.command("DEL", store._at("lock", store.queues.name_of(keys[1])))
 
 
+@pytest.mark.parametrize("way", ["no fence"])
+def test_release_names_it(spoiled: str) -> None:
+    """It may be one of the keys that were meant, and is held."""
+    match = ["--backend", ALIAS, "--prefix", spoiled]
+    assert f"Not released: {spoiled}." in run("distlock_release", *match, "--dry-run").out
+    ran = run("distlock_release", *match, "--force", "--reason", "it hangs", "--json")
+    assert ran.status == 1
+    assert [each["key"] for each in ran.json["outcomes"]] == [f"{spoiled}:sound"]
+    assert [each["key"] for each in ran.json["failures"]] == [spoiled]
+
+
 #: The pages ask every backend that there is, and these tests are about some.
 SHOWN = {
     "DISTLOCK": {

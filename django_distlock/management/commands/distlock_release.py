@@ -52,14 +52,14 @@ class Command(OperatorCommand):
         """Show, ask, take, and say what became of it."""
         _check(dry_run=dry_run, json=json, **options)
         refuse_memory(backend)
-        found = _found(backend, options)
+        failures: list[Failure] = []
+        found = _found(backend, options, failures)
         reason = options["reason"]
         if not json:
             self._print_found(found)
             if found and not dry_run and not options["force"]:
                 reason = self._confirmed(len(found), reason)
         outcomes: list[Outcome] = []
-        failures: list[Failure] = []
         is_silent = not dry_run and self._take(found, reason, outcomes, failures)
         if json:
             self.print_json(
@@ -180,8 +180,12 @@ def _check(
     raise CommandError(rule, returncode=USAGE)
 
 
-def _found(backend: str, options: dict[str, Any]) -> list[HeldKey]:
-    """Return what is to be released: of a shared key, the lease of each holder."""
+def _found(backend: str, options: dict[str, Any], failures: list[Failure]) -> list[HeldKey]:
+    """Return what is to be released: of a shared key, the lease of each holder.
+
+    Args:
+        failures: Takes keys whose records cannot be read. They may be among what was meant.
+    """
     if options["key"] is not None:
         view = show(stored_key(options["key"]), backend)
         return [*view.sharing] or ([] if view.held is None else [view.held])
@@ -198,6 +202,7 @@ def _found(backend: str, options: dict[str, Any]) -> list[HeldKey]:
         )
         for failure in page.failures:
             if failure.is_of_key:
+                failures.append(failure)
                 continue
             is_ours = failure.code in ("unsupported", "misconfigured")
             kind = LockUsageError if is_ours else BackendUnavailable
