@@ -14,7 +14,10 @@ from django.core.cache import caches
 from redis import ConnectionPool, Redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
+from redis.sentinel import Sentinel
 
+from django_distlock.backends.redis.clients import own_pool
+from django_distlock.backends.redis.lines import ThreadLines
 from django_distlock.conf import backend_config
 from django_distlock.core.errors import BackendUnavailable
 from django_distlock.exceptions import InvalidLockBackend
@@ -210,6 +213,13 @@ def test_wrong_options_are_named(options: dict[str, Any], rule: str, settings: A
     assert rule in str(caught.value)
     assert "DISTLOCK['here']" in str(caught.value)
     assert PASSWORD not in str(caught.value)
+
+
+def test_sentinels_name_the_server_by_its_service() -> None:
+    """It has no address of its own, and is on no port of this host."""
+    manager: Any = Sentinel([("127.0.0.1", 1)])  # type: ignore[no-untyped-call]
+    lines = ThreadLines(own_pool(manager.master_for("locks").connection_pool), 1)
+    assert lines.name == "locks"
 
 
 @pytest.mark.parametrize("kind", ["unix socket", "resp2"])

@@ -145,7 +145,9 @@ class ThreadLines:
     def name(self) -> str:
         """What messages call the server; no part of it is a secret."""
         given = self._pool.connection_kwargs
-        return given.get("path") or f"{given.get('host', 'localhost')}:{given.get('port', 6379)}"
+        # Behind Sentinel, whichever serves it.
+        named = given.get("path") or getattr(self._pool, "service_name", None)
+        return named or f"{given.get('host', 'localhost')}:{given.get('port', 6379)}"
 
     def _exchange(self, commands: Sequence[Sequence[str]]) -> list[Any]:
         connection = _taken(self._pool, self._idle)
