@@ -66,7 +66,7 @@ def _database_of_cache(alias: str) -> tuple[Any, ...] | None:
 
     try:
         return database_of(from_cache(alias)())
-    except InvalidLockBackend:
+    except (ImportError, InvalidLockBackend):
         return None
 
 

@@ -349,7 +349,9 @@ def test_spoiled_waiter_is_no_error_of_its_key(client: Client, key: str, alias: 
 def test_cache_without_an_address_is_no_error_of_the_page(client: Client, location: object) -> None:
     """A cache of the project's, which no lock needs, may be set up wrongly."""
     redis = "django.core.cache.backends.redis.RedisCache"
-    with override_settings(CACHES={"default": {"BACKEND": redis, "LOCATION": location}}):
+    caches = {"default": {"BACKEND": redis, "LOCATION": location}}
+    caches["no-pool"] = {"BACKEND": redis, "OPTIONS": {"pool_class": "redis.none.Pool"}}
+    with override_settings(CACHES=caches):
         assert client.get(LOCKS).status_code == 200
 
 

@@ -186,6 +186,8 @@ def test_factory_that_makes_something_else(key: str, client: Callable[[], object
         ({"cache": "misspelt"}, "'misspelt' is no address of Redis: ValueError"),
         ({"cache": "misspelt-too"}, "'misspelt-too' is no address of Redis: ValueError"),
         ({"cache": "no-location"}, "'no-location' is no address of Redis: ImproperlyConfigured"),
+        ({"cache": "no-pool"}, "cache: It cannot be imported"),
+        ({"cache": "no-client"}, "cache: It cannot be imported"),
         ({"client_factory": "tests.redis.nothing"}, "client_factory: It cannot be imported"),
         ({"client_factory": "nothing"}, "client_factory: It cannot be imported"),
         ({"client_factory": ".locks"}, "client_factory: It cannot be imported"),
@@ -207,6 +209,16 @@ def test_wrong_options_are_named(options: dict[str, Any], rule: str, settings: A
         "misspelt": {"BACKEND": DJANGO_REDIS, "LOCATION": f"redis://:{PASSWORD}#@h/0"},
         "misspelt-too": {"BACKEND": DJANGO, "LOCATION": f"redis://:{PASSWORD}#@h/0"},
         "no-location": {"BACKEND": DJANGO_REDIS},
+        "no-pool": {
+            "BACKEND": DJANGO,
+            "LOCATION": servers,
+            "OPTIONS": {"pool_class": "redis.none.Pool"},
+        },
+        "no-client": {
+            "BACKEND": DJANGO_REDIS,
+            "LOCATION": servers,
+            "OPTIONS": {"CLIENT_CLASS": "django_redis.none.Client"},
+        },
     }
     with pytest.raises(InvalidLockBackend) as caught:
         backend_on(options=options, alias="here")

@@ -131,6 +131,8 @@ def client_source(where: str, options: Options, password: str | None = None) -> 
         return makers[name](value)
     except InvalidLockBackend as error:
         raise InvalidLockBackend(f"{where}: {name}: {error}") from error
+    except ImportError as error:
+        raise InvalidLockBackend(f"{where}: {name}: It cannot be imported: {error}") from error
 
 
 def own_client(client: Any) -> Any:
