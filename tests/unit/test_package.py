@@ -245,7 +245,6 @@ def test_lock_may_be_described_before_settings() -> None:
     """A module may describe and decorate at import, before Django is set up."""
     program = f"""{WITHOUT_EXTRAS}
 from django_distlock import distlock
-from django_distlock.conf import BackendConfig
 from django_distlock.views import locked_view
 lock = distlock("nightly", ttl=60, wait=0)
 
@@ -281,7 +280,6 @@ import signal, threading
 before = {each: signal.getsignal(each) for each in signal.valid_signals()}
 import django_distlock
 from django_distlock import distlock
-from django_distlock.conf import BackendConfig
 from django_distlock.views import locked_view
 assert threading.active_count() == 1, threading.enumerate()
 assert before == {each: signal.getsignal(each) for each in signal.valid_signals()}
