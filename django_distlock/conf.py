@@ -354,22 +354,25 @@ def _refuse_unknown(where: str, raw: Mapping[str, Any], known: Collection[str]) 
 
 
 def refuse_unknown_settings() -> None:
-    """Refuse a setting that begins as ours do and is none of them, such as `DISTLOCKS`.
+    """Refuse settings that begin as ours do and are none of them, such as `DISTLOCKS`.
 
     Raises:
-        InvalidLockBackend: There is one.
+        InvalidLockBackend: There are some; each is named.
     """
-    for name in dir(settings):
-        if name.startswith("DISTLOCK") and name.isupper() and name not in SETTINGS:
-            of_alias = name.removeprefix("DISTLOCK_")
-            remedy = (
-                f" {of_alias} belongs in DISTLOCK['default']."
-                if of_alias in _READERS
-                else suggestion(name, SETTINGS)
-            )
-            raise InvalidLockBackend(
-                f"There is no setting {name}.{remedy} Known settings: {', '.join(SETTINGS)}."
-            )
+    unknown = [
+        f"There is no setting {name}.{_remedy(name)}"
+        for name in dir(settings)
+        if name.startswith("DISTLOCK") and name.isupper() and name not in SETTINGS
+    ]
+    if unknown:
+        raise InvalidLockBackend(f"{' '.join(unknown)} Known settings: {', '.join(SETTINGS)}.")
+
+
+def _remedy(name: str) -> str:
+    of_alias = name.removeprefix("DISTLOCK_")
+    if of_alias in _READERS:
+        return f" {of_alias} belongs in DISTLOCK['default']."
+    return suggestion(name, SETTINGS)
 
 
 def _text(value: object) -> str:

@@ -71,11 +71,16 @@ def test_bad_setting_is_reported(kind: str) -> None:
 
 
 def test_setting_that_does_not_exist_is_reported() -> None:
-    """One that begins as ours do: the nearest one is named."""
-    with override_settings(DISTLOCK={}, DISTLOCKS={}):
+    """Each that begins as ours do, with the nearest one."""
+    with override_settings(DISTLOCK={}, DISTLOCKS={}, DISTLOCK_HISTROY=1, DISTLOCK_TTL=5):
         (message,) = found("default")
     assert message.id == "distlock.E001"
-    assert message.msg.startswith("There is no setting DISTLOCKS. Did you mean 'DISTLOCK'?")
+    assert message.msg.startswith(
+        "There is no setting DISTLOCKS. Did you mean 'DISTLOCK'?"
+        " There is no setting DISTLOCK_HISTROY. Did you mean 'DISTLOCK_HISTORY'?"
+        " There is no setting DISTLOCK_TTL. TTL belongs in DISTLOCK['default']."
+        " Known settings: DISTLOCK, "
+    )
 
 
 def test_every_mistake_is_reported() -> None:
