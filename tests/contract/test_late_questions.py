@@ -190,6 +190,19 @@ def test_extend_does_not_ask_behind_the_loss(scripted: Script, key: str) -> None
     assert lease.is_lost
 
 
+def test_renewal_does_not_cross_an_extend(scripted: Script, key: str) -> None:
+    """A shorter end may be heard behind it: whoever extends asks alone."""
+    lease = scripted_lock(key, ttl=20).acquire()
+    crossed: list[Grant | None] = []
+
+    def renew(_operation: str) -> None:
+        crossed.append(Later(lease._holding.begin_renewal).result())
+
+    lock_backends["scripted"]._step = renew  # type: ignore[attr-defined]
+    lease.extend(5)
+    assert crossed == [None]
+
+
 # Keys that nobody has
 
 

@@ -225,6 +225,31 @@ def test_waiter_in_front_that_gives_up_strands_nobody(registered: Registered, li
     assert line.order == [1, 3]
 
 
+def test_silence_counts_from_the_front(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has waited for long is not taken for stuck when it is first and has yet to ask."""
+    queues, listen = line.backend.queues, line.backend.listen
+    is_first, asks = threading.Event(), threading.Event()
+
+    def stand(*args: float) -> bool:
+        if queues.front(second.name) is second:
+            is_first.set()
+            asks.wait(PATIENCE)
+        return listen(*args)
+
+    with held_elsewhere(line.lock):
+        waiting = line.follow(range(3))
+        _first, second, third = queues.all()
+        second.asked_at -= 100
+        monkeypatch.setattr(line.backend, "listen", stand)
+    assert is_first.wait(PATIENCE)
+    patience = third.ring.__self__._attempts.patience  # type: ignore[attr-defined]
+    asks.set()
+    for each in waiting:
+        each.result()
+    assert patience > 0
+    assert line.order == [0, 1, 2]
+
+
 def test_last_attempt_is_made_by_one_who_was_never_first(
     line: Line, registered: Registered, acquire: Callable[[Lock], Lease]
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.mutants import ROOT, mutated
 
-from .mutants import FURTHER, copied, simulate
+from .mutants import FAULTS, copied, simulate
 from .plans import plan_of
 
 #: How many histories, and how many of them in one run: several go on side by side.
@@ -49,7 +49,7 @@ def test_seed_is_one_history(seed: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_history_of_a_fault_is_found_shrunk_and_repeated(tmp_path: Path) -> None:
     """With a fault in the package: within few seeds, in fewer steps, and each time the same."""
     copied(tmp_path)
-    fault = next(each for each in FURTHER if each.fault.startswith("a shorter extend that counts"))
+    fault = next(each for each in FAULTS if each.fault.startswith("a shorter extend that counts"))
     with mutated(tmp_path / fault.file, fault):
         found = simulate(tmp_path, "--until-first", "--seeds", "200")
         assert found.returncode == 1, found.stdout + found.stderr

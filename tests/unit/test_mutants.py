@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import MUTANTS, ROOT, Mutant, Slot, catches
+from tests.simulation.mutants import FAULTS
 
 
 def has_its_place(mutant: Mutant) -> bool:
@@ -22,7 +23,12 @@ def has_its_place(mutant: Mutant) -> bool:
 
 def test_faults_have_their_places() -> None:
     """What a fault changes, and what catches it, is there."""
-    assert [each for each in MUTANTS if not has_its_place(each)] == []
+    assert [each for each in (*MUTANTS, *FAULTS) if not has_its_place(each)] == []
+
+
+def test_faults_of_the_simulation_are_found_by_the_contract() -> None:
+    """Whatever histories find: each fault is found by two of the three."""
+    assert [each for each in FAULTS if not each.test.startswith("tests/contract/")] == []
 
 
 @pytest.mark.servers
