@@ -137,11 +137,13 @@ class Held:
 
     Attributes:
         was_told: Whether its loss was.
+        tells: How often it was to whom this one asked to be told.
     """
 
     lease: Any
     process: Process
     was_told: bool = False
+    tells: int = 0
 
     @property
     def counts(self) -> bool:
@@ -368,7 +370,7 @@ class History:
         self.held.append(held)
 
         def told(_lease: Any) -> None:
-            held.was_told = True
+            held.was_told, held.tells = True, held.tells + 1
 
         lease.on_lost(told)
         return held
@@ -473,6 +475,8 @@ class History:
                 raise Violation("a lease is renewed for nobody")
             if not process.is_dead and len(process.backend.queues):
                 raise Violation("somebody is left in a queue")
+        if any(each.tells > 1 for each in self.leases.values()):
+            raise Violation("a loss is told twice")
         now = self.store.server._now()
         for name, record in self.store.server._shelf.records.items():
             # The longest lease here, and its grace.

@@ -32,6 +32,9 @@ EXPRESSED = (
     "an acquire without an answer is forgotten",
     "a release without an answer leaves the lease held",
     "an extend asks the store after the lease is lost",
+    "a late answer of an acquire ends the minimum holding time",
+    "a lease is handed over twice",
+    "a loss is reported twice",
 )
 
 
