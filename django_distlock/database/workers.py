@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
+import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..core.durations import MAX_BOUND
@@ -30,6 +35,14 @@ class Gone(weakref.ref[Any]):
     work: Callable[[], None]
 
 
+@dataclass(order=True, slots=True)
+class _Late:
+    """What is to be done at a time, by `time.monotonic`."""
+
+    at: float
+    work: Callable[[], None] = field(compare=False)
+
+
 class Worker:
     """Does what finalisers may only queue, in a thread of its own.
 
@@ -44,7 +57,9 @@ class Worker:
 
     def forget(self) -> None:
         """Have nothing to do. In a forked child: the parent's work is its own."""
-        self.queue: SimpleQueue[Callable[[], None] | Gone] = SimpleQueue()
+        self.queue: SimpleQueue[Callable[[], None] | Gone | _Late] = SimpleQueue()
+        #: What its time has not come for, the first one first: for the thread alone.
+        self.late: list[_Late] = []
         self._starting = threading.Lock()
         self._works = False
 
@@ -64,9 +79,9 @@ class Worker:
                 self._pid = os.getpid()
                 start_thread(self._thread)
 
-    def put(self, work: Callable[[], None]) -> None:
-        """Let the thread do something, behind all that was put before."""
-        self.queue.put(work)
+    def put(self, work: Callable[[], None], seconds: float = 0.0) -> None:
+        """Let the thread do something: behind all that was put before, or in some seconds."""
+        self.queue.put(_Late(time.monotonic() + seconds, work) if seconds else work)
 
     def finish(self) -> None:
         """Wait until what is queued has been done, for a second at most."""
@@ -86,7 +101,7 @@ class Worker:
         use_own_connections(keeps_leases=True)
         while True:
             self._works = False
-            work = self.queue.get()
+            work = self._next()
             self._works = True
             try:
                 if isinstance(work, Gone):
@@ -98,6 +113,18 @@ class Worker:
             finally:
                 # What a signal's receiver opened here, no end of a request would ever close.
                 close_here()
+
+    def _next(self) -> Callable[[], None] | Gone:
+        """Wait for something to do."""
+        while True:
+            left = self.late[0].at - time.monotonic() if self.late else math.inf
+            if left <= 0:
+                return heapq.heappop(self.late).work
+            with suppress(Empty):
+                found = self.queue.get(timeout=None if left == math.inf else left)
+                if not isinstance(found, _Late):
+                    return found
+                heapq.heappush(self.late, found)
 
 
 #: Ends what is gone, and what waited for a transaction.

@@ -22,7 +22,7 @@ from ..backends.base import BaseLockBackend
 from ..core.durations import MAX_BOUND
 from ..core.errors import LockUsageError
 from ..core.interruptions import Underway
-from ..core.threads import Bell, start_thread
+from ..core.threads import Bell
 from ..database import workers
 from ..database.connections import (
     before_drop,
@@ -415,12 +415,7 @@ async def aflush(backend: BaseLockBackend, name: tuple[str, str]) -> None:
 def later(work: Callable[[], None], seconds: float = 0.0) -> None:
     """Let the worker do it, in some seconds."""
     _worker.start()
-    if seconds:
-        timer = threading.Timer(seconds, _worker.put, (work,))
-        timer.daemon = True
-        start_thread(timer)
-    else:
-        _worker.put(work)
+    _worker.put(work, seconds)
 
 
 def tell_later(work: Callable[[], None]) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,10 +43,12 @@ def alias_like(using: str, **changes: Any) -> Iterator[str]:
 
 def _do_what_was_put_off() -> None:
     """Have delayed releases done now, while the alias is there that they use."""
-    for timer in threading.enumerate():
-        if isinstance(timer, threading.Timer) and timer.function == releases.put:
-            timer.cancel()
-            timer.function(*timer.args)
+
+    def do() -> None:
+        while releases.late:
+            releases.late.pop().work()
+
+    releases.put(do)
     releases.finish()
 
 

@@ -6,6 +6,7 @@ out what it has read.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -235,3 +236,13 @@ def test_key_that_nobody_gets_to_load_is_given_back(
     # At once and once more; and before, the old lease was spent.
     assert eventually(lambda: ScriptedMemory.asked.count("release") == 1 + lost)
     lock_backends["scripted"].force_release(key)
+
+
+def test_questions_without_an_answer_leave_no_threads(scripted: Script, key: str) -> None:
+    """Each is released once more later, and a store may be away for thousands of them."""
+    scripted["acquire"] = [DOWN] * 30
+    before = threading.active_count()
+    for number in range(30):
+        with pytest.raises(BackendUnavailable):
+            scripted_lock(f"{key}-{number}", ttl=20, wait=0).acquire()
+    assert threading.active_count() < before + 10

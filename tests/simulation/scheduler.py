@@ -377,9 +377,13 @@ class Worker:
     def finish(self) -> None:
         """Have nothing that is waited for."""
 
-    def put(self, work: Any) -> None:
+    def put(self, work: Any, seconds: float = 0.0) -> None:
         """Do something."""
         strand = _thread()
         # Outside of threads the history is over, and what it leaves is dropped.
-        if strand is not None and not strand.process.world.is_over:
+        if strand is None or strand.process.world.is_over:
+            return
+        if seconds:
+            Timer(seconds, self.put, (work,)).start()
+        else:
             Thread(getattr(work, "work", work), "worker").start()
