@@ -100,7 +100,7 @@ def seen_at(key: str, using: str | None = None) -> tuple[int, datetime] | None:
         LockUsageError, BackendUnavailable: See `see`.
     """
     key = stored_key(key)
-    with _marks(key, using) as ours, ours.use() as on:
+    with _marks(key, using) as ours, ours.use(writes=False) as on:
         return SeenFence.objects.using(on).filter(pk=key).values_list("fence", "raised_at").first()
 
 

@@ -15,7 +15,7 @@ from django.conf import settings
 from django.core import checks
 from django.core.checks.registry import registry
 from django.core.management import call_command
-from django.db import connections
+from django.db import connections, transaction
 from django.test import override_settings
 from redis import Redis
 
@@ -23,7 +23,13 @@ from django_distlock import LockError, lock_backends
 from django_distlock.conf import table
 from django_distlock.core.pages import page
 from django_distlock.inspection import diagnosis
-from django_distlock.inspection.diagnosis import Mark, answers, diagnose, look_for_loss
+from django_distlock.inspection.diagnosis import (
+    Mark,
+    answers,
+    diagnose,
+    has_lost,
+    look_for_loss,
+)
 from django_distlock.inspection.diagnosis.findings import Notes, told
 from django_distlock.process.host import current_holder
 from tests.backends import ADVISORY, MEMORY
@@ -445,6 +451,16 @@ def test_redis_that_was_emptied_and_marked_anew_is_found(flushable: Any) -> None
     flushable.flushall()
     assert lock_backends["locks"].mark_data()  # type: ignore[attr-defined]
     assert "D022" in of(compared())
+
+
+def test_loss_is_told_inside_of_a_transaction(flushable: Any, sqlite: str) -> None:
+    """The dashboard asks in that of a request, which is SQLite's one writer."""
+    migrate(sqlite)
+    with override_settings(DATABASE_ROUTERS=[Router(sqlite, sqlite)]):
+        compared()
+        flushable.flushall()
+        with transaction.atomic(using=sqlite):
+            assert has_lost(lock_backends["locks"])
 
 
 @pytest.mark.parametrize("alias", ["redis", "redis_cluster"])
