@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis import RedisCluster
 
 from django_distlock.core.records import Grant
 from tests.contract.helpers import take
+from tests.contract.redis_clients import cluster_url, logged_in
 from tests.contract.stores_redis import RedisStore
 from tests.keeper import Server
 
@@ -144,3 +146,15 @@ def test_few_rights_suffice(private: Server, client: Any, key: str, prefix: str 
     assert sum(backend.store.of_each_server("DBSIZE").values()) > 0
     # How much memory is used is told where that may be asked.
     assert {each["object"] for each in client.execute_command("ACL LOG")} == {"info"}
+
+
+def test_few_rights_suffice_on_a_cluster(on_cluster: RedisStore, key: str) -> None:
+    """Those that are documented, also to learn which server has which keys."""
+    user, everywhere = f"locker-{key}", {"target_nodes": RedisCluster.ALL_NODES}
+    rights = ["on", ">secret", *documented()]
+    on_cluster.client.execute_command("ACL SETUSER", user, *rights, **everywhere)
+    url = logged_in(cluster_url(), user)
+    try:
+        tell_story(backend_on(options={"client_factory": lambda: RedisCluster.from_url(url)}), key)
+    finally:
+        on_cluster.client.execute_command("ACL DELUSER", user, **everywhere)
