@@ -308,8 +308,10 @@ def _content(request: Any) -> Iterator[bytes | str]:
                 " body. Read request.body instead.",
                 code="unsupported",
             ) from None
-        # Django REST framework has read it: to see who may ask, say.
-        yield json.dumps(request.data, sort_keys=True, default=str)
+        # Django REST framework has read it: to see who may ask, say. Fields of a form have lists.
+        data = request.data
+        data = dict(data.lists()) if hasattr(data, "lists") else data
+        yield json.dumps(data, sort_keys=True, default=str)
 
 
 def _digest(*parts: bytes | str) -> str:
