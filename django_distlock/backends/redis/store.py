@@ -26,6 +26,9 @@ from .wakeups import Subscription, subscribed
 #: How many keys of the database a step of a walk looks at: well below a millisecond of the server.
 STEP = 1000
 
+#: What becomes of bytes that are no text in the answer of a script: an escape is none of JSON's.
+_IN_JSON = "replace"
+
 _PLACE = re.compile(r"([^/]+)/(\d+)\.(\d+)\.(.*)", re.DOTALL)
 
 _every: weakref.WeakSet[RedisStore] = weakref.WeakSet()
@@ -93,7 +96,7 @@ class RedisStore:
             LockError: The server refused.
         """
         with self._asking(key) as lines:
-            return text(lines.ask(call))
+            return text(lines.ask(call), _IN_JSON)
 
     def ask_all(self, calls: Sequence[Call]) -> list[str | LockError]:
         """Call scripts in one round trip to each server; give answers, and errors in their places.
@@ -104,7 +107,9 @@ class RedisStore:
         with self._asking() as lines:
             answers = lines.ask_all(calls)
         return [
-            translated(answer, self._alias, None) if isinstance(answer, Exception) else text(answer)
+            translated(answer, self._alias, None)
+            if isinstance(answer, Exception)
+            else text(answer, _IN_JSON)
             for answer in answers
         ]
 
@@ -286,10 +291,10 @@ def escaped(text: str) -> str:
     return re.sub(r"([*?\[\]\\])", r"\\\1", text)
 
 
-def text(answer: Any) -> str:
-    """Return an answer as text. What others wrote that is none is replaced: JSON can be read."""
+def text(answer: Any, errors: str = "backslashreplace") -> str:
+    """Return an answer as text; bytes that are none are escaped, for others may have keys here."""
     # A client of the project's own making may decode.
-    return answer if isinstance(answer, str) else str(answer, "utf-8", "replace")
+    return answer if isinstance(answer, str) else str(answer, "utf-8", errors)
 
 
 def _begin_in_child() -> None:
