@@ -84,6 +84,9 @@ class Worker:
     def run(self) -> None:
         """Work until the line "stop" comes, and say what is left once the line "end" does."""
         signals.lock_extended.connect(self._count_renewal)
+        # Drivers are imported here: what a signal raises amid an import leaves Python's own lock
+        # of imports taken, and every later import waits for ever.
+        _ = lock_backends[self.alias], connections[self.rows or "default"]
         print("ready", flush=True)
         main, *others = (Hand(self, str(number)) for number in range(self.threads))
         threading.Thread(target=self._wait_for_stop, name="stop", daemon=True).start()
