@@ -449,7 +449,9 @@ class History:
                 raise Violation(f"somebody sleeps through the release of {key!r}")
         for held in self.held:
             over = held.process.clock() - held.lease.deadline
-            if over > 0.5 and held.process.runs and not (held.was_told or held.process.stood):
+            # A release that was not answered has ended it for its holder, who is told of no loss.
+            is_told = held.was_told or held.lease._holding.given_up
+            if over > 0.5 and held.process.runs and not (is_told or held.process.stood):
                 raise Violation(f"nobody is told of the loss of {held.lease.key!r}")
         if any(process.runs and thread.is_alive() for process, thread in self._threads) or (
             world.now < 30
