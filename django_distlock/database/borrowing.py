@@ -231,12 +231,7 @@ class Use:
             # A word of the server may be a notification, on a session that lives.
             self._lent = template
             self._watch(template)
-            try:
-                lives = template.is_usable()
-            except BaseException:
-                # Interrupted by a signal: nobody knows what its next answer would be.
-                template.close()
-                raise
+            lives = _lives(template)
             self._end_watch()
             self._lent, self.was_cut = None, False
             if lives or time.monotonic() >= until:
@@ -731,10 +726,20 @@ def _mend(connection: BaseDatabaseWrapper, error: BaseException) -> None:
         # what the next answer would be.
         connection.close()
     elif connection.errors_occurred:
-        if connection.connection is not None and connection.is_usable():
+        if connection.connection is not None and _lives(connection):
             connection.errors_occurred = False
         else:
             connection.close()
+
+
+def _lives(connection: BaseDatabaseWrapper) -> bool:
+    """Ask the thread's connection whether its session lives."""
+    try:
+        return connection.is_usable()
+    except BaseException:
+        # Interrupted by a signal: nobody knows what its next answer would be.
+        connection.close()
+        raise
 
 
 def cut(connection: BaseDatabaseWrapper) -> None:

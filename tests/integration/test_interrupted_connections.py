@@ -166,6 +166,29 @@ def test_ctrl_c_in_a_commit_is_no_failure_of_the_store(key: str) -> None:
     assert number > 20
 
 
+def test_signal_amid_the_look_behind_an_error_ends_the_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether it lives is asked of it: its next statement would get the answer, or none."""
+    with counted_alias("default") as using:
+        connection = connections[using]
+        pool = borrowing.LockConnections(using, 1)
+
+        def fail() -> None:
+            with pool.use(single=True) as on, connections[on].cursor() as cursor:
+                cursor.execute("SELECT nothing")
+
+        def ask() -> bool:
+            connection.connection.pgconn.send_query(b"SELECT pg_sleep(0.1)")
+            raise TimeIsUp
+
+        monkeypatch.setattr(connection, "is_usable", ask)
+        with pytest.raises(TimeIsUp):
+            fail()
+        assert connection.connection is None
+        assert eventually(lambda: not sessions(using), 10)
+
+
 def test_interrupted_opening_is_not_watched_for_ever() -> None:
     """A signal behind the first step of the block, or at its end, calls no end of it."""
 
