@@ -19,6 +19,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.test import override_settings
 
 import django_distlock
+from django_distlock.core.pages import DOCS_URL, page
 from tests import services
 from tests.contract.helpers import Later
 
@@ -135,6 +136,8 @@ def text_of(file: Path, node: ast.expr | None) -> str:
         return "".join(text_of(file, each) for each in node.values)
     if isinstance(node, ast.FormattedValue):
         return text_of(file, node.value)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "page":
+        return page(text_of(file, node.args[0]))
     if isinstance(node, ast.Name):
         # Read and not imported: who imports what is Celery's registers its checks.
         for place in (file, SHARED):
@@ -160,9 +163,9 @@ def test_hints_end_with_an_address() -> None:
     for name in HINTS:
         for file, hint in HINTS[name]:
             said = text_of(file, hint)
-            address = re.search(r"(docs/[\w/-]+\.md)\.$", said)
+            address = re.search(rf"{re.escape(DOCS_URL)}([\w/-]+)\.html\.$", said)
             assert address, f"{file}: {said}"
-            assert (ROOT / address[1]).is_file(), f"{file}: {said}"
+            assert (ROOT / f"docs/{address[1]}.md").is_file(), f"{file}: {said}"
 
 
 def test_every_message_was_looked_at() -> None:

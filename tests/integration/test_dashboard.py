@@ -276,7 +276,7 @@ def test_backend_that_is_down_is_told(browser: Client, key: str) -> None:
         text = page(browser, begins=key)
         answer = browser.get(f"{LOCKS}key/?{urlencode({'backend': 'down', 'key': key})}")
     assert f"{key}</bdi>" in text
-    for told in ("<strong>down</strong>", "<strong>wrong</strong>", "unheard_of"):
+    for told in ("<strong>down:</strong>", "<strong>wrong:</strong>", "unheard_of"):
         assert told in text
     assert "memory keeps its locks in process memory" in text
     assert answer.status_code == 503

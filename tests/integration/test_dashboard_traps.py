@@ -225,7 +225,7 @@ def test_outage_is_the_first_thing(browser: Client) -> None:
             text = page(browser, **live)
         begin = text.index('role="alert"')
         assert begin < text.index('data-part="cards"')
-        assert '<li class="error"><strong>broken</strong>' in text
+        assert '<li class="error"><strong>broken:</strong>' in text
         assert text.count("<strong>\N{EN DASH}</strong>") == 5
         assert "At least one backend is unavailable" in text
         assert "No locks match" not in text

@@ -368,7 +368,7 @@ def test_client_factory_that_fails_is_an_outage_of_its_backend(
     with override_settings(DISTLOCK={"own": own}):
         answer = client.get(LOCKS)
     assert answer.status_code == 200
-    assert '<li class="error"><strong>own</strong>' in answer.content.decode()
+    assert '<li class="error"><strong>own:</strong>' in answer.content.decode()
 
 
 class Nowhere:

@@ -154,7 +154,9 @@ def test_few_rights_suffice_on_a_cluster(on_cluster: RedisStore, key: str) -> No
     rights = ["on", ">secret", *documented()]
     on_cluster.client.execute_command("ACL SETUSER", user, *rights, **everywhere)
     url = logged_in(cluster_url(), user)
+    options = {"client_factory": lambda: RedisCluster.from_url(url)}
     try:
-        tell_story(backend_on(options={"client_factory": lambda: RedisCluster.from_url(url)}), key)
+        # Other tests have keys on this cluster.
+        tell_story(backend_on(options=options, key_prefix=f"distlock:{key}"), key)
     finally:
         on_cluster.client.execute_command("ACL DELUSER", user, **everywhere)
