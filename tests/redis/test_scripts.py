@@ -151,12 +151,12 @@ def test_few_rights_suffice(private: Server, client: Any, key: str, prefix: str 
 def test_few_rights_suffice_on_a_cluster(on_cluster: RedisStore, key: str) -> None:
     """Those that are documented, also to learn which server has which keys."""
     user, everywhere = f"locker-{key}", {"target_nodes": RedisCluster.ALL_NODES}
-    rights = ["on", ">secret", *documented()]
+    # Other tests have keys on this cluster.
+    rights = ["on", ">secret", *(each.replace("distlock:", f"{key}:") for each in documented())]
     on_cluster.client.execute_command("ACL SETUSER", user, *rights, **everywhere)
     url = logged_in(cluster_url(), user)
     options = {"client_factory": lambda: RedisCluster.from_url(url)}
     try:
-        # Other tests have keys on this cluster.
-        tell_story(backend_on(options=options, key_prefix=f"distlock:{key}"), key)
+        tell_story(backend_on(options=options, key_prefix=key), key)
     finally:
         on_cluster.client.execute_command("ACL DELUSER", user, **everywhere)
