@@ -73,6 +73,11 @@ def is_free(kind: str, key: str) -> bool:
     return Later(look).result()
 
 
+def was_freed(kind: str, key: str) -> bool:
+    """Say whether old code gets its lock; the end of a session takes its server a moment."""
+    return eventually(lambda: is_free(kind, key), 10) if kind == "advisory" else is_free(kind, key)
+
+
 def lose(kind: str, key: str) -> None:
     """End the old lock of a key under its holder."""
     if kind == "redis":
@@ -117,7 +122,7 @@ def test_lease_waits_for_old_code(backend: str, kind: str, key: str) -> None:
         assert lock_backends[backend].read(key) is None
         later = Later(distlock(key, backend=backend, wait=20).acquire)
     assert later.result(30).release()
-    assert is_free(kind, key)
+    assert was_freed(kind, key)
 
 
 def test_old_code_waits_for_the_lease(backend: str, kind: str, key: str) -> None:
@@ -126,14 +131,14 @@ def test_old_code_waits_for_the_lease(backend: str, kind: str, key: str) -> None
         before = lease.deadline
         assert eventually(lambda: lease.deadline > before + 1.0, 20)
         assert not is_free(kind, key)
-    assert is_free(kind, key)
+    assert was_freed(kind, key)
 
     async def held() -> None:
         async with distlock(key, backend=backend, wait=5):
             assert not await asyncio.to_thread(is_free, kind, key)
 
     asyncio.run(held())
-    assert is_free(kind, key)
+    assert was_freed(kind, key)
 
 
 def test_refusal_names_the_holder_of_a_lease(backend: str, kind: str, key: str) -> None:
@@ -152,7 +157,7 @@ def test_lease_of_a_dead_process_is_taken_over_with_its_old_lock(
     assert isinstance(lock_backends[backend].acquire(key, new_token(), 60, dead), Grant)
     with distlock(key, backend=backend, wait=0, steal_if_dead=True):
         assert not is_free(kind, key)
-    assert is_free(kind, key)
+    assert was_freed(kind, key)
 
 
 def test_refused_key_leaves_the_old_lock_free(backend: str, kind: str, key: str) -> None:
@@ -161,7 +166,7 @@ def test_refused_key_leaves_the_old_lock_free(backend: str, kind: str, key: str)
     assert store.pause(key, store.clock().replace(year=2999))
     with pytest.raises(LockNotAcquired, match="paused"):
         distlock(key, backend=backend, wait=0).acquire()
-    assert is_free(kind, key)
+    assert was_freed(kind, key)
     assert store.pause(key, None)
 
 
@@ -182,7 +187,7 @@ def test_key_that_is_kept_is_kept_from_old_code(backend: str, kind: str, key: st
         pass
     assert not is_free(kind, key)
     assert lock_backends[backend].force_release(key) is not None
-    assert is_free(kind, key)
+    assert was_freed(kind, key)
 
 
 def test_key_that_is_kept_is_free_behind_its_time(backend: str, kind: str, key: str) -> None:
@@ -216,7 +221,7 @@ def test_lease_is_handed_over_with_its_old_lock(
     assert not is_free(kind, key)
     lease.extend()
     assert lease.release()
-    assert is_free(kind, key)
+    assert was_freed(kind, key)
 
 
 def test_own_keys_are_not_bridged(backend: str, kind: str, key: str) -> None:
@@ -224,7 +229,7 @@ def test_own_keys_are_not_bridged(backend: str, kind: str, key: str) -> None:
     own = own_key(key)
     with distlock(own, backend=backend, wait=5) as lease:
         lease.extend()
-        assert is_free(kind, own)
+        assert was_freed(kind, own)
         with pytest.raises(LockNotAcquired):
             distlock(own, backend=backend, wait=0, basic=True).acquire()
 
@@ -233,11 +238,11 @@ def test_shared_and_several_keys(backend: str, kind: str, key: str) -> None:
     """Old locks are not shared; several keys are held as one is."""
     with pytest.raises(LockUsageError, match="share a key"):
         distlock(key, backend=backend, permits=2).acquire()
-    assert is_free(kind, key)
+    assert was_freed(kind, key)
     with distlock_all(f"{key}-a", f"{key}-b", backend=backend, wait=5):
         assert not is_free(kind, f"{key}-a")
         assert not is_free(kind, f"{key}-b")
-    assert is_free(kind, f"{key}-a")
+    assert was_freed(kind, f"{key}-a")
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -263,8 +268,8 @@ def test_advisory_lock_needs_no_connection_of_a_pool(key: str) -> None:
             with bridged("database", OldAdvisoryLock(numbered, using=using)) as backend:
                 with distlock_all(f"{key}-a", f"{key}-b", backend=backend, wait=5):
                     assert not is_free("advisory", f"{key}-a")
-                assert is_free("advisory", f"{key}-a")
-                assert is_free("advisory", f"{key}-b")
+                assert was_freed("advisory", f"{key}-a")
+                assert was_freed("advisory", f"{key}-b")
         finally:
             pooled: Any = connections[using]
             pooled.close_pool()
@@ -276,7 +281,7 @@ def test_advisory_lock_is_not_in_the_way_of_dropping_its_database(key: str) -> N
     assert kept.acquire(key, "owner", 600)
     assert not is_free("advisory", key)
     with connection._nodb_cursor():
-        assert is_free("advisory", key)
+        assert was_freed("advisory", key)
     assert not kept.extend(key, "owner", 600)
 
 
