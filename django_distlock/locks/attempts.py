@@ -270,10 +270,15 @@ class Attempts:
         kept = deferred_release.waiting_release(self._name, request.home)
         if kept is not None and kept is not request.passed:
             return KeptHere(f"The transaction has locked {request.key!r}.", key=request.key)
+        window = kept if kept is not None and kept.has_window and not kept.is_over else None
+        # Of several permits, this may be granted another one.
+        if window is not None and not window.owner.grant.shared:
+            return self._once(window.owner.terms.holder)
         if self._wait is not None and self._wait.in_vain_for is not None:
             return self._in_vain(self._wait.in_vain_for)
         if request.wait is None:
-            other = deferred_release.kept_beside([self._name], request.home)
+            own = [] if window is not None else [self._name]
+            other = deferred_release.kept_beside(own, request.home)
             return None if other is None else endless(request.key, other)
         return None
 
@@ -427,6 +432,16 @@ class Attempts:
             " everywhere, or outside atomic().",
             key=key,
             holder=self._in_the_way,
+        )
+
+    def _once(self, holder: Holder) -> LockNotAcquired:
+        key = self.request.key
+        return LockNotAcquired(
+            f"The key {key!r} was not granted: this transaction keeps it until it ends, for a lock"
+            " with hold or min_hold, which is granted at most once within its seconds.",
+            key=key,
+            holder=holder,
+            settled=True,
         )
 
     def _in_the_way_of_all(self) -> BackendUnavailable:

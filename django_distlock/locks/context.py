@@ -136,7 +136,7 @@ def adopt(store: BaseLockBackend, request: Request, terms: Terms, block: Block) 
     waiting = request.passed
     # Claimed first: the end of the transaction must not release what goes on.
     block.adopting = waiting
-    if waiting is None or not waiting.claim(block):
+    if waiting is None or waiting.has_window or not waiting.claim(block):
         block.adopting = None
         return None
     # Interrupted, it is left to the transactions again, also where a call asks.

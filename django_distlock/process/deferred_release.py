@@ -182,6 +182,11 @@ class Deferred:
         return self._is_registered or bool(self._registering)
 
     @property
+    def has_window(self) -> bool:
+        """Whether its lease holds the key for a window: no other block goes on with that."""
+        return bool(self.owner.terms.hold)
+
+    @property
     def is_over(self) -> bool:
         """Whether the last of the transactions has ended."""
         if self._is_settled:

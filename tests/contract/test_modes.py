@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.db import transaction
 
 from django_distlock import (
@@ -22,17 +23,19 @@ from django_distlock import (
     LockUsageError,
     Retry,
     distlock,
+    signals,
 )
 from django_distlock.handler import lock_backends
 from django_distlock.inspection import get_by_key
 from tests.backends import Registered
 from tests.processes import spawn
 
-from .helpers import ELSEWHERE, Later, contend, held, take
+from .helpers import ELSEWHERE, Later, contend, held, prompt, take
 from .locking import (
     HOLDING,
     PAST,
     SHORT,
+    Heard,
     eventually,
     grantable,
     lock_of,
@@ -202,6 +205,30 @@ def test_window_is_settled_behind_the_transaction(
             pass
         record = Later(held, lock_backends[registered.alias], key).result()
         assert not record.is_settled
+    assert eventually(lambda: Later(held, lock_backends[registered.alias], key).result().is_settled)
+    assert settled(registered, key) == timedelta(seconds=20)
+
+
+@HOLDS
+@pytest.mark.parametrize("commits", [True, False], ids=["commit", "rollback"])
+def test_window_is_not_entered_again_in_its_transaction(
+    registered: Registered, key: str, commits: bool
+) -> None:
+    """No other block goes on with its lease: not to be waited for, it is refused at once."""
+    lock = lock_of(registered, key, ttl=20, hold=True, wait=20)
+    with transaction.atomic() if commits else rolled_back():
+        with lock:
+            pass
+        for again in (lock, lock_of(registered, key, wait=None)):
+            for ask in (again.acquire, async_to_sync(again.aacquire)):
+                with (
+                    prompt(),
+                    Heard(signals.lock_not_acquired, key) as refused,
+                    pytest.raises(LockNotAcquired, match="this transaction keeps") as caught,
+                ):
+                    ask()
+                assert caught.value.settled
+                assert refused.once["cause"] is caught.value
     assert eventually(lambda: Later(held, lock_backends[registered.alias], key).result().is_settled)
     assert settled(registered, key) == timedelta(seconds=20)
 

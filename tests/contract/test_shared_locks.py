@@ -368,6 +368,26 @@ def test_transaction_keeps_a_shared_lease(registered: Registered, key: str) -> N
     assert eventually(lambda: grantable(writer))
 
 
+@pytest.mark.requires("supports_sharing", "supports_ttl")
+@pytest.mark.stores("memory", "postgresql", "redis", why="it is the same in each")
+@pytest.mark.django_db(transaction=True)
+def test_each_block_of_a_rate_takes_a_permit(registered: Registered, key: str) -> None:
+    """Also in one transaction, which keeps all of them; and no more than there are."""
+    rate = lock_of(registered, key, permits=2, ttl=20, hold=True, wait=0)
+    with transaction.atomic():
+        fences = set()
+        for _ in range(2):
+            with rate as lease:
+                fences.add(lease.fence)
+        assert len(fences) == 2
+        with pytest.raises(LockNotAcquired), rate:
+            pass
+        with pytest.raises(LockUsageError, match="without a limit"):
+            lock_of(registered, key, permits=5, wait=None).acquire()
+    sharing = lock_backends[registered.alias].records.sharing
+    assert eventually(lambda: [each.is_settled for each in sharing(key)] == [True, True])
+
+
 @pytest.mark.requires("supports_sharing", "supports_ttl", "distributed")
 def test_shared_lease_is_handed_over(registered: Registered, key: str) -> None:
     """Once, with the place that it has; the others go on."""
