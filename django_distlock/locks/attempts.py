@@ -251,10 +251,10 @@ class Attempts:
             inside=request.inside,
             until=math.inf if request.wait is None else self._started + request.wait,
             ring=ring,
+            # Of some permits, one that is kept is not in the way: others end.
+            is_for_one=request.permits in (1, None),
         )
-        # Of some permits, one that is kept is not in the way: others end.
-        if request.permits in (1, None):
-            waits.begin(self._wait)
+        waits.begin(self._wait)
         for call in when_waiting:
             call()
         return not self.is_first

@@ -27,6 +27,7 @@ class Wait:
         inside: What is held by the blocks that it cannot leave before.
         until: When it gives up, by `host.monotonic`.
         ring: Wakes it.
+        is_for_one: Whether nobody else's end lets it go on.
         in_vain_for: The key that it has and that is waited for, where it waits in vain.
     """
 
@@ -35,10 +36,13 @@ class Wait:
     inside: tuple[Name, ...]
     until: float
     ring: Callable[[], object]
+    is_for_one: bool = True
     in_vain_for: str | None = None
 
     def is_for(self, other: Wait) -> bool:
         """Whether it cannot end before another one does."""
+        if not self.is_for_one:
+            return False
         if self.name in other.inside:
             return True
         # What its own transactions keep is nothing to wait for: a block goes on with it.

@@ -64,6 +64,32 @@ def test_tasks_of_one_transaction_go_on_with_the_lease(registered: Registered, k
     assert grantable(lock)
 
 
+@pytest.mark.aliases("memory")
+def test_task_that_waits_for_a_permit_goes_on_with_the_lease(
+    registered: Registered, key: str
+) -> None:
+    """At once, while somebody else has the other permit."""
+    lock = lock_of(registered, key, permits=2, ttl=20, wait=SOON)
+
+    async def work(inside: asyncio.Event) -> None:
+        async with lock:
+            inside.set()
+            await waits(lock)
+
+    async def main() -> None:
+        inside = asyncio.Event()
+        task = asyncio.create_task(work(inside))
+        await inside.wait()
+        waiting = asyncio.create_task(lock.aacquire())
+        await task
+        with prompt():
+            lease = await waiting
+        await lease.arelease()
+
+    with held_elsewhere(lock), transaction.atomic():
+        async_to_sync(main)()
+
+
 def test_synchronous_code_of_a_task_goes_on_with_the_lease(
     registered: Registered, key: str
 ) -> None:
