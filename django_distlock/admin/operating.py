@@ -16,7 +16,7 @@ from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext, ngettext_lazy
 
 from .. import inspection
-from ..core.errors import LockError
+from ..core.errors import BackendUnavailable, LockError
 from ..core.wording import printable
 from ..inspection import Operation, Outcome
 from .targets import Target
@@ -177,16 +177,22 @@ def act_on(
     done = 0
     for target in targets:
         outcomes: list[Outcome] = []
-        try:
-            for seen in _holders(act, target):
+        failed: Exception | None = None
+        for seen in _holders(act, target):
+            try:
                 outcome = act.run(
                     target.key, backend=target.backend, actor=request.user, **seen, **arguments
                 )
                 outcomes.append(outcome)
-        except (LockError, ImproperlyConfigured) as error:
+            except (LockError, ImproperlyConfigured) as error:
+                failed = error
+                # A store that is down does not answer about the next holder either.
+                if isinstance(error, BackendUnavailable):
+                    break
+        if failed is not None:
             text = _("Failed for %(key)s: %(error)s") % {
                 "key": printable(target.key),
-                "error": error,
+                "error": failed,
             }
             messages.error(request, text)
         done += sum(each.is_done for each in outcomes)

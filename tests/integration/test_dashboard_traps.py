@@ -128,6 +128,19 @@ def test_row_of_a_shared_key_is_one_holder(browser: Client, key: str, alias: str
     assert store.read(key) is None
 
 
+def test_holder_that_cannot_be_shortened_is_in_no_others_way(browser: Client, key: str) -> None:
+    """Each who shares a key is asked; what failed for some of them is told once."""
+    store = lock_backends["postgres"]
+    for ttl in (None, 60, None, 60):
+        store.acquire(key, new_token(), ttl, permits=None)
+    seen = [("fence", each) for each in (1, 2, 3, 4)]
+    target = urlencode([("backend", "postgres"), ("key", key), *seen])
+    order = confirmed(Operation.EXPIRE_SOON, target=[target])
+    done = unescape(browser.post(OPERATE, order, follow=True).content.decode())
+    assert done.count("has no expiry, so it cannot be shortened") == 1
+    assert "2 leases shortened." in done
+
+
 def test_rows_of_a_shared_key_are_told_apart(browser: Client, key: str) -> None:
     """A refresh finds each again by its name."""
     for _ in range(3):
