@@ -494,7 +494,8 @@ class Raised:
 
     Attributes:
         raised: How many were.
-        left: Keys whose counters are still lower: held by somebody, or with a locked counter.
+        left: Keys whose counters are still lower: held by somebody, or with a counter that is
+            locked, or spoiled.
         cursor: Where the next page starts; None: this was the last one.
     """
 

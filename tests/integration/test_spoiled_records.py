@@ -16,6 +16,7 @@ from django.test import Client, override_settings
 from django_distlock import LockError, lock_backends
 from django_distlock.backends.redis import RedisBackend
 from django_distlock.conf import table
+from django_distlock.core.fences import clock_fence
 from django_distlock.core.holders import Holder
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant, InTheWay
@@ -28,6 +29,7 @@ from django_distlock.inspection import (
 )
 from django_distlock.inspection.diagnosis import diagnose
 from django_distlock.models import LockEvent, SeenFence
+from tests.contract.helpers import take
 from tests.contract.locking import eventually
 from tests.services import NO_MARIADB
 
@@ -328,6 +330,26 @@ def test_spoiled_numbers_in_redis_are_no_error_of_the_page(
     finally:
         store.store.command("DEL", name)
     assert isinstance(grant, Grant)
+
+
+@pytest.mark.parametrize("how", ["SET", "RPUSH"])
+def test_spoiled_counter_is_in_no_others_way(key: str, how: str) -> None:
+    """All others are raised, and it is named; asked for by itself, the error says more."""
+    store: Any = lock_backends[ALIAS]
+    for number in range(3):
+        store.release(take(store, f"{key}:{number}"))
+    counter = store._at("fence", store._name(f"{key}:1"))
+    store.store.command("DEL", counter)
+    store.store.command(how, counter, "many")
+    to = clock_fence(store.clock()) + 10**9
+    pages = [store.raise_fences(to, limit=1)]
+    while pages[-1].cursor is not None:
+        pages.append(store.raise_fences(to, cursor=pages[-1].cursor, limit=1000))
+    ran = run("distlock_fence", "raise", f"{key}:1", f"--to={to}", f"--backend={ALIAS}")
+    store.store.command("DEL", counter)
+    assert f"{key}:1" in [name for page in pages for name in page.left]
+    assert [take(store, f"{key}:{number}").fence for number in (0, 2)] == [to + 1] * 2
+    assert (ran.status, "failed" in ran.err) == (69, True)
 
 
 @pytest.mark.parametrize("alias", TABLES)

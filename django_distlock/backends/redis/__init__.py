@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final, TypeVar
 
 from ...conf import BackendConfig
 from ...core.durations import GRACE
-from ...core.errors import LockError
+from ...core.errors import BackendUnavailable, LockError
 from ...core.fences import FENCE_MAX
 from ...core.keys import key_hash, whole_name
 from ...core.logs import log_fields
@@ -382,7 +382,7 @@ class RedisBackend(RedisWaiters):
         self, to: int | None, name: str | None, key: str | None, *, cursor: str | None, limit: int
     ) -> Raised:
         if name is not None:
-            return self._raised(to, [name])
+            return self._raised(to, [name], is_page=False)
         left: list[str] = []
         raised, last, todo = 0, None, limit
         for chunk in self.store.walk(self._at("fence", ""), _ANY_TAG + "*", cursor, limit):
@@ -397,7 +397,7 @@ class RedisBackend(RedisWaiters):
                 return Raised(raised, tuple(left), last)
         return Raised(raised, tuple(left))
 
-    def _raised(self, to: int | None, names: Sequence[str]) -> Raised:
+    def _raised(self, to: int | None, names: Sequence[str], *, is_page: bool = True) -> Raised:
         arguments = ("" if to is None else str(to),)
         questions = [
             Call(
@@ -407,9 +407,15 @@ class RedisBackend(RedisWaiters):
             )
             for name in names
         ]
-        outcomes = [_or_raise(answer) for answer in self.store.ask_all(questions)]
-        held = (name for name, outcome in zip(names, outcomes, strict=True) if outcome == "held")
-        return Raised(outcomes.count("raised"), tuple(name[len(_ANY_TAG) :] for name in held))
+        outcomes = self.store.ask_all(questions)
+        # Of a page, a counter that somebody has spoiled is left, and those behind it are raised.
+        fails = BackendUnavailable if is_page else LockError
+        for outcome in outcomes:
+            if isinstance(outcome, fails):
+                raise outcome
+        kept = (each not in ("raised", "enough") for each in outcomes)
+        left = tuple(name[len(_ANY_TAG) :] for name in compress(names, kept))
+        return Raised(outcomes.count("raised"), left)
 
     def _keep_no_connections(self) -> None:
         self.store.keep_none()

@@ -146,8 +146,8 @@ class Command(OperatorCommand):
         if left:
             names = ", ".join(map(repr, left[:_NAMED])) + (" and more" if left[_NAMED:] else "")
             raise CommandError(
-                f"Skipped, because the key is held or being acquired: {names}. Run the command"
-                " again when they are free."
+                "Skipped, because the key is held or being acquired, or its counter cannot be"
+                f" read: {names}. Run the command again when they are free."
             )
 
 
