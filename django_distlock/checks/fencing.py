@@ -1,4 +1,4 @@
-"""`distlock.E002` and `W002`: models whose rows refuse stale fences."""
+"""`distlock.E002`, `W002` and `W009`: models whose rows refuse stale fences."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from django.apps import AppConfig, apps
 from django.conf import settings
 from django.core import checks
-from django.db import router
+from django.db import models, router
 
 from ..backends.database import DatabaseBackend
-from ..fencing import FencedModel
+from ..fencing import FencedModel, FencedQuerySet
 from ..fencing.keys import KeyTemplate
 from .configured import DOCS, check_each, where
 
@@ -34,6 +34,26 @@ def check_fence_keys(
     return found
 
 
+@checks.register("distlock")
+def check_base_managers(
+    app_configs: Sequence[AppConfig] | None, **_: Any
+) -> list[checks.CheckMessage]:
+    """W009: what `fence_required` refuses is not what Django writes for a row that is deleted."""
+    return [
+        checks.Warning(
+            f"{model.__name__} has fence_required, and its base manager is fenced: no row that"
+            f" {field.name!r} (on_delete=SET_NULL) refers to can be deleted.",
+            hint=f"Remove base_manager_name. {DOCS}",
+            obj=model,
+            id="distlock.W009",
+        )
+        for model in _fenced_models(app_configs)
+        if model.fence_required and _is_fenced(model._base_manager)
+        for field in model._meta.concrete_fields
+        if field.remote_field and field.remote_field.on_delete is models.SET_NULL
+    ]
+
+
 @check_each(DatabaseBackend)
 def check_fence_floor(backend: DatabaseBackend) -> Iterator[checks.CheckMessage]:
     """W002: rows outlive what a failover or a restore takes back from the fence counters."""
@@ -51,6 +71,10 @@ def check_fence_floor(backend: DatabaseBackend) -> Iterator[checks.CheckMessage]
 def fenced_models_in(using: str) -> list[type[FencedModel]]:
     """Return the models whose rows refuse stale fences and are written in a database."""
     return [model for model in _fenced_models(None) if router.db_for_write(model) == using]
+
+
+def _is_fenced(manager: Any) -> bool:
+    return issubclass(manager._queryset_class, FencedQuerySet)
 
 
 def _fenced_models(app_configs: Sequence[AppConfig] | None) -> list[type[FencedModel]]:

@@ -15,12 +15,16 @@ from django.test import override_settings
 from django.test.utils import isolate_apps
 
 from django_distlock import FenceRejected, LockUsageError
-from django_distlock.checks.fencing import check_fence_floor, check_fence_keys
-from django_distlock.fencing import Fence
+from django_distlock.checks.fencing import (
+    check_base_managers,
+    check_fence_floor,
+    check_fence_keys,
+)
+from django_distlock.fencing import Fence, FencedModel
 from django_distlock.fencing.keys import KeyTemplate
 from tests.backends import MEMORY
 from tests.contract.aliases import locks_on
-from tests.shop.models import Account, Named, SubVault, Vault
+from tests.shop.models import Account, Named, Row, SubVault, Vault
 
 from .fenced_rows import stored
 
@@ -223,6 +227,27 @@ def test_check_of_fence_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.id, found.level, found.obj) == ("distlock.E002", checks.ERROR, Vault)
     assert child.obj is SubVault
     assert check_fence_keys([apps.get_app_config("auth")]) == []
+
+
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize("base", ["objects", None])
+def test_check_of_base_managers(base: str | None, required: bool) -> None:
+    """W009 names a model whose rows Django cannot cut off from a row that it deletes."""
+    fields = {
+        "fence_required": required,
+        "other": models.ForeignKey(Row, models.SET_NULL, null=True, related_name="+"),
+        "part_of": models.ForeignKey(Row, models.CASCADE, related_name="+"),
+        "__module__": __name__,
+        "Meta": type("Meta", (), {"app_label": "shop", "base_manager_name": base}),
+    }
+    isolated: Any
+    with isolate_apps("tests.shop") as isolated:
+        made = type("Thing", (FencedModel,), fields)
+    found = check_base_managers([isolated.get_app_config("shop")])
+    wrong = required and base is not None
+    assert [(each.id, each.obj) for each in found] == [("distlock.W009", made)] * wrong
+    assert all("'other'" in each.msg for each in found)
+    assert check_base_managers(None) == []
 
 
 def test_check_of_fence_floors(monkeypatch: pytest.MonkeyPatch) -> None:
