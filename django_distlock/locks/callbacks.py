@@ -197,8 +197,11 @@ def apart(work: Callable[[], None]) -> None:
 def _call(callback: Callback, lease: Any) -> None:
     try:
         callback(lease)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         pass_on(error)
+        # In another thread than the main one it ends nothing but the calls behind it.
+        if isinstance(error, SystemExit) and threading.current_thread() is threading.main_thread():
+            raise
         extra = log_fields(
             "callback_failed", backend=lease.backend, key=lease.key, fence=lease.fence
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -446,6 +447,20 @@ def test_what_fails_when_it_is_told_is_logged(key: str, caplog: pytest.LogCaptur
     assert sum("ZeroDivisionError" in (each.exc_text or "") for each in caplog.records) >= 3
     for each in (lease, later):
         each.release()
+
+
+def test_callback_that_would_exit_is_told(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In the thread of a timer that ends no program: the log says so, and the others are called."""
+    told = Told()
+    lease = distlock(key, backend="memory", ttl=0.3).acquire()
+    lease.on_lost(sys.exit)
+    lease.on_lost(told)
+    assert told.within(4)
+    assert any("SystemExit" in (each.exc_text or "") for each in caplog.records)
+    # In the main thread it does, whoever is told behind.
+    with pytest.raises(SystemExit):
+        lease.on_lost(sys.exit)
+    lease.release()
 
 
 @pytest.mark.parametrize("which", ["lost", "danger", "signal"])
