@@ -110,8 +110,12 @@ def in_test_case(connection: BaseDatabaseWrapper) -> bool:
 
 
 def in_transaction(connection: BaseDatabaseWrapper) -> bool:
-    """Whether the caller has a transaction open, other than that of a `TestCase`."""
-    return connection.in_atomic_block and not in_test_case(connection)
+    """Whether the caller has a transaction open, other than that of a `TestCase`.
+
+    Closed amid it, it is over, and Django tells of no end.
+    """
+    is_open = connection.in_atomic_block and not connection.closed_in_transaction
+    return is_open and not in_test_case(connection)
 
 
 def has_the_file(connection: BaseDatabaseWrapper) -> bool:
