@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from django.core.cache import caches
 
+from django_distlock.backends.redis.store import Place
+from django_distlock.core.errors import InvalidArgument
 from django_distlock.core.keys import new_token
 from django_distlock.core.records import Contended, Grant
 from tests.contract.helpers import contend, held, listed, take
@@ -80,6 +82,16 @@ def test_listing_under_a_key_prefix_is_literal(private: Server, prefix: str) -> 
         if cursor is None:
             break
     assert raised == len(names)
+
+
+@pytest.mark.parametrize("scan", [2**64, 10**40])
+def test_cursor_that_no_scan_has_is_refused(private: Server, scan: int) -> None:
+    """As any that is none: no error of the server's, which would look like an outage."""
+    backend = backend_on(private.url)
+    (server,) = backend.store.of_each_server("PING")
+    assert backend.list(cursor=str(Place(server, 2**64 - 1, 0))).records == ()
+    with pytest.raises(InvalidArgument, match="is no cursor of this store"):
+        backend.list(cursor=str(Place(server, scan, 0)))
 
 
 def test_key_prefixes_keep_apart(private: Server) -> None:

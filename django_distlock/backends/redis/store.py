@@ -29,6 +29,8 @@ STEP = 1000
 #: What becomes of bytes that are no text in the answer of a script: an escape is none of JSON's.
 _IN_JSON = "replace"
 
+#: A cursor of `SCAN` has 64 bits.
+_MOST = 2**64 - 1
 _PLACE = re.compile(r"([^/]+)/(\d+)\.(\d+)\.(.*)", re.DOTALL)
 
 _every: weakref.WeakSet[RedisStore] = weakref.WeakSet()
@@ -51,7 +53,7 @@ class Place(NamedTuple):
     def parsed(cls, place: str) -> Place:
         """Return what `str` made a text of."""
         found = _PLACE.fullmatch(place)
-        if found is None:
+        if found is None or int(found[2]) > _MOST:
             raise InvalidArgument(f"{place!r} is no cursor of this store.")
         return cls(unquote(found[1]), int(found[2]), int(found[3]), found[4])
 
