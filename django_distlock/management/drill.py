@@ -55,6 +55,11 @@ def refuse_impossible(store: BaseLockBackend) -> None:
             f"The lock backend {store.alias!r} has no lease expiry. A suspended holder keeps its"
             " key, and nobody can take it over."
         )
+    if store.config.max_ttl < TTL:
+        raise LockUsageError(
+            f"The lock backend {store.alias!r} has a MAX_TTL of {store.config.max_ttl:g} s, and"
+            f" the leases of a drill live for {TTL:g} s."
+        )
     store.counter("distlock-drill")
 
 

@@ -16,6 +16,7 @@ from redis import Redis
 
 from django_distlock.management.late import Late
 from django_distlock.models import FenceCounter, HeldLock, LockEvent, SeenFence
+from tests.contract.aliases import locks_on
 from tests.contract.locking import eventually
 from tests.contract.redis_clients import close, single_url
 from tests.settings import REDIS_BACKEND
@@ -240,6 +241,15 @@ def test_backend_without_anything_to_see_is_refused(backend: str, why: str, stat
     answer = run("distlock_drill", f"--backend={backend}")
     assert (answer.status, answer.out) == (status, "")
     assert why in answer.err
+
+
+@pytest.mark.parametrize("how", [(), ("--minutes", "0.1")], ids=["short", "long"])
+def test_leases_longer_than_the_settings_allow_are_refused(how: tuple[str, ...]) -> None:
+    """No process is started that could not hold one."""
+    with locks_on("default", TTL=1, MAX_TTL=1) as alias:
+        ran = run("distlock_drill", f"--backend={alias}", *how)
+    assert (ran.status, ran.out) == (2, "")
+    assert "has a MAX_TTL of 1 s, and the leases of a drill live for 2 s" in ran.err
 
 
 @pytest.mark.parametrize("how", [(), ("--minutes", "0.1")], ids=["short", "long"])
