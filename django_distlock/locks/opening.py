@@ -238,7 +238,7 @@ class Opening:
             is_known = not self._unanswered
             try:
                 is_known = is_known and self.backend.release(grant) is not UNKNOWN
-            except BackendUnavailable:
+            except LockError:
                 is_known = False
             if not is_known:
                 release_unanswered(self.backend, grant)

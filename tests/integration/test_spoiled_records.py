@@ -13,7 +13,7 @@ from django.conf import settings
 from django.db import connections
 from django.test import Client, override_settings
 
-from django_distlock import LockError, lock_backends
+from django_distlock import LockError, distlock_all, lock_backends
 from django_distlock.backends.redis import RedisBackend
 from django_distlock.conf import table
 from django_distlock.core.fences import clock_fence
@@ -28,6 +28,7 @@ from django_distlock.inspection import (
     summary,
 )
 from django_distlock.inspection.diagnosis import diagnose
+from django_distlock.locks.opening import Opening
 from django_distlock.models import LockEvent, SeenFence
 from tests.contract.helpers import take
 from tests.contract.locking import eventually
@@ -330,6 +331,26 @@ def test_spoiled_numbers_in_redis_are_no_error_of_the_page(
     finally:
         store.store.command("DEL", name)
     assert isinstance(grant, Grant)
+
+
+def test_record_spoiled_amid_an_acquire_keeps_no_other_key(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several that are given back, those behind it are free, and the error is the caller's."""
+    store: Any = lock_backends[ALIAS]
+    keys = [f"{key}:{number}" for number in range(3)]
+    ask = Opening.ask
+
+    def interrupted(opening: Opening) -> None:
+        ask(opening)
+        another_type(store, store._at("lock", store._name(keys[0])))
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Opening, "ask", interrupted)
+    with pytest.raises(ZeroDivisionError), distlock_all(*keys, backend=ALIAS):
+        pass
+    store.store.command("DEL", store._at("lock", store._name(keys[0])))
+    assert [store.read(each) for each in keys[1:]] == [None, None]
 
 
 @pytest.mark.parametrize("how", ["SET", "RPUSH"])
