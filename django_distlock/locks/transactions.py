@@ -203,8 +203,7 @@ def _own(store: BaseLockBackend, keys: Iterable[str]) -> list[str]:
         name = store.alias, key
         if (lease := context.holds(*name)) is not None:
             tokens.append(lease.token)
-        if (waiting := deferred_release.waiting_release(name)) is not None:
-            tokens.append(waiting.owner.token)
+        tokens += [each.owner.token for each in deferred_release.waiting_releases(name)]
     return tokens
 
 

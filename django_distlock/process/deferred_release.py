@@ -351,9 +351,14 @@ def waiting_release(name: tuple[str, str], thread: int | None = None) -> Deferre
         name: Backend and key.
         thread: Another one.
     """
+    return next(iter(waiting_releases(name, thread)), None)
+
+
+def waiting_releases(name: tuple[str, str], thread: int | None = None) -> list[Deferred]:
+    """See `waiting_release`: of a key with permits, a transaction may keep several."""
     if not (waiting := _waiting.of(name)):
-        return None
-    return next(iter(_of_thread(waiting, home() if thread is None else thread)), None)
+        return []
+    return _of_thread(waiting, home() if thread is None else thread)
 
 
 def has_waiting() -> bool:

@@ -518,6 +518,19 @@ def test_lease_left_to_the_transaction_is_not_in_its_way(registered: Registered,
 
 
 @SIDE_BY_SIDE
+def test_permits_left_to_the_transaction_are_not_in_its_way(
+    registered: Registered, key: str
+) -> None:
+    """Each block that has hold took another one of them, and the transaction keeps all."""
+    rate = lock_of(registered, key, permits=3, hold=True, wait=0)
+    with transaction.atomic(using=using_of(registered)):
+        for _ in range(2):
+            with rate:
+                pass
+        transaction_lock(key, wait=0, backend=registered.alias)
+
+
+@SIDE_BY_SIDE
 def test_lease_left_to_the_transaction_goes_on(registered: Registered, key: str) -> None:
     """A second block continues it, although the transaction has locked the key as well."""
     with transaction.atomic(using=using_of(registered)):
