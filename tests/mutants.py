@@ -301,7 +301,7 @@ MUTANTS = (
     ),
     Mutant(
         "the time of the transaction is used as the current time", "sqlite", COMPACT,
-        old=r"( +)(with transaction.atomic\(self.db\):\n +contended, last, )now, _, is_shared =",
+        old=r"( +)(with self._writing\(\):\n +contended, last, )now, _, is_shared =",
         new=r"\1now = datetime.now(UTC)\n\1\2_, _, is_shared =",
         test=f"{RACES}::test_waiter_gets_its_full_ttl",
         case="{backend}-expired",
@@ -371,7 +371,7 @@ MUTANTS = (
     ),
     Mutant(
         "the fence counter is deleted with the lock", "sqlite", COMPACT,
-        old=r"( +)(cursor.execute\(self._statements.)delete(, \[name\]\))",
+        old=r"( +)(run\(self._statements.)delete(, \[name\]\))",
         new=r"\1\2delete\3\n\1\2delete.replace('heldlock', 'fencecounter')\3",
         test=f"{CONTRACT}::test_fences_grow_over_releases",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 from django.db import connections
@@ -105,6 +105,9 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
             self._hot = CompactLockManager.of(self._locks)
         elif server_functions and vendor == "mysql":
             self._hot = CompoundLockManager.of(self._locks)
+        renamed: Callable[[str], HeldLockManager | ServerFunctions] = self._hot.db_manager
+        #: By the alias of a connection, of which there are only so many.
+        self._hot_on = cache(renamed)
 
     @property
     def supports_wakeups(self) -> bool:  # type: ignore[override]
@@ -123,10 +126,10 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
 
     def _acquire(self, attempt: Attempt) -> Grant | Contended:
         def acquire(on: str) -> Grant | Contended | None:
-            return self._hot.db_manager(on).acquire(attempt)
+            return self._hot_on(on).acquire(attempt)
 
         def share(on: str) -> Grant | Contended:
-            return self._hot.db_manager(on).share(attempt)
+            return self._hot_on(on).share(attempt)
 
         busy = partial(self._busy, attempt.name)
         if not attempt.shared:
@@ -155,14 +158,14 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         self, name: str, grant: Grant, ttl: float | None, *, bound: float
     ) -> Grant | Unknown | None:
         def extend(on: str) -> Grant | Unknown | None:
-            return self._hot.db_manager(on).extend(name, grant, ttl, bound=bound)
+            return self._hot_on(on).extend(name, grant, ttl, bound=bound)
 
         return self._ask(extend, bound=bound, busy=_unknown, single=self._single, key=grant.key)
 
     def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
         none_known: list[Grant | Unknown | None] = [UNKNOWN] * len(named)
         return self._ask(
-            lambda on: self._hot.db_manager(on).extend_many(named),
+            lambda on: self._hot_on(on).extend_many(named),
             busy=lambda: none_known,
             single=self._single,
         )
@@ -171,7 +174,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         self, name: str, grant: Grant, held: float | None, *, bound: float
     ) -> bool | Unknown:
         def release(on: str) -> Freed | Unknown:
-            return self._hot.db_manager(on).release(name, grant, held=held, bound=bound)
+            return self._hot_on(on).release(name, grant, held=held, bound=bound)
 
         freed = self._ask(release, bound=bound, busy=_unknown, single=self._single, key=grant.key)
         if freed == "wanted":

@@ -1,12 +1,15 @@
 """What locks do all the time, in a few statements of SQL: on SQLite.
 
-Most of the time that the ORM takes there goes into making its statements. The operations are those
-of `HeldLockManager`, step for step and with the same answers, and it does what is left.
+Most of the time that Django takes there goes into making statements, and into cursors around them.
+So these go to the driver. The operations are those of `HeldLockManager`, step for step and with the
+same answers, and it does what is left.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,11 +18,15 @@ from django.db import connections, transaction
 from ..core.fences import next_fence
 from ..core.holders import Holder
 from ..core.records import Attempt, Contended, Freed, Grant, Record, known_holder, lease_ends
+from ..database.connections import is_own
 from ..database.fields import from_microseconds, to_microseconds
 from .lock import HeldLockManager
 
 if TYPE_CHECKING:
-    from django.db.backends.utils import CursorWrapper
+    from sqlite3 import Connection
+
+#: Runs a statement, whose placeholders are the driver's own, and returns the driver's cursor.
+Run = Callable[..., Any]
 
 _NOBODY = Holder()
 
@@ -27,12 +34,12 @@ _LOOK = """
 SELECT
     c.fence, c.paused_until, c.closed_until IS NOT NULL,
     l.token, l.fence, l.acquired_at, l.expires_at, l.free_at, l.wanted, l.holder
-FROM (SELECT %s AS storage_key) asked
+FROM (SELECT ? AS storage_key) asked
 LEFT JOIN {fences} c ON c.storage_key = asked.storage_key
 LEFT JOIN {locks} l ON l.storage_key = asked.storage_key
 """
 _ADVANCE = """
-INSERT INTO {fences} (storage_key, "key", fence) VALUES (%s, %s, %s)
+INSERT INTO {fences} (storage_key, "key", fence) VALUES (?, ?, ?)
 ON CONFLICT (storage_key) DO UPDATE SET fence = excluded.fence
 """
 # See `Attempt.record`.
@@ -44,7 +51,7 @@ _GRANT = f"""
 INSERT INTO {{locks}} (
     storage_key, "key", token, fence, ttl, acquired_at, renewed_at, expires_at, free_at, wanted,
     holder, holder_host, task_id, stop_requested_at
-) VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, 0, %s, %s, %s, NULL)
+) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0, ?, ?, ?, NULL)
 ON CONFLICT (storage_key) DO UPDATE SET
     token = excluded.token, fence = excluded.fence, ttl = excluded.ttl,
     acquired_at = excluded.acquired_at, renewed_at = excluded.renewed_at,
@@ -61,15 +68,15 @@ _LEASE = """
 SELECT
     token, fence, ttl, acquired_at, renewed_at, expires_at, free_at, stop_requested_at, wanted,
     renewed_until
-FROM {locks} WHERE storage_key = %s
+FROM {locks} WHERE storage_key = ?
 """
 _EXTEND = """
-UPDATE {locks} SET ttl = %s, renewed_at = %s, expires_at = %s, free_at = %s WHERE storage_key = %s
+UPDATE {locks} SET ttl = ?, renewed_at = ?, expires_at = ?, free_at = ? WHERE storage_key = ?
 """
-_SETTLE = "UPDATE {locks} SET expires_at = %s, free_at = %s WHERE storage_key = %s"
+_SETTLE = "UPDATE {locks} SET expires_at = ?, free_at = ? WHERE storage_key = ?"
 # Whoever ends it leaves the key to others for a moment.
-_MARK = "UPDATE {locks} SET wanted = 1 WHERE storage_key = %s AND fence = %s AND NOT wanted"
-_DELETE = "DELETE FROM {locks} WHERE storage_key = %s"
+_MARK = "UPDATE {locks} SET wanted = 1 WHERE storage_key = ? AND fence = ? AND NOT wanted"
+_DELETE = "DELETE FROM {locks} WHERE storage_key = ?"
 
 
 class _Statements(NamedTuple):
@@ -81,6 +88,22 @@ class _Statements(NamedTuple):
     settle: str = _SETTLE
     mark: str = _MARK
     delete: str = _DELETE
+
+
+class _Transaction:
+    """One writer's. Who is interrupted in it leaves it open, which ends a connection of ours."""
+
+    def __init__(self, connection: Connection):
+        self._connection = connection
+
+    def __enter__(self) -> None:
+        self._connection.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._connection.commit()
+        else:
+            self._connection.rollback()
 
 
 class CompactLockManager(HeldLockManager):
@@ -107,17 +130,17 @@ class CompactLockManager(HeldLockManager):
     def acquire(self, attempt: Attempt) -> Grant | Contended | None:
         """Grant the key if it is free; None: it is shared, or was: see `share`."""
         name, key, holder = attempt.name, attempt.key, attempt.holder
-        with connections[self.db].cursor() as cursor:
+        with self._asking() as run:
             # Read first: whoever loses takes no lock and writes nothing.
-            contended, _, _, unmarked, is_shared = self._in_the_way(cursor, attempt)
+            contended, _, _, unmarked, is_shared = self._in_the_way(run, attempt)
             if contended is not None:
                 if attempt.wanted and unmarked:
-                    cursor.execute(self._statements.mark, [name, contended.fence])
+                    run(self._statements.mark, [name, contended.fence])
                 return contended
             if is_shared:
                 return None
-            with transaction.atomic(self.db):
-                contended, last, now, _, is_shared = self._in_the_way(cursor, attempt)
+            with self._writing():
+                contended, last, now, _, is_shared = self._in_the_way(run, attempt)
                 if contended is not None or is_shared:
                     return contended
                 fence = next_fence(key, last, self._floor(now))
@@ -127,19 +150,19 @@ class CompactLockManager(HeldLockManager):
                     name, key, attempt.token, fence, attempt.ttl, at, at, _stored(expires_at),
                     _stored(free_at), told, holder.host, holder.task_id,
                 ]  # fmt: skip
-                cursor.execute(self._statements.advance, [name, key, fence])
-                cursor.execute(self._statements.grant, values)
+                run(self._statements.advance, [name, key, fence])
+                run(self._statements.grant, values)
         return attempt.grant(fence, now, expires_at)
 
     def extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
         """Replace the ttl of a lease; None: it is gone."""
-        with transaction.atomic(self.db), connections[self.db].cursor() as cursor:
-            record, now = self._owned_record(cursor, name, grant)
+        with self._asking() as run, self._writing():
+            record, now = self._owned_record(run, name, grant)
             extended = None if record is None else record.extended(now, ttl)
             if record is None or extended is None:
                 return None
             ends = _stored(extended.expires_at), _stored(extended.free_at)
-            cursor.execute(self._statements.extend, [ttl, to_microseconds(now), *ends, name])
+            run(self._statements.extend, [ttl, to_microseconds(now), *ends, name])
         stop_requested = record.stop_requested_at is not None
         expires_at = lease_ends(now, ttl)[0]
         return Grant(
@@ -149,27 +172,42 @@ class CompactLockManager(HeldLockManager):
 
     def release(self, name: str, grant: Grant, *, held: float | None = None, bound: float) -> Freed:
         """Give the key back, or keep it taken for `held` seconds since the grant."""
-        with transaction.atomic(self.db), connections[self.db].cursor() as cursor:
-            record, now = self._owned_record(cursor, name, grant)
+        with self._asking() as run, self._writing():
+            record, now = self._owned_record(run, name, grant)
             if record is None:
                 return "gone"
             until = None if held is None else record.acquired_at + timedelta(seconds=held)
             if until is None or until <= now:
-                cursor.execute(self._statements.delete, [name])
+                run(self._statements.delete, [name])
             else:
-                cursor.execute(self._statements.settle, [_stored(until), _stored(until), name])
+                run(self._statements.settle, [_stored(until), _stored(until), name])
         return "wanted" if record.wanted else "released"
 
+    @contextmanager
+    def _asking(self) -> Iterator[Run]:
+        """Give what asks the driver. Its errors become Django's."""
+        connection = connections[self.db]
+        # Django refuses a cursor in the thread of an event loop.
+        with connection.cursor(), connection.wrap_database_errors:
+            yield connection.connection.execute
+
+    def _writing(self) -> AbstractContextManager[None]:
+        """Open a transaction. In one of the caller's, as that of a `TestCase`, a savepoint."""
+        connection = connections[self.db]
+        if is_own(connection):
+            return _Transaction(connection.connection)
+        return transaction.atomic(self.db)
+
     def _in_the_way(
-        self, cursor: CursorWrapper, attempt: Attempt
+        self, run: Run, attempt: Attempt
     ) -> tuple[Contended | None, int, datetime, bool, bool]:
         """Return why the key cannot be had, if so, its last fence, the time, and two facts more.
 
         That is: whether somebody holds the key alone, and has not been told that others want it;
         and whether it is shared, or was.
         """
-        cursor.execute(self._statements.look, [attempt.name])
-        last, paused_until, is_shared, token, *lease = cursor.fetchone()
+        found = run(self._statements.look, [attempt.name]).fetchone()
+        last, paused_until, is_shared, token, *lease = found
         fence, acquired_at, expires_at, free_at, wanted, told = lease
         now = datetime.now(UTC)
         at = to_microseconds(now)
@@ -195,12 +233,9 @@ class CompactLockManager(HeldLockManager):
         is_held = contended is not None and contended.fence is not None
         return contended, last or 0, now, is_held and not wanted, bool(is_shared)
 
-    def _owned_record(
-        self, cursor: CursorWrapper, name: str, grant: Grant
-    ) -> tuple[Record | None, datetime]:
+    def _owned_record(self, run: Run, name: str, grant: Grant) -> tuple[Record | None, datetime]:
         """Return the record of a grant, without who holds it, and the time; None: it is gone."""
-        cursor.execute(self._statements.lease, [name])
-        row = cursor.fetchone()
+        row = run(self._statements.lease, [name]).fetchone()
         now = datetime.now(UTC)
         if row is None:
             return None, now
