@@ -1,8 +1,9 @@
 """What the same work costs without a lock package: the least that a store can be asked.
 
 A pair has to write durably once and to go to the server twice. So its floor is an upsert of a row
-like a lock's, and one trivial round trip. The floor of a losing attempt is a read of the lock's row
-by its primary key.
+like a lock's, and one trivial round trip. SQLite has no server, and releases in its file: there the
+floor is two transactions of one statement each. The floor of a losing attempt is a read of the
+lock's row by its primary key.
 
 Each is asked in three ways, because drivers differ:
 
@@ -71,7 +72,7 @@ class Floor:
     """
 
     def __init__(self, alias: str, backend: str, key: str = "floor:template"):
-        self._vendor = connections[alias].vendor
+        self.vendor = connections[alias].vendor
         self._locks = table("locks")
         self._names = [connections[alias].ops.quote_name(each) for each in columns()]
         self._row = self._written(alias, backend, key)
@@ -81,10 +82,15 @@ class Floor:
     def upsert(self) -> str:
         """Return the statement that writes a row."""
         places = ", ".join(["%s"] * len(self._names))
-        clause, offered = UPSERT[self._vendor]
+        clause, offered = UPSERT[self.vendor]
         assignments = ", ".join(f"{name} = {offered.format(name)}" for name in self._names[1:])
         values = f"INSERT INTO {TABLE} ({', '.join(self._names)}) VALUES ({places})"
         return f"{values} {clause} {assignments}"
+
+    @property
+    def delete(self) -> str:
+        """Return the statement that removes a row."""
+        return f"DELETE FROM {TABLE} WHERE storage_key = %s"
 
     @property
     def read(self) -> str:
@@ -108,10 +114,21 @@ class Floor:
 def pair_steps(floor: Floor, execute: Execute, keys: Sequence[str]) -> dict[str, Step]:
     """Return the two halves of a pair's floor."""
     turns, upsert = cycle(keys), floor.upsert
+    if floor.vendor == "sqlite":
+        gone = cycle(keys)
+        return {
+            "upsert": lambda: _written(execute, upsert, floor.row(next(turns))),
+            "delete": lambda: _written(execute, floor.delete, [next(gone)]),
+        }
     return {
         "upsert": lambda: execute(upsert, floor.row(next(turns))),
         "trip": lambda: execute(TRIP, ()),
     }
+
+
+def _written(execute: Execute, statement: str, values: Sequence[Any]) -> None:
+    for each, its in (("BEGIN IMMEDIATE", ()), (statement, values), ("COMMIT", ())):
+        execute(each, its)
 
 
 def subjects(alias: str, backend: str, keys: Sequence[str], hot: str) -> Iterator[list[Subject]]:
