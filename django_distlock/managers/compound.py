@@ -1,15 +1,18 @@
 """What locks do all the time, in one round trip each, on MariaDB.
 
 An anonymous block of the server's own language runs the transaction of `HeldLockManager`, step for
-step: nothing has to be installed for it. MySQL has no such blocks, and the ORM does it there.
+step: nothing has to be installed for it. Each session prepares it: the server takes as long to read
+such a block as to run it. MySQL has no such blocks, and the ORM does it there.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
+from zlib import crc32
 
 from django.db import OperationalError, connections
 
@@ -21,6 +24,16 @@ from ..database.fields import from_microseconds
 from ..database.server_functions import acquired
 from ..database.vendors.mysql import INTERRUPTED, MAX_STATEMENT_TIME, MySQL
 from .lock import HeldLockManager
+
+#: The session has prepared no statement of this name; the server takes no more of them.
+_NOT_PREPARED, _TOO_MANY = 1243, 1461
+
+
+class _Block(NamedTuple):
+    """A block with a placeholder for each value, and what these are called, in their order."""
+
+    text: str
+    values: list[str]
 
 
 class CompoundLockManager(HeldLockManager):
@@ -49,9 +62,9 @@ class CompoundLockManager(HeldLockManager):
         )
         return compound
 
-    _acquire: str
-    _extending: str
-    _release: str
+    _acquire: _Block
+    _extending: _Block
+    _release: _Block
 
     def acquire(self, attempt: Attempt) -> Grant | Contended | None:
         """Grant the key if it is free; None: it is shared, or was: see `share`."""
@@ -105,11 +118,19 @@ class CompoundLockManager(HeldLockManager):
         connection: Any = connections[self.db]
         return not connection.in_atomic_block and connection.mysql_is_mariadb
 
-    def _run(self, block: str, values: dict[str, Any], bound: float) -> Any:
+    def _run(self, block: _Block, values: dict[str, Any], bound: float) -> Any:
         # Waits end after whole seconds: one that is left less does not begin to wait.
+        text = block.text.replace("{bound}", str(int(bound)))
+        name = f"distlock_{crc32(text.encode()):x}"
+        using = ", ".join(["%s"] * len(block.values))
+        given = [values[each] for each in block.values]
         with connections[self.db].cursor() as cursor:
             try:
-                cursor.execute(block.replace("{bound}", str(int(bound))), values)
+                if not _went(cursor, _NOT_PREPARED, f"EXECUTE {name} USING {using}", given):
+                    if _went(cursor, _TOO_MANY, f"PREPARE {name} FROM %s", [text]):
+                        cursor.execute(f"EXECUTE {name} USING {using}", given)
+                    else:
+                        cursor.execute(f"EXECUTE IMMEDIATE %s USING {using}", [text, *given])
             except OperationalError as error:
                 if error.args[0] == MAX_STATEMENT_TIME:
                     # The block may have committed: the outcome is unknown, and not busy.
@@ -119,15 +140,27 @@ class CompoundLockManager(HeldLockManager):
             return cursor.fetchone()
 
 
-def _block(name: str, put_in: Mapping[str, str]) -> str:
+def _went(cursor: Any, unless: int, statement: str, values: list[Any]) -> bool:
+    """Run a statement; return whether the server did not refuse it for this reason."""
+    try:
+        cursor.execute(statement, values)
+    except OperationalError as error:
+        if error.args[0] != unless:
+            raise
+        return False
+    return True
+
+
+def _block(name: str, put_in: Mapping[str, str]) -> _Block:
     text = _text(name)
     for stands_for, expression in put_in.items():
         text = text.replace(stands_for, expression)
-    return text
+    value = re.compile(r"%\((\w+)\)s")
+    return _Block(value.sub("?", text), value.findall(text))
 
 
 def _text(name: str) -> str:
-    """Return a file of SQL without its comments: it is sent with each call."""
+    """Return a file of SQL without its comments."""
     lines = (
         (files(sql.__name__) / "mariadb" / f"{name}.sql").read_text(encoding="utf-8").split("\n")
     )

@@ -65,6 +65,7 @@ ISOLATIONS: list[dict[str, str | None]] = [
 ]
 # The server's numbers for what ends a wait.
 LOCK_WAIT_TIMEOUT, DEADLOCK, MAX_STATEMENT_TIME = 1205, 1213, 1969
+NOT_PREPARED, TOO_MANY_PREPARED = 1243, 1461
 # MySQL's own, where a row is locked for which nobody wants to wait.
 NOWAIT = 3572
 LONG_AGO = datetime(2000, 1, 1, tzinfo=UTC)
@@ -579,9 +580,9 @@ def test_block_that_is_cut_off_behind_its_commit_has_no_answer(
     """Nobody is told that the key is contended, or lost, and nothing stays held."""
     run, cuts = CompoundLockManager._run, iter(["SIGNAL SQLSTATE '70100' SET MYSQL_ERRNO = 1969;"])
 
-    def cut(self: CompoundLockManager, block: str, values: dict[str, Any], bound: float) -> Any:
+    def cut(self: CompoundLockManager, block: Any, values: dict[str, Any], bound: float) -> Any:
         if block == getattr(self, f"_{name}"):
-            block = block.replace("COMMIT;", f"COMMIT; {next(cuts, '')}")
+            block = block._replace(text=block.text.replace("COMMIT;", f"COMMIT; {next(cuts, '')}"))
         return run(self, block, values, bound)
 
     monkeypatch.setattr(CompoundLockManager, "_run", cut)
@@ -652,6 +653,19 @@ def test_wait_that_rolls_the_callers_transaction_back_ends_it(key: str, how: str
                 ask(using, "INSERT INTO diary VALUES (2)")
             stranger.rollback()
         assert ask(using, "SELECT entry FROM diary") == []
+
+
+def test_server_that_prepares_no_more_statements_runs_them_at_once(key: str) -> None:
+    """Their number is that of the whole server, and other programs have prepared them."""
+    with server_like(max_prepared_stmt_count=0) as using, store_on(using, key) as store:
+        for most, expected in ((0, {NOT_PREPARED, TOO_MANY_PREPARED}), (9, set())):
+            ask(using, f"SET GLOBAL max_prepared_stmt_count = {most}")
+            for _ in range(2):
+                with errors_on(using) as seen:
+                    grant = take(store.backend, key)
+                    assert isinstance(store.backend.extend(grant), Grant)
+                    assert store.backend.release(grant)
+            assert seen == expected
 
 
 #: What backups do: the first stops whoever writes, the second whoever commits.
