@@ -188,10 +188,22 @@ def _is_quick(item: pytest.Item) -> bool:
     callspec = getattr(item, "callspec", None)
     if callspec and not SLOW_WORDS.isdisjoint(callspec.id.split("-")):
         return False
-    alias, subject = _alias(item), _subject(item)
+    alias = _alias(item)
+    return not alias or alias in _quick_backends(_subject(item))
+
+
+def _quick_backends(subject: str) -> Collection[str]:
     if subject in LONG:
-        return alias in ("", "postgres")
-    return not alias or alias in (QUICK_BACKENDS if subject in OF_BACKENDS else FULL)
+        return ("postgres",)
+    return QUICK_BACKENDS if subject in OF_BACKENDS else FULL
+
+
+def may_take(test: pytest.Item, alias: str) -> bool:
+    """Say whether this run may take a test of the contract on a backend: others need no cases."""
+    subject = _subject(test)
+    # A shape has its turn on one of all backends.
+    is_quick = test.config.stash[TIER] == "quick" and subject not in OF_SHAPES
+    return not is_quick or alias in _quick_backends(subject)
 
 
 def _paired(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:

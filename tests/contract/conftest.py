@@ -19,6 +19,7 @@ from django_distlock.testing.contract import NEEDS
 from tests.backends import BACKENDS, Registered
 from tests.conftest import DECLARED
 from tests.services import NO_MARIADB
+from tests.tiers import may_take
 
 from .locking import HOLDING, lock_of
 from .scripted import CONFIGURED, Script, ScriptedMemory
@@ -66,6 +67,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "registered" not in metafunc.fixturenames or any("registered" in each for each in named):
         return
     lines = [each for each in BACKENDS.values() if _has_what_is_tested(each, test)]
+    # Of a test that this run takes nowhere, all cases are there to be left out.
+    lines = [each for each in lines if may_take(test, each.alias)] or lines
     metafunc.parametrize("registered", [*map(_possible, lines)], indirect=True)
 
 
