@@ -7,17 +7,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
-
-from selenium import webdriver
-from selenium.common.exceptions import StaleElementReferenceException
-from selenium.webdriver.common.action_chains import ActionChains
-from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.wait import WebDriverWait
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.poolers import without
+
+# To import it takes every worker half a second, and one of them opens a browser.
+if TYPE_CHECKING:
+    from selenium import webdriver
+    from selenium.webdriver.remote.webelement import WebElement
 
 T = TypeVar("T")
 
@@ -46,7 +43,7 @@ class Browser:
 
     def every(self, selector: str) -> list[WebElement]:
         """Give the elements that are there now."""
-        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+        return self.driver.find_elements("css selector", selector)
 
     def text(self, selector: str = "body") -> str:
         """Give what a person reads."""
@@ -58,21 +55,30 @@ class Browser:
 
     def until(self, condition: Callable[[], T]) -> T:
         """Give what a condition returns, once it is true."""
+        from selenium.common.exceptions import StaleElementReferenceException
+        from selenium.webdriver.support.wait import WebDriverWait
+
         # A page may go, or a part of it be refreshed, between finding something and looking at it.
         gone = [StaleElementReferenceException]
         return WebDriverWait(self.driver, PATIENCE, 0.1, gone).until(lambda _: condition())
 
-    def press(self, keys: str) -> None:
-        """Press keys, wherever the focus is."""
-        ActionChains(self.driver).send_keys(keys).perform()
+    def press(self, *keys: str) -> None:
+        """Press keys together, by name, or type a text, wherever the focus is."""
+        from selenium.webdriver.common.action_chains import ActionChains
+        from selenium.webdriver.common.keys import Keys
+
+        chain = ActionChains(self.driver)
+        *held, last = (getattr(Keys, key, key) for key in keys)
+        for key in held:
+            chain.key_down(key)
+        chain.send_keys(last)
+        for key in held:
+            chain.key_up(key)
+        chain.perform()
 
     def tab(self, *, back: bool = False) -> None:
         """Press the tabulator; with Shift, to go back."""
-        chain = ActionChains(self.driver)
-        if back:
-            chain.key_down(Keys.SHIFT).send_keys(Keys.TAB).key_up(Keys.SHIFT).perform()
-        else:
-            chain.send_keys(Keys.TAB).perform()
+        self.press(*["SHIFT"] * back, "TAB")
 
     def status(self) -> int:
         """Give what the server answered when it was asked for this page."""
@@ -146,6 +152,8 @@ class Browser:
 @contextmanager
 def browsing(address: str) -> Iterator[Browser]:
     """Open a window."""
+    from selenium import webdriver
+
     programs = [shutil.which(each) for each in ("chromium", "chromedriver")]
     if None in programs:
         without("chromium", "apt-get install chromium chromium-driver")

@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from selenium.webdriver.common.keys import Keys
 
 from .browsers import Browser
 from .dashboards import Dashboard, held, leashed, row, show
@@ -120,17 +119,17 @@ def open_dashboard(browser: Browser) -> None:
     """Open the list, choose a row, and let nothing refresh it: by a key, too."""
     show(browser, "typed")
     go_to(browser, "[data-pause]")
-    browser.press(Keys.SPACE)
+    browser.press("SPACE")
     browser.until(lambda: "Paused" in browser.text(".distlock-live"))
     go_to(browser, f"{row('typed')} input")
-    browser.press(Keys.SPACE)
+    browser.press("SPACE")
 
 
 def open_key(browser: Browser) -> None:
     """Open the page of a key from the list."""
     show(browser, "typed")
     go_to(browser, f"{row('typed')} a")
-    browser.press(Keys.ENTER)
+    browser.press("ENTER")
     browser.until(lambda: browser.every(".distlock-facts"))
 
 
@@ -138,7 +137,7 @@ def open_operation(browser: Browser) -> None:
     """Open the page that asks why, from that of the key."""
     open_key(browser)
     go_to(browser, "button[value=force_release]")
-    browser.press(Keys.ENTER)
+    browser.press("ENTER")
     browser.until(lambda: browser.every("[name=reason]"))
 
 
@@ -187,18 +186,18 @@ def test_key_is_taken_by_the_keyboard_alone(shop: Dashboard, browser: Browser) -
     with leashed(shop, "typed", "untouched") as (holder, other):
         show(browser, "typed", "untouched")
         go_to(browser, f"{row('typed')} input")
-        browser.press(Keys.SPACE)
+        browser.press("SPACE")
         assert browser.one(f"{row('typed')} input").is_selected()
         go_to(browser, "#distlock-operation", back=True)
         browser.press("Force")
         assert browser.one("#distlock-operation").get_property("value") == "force_release"
         go_to(browser, ".distlock-acts button")
-        browser.press(Keys.ENTER)
+        browser.press("ENTER")
         browser.until(lambda: browser.every("[name=reason]"))
         go_to(browser, "[name=reason]")
         browser.press("its host burnt down")
         go_to(browser, "input[type=submit].grave")
-        browser.press(Keys.ENTER)
+        browser.press("ENTER")
         browser.until(lambda: "1 lock force-released" in browser.text(".messagelist"))
         show(browser, "untouched")
         assert not browser.every(row("typed"))
