@@ -111,17 +111,17 @@ def test_lease_is_what_one_writes_with(value: Called) -> None:
         assert value.read() == b"first"
 
 
-@pytest.mark.parametrize("operation", ["get", "set", "delete"])
-def test_lower_fence_is_refused_and_changes_nothing(value: Called, operation: str) -> None:
+def test_lower_fence_is_refused_and_changes_nothing(value: Called) -> None:
     """Whatever a stale holder asks, the error tells both fences."""
     value.set("new", by(7), 3600)
     before = (value.client.hgetall(value.name), value.client.pexpiretime(value.name))
-    arguments = ("old", by(6)) if operation == "set" else (by(6),)
-    with pytest.raises(FenceRejected, match="fence 7.*refuses fence 6") as caught:
-        getattr(value, operation)(*arguments)
-    assert (caught.value.current, caught.value.fence, caught.value.key) == (7, 6, "stock")
-    assert value.name in caught.value.row
-    assert (value.client.hgetall(value.name), value.client.pexpiretime(value.name)) == before
+    stale: list[tuple[Any, ...]] = [("get", by(6)), ("set", "old", by(6)), ("delete", by(6))]
+    for operation, *arguments in stale:
+        with pytest.raises(FenceRejected, match="fence 7.*refuses fence 6") as caught:
+            getattr(value, operation)(*arguments)
+        assert (caught.value.current, caught.value.fence, caught.value.key) == (7, 6, "stock")
+        assert value.name in caught.value.row
+        assert (value.client.hgetall(value.name), value.client.pexpiretime(value.name)) == before
 
 
 def test_first_read_refuses_lower_fences_from_then_on(value: Called) -> None:
@@ -189,10 +189,10 @@ def test_highest_fences_are_told_apart(value: Called) -> None:
         value.get(by(FENCE_MAX - 1))
 
 
-@pytest.mark.parametrize("operation", ["get", "set", "delete", "read"])
 @pytest.mark.parametrize("kind", ["string", "list", "hash", "hash with a word"])
-def test_key_of_another_kind_is_refused(value: Called, kind: str, operation: str) -> None:
+def test_key_of_another_kind_is_refused(value: Called, kind: str) -> None:
     """Nothing of others is overwritten, and the error names the key."""
+    refused: list[tuple[Any, ...]] = [("get", by(5)), ("set", "x", by(5)), ("delete", by(5))]
     if kind == "string":
         value.client.set(value.name, "mine")
     elif kind == "list":
@@ -200,26 +200,25 @@ def test_key_of_another_kind_is_refused(value: Called, kind: str, operation: str
     else:
         value.client.hset(value.name, "fence" if kind.endswith("word") else "other", "mine")
     dump = value.client.dump(value.name)
-    arguments = {"set": ("x", by(5)), "read": ()}.get(operation, (by(5),))
-    if operation == "read" and kind.startswith("hash"):
+    if kind.startswith("hash"):
         assert value.read() is None  # A plain look does not judge.
     else:
+        refused.append(("read",))
+    for operation, *arguments in refused:
         with pytest.raises(LockUsageError, match=f"'{value.name}' in Redis is .*no fenced value"):
             getattr(value, operation)(*arguments)
-    assert value.client.dump(value.name) == dump
+        assert value.client.dump(value.name) == dump
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
+def test_bad_argument_is_refused(value: Called) -> None:
+    """Before anything is asked."""
+    bad: list[tuple[list[Any], str]] = [
         *(([each, by(5)], "bytes or str") for each in (5, None, ["x"])),
         *((["x", by(5), each], "ttl") for each in (0, -1, True, float("nan"), 1e12)),
-    ],
-)
-def test_bad_argument_is_refused(value: Called, arguments: list[Any], named: str) -> None:
-    """Before anything is asked."""
-    with pytest.raises(InvalidArgument, match=named):
-        value.set(*arguments)
+    ]
+    for arguments, named in bad:
+        with pytest.raises(InvalidArgument, match=named):
+            value.set(*arguments)
     assert not value.client.exists(value.name)
 
 
