@@ -432,6 +432,17 @@ def test_functions_follow_the_schema_of_the_tables(postgresql: str, schema: str)
     assert lock_and_release(postgresql) == 2
 
 
+def test_migrate_binds_its_arguments_on_the_server(postgresql: str) -> None:
+    """With `server_side_binding`, too, what is there is found, and what is missing is installed."""
+    name = connections[postgresql].settings_dict["NAME"]
+    with alias_like("default", NAME=name, OPTIONS={"server_side_binding": True}) as bound:
+        migrate(bound)
+        ask(bound, "DROP FUNCTION django_distlock_heldlock_acquire_v3")
+        migrate(bound)
+        assert set(bodies(bound)) == FUNCTIONS
+        assert lock_and_release(bound) == 1
+
+
 def test_processes_that_migrate_at_once_do_not_disturb_each_other(postgresql: str) -> None:
     """A deployment starts several; each gets through, and the functions are repaired."""
     migrate(postgresql)

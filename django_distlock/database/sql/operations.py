@@ -189,22 +189,19 @@ def _is_installed(connection: BaseDatabaseWrapper, schema: str, name: str) -> bo
     return _found(connection, _FUNCTION, [function[1], function[2], settings_in(text), schema])
 
 
-_TABLES = (
-    "SELECT to_regclass(format('%%I.%%I', %s, %s)) IS NOT NULL"
-    " AND to_regclass(format('%%I.%%I', %s, %s)) IS NOT NULL"
-)
-_READABLE = "SELECT has_table_privilege(format('%%I.%%I', %s, %s), 'SELECT')"
+# With types: bound on the server (`server_side_binding`), an argument of `format` has none.
+_RELATION = "format('%%I.%%I', %s::text, %s::text)"
+_TABLES = f"SELECT to_regclass({_RELATION}) IS NOT NULL AND to_regclass({_RELATION}) IS NOT NULL"
+_READABLE = f"SELECT has_table_privilege({_RELATION}, 'SELECT')"
 _FUNCTION = (
     "SELECT EXISTS (SELECT FROM pg_proc WHERE proname = %s AND prosrc = %s"
     " AND proconfig = %s::text[] AND pronamespace = quote_ident(%s)::regnamespace)"
 )
 _TRIGGER = (
-    "SELECT EXISTS (SELECT FROM pg_trigger WHERE tgname = 'distlock_fence_guard'"
-    " AND tgrelid = to_regclass(format('%%I.%%I', %s, %s)))"
+    "SELECT EXISTS (SELECT FROM pg_trigger WHERE tgname = 'distlock_fence_guard'"  # noqa: S608
+    f" AND tgrelid = to_regclass({_RELATION}))"
 )
-_STORAGE = (
-    "SELECT reloptions IS NOT NULL FROM pg_class WHERE oid = to_regclass(format('%%I.%%I', %s, %s))"
-)
+_STORAGE = f"SELECT reloptions IS NOT NULL FROM pg_class WHERE oid = to_regclass({_RELATION})"  # noqa: S608
 
 
 def _found(connection: BaseDatabaseWrapper, question: str, arguments: list[Any]) -> bool:
