@@ -177,6 +177,7 @@ def test_factory_that_makes_something_else(key: str, client: Callable[[], object
         ({"url": f"redis://:{PASSWORD}@h", "password": PASSWORD}, "as well"),
         ({"url": "http://h"}, "url: It is no address"),
         ({"url": "redis://h?socket_time=2"}, "an option that redis-py does not know"),
+        ({"url": "rediss://h?ssl_cert_reqs=no"}, "an option that redis-py does not know"),
         ({"url": 6379}, "url: It must be the address"),
         ({"url": f"redis://:{PASSWORD}@h:port/0"}, "url: It is no address"),
         ({"cache": "nowhere"}, "cache: There is no cache 'nowhere'"),

@@ -274,7 +274,7 @@ def _from_url(url: object, password: str | None) -> Callable[[], Any]:
         client = redis.Redis.from_url(url)
         # Opens nothing. A pool accepts any option, and a connection refuses unknown ones.
         client.connection_pool.make_connection()
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, exceptions.RedisError):
         # Not the address, nor what is wrong with it: both may hold a part of a password.
         raise InvalidLockBackend(
             "It is no address of Redis, such as redis://127.0.0.1:6379/1, or has an option that"
