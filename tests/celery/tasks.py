@@ -80,6 +80,7 @@ def _act_unique(name: str, task: dict[str, Any], **options: Any) -> None:
 _act_unique("unique", {})
 _act_unique("unique_brief", {}, ttl=1, unique_ttl=1)
 _act_unique("unique_late", {"acks_late": True, "reject_on_worker_lost": True}, retry=SOON)
+_act_unique("unique_retried", {"retry_on_worker_lost": True, "default_retry_delay": 3})
 _act_unique("unique_late_second", {"acks_late": True}, retry=SOON, max_wait=1)
 _act_unique("unique_and_locked", {}, lock="{key}", on_conflict="retry", retry=SOON)
 _act_unique("unique_and_locked_raise", {}, lock="{key}", on_conflict="raise")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from unittest import mock
 
 import pytest
-from celery import chain, chord
+from celery import Task, chain, chord
 from django.db import transaction
 from kombu.exceptions import EncodeError, OperationalError
 
@@ -107,6 +107,19 @@ def test_task_killed_while_it_waits_frees_its_claim(prefork: Crew, name: str, pr
         assert prefork.outcome(result) == "FAILURE"
         store = lock_backends[prefork.store]
         prefork.until(lambda: Later(store.read, claim).result() is None, "the claim is released")
+
+
+@pytest.mark.skipif(
+    not hasattr(Task, "retry_on_worker_lost"), reason="declared: Celery below 5.7 sends no retry"
+)
+def test_retry_of_a_lost_process_is_unique(prefork: Crew) -> None:
+    """With `retry_on_worker_lost` the parent, which ends what the child held, sends the retry."""
+    result = prefork.send("unique_retried", "die")
+    prefork.until(lambda: result.state == "RETRY", "the retry is sent")
+    assert prefork.send("unique_retried").id == result.id
+    assert prefork.outcome(result) == "SUCCESS"
+    assert len(prefork.stage.told("began")) == 2
+    prefork.becomes_free(unique_key(prefork))
 
 
 @pytest.mark.parametrize("is_revoked", [True, False], ids=["revoked", "expired"])

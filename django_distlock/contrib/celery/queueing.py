@@ -402,6 +402,9 @@ def _goes_on(task: Any, task_id: str | None, options: dict[str, Any]) -> bool:
 
 
 def _has_no_claim(task: Any, terms: Terms) -> bool:
-    """Whether this is a retry of a run that has given its claim back before it began."""
+    """Whether this is a retry of a run whose claim was given back: as it began, or as it died."""
+    if terms.debounce:
+        return False
     run = run_of(traced(task))
-    return terms.until_start and not terms.debounce and run is not None and run.has_begun
+    # The retry of a process that died (`retry_on_worker_lost`) is sent by its parent.
+    return run is None or (terms.until_start and run.has_begun)
