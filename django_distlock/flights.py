@@ -477,10 +477,13 @@ class _Plan:
         """Pass an error on to those who wait; return whether the stale value takes its place."""
         passed = _portable(error, flight.key)
         flight.land(error=passed)
-        told = passed if type(passed) is type(error) else str(passed)
+        text = _text(error, flight.key)
         try:
-            kept_for = max(FAILED_FOR, self.wait)
-            caches[self.cache].set(_name("failed", flight.key), (uuid4().hex, told), kept_for)
+            try:
+                self._keep_failure(flight.key, passed if type(passed) is type(error) else text)
+            except TypeError:
+                # A cache that writes JSON keeps no errors.
+                self._keep_failure(flight.key, text)
         except Exception:
             # Caches have no common error, and this one is not the caller's. Others compute.
             extra = log_fields("flight_error_lost", key=flight.key, error=error)
@@ -490,6 +493,10 @@ class _Plan:
         extra = log_fields("flight_failed", backend=self.lock.backend, key=flight.key, error=error)
         logger.error("%r stays stale: %s", flight.key, error, exc_info=error, extra=extra)
         return True
+
+    def _keep_failure(self, key: str, told: Exception | str) -> None:
+        kept_for = max(FAILED_FOR, self.wait)
+        caches[self.cache].set(_name("failed", key), (uuid4().hex, told), kept_for)
 
     # As one of the others
 
@@ -560,4 +567,8 @@ def _portable(error: Exception, key: str) -> Exception:
         copy = None
     if type(copy) is type(error):
         return error
-    return LockError(f"{key!r} was not computed: {type(error).__qualname__}: {error}", key=key)
+    return LockError(_text(error, key), key=key)
+
+
+def _text(error: Exception, key: str) -> str:
+    return f"{key!r} was not computed: {type(error).__qualname__}: {error}"

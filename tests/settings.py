@@ -88,6 +88,12 @@ CACHES = {
         "BACKEND": "django_redis.cache.RedisCache",
         "LOCATION": urlsplit(REDIS_URL)._replace(path="/1").geturl(),
     },
+    # The same, which keeps no objects.
+    "json": {
+        "BACKEND": "django_redis.cache.RedisCache",
+        "LOCATION": urlsplit(REDIS_URL)._replace(path="/1").geturl(),
+        "OPTIONS": {"SERIALIZER": "django_redis.serializers.json.JSONSerializer"},
+    },
 }
 
 DATABASE_BACKEND = "django_distlock.backends.database.DatabaseBackend"

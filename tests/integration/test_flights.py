@@ -437,30 +437,39 @@ def test_error_that_cannot_travel_is_told(key: str) -> None:
         other.result()
 
 
-@pytest.mark.parametrize("on_error", ["raise", "compute"])
-def test_error_of_another_process_reaches_this_one(key: str, on_error: str) -> None:
+@pytest.mark.parametrize(
+    ("on_error", "cache", "kind"),
+    [
+        ("raise", "shared", ConnectionResetError),
+        ("raise", "json", LockError),
+        ("compute", "shared", None),
+    ],
+)
+def test_error_of_another_process_reaches_this_one(
+    key: str, on_error: str, cache: str, kind: type[Exception] | None
+) -> None:
     """If it chooses so. An error that was there before is not taken for an answer."""
-    how = {"on_error": on_error, "wait": 30}
+    how = {"on_error": on_error, "wait": 30, "cache": cache}
+    name = own_key(f"flight:{key}@{cache}")
     queues = lock_backends["default"].queues
     for _ in range(2):
-        with spawn("tests.integration.flights:compute", key, "postgres", "", {}) as other:
+        arguments = key, "postgres", "", {"cache": cache}
+        with spawn("tests.integration.flights:compute", *arguments) as other:
             other.wait_for("computing")
             work = Work.quick("value")
-            asker = Later(
-                functools.partial(single_flight, key, work, timeout=60, cache="shared", **how)
-            )
-            assert eventually(lambda: distlock(own_key(f"flight:{key}@shared")).locked())
+            asker = Later(functools.partial(single_flight, key, work, timeout=60, **how))
+            assert eventually(lambda: distlock(name).locked())
             # It has looked for an error that was there before.
-            assert eventually(lambda: queues.name_of(own_key(f"flight:{key}@shared")) in queues)
+            assert eventually(lambda: queues.name_of(name) in queues)
             other.send("fail")
-            if on_error == "raise":
-                with pytest.raises(ConnectionResetError, match="the provider is away"):
+            if kind is not None:
+                with pytest.raises(kind, match="the provider is away"):
                     asker.result()
             else:
                 assert asker.result() == "value"
-            assert work.runs == (on_error == "compute")
-        caches["shared"].delete(key)
-    assert single_flight(key, lambda: "value", timeout=60, cache="shared") == "value"
+            assert work.runs == (kind is None)
+        caches[cache].delete(key)
+    assert single_flight(key, lambda: "value", timeout=60, cache=cache) == "value"
 
 
 def test_error_of_the_cache_is_raised(
