@@ -35,6 +35,20 @@ DJANGO_REDIS = "django_redis.cache.RedisCache"
 PASSWORD = "pass-word-of-the-tests"
 
 
+class OtherClient:
+    """What a cache keeps for a client that is not redis-py's."""
+
+    def __init__(self, *_: Any):
+        pass
+
+    def get_client(self, *, write: bool) -> object:
+        """Return that client."""
+        return object()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 def make_client() -> Any:
     """Make a client, as a project does."""
     return Redis.from_url(single_url())
@@ -159,7 +173,7 @@ def test_client_factory_says_where(key: str, given: object) -> None:
 def test_factory_that_makes_something_else(key: str, client: Callable[[], object]) -> None:
     """What is no client is named when it is first needed."""
     backend = backend_on(options={"client_factory": client})
-    with pytest.raises(InvalidLockBackend, match="redis.Redis or a redis.RedisCluster"):
+    with pytest.raises(InvalidLockBackend, match="client_factory makes must be a redis.Redis"):
         backend.read(key)
 
 
@@ -189,6 +203,7 @@ def test_factory_that_makes_something_else(key: str, client: Callable[[], object
         ({"cache": "no-location"}, "'no-location' is no address of Redis: ImproperlyConfigured"),
         ({"cache": "no-pool"}, "cache: It cannot be imported"),
         ({"cache": "no-client"}, "cache: It cannot be imported"),
+        ({"cache": "other-client"}, "cache: Its client must be a redis.Redis or"),
         ({"client_factory": "tests.redis.nothing"}, "client_factory: It cannot be imported"),
         ({"client_factory": "nothing"}, "client_factory: It cannot be imported"),
         ({"client_factory": ".locks"}, "client_factory: It cannot be imported"),
@@ -219,6 +234,11 @@ def test_wrong_options_are_named(options: dict[str, Any], rule: str, settings: A
             "BACKEND": DJANGO_REDIS,
             "LOCATION": servers,
             "OPTIONS": {"CLIENT_CLASS": "django_redis.none.Client"},
+        },
+        "other-client": {
+            "BACKEND": DJANGO_REDIS,
+            "LOCATION": servers,
+            "OPTIONS": {"CLIENT_CLASS": f"{__name__}.OtherClient"},
         },
     }
     with pytest.raises(InvalidLockBackend) as caught:

@@ -135,8 +135,11 @@ def client_source(where: str, options: Options, password: str | None = None) -> 
         raise InvalidLockBackend(f"{where}: {name}: It cannot be imported: {error}") from error
 
 
-def own_client(client: Any) -> Any:
+def own_client(client: Any, what: str = "What client_factory makes") -> Any:
     """Return a client with the address of `client` that sends each command once.
+
+    Args:
+        what: What messages call the client.
 
     Raises:
         InvalidLockBackend: It is none that this can be done for.
@@ -151,8 +154,7 @@ def own_client(client: Any) -> Any:
     pool = getattr(client, "connection_pool", None)
     if not isinstance(client, redis.Redis) or not isinstance(pool, redis.ConnectionPool):
         raise InvalidLockBackend(
-            "client_factory must make a redis.Redis or a redis.RedisCluster, not a"
-            f" {type(client).__name__}."
+            f"{what} must be a redis.Redis or a redis.RedisCluster, not a {type(client).__name__}."
         )
     return redis.Redis(connection_pool=own_pool(pool))
 
@@ -300,7 +302,7 @@ def _from_factory(factory: object) -> Callable[[], Any]:
 
 
 def _fixed(client: Any) -> Callable[[], Any]:
-    made = own_client(client)
+    made = own_client(client, "Its client")
     return lambda: made
 
 
