@@ -13,27 +13,25 @@ _LEFT: Final = (0.05, 0.25, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 _KEY: Final = ("backend", "prefix")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Instrument:
     """Something that is measured.
 
     Attributes:
-        name: As OpenTelemetry writes it: words with dots.
         kind: What can be done with its values.
+        name: As OpenTelemetry writes it: words with dots.
         help: What it says, for people.
         labels: What its values are told apart by.
         unit: "s" for seconds; "" for numbers.
         buckets: The upper bounds of a histogram's buckets.
-        whole_store: Whether every process that asks gets the same value.
     """
 
-    name: str
     kind: Literal["counter", "histogram", "gauge"]
+    name: str
     help: str
     labels: tuple[str, ...] = ("backend",)
     unit: Literal["", "s"] = ""
     buckets: tuple[float, ...] = ()
-    whole_store: bool = False
 
     @property
     def prometheus_name(self) -> str:
@@ -41,133 +39,79 @@ class Instrument:
         return self.name.replace(".", "_") + ("_seconds" if self.unit == "s" else "")
 
 
-ACQUIRE = Instrument(
-    name="distlock.acquire",
-    kind="counter",
-    help="Acquires that have ended, by how.",
-    labels=(*_KEY, "outcome"),
+def _counter(name: str, text: str, *labels: str) -> Instrument:
+    return Instrument("counter", name, text, (*_KEY, *labels))
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Instrument:
+    return Instrument("histogram", name, text, _KEY, "s", buckets)
+
+
+ACQUIRE = _counter("distlock.acquire", "Acquires that have ended, by how.", "outcome")
+WAIT = _histogram("distlock.wait", "Seconds until an acquire ended, granted or not.", _WAITS)
+BLOCKED = _histogram(
+    "distlock.blocked_by",
+    "Seconds for which a key had been held when an acquire was refused.",
+    _WORK,
 )
-WAIT = Instrument(
-    name="distlock.wait",
-    kind="histogram",
-    help="Seconds until an acquire ended, granted or not.",
-    labels=_KEY,
-    unit="s",
-    buckets=_WAITS,
+HOLD = _histogram("distlock.hold", "Seconds from a grant to its release.", _WORK)
+LOST = _counter("distlock.lost", "Leases that ended before their block did, by why.", "cause")
+REJECTED = _counter(
+    "distlock.fence_rejected", "Reads and writes that were refused because their fence was stale."
 )
-BLOCKED = Instrument(
-    name="distlock.blocked_by",
-    kind="histogram",
-    help="Seconds for which a key had been held when an acquire was refused.",
-    labels=_KEY,
-    unit="s",
-    buckets=_WORK,
+TAKEN_OVER = _counter(
+    "distlock.taken_over", "Keys granted in the place of a holder that no longer exists."
 )
-HOLD = Instrument(
-    name="distlock.hold",
-    kind="histogram",
-    help="Seconds from a grant to its release.",
-    labels=_KEY,
-    unit="s",
-    buckets=_WORK,
+FORCED = _counter("distlock.forced", "Keys that an operator took.")
+BYPASSED = _counter("distlock.bypassed", "Blocks that ran without their lock, by why.", "reason")
+SKIPPED = _counter(
+    "distlock.skipped",
+    "Ticks, jobs and tasks that did not run or were not queued, by reason.",
+    "reason",
 )
-LOST = Instrument(
-    name="distlock.lost",
-    kind="counter",
-    help="Leases that ended before their block did, by why.",
-    labels=(*_KEY, "cause"),
+REQUEUED = _counter(
+    "distlock.requeued",
+    "Times that jobs and tasks were queued again because of their lock, by reason.",
+    "reason",
 )
-REJECTED = Instrument(
-    name="distlock.fence_rejected",
-    kind="counter",
-    help="Reads and writes that were refused because their fence was stale.",
-    labels=_KEY,
-)
-TAKEN_OVER = Instrument(
-    name="distlock.taken_over",
-    kind="counter",
-    help="Keys granted in the place of a holder that no longer exists.",
-    labels=_KEY,
-)
-FORCED = Instrument(
-    name="distlock.forced", kind="counter", help="Keys that an operator took.", labels=_KEY
-)
-BYPASSED = Instrument(
-    name="distlock.bypassed",
-    kind="counter",
-    help="Blocks that ran without their lock, by why.",
-    labels=(*_KEY, "reason"),
-)
-SKIPPED = Instrument(
-    name="distlock.skipped",
-    kind="counter",
-    help="Ticks, jobs and tasks that did not run or were not queued, by reason.",
-    labels=(*_KEY, "reason"),
-)
-REQUEUED = Instrument(
-    name="distlock.requeued",
-    kind="counter",
-    help="Times that jobs and tasks were queued again because of their lock, by reason.",
-    labels=(*_KEY, "reason"),
-)
-SLACK = Instrument(
-    name="distlock.renewal_slack",
-    kind="histogram",
-    help="Seconds that were left of a lease when it was renewed.",
-    labels=_KEY,
-    unit="s",
-    buckets=_LEFT,
+SLACK = _histogram(
+    "distlock.renewal_slack", "Seconds that were left of a lease when it was renewed.", _LEFT
 )
 LAG = Instrument(
-    name="distlock.heartbeat_lag",
-    kind="gauge",
-    help="Seconds by which the heartbeat of this process is late, or was within a minute.",
+    "gauge",
+    "distlock.heartbeat_lag",
+    "Seconds by which the heartbeat of this process is late, or was within a minute.",
     unit="s",
 )
-ACTIVE = Instrument(
-    name="distlock.active", kind="gauge", help="Leases that this process holds and works under."
-)
+ACTIVE = Instrument("gauge", "distlock.active", "Leases that this process holds and works under.")
 OVERDUE = Instrument(
-    name="distlock.active_past_expiry",
-    kind="gauge",
-    help="Blocks of this process that still run although their lease has expired.",
+    "gauge",
+    "distlock.active_past_expiry",
+    "Blocks of this process that still run although their lease has expired.",
 )
-WAITING = Instrument(
-    name="distlock.waiting", kind="gauge", help="Callers of this process that wait for a key."
-)
-STORE_UP = Instrument(
-    name="distlock.store_up",
-    kind="gauge",
-    help="Whether the store answers (1) or not (0).",
-    whole_store=True,
-)
+WAITING = Instrument("gauge", "distlock.waiting", "Callers of this process that wait for a key.")
+STORE_UP = Instrument("gauge", "distlock.store_up", "Whether the store answers (1) or not (0).")
 LOCKS_HELD = Instrument(
-    name="distlock.locks_held",
-    kind="gauge",
-    help="Leases that are held in the store, by whomever.",
-    whole_store=True,
+    "gauge", "distlock.locks_held", "Leases that are held in the store, by whomever."
 )
 HELD_PAST_EXPIRY = Instrument(
-    name="distlock.held_past_expiry",
-    kind="gauge",
-    help="Records of leases that expired without a release and were not removed or granted again.",
-    whole_store=True,
+    "gauge",
+    "distlock.held_past_expiry",
+    "Records of leases that expired without a release and were not removed or granted again.",
 )
 OLDEST = Instrument(
-    name="distlock.oldest_holding",
-    kind="gauge",
-    help="Seconds since the oldest grant that is still held.",
-    labels=_KEY,
-    unit="s",
-    whole_store=True,
+    "gauge",
+    "distlock.oldest_holding",
+    "Seconds since the oldest grant that is still held.",
+    _KEY,
+    "s",
 )
 OVERDUE_TICK = Instrument(
-    name="distlock.schedule_overdue",
-    kind="gauge",
-    help="Seconds by which no tick of a schedule has run that should have, on any node.",
-    labels=_KEY,
-    unit="s",
-    whole_store=True,
+    "gauge",
+    "distlock.schedule_overdue",
+    "Seconds by which no tick of a schedule has run that should have, on any node.",
+    _KEY,
+    "s",
 )
 
 INSTRUMENTS: Final = (
