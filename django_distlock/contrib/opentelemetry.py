@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from ..signals import lock_acquired, lock_lost, lock_not_acquired, lock_released
 from .metrics.instruments import INSTRUMENTS, PROCESS_GAUGES, STORE_GAUGES, Instrument
 from .metrics.prefixes import MOST, Prefixes
 from .metrics.processes import process_numbers
-from .metrics.recording import Recorder, cause_of, outcome_of
+from .metrics.recording import Hearer, Recorder, cause_of, outcome_of
 from .metrics.stores import store_numbers
 
 __all__ = ["install", "uninstall"]
@@ -163,7 +163,7 @@ def _observing(
     return observe
 
 
-class _Spans:
+class _Spans(Hearer):
     """Makes spans of what the signals tell, when it is over.
 
     A span of a lease has the parent that was current when the key was granted. Spans are made at
@@ -178,17 +178,7 @@ class _Spans:
         self._held: OrderedDict[Place, Context] = OrderedDict()
         self._mutex = threading.RLock()
 
-    def connect(self, uid: str) -> None:
-        """Hear from now on."""
-        for signal, receive in self._receivers():
-            signal.connect(receive, weak=False, dispatch_uid=uid)
-
-    def disconnect(self, uid: str) -> None:
-        """Hear no more."""
-        for signal, _receive in self._receivers():
-            signal.disconnect(dispatch_uid=uid)
-
-    def _receivers(self) -> Sequence[tuple[Signal, Any]]:
+    def _receivers(self) -> Iterable[tuple[Signal, Any]]:
         return (
             (lock_acquired, self._acquired),
             (lock_not_acquired, self._not_acquired),
@@ -216,26 +206,19 @@ class _Spans:
     def _released(
         self, *, alias: str, key: str, fence: int | None, held_for: float, **more: Any
     ) -> None:
-        about = {"fence": fence, "held_for": held_for, "released": bool(more.get("released"))}
-        self._end(alias, key, fence, held_for, about)
+        about = {"released": bool(more.get("released"))}
+        self._end((alias, key, fence), held_for, about)
 
     def _lost(
         self, *, alias: str, key: str, fence: int | None, held_for: float, cause: str, **_: Any
     ) -> None:
-        about = {"fence": fence, "held_for": held_for, "lost_by": cause_of(cause)}
-        self._end(alias, key, fence, held_for, about, lost=cause)
+        self._end((alias, key, fence), held_for, {"lost_by": cause_of(cause)}, lost=cause)
 
-    def _end(
-        self,
-        alias: str,
-        key: str,
-        fence: int | None,
-        held_for: float,
-        about: Mapping[str, Any],
-        lost: str = "",
-    ) -> None:
+    def _end(self, place: Place, held_for: float, about: dict[str, Any], lost: str = "") -> None:
+        alias, key, fence = place
+        about |= {"fence": fence, "held_for": held_for}
         with self._mutex:
-            parent = self._held.pop((alias, key, fence), None)
+            parent = self._held.pop(place, None)
         # Told once: a lost lease is released as well, and a release may be tried again.
         if parent is not None:
             self._span("distlock.hold", held_for, parent, alias, key, about, lost)

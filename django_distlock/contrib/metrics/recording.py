@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, Final, Protocol
 
 from django.dispatch import Signal
@@ -76,18 +79,12 @@ class Exporter(Protocol):
         """Put a value into a histogram."""
 
 
-class Recorder:
-    """Hears the signals.
+class Hearer(ABC):
+    """Hears signals while it is connected."""
 
-    Args:
-        exporter: What it measures for.
-        prefixes: What stands for keys.
-    """
-
-    def __init__(self, exporter: Exporter, prefixes: Prefixes):
-        self._to = exporter
-        self._prefixes = prefixes
-        self._seen: tuple[int, set[tuple[str, str]]] = (0, set())
+    @abstractmethod
+    def _receivers(self) -> Iterable[tuple[Signal, Any]]:
+        """Return what it hears, and with what."""
 
     def connect(self, uid: str) -> None:
         """Hear from now on.
@@ -103,7 +100,21 @@ class Recorder:
         for signal, _receive in self._receivers():
             signal.disconnect(dispatch_uid=uid)
 
-    def _receivers(self) -> tuple[tuple[Signal, Any], ...]:
+
+class Recorder(Hearer):
+    """Hears what is measured.
+
+    Args:
+        exporter: What it measures for.
+        prefixes: What stands for keys.
+    """
+
+    def __init__(self, exporter: Exporter, prefixes: Prefixes):
+        self._to = exporter
+        self._prefixes = prefixes
+        self._seen: tuple[int, set[tuple[str, str]]] = (0, set())
+
+    def _receivers(self) -> Iterable[tuple[Signal, Any]]:
         return (
             (lock_acquired, self._acquired),
             (lock_not_acquired, self._not_acquired),
@@ -113,9 +124,9 @@ class Recorder:
             (lock_extended, self._extended),
             (lock_released, self._released),
             (lock_lost, self._lost),
-            (lock_taken_over, self._taken_over),
-            (lock_forced, self._forced),
-            (fence_rejected, self._rejected),
+            (lock_taken_over, partial(self._count, TAKEN_OVER)),
+            (lock_forced, partial(self._count, FORCED)),
+            (fence_rejected, partial(self._count, REJECTED)),
         )
 
     def _acquired(self, *, alias: str, key: str, waited: float, **_: Any) -> None:
@@ -162,14 +173,8 @@ class Recorder:
     def _lost(self, *, alias: str, key: str, cause: str, **_: Any) -> None:
         self._to.add(LOST, alias, self._prefixes.of(key), cause_of(cause))
 
-    def _taken_over(self, *, alias: str, key: str, **_: Any) -> None:
-        self._to.add(TAKEN_OVER, alias, self._prefixes.of(key))
-
-    def _forced(self, *, alias: str, key: str, **_: Any) -> None:
-        self._to.add(FORCED, alias, self._prefixes.of(key))
-
-    def _rejected(self, *, alias: str, key: str, **_: Any) -> None:
-        self._to.add(REJECTED, alias, self._prefixes.of(key))
+    def _count(self, instrument: Instrument, *, alias: str, key: str, **_: Any) -> None:
+        self._to.add(instrument, alias, self._prefixes.of(key))
 
     def _seen_prefix(self, alias: str, key: str) -> str:
         """Return what stands for a key; at its first time, show counters of what is rare.
