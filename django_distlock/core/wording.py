@@ -56,6 +56,11 @@ def instant(when: datetime | None) -> str:
     return "-" if when is None else f"{when.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def suggestion(unknown: object, known: Collection[str]) -> str:
     """Return a sentence that names the nearest of the known names, with a space before; "": none.
 

@@ -17,6 +17,7 @@ from django.db.migrations.recorder import MigrationRecorder
 from django.db.migrations.state import ProjectState
 from django.db.utils import Error, OperationalError
 
+from ..checks.configured import ask
 from ..conf import table
 from ..core.errors import BackendUnavailable, LockError, LockNotAcquired
 from ..core.keys import advisory_id, key_hash
@@ -145,7 +146,7 @@ def _alone_on_postgresql(using: str) -> Iterator[None]:
     # reach another one.
     with transaction.atomic(using=using):
         lock = advisory_id("django_distlock:migrations", table("locks"))
-        if not _ask(using, "SELECT pg_try_advisory_xact_lock(%s)", lock):
+        if ask(using, "SELECT pg_try_advisory_xact_lock(%s)", lock) != [(True,)]:
             raise _Taken
         yield
 
@@ -154,7 +155,7 @@ def _alone_on_postgresql(using: str) -> Iterator[None]:
 def _alone_on_mysql(using: str) -> Iterator[None]:
     # Such names are the server's, not the database's.
     name = f"{connections[using].settings_dict['NAME']}.{table('locks')}"
-    if _ask(using, "SELECT GET_LOCK(%s, 0)", f"django_distlock:{key_hash(name)}") != 1:
+    if ask(using, "SELECT GET_LOCK(%s, 0)", f"django_distlock:{key_hash(name)}") != [(1,)]:
         raise _Taken
     try:
         yield
@@ -168,7 +169,7 @@ def _alone_on_sqlite(using: str) -> Iterator[None]:
     connection: Any = connections[using]
     # Inside of a transaction it is too late, and the schema editor insists.
     connection.disable_constraint_checking()
-    _ask(using, f"PRAGMA busy_timeout = {int(PAUSE * 1000)}")
+    ask(using, f"PRAGMA busy_timeout = {int(PAUSE * 1000)}")
     # The one writer is who migrates, in one transaction.
     connection.transaction_mode = "IMMEDIATE"
     try:
@@ -179,7 +180,7 @@ def _alone_on_sqlite(using: str) -> Iterator[None]:
                 if vendors.of(using).is_busy(error):
                     raise _Taken from error
                 raise
-            _ask(using, f"PRAGMA busy_timeout = {_FOR_READERS * 1000}")
+            ask(using, f"PRAGMA busy_timeout = {_FOR_READERS * 1000}")
             yield
     finally:
         # The next connection is as the settings say.
@@ -191,10 +192,3 @@ _ALONE: Mapping[str, Callable[[str], AbstractContextManager[None]]] = {
     "mysql": _alone_on_mysql,
     "sqlite": _alone_on_sqlite,
 }
-
-
-def _ask(using: str, statement: str, *arguments: int | str) -> Any:
-    """Return the first value of what a statement gives."""
-    with connections[using].cursor() as cursor:
-        cursor.execute(statement, arguments or None)
-        return cursor.fetchone()[0]

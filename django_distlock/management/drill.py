@@ -6,17 +6,17 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..backends.base import BaseLockBackend
-from ..core.errors import FenceRejected, LockError, LockNotAcquired, LockUsageError
+from ..core.errors import FenceRejected, LockNotAcquired, LockUsageError
 from ..core.records import Record
 from ..locks.lease import Lease
 from ..locks.lock import distlock
 from .late import TTL, Late
-from .targets import target_of
+from .targets import leave_nothing, target_of
 
 #: No drill takes longer than this, in seconds; most take five.
 LIMIT = 60.0
@@ -113,7 +113,7 @@ class Drill:
             LockError: The store did not answer, or refused.
         """
         with ExitStack() as stack:
-            stack.callback(self._clear)
+            stack.callback(leave_nothing, self._store, self._key, self._target)
             late = stack.enter_context(Late(self._store.alias, self._key, LIMIT))
             late.wait_for("holding")
             self._of(late, f"acquires the lock with a ttl of {TTL:g} s, and renews it")
@@ -174,14 +174,6 @@ class Drill:
         record = self._store.read(self._key)
         held = record is not None and record.fence == lease.fence and not lease.is_lost
         self._look("the stale holder does not release the new holder's lock", kept=held)
-
-    def _clear(self) -> None:
-        """Leave no lock, whoever held it last, and nothing that was written."""
-        # A store that does not answer was told, or is about to be.
-        with suppress(LockError):
-            self._store.force_release(self._key)
-        with suppress(LockError):
-            self._target.remove()
 
     def _look(self, promise: str, *, kept: bool) -> None:
         self.promises.append(Promise(promise, kept))

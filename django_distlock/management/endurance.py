@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
@@ -25,11 +25,11 @@ import django
 
 from ..backends.base import BaseLockBackend
 from ..core.clock import monotonic
-from ..core.errors import BackendUnavailable, FenceRejected, LockError, LockLost, LockNotAcquired
+from ..core.errors import BackendUnavailable, FenceRejected, LockLost, LockNotAcquired
 from ..handler import lock_backends
 from ..locks.lock import distlock
 from .late import TTL, Other, Stuck, line_of
-from .targets import RedisTarget, TableTarget, target_of
+from .targets import RedisTarget, TableTarget, leave_nothing, target_of
 
 #: Fewer keys than processes: some of them wait.
 KEYS, PROCESSES = 2, 4
@@ -136,7 +136,7 @@ class Toiler(Other):
         """Kill it, and keep nothing of it but its reports: a long drill kills thousands."""
         self.send(signal.SIGKILL)
         self._reader.join()
-        self.__exit__(None, None, None)
+        self.__exit__()
 
     def raise_if_ended(self) -> None:
         """Raise if it has ended by itself.
@@ -196,7 +196,8 @@ class Endurance:
             LockError: The store did not answer, or refused.
         """
         with ExitStack() as stack:
-            stack.callback(self._clear)
+            for key, target in self._targets.items():
+                stack.callback(leave_nothing, self._store, key, target)
             at_work = [self._start(stack) for _ in range(PROCESSES)]
             _wait_for(at_work)
             until = time.monotonic() + self._seconds
@@ -292,14 +293,6 @@ class Endurance:
         except LockNotAcquired:
             return False
         return True
-
-    def _clear(self) -> None:
-        for key, target in self._targets.items():
-            # A store that does not answer was told, or is about to be.
-            with suppress(LockError):
-                self._store.force_release(key)
-            with suppress(LockError):
-                target.remove()
 
 
 def _wait_for(those: Iterable[Toiler]) -> None:

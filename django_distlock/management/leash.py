@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 _OVER = "over"
@@ -47,14 +46,9 @@ class Leash:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # Else it ends what it has taken: nobody waits for the program any more.
-        if error is None:
+        if kind is None:
             self.let_off()
         with suppress(OSError):
             self._process.communicate()

@@ -8,11 +8,12 @@ import os
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser, OutputWrapper
 
+from ..backends.base import BaseLockBackend
 from ..core.documents import plain
 from ..core.durations import seconds
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
@@ -25,8 +26,7 @@ from .reading import ReadingCommand, number_of
 from .statuses import UNAVAILABLE, USAGE
 from .tables import Cell, aligned, instant, span
 
-#: The most records that one transaction removes.
-MAX_BATCH = 100_000
+T = TypeVar("T")
 
 #: Seconds that a command waits at its end for its events to be written: they are the audit of
 #: what an operator did.
@@ -157,6 +157,27 @@ def status_of(error: Exception) -> int:
     return UNAVAILABLE if refused or isinstance(error, BackendUnavailable) else 1
 
 
+def ask_each(
+    backends: Collection[str] | None, failures: list[Failure], ask: Callable[[BaseLockBackend], T]
+) -> list[T]:
+    """Return the answers of backends whose locks other processes see.
+
+    Args:
+        backends: Aliases; None: all of them.
+        failures: Takes what could not be asked.
+    """
+    found: list[T] = []
+    for alias in lock_backends if backends is None else dict.fromkeys(backends):
+        try:
+            if lock_backends[alias].distributed:
+                found.append(ask(lock_backends[alias]))
+            else:
+                failures.append(in_memory(alias))
+        except (LockError, ImproperlyConfigured) as error:
+            failures.append(Failure.of(alias, error))
+    return found
+
+
 def refuse_memory(alias: str) -> None:
     """Refuse a backend of which this process sees nothing.
 
@@ -198,16 +219,6 @@ def raise_failed(failures: Iterable[Failure], asked: Collection[str] | None) -> 
         raise CommandError("; ".join(wrong))
 
 
-def add_backend(parser: CommandParser) -> None:
-    """Take the alias of one backend."""
-    parser.add_argument(
-        "--backend",
-        default="default",
-        metavar="ALIAS",
-        help="an alias of DISTLOCK (default: %(default)s)",
-    )
-
-
 def add_backends(parser: CommandParser) -> None:
     """Take the aliases of several backends; None: all."""
     parser.add_argument(
@@ -215,6 +226,16 @@ def add_backends(parser: CommandParser) -> None:
         action="append",
         metavar="ALIAS",
         help="an alias of DISTLOCK; repeatable (default: all)",
+    )
+
+
+def add_reason(parser: CommandParser) -> None:
+    """Take why something is done."""
+    parser.add_argument(
+        "--reason",
+        default="",
+        metavar="WHY",
+        help="at most 200 characters, recorded with the event",
     )
 
 
@@ -228,17 +249,6 @@ def duration(text: str | timedelta) -> float:
         return seconds(number_of(text), "a duration")
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is not a number of seconds of at least 0.") from None
-
-
-def batch(text: str) -> int:
-    """Return what the size of a batch says on a command line.
-
-    Raises:
-        ArgumentTypeError: It is none.
-    """
-    if not (text.isdecimal() and 1 <= int(text) <= MAX_BATCH):
-        raise ArgumentTypeError(f"{text!r} is not a number from 1 to {MAX_BATCH}.")
-    return int(text)
 
 
 def named(session: Session) -> str:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Literal, Self
 
 from django.core.management.base import CommandError
@@ -193,12 +193,7 @@ class Signals:
             self._wake_before = signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._wake is not None:
             signal.set_wakeup_fd(self._wake_before)
             for end in self._wake:

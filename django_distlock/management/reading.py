@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +40,46 @@ def number_of(value: str | timedelta, unit: timedelta = timedelta(seconds=1)) ->
         ValueError: It is none.
     """
     return value / unit if isinstance(value, timedelta) else float(value)
+
+
+def between(least: float, most: float, unit: str) -> Callable[[str | timedelta], float]:
+    """Return what reads a number within bounds from a command line.
+
+    Args:
+        unit: What is counted, as `timedelta` calls it.
+    """
+
+    def read(text: str | timedelta) -> float:
+        with suppress(ValueError):
+            if least <= (number := number_of(text, timedelta(**{unit: 1}))) <= most:
+                return number
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of {unit} from {least:g} to {most:g}."
+        )
+
+    return read
+
+
+def up_to(most: float) -> Callable[[str], int]:
+    """Return what reads a whole number from 1 on from a command line."""
+    bounds = "of at least 1" if most == math.inf else f"from 1 to {most}"
+
+    def read(text: str) -> int:
+        if text.isdecimal() and 1 <= int(text) <= most:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {bounds}.")
+
+    return read
+
+
+def add_backend(parser: CommandParser) -> None:
+    """Take the alias of one backend."""
+    parser.add_argument(
+        "--backend",
+        default="default",
+        metavar="ALIAS",
+        help="an alias of DISTLOCK (default: %(default)s)",
+    )
 
 
 def _read(parser: argparse.ArgumentParser, options: Mapping[str, Any]) -> dict[str, Any]:

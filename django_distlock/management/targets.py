@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from django.db import connections, router, transaction
@@ -118,6 +118,15 @@ class RedisTarget:
             yield
         except ERRORS as error:
             raise translated(error, self._alias, None) from error
+
+
+def leave_nothing(store: BaseLockBackend, key: str, target: TableTarget | RedisTarget) -> None:
+    """Leave no lock, whoever held it last, and nothing that was written."""
+    # A store that does not answer was told, or is about to be.
+    with suppress(LockError):
+        store.force_release(key)
+    with suppress(LockError):
+        target.remove()
 
 
 def target_of(store: BaseLockBackend, key: str) -> TableTarget | RedisTarget:

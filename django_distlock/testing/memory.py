@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from django.conf import settings as django_settings
@@ -94,12 +93,7 @@ class MemoryLocks:
         self._entered.append(entered)
         return Locks(timeline)
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._entered.pop().end()
 
     def __call__(self, decorated: D) -> D:

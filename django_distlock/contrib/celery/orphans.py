@@ -86,15 +86,6 @@ def missing(app: Any, ids: Iterable[str], queues: Iterable[str], patience: float
         return left
 
 
-def drop(store: BaseLockBackend, record: Record) -> bool:
-    """Give a key back, unless it has changed hands since it was listed; say whether that was done.
-
-    Raises:
-        BackendUnavailable: The store did not answer.
-    """
-    return store.release(record.grant) is True
-
-
 @contextmanager
 def _asking(app: Any) -> Iterator[Any]:
     with app.connection_for_read() as connection:

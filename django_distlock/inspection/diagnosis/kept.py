@@ -18,11 +18,11 @@ from ...checks.configured import is_redis
 from ...core.holders import Holder
 from ...core.keys import prefix_end
 from ...core.records import Record, known_holder
-from ...core.wording import instant, span
+from ...core.wording import counted, instant, span
 from ...database import vendors
 from ...models import FenceCounter, HeldLock, Waiter
 from .findings import Notes
-from .scanned import NAMED, Some, counted, dead_or_not, scan_locks, whose
+from .scanned import NAMED, Some, dead_or_not, scan_locks, whose
 
 #: Waiters of one key that are too many.
 MANY_WAITERS: Final = 100

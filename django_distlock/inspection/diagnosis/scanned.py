@@ -16,7 +16,7 @@ from ...backends.base import BaseLockBackend
 from ...core.holders import Holder
 from ...core.keys import UNIQUE_PREFIX
 from ...core.records import Record
-from ...core.wording import instant, span
+from ...core.wording import counted, instant, span
 from ...process.host import current_holder, is_gone
 from .findings import Notes
 
@@ -152,11 +152,6 @@ def scan_locks(
         text = f"{counted(some.number, 'key')} {trouble.text}: {some}"
         level, hint = trouble.level, trouble.hint
         notes.find(trouble.id, trouble.what, text, hint, level=level, keys=some.keys)
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number of things."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def dead_or_not() -> Callable[[Holder], bool]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from argparse import ArgumentTypeError
-from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
 
@@ -18,7 +16,7 @@ from ...handler import lock_backends
 from ...inspection import Failure
 from ..bench import PARTS, Bench, Measured, Plan, Times
 from ..operating import OperatorCommand, add_backends
-from ..reading import number_of
+from ..reading import between, up_to
 from ..statuses import BUSY, UNAVAILABLE, who_holds
 from ..tables import Cell
 
@@ -47,13 +45,16 @@ class Command(OperatorCommand):
         )
         parser.add_argument(
             "--seconds",
-            type=_seconds,
+            type=between(0.05, _LONGEST, "seconds"),
             default=2.5,
             metavar="S",
             help="seconds to measure pairs; hand-offs take twice as long (default: %(default)g)",
         )
         parser.add_argument(
-            "--rounds", type=_count, metavar="N", help="maximum number of pairs and hand-offs"
+            "--rounds",
+            type=up_to(1_000_000),
+            metavar="N",
+            help="maximum number of pairs and hand-offs",
         )
 
     def handle(self, *, json: bool, **options: Any) -> None:
@@ -139,19 +140,3 @@ def _time(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{seconds * 1000:,.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:,.1f} µs"
-
-
-def _seconds(text: str | timedelta) -> float:
-    try:
-        seconds = number_of(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0.05 <= seconds <= _LONGEST:
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds from 0.05 to {_LONGEST:g}.")
-    return seconds
-
-
-def _count(text: str) -> int:
-    if not (text.isdecimal() and 1 <= int(text) <= 1_000_000):
-        raise ArgumentTypeError(f"{text!r} is not a number from 1 to 1000000.")
-    return int(text)

@@ -12,6 +12,7 @@ from django.core.management.base import CommandParser
 
 from ...core.durations import seconds
 from ...core.errors import InvalidArgument, LockError, LockUsageError
+from ...core.wording import counted
 from ...handler import lock_backends
 from ...inspection import (
     Failure,
@@ -23,8 +24,8 @@ from ...inspection import (
 )
 from ...inspection.operations import MAX_SPAN
 from ...inspection.pruning import AUDIT_KEPT, EVENTS_KEPT, MAX_BATCH
-from ..operating import OperatorCommand, batch, duration, raise_failed, refuse_memory
-from ..reading import number_of
+from ..operating import OperatorCommand, duration, raise_failed, refuse_memory
+from ..reading import number_of, up_to
 
 #: Seconds.
 DAY = 86_400.0
@@ -62,7 +63,7 @@ class Command(OperatorCommand):
         )
         parser.add_argument(
             "--batch",
-            type=batch,
+            type=up_to(100_000),
             default=1000,
             metavar="N",
             help="records or events per transaction (default: %(default)s)",
@@ -130,7 +131,7 @@ class Command(OperatorCommand):
             reason="distlock_cleanup",
             progress=line.progress,
         )
-        line.end(f"{_counted(outcome.removed, 'record')} removed.")
+        line.end(f"{counted(outcome.removed, 'record')} removed.")
         return outcome
 
     def _forget(self, backend: str | None, batch: int, *, quiet: bool) -> int | None:
@@ -143,7 +144,7 @@ class Command(OperatorCommand):
         except (ImproperlyConfigured, LockUsageError):
             return None
         if gone:
-            line.end(f"{_counted(gone, 'response')} removed.")
+            line.end(f"{counted(gone, 'response')} removed.")
         return gone
 
     def _prune(self, days: float | str, batch: int, *, quiet: bool) -> Pruned | None:
@@ -162,7 +163,7 @@ class Command(OperatorCommand):
         except (ImproperlyConfigured, LockUsageError):
             return None  # Locks that are elsewhere need no database.
         of_operators = f", {pruned.audit} of them operators' events" if pruned.audit else ""
-        line.end(f"{_counted(pruned.removed, 'event')} removed{of_operators}.")
+        line.end(f"{counted(pruned.removed, 'event')} removed{of_operators}.")
         return pruned
 
 
@@ -193,10 +194,6 @@ class _Line:
         if not self._quiet:
             start = "\r\033[K" if self._begun else ""
             self._out.write(f"{start}{self._name}: {text}")
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _days(text: str | timedelta) -> float | str:

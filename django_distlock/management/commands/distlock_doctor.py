@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
+import math
 from itertools import groupby
 from typing import Any
 
@@ -11,10 +11,11 @@ from django.core.management.base import CommandError, CommandParser
 from django.db import DatabaseError, InterfaceError
 
 from ...core.errors import LockError
+from ...core.wording import counted, printable
 from ...inspection.diagnosis import SCANNED, Diagnosis, Look, Mark, accept_loss, diagnose, told
 from ..operating import OperatorCommand, add_backends
+from ..reading import up_to
 from ..statuses import UNAVAILABLE, USAGE
-from ..tables import printable
 
 _MARKS = {Mark.OK: "ok", Mark.WARNING: "warning", Mark.ERROR: "ERROR", Mark.SKIPPED: "-"}
 
@@ -50,7 +51,7 @@ class Command(OperatorCommand):
         )
         parser.add_argument(
             "--scan",
-            type=_number,
+            type=up_to(math.inf),
             default=SCANNED,
             metavar="N",
             help="maximum number of locks and waiters to check per backend (default: %(default)s)",
@@ -103,9 +104,8 @@ class Command(OperatorCommand):
         if diagnosis.silenced:
             ids = ", ".join(sorted({str(each.id) for each in diagnosis.silenced}))
             self.stdout.write(f"Silenced by SILENCED_SYSTEM_CHECKS: {ids}.")
-        number = len(diagnosis.findings)
-        if number:
-            self.stdout.write(f"{number} finding{'' if number == 1 else 's'}.")
+        if diagnosis.findings:
+            self.stdout.write(f"{counted(len(diagnosis.findings), 'finding')}.")
         else:
             self.stdout.write(self.style.SUCCESS("No findings."))
 
@@ -127,9 +127,3 @@ class Command(OperatorCommand):
         if finding["hint"]:
             self.stdout.write(f"    do:   {printable(finding['hint'])}")
         self.stdout.write(f"    read: {finding['address']}\n")
-
-
-def _number(text: str) -> int:
-    if not (text.isdecimal() and int(text) >= 1):
-        raise ArgumentTypeError(f"{text!r} is not a number of at least 1.")
-    return int(text)

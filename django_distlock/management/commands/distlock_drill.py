@@ -7,8 +7,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from django.core.management.base import CommandError, CommandParser
@@ -19,8 +18,8 @@ from .. import endurance
 from ..drill import Drill, Step, refuse_impossible
 from ..endurance import PROCESSES, Endurance
 from ..late import Stuck, be_late
-from ..operating import OperatorCommand, add_backend, refuse_memory
-from ..reading import number_of
+from ..operating import OperatorCommand, refuse_memory
+from ..reading import add_backend, between
 from ..statuses import UNAVAILABLE, USAGE
 from ..tables import printable
 
@@ -46,7 +45,7 @@ class Command(OperatorCommand):
         add_backend(parser)
         parser.add_argument(
             "--minutes",
-            type=_minutes,
+            type=between(SHORTEST, LONGEST, "minutes"),
             metavar="N",
             help=f"how long {PROCESSES} processes lock, write, and are killed and suspended",
         )
@@ -171,15 +170,6 @@ class Command(OperatorCommand):
         # As it happens: people watch, or the other process waits.
         self.stdout.write(line)
         self.stdout.flush()
-
-
-def _minutes(text: str | timedelta) -> float:
-    with suppress(ValueError):
-        if SHORTEST <= (minutes := number_of(text, timedelta(minutes=1))) <= LONGEST:
-            return minutes
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not a number of minutes from {SHORTEST:g} to {LONGEST:g}."
-    )
 
 
 @contextmanager

@@ -14,10 +14,11 @@ from ...core.errors import InvalidArgument, LockError, LockUsageError
 from ...core.fences import validate_fence
 from ...core.keys import stored_key
 from ...core.logs import log_fields
-from ...core.wording import printable
+from ...core.wording import counted, printable
 from ...fencing.seen import mark_of, set_mark
 from ...handler import lock_backends
-from ..operating import OperatorCommand, add_backend
+from ..operating import OperatorCommand
+from ..reading import add_backend
 
 logger = logging.getLogger("django_distlock")
 
@@ -141,8 +142,7 @@ class Command(OperatorCommand):
         if json:
             self.print_json({"backend": backend, "raised": raised, "left": left})
         else:
-            plural = "" if raised == 1 else "s"
-            self.stdout.write(self.style.SUCCESS(f"Raised {raised} fence counter{plural}."))
+            self.stdout.write(self.style.SUCCESS(f"Raised {counted(raised, 'fence counter')}."))
         if left:
             names = ", ".join(map(repr, left[:_NAMED])) + (" and more" if left[_NAMED:] else "")
             raise CommandError(

@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
 
 from ...backends.base import BaseLockBackend
 from ...core.errors import BackendUnavailable, LockError
 from ...core.records import Record
-from ...handler import lock_backends
 from ...inspection import Failure, HeldKey, Operation
 from ...inspection.journal import Order
 from ..celery import app_and
-from ..operating import OperatorCommand, add_backends, duration, in_memory, raise_failed
+from ..operating import OperatorCommand, add_backends, add_reason, ask_each, duration, raise_failed
 from ..statuses import USAGE
 from ..tables import printable
 
@@ -57,12 +55,7 @@ class Command(OperatorCommand):
             help="seconds to wait for answers of workers (default: %(default)g)",
         )
         parser.add_argument("--drop", action="store_true", help="release them; requires --reason")
-        parser.add_argument(
-            "--reason",
-            default="",
-            metavar="WHY",
-            help="at most 200 characters, recorded with the event",
-        )
+        add_reason(parser)
 
     def handle(
         self, *, backend: list[str] | None, drop: bool, reason: str, json: bool, **options: Any
@@ -75,13 +68,7 @@ class Command(OperatorCommand):
         shown = [HeldKey.of(store, record, store.clock()) for store, record in found]
         dropped = self._dropped(found, reason, failures) if drop else []
         if json:
-            self.print_json(
-                {
-                    "orphans": shown,
-                    "dropped": dropped,
-                    "failures": failures,
-                }
-            )
+            self.print_json({"orphans": shown, "dropped": dropped, "failures": failures})
         else:
             self._print(shown, dropped)
             self.print_failures(failures)
@@ -98,22 +85,16 @@ class Command(OperatorCommand):
         **_: Any,
     ) -> Found:
         orphans, app = app_and("orphans")
-        kept: Found = []
-        for alias in lock_backends if backend is None else dict.fromkeys(backend):
-            try:
-                store = lock_backends[alias]
-                if not store.distributed:
-                    failures.append(in_memory(alias))
-                    continue
-                kept += [(store, each) for each in orphans.candidates(store, older_than)]
-            except (LockError, ImproperlyConfigured) as error:
-                failures.append(Failure.of(alias, error))
+
+        def candidates(store: BaseLockBackend) -> Found:
+            return [(store, each) for each in orphans.candidates(store, older_than)]
+
+        kept = [each for those in ask_each(backend, failures, candidates) for each in those]
         ids = {record.holder.task_id for _, record in kept}
         lost = orphans.missing(app, ids, queue, patience)
         return [(store, record) for store, record in kept if record.holder.task_id in lost]
 
     def _dropped(self, found: Found, reason: str, failures: list[Failure]) -> list[str]:
-        orphans, _ = app_and("orphans")
         order = Order(Operation.FORCE_RELEASE, self.actor(), reason)
         keys: list[str] = []
         silent: set[str] = set()
@@ -122,7 +103,7 @@ class Command(OperatorCommand):
                 continue
             try:
                 # By its token: whoever has taken the key meanwhile keeps it.
-                is_done = orphans.drop(store, record)
+                is_done = store.release(record.grant) is True
             except LockError as error:
                 failures.append(replace(Failure.of(store.alias, error), key=record.key))
                 if isinstance(error, BackendUnavailable):

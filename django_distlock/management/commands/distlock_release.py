@@ -10,9 +10,11 @@ from django.core.management.base import CommandError, CommandParser
 
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
 from ...core.keys import stored_key
-from ...inspection import Failure, HeldKey, Outcome, force_release, list_locks, show
-from ..operating import OperatorCommand, add_backend, named, refuse_memory
+from ...inspection import Failure, HeldKey, Outcome, force_release, show
+from ..operating import OperatorCommand, add_reason, named, refuse_memory
+from ..reading import add_backend
 from ..statuses import BUSY, UNAVAILABLE, USAGE
+from ..streaming import every_page
 from ..tables import printable
 
 
@@ -41,12 +43,7 @@ class Command(OperatorCommand):
         parser.add_argument(
             "--force", action="store_true", help="do not ask for confirmation; requires --reason"
         )
-        parser.add_argument(
-            "--reason",
-            default="",
-            metavar="WHY",
-            help="at most 200 characters, recorded with the event",
-        )
+        add_reason(parser)
 
     def handle(self, *, backend: str, dry_run: bool, json: bool, **options: Any) -> None:
         """Show, ask, take, and say what became of it."""
@@ -190,16 +187,8 @@ def _found(backend: str, options: dict[str, Any], failures: list[Failure]) -> li
         view = show(stored_key(options["key"]), backend)
         return [*view.sharing] or ([] if view.held is None else [view.held])
     found: list[HeldKey] = []
-    cursor = None
-    while True:
-        page = list_locks(
-            backends=[backend],
-            prefix=options["prefix"] or "",
-            host=options["host"],
-            task_id=options["task"],
-            cursor=cursor,
-            limit=1000,
-        )
+    asked = {"host": options["host"], "task_id": options["task"]}
+    for page in every_page(None, backends=[backend], prefix=options["prefix"] or "", **asked):
         for failure in page.failures:
             if failure.is_of_key:
                 failures.append(failure)
@@ -208,9 +197,8 @@ def _found(backend: str, options: dict[str, Any], failures: list[Failure]) -> li
             kind = LockUsageError if is_ours else BackendUnavailable
             raise kind(failure.message, code=failure.code)
         found += page.locks
-        if (cursor := page.cursor) is None:
-            # While others come and go, some stores show a lock twice.
-            return list({(each.key, each.fence): each for each in found}.values())
+    # While others come and go, some stores show a lock twice.
+    return list({(each.key, each.fence): each for each in found}.values())
 
 
 def _in_the_way(outcome: Outcome) -> str:

@@ -30,7 +30,7 @@ from ..bootstrap import ensure_tables
 from ..leash import Leash, end
 from ..locked import wait_option
 from ..programs import Program, Signals, find
-from ..reading import ReadingCommand, number_of
+from ..reading import ReadingCommand, add_backend, number_of
 from ..statuses import BUSY, LOST, UNAVAILABLE, USAGE, who_holds
 
 N = TypeVar("N")
@@ -81,12 +81,7 @@ class Command(ReadingCommand):
             metavar="NUMBER",
             help="how many may hold the lock at the same time (default: %(default)s)",
         )
-        parser.add_argument(
-            "--backend",
-            default="default",
-            metavar="ALIAS",
-            help="an alias of DISTLOCK (default: %(default)s)",
-        )
+        add_backend(parser)
         parser.add_argument(
             "--on-lost",
             choices=("term", "ignore"),

@@ -10,7 +10,8 @@ from django.core.management.base import CommandParser
 
 from ...core.records import Waiting
 from ...inspection import HeldKey, KeyView, show
-from ..operating import OperatorCommand, add_backend, named, refuse_memory
+from ..operating import OperatorCommand, named, refuse_memory
+from ..reading import add_backend
 from ..tables import instant, printable, span
 
 

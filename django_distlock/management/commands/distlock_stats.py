@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandParser
 from django.template.defaultfilters import filesizeformat
 
 from ...backends.counts import Count, Sizes
-from ...core.errors import LockError
-from ...handler import lock_backends
 from ...inspection import Failure, Statistics, statistics
-from ..operating import OperatorCommand, add_backends, in_memory, raise_failed
+from ..operating import OperatorCommand, add_backends, ask_each, raise_failed
 from ..tables import Cell, instant
 
 
@@ -31,23 +28,10 @@ class Command(OperatorCommand):
 
     def handle(self, *, backend: list[str] | None, json: bool, **options: Any) -> None:
         """Print what can be counted, and what could not be asked."""
-        found: list[Statistics] = []
         failures: list[Failure] = []
-        for alias in lock_backends if backend is None else dict.fromkeys(backend):
-            try:
-                if lock_backends[alias].distributed:
-                    found.append(statistics(alias))
-                else:
-                    failures.append(in_memory(alias))
-            except (LockError, ImproperlyConfigured) as error:
-                failures.append(Failure.of(alias, error))
+        found = ask_each(backend, failures, lambda store: statistics(store.alias))
         if json:
-            self.print_json(
-                {
-                    "backends": found,
-                    "failures": failures,
-                }
-            )
+            self.print_json({"backends": found, "failures": failures})
         else:
             self._print(found)
             self.print_failures(failures)
