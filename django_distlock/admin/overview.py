@@ -237,11 +237,9 @@ def _lost(failures: dict[str, Failure]) -> Iterator[str]:
 
 def _alone() -> Iterator[str]:
     for alias in lock_backends:
-        try:
+        with suppress(ImproperlyConfigured):
             if not lock_backends[alias].distributed:
                 yield alias
-        except ImproperlyConfigured:
-            continue
 
 
 def _cards(

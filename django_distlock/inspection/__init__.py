@@ -9,13 +9,20 @@ from ..core.keys import own_key
 from .held import HeldKey, State
 from .listing import Failure, LockPage, list_locks
 from .lookups import LockInfo, aowns, get_by_key, get_by_token, held_keys, owns
-from .operations import cleanup, expire_soon, force_release, pause, request_stop, resume
-from .outcomes import Outcome, Result
+from .operations import (
+    Outcome,
+    Result,
+    cleanup,
+    expire_soon,
+    force_release,
+    pause,
+    request_stop,
+    resume,
+)
 from .permissions import Operation, may
 from .pruning import Pruned, prune_events, prune_responses
 from .showing import KeyView, show
-from .statistics import Statistics, statistics
-from .summary import Summary, summary
+from .summary import Statistics, Summary, statistics, summary
 from .transactions import TransactionLock, TransactionLocks, list_transactions
 
 __all__ = [

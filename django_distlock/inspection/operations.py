@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from ..backends.base import BaseLockBackend
+from ..core.documents import Document
 from ..core.durations import Duration, seconds
 from ..core.errors import InvalidArgument, LockError, LockUsageError, shown
 from ..core.holders import Session
@@ -16,11 +19,63 @@ from ..core.records import Contended, Record
 from ..handler import lock_backends
 from .held import HeldKey
 from .journal import Order
-from .outcomes import Outcome, Result
 from .permissions import Operation
 
 #: The longest time that is given in seconds: ten years.
 MAX_SPAN = 10 * 366 * 24 * 3600.0
+
+
+class Result(enum.StrEnum):
+    """What became of it, in a word.
+
+    `NOTHING`: there was nothing to do it to: nobody held the key, or not by the fence that was
+    expected, it was not paused, no record was over. `BUSY`: somebody's transaction is in the way,
+    and nothing was changed.
+    """
+
+    DONE = "done"
+    NOTHING = "nothing"
+    BUSY = "busy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome(Document):
+    """What became of an operation on a key, or of a cleanup.
+
+    Attributes:
+        operation: Which one.
+        backend: The alias of the backend.
+        key: The key, normalised; "" for a cleanup.
+        result: What became of it.
+        held: The lock: as it was when it was taken away, else as it is now, which may be another
+            holder's than was expected; None: nobody held it, or it was not looked at.
+        fence_before: The key's fence before; None: not known, or the key was never granted.
+        fence_after: The same behind it. A force-release makes it higher, nothing else changes it,
+            but for a grant that came right behind.
+        sessions: Busy: those whose transactions are in the way; (): they have ended meanwhile, or
+            something else was in the way; None: the store cannot tell.
+        removed: How many records a cleanup has removed.
+    """
+
+    operation: Operation
+    backend: str
+    key: str
+    result: Result
+    held: HeldKey | None = None
+    fence_before: int | None = None
+    fence_after: int | None = None
+    sessions: tuple[Session, ...] | None = ()
+    removed: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether something was changed."""
+        return self.result is Result.DONE
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody's transaction was in the way."""
+        return self.result is Result.BUSY
 
 
 def force_release(
@@ -207,16 +262,21 @@ def _on_holder(
             done = answer
             order.record(store, key, fence=done.fence, holder=done.holder, details=details)
     fence = _fence(store, key)
+    outcome = Outcome(
+        operation=order.operation,
+        backend=store.alias,
+        key=key,
+        result=Result.NOTHING,
+        fence_before=fence,
+        fence_after=fence,
+    )
     if done is not None:
         held = HeldKey.of(store, done, now)
-        return _outcome(order, store, key, Result.DONE, held=held, fences=(done.fence, fence))
+        return replace(outcome, result=Result.DONE, held=held, fence_before=done.fence)
     if answer is None:
-        other = None if seen is None else _held(store, key, now)
-        return _outcome(order, store, key, Result.NOTHING, held=other, fences=(fence, fence))
-    return _outcome(
-        order, store, key, Result.BUSY,
-        held=_held(store, key, now), fences=(fence, fence), sessions=_sessions(store, key),
-    )  # fmt: skip
+        return replace(outcome, held=None if seen is None else _held(store, key, now))
+    sessions = _sessions(store, key)
+    return replace(outcome, result=Result.BUSY, held=_held(store, key, now), sessions=sessions)
 
 
 def _about_pause(
@@ -230,30 +290,14 @@ def _about_pause(
     fence = _fence(store, key)
     if result is Result.DONE:
         order.record(store, key, fence=fence, details=details)
-    sessions = _sessions(store, key) if result is Result.BUSY else ()
-    return _outcome(order, store, key, result, fences=(fence, fence), sessions=sessions)
-
-
-def _outcome(
-    order: Order,
-    store: BaseLockBackend,
-    key: str,
-    result: Result,
-    *,
-    held: HeldKey | None = None,
-    fences: tuple[int | None, int | None],
-    sessions: tuple[Session, ...] | None = (),
-) -> Outcome:
-    before, after = fences
     return Outcome(
         operation=order.operation,
         backend=store.alias,
         key=key,
         result=result,
-        held=held,
-        fence_before=before,
-        fence_after=after,
-        sessions=sessions,
+        fence_before=fence,
+        fence_after=fence,
+        sessions=_sessions(store, key) if result is Result.BUSY else (),
     )
 
 

@@ -114,11 +114,11 @@ class KeyView:
             **by_name(
                 self, "backend", "key", "key_hash", "held", "expired", "fence", "paused_until"
             ),
-            "sharing": [each.as_json() for each in self.sharing],
+            "sharing": plain(self.sharing),
             "paused_by": None if self.counter is None else self.counter.paused_by,
             "waiters": [{**plain(each), "is_retrying": each.is_retrying} for each in self.waiters],
             "guards": plain(self.guards),
-            "chain": [each.as_json() for each in self.chain()],
+            "chain": plain(self.chain()),
             "events": _told(self.events),
             "releases": _told(self.releases),
             **by_name(self, "observed_at"),

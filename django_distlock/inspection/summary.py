@@ -1,4 +1,4 @@
-"""How many keys are in which state: what a dashboard shows above the list."""
+"""How much a backend keeps, and how many of its keys are in which state."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from ..backends.counts import Count, States, counted
+from ..backends.counts import Count, Counts, Sizes, States, counted
 from ..core.documents import by_name
 from ..core.durations import Duration, seconds
 from ..handler import lock_backends
 
 #: Seconds within which a lease "ends soon", where nobody says otherwise.
 SOON = 10.0
+#: Fence counters of a backend above which it warns: they are never deleted.
+MANY_COUNTERS = 10_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,3 +89,60 @@ def summary(backend: str = "default", *, soon: Duration = SOON) -> Summary:
         observed_at=now,
         **{name: getattr(states, name) for name in States.__dataclass_fields__},
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """How much a backend keeps.
+
+    Attributes:
+        backend: Its alias.
+        counts: Of locks, waiters and counters, of this backend alone.
+    """
+
+    backend: str
+    counts: Counts
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """Of the tables that it shares with others of its database; None: it has none."""
+        return self.counts.sizes
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes that its servers use for all that they keep; None: it has none, or is not told."""
+        return self.counts.memory
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What somebody should know."""
+        counters = self.counts.counters
+        if counters is None or counters.number <= MANY_COUNTERS:
+            return ()
+        about = "" if counters.is_exact else "about "
+        warning = (
+            f"The lock backend {self.backend!r} has {about}{counters.number} fence counters, more"
+            f" than {MANY_COUNTERS}. Counters are never deleted, so use a bounded number"
+            " of keys."
+        )
+        return (warning,)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what JSON can carry: sizes in bytes, times as ISO 8601 in UTC."""
+        return {
+            "backend": self.backend,
+            **counted(self.counts, Counts),
+            **by_name(self, "memory", "sizes", "warnings"),
+        }
+
+
+def statistics(backend: str = "default") -> Statistics:
+    """Count what a backend keeps. It only reads.
+
+    Raises:
+        InvalidLockBackend: There is no such backend.
+        BackendUnavailable: The store did not answer.
+        LockUsageError: The backend cannot list its locks, and has no other way to count them.
+    """
+    store = lock_backends[backend]
+    return Statistics(backend=store.alias, counts=store.counts())

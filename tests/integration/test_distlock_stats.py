@@ -24,7 +24,7 @@ from .operating import DEAD, run
 from .projects import Project
 
 #: The module; its function hides it.
-of_inspection = sys.modules["django_distlock.inspection.statistics"]
+of_inspection = sys.modules["django_distlock.inspection.summary"]
 
 
 def stats(alias: str) -> Any:

@@ -12,7 +12,7 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 
 from ...core.errors import LockError
 from ...handler import lock_backends
-from ...inspection.statistics import Statistics, statistics
+from ...inspection import Statistics, statistics
 from ..metrics.asking import ask_each
 from ..metrics.stores import Health, health
 from .access import guarded

@@ -16,6 +16,7 @@ from django.db import connections
 from ...backends.base import BaseLockBackend
 from ...backends.listening import Listener, NoWakeUps
 from ...backends.tables import FenceTable
+from ...checks.configured import ask as ask_database
 from ...checks.configured import is_redis
 from ...core.errors import LockError
 from ...core.keys import new_token
@@ -279,9 +280,7 @@ def _of_database(using: str) -> list[Used]:
     elif connection.vendor == "mysql":
         mariadb = getattr(connection, "mysql_is_mariadb", False)
         schema = "information_schema" if mariadb else "performance_schema"
-        question = _MYSQL.format(schema=schema.lower())
+        question = _MYSQL.format(schema=schema)
     else:
         return []
-    with connection.cursor() as cursor:
-        cursor.execute(question)
-        return [Used(of, int(number), int(most)) for of, number, most in cursor.fetchall()]
+    return [Used(of, int(number), int(most)) for of, number, most in ask_database(using, question)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from itertools import islice
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from django.db.models import F, QuerySet
 
@@ -24,13 +25,16 @@ from ...models import FenceCounter, HeldLock, Waiter
 from .findings import Notes
 from .scanned import NAMED, Some, dead_or_not, scan_locks, whose
 
+if TYPE_CHECKING:
+    from ...backends.redis import RedisBackend
+
 #: Waiters of one key that are too many.
 MANY_WAITERS: Final = 100
 #: Seconds that a pause may still last.
 LONG_PAUSE: Final = 3600.0
 #: Keys of a Redis above which it is not walked through: a walk takes seconds then.
 MANY_KEYS: Final = 5_000_000
-#: Waiters of a page.
+#: Waiters, or keys of a Redis, of a page.
 PAGE: Final = 1000
 #: Seconds after which no further waiters are looked at.
 SECONDS: Final = 10.0
@@ -63,10 +67,7 @@ def scan(store: BaseLockBackend, notes: Notes, limit: int) -> None:
             long=True,
         )
     elif is_redis(store):
-        # Its driver need not be installed for the others.
-        from .walked import waiting
-
-        _note_waiters(notes, waiting(store), limit, is_dead)
+        _note_waiters(notes, _waiting_in_redis(store), limit, is_dead)
     _note_pauses(store, notes, limit)
 
 
@@ -163,6 +164,23 @@ def _waiting_in(store: DatabaseBackend, on: str) -> Iterator[tuple[str, list[Hol
         last = found[-1][0]
 
 
+def _waiting_in_redis(store: RedisBackend) -> Iterator[tuple[str, list[Holder]]]:
+    """Yield the keys that somebody waits for, and who."""
+    for key in _keys_with(store, "waiters"):
+        yield key, [each.holder for each in store.waiters.of(key)]
+
+
+def _keys_with(store: RedisBackend, role: str) -> Iterator[str]:
+    """Yield the keys that something is kept of, such as `"waiters"`, each once."""
+    ours = re.compile(r"\{.{22}\}:(.*)", re.DOTALL)
+    known: set[str] = set()
+    for page in store.store.walk(store._at(role, ""), "*", None, PAGE):
+        for name, _place in page:
+            if (match := ours.fullmatch(name)) and match[1] not in known:
+                known.add(match[1])
+                yield match[1]
+
+
 # Pauses
 
 
@@ -197,9 +215,7 @@ def _paused(
 
         yield from store._ask(look, writes=False, long=True)
     elif is_redis(store):
-        from .walked import keys_with
-
-        for key in islice(keys_with(store, "pause"), limit):
+        for key in islice(_keys_with(store, "pause"), limit):
             counter = store.counter(key)
             if counter is not None and counter.paused_until and counter.paused_until >= until:
                 yield key, counter.paused_until, counter.paused_by
