@@ -43,6 +43,8 @@ KNOWN: Final = 10 * LONGEST
 
 P = ParamSpec("P")
 T = TypeVar("T")
+#: What a call returns whose function was not run.
+M = TypeVar("M", covariant=True)
 
 
 class RunScope(enum.Enum):
@@ -80,16 +82,16 @@ class Skipped(dict[str, Any]):
         return Skipped, (self.key, self.why)
 
 
-class Decorator(Protocol):
-    """What `scheduled` returns: a decorator of functions, and of coroutine functions."""
+class Decorator(Protocol[M]):
+    """A decorator of functions and of coroutine functions, which may return M as well."""
 
     @overload
     def __call__(
         self, function: Callable[P, Coroutine[Any, Any, T]], /
-    ) -> Callable[P, Coroutine[Any, Any, T | Skipped]]: ...
+    ) -> Callable[P, Coroutine[Any, Any, T | M]]: ...
 
     @overload
-    def __call__(self, function: Callable[P, T], /) -> Callable[P, T | Skipped]: ...
+    def __call__(self, function: Callable[P, T], /) -> Callable[P, T | M]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +196,7 @@ def scheduled(
     every: Duration | None = None,
     backend: str = "default",
     **options: Any,
-) -> Decorator:
+) -> Decorator[Skipped]:
     """Let one node do what a schedule starts on all of them: cron, Celery beat, `django.tasks`.
 
     The first one that is granted the key `〈schedule:<name>` runs; the others return `Skipped`, at
@@ -270,7 +272,7 @@ def scheduled(
         declared[made] = (declaration,)
         return made
 
-    return cast("Decorator", decorate)
+    return cast("Decorator[Skipped]", decorate)
 
 
 def note_run(store: BaseLockBackend, name: str) -> None:

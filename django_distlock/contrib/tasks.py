@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from importlib import import_module
-from typing import Any, Final, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Final, NamedTuple, NoReturn, cast
 
 from django.utils import timezone
 
@@ -21,6 +21,7 @@ from ..core.durations import Duration
 from ..core.errors import InvalidArgument, LockUsageError, shown
 from ..core.sharing import Permits
 from ..locks.policy import Refusal
+from ..scheduling import Decorator
 from .jobs import (
     MAX_WAIT,
     JobLock,
@@ -37,9 +38,6 @@ from .jobs import (
     refuse_function,
 )
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 #: The same framework twice. Neither is imported here: whoever has a task has imported its package.
 PACKAGES: Final = ("django.tasks", "django_tasks")
 #: The keyword argument in which `Queued` travels: arguments are all that a task has.
@@ -47,18 +45,6 @@ TRAVELS: Final = "_distlock"
 
 #: The results of the tasks that run in this context, the innermost last.
 _running: ContextVar[tuple[Any, ...]] = ContextVar("distlock_tasks", default=())
-
-
-class Decorator(Protocol):
-    """What `locked_task` returns: a decorator of functions, and of coroutine functions."""
-
-    @overload
-    def __call__(
-        self, function: Callable[P, Coroutine[Any, Any, T]], /
-    ) -> Callable[P, Coroutine[Any, Any, T | Marker]]: ...
-
-    @overload
-    def __call__(self, function: Callable[P, T], /) -> Callable[P, T | Marker]: ...
 
 
 def locked_task(
@@ -70,7 +56,7 @@ def locked_task(
     max_wait: Duration | None = MAX_WAIT,
     backend: str = "default",
     **options: Any,
-) -> Decorator:
+) -> Decorator[Marker]:
     """Hold a lock around each run of a task, sync or async. It stands below `@task`.
 
     Args:
@@ -123,7 +109,7 @@ def locked_task(
         )
         return made
 
-    return cast("Decorator", decorate)
+    return cast("Decorator[Marker]", decorate)
 
 
 class _Run(NamedTuple):

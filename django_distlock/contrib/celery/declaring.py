@@ -32,16 +32,12 @@ def declare(function: Callable[..., Any], terms: Terms, *, acks_late: bool | Non
         terms: What it was told.
         acks_late: Whether its task is; None: it is of no task yet.
     """
-    found = []
-    for keys, permits in terms.locks:
-        policy = {None: "skip or retry", True: "retry", False: "skip"}[acks_late]
-        policy = "retry" if terms.until_start else policy
-        chosen = terms.on_conflict or policy
-        found.append(
-            Declaration.of(
-                Kind.CELERY_LOCK, keys.given, terms.rules.with_permits(permits).lock, chosen
-            )
-        )
+    policy = {None: "skip or retry", True: "retry", False: "skip"}[acks_late]
+    chosen = terms.on_conflict or ("retry" if terms.until_start else policy)
+    found = [
+        Declaration.of(Kind.CELERY_LOCK, keys.given, terms.rules.with_permits(each).lock, chosen)
+        for keys, each in terms.locks
+    ]
     if terms.unique is not None:
         given = terms.unique.given
         key = UNIQUE_PREFIX + given if isinstance(given, str) else given
