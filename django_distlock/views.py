@@ -19,11 +19,7 @@ from typing import Any, ClassVar, Final, Literal, ParamSpec, TypeAlias, TypeVar
 from urllib.parse import quote
 
 from asgiref.sync import iscoroutinefunction, sync_to_async
-from django.core.exceptions import (
-    BadRequest,
-    ImproperlyConfigured,
-    SynchronousOnlyOperation,
-)
+from django.core.exceptions import BadRequest, ImproperlyConfigured, SynchronousOnlyOperation
 from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse, HttpResponseBase, JsonResponse
 from django.template import Context, Engine, TemplateDoesNotExist, loader

@@ -64,12 +64,7 @@ class LockDashboard(ReadOnlyAdmin):
         pages = Pages.of(self.admin_site, request)
         overview = Overview.of(form, request.GET.get("cursor"), pages)
         acts = allowed(request.user)
-        context = {
-            "overview": overview,
-            "acts": acts,
-            "page": request.GET,
-            "pages": pages,
-        }
+        context = {"overview": overview, "acts": acts, "page": request.GET, "pages": pages}
         if "live" not in request.GET:
             context |= {
                 **self._context(request, _("Locks")),

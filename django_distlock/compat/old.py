@@ -181,8 +181,7 @@ class OldCacheAdd(OldLock[str]):
         name = self.named(key)
         return bool(
             self._ask(
-                key,
-                lambda cache: cache.get(name) == owner and cache.touch(name, _whole(seconds)),
+                key, lambda cache: cache.get(name) == owner and cache.touch(name, _whole(seconds))
             )
         )
 

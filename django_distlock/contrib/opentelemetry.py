@@ -110,12 +110,7 @@ class _Exporter:
     """
 
     def __init__(
-        self,
-        name: tuple[int, int],
-        provider: MeterProvider,
-        prefixes: Prefixes,
-        *,
-        stores: bool,
+        self, name: tuple[int, int], provider: MeterProvider, prefixes: Prefixes, *, stores: bool
     ):
         meter = provider.get_meter("django_distlock")
         self._counters = {

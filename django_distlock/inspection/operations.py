@@ -162,12 +162,7 @@ def request_stop(
 
 
 def pause(
-    key: str,
-    until: datetime | Duration,
-    *,
-    backend: str = "default",
-    actor: Any,
-    reason: str = "",
+    key: str, until: datetime | Duration, *, backend: str = "default", actor: Any, reason: str = ""
 ) -> Outcome:
     """Grant a key to nobody until a time. A holder keeps its lease.
 

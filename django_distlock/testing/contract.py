@@ -425,11 +425,7 @@ class BackendContract:
     @_has_ttl
     @pytest.mark.parametrize("followed", [False, True])
     def test_lease_is_gone_behind_the_grace(
-        self,
-        backend: BaseLockBackend,
-        elapse: Callable[[float], None],
-        key: str,
-        followed: bool,
+        self, backend: BaseLockBackend, elapse: Callable[[float], None], key: str, followed: bool
     ) -> None:
         """Past `free_at` it is never resurrected: the key is free, or its successor's."""
         old = take(backend, key, 0.2)
@@ -472,11 +468,7 @@ class BackendContract:
     @_has_ttl
     @pytest.mark.parametrize("ttl", [5, 30, None])
     def test_settle_keeps_the_key_until_the_time_is_over(
-        self,
-        backend: BaseLockBackend,
-        elapse: Callable[[float], None],
-        key: str,
-        ttl: float | None,
+        self, backend: BaseLockBackend, elapse: Callable[[float], None], key: str, ttl: float | None
     ) -> None:
         """Settled, a key stays taken until acquired_at + seconds, exactly and without grace."""
         grant = take(backend, key, ttl)

@@ -41,9 +41,7 @@ class Words(NamedTuple):
 
 
 _KEY: Final = Words(
-    "release_failed",
-    "%r stays held until its store answers: %s",
-    "%r stays held for its ttl: %s",
+    "release_failed", "%r stays held until its store answers: %s", "%r stays held for its ttl: %s"
 )
 
 

@@ -455,11 +455,7 @@ class Run:
     def _fields(self, event: str, error: LockError | None = None) -> dict[str, Any]:
         """Return the `extra` of a log record about this run."""
         return log_fields(
-            event,
-            backend=self._terms.backend,
-            key=self._key,
-            task=self._delivery.id,
-            error=error,
+            event, backend=self._terms.backend, key=self._key, task=self._delivery.id, error=error
         )
 
 

@@ -14,14 +14,7 @@ from ...core.durations import seconds
 from ...core.errors import InvalidArgument, LockError, LockUsageError
 from ...core.wording import counted
 from ...handler import lock_backends
-from ...inspection import (
-    Failure,
-    Outcome,
-    Pruned,
-    cleanup,
-    prune_events,
-    prune_responses,
-)
+from ...inspection import Failure, Outcome, Pruned, cleanup, prune_events, prune_responses
 from ...inspection.operations import MAX_SPAN
 from ...inspection.pruning import AUDIT_KEPT, EVENTS_KEPT, MAX_BATCH
 from ..operating import OperatorCommand, duration, raise_failed, refuse_memory
@@ -69,19 +62,11 @@ class Command(OperatorCommand):
             help="records or events per transaction (default: %(default)s)",
         )
         parser.add_argument(
-            "--backend",
-            metavar="ALIAS",
-            help="an alias of DISTLOCK to clean up (default: all)",
+            "--backend", metavar="ALIAS", help="an alias of DISTLOCK to clean up (default: all)"
         )
 
     def handle(
-        self,
-        *,
-        older_than: float,
-        batch: int,
-        backend: str | None,
-        json: bool,
-        **options: Any,
+        self, *, older_than: float, batch: int, backend: str | None, json: bool, **options: Any
     ) -> None:
         """Clean one backend after the other, then the responses, and the events of all."""
         if backend is not None:

@@ -39,11 +39,7 @@ class Command(OperatorCommand):
             default="ERROR",
             help="exit with 1 if there is a finding at or above this level (default: %(default)s)",
         )
-        parser.add_argument(
-            "--no-write",
-            action="store_true",
-            help="only read: acquire no lock",
-        )
+        parser.add_argument("--no-write", action="store_true", help="only read: acquire no lock")
         parser.add_argument(
             "--accept-loss",
             metavar="ALIAS",

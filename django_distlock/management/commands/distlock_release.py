@@ -106,11 +106,7 @@ class Command(OperatorCommand):
         return "" if sys.stdin is None else sys.stdin.readline().strip()
 
     def _take(
-        self,
-        found: list[HeldKey],
-        reason: str,
-        outcomes: list[Outcome],
-        failures: list[Failure],
+        self, found: list[HeldKey], reason: str, outcomes: list[Outcome], failures: list[Failure]
     ) -> bool:
         """Take keys until the store does not answer; return whether that was so."""
         for each in found:

@@ -76,19 +76,14 @@ class Command(OperatorCommand):
             )
 
     def _each(
-        self,
-        failed: Any,
-        ids: list[str],
-        do: Callable[[FailedTask], None],
-        errors: list[str],
+        self, failed: Any, ids: list[str], do: Callable[[FailedTask], None], errors: list[str]
     ) -> bool:
         """Do it with each; return whether a store or the broker did not answer."""
         known = {row.pk: row for row in failed.failed(sent=False)}
         wanted = list(known) if ids == [ALL] else list(dict.fromkeys(ids))
         if unknown := [each for each in wanted if each not in known]:
             raise CommandError(
-                f"Not in the list, or already sent: {', '.join(unknown)}.",
-                returncode=USAGE,
+                f"Not in the list, or already sent: {', '.join(unknown)}.", returncode=USAGE
             )
         for each in wanted:
             try:
