@@ -131,9 +131,6 @@ class Rules:
         """Return rules that were checked.
 
         Args:
-            on_conflict: See `Policy`.
-            on_unavailable: See `Policy`.
-            max_wait: See `Rules`.
             options: Those of `distlock()`. `retry` is about the pauses in the queue, where there
                 are any. `wait` is 0 if it is left out, or 5 where the job is to wait.
 
@@ -166,10 +163,7 @@ class Rules:
         """Return the lock of one job.
 
         Args:
-            key: Its key.
-            task_id: Its id.
             args: What `permits` is called with, where that is a function.
-            kwargs: The same, by name.
         """
         return replace(for_call(self.lock, key, args, kwargs), task_id=task_id)
 
@@ -180,7 +174,6 @@ class Rules:
         the end of `max_wait`, or when a worker comes to it.
 
         Args:
-            queued: What has travelled with the job.
             now: Seconds since 1970.
         """
         left = math.inf if self.max_wait is None else queued.since + self.max_wait - now
@@ -199,7 +192,6 @@ class Rules:
 
         Args:
             locks: From `lock_of`. Several: all or none.
-            body: The work.
             again: Queues the job again because of the error, or raises it.
         """
         lock = locks[0]
@@ -242,7 +234,6 @@ def limits_of(
     Args:
         key: Of the only lock; None: there are `locks`.
         locks: Several: each a key, or a key and its permits.
-        options: Those of the decorator.
 
     Raises:
         InvalidArgument: Both are given, or `locks` is no such list.
@@ -287,7 +278,6 @@ def key_maker(
 
     Args:
         key: A template of the function's parameters, or what returns the key.
-        function: The body of the job.
         hidden: How many of its first parameters are no arguments of the job.
 
     Raises:
@@ -320,11 +310,6 @@ def refuse_function(key: object) -> None:
 
 def only_function(key: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what a decorator is called with, unless a task is being run.
-
-    Args:
-        key: What the decorator was given.
-        args: What it is called with.
-        kwargs: The same.
 
     Raises:
         InvalidArgument: These are the arguments of a task.

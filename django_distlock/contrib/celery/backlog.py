@@ -1,7 +1,8 @@
 """How many calls of a task wait behind a key at most, and what becomes of one too many.
 
 Each call takes a place until its body begins: one of so many permits of a key of its own. A place
-whose message is gone ends with its ttl.
+whose message is gone ends with its ttl. What asks a store raises `BackendUnavailable` where that
+does not answer.
 """
 
 from __future__ import annotations
@@ -90,7 +91,6 @@ def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **op
 
     Raises:
         LockNotAcquired: It is full, with the code "backlog_full".
-        BackendUnavailable: The store did not answer.
     """
     terms = sending.terms
     place = terms.place_of(sending.call, task_id)
@@ -128,20 +128,13 @@ def is_replaced(place: JobLock, number: int) -> bool:
     Args:
         place: From `Terms.place_of`.
         number: What the header says.
-
-    Raises:
-        BackendUnavailable: The store did not answer.
     """
     store = lock_backends[place.backend]
     return number == 0 or store.notes.get(_note(place.task_id)) == number
 
 
 def was_replaced(store: BaseLockBackend, claim: Record) -> bool:
-    """Whether a claim is that of a queued call whose place a later one has.
-
-    Raises:
-        BackendUnavailable: The store did not answer.
-    """
+    """Whether a claim is that of a queued call whose place a later one has."""
     holder = claim.holder
     return holder.is_queued and store.notes.get(_note(holder.task_id)) is not None
 

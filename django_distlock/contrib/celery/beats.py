@@ -68,6 +68,9 @@ class Marks:
     To move a mark is to compare and swap: granted only to who shows the token that the mark had
     when its time was read. So of all who found an entry due, one moves its mark, and sends it.
 
+    Each question raises `BackendUnavailable` where the store does not answer. Learn an entry again
+    then, and try again.
+
     Args:
         store: Where they are kept. They end `MAX_TTL` after no leader knows their entry any more.
         key: Of the leadership; the keys of the marks begin with it.
@@ -99,9 +102,6 @@ class Marks:
         Args:
             since: From when the entry counts, if the store has no mark yet. It gets one.
             runs: How often it was sent by then.
-
-        Raises:
-            BackendUnavailable: The store did not answer.
         """
         key = mark_key(self._key, name)
         self._own_lead()  # Who leads with a clock that is off says so before it sends anything.
@@ -123,7 +123,6 @@ class Marks:
         Raises:
             Moved: Somebody else has moved it.
             NotNow: It cannot be moved at the moment.
-            BackendUnavailable: The store did not answer. Learn it again, and try again.
         """
         mark = self._known.pop(name, None)
         if mark is None:
@@ -148,11 +147,7 @@ class Marks:
         self._known[name] = Mark(answer, sent_at, runs, sent_at)
 
     def renew(self) -> None:
-        """Keep the marks of entries that are sent rarely, when it is time for it.
-
-        Raises:
-            BackendUnavailable: The store did not answer.
-        """
+        """Keep the marks of entries that are sent rarely, when it is time for it."""
         if monotonic() < self._renew_at:
             return
         known = list(self._known.items())
@@ -218,9 +213,6 @@ def mark_key(key: str, name: object) -> str:
         key: Of the leadership.
         name: Of the entry: any text, or a number. Where a key cannot have it, its hash stands for
             it.
-
-    Raises:
-        InvalidArgument: `key` is too long.
     """
     # Without colons in the last part, no two pairs make one key.
     key = OWN_MARKER + key.removeprefix(OWN_MARKER)

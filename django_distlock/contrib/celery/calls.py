@@ -2,7 +2,8 @@
 
 Each call has a number, the fence of its claim. A counter of its own tells of the highest number,
 twice as much: even, its message is in the broker; odd, its run has begun. See
-docs/decisions/the-last-of-many-calls.md.
+docs/decisions/the-last-of-many-calls.md. All of it raises `BackendUnavailable` where the store does
+not answer, or a transaction is in the way.
 """
 
 from __future__ import annotations
@@ -27,13 +28,6 @@ def is_overtaken(lock: JobLock, grant: Grant) -> bool:
 
     Then that run may have begun before this call, whose message will give way to it: it has to be
     sent again.
-
-    Args:
-        lock: The unique key, of which the call had a claim.
-        grant: That claim.
-
-    Raises:
-        BackendUnavailable: The store did not answer.
     """
     store, name = lock_backends[lock.backend], _name(lock)
     if _raise(store, name, 2 * grant.fence):
@@ -48,11 +42,7 @@ def is_overtaken(lock: JobLock, grant: Grant) -> bool:
 
 
 def is_replaced(lock: JobLock, number: int) -> bool:
-    """Whether a later call was sent, or has begun: this one has nothing to do.
-
-    Raises:
-        BackendUnavailable: The store did not answer.
-    """
+    """Whether a later call was sent, or has begun: this one has nothing to do."""
     store = lock_backends[lock.backend]
     record = store.read(lock.key)
     # Nobody has called since, wherever an operator has raised the counters to.
@@ -61,11 +51,7 @@ def is_replaced(lock: JobLock, number: int) -> bool:
 
 
 def begin(lock: JobLock, number: int) -> bool:
-    """Note that the run of a call begins; False: a later call was sent meanwhile.
-
-    Raises:
-        BackendUnavailable: The store did not answer.
-    """
+    """Note that the run of a call begins; False: a later call was sent meanwhile."""
     if is_replaced(lock, number):
         return False
     store = lock_backends[lock.backend]
@@ -79,9 +65,6 @@ def free(lock: JobLock, fence: int) -> None:
 
     Args:
         fence: What the task's message says that it has.
-
-    Raises:
-        BackendUnavailable: The store did not answer, or somebody's transaction is in the way.
     """
     store = lock_backends[lock.backend]
     claims = (
@@ -104,11 +87,7 @@ def release(store: BaseLockBackend, claim: Record) -> None:
 
 
 def records_of(store: BaseLockBackend, key: str) -> Sequence[Record]:
-    """Return the records of all who hold a key.
-
-    Raises:
-        BackendUnavailable: The store did not answer.
-    """
+    """Return the records of all who hold a key."""
     record = store.read(key)
     if record is None:
         return ()

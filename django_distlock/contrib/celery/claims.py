@@ -1,4 +1,7 @@
-"""What a task holds while it is queued: leases of no process, which a later run takes over."""
+"""What a task holds while it is queued: leases of no process, which a later run takes over.
+
+To take one raises `BackendUnavailable` where the store does not answer.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,6 @@ def reserve(
 
     Raises:
         LockNotAcquired: It is taken, or the other one is gone.
-        BackendUnavailable: The store did not answer.
         LockError: A store whose leases no other process can take over.
     """
     store = lock_backends[lock.backend]
@@ -80,7 +82,6 @@ def replace_any(lock: JobLock) -> Lease:
 
     Raises:
         LockNotAcquired: The key is paused, or others came first each time.
-        BackendUnavailable: The store did not answer.
     """
     store = lock_backends[lock.backend]
     until = monotonic() + WAIT
@@ -101,7 +102,6 @@ def replace_one(lock: JobLock, record: Record | Grant) -> Lease:
 
     Raises:
         LockNotAcquired: That is gone.
-        BackendUnavailable: The store did not answer.
     """
     store = lock_backends[lock.backend]
     kept = lock._terms(store)

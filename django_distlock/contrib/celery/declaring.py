@@ -28,8 +28,6 @@ def declare(function: Callable[..., Any], terms: Terms, *, acks_late: bool | Non
     """Note the keys of a locked function.
 
     Args:
-        function: What the decorator has made.
-        terms: What it was told.
         acks_late: Whether its task is; None: it is of no task yet.
     """
     policy = {None: "skip or retry", True: "retry", False: "skip"}[acks_late]

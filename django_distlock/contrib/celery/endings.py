@@ -91,7 +91,6 @@ def end(request: Any, *, at_once: bool) -> None:
     lives on, which goes on to renew it.
 
     Args:
-        request: A request of the worker.
         at_once: Whether the process is said to be dead: then the worker waits until its leases are
             ended. Else it is watched for the grace of the terms.
     """

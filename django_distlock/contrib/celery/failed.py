@@ -1,6 +1,7 @@
 """Tasks that failed because the store of their locks was away: kept in a table, to be sent again.
 
-A task is kept where it came to its end without its body having begun: nothing of it was done.
+A task is kept where it came to its end without its body having begun: nothing of it was done. What
+reads the table raises `BackendUnavailable` where the database does not answer.
 """
 
 from __future__ import annotations
@@ -48,7 +49,6 @@ def keep(delivery: Delivery, backend: str, key: str) -> None:
     """Keep a task that has failed: now, or as soon as the database answers.
 
     Args:
-        backend: The alias of the lock backend.
         key: The key that it did not get; "": not known.
     """
     task, request = delivery.task, delivery.request
@@ -72,9 +72,6 @@ def failed(*, sent: bool) -> list[FailedTask]:
 
     Args:
         sent: Also those that were sent again.
-
-    Raises:
-        BackendUnavailable: The database did not answer.
     """
     using = router.db_for_write(_model())
     rows = _model().objects.using(using).order_by("failed_at", "pk")
@@ -124,11 +121,7 @@ def send(app: Any, row: FailedTask) -> str | None:
 
 
 def drop(row: FailedTask) -> None:
-    """Forget a task.
-
-    Raises:
-        BackendUnavailable: The database did not answer.
-    """
+    """Forget a task."""
     using = row._state.db or router.db_for_write(_model())
     with _translated(using):
         _model().objects.using(using).filter(pk=row.pk).delete()

@@ -50,7 +50,6 @@ def free(release: Callable[[], object], backend: str, key: str, words: Words = _
 
     Args:
         release: Gives it back, or finds that this is over. It may be called again, elsewhere.
-        backend: The alias of the store.
     """
     leftover = (backend, key, release, words)
     if not _is_done(leftover):

@@ -59,7 +59,6 @@ def missing(app: Any, ids: Iterable[str], queues: Iterable[str], patience: float
     """Return the ids of those tasks that nobody has.
 
     Args:
-        app: The Celery app of the project.
         queues: What is looked at besides the queues that app, workers and broker know.
         patience: Seconds that workers have to answer.
 

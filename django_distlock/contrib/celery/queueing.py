@@ -59,12 +59,7 @@ def send(
     options: dict[str, Any],
     unique_ttl: Duration | None = None,
 ) -> Any:
-    """Queue a task unless one like it is queued or running; see `LockedTask.apply_async`.
-
-    Args:
-        publish: Queues it.
-        unique_ttl: See there.
-    """
+    """Queue a task unless one like it is queued or running; see `LockedTask.apply_async`."""
     terms = terms_of(task)
     kept_for = _checked(unique_ttl, task, terms)
     goes_on = _goes_on(task, task_id, options)
@@ -121,7 +116,6 @@ def _send_unique(
     """Queue a call unless one like it is queued or running.
 
     Args:
-        publish: Queues it.
         again: Sends it as a later call, with its options.
     """
     task, terms = sending.task, sending.terms

@@ -123,12 +123,7 @@ class Run:
         return self._key is not None
 
     def end(self, state: str, retval: Any) -> None:
-        """End what lasts until the result is stored, and note that it is.
-
-        Args:
-            state: The one that the run came to.
-            retval: What it returned, or raised.
-        """
+        """End what lasts until the result is stored, and note that it is."""
         is_over = state in (states.SUCCESS, states.FAILURE) or (
             self.has_begun and state != states.RETRY
         )
@@ -259,11 +254,7 @@ class Run:
         queueing.remember(lease)
 
     def _refuse_beside_itself(self, lease: Lease) -> None:
-        """Refuse to run beside another delivery of the same task, which shares the key.
-
-        Raises:
-            LockNotAcquired: One that came before this one does, and may live.
-        """
+        """Refuse to run beside another delivery of the same task, which shares the key."""
         if not (lease.shared and self._delivery.is_queued):
             return
         for each in self._store.records.sharing(lease.key):
@@ -276,11 +267,7 @@ class Run:
                 )
 
     def _look(self, lock: JobLock) -> None:
-        """Refuse to wait in a worker for another delivery of the same task.
-
-        Raises:
-            LockNotAcquired: It holds the lock.
-        """
+        """Refuse to wait in a worker for another delivery of the same task."""
         if not (lock.wait and self._delivery.is_queued):
             return
         record = self._record_of_itself(lock.key)
@@ -345,9 +332,6 @@ class Run:
 
         Args:
             patience: Seconds to wait for the note of a run that was seen, and is no more.
-
-        Raises:
-            Ignore: It was.
         """
         delivery = self._delivery
         if not (self._terms.redelivery_window and delivery.is_acked_late):

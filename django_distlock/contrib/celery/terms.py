@@ -82,11 +82,7 @@ class Keys:
 
     @classmethod
     def of(cls, name: str, given: object, function: Callable[..., Any]) -> Keys:
-        """Return the keys that an argument describes.
-
-        Raises:
-            InvalidArgument: It is none of what it may be, or the template breaks a rule.
-        """
+        """Return the keys that an argument describes."""
         if given is True:
             return cls(True, _Canonical(function), is_plain=True)
         if isinstance(given, str):
