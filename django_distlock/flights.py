@@ -298,11 +298,7 @@ class _Plan:
         ttl: Duration | None = None,
         backend: str = "default",
     ) -> _Plan:
-        """Return what these arguments of `single_flight` ask for.
-
-        Raises:
-            InvalidArgument: An argument breaks a rule.
-        """
+        """Return what these arguments of `single_flight` ask for."""
         choice("on_error", on_error, ("raise", "compute", "stale"))
         choice("on_conflict", on_conflict, ("raise", "run"))
         fresh = None if timeout is None else seconds(timeout, "timeout", minimum=SHORTEST)

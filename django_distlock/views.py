@@ -201,8 +201,6 @@ def refuse(request: HttpRequest, error: Exception, again_in: int) -> HttpRespons
     """Say that somebody else is at it; the status and `Retry-After` are set behind this.
 
     Args:
-        request: The one that is refused.
-        error: Why.
         again_in: Seconds until it may be asked again.
     """
     said, again = _said(error, again_in)
@@ -228,13 +226,7 @@ def refuse(request: HttpRequest, error: Exception, again_in: int) -> HttpRespons
 
 
 def problem(error: Exception, again_in: int, status: int) -> HttpResponse:
-    """Say the same as problem JSON (RFC 9457).
-
-    Args:
-        error: Why.
-        again_in: Seconds until it may be asked again.
-        status: The status of the answer.
-    """
+    """Say the same as problem JSON (RFC 9457)."""
     content = {
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,
@@ -319,11 +311,7 @@ class _Locked:
         retry_after: Duration | None = None,
         **options: Any,
     ) -> _Locked:
-        """Return what these arguments of `locked_view` ask for.
-
-        Raises:
-            InvalidArgument: An argument breaks a rule.
-        """
+        """Return what these arguments of `locked_view` ask for."""
         policy = Policy.of(on_conflict, on_unavailable)
         if status not in (None, 409, 423, 429):
             raise InvalidArgument(f"status must be 409, 423 or 429, not {shown(status)}.")

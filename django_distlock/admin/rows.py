@@ -29,11 +29,7 @@ ICONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A held key, and how many wait for it.
-
-    Attributes:
-        href: The page of the key.
-    """
+    """A held key, and how many wait for it."""
 
     lock: HeldKey
     href: str

@@ -153,11 +153,7 @@ def indexes(using: str, present: list[type[models.Model]]) -> Iterator[checks.Ch
 def _missing(
     model: type[models.Model], found: Mapping[str, Any], connection: BaseDatabaseWrapper
 ) -> Iterator[str]:
-    """Name what a table lacks of what its model declares.
-
-    Args:
-        found: What `get_constraints` tells of the table.
-    """
+    """Name what a table lacks of what its model declares."""
     # MySQL has checks since 8.0.16 alone.
     checks_too = connection.features.can_introspect_check_constraints
     fields: Iterable[Any] = model._meta.local_concrete_fields
@@ -203,11 +199,7 @@ def _called(using: str) -> tuple[str, ...]:
 
 
 def _wrong_functions(using: str, schema: str, wanted: dict[str, str]) -> Iterator[str]:
-    """Say which functions are not there, or are another release's.
-
-    Args:
-        schema: That of the tables, in which they are called.
-    """
+    """Say which functions are not there, or are another release's."""
     there: dict[str, Any] = {
         name: more for name, *more in ask(using, _FUNCTIONS, schema, list(wanted))
     }

@@ -103,11 +103,7 @@ class _Installed:
 
 
 class _Exporter:
-    """Puts what is measured into the instruments of one meter.
-
-    Args:
-        name: That of what is installed.
-    """
+    """Puts what is measured into the instruments of one meter."""
 
     def __init__(
         self, name: tuple[int, int], provider: MeterProvider, prefixes: Prefixes, *, stores: bool

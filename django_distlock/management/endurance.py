@@ -139,11 +139,7 @@ class Toiler(Other):
         self.__exit__()
 
     def raise_if_ended(self) -> None:
-        """Raise if it has ended by itself.
-
-        Raises:
-            Stuck: It has.
-        """
+        """Raise `Stuck` if it has ended by itself."""
         if not self._reader.is_alive():
             status = self.wait()
             raise Stuck(f"Process {self.pid} ended by itself (exit status {status}).", status)
@@ -296,11 +292,7 @@ class Endurance:
 
 
 def _wait_for(those: Iterable[Toiler]) -> None:
-    """Wait until processes have begun to work, as far as they have said.
-
-    Raises:
-        Stuck: One has ended by itself.
-    """
+    """Wait until processes have begun to work, as far as they have said; see `raise_if_ended`."""
     for each in those:
         while not each.steps:
             each.raise_if_ended()

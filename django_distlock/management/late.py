@@ -99,9 +99,6 @@ class Other:
 class Late(Other):
     """A process that takes a lock, and writes when it is told to.
 
-    Args:
-        limit: See `Other`.
-
     Attributes:
         fence: That of its lease.
     """

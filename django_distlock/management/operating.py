@@ -90,11 +90,7 @@ class OperatorCommand(ReadingCommand):
                 )
 
     def pace(self, done: int) -> None:
-        """Wait for the events of what is done, before so many wait that further ones are dropped.
-
-        Args:
-            done: How many are done so far. It is called behind each.
-        """
+        """Wait for the events of what is done before so many wait that further ones are dropped."""
         if done % (event_log.MAX_WAITING // 2) == 0:
             event_log.finish(AUDIT_SECONDS)
 

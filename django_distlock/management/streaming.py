@@ -23,11 +23,7 @@ class _Output(Protocol):
 
 
 def every_page(cursor: str | None, **asked: Any) -> Iterator[LockPage]:
-    """Yield one page after another, from a cursor to the end.
-
-    Args:
-        asked: For `list_locks`.
-    """
+    """Yield one page of `list_locks` after another, from a cursor to the end."""
     while True:
         page = list_locks(cursor=cursor, limit=PAGE, **asked)
         yield page
@@ -70,10 +66,6 @@ def stream_table(
     style: Callable[[str], str],
 ) -> tuple[int, tuple[Failure, ...]]:
     """Print one table of many pages; columns grow where a page has something wider.
-
-    Args:
-        row: Gives the cells of a lock.
-        style: Colours the headings.
 
     Returns:
         How many locks there were, and what could not be asked.

@@ -21,7 +21,6 @@ def aligned(
     """Yield the lines of a table, in columns as wide as what is in them.
 
     Args:
-        style: Colours the headings.
         least: How wide the columns are at least; becomes how wide they are.
     """
     table = [[_parts(cell) for cell in row] for row in rows]

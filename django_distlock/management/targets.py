@@ -22,11 +22,7 @@ _KEPT = 600
 
 
 class TableTarget:
-    """A row of seen fences.
-
-    Attributes:
-        name: What people call it.
-    """
+    """A row of seen fences."""
 
     def __init__(self, key: str, using: str):
         self._key = key

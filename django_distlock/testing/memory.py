@@ -176,11 +176,7 @@ class _InMemory:
         self._kept_events = False
 
     def begin(self) -> None:
-        """Be what is configured.
-
-        Raises:
-            InvalidLockBackend: A setting breaks a rule.
-        """
+        """Be what is configured."""
         self._before = dict(lock_backends._backends)
         self._override.enable()
         try:

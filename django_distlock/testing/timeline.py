@@ -98,8 +98,6 @@ class Timeline:
         """Let time pass, and do what is due meanwhile.
 
         Args:
-            until: By this clock.
-            teller: Who tells of it.
             standing: The leases of a process that stands still. Then no alarm rings.
         """
         while (at := self._next_event(standing)) <= until:

@@ -25,9 +25,6 @@ class Asking(Generic[T]):
 
     It is asked in a thread of its own: a store that hangs holds up that thread, and never whoever
     wants to know. Until it has an answer, nobody asks again.
-
-    Args:
-        question: Returns the answer.
     """
 
     def __init__(self, question: Callable[[], T]):
@@ -84,7 +81,6 @@ def ask_each(
     """Ask every configured store the same at once.
 
     Args:
-        question: Is given the alias.
         max_age: Seconds since when an answer may be known.
         patience: Seconds to wait for each answer, from when it was asked for: a store that is
             silent is waited for once, whoever wants to know it meanwhile.

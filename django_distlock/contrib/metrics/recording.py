@@ -102,12 +102,7 @@ class Hearer(ABC):
 
 
 class Recorder(Hearer):
-    """Hears what is measured.
-
-    Args:
-        exporter: What it measures for.
-        prefixes: What stands for keys.
-    """
+    """Hears what is measured."""
 
     def __init__(self, exporter: Exporter, prefixes: Prefixes):
         self._to = exporter

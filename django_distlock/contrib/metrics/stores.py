@@ -93,11 +93,7 @@ def health(*, max_age: float = MAX_AGE, patience: float = PATIENCE) -> dict[str,
 
 
 def store_numbers(prefix_of: Callable[[str], str]) -> Mapping[Instrument, Values]:
-    """Return the values of the gauges of all stores; what is not known is left out.
-
-    Args:
-        prefix_of: Returns what stands for a key.
-    """
+    """Return the values of the gauges of all stores; what is not known is left out."""
     # Begun before anybody waits for the first answer.
     begin_each(_count, max_age=MAX_AGE)
     begin_each(_late, max_age=MAX_AGE)

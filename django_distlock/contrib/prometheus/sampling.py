@@ -25,9 +25,6 @@ class Sampler:
 
     In a thread that begins with the first lock of the process, and never in a process that only
     forks others.
-
-    Args:
-        registry: Where the gauges are registered.
     """
 
     def __init__(self, registry: CollectorRegistry):

@@ -1,4 +1,7 @@
-"""What is wrong with the locks of a project: settings, stores, and what is in them."""
+"""What is wrong with the locks of a project: settings, stores, and what is in them.
+
+What asks a store raises `LockError` where that does not answer, which is a finding.
+"""
 
 from __future__ import annotations
 

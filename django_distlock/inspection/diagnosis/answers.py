@@ -96,11 +96,7 @@ class Used(NamedTuple):
 
 
 def ask(store: BaseLockBackend, notes: Notes, *, writes: bool) -> bool:
-    """Note how a store answers; return whether locks can be taken, as far as that was tried.
-
-    Raises:
-        LockError: It does not answer.
-    """
+    """Note how a store answers; return whether locks can be taken, as far as that was tried."""
     store.clock()  # It connects, which would count for a round trip.
     trips = [_timed(store.clock) for _ in range(TRIPS)]
     _note_speed(notes, statistics.median(seconds for seconds, _answer in trips))

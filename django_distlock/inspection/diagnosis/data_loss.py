@@ -41,9 +41,6 @@ def look_for_loss(store: BaseLockBackend, notes: Notes, *, writes: bool) -> None
     """Note whether a Redis has lost its data since it was looked at last.
 
     The first look gives it a mark, where it may write.
-
-    Raises:
-        LockError: It did not answer.
     """
     if not is_redis(store):
         return
@@ -59,11 +56,7 @@ def look_for_loss(store: BaseLockBackend, notes: Notes, *, writes: bool) -> None
 
 
 def has_lost(store: BaseLockBackend) -> bool:
-    """Say whether a Redis has lost its data, as far as that can be told. It writes nothing.
-
-    Raises:
-        LockError: It did not answer.
-    """
+    """Say whether a Redis has lost its data, as far as that can be told. It writes nothing."""
     if not is_redis(store):
         return False
     found = store.data_mark()

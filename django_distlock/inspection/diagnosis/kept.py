@@ -45,9 +45,6 @@ def scan(store: BaseLockBackend, notes: Notes, limit: int) -> None:
 
     Args:
         limit: How many locks to look at, and how many waiters.
-
-    Raises:
-        LockError: The store did not answer.
     """
     if is_redis(store):
         keys = sum(map(int, store.store.of_each_server("DBSIZE").values()))

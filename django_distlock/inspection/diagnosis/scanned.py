@@ -121,9 +121,6 @@ def scan_locks(
     Args:
         limit: How many to look at.
         is_dead: See `dead_or_not`.
-
-    Raises:
-        LockError: The store did not answer.
     """
     if not store.supports_listing:
         notes.skip("locks", "this store cannot list them")
