@@ -109,7 +109,7 @@ def locked_view(
             f"locked_view has got {key.__qualname__} for a key. Is it written without parentheses?"
             ' Write @locked_view("…").'
         )
-    locked = _Locked.of(
+    locked = _Locked(
         on_conflict=on_conflict,
         on_unavailable=on_unavailable,
         status=status,
@@ -165,7 +165,7 @@ class LockedViewMixin:
             raise ImproperlyConfigured(
                 f"{cls.__qualname__}.lock_key must be a template, not {shown(key)}."
             )
-        locked = _Locked.of(**options).answering_for(cls)
+        locked = _Locked(**options).answering_for(cls)
         locked.key = cls._lock_template(KeyTemplate.for_keywords(key))
         view: View = super().as_view(*args, _locked=locked, **initkwargs)  # type: ignore[misc]
         if not iscoroutinefunction(view):
@@ -248,61 +248,22 @@ def _said(error: Exception, again_in: int) -> tuple[str, str]:
     return said, again
 
 
-class _Refusing:
-    """How errors become answers.
-
-    Attributes:
-        problems: Whether they are problem JSON, whatever the request is.
-    """
-
-    problems = False
-
-    def __init__(self, status: int | None, make: MakeRefusal | None, retry_after: float | None):
-        self._status = status
-        self._make = make
-        self._retry_after = retry_after
-
-    def answer(self, request: HttpRequest, error: Exception) -> HttpResponseBase:
-        """Return the answer."""
-        given = self._retry_after
-        again = _estimated(error) if given is None else math.ceil(given)
-        status = self._status_of(error)
-        if self._make is not None:
-            made = self._make(request, error)
-        elif self.problems or hasattr(request, "parser_context"):
-            made = problem(error, again, status)
-        else:
-            made = refuse(request, error, again)
-        made.status_code = status
-        made.headers.setdefault("Retry-After", str(again))
-        made.headers.setdefault("Cache-Control", "no-store")
-        return made
-
-    def _status_of(self, error: Exception) -> int:
-        if not isinstance(error, LockNotAcquired):
-            return 503
-        return self._status or (429 if getattr(error.lock, "permits", 1) != 1 else 409)
-
-
 class _Locked:
-    """How requests are answered under a lock."""
+    """How requests are answered under a lock. The arguments are those of `locked_view`.
+
+    Raises:
+        InvalidArgument: An argument breaks a rule.
+    """
 
     #: Returns the key of a request, called as the view is.
     key: Callable[..., str]
     #: Where a view's call has its request: behind the object, if it is a method.
     _place = 0
+    #: Whether refusals are problem JSON, whatever the request is.
+    _problems = False
 
-    def __init__(self, lock: Lock, policy: Policy, refusing: _Refusing):
-        self.lock = lock
-        self._policy = policy
-        self._refusing = refusing
-        self._room = _room(lock.metadata)
-        #: Aliases whose transactions the view does without.
-        self._not_atomic: set[str] | _Every = set()
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         *,
         on_conflict: Literal["skip", "raise", "run"] = "skip",
         on_unavailable: Literal["raise", "skip", "run"] = "raise",
@@ -310,15 +271,17 @@ class _Locked:
         refusal: MakeRefusal | None = None,
         retry_after: Duration | None = None,
         **options: Any,
-    ) -> _Locked:
-        """Return what these arguments of `locked_view` ask for."""
-        policy = Policy.of(on_conflict, on_unavailable)
+    ):
+        self._policy = Policy.of(on_conflict, on_unavailable)
         if status not in (None, 409, 423, 429):
             raise InvalidArgument(f"status must be 409, 423 or 429, not {shown(status)}.")
-        lock = distlock("?", on_conflict="run" if on_conflict == "run" else "raise", **options)
-        if retry_after is not None:
-            retry_after = seconds(retry_after, "retry_after")
-        return cls(lock, policy, _Refusing(status, refusal, retry_after))
+        in_conflict: Literal["run", "raise"] = "run" if on_conflict == "run" else "raise"
+        self.lock = distlock("?", on_conflict=in_conflict, **options)
+        self._status, self._make = status, refusal
+        self._retry_after = None if retry_after is None else seconds(retry_after, "retry_after")
+        self._room = _room(self.lock.metadata)
+        #: Aliases whose transactions the view does without.
+        self._not_atomic: set[str] | _Every = set()
 
     def around(self, view: View, key: Callable[..., str]) -> View:
         """Return what is called in the place of a view."""
@@ -348,8 +311,7 @@ class _Locked:
     def answering_for(self, cls: Any) -> _Locked:
         """Answer with problems if this is a class of Django REST framework; None: no class."""
         if hasattr(cls, "initialize_request"):
-            self._refusing = copy(self._refusing)
-            self._refusing.problems = True
+            self._problems = True
         return self
 
     def begin_transactions_of(self, view: Any) -> None:
@@ -366,7 +328,7 @@ class _Locked:
         return self._policy.run(
             lock,
             partial(self._atomic, view, *args, **kwargs),
-            partial(self._refusing.answer, request),
+            partial(self._answer, request),
         )
 
     async def arun(self, view: View, *args: Any, **kwargs: Any) -> Any:
@@ -375,9 +337,27 @@ class _Locked:
         lock = await _called(self._lock_of, request, args, kwargs)
 
         async def answer(error: Refusal) -> HttpResponseBase:
-            return await _called(self._refusing.answer, request, error)
+            return await _called(self._answer, request, error)
 
         return await self._policy.arun(lock, partial(view, *args, **kwargs), answer)
+
+    def _answer(self, request: HttpRequest, error: Exception) -> HttpResponseBase:
+        """Return the answer to a request that is refused."""
+        given = self._retry_after
+        again = _estimated(error) if given is None else math.ceil(given)
+        status: int = 503
+        if isinstance(error, LockNotAcquired):
+            status = self._status or (429 if getattr(error.lock, "permits", 1) != 1 else 409)
+        if self._make is not None:
+            made = self._make(request, error)
+        elif self._problems or hasattr(request, "parser_context"):
+            made = problem(error, again, status)
+        else:
+            made = refuse(request, error, again)
+        made.status_code = status
+        made.headers.setdefault("Retry-After", str(again))
+        made.headers.setdefault("Cache-Control", "no-store")
+        return made
 
     def _request_of(self, view: View, *args: Any, **kwargs: Any) -> HttpRequest:
         request: Any = kwargs.get("request")
