@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json as json_module
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from django.core.management.base import CommandParser
 
 from ...core.records import Waiting
 from ...inspection import HeldKey, KeyView, show
+from ...models import LockEvent
 from ..operating import OperatorCommand, named, refuse_memory
 from ..reading import add_backend
-from ..tables import instant, printable, span
+from ..tables import Cell, instant, printable, span
 
 
 class Command(OperatorCommand):
@@ -35,10 +36,23 @@ class Command(OperatorCommand):
             return
         for name, text in self._lines(view):
             self.stdout.write(f"{self.style.MIGRATE_HEADING(name.ljust(12))}{printable(text)}")
-        self._print_sharing(view)
-        self._print_waiters(view)
-        self._print_events(view)
-        self._print_chain(view)
+        self._print_part(
+            ("HELD BY", "TASK", "SINCE", "EXPIRES", "FENCE"), map(_sharing, view.sharing)
+        )
+        self._print_part(("WAITING", "TASK", "SINCE", "WAKES BY"), map(_waiting, view.waiters))
+        if view.events is None:
+            self.stderr.write("The event table cannot be read.", self.style.WARNING)
+        self._print_part(("AT", "EVENT", "FENCE", "BY", "WHY"), map(_event, view.events or ()))
+        self._print_part(
+            ("ITS HOLDER WAITS FOR", "HELD BY"),
+            ([each.key, each.holder.where if each.holder else "-"] for each in view.chain()),
+        )
+
+    def _print_part(self, headings: tuple[str, ...], rows: Iterable[list[Cell]]) -> None:
+        """Print a table behind an empty line, if it has rows."""
+        if found := list(rows):
+            self.stdout.write("")
+            self.print_table(headings, found)
 
     def _lines(self, view: KeyView) -> Iterator[tuple[str, str]]:
         yield "key", view.key
@@ -55,71 +69,35 @@ class Command(OperatorCommand):
         for session in view.guards or ():
             yield "guarded by", named(session)
 
-    def _print_sharing(self, view: KeyView) -> None:
-        if view.sharing:
-            self.stdout.write("")
-            self.print_table(
-                ("HELD BY", "TASK", "SINCE", "EXPIRES", "FENCE"),
-                [
-                    [
-                        each.holder.where or "-",
-                        each.holder.task_id or "-",
-                        instant(each.acquired_at),
-                        "-" if each.expires_at is None else instant(each.expires_at),
-                        str(each.fence),
-                    ]
-                    for each in view.sharing
-                ],
-            )
 
-    def _print_chain(self, view: KeyView) -> None:
-        if chain := view.chain():
-            self.stdout.write("")
-            self.print_table(
-                ("ITS HOLDER WAITS FOR", "HELD BY"),
-                [[each.key, each.holder.where if each.holder else "-"] for each in chain],
-            )
-
-    def _print_waiters(self, view: KeyView) -> None:
-        if view.waiters:
-            self.stdout.write("")
-            self.print_table(
-                ("WAITING", "TASK", "SINCE", "WAKES BY"),
-                [
-                    [
-                        each.holder.where or "-",
-                        each.holder.task_id or "-",
-                        instant(each.since),
-                        _woken(each),
-                    ]
-                    for each in view.waiters
-                ],
-            )
-
-    def _print_events(self, view: KeyView) -> None:
-        if view.events is None:
-            self.stderr.write("The event table cannot be read.", self.style.WARNING)
-        elif view.events:
-            self.stdout.write("")
-            self.print_table(
-                ("AT", "EVENT", "FENCE", "BY", "WHY"),
-                [
-                    [
-                        instant(each.at),
-                        str(each.get_kind_display()),
-                        "-" if each.fence is None else str(each.fence),
-                        each.actor or "-",
-                        each.reason or "-",
-                    ]
-                    for each in view.events
-                ],
-            )
+def _sharing(held: HeldKey) -> list[Cell]:
+    return [
+        held.holder.where or "-",
+        held.holder.task_id or "-",
+        instant(held.acquired_at),
+        instant(held.expires_at),
+        str(held.fence),
+    ]
 
 
-def _woken(waiting: Waiting) -> str:
-    if waiting.is_retrying:
-        return "queue retry"
-    return "notification" if waiting.is_woken else "polling"
+def _waiting(waiting: Waiting) -> list[Cell]:
+    woken = "notification" if waiting.is_woken else "polling"
+    return [
+        waiting.holder.where or "-",
+        waiting.holder.task_id or "-",
+        instant(waiting.since),
+        "queue retry" if waiting.is_retrying else woken,
+    ]
+
+
+def _event(event: LockEvent) -> list[Cell]:
+    return [
+        instant(event.at),
+        str(event.get_kind_display()),
+        "-" if event.fence is None else str(event.fence),
+        event.actor or "-",
+        event.reason or "-",
+    ]
 
 
 def _held(held: HeldKey) -> Iterator[tuple[str, str]]:
