@@ -124,15 +124,18 @@ def counted(counts: object, kind: type[Counts | States]) -> dict[str, Any]:
     return {**numbers, "estimated": about}
 
 
-def every_record(store: BaseLockBackend) -> Iterator[Record]:
+def every_record(store: BaseLockBackend, **filters: str) -> Iterator[Record]:
     """Yield what is held, page by page.
+
+    Args:
+        filters: Those of `BaseLockBackend.list`.
 
     Raises:
         LockUsageError: The backend cannot list its locks.
     """
     cursor = None
     while True:
-        page = store.list(cursor=cursor, limit=1000)
+        page = store.list(cursor=cursor, limit=1000, **filters)
         yield from page.records
         if (cursor := page.cursor) is None:
             return

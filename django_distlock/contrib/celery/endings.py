@@ -19,6 +19,7 @@ from celery import signals
 from celery.utils.imports import symbol_by_name
 
 from ...backends.base import BaseLockBackend
+from ...backends.counts import every_record
 from ...core.errors import InvalidArgument, LockError
 from ...core.keys import UNIQUE_PREFIX
 from ...core.logs import log_fields
@@ -200,12 +201,8 @@ def _held(store: BaseLockBackend, terms: Terms, task: Any, request: Any) -> Iter
         for record in calls.records_of(store, lock.key):
             if record.holder.task_id == request.id:
                 yield record
-    cursor = None
-    while locks is None:
-        page = store.list(cursor=cursor, task_id=request.id)
-        yield from page.records
-        if (cursor := page.cursor) is None:
-            return
+    if locks is None:
+        yield from every_record(store, task_id=request.id)
 
 
 def _locks_of(terms: Terms, task: Any, request: Any) -> list[JobLock] | None:

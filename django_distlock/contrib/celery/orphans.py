@@ -11,12 +11,13 @@ from typing import Any, Final
 from kombu.exceptions import OperationalError
 
 from ...backends.base import BaseLockBackend
+from ...backends.counts import every_record
 from ...core.errors import BackendUnavailable, LockError
 from ...core.keys import UNIQUE_PREFIX
 from ...core.records import Record
 from ...process.host import is_gone
 
-#: Messages, records or ids that are asked for at once.
+#: Messages or ids that are asked for at once.
 _PAGE: Final = 1000
 #: Seconds in which a broker is reached.
 _CONNECT: Final = 5.0
@@ -43,16 +44,12 @@ def candidates(store: BaseLockBackend, older_than: float) -> list[Record]:
     """
     since = store.clock() - timedelta(seconds=older_than)
     found: dict[str, Record] = {}
-    cursor = None
-    while True:
-        page = store.list(UNIQUE_PREFIX, cursor, limit=_PAGE)
-        for record in page.records:
-            holder = record.holder
-            is_free = not holder.pid or is_gone(holder)
-            if holder.task_id and is_free and record.acquired_at <= since:
-                found[record.key] = record
-        if (cursor := page.cursor) is None:
-            return list(found.values())
+    for record in every_record(store, prefix=UNIQUE_PREFIX):
+        holder = record.holder
+        is_free = not holder.pid or is_gone(holder)
+        if holder.task_id and is_free and record.acquired_at <= since:
+            found[record.key] = record
+    return list(found.values())
 
 
 def missing(app: Any, ids: Iterable[str], queues: Iterable[str], patience: float) -> set[str]:
