@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 from .core.clock import monotonic
@@ -321,12 +321,7 @@ class Leader:
 
     if TYPE_CHECKING:
 
-        def __exit__(
-            self,
-            exc_type: type[BaseException] | None,
-            exc: BaseException | None,
-            traceback: TracebackType | None,
-        ) -> None: ...
+        def __exit__(self, *end: object) -> None: ...
 
     else:
         __exit__ = Keeping(_leave)

@@ -13,7 +13,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
 
 from django.db import DEFAULT_DB_ALIAS, OperationalError, connections, transaction
@@ -199,12 +198,7 @@ class advisory:  # noqa: N801 - its name in django-pglock
 
     if TYPE_CHECKING:
 
-        def __exit__(
-            self,
-            exc_type: type[BaseException] | None,
-            exc: BaseException | None,
-            traceback: TracebackType | None,
-        ) -> None: ...
+        def __exit__(self, *end: object) -> None: ...
 
     else:
         __exit__ = Keeping(_leave)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any, Literal, Self
 
 from redis.exceptions import LockError, LockNotOwnedError
@@ -127,16 +127,11 @@ class Lock:
             raise LockError(f"Unable to acquire {self.name!r} within the time specified.")
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         try:
             self.release()
         except LockError as error:
-            if self.raise_on_release_error and exc is None:
+            if self.raise_on_release_error and exc_type is None:
                 raise
             # What the block has raised is never hidden.
             logger.warning(
@@ -145,7 +140,7 @@ class Lock:
                 extra=log_fields("lost", key=self.name, error=error),
             )
         except BackendUnavailable as error:
-            if exc is None:
+            if exc_type is None:
                 raise
             logger.warning(
                 "The lock of a block could not be released: %s",
