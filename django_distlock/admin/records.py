@@ -38,17 +38,11 @@ class ReadOnlyAdmin(_ModelAdmin):
     show_full_result_count = False
     list_per_page = 50
 
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """Nobody adds rows by hand."""
+    def has_add_permission(self, request: HttpRequest, *_: Any, **__: Any) -> bool:
+        """Nobody adds, changes or deletes rows by hand."""
         return False
 
-    def has_change_permission(self, request: HttpRequest, obj: models.Model | None = None) -> bool:
-        """Nobody changes rows by hand."""
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: models.Model | None = None) -> bool:
-        """Nobody deletes rows by hand."""
-        return False
+    has_change_permission = has_delete_permission = has_add_permission
 
     def get_queryset(self, request: HttpRequest) -> models.QuerySet[Any]:
         """Return the rows of the database that has them."""

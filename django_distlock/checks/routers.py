@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from django.core import checks
@@ -44,8 +43,8 @@ def check_routers(app_configs: Any, **_: Any) -> list[checks.CheckMessage]:
     if backends and not any(written in _same(using) for using in backends):
         found.append(
             checks.Warning(
-                f"{_listed(where(each) for each in backends.values())} keeps locks in"
-                f" {_listed(map(repr, backends))}, but the routers send the models of"
+                f"{', '.join(map(where, backends.values()))} keeps locks in"
+                f" {', '.join(map(repr, backends))}, but the routers send the models of"
                 f" django_distlock to {written!r}. The admin shows no locks, and events are stored"
                 " apart from them.",
                 hint=_HINT,
@@ -69,7 +68,3 @@ def _database(alias: str) -> tuple[str, str]:
     if connection.vendor == "sqlite":
         return connection.vendor, database_file(connection)
     return connection.vendor, str(connection.settings_dict["NAME"])
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -57,16 +57,11 @@ SKIPS: Final = ("conflict", "unavailable", "queued")
 #: The same of what went back to its queue.
 REQUEUES: Final = ("conflict", "unavailable")
 
-_RARE: Final = (
-    (ACQUIRE, [(each,) for each in OUTCOMES]),
-    (LOST, [(each,) for each in CAUSES]),
-    (BYPASSED, [(each,) for each in REASONS]),
-    (SKIPPED, [(each,) for each in SKIPS]),
-    (REQUEUED, [(each,) for each in REQUEUES]),
-    (REJECTED, [()]),
-    (TAKEN_OVER, [()]),
-    (FORCED, [()]),
-)
+#: What is rare, by the values of its last label.
+_RARE: Final[Mapping[Instrument, tuple[str, ...]]] = {
+    ACQUIRE: OUTCOMES, LOST: CAUSES, BYPASSED: REASONS, SKIPPED: SKIPS, REQUEUED: REQUEUES,
+    REJECTED: (), TAKEN_OVER: (), FORCED: (),
+}  # fmt: skip
 
 
 class Exporter(Protocol):
@@ -184,9 +179,11 @@ class Recorder(Hearer):
             self._seen = os.getpid(), seen
         if (alias, prefix) not in seen:
             seen.add((alias, prefix))
-            for instrument, values in _RARE:
+            for instrument, values in _RARE.items():
+                if not values:
+                    self._to.add(instrument, alias, prefix, by=0)
                 for value in values:
-                    self._to.add(instrument, alias, prefix, *value, by=0)
+                    self._to.add(instrument, alias, prefix, value, by=0)
         return prefix
 
 
