@@ -809,8 +809,8 @@ MUTANTS = (
     ),
     Mutant(
         "a task that could not be sent keeps its key",
-        "postgres", "django_distlock/contrib/celery/queueing.py",
-        old=r"except BaseException:\n        claims\.give_back\(lock, grant\)",
+        "postgres", "django_distlock/contrib/celery/claims.py",
+        old=r"except BaseException:\n        give_back\(lock, grant\)",
         new=r"except BaseException:",
         test="tests/celery/test_locked_task.py::test_sending_that_fails_gives_the_key_back",
         case="",

@@ -25,7 +25,6 @@ from ...locks.policy import skip, where_unavailable
 from ..jobs import JobLock
 from . import claims
 from .calls import records_of
-from .deliveries import OF
 from .terms import Call, Terms
 
 logger = logging.getLogger("django_distlock")
@@ -102,7 +101,7 @@ def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **op
             raise
         if terms.on_full == "drop":
             # It is sent, and skipped when it comes.
-            return send(**_with_place(options, 0, task_id))
+            return send(**claims.with_claim(options, PLACE, 0, task_id))
         extra = log_fields("bypassed", backend=place.backend, task=task_id, error=error)
         logger.warning(
             "%r is full, and one more waits behind it: %s", place.key, error, extra=extra
@@ -112,11 +111,7 @@ def publish(sending: Sending, send: Callable[..., Any], /, *, task_id: str, **op
         return sending.without_store(
             error, place, "Nobody knows whether %r is full: %s", partial(send, **options)
         )
-    try:
-        result = send(**_with_place(options, grant.fence, task_id))
-    except BaseException:
-        claims.give_back(place, grant)
-        raise
+    result = claims.publish(send, PLACE, place, grant, options)
     if replaced is not None:
         _note_replaced(lock_backends[place.backend], replaced, terms)
     return result
@@ -187,8 +182,3 @@ def _note_replaced(store: BaseLockBackend, replaced: Record, terms: Terms) -> No
 
 def _note(task_id: str | None) -> str:
     return f"celery:replaced:{task_id}"
-
-
-def _with_place(options: dict[str, Any], fence: int, task_id: str) -> dict[str, Any]:
-    headers = {**(options.get("headers") or {}), PLACE: f"{fence:015d}", OF: task_id}
-    return {**options, "headers": headers}

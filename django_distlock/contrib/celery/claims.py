@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
@@ -25,6 +27,7 @@ from ...locks.lease import Lease
 from ...locks.state import Terms as Kept
 from ...signals import lock_acquired, tell
 from ..jobs import WAIT, JobLock
+from .deliveries import OF
 from .terms import Terms
 
 logger = logging.getLogger("django_distlock")
@@ -139,6 +142,25 @@ def detached(lease: Lease) -> Grant:
     grant = lease._holding.grant
     lease._let_go()
     return grant
+
+
+def with_claim(
+    options: dict[str, Any], header: str, fence: int, task_id: str | None
+) -> dict[str, Any]:
+    """Return the options of a message that has a claim, or a place: a header names its fence."""
+    headers = {**(options.get("headers") or {}), header: f"{fence:015d}", OF: task_id}
+    return {**options, "headers": headers}
+
+
+def publish(
+    send: Callable[..., Any], header: str, lock: JobLock, grant: Grant, options: dict[str, Any]
+) -> Any:
+    """Queue a task that has a claim; give the claim back if that fails."""
+    try:
+        return send(**with_claim(options, header, grant.fence, lock.task_id))
+    except BaseException:
+        give_back(lock, grant)
+        raise
 
 
 def give_back(lock: JobLock, grant: Grant) -> None:

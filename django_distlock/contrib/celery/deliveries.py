@@ -122,10 +122,9 @@ class Delivery:
         return bool(info.get("redelivered")) or self.was_seen_running
 
     @property
-    def queued(self) -> Queued | None:
-        """How often it was queued again; None: never."""
-        times = self._of_this_attempt(TIMES)
-        return None if times is None else Queued(0.0, int(times))
+    def times(self) -> int:
+        """How often it was queued again."""
+        return int(self._of_this_attempt(TIMES) or 0)
 
     @property
     def until(self) -> float | None:
@@ -196,14 +195,13 @@ def queue_again(delivery: Delivery, rules: Rules, error: Refusal) -> Retry:
     until = delivery.until
     if until is None:
         until = None if rules.max_wait is None else at + rules.max_wait
-    times = 0 if delivery.queued is None else delivery.queued.times
     since = at if until is None or rules.max_wait is None else until - rules.max_wait
-    pause = rules.pause(Queued(since, times), at)
+    pause = rules.pause(Queued(since, delivery.times), at)
     if pause is None:
         raise error
     pause = _visible(delivery, pause)
     waits = _note(delivery, rules, error, pause)
-    _send(delivery, pause, {UNTIL: until, TIMES: times + 1, WAITS: waits})
+    _send(delivery, pause, {UNTIL: until, TIMES: delivery.times + 1, WAITS: waits})
     why = f"{error.key!r} is taken"
     if isinstance(error, BackendUnavailable):
         why = "The store of its locks does not answer"
@@ -222,9 +220,8 @@ def queue_behind_itself(delivery: Delivery, rules: Rules, error: LockNotAcquired
 
     Without an end, for what it waits for is itself; and without a state, for that is the run's.
     """
-    times = 0 if delivery.queued is None else delivery.queued.times
     endless = replace(rules, max_wait=None, retry=replace(rules.retry, max_retries=None))
-    pause = endless.pause(Queued(0.0, times), time.time()) or 0.0
+    pause = endless.pause(Queued(0.0, delivery.times), time.time()) or 0.0
     # Not at once: a run that goes on for an hour is asked for a hundred times and not for millions.
     pause = _visible(delivery, max(pause, min(rules.retry.delay, 1.0) / 2))
     logger.info(
@@ -233,7 +230,7 @@ def queue_behind_itself(delivery: Delivery, rules: Rules, error: LockNotAcquired
         error,
         extra=log_fields("queued_again", task=delivery.id, error=error),
     )
-    _send(delivery, pause, {UNTIL: delivery.until, TIMES: times + 1, AGAIN: True})
+    _send(delivery, pause, {UNTIL: delivery.until, TIMES: delivery.times + 1, AGAIN: True})
     return Ignore(f"{error.key!r} is held by the same task: queued again in {pause:.1f} s")
 
 

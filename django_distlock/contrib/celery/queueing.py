@@ -67,8 +67,7 @@ def send(
     if terms is None or not is_bounded or (goes_on and not _has_no_claim(task, terms)):
         run = run_of(traced(task))
         if options.get("replaced_task_nesting") and _has_key_of(run, task, args, kwargs):
-            claim = {UNIQUE: run.unique.fence_token, OF: task_id}
-            options["headers"] = {**(options.get("headers") or {}), **claim}
+            options = claims.with_claim(options, UNIQUE, run.unique.fence, task_id)
         result = publish(args, kwargs, task_id=task_id, **options)
         if run is not None and run.unique is not None and _carries(run.unique, options):
             run.comes_again = options.get("eta") or options.get("countdown") or 0.0
@@ -137,7 +136,7 @@ def _send_unique(
             "It is unknown whether %r is already queued: %s",
             partial(publish, task_id=task_id, **options),
         )
-    result = _publish_claimed(publish, lock, grant, task_id, options)
+    result = claims.publish(partial(publish, task_id=task_id), UNIQUE, lock, grant, options)
     if not terms.debounce:
         return result
     options = {name: value for name, value in options.items() if name not in _OF_ONE}
@@ -179,19 +178,6 @@ def _queued_already(
     logger.info("Not queued, for it is already, as %s: %r", queued, error.key, extra=extra)
     tell_skipped(lock.backend, lock.key, error)
     return task.AsyncResult(queued)
-
-
-def _publish_claimed(
-    publish: Callable[..., Any], lock: JobLock, grant: Grant, task_id: str, options: dict[str, Any]
-) -> Any:
-    """Queue a task whose key is taken; give the key back if that fails."""
-    claim = {UNIQUE: f"{grant.fence:015d}", OF: task_id}
-    headers = {**(options.get("headers") or {}), **claim}
-    try:
-        return publish(task_id=task_id, **{**options, "headers": headers})
-    except BaseException:
-        claims.give_back(lock, grant)
-        raise
 
 
 def _send_if_overtaken(

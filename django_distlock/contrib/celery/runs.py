@@ -197,7 +197,7 @@ class Run:
             if delivery.is_redelivered:
                 self._refuse_if_finished(0.0)
             if self._gives_way():
-                if delivery.queued is not None:
+                if delivery.times:
                     # Its first message may have been delivered again, and have run.
                     self._refuse_if_finished(0.0)
                 yield
@@ -206,7 +206,7 @@ class Run:
                 self._hold(stack, locks)
             if unique is not None and not until_start:
                 self._take(stack, unique, binds=not locks)
-            if delivery.is_redelivered or delivery.queued is not None or self._has_met:
+            if delivery.is_redelivered or delivery.times or self._has_met:
                 self._refuse_if_finished(_SETTLING)
             if until_start:
                 self._start()
