@@ -134,19 +134,13 @@ class Lock:
             if self.raise_on_release_error and exc_type is None:
                 raise
             # What the block has raised is never hidden.
-            logger.warning(
-                "A block lost its lock before its end: %s",
-                error,
-                extra=log_fields("lost", key=self.name, error=error),
-            )
+            extra = log_fields("lost", key=self.name, error=error)
+            logger.warning("A block lost its lock before its end: %s", error, extra=extra)
         except BackendUnavailable as error:
             if exc_type is None:
                 raise
-            logger.warning(
-                "The lock of a block could not be released: %s",
-                error,
-                extra=log_fields("release_failed", key=self.name, error=error),
-            )
+            extra = log_fields("release_failed", key=self.name, error=error)
+            logger.warning("The lock of a block could not be released: %s", error, extra=extra)
 
     def _lock(self, wait: float | None, sleep: float) -> _Lock:
         return distlock(

@@ -66,10 +66,9 @@ def _or_log(what: str, step: Callable[[], object]) -> None:
     try:
         step()
     except Exception as error:  # noqa: BLE001 - code of the project
+        extra = log_fields("import_failed")
         logger.warning(
-            "The checks may not see all locked tasks: an import failed, %r",
-            error,
-            extra=log_fields("import_failed"),
+            "The checks may not see all locked tasks: an import failed, %r", error, extra=extra
         )
 
 

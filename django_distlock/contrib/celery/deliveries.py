@@ -205,12 +205,9 @@ def queue_again(delivery: Delivery, rules: Rules, error: Refusal) -> Retry:
     why = f"{error.key!r} is taken"
     if isinstance(error, BackendUnavailable):
         why = "The store of its locks does not answer"
+        extra = log_fields("queued_again", task=delivery.id, error=error)
         logger.warning(
-            "The task %s is queued again, in %.1f s: %s",
-            delivery.id,
-            pause,
-            error,
-            extra=log_fields("queued_again", task=delivery.id, error=error),
+            "The task %s is queued again, in %.1f s: %s", delivery.id, pause, error, extra=extra
         )
     return Retry(f"{why}: queued again, in {pause:.1f} s", exc=error, when=pause)
 
@@ -224,11 +221,9 @@ def queue_behind_itself(delivery: Delivery, rules: Rules, error: LockNotAcquired
     pause = endless.pause(Queued(0.0, delivery.times), time.time()) or 0.0
     # Not at once: a run that goes on for an hour is asked for a hundred times and not for millions.
     pause = _visible(delivery, max(pause, min(rules.retry.delay, 1.0) / 2))
+    extra = log_fields("queued_again", task=delivery.id, error=error)
     logger.info(
-        "The task %s was redelivered and waits for its own run: %s",
-        delivery.id,
-        error,
-        extra=log_fields("queued_again", task=delivery.id, error=error),
+        "The task %s was redelivered and waits for its own run: %s", delivery.id, error, extra=extra
     )
     _send(delivery, pause, {UNTIL: delivery.until, TIMES: delivery.times + 1, AGAIN: True})
     return Ignore(f"{error.key!r} is held by the same task: queued again in {pause:.1f} s")

@@ -361,11 +361,9 @@ class Run:
         try:
             self._store.notes.put(delivery.note, self._fence, self._terms.redelivery_window)
         except LockError as error:
+            extra = self._fields("note_failed", error)
             logger.warning(
-                "Delivered again, the task %s will run again: %s",
-                delivery.id,
-                error,
-                extra=self._fields("note_failed", error),
+                "Delivered again, the task %s will run again: %s", delivery.id, error, extra=extra
             )
 
     # Refusals
