@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from django.core.signals import setting_changed
 
 from ...core.interruptions import pass_on
-from ...core.threads import start_thread
+from ...core.threads import begun
 from ...database.connections import close_here
 from ...handler import lock_backends
 
@@ -45,30 +45,23 @@ class Asking(Generic[T]):
             is_new = time.monotonic() - self._answered_at <= max_age
             if asked is not None and is_ours and (is_new or not asked.done()):
                 return asked, self._asked_at
-            asked, self._asked_at = Future(), time.monotonic()
-            thread = threading.Thread(
-                target=self._run, args=(asked,), name="distlock-asking", daemon=True
-            )
+            self._asked_at = time.monotonic()
             try:
-                start_thread(thread)
+                asked = begun(self._answer, "distlock-asking")
             except RuntimeError as error:
                 # No thread is to be had now. The next question may get one.
+                asked = Future()
                 asked.set_exception(error)
             else:
                 # Only now: nobody asks again while there is a question without an answer.
                 self._asked, self._pid = asked, os.getpid()
         return asked, self._asked_at
 
-    def _run(self, asked: Future[T]) -> None:
+    def _answer(self) -> T:
         try:
-            answer = self._question()
-        except BaseException as error:  # noqa: BLE001 - whoever wants to know gets it
-            self._answered_at = time.monotonic()
-            asked.set_exception(error)
-        else:
-            self._answered_at = time.monotonic()
-            asked.set_result(answer)
+            return self._question()
         finally:
+            self._answered_at = time.monotonic()
             close_here()
 
 
