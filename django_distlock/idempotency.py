@@ -50,18 +50,9 @@ SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
 NOT_KEPT: Final = frozenset({401, 403, 408, 409, 423, 425, 429})
 #: Headers about the body and what was made. No cookie, and nothing about one connection.
 KEPT_HEADERS: Final = (
-    "Cache-Control",
-    "Content-Disposition",
-    "Content-Encoding",
-    "Content-Language",
-    "Content-Location",
-    "Content-Type",
-    "ETag",
-    "Last-Modified",
-    "Link",
-    "Location",
-    "Vary",
-)
+    "Cache-Control", "Content-Disposition", "Content-Encoding", "Content-Language",
+    "Content-Location", "Content-Type", "ETag", "Last-Modified", "Link", "Location", "Vary",
+)  # fmt: skip
 
 _KEY: Final = re.compile(r"[\x20-\x7e]{1,255}")
 

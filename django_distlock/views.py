@@ -289,7 +289,7 @@ class _Locked:
         # What Django REST framework makes of a function or a class knows the class.
         locked = copy(self).answering_for(getattr(view, "cls", None))
         locked.key, locked._not_atomic = key, set()
-        if _is_method(view):
+        if next(iter(inspect.signature(view).parameters), "") == "self":
             # The transaction of its request has begun before.
             locked._place, locked._not_atomic = 1, _Every(set())
         if iscoroutinefunction(view):
@@ -439,10 +439,6 @@ def _require_view(view: object) -> None:
             "locked_view decorates a method where it is defined, without method_decorator.",
             code="unsupported",
         )
-
-
-def _is_method(view: View) -> bool:
-    return next(iter(inspect.signature(view).parameters), "") == "self"
 
 
 def _line(request: HttpRequest) -> str:

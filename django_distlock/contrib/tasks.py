@@ -97,7 +97,12 @@ def locked_task(
 
     def decorate(*args: Any, **kwargs: Any) -> Any:
         function = only_function(key, args, kwargs)
-        _refuse_others(function)
+        if not inspect.isfunction(function):
+            raise LockUsageError(
+                f"locked_task decorates the function of a task, not {shown(function)}: put it below"
+                " @task().",
+                code="unsupported",
+            )
         function = whole(function)
         _listen()
         made = _Locked(function, rules, limits, insists=on_conflict == "retry").wrapped()
@@ -259,15 +264,6 @@ class _Locked:
             f" {backend.alias!r} ({type(backend).__name__}) cannot run a task later"
             " (supports_defer). Use one that can; or leave on_conflict out, to raise"
             " LockNotAcquired where it cannot.",
-            code="unsupported",
-        )
-
-
-def _refuse_others(function: object) -> None:
-    if not inspect.isfunction(function):
-        raise LockUsageError(
-            f"locked_task decorates the function of a task, not {shown(function)}: put it below"
-            " @task().",
             code="unsupported",
         )
 

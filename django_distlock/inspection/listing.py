@@ -17,7 +17,7 @@ from ..backends.counts import overdue, tally
 from ..core.documents import Document, by_name
 from ..core.durations import Duration, number, seconds
 from ..core.errors import InvalidArgument, LockError, shown
-from ..core.records import Record, Unreadable, Waits
+from ..core.records import Record, Waits
 from ..handler import lock_backends
 from .held import HeldKey, State
 
@@ -235,14 +235,14 @@ def _pages(
                     size = at
                     break
         else:
-            yield found, [_spoiled(alias, each) for each in page.unreadable], page.cursor
+            spoiled = [
+                Failure(backend=alias, code=_UNREADABLE, message=str(each.error), key=each.key)
+                for each in page.unreadable
+            ]
+            yield found, spoiled, page.cursor
             if (start := page.cursor) is None:
                 return
             size = limit if wanted.everything else max(limit, _LOOKED_AT)
-
-
-def _spoiled(alias: str, record: Unreadable) -> Failure:
-    return Failure(backend=alias, code=_UNREADABLE, message=str(record.error), key=record.key)
 
 
 def chosen(backends: Collection[str] | None) -> tuple[str, ...]:

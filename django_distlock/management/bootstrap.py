@@ -56,8 +56,9 @@ def ensure_tables(using: str, wait: float | None) -> None:
     give_up = None if wait is None else time.monotonic() + wait
     while True:
         try:
-            if _is_ours(using) and _pending(using):
-                with _ALONE[connections[using].vendor](using):
+            alone = _ALONE.get(connections[using].vendor)
+            if alone and router.allow_migrate_model(using, HeldLock) and _pending(using):
+                with alone(using):
                     _migrate(using)
             return
         except _Taken as error:
@@ -77,11 +78,6 @@ def ensure_tables(using: str, wait: float | None) -> None:
         if give_up is not None and time.monotonic() >= give_up:
             raise failure
         time.sleep(PAUSE)
-
-
-def _is_ours(using: str) -> bool:
-    """Whether there may be tables of ours, and a way to make them alone."""
-    return connections[using].vendor in _ALONE and router.allow_migrate_model(using, HeldLock)
 
 
 def _migrations() -> list[Migration]:

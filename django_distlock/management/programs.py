@@ -74,7 +74,8 @@ class Program:
     """
 
     def __init__(self, command: Sequence[str], path: str, environment: Mapping[str, str]):
-        self._has_group = not _has_terminal()
+        # Windows has what is like a terminal, and no groups to make.
+        self._has_group = os.name == "posix" and _ask_terminal() is None
         self._path = path
         self._gate: tuple[int, int] | None = None
         try:
@@ -160,7 +161,9 @@ class Program:
 
     def shares_foreground(self) -> bool:
         """Whether what is typed at the terminal reaches the program without us."""
-        return not self._has_group and _is_in_foreground()
+        if self._has_group:
+            return False
+        return os.name != "posix" or _ask_terminal() == os.getpgrp()
 
 
 class Signals:
@@ -252,16 +255,6 @@ class Signals:
             # whatever it makes of TSTP: nobody renews.
             program.send(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _has_terminal() -> bool:
-    if os.name != "posix":
-        return True  # Or what is like one: there are no groups to make.
-    return _ask_terminal() is not None
-
-
-def _is_in_foreground() -> bool:
-    return os.name != "posix" or _ask_terminal() == os.getpgrp()
 
 
 def _ask_terminal() -> int | None:

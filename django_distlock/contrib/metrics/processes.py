@@ -9,7 +9,6 @@ from django.core.exceptions import ImproperlyConfigured
 
 from ...handler import lock_backends
 from ...locks import blocks
-from ...locks.lease import Lease
 from ...locks.release import Release
 from ...process.at_exit import held_here
 from ...process.heartbeat import heartbeat_of
@@ -20,7 +19,9 @@ def process_numbers() -> Mapping[Instrument, Mapping[tuple[str, ...], float]]:
     """Return the values of each gauge of this process, by labels. It asks no store."""
     leases = [each.holding for each in held_here.all() if isinstance(each, Release)]
     active = Counter(each.backend for each in leases if each.held)
-    overdue = Counter(each.backend for each in _blocks() if each.is_lost)
+    # What the blocks hold that were entered in this process, and not left.
+    entered = [each.lease for each in list(blocks.every) if not each.inner and each.is_open]
+    overdue = Counter(each.backend for each in entered if each is not None and each.is_lost)
     found: dict[Instrument, dict[tuple[str, ...], float]] = {each: {} for each in PROCESS_GAUGES}
     for alias in lock_backends:
         try:
@@ -32,9 +33,3 @@ def process_numbers() -> Mapping[Instrument, Mapping[tuple[str, ...], float]]:
         found[WAITING][alias,] = len(store.queues.all())
         found[LAG][alias,] = heartbeat_of(store).lag
     return found
-
-
-def _blocks() -> list[Lease]:
-    """Return what the blocks hold that were entered in this process, and not left."""
-    entered = [each for each in list(blocks.every) if not each.inner and each.is_open]
-    return [each.lease for each in entered if each.lease is not None]

@@ -108,9 +108,9 @@ class Recorder(Hearer):
         return (
             (lock_acquired, self._acquired),
             (lock_not_acquired, self._not_acquired),
-            (lock_bypassed, self._bypassed),
+            (lock_bypassed, partial(self._refused, BYPASSED)),
             (work_skipped, self._skipped),
-            (work_requeued, self._requeued),
+            (work_requeued, partial(self._refused, REQUEUED)),
             (lock_extended, self._extended),
             (lock_released, self._released),
             (lock_lost, self._lost),
@@ -133,17 +133,16 @@ class Recorder(Hearer):
         if isinstance(cause, LockNotAcquired) and (held_for := blocked_for(cause)) is not None:
             self._to.observe(BLOCKED, held_for, alias, prefix)
 
-    def _bypassed(self, *, alias: str, key: str | None, cause: object, **_: Any) -> None:
-        self._to.add(BYPASSED, alias, self._prefixes.of(key), reason_of(cause))
-
     def _skipped(self, *, alias: str, key: str, cause: object, **_: Any) -> None:
         reason = reason_of(cause)
         if reason == "conflict" and key.startswith(UNIQUE_PREFIX):
             reason = "queued"
         self._to.add(SKIPPED, alias, self._prefixes.of(key), reason)
 
-    def _requeued(self, *, alias: str, key: str, cause: object, **_: Any) -> None:
-        self._to.add(REQUEUED, alias, self._prefixes.of(key), reason_of(cause))
+    def _refused(
+        self, instrument: Instrument, *, alias: str, key: str | None, cause: object, **_: Any
+    ) -> None:
+        self._to.add(instrument, alias, self._prefixes.of(key), reason_of(cause))
 
     def _extended(
         self, *, alias: str, key: str, slack: float | None, cause: object, **_: Any

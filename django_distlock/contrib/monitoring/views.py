@@ -14,7 +14,7 @@ from ...core.errors import LockError
 from ...handler import lock_backends
 from ...inspection import Statistics, statistics
 from ..metrics.asking import ask_each
-from ..metrics.stores import Health, health
+from ..metrics.stores import health
 from .access import guarded
 
 #: Seconds for which an answer is good enough for whoever asks again.
@@ -33,7 +33,7 @@ def health_view(request: HttpRequest) -> HttpResponse:
     """Answer 200 where every store does, and else 503."""
     found = health(max_age=HEALTH_AGE, patience=HEALTH_PATIENCE)
     is_up = all(each.is_up for each in found.values())
-    said = {alias: _health(each) for alias, each in found.items()}
+    said = {alias: {"status": each.code, "seconds": each.seconds} for alias, each in found.items()}
     return JsonResponse(
         {"status": "ok" if is_up else "unavailable", "backends": said}, status=200 if is_up else 503
     )
@@ -79,7 +79,3 @@ def _statistics(alias: str) -> Statistics | str:
         return error.code
     except ImproperlyConfigured:
         return "misconfigured"
-
-
-def _health(found: Health) -> dict[str, Any]:
-    return {"status": found.code, "seconds": found.seconds}

@@ -56,13 +56,12 @@ def scan(store: BaseLockBackend, notes: Notes, limit: int) -> None:
     scan_locks(store, notes, limit, is_dead)
     if isinstance(store, DatabaseBackend):
         store._ask(lambda on: _note_over(store, on, notes), writes=False, long=True)
-        store._ask(
-            lambda on: _note_waiters(
-                notes, _waiting_in(store, on), limit, is_dead, _late_in(store, on)
-            ),
-            writes=False,
-            long=True,
-        )
+
+        def note_waiters(on: str) -> None:
+            late = _of(Waiter, store, on).filter(until__lte=vendors.of(on).now()).count()
+            _note_waiters(notes, _waiting_in(store, on), limit, is_dead, late)
+
+        store._ask(note_waiters, writes=False, long=True)
     elif is_redis(store):
         _note_waiters(notes, _waiting_in_redis(store), limit, is_dead)
     _note_pauses(store, notes, limit)
@@ -146,10 +145,6 @@ def _note_waiters(
             " less.",
             keys=[key for key, _number in named],
         )
-
-
-def _late_in(store: DatabaseBackend, on: str) -> int:
-    return _of(Waiter, store, on).filter(until__lte=vendors.of(on).now()).count()
 
 
 def _waiting_in(store: DatabaseBackend, on: str) -> Iterator[tuple[str, list[Holder]]]:
