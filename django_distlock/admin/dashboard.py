@@ -24,10 +24,9 @@ from ..core.errors import InvalidArgument, LockError
 from ..core.wording import printable
 from ..inspection import Operation, may, show
 from ..models import HeldLock
-from .cleaning import CleanupForm, clean_up, records_over
 from .filters import FilterForm, KeyForm
 from .keys import KeyPage
-from .operating import ACTS, Act, act_on, allowed, another
+from .operating import ACTS, Act, CleanupForm, act_on, allowed, another, clean_up, records_over
 from .overview import Overview, problems
 from .records import ReadOnlyAdmin, may_see_events
 from .targets import Pages, Target, object_page

@@ -1,8 +1,8 @@
-"""What an operator may do to keys: a page that says what will happen, and what came of it."""
+"""What an operator may do to keys and records: what pages say will happen, and what came of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,7 +18,9 @@ from django.utils.translation import gettext_lazy, ngettext, ngettext_lazy
 from .. import inspection
 from ..core.errors import BackendUnavailable, LockError
 from ..core.wording import printable
+from ..handler import lock_backends
 from ..inspection import Operation, Outcome
+from .filters import named_backends
 from .targets import Target
 
 
@@ -261,3 +263,46 @@ def _busy(outcome: Outcome) -> str:
             " when it has ended."
         )
     return text % {"key": printable(outcome.key), "sessions": sessions}
+
+
+# To remove the records of leases that are over
+
+
+class CleanupForm(ReasonForm):
+    """Where, of what age, and why."""
+
+    backend = forms.ChoiceField(label=gettext_lazy("Backend"), choices=named_backends)
+    hours = forms.FloatField(
+        label=gettext_lazy("Expired for at least (hours)"), min_value=0, max_value=8760, initial=0
+    )
+    field_order = ("backend", "hours", "reason")
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what the operation takes."""
+        given = self.cleaned_data
+        age = given["hours"] * 3600
+        return {**super().arguments(), "backend": given["backend"], "older_than": age}
+
+
+def records_over() -> Iterator[tuple[str, int | None, str]]:
+    """Yield for each backend how many records are of leases that are over, or why nobody knows."""
+    for alias in lock_backends:
+        try:
+            expired = inspection.statistics(alias).counts.expired
+        except (LockError, ImproperlyConfigured) as error:
+            yield alias, None, str(error)
+        else:
+            yield alias, None if expired is None else expired.number, ""
+
+
+def clean_up(request: HttpRequest, form: CleanupForm) -> None:
+    """Do what a form says, and tell how many are gone."""
+    try:
+        outcome = inspection.cleanup(actor=request.user, **form.arguments())
+    except (LockError, ImproperlyConfigured) as error:
+        messages.error(request, _("Cleanup failed: %(error)s") % {"error": error})
+        return
+    text = ngettext(
+        "%(number)d expired record removed.", "%(number)d expired records removed.", outcome.removed
+    )
+    messages.success(request, text % {"number": outcome.removed})

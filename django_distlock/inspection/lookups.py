@@ -14,7 +14,7 @@ from ..core.holders import Holder
 from ..core.keys import Key, normalize_key, stored_key
 from ..core.records import Record, Waiting
 from ..handler import lock_backends
-from .hashes import hashed, token_hash
+from .held import hashed, token_hash
 
 
 class _Raw:

@@ -22,8 +22,7 @@ from ..core.keys import stored_key
 from ..core.logs import log_fields
 from ..core.records import Counter, Waiting, Waits
 from ..handler import lock_backends
-from .hashes import hashed
-from .held import HeldKey
+from .held import HeldKey, hashed
 from .history import RELEASED, rare_kinds
 from .summary import SOON
 
