@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 #: Bounds of histograms, in seconds: for what is mostly over at once, for work, for leases.
@@ -47,6 +48,9 @@ def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Instrument:
     return Instrument("histogram", name, text, _KEY, "s", buckets)
 
 
+_gauge = partial(Instrument, "gauge")
+
+
 ACQUIRE = _counter("distlock.acquire", "Acquires that have ended, by how.", "outcome")
 WAIT = _histogram("distlock.wait", "Seconds until an acquire ended, granted or not.", _WAITS)
 BLOCKED = _histogram(
@@ -77,37 +81,27 @@ REQUEUED = _counter(
 SLACK = _histogram(
     "distlock.renewal_slack", "Seconds that were left of a lease when it was renewed.", _LEFT
 )
-LAG = Instrument(
-    "gauge",
+LAG = _gauge(
     "distlock.heartbeat_lag",
     "Seconds by which the heartbeat of this process is late, or was within a minute.",
     unit="s",
 )
-ACTIVE = Instrument("gauge", "distlock.active", "Leases that this process holds and works under.")
-OVERDUE = Instrument(
-    "gauge",
+ACTIVE = _gauge("distlock.active", "Leases that this process holds and works under.")
+OVERDUE = _gauge(
     "distlock.active_past_expiry",
     "Blocks of this process that still run although their lease has expired.",
 )
-WAITING = Instrument("gauge", "distlock.waiting", "Callers of this process that wait for a key.")
-STORE_UP = Instrument("gauge", "distlock.store_up", "Whether the store answers (1) or not (0).")
-LOCKS_HELD = Instrument(
-    "gauge", "distlock.locks_held", "Leases that are held in the store, by whomever."
-)
-HELD_PAST_EXPIRY = Instrument(
-    "gauge",
+WAITING = _gauge("distlock.waiting", "Callers of this process that wait for a key.")
+STORE_UP = _gauge("distlock.store_up", "Whether the store answers (1) or not (0).")
+LOCKS_HELD = _gauge("distlock.locks_held", "Leases that are held in the store, by whomever.")
+HELD_PAST_EXPIRY = _gauge(
     "distlock.held_past_expiry",
     "Records of leases that expired without a release and were not removed or granted again.",
 )
-OLDEST = Instrument(
-    "gauge",
-    "distlock.oldest_holding",
-    "Seconds since the oldest grant that is still held.",
-    _KEY,
-    "s",
+OLDEST = _gauge(
+    "distlock.oldest_holding", "Seconds since the oldest grant that is still held.", _KEY, "s"
 )
-OVERDUE_TICK = Instrument(
-    "gauge",
+OVERDUE_TICK = _gauge(
     "distlock.schedule_overdue",
     "Seconds by which no tick of a schedule has run that should have, on any node.",
     _KEY,
