@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from django.conf import settings as django_settings
 
-from ..backends.base import BaseLockBackend
 from ..conf import DEFAULT_BACKENDS, aliases, backend_config
 from ..core.bodies import whole
 from ..core.durations import Duration
@@ -84,17 +84,17 @@ class MemoryLocks:
         self._settings = settings
         self._attr_name = attr_name
         self._kwarg_name = kwarg_name
-        self._entered: list[_InMemory] = []
+        self._entered: list[ExitStack] = []
 
     def __enter__(self) -> Locks:
         timeline = Timeline()
-        entered = _InMemory(timeline, self._settings)
-        entered.begin()
-        self._entered.append(entered)
+        with ExitStack() as entered:
+            entered.enter_context(_in_memory(timeline, self._settings))
+            self._entered.append(entered.pop_all())
         return Locks(timeline)
 
     def __exit__(self, *_: object) -> None:
-        self._entered.pop().end()
+        self._entered.pop().close()
 
     def __call__(self, decorated: D) -> D:
         """Keep locks in memory for each call of a function, or each test of a class.
@@ -155,55 +155,45 @@ class MemoryLocks:
         case.setUp = set_up  # type: ignore[assignment, method-assign]
 
 
-class _InMemory:
-    """The settings and backends of a block, and those that come back behind it."""
+@contextmanager
+def _in_memory(timeline: Timeline, settings: dict[str, Any]) -> Iterator[None]:
+    """Let memory backends be what is configured, and put back behind it what was there before.
 
-    def __init__(self, timeline: Timeline, settings: dict[str, Any]):
-        from django.test.utils import override_settings
+    Raises:
+        InvalidLockBackend: A setting breaks a rule.
+    """
+    from django.test.utils import override_settings
 
-        self._timeline = timeline
-        configured = getattr(django_settings, "DISTLOCK", DEFAULT_BACKENDS)
-        backend = {"BACKEND": MEMORY, "OPTIONS": {"clock": timeline}}
-        said = {alias: configured[alias] for alias in aliases()}
-        self._override = override_settings(
-            DISTLOCK={
-                # What is no dictionary is refused when it is read, as without us.
-                alias: {**each, **settings, **backend} if isinstance(each, Mapping) else each
-                for alias, each in said.items()
-            }
-        )
-        self._before: dict[str, BaseLockBackend] = {}
-        self._kept_events = False
-
-    def begin(self) -> None:
-        """Be what is configured."""
-        self._before = dict(lock_backends._backends)
-        self._override.enable()
-        try:
+    configured = getattr(django_settings, "DISTLOCK", DEFAULT_BACKENDS)
+    backend = {"BACKEND": MEMORY, "OPTIONS": {"clock": timeline}}
+    said = {alias: configured[alias] for alias in aliases()}
+    override = override_settings(
+        DISTLOCK={
+            # What is no dictionary is refused when it is read, as without us.
+            alias: {**each, **settings, **backend} if isinstance(each, Mapping) else each
+            for alias, each in said.items()
+        }
+    )
+    before = dict(lock_backends._backends)
+    kept_events: list[bool] = []
+    try:
+        with override:
             for alias in aliases():
                 backend_config(alias)
-        except BaseException:
-            self._put_back()
-            raise
-        self._timeline.begin()
-        # Nobody looks for them in a database, which a test may not touch.
-        events = [each.disconnect(dispatch_uid=_EVENTS) for each in (lock_lost, lock_taken_over)]
-        self._kept_events = any(events)
-
-    def end(self) -> None:
-        """Put back what was there before, and forget all of this."""
-        try:
-            self._timeline.end()
-            for store in self._timeline.stores():
-                store.threads.end()
-        finally:
-            self._put_back()
-            if self._kept_events:
-                _keep_events()
-
-    def _put_back(self) -> None:
-        self._override.disable()
-        lock_backends._backends.update(self._before)
+            timeline.begin()
+            # Nobody looks for them in a database, which a test may not touch.
+            signals = (lock_lost, lock_taken_over)
+            kept_events += [each.disconnect(dispatch_uid=_EVENTS) for each in signals]
+            try:
+                yield
+            finally:
+                timeline.end()
+                for store in timeline.stores():
+                    store.threads.end()
+    finally:
+        lock_backends._backends.update(before)
+        if any(kept_events):
+            _keep_events()
 
 
 _EVENTS = "django_distlock.process.event_log"
