@@ -164,14 +164,10 @@ class KeyPage:
     @property
     def metadata(self) -> list[tuple[str, str]]:
         """What the holder added about itself; as text, or pages would localise the numbers."""
-        held = self.view.held
-        return (
-            []
-            if held is None
-            else sorted(
-                (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-                for name, value in held.holder.metadata.items()
-            )
+        told = {} if self.view.held is None else self.view.held.holder.metadata
+        return sorted(
+            (name, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+            for name, value in told.items()
         )
 
     @property

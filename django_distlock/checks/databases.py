@@ -295,12 +295,7 @@ def _shares_file(using: str) -> bool:
         for alias in connections
         if connections[alias].vendor == "sqlite" and database_file(connections[alias]) == file
     ]
-    return any(_is_written_to(model, same) for model in apps.get_models(include_auto_created=True))
-
-
-def _is_written_to(model: type[models.Model], aliases: Sequence[str]) -> bool:
-    return (
-        model._meta.app_label != "django_distlock"
-        and model._meta.managed
-        and router.db_for_write(model) in aliases
+    return any(
+        model._meta.app_label != APP and model._meta.managed and router.db_for_write(model) in same
+        for model in apps.get_models(include_auto_created=True)
     )

@@ -81,13 +81,9 @@ class Queued:
     since: float
     times: int = 0
 
-    def again(self) -> Queued:
-        """Return what to say of the next one."""
-        return Queued(self.since, self.times + 1)
-
-    def as_json(self) -> list[float]:
-        """Return a list that `from_json` reads."""
-        return [self.since, self.times]
+    def again(self) -> list[float]:
+        """Return what the next one carries, which `from_json` reads."""
+        return [self.since, self.times + 1]
 
     @classmethod
     def from_json(cls, data: object) -> Queued:

@@ -253,7 +253,7 @@ class _Locked:
             # With the queue and the priority that this one has.
             run.result.task.using(run_after=timezone.now() + timedelta(seconds=pause)),
             run.result.args,
-            {**run.kwargs, TRAVELS: run.queued.again().as_json()},
+            {**run.kwargs, TRAVELS: run.queued.again()},
             pause,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...core.declarations import finders
 from . import checks, declaring, endings, runs
 from .tasks import LockedTask, locked_task
 
@@ -10,4 +11,4 @@ __all__ = ["LockedTask", "locked_task"]
 runs.connect()
 endings.connect()
 checks.connect()
-declaring.connect()
+finders["celery"] = declaring.find

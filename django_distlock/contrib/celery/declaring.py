@@ -11,17 +11,12 @@ from celery import _state, signals
 from celery.fixups.django import DjangoFixup
 from celery.loaders.default import Loader
 
-from ...core.declarations import Attempt, Declaration, Kind, declared, finders
+from ...core.declarations import Attempt, Declaration, Kind, declared
 from ...core.keys import UNIQUE_PREFIX
 from ...core.logs import log_fields
 from .terms import Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
-
-
-def connect() -> None:
-    """Let tasks be found that workers alone import."""
-    finders["celery"] = find
 
 
 def declare(function: Callable[..., Any], terms: Terms, *, acks_late: bool | None = None) -> None:

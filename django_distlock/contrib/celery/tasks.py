@@ -91,19 +91,11 @@ def locked_task(  # noqa: PLR0913 - each says one thing, by name
     """
     refuse_function(lock)
     given = {
-        "lock": lock,
-        "locks": locks,
-        "unique": unique,
-        "unique_until": unique_until,
-        "debounce": debounce,
-        "max_queued": max_queued,
-        "on_full": on_full,
-        "on_conflict": on_conflict,
-        "on_unavailable": on_unavailable,
-        "max_wait": max_wait,
-        "inherit": inherit,
-        **options,
-    }
+        "lock": lock, "locks": locks, "unique": unique, "unique_until": unique_until,
+        "debounce": debounce, "max_queued": max_queued, "on_full": on_full,
+        "on_conflict": on_conflict, "on_unavailable": on_unavailable, "max_wait": max_wait,
+        "inherit": inherit, **options,
+    }  # fmt: skip
     if lock is not None and isinstance(lock, (Task, Proxy)):
         raise InvalidArgument('locked_task needs a key, as in @locked_task("…").')
 
