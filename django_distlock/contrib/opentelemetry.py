@@ -6,6 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final
 
@@ -31,7 +32,8 @@ Place = tuple[str, str, int | None]
 #: Leases whose place in a trace is kept: those that nobody ever releases are forgotten.
 MOST_HELD: Final = 10_000
 
-_installed: dict[tuple[int, int], _Installed] = {}
+#: What stops the hearing, for a pair of providers.
+_installed: dict[tuple[int, int], tuple[ExitStack, MeterProvider, TracerProvider]] = {}
 _mutex: Final = threading.Lock()
 
 
@@ -73,33 +75,20 @@ def install(
         if name not in _installed:
             exporter = _Exporter(name, meters, heard, stores=stores)
             spans = _Spans(tracers, heard, keys=keys, least=least)
-            made = _Installed(meters, tracers, Recorder(exporter, heard), spans)
-            _installed[name] = made
+            uid, hearing = f"{__name__} {id(meters)} {id(tracers)}", ExitStack()
+            for each, its_uid in ((Recorder(exporter, heard), uid), (spans, f"{uid} spans")):
+                each.connect(its_uid)
+                hearing.callback(each.disconnect, its_uid)
+            # With the providers, which are kept as long: their ids name them.
+            _installed[name] = hearing, meters, tracers
 
 
 def uninstall() -> None:
     """Measure and trace no more, for any provider: for tests."""
     with _mutex:
-        for each in _installed.values():
-            each.close()
+        for hearing, _meters, _tracers in _installed.values():
+            hearing.close()
         _installed.clear()
-
-
-class _Installed:
-    """What is connected for a pair of providers, which are kept as long."""
-
-    def __init__(
-        self, meters: MeterProvider, tracers: TracerProvider, recorder: Recorder, spans: _Spans
-    ):
-        self._providers = meters, tracers
-        self._uid = f"{__name__} {id(meters)} {id(tracers)}"
-        self._recorder, self._spans = recorder, spans
-        recorder.connect(self._uid)
-        spans.connect(f"{self._uid} spans")
-
-    def close(self) -> None:
-        self._recorder.disconnect(self._uid)
-        self._spans.disconnect(f"{self._uid} spans")
 
 
 class _Exporter:
