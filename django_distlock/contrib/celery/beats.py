@@ -22,8 +22,8 @@ logger = logging.getLogger("django_distlock")
 
 #: Seconds at most between two renewals of the marks: then those come back that the store has lost.
 RENEW_EVERY: Final = 60.0
-#: Seconds by which the clocks of a beat and of the store may differ before that is said.
-APART: Final = 2.0
+#: By how much the clocks of a beat and of the store may differ before that is said.
+APART: Final = timedelta(seconds=2)
 
 
 class Moved(Exception):
@@ -173,7 +173,7 @@ class Marks:
         # The store's clock has seen the mark being made. Where that is the clock of a host, it may
         # have been ahead itself.
         made_at = min(record.acquired_at + self._own_lead(), now)
-        if sent_at - made_at > timedelta(seconds=APART) and not self._told:
+        if sent_at - made_at > APART and not self._told:
             self._told = True
             logger.warning(
                 "Clocks of beats differ: the one on %s sent %r when its clock said %s, and that was"
@@ -194,9 +194,7 @@ class Marks:
         if self._ahead is None:
             before, store, after = _now(), self._store.clock(), _now()
             self._ahead = after - store
-            if before - store > timedelta(seconds=APART) or store - after > timedelta(
-                seconds=APART
-            ):
+            if before - store > APART or store - after > APART:
                 logger.warning(
                     "The clock of this host is off against the store's by %+.1f s, and so is what"
                     " this beat sends",
