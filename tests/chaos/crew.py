@@ -34,7 +34,14 @@ class _Valve(threading.Event):
 
 
 class BadWire(Wire):
-    """A wire that can be spoiled. What it holds back arrives later, also from who has ended."""
+    """A wire that can be spoiled. What it holds back arrives later, also from who has ended.
+
+    Attributes:
+        loses: "requests" or "answers": what comes in that direction never arrives, nor does what
+            follows it on its connection, which stays open until it is cut; "": nothing is lost.
+    """
+
+    loses = ""
 
     def __init__(self, host: str, port: int):
         self._server = (host, port)
@@ -62,6 +69,9 @@ class BadWire(Wire):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
         self._threads = [each for each in self._threads if each.is_alive()]
+
+    def _next_fate(self, *, is_answer: bool) -> str:
+        return "lost" if self.loses == ("answers" if is_answer else "requests") else "passed"
 
 
 class Member:

@@ -62,6 +62,8 @@ _SPARED = {
     "postgresql": {"options": "-c statement_timeout=0 -c idle_in_transaction_session_timeout=0"},
     "mysql": {"init_command": "SET SESSION max_statement_time=0, idle_transaction_timeout=0"},
 }
+#: What a wire loses in one direction, while the other one works.
+LOST = {"requests lost": "requests", "answers lost": "answers"}
 #: Four thousand rows.
 _FILLER = {"postgresql": "FROM generate_series(1, 4000)", "mysql": "FROM seq_1_to_4000"}
 #: Seconds between two faults of the store itself: in between, there is work to lose.
@@ -148,13 +150,18 @@ class Chaos:
     def _spoil_wire(self) -> None:
         member, seconds = self._member(), self._chance.uniform(0.2, 3.5)
         wire = self._crew.wires[member.place]
-        what = self._chance.choice(("cut", "delay", "hold", "hold and cut"))
+        what = self._chance.choice(("cut", "delay", "hold", "hold and cut", *LOST))
         if what == "cut":
             wire.cut()
             self._lasts("wire: cut", 0, member)
         elif what == "delay":
             wire.valve.delay = self._chance.uniform(0.02, 0.3)
             self._lasts("wire: delay", seconds, member, lambda: setattr(wire.valve, "delay", 0))
+        elif what in LOST:
+            wire.loses = LOST[what]
+            # What was lost is asked for no more: its connections are at their end.
+            loses = partial(setattr, wire, "loses", "")
+            self._lasts(f"wire: {what}", seconds, member, loses, wire.cut)
         else:
             wire.hang()
             cut = [wire.cut] if what == "hold and cut" else []

@@ -15,7 +15,7 @@ FAULTS = {
     "signals": "raise in workers from a signal's handler, every 50 ms",
     "pauses": "stop a worker, and let it go on, also past the ttl",
     "kills": "kill a worker and start another one",
-    "wires": "cut, hold back or delay what goes between a worker and the store",
+    "wires": "cut, hold back or delay what goes between a worker and the store, or lose one side",
     "expire_soon": "let an operator shorten a lease",
     "operators": "let an operator force-release, pause, resume, or ask a holder to stop",
     "clocks": "shift the wall clock of a worker, where there is libfaketime",

@@ -17,6 +17,7 @@ import pytest
 from tests.contract.locking import eventually
 
 from .crew import ROOT, BadWire
+from .faults import LOST
 from .history import EXCUSED, Findings, Line, examined, saved_rows
 from .summary import _SHOWN_BY, FAULTS, OPERATIONS, hollow, summary
 
@@ -242,6 +243,32 @@ def test_reset_by_a_killed_server_is_passed_on() -> None:
                 end.close()
                 assert client.recv(1) == b""
             assert eventually(lambda: wire.ports == set())
+        finally:
+            wire.close()
+
+
+@pytest.mark.parametrize("lost", LOST.values())
+def test_wire_loses_one_direction(lost: str) -> None:
+    """With all that follows on that connection, which stays open until the wire is cut."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        wire = BadWire("127.0.0.1", server.getsockname()[1])
+        try:
+            with socket.create_connection(("127.0.0.1", wire.port), timeout=10) as client:
+                end, _address = server.accept()
+                end.settimeout(10)
+                sends, hears = (client, end) if lost == "requests" else (end, client)
+                for text in (b"before", b"lost", b"behind it"):
+                    wire.loses = lost if text == b"lost" else ""
+                    sends.sendall(text)
+                    # The other direction works; behind the second time, the wire has read the text.
+                    for _ in range(2):
+                        hears.sendall(text)
+                        assert sends.recv(16) == text
+                    if text == b"before":
+                        assert hears.recv(16) == text
+                wire.cut()
+                assert hears.recv(16) == b""
+                end.close()
         finally:
             wire.close()
 

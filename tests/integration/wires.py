@@ -99,7 +99,7 @@ class Wire:
     def _pass_on(
         self, client: socket.socket, server: socket.socket, other: Mapping[Any, socket.socket]
     ) -> None:
-        fate = "passed"
+        fates = dict.fromkeys(other, "passed")
         with suppress(OSError, ValueError), selectors.DefaultSelector() as ready:
             for each in other:
                 ready.register(each, selectors.EVENT_READ)
@@ -110,13 +110,20 @@ class Wire:
                     if sender is server and data:
                         self.answers += 1
                         time.sleep(self.delay)
-                        if fate == "passed":
-                            fate, self.fate = self.fate, "passed"
+                    if data and fates[sender] == "passed":
+                        fates[sender] = self._next_fate(is_answer=sender is server)
                     self._flows.wait()
-                    if not data or fate == "cut":
+                    if not data or fates[sender] == "cut":
                         return
-                    if sender is client or fate == "passed":
+                    if fates[sender] == "passed":
                         other[sender].sendall(data)
+
+    def _next_fate(self, *, is_answer: bool) -> str:
+        """Return what becomes of what a connection brings now, and of all behind it."""
+        if not is_answer:
+            return "passed"
+        fate, self.fate = self.fate, "passed"
+        return fate
 
 
 @contextmanager
