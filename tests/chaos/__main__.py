@@ -30,21 +30,30 @@ from .summary import FAULTS, LOSING, hollow, summary, text, versions
 #: By the alias of a lock backend: the environment's name for its server's address.
 STORES = {
     "postgres": "DISTLOCK_TEST_POSTGRES_URL",
+    "postgres_orm": "DISTLOCK_TEST_POSTGRES_URL",
     "mariadb": "DISTLOCK_TEST_MYSQL_URL",
+    "mariadb_orm": "DISTLOCK_TEST_MYSQL_URL",
     "redis": "DISTLOCK_TEST_REDIS_URL",
+    "redis_cluster": "DISTLOCK_TEST_REDIS_CLUSTER_URL",
     "advisory": "DISTLOCK_TEST_POSTGRES_URL",
     "sqlite": "",
+    "sqlite_orm": "",
     "memory": "",
 }
 _SERVED = {"crashes", "disks", "poolers", "timeouts", *LOSING}
 #: What a store does not promise to stand, as the guarantees say, or does not have.
 WITHOUT = {
     "postgres": {"losses"},
+    "postgres_orm": {"losses"},
     "mariadb": {"poolers", *LOSING},
+    "mariadb_orm": {"poolers", *LOSING},
     "redis": {"poolers", "timeouts", "restores"},
+    # Its clients find the nodes by themselves, behind any wire.
+    "redis_cluster": {"sessions", "wires", *_SERVED},
     "advisory": {"sessions", "wires", "expire_soon", *_SERVED},
     # Its leases end by the clock of the host.
     "sqlite": {"sessions", "wires", "clocks", *_SERVED},
+    "sqlite_orm": {"sessions", "wires", "clocks", *_SERVED},
     "memory": {"sessions", "wires", "expire_soon", "operators", *_SERVED},
 }
 #: Seconds of a round. Behind each one nobody has a lock, and what is left is a leak.
@@ -62,7 +71,7 @@ def main() -> int:
         from .rounds import Plan, run
 
         bouncer = None
-        if "poolers" in options.faults and "postgres" in options.store:
+        if "poolers" in options.faults and {"postgres", "postgres_orm"} & set(options.store):
             bouncer = stack.enter_context(pooler())
         told: dict[str, Any] = {}
         for alias in options.store:
@@ -109,7 +118,7 @@ def _start(stack: ExitStack, options: argparse.Namespace) -> dict[str, Killable]
     os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
     django.setup()
     used = {"default": STORES["postgres"] in needed, "mariadb": STORES["mariadb"] in needed}
-    for using, is_used in {**used, "sqlite": "sqlite" in options.store}.items():
+    for using, is_used in {**used, "sqlite": any("sqlite" in each for each in options.store)}.items():
         if is_used:
             call_command("migrate", database=using, run_syncdb=True, verbosity=0)
     return servers

@@ -375,6 +375,8 @@ def sessions(alias: str, ports: set[int]) -> list[str]:
         with connections[using].cursor() as cursor:
             cursor.execute(_SESSIONS[connections[using].vendor], [])
             return [str(number) for number, port in cursor.fetchall() if int(port) in ports]
+    if BACKENDS[alias].store == "redis_cluster":
+        return []  # They are not behind the wires.
     lines = str(_redis(alias)("CLIENT", "LIST"), "utf-8").splitlines()
     facts = [dict(fact.split("=", 1) for fact in line.split()) for line in lines]
     return [each["id"] for each in facts if int(each["addr"].rpartition(":")[2]) in ports]

@@ -20,6 +20,7 @@ from tests.services import (
     private_mariadb,
     private_postgres,
     private_redis,
+    private_redis_cluster,
 )
 
 
@@ -97,6 +98,7 @@ _SERVERS: dict[str, Callable[[Path, int, bool], Callable[[], AbstractContextMana
     "DISTLOCK_TEST_REDIS_URL": lambda data, port, durable: partial(
         private_redis, data=data, port=port, stop="KILL", durable=durable
     ),
+    "DISTLOCK_TEST_REDIS_CLUSTER_URL": lambda _data, _port, _durable: private_redis_cluster,
 }
 
 
