@@ -81,6 +81,7 @@ def main() -> int:
             plan = Plan(
                 alias=alias, variable=STORES[alias], faults=faults, workers=options.workers,
                 threads=options.threads, keys=options.keys, rest=options.rest, ground=ground,
+                until_first=options.until_first,
             )  # fmt: skip
             found = Findings()
             for number in range(math.ceil(options.seconds / ROUND)):
@@ -88,6 +89,8 @@ def main() -> int:
                 place.mkdir(parents=True)
                 seconds = min(ROUND, options.seconds - number * ROUND)
                 found = found.with_more(run(plan, seconds, chance, place))
+                if options.until_first and found.broken:
+                    break
             rows = bool(plan.variable)
             lacks = hollow(found.counted, faults, rows=rows, least=options.minimum)
             told[alias] = summary(found, faults, lacks)
@@ -118,7 +121,8 @@ def _start(stack: ExitStack, options: argparse.Namespace) -> dict[str, Killable]
     os.environ["DJANGO_SETTINGS_MODULE"] = "tests.settings"
     django.setup()
     used = {"default": STORES["postgres"] in needed, "mariadb": STORES["mariadb"] in needed}
-    for using, is_used in {**used, "sqlite": any("sqlite" in each for each in options.store)}.items():
+    used["sqlite"] = bool({"sqlite", "sqlite_orm"} & set(options.store))
+    for using, is_used in used.items():
         if is_used:
             call_command("migrate", database=using, run_syncdb=True, verbosity=0)
     return servers
@@ -133,6 +137,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=4, help="of each worker")
     parser.add_argument("--keys", type=int, default=6, help="how many keys the workers take")
     parser.add_argument("--rest", type=float, default=0.25, help="mean seconds between two faults")
+    parser.add_argument(
+        "--until-first", action="store_true", help="end with the first thing that must never be"
+    )
     parser.add_argument("--keep", type=Path, help="a folder for the histories")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     parser.add_argument(

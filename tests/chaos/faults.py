@@ -66,6 +66,8 @@ _SPARED = {
 LOST = {"requests lost": "requests", "answers lost": "answers"}
 #: Four thousand rows.
 _FILLER = {"postgresql": "FROM generate_series(1, 4000)", "mysql": "FROM seq_1_to_4000"}
+#: How often an operator names the fence of the holder whom it is about.
+SEEN = 0.5
 #: Seconds between two faults of the store itself: in between, there is work to lose.
 RESTS = (4.0, 9.0)
 
@@ -358,13 +360,21 @@ class Chaos:
         self._order(operation, *more)
 
     def _order(self, operation: Callable[..., Any], *arguments: Any) -> None:
-        key = self._chance.choice(self._crew.keys)
+        key, asked = self._chance.choice(self._crew.keys), monotonic()
+        seen: dict[str, Any] = {}
         with suppress(LockError, DatabaseError, InterfaceError):
-            outcome = operation(key, *arguments, backend=self._alias, **ACTOR)
+            ends = operation in (inspection.force_release, inspection.expire_soon)
+            record = lock_backends[self._alias].read(key) if ends else None
+            if record is not None and self._chance.random() < SEEN:
+                seen = {"fence": record.fence}
+                # By then, somebody else may hold it.
+                time.sleep(self._chance.uniform(0, 0.3))
+            outcome = operation(key, *arguments, backend=self._alias, **seen, **ACTOR)
             held = outcome.held.fence if outcome.held else outcome.fence_before
             self._write(
                 "operator", form=operation.__name__, key=key, arguments=arguments,
                 result=outcome.result.name, before=held, after=outcome.fence_after,
+                seen=seen.get("fence"), asked=asked,
             )  # fmt: skip
 
 

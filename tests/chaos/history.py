@@ -26,6 +26,8 @@ EXPECTED = {
     "Interrupted", "LockLost", "LockNotAcquired", "BackendUnavailable", "TimeoutError",
     "OperationalError", "InterfaceError", "InternalError",
 }  # fmt: skip
+#: Seconds behind its deadline in which the store may still have a lease.
+GRACE = 2.0
 #: Excused overlaps are counted as this.
 EXCUSED = "excused overlap: the store had lost its data"
 #: What an operator ends a lease by: its holder may be told before the deadline that it saw.
@@ -69,14 +71,27 @@ class Held:
     Attributes:
         asked: When the block, or the call, began.
         granted_since: When the first block of the same grant began.
+        permits: How many may have the key at the same time who share it; 0: it is not shared.
     """
 
     key: str
-    fence: int
+    fence: float
     token: str
     asked: float
     granted_since: float = math.inf
     lines: list[Line] = field(default_factory=list)
+    permits: int = 0
+
+    @classmethod
+    def kept(cls, line: Line) -> Held:
+        """Return what kept a key from others, without a lease or behind one.
+
+        Transactions that lock keys have no fence; what they meet is older.
+        """
+        begin, end = {**line, "t": line["begin"]}, {"event": "end", "t": line["until"]}
+        asked = line["asked"] if "asked" in line else line["begin"]
+        fence, token = line.get("fence", math.inf), line.get("token", f"{line['t']}")
+        return cls(line["key"], fence, token, asked, asked, [begin, end], line["permits"])
 
     def is_same(self, other: Held) -> bool:
         """Whether it is one grant: a block was entered again, or goes on in the transaction."""
@@ -91,6 +106,13 @@ class Held:
             end = line["t"] if following is None else following["t"]
             if min(end, line["until"]) > line["t"]:
                 yield Claim(line["t"], min(end, line["until"]), self)
+
+    def shared_amid(self, order: Line) -> bool:
+        """Whether it shared a key that an operator asked for then."""
+        until = max(each["until"] if "until" in each else each["t"] for each in self.lines)
+        began = order["asked"] if "asked" in order else order["t"]
+        is_amid = self.asked <= order["t"] and began <= until + GRACE
+        return bool(self.permits and self.key == order["key"] and is_amid)
 
     def has_expired(self) -> bool:
         """Whether its deadline passed before it ended, or its process died under it."""
@@ -154,6 +176,10 @@ class Losses:
     def __init__(self, lines: Iterable[Line]):
         self._times = [(each["since"], each["t"], each["over"]) for each in lines if _loses(each)]
 
+    def is_near(self, at: float) -> bool:
+        """Whether what was lost may still be held then."""
+        return any(since <= at <= over for since, _lost, over in self._times)
+
     def excuse(self, held: Held, begin: float, end: float) -> bool:
         """Whether a grant was asked for before a loss, and what happened to it lies behind that."""
         return any(
@@ -171,43 +197,91 @@ def examined(lines: Iterable[Line]) -> Findings:
     lines = list(lines)
     found, losses = Findings(), Losses(lines)
     holdings: dict[tuple[str, int], Held] = {}
-    grants: dict[tuple[str, int, str], list[Line]] = defaultdict(list)
-    taken: set[tuple[str, int]] = set()
-    shortened: set[tuple[str, int]] = set()
+    grants: dict[tuple[str, float, str], list[Line]] = defaultdict(list)
     for line in lines:
         event = line["event"]
         found.counted[f"{event} {line['form']}" if "form" in line else event] += 1
         if event == "grant":
             found.counted["grant"] += 1
             holdings[line["who"], line["lease"]] = Held(
-                line["key"], line["fence"], line["token"], line["asked"]
-            )
+                line["key"], line["fence"], line["token"], line["asked"],
+                permits=line.get("permits", 0),
+            )  # fmt: skip
         if "lease" in line and (line["who"], line["lease"]) in holdings:
             held = holdings[line["who"], line["lease"]]
             held.lines.append(line)
             grant = grants[held.key, held.fence, held.token]
             grant.append(line)
             held.granted_since = min(each["asked"] for each in grant if "asked" in each)
-        if event == "operator" and line["form"] in ENDING:
-            (taken if _moved_on(line) else shortened).add((line["key"], line["before"]))
         if event == "error" and line["form"] not in EXPECTED:
             found.never("unexpected error", line)
+    taken, shortened = _ended(lines, holdings.values())
     by_key: dict[str, list[Held]] = defaultdict(list)
+    kept = _kept(lines, taken | shortened)
     for held in holdings.values():
         by_key[held.key].append(held)
         found.counted["expired"] += held.has_expired()
         early = held.gone_early(grants[held.key, held.fence, held.token])
         if early > 0:
             _judge_early(found, held, early, taken | shortened, losses)
-    for all_held in by_key.values():
-        _find_overlaps(found, all_held, taken, losses)
+    for key, all_held in by_key.items():
+        _find_overlaps(found, all_held + kept.pop(key, []), taken, losses)
         _find_fences(found, all_held)
+    for all_kept in kept.values():
+        _find_overlaps(found, all_kept, taken, losses)
     _find_stale_writes(found, lines)
+    _find_refused(found, lines, taken, losses)
     return found
 
 
+def _ended(
+    lines: Iterable[Line], holdings: Iterable[Held]
+) -> tuple[set[tuple[str, float]], set[tuple[str, float]]]:
+    """Return the keys and fences of what operators took, and of what they shortened."""
+    taken: set[tuple[str, float]] = set()
+    shortened: set[tuple[str, float]] = set()
+    for line in lines:
+        is_done = line["event"] == "operator" and line.get("result", "DONE") == "DONE"
+        if not is_done or line["form"] not in ENDING:
+            continue
+        is_taken = line["form"] == "force_release" and _moved_on(line)
+        ended = taken if is_taken else shortened
+        ended.add((line["key"], line["before"]))
+        if line.get("seen") is None:
+            # All who shared the key: the outcome tells of the last one.
+            ended.update((each.key, each.fence) for each in holdings if each.shared_amid(line))
+    return taken, shortened
+
+
+def _kept(lines: Iterable[Line], ended: set[tuple[str, float]]) -> dict[str, list[Held]]:
+    """Return by its key what kept a key from others without a lease, or behind one."""
+    kept: dict[str, list[Held]] = defaultdict(list)
+    for line in lines:
+        # What is kept taken behind the work ends with the lease that an operator ended.
+        if line["event"] == "kept" and not (
+            line["form"] == "hold" and (line["key"], line["fence"]) in ended
+        ):
+            kept[line["key"]].append(Held.kept(line))
+    return kept
+
+
+def _find_refused(
+    found: Findings, lines: Iterable[Line], taken: set[tuple[str, float]], losses: Losses
+) -> None:
+    """Find holders whose order or write was taken for that of somebody else, and the reverse."""
+    for line in lines:
+        # What was not done says who holds the key by now.
+        is_done = line["event"] == "operator" and line.get("result") == "DONE"
+        if is_done and line.get("seen") not in (None, line["before"]):
+            found.never("order for another holder", line)
+        if line["event"] == "refused" and line.get("held"):
+            is_taken = (line["key"], line["fence"]) in taken
+            if not is_taken and not losses.is_near(line["t"]):
+                found.never("refused holder", line)
+
+
 def _judge_early(
-    found: Findings, held: Held, early: float, ended: set[tuple[str, int]], losses: Losses
+    found: Findings, held: Held, early: float, ended: set[tuple[str, float]], losses: Losses
 ) -> None:
     told = next(each["t"] for each in held.lines if each["event"] == "lost")
     if (held.key, held.fence) in ended:
@@ -224,7 +298,7 @@ def _moved_on(order: Line) -> bool:
 
 
 def _find_overlaps(
-    found: Findings, all_held: list[Held], taken: set[tuple[str, int]], losses: Losses
+    found: Findings, all_held: list[Held], taken: set[tuple[str, float]], losses: Losses
 ) -> None:
     claims = sorted(
         (claim for held in all_held for claim in held.claims()), key=lambda claim: claim[:2]
@@ -234,9 +308,18 @@ def _find_overlaps(
     open_claims: list[Claim] = []
     for claim in claims:
         open_claims = [each for each in open_claims if each.end > claim.begin]
+        beside = {
+            (each.held.fence, each.held.token)
+            for each in open_claims
+            if each.held.permits and each.held.fence < math.inf
+            and not each.held.is_same(claim.held) and (each.held.key, each.held.fence) not in taken
+            and not losses.excuse(each.held, claim.begin, min(each.end, claim.end))
+        }  # fmt: skip
         for other in open_claims:
             pair = frozenset((id(other.held), id(claim.held)))
             if pair in seen or other.held.is_same(claim.held):
+                continue
+            if other.held.permits and len(beside) < claim.held.permits:
                 continue
             older = min(other.held, claim.held, key=lambda held: held.fence)
             end = min(other.end, claim.end)
@@ -256,8 +339,8 @@ def _find_overlaps(
 
 
 def _find_fences(found: Findings, all_held: list[Held]) -> None:
-    by_fence: dict[int, Held] = {}
-    granted: list[tuple[float, float, int, Line]] = []
+    by_fence: dict[float, Held] = {}
+    granted: list[tuple[float, float, float, Line]] = []
     for held in sorted(all_held, key=lambda each: each.asked):
         first = by_fence.setdefault(held.fence, held)
         if held is not first:
@@ -287,7 +370,7 @@ def saved_rows(lines: Iterable[Line]) -> list[str]:
 
 
 def _find_stale_writes(found: Findings, lines: list[Line]) -> None:
-    by_key: dict[tuple[str, int], list[tuple[float, float, int, Line]]] = defaultdict(list)
+    by_key: dict[tuple[str, int], list[tuple[float, float, float, Line]]] = defaultdict(list)
     restored = [at for _kept, at in _forgotten(lines)]
     for line in lines:
         if line["event"] == "wrote":
@@ -300,15 +383,15 @@ def _find_stale_writes(found: Findings, lines: list[Line]) -> None:
 
 
 def _falling(
-    calls: Iterable[tuple[float, float, int, Line]],
-) -> Iterator[tuple[int, Line]]:
+    calls: Iterable[tuple[float, float, float, Line]],
+) -> Iterator[tuple[float, Line]]:
     """Yield what has a lower fence than a call that had ended before it was asked for.
 
     Args:
         calls: When each was asked for, when it had ended, its fence and line, in the order asked.
     """
-    ended: list[tuple[float, int]] = []
-    highest = 0
+    ended: list[tuple[float, float]] = []
+    highest = 0.0
     for asked, at, fence, line in calls:
         while ended and ended[0][0] <= asked:
             highest = max(highest, ended.pop(0)[1])

@@ -43,6 +43,7 @@ class Plan:
         keys: How many keys they take.
         rest: Seconds between two faults, on average.
         ground: What they stand on.
+        until_first: Whether a round ends with the first thing that must never be.
     """
 
     alias: str
@@ -53,6 +54,7 @@ class Plan:
     keys: int
     rest: float
     ground: Ground
+    until_first: bool = False
 
 
 def run(plan: Plan, seconds: float, chance: random.Random, place: Path) -> Findings:
@@ -77,6 +79,9 @@ def run(plan: Plan, seconds: float, chance: random.Random, place: Path) -> Findi
         while time.monotonic() < until:
             time.sleep(chance.uniform(0.2, 1.8) * plan.rest)
             chaos.act()
+            # All that operators did is written: they are this thread.
+            if plan.until_first and (found := examined(read(place))).broken:
+                return found
         chaos.settle()
         crew.say("stop")
         _hang(found, crew.hear("idle", HANGS))

@@ -63,6 +63,57 @@ def test_what_an_operator_took_is_told_apart() -> None:
     assert broken(*lines, {**order, "before": 1, "after": 1}) == ["overlap"]
 
 
+def kept(at: float, until: float, **more: Any) -> Line:
+    """Describe what kept the key from others without a lease."""
+    facts = {"form": "transaction", "key": "key", "begin": at, "until": until, "permits": 0}
+    return {"event": "kept", "t": until, "who": "kept", **facts, **more}
+
+
+def test_more_holders_than_share_a_key_are_found() -> None:
+    """So many may have it at once, or one alone."""
+
+    def shared(lease: int, at: float, permits: int = 2) -> list[Line]:
+        return [grant(lease, at, lease, at + 2, permits=permits), line(lease, "end", at + 1)]
+
+    two = [*shared(1, 10), *shared(2, 10.5)]
+    assert broken(*two, *shared(3, 11)) == []
+    assert broken(*two, *shared(3, 10.9)) == ["overlap"]
+    assert broken(*two, *shared(3, 11.2, permits=0)) == ["overlap"]
+    # One of them was ended by an operator, who asked for all.
+    order = {"event": "operator", "t": 10.8, "who": "chaos", "form": "force_release", "key": "key"}
+    order |= {"before": 2, "after": 3, "result": "DONE", "seen": 2}
+    three = [*two, *shared(4, 10.9)]
+    assert broken(*three, order) == []
+    assert broken(*three, *shared(5, 10.95), order) == ["overlap"]
+    assert broken(*three, *shared(5, 10.95), {**order, "seen": None}) == []
+
+
+def test_lease_beside_a_transaction_is_found() -> None:
+    """That has locked the key, or guards the lease before; those who share it may be there."""
+    lease = [grant(1, 10, 1, 12), line(1, "end", 11)]
+    assert broken(*lease, kept(11, 13)) == []
+    assert broken(*lease, kept(10.9, 13)) == ["overlap"]
+    assert broken(kept(10, 11), kept(10.5, 11.5)) == ["overlap"]
+    assert broken(kept(10, 11, permits=9), kept(10.5, 11.5, permits=9)) == []
+    guard = kept(10.5, 14, form="guarded", fence=1, token="1", asked=10)
+    assert broken(*lease, guard) == []
+    assert broken(*lease, guard, grant(2, 13.9, 2, 15), line(2, "end", 14)) == ["overlap"]
+
+
+def test_order_and_refusal_for_somebody_else_are_found() -> None:
+    """Whom an operator did not mean goes on, and a row refuses nobody who holds the key."""
+    order = {"event": "operator", "t": 11, "who": "chaos", "form": "force_release", "key": "key"}
+    order |= {"before": 2, "after": 3, "result": "DONE", "seen": 2}
+    assert broken(order) == []
+    assert broken({**order, "seen": 1, "result": "NOTHING"}) == []
+    assert broken({**order, "seen": 1}) == ["order for another holder"]
+    refusal = {"event": "refused", "t": 10, "who": "1", "key": "key", "fence": 2, "held": False}
+    assert broken(refusal) == []
+    assert broken({**refusal, "held": True}) == ["refused holder"]
+    assert broken({**refusal, "held": True}, order) == []
+    assert broken({**refusal, "held": True}, loss(9, 9.1, 11)) == []
+
+
 def test_repeated_and_falling_fences_are_found() -> None:
     """Each grant has a higher one than all that were granted before it was asked for."""
     first = [grant(1, 10, 5, 12), line(1, "end", 11)]

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,12 @@ from django_distlock import (
     LockNotAcquired,
     current_lease,
     distlock,
+    distlock_all,
     signals,
+    transaction_lock,
 )
 from django_distlock.core.clock import monotonic
+from django_distlock.core.sharing import MAX_PERMITS
 from django_distlock.handler import lock_backends
 
 from .history import EXPECTED, Writer
@@ -44,6 +47,8 @@ WAITS = (0, 0.2, 0.5, 1.5)
 WRITES = 0.4
 #: How often a holder without a heartbeat works on behind its deadline, and for how long at most.
 LATE, LATENESS = 0.2, 5.0
+#: How often a lock is shared, and by how many where not by any number.
+SHARES, PERMITS = 0.25, 2
 #: How many locks a thread takes in a row without work between them.
 TURNS = 400
 #: Seconds between two signals.
@@ -54,7 +59,8 @@ SWITCHES = 0.0001
 #: for wake-ups.
 MAY_STAY = {
     "distlock-heartbeat": 1, "distlock-alarms": 1, "distlock-releases": 1, "distlock-signals": 1,
-    "distlock-connections": 1, "distlock-wake-ups": 1, "distlock-redis": 3,
+    "distlock-connections": 1, "distlock-wake-ups": 1, "distlock-redis-wakeups": 1,
+    "distlock-redis_cluster-wakeups": 3,
     "distlock-": 33, "asyncio_": 1, "Timer": 2,
 }  # fmt: skip
 
@@ -107,6 +113,14 @@ class Worker:
         leases = [each.key for each in left]
         self.write("report", **{"thread left": _threads_left(), "lease left": leases})
 
+    def permits(self, key: str) -> int:
+        """Return how many may hold a key at the same time who share it."""
+        return MAX_PERMITS if self.keys.index(key) % 2 else PERMITS
+
+    def keeps(self, form: str, key: str, begin: float, until: float, **more: Any) -> None:
+        """Write that nobody else can have had a key, or can have it, from a time to another."""
+        self.write("kept", form=form, key=self.scope + key, begin=begin, until=until, **more)
+
     def _interrupt(self) -> None:
         if self.armed:
             # Once: what is interrupted may clear up in peace.
@@ -144,15 +158,19 @@ class Claim:
         """Claim a key for as long as the block runs: it ends before the lease is released."""
         self._lease = lease
         self._open[self.number] = self
+        self.facts = {
+            "fence": lease.fence, "token": lease.token[:6], "asked": self.asked,
+            "permits": self._worker.permits(lease.key) if lease.shared else 0,
+        }  # fmt: skip
+        self.until = lease.deadline
         self._write(
             "grant", lease=self.number, form=self.form, key=self._worker.scope + lease.key,
-            fence=lease.fence, token=lease.token[:6], asked=self.asked, until=lease.deadline,
+            until=self.until, **self.facts,
         )  # fmt: skip
         try:
             yield
         except LockLost as error:
-            self._lost(error)
-            self._ended = True
+            self._ended = self._lost(error)
             raise
         finally:
             self.end()
@@ -191,10 +209,13 @@ class Claim:
     def _note(self, event: str, until: float) -> None:
         self._write(event, lease=self.number, until=until)
 
-    def _lost(self, error: LockLost) -> None:
-        if self._lease is not None:
-            lost_by = self._lease._holding.lost_by or ""
-            self._write("lost", lease=self.number, why=f"{error} {lost_by}")
+    def _lost(self, error: LockLost) -> bool:
+        """Write that the lease is lost, unless the error is about another one."""
+        if self._lease is None or error.key != self._lease.key:
+            return False
+        lost_by = self._lease._holding.lost_by or ""
+        self._write("lost", lease=self.number, why=f"{error} {lost_by}")
+        return True
 
 
 class Hand:
@@ -203,15 +224,18 @@ class Hand:
     def __init__(self, worker: Worker, name: str):
         self.worker = worker
         self.chance = random.Random(f"{worker.seed} {name}")
+        self.store = store = lock_backends[worker.alias]
         self.plain: list[Callable[[], None]] = [
             self.block, self.block, self.decorated, self.reentered, self.explicit, self.tried,
-            self.turns,
+            self.turns, self.several,
         ]  # fmt: skip
         if worker.alias != "advisory":  # whose leases do not end by themselves
             self.plain.append(self.held)
         self.awaited: list[Callable[[], None]] = [self.awaited_blocks] * 4
         if worker.rows:
             self.plain += [self.in_a_transaction, self.saved]
+            self.plain += [self.locked] * 2 * store.supports_transactions
+            self.plain += [self.guarded] * store.supports_guard
 
     def work(self, forms: list[Callable[[], None]]) -> None:
         """Take locks in one form after another."""
@@ -223,7 +247,13 @@ class Hand:
     def _turn(self, form: Callable[[], None]) -> None:
         try:
             # Neither asyncio's nor Django's own code can be interrupted anywhere.
-            if form in (*self.awaited, self.saved, self.in_a_transaction):
+            if form in (
+                *self.awaited,
+                self.saved,
+                self.in_a_transaction,
+                self.locked,
+                self.guarded,
+            ):
                 form()
             else:
                 with self._interrupted():
@@ -239,7 +269,10 @@ class Hand:
 
     def held(self) -> None:
         """Keep the key taken behind the block."""
-        self._in_block("hold", self._lock(hold=True, ttl=TTLS[0]))
+        claim, lock = Claim(self.worker, "hold"), self._lock(hold=True, ttl=TTLS[0])
+        self._in_block(claim.form, lock, claim=claim)
+        # Nothing that it was extended by is shorter.
+        self.worker.keeps("hold", lock.key, monotonic(), claim.until, **claim.facts)
 
     def reentered(self) -> None:
         """Enter a block again."""
@@ -287,18 +320,72 @@ class Hand:
             with suppress(LockNotAcquired), claim.told(), self._lock() as lease, claim.of(lease):
                 claim.check()
 
+    def several(self) -> None:
+        """Hold two keys at once, or none."""
+        form, terms = "several", self._terms()
+        claims = {key: Claim(self.worker, form) for key in self._two()}
+        locks = distlock_all(*claims, backend=self.worker.alias, **terms)
+        with ExitStack() as told:
+            for claim in claims.values():
+                told.enter_context(claim.told())
+            with locks as leases, ExitStack() as claimed:
+                for key, lease in leases.items():
+                    claimed.enter_context(claims[key].of(lease))
+                for seconds in self._naps(lease):
+                    time.sleep(seconds)
+                    for claim in claims.values():
+                        claim.check()
+
     def in_a_transaction(self) -> None:
         """Take a lock inside `atomic()`, behind a row that is saved there."""
         mark, asked = self._mark(), monotonic()
+        claim, lock = Claim(self.worker, "in a transaction"), self._lock()
+        leases: list[Lease] = []
+        behind = 0.0
         with transaction.atomic(using=self.worker.rows):
             self._save(mark)
             try:
                 with self._interrupted():
-                    self._in_block("in a transaction", self._lock())
+                    self._in_block(claim.form, lock, leases.append, claim)
+                behind = monotonic()
+                time.sleep(self.chance.uniform(0, 0.2))
             except (LockError, Interrupted) as error:
                 self._tell(error)
+            ends = monotonic()
         # It has ended without an error.
         self.worker.write("saved", row=mark, asked=asked)
+        if behind:
+            until = min(ends, leases[0].deadline)
+            self.worker.keeps("to the commit", lock.key, behind, until, **claim.facts)
+
+    def locked(self) -> None:
+        """Lock keys until a transaction ends."""
+        keys, shared = self._two(), self.chance.random() < SHARES
+        with transaction.atomic(using=self.worker.rows):
+            with self._interrupted():
+                wait = self.chance.choice(WAITS)
+                transaction_lock(*keys, shared=shared, wait=wait, backend=self.worker.alias)
+            begin = monotonic()
+            time.sleep(self.chance.uniform(0, 0.3))
+            ends = monotonic()
+        # It has ended without an error.
+        for key in keys:
+            permits = MAX_PERMITS if shared else 0
+            self.worker.keeps("transaction", key, begin, ends, permits=permits)
+
+    def guarded(self) -> None:
+        """Guard a transaction, which may go on behind the end of the lease."""
+        claim, lock = Claim(self.worker, "guarded"), self._lock(shared=False, permits=1)
+        lease = lock.acquire()
+        try:
+            with claim.of(lease), lease.atomic(self.worker.rows):
+                begin = monotonic()
+                late = self.chance.random() < LATE
+                time.sleep(lease.remaining() + 0.5 if late else self.chance.uniform(0, 0.2))
+                ends = monotonic()
+            self.worker.keeps("guarded", lock.key, begin, ends, **claim.facts)
+        finally:
+            lease.release()
 
     def saved(self) -> None:
         """Save a row where it is committed at once."""
@@ -337,14 +424,27 @@ class Hand:
     # What the forms share
 
     def _lock(self, **more: Any) -> Lock:
-        chance = self.chance
-        terms = {"ttl": chance.choice(TTLS), "wait": chance.choice(WAITS), **more}
-        return distlock(chance.choice(self.worker.keys), backend=self.worker.alias, **terms)
+        key, shares = self.chance.choice(self.worker.keys), self.chance.random() < SHARES
+        terms = self._terms()
+        if self.store.supports_sharing and shares:
+            permits = self.worker.permits(key)
+            terms |= {"shared": True} if permits == MAX_PERMITS else {"permits": permits}
+        return distlock(key, backend=self.worker.alias, **{**terms, **more})
+
+    def _terms(self) -> dict[str, Any]:
+        return {"ttl": self.chance.choice(TTLS), "wait": self.chance.choice(WAITS)}
+
+    def _two(self) -> list[str]:
+        return self.chance.sample(self.worker.keys, min(2, len(self.worker.keys)))
 
     def _in_block(
-        self, form: str, lock: Lock, then: Callable[[Lease], None] = lambda lease: None
+        self,
+        form: str,
+        lock: Lock,
+        then: Callable[[Lease], None] = lambda lease: None,
+        claim: Claim | None = None,
     ) -> None:
-        claim = Claim(self.worker, form)
+        claim = claim or Claim(self.worker, form)
         with claim.told(), lock as lease:
             self._work(claim, lease)
             then(lease)
@@ -357,12 +457,12 @@ class Hand:
 
     def _work(self, claim: Claim, lease: Lease, *, extends: float = 0.1, late: float = 0.0) -> None:
         with claim.of(lease):
-            if self._may_write() and self.chance.random() < late:
+            if self._may_write(lease) and self.chance.random() < late:
                 self._write_late(lease)
             for seconds in self._naps(lease):
                 time.sleep(seconds)
                 # Before the check, which does not see what comes behind it either.
-                if self._may_write() and self.chance.random() < WRITES:
+                if self._may_write(lease) and self.chance.random() < WRITES:
                     self._write_fenced(lease)
                 claim.check()
                 if self.chance.random() < extends:
@@ -405,10 +505,11 @@ class Hand:
         if self.worker.rows and isinstance(error, DatabaseError | InterfaceError):
             connections[self.worker.rows].close_if_unusable_or_obsolete()
 
-    def _may_write(self) -> bool:
+    def _may_write(self, lease: Lease) -> bool:
         """Whether a fenced row is committed at once, and no signal divides its write."""
         worker = self.worker
-        if not worker.rows or (worker.signals and _is_main()):
+        # Of those who share a key, nobody may.
+        if lease.shared or not worker.rows or (worker.signals and _is_main()):
             return False
         return not connections[worker.rows].in_atomic_block
 
@@ -435,7 +536,7 @@ class Hand:
         try:
             assert rows.update(value=self.chance.getrandbits(30)) == 1
         except FenceRejected:
-            self.worker.write("refused", **facts)
+            self.worker.write("refused", **facts, held=lease.held)
         else:
             self.worker.write("wrote", **facts)
 
