@@ -47,8 +47,11 @@ WAITS = (0, 0.2, 0.5, 1.5)
 WRITES = 0.4
 #: How often a holder without a heartbeat works on behind its deadline, and for how long at most.
 LATE, LATENESS = 0.2, 5.0
-#: How often a lock is shared, and by how many where not by any number.
-SHARES, PERMITS = 0.25, 2
+#: How often a lock is shared, by the number of its key, and by how many where not by any number.
+#: While somebody waits to be alone nobody joins, so that some keys are mostly shared.
+SHARES, PERMITS = (0.9, 0.1, 0.1), 2
+#: How often who wants a key alone takes it over from a process that is gone.
+STEALS = 0.3
 #: How many locks a thread takes in a row without work between them.
 TURNS = 400
 #: Seconds between two signals.
@@ -360,7 +363,7 @@ class Hand:
 
     def locked(self) -> None:
         """Lock keys until a transaction ends."""
-        keys, shared = self._two(), self.chance.random() < SHARES
+        keys, shared = self._two(), self.chance.random() < 0.3
         with transaction.atomic(using=self.worker.rows):
             with self._interrupted():
                 wait = self.chance.choice(WAITS)
@@ -424,11 +427,13 @@ class Hand:
     # What the forms share
 
     def _lock(self, **more: Any) -> Lock:
-        key, shares = self.chance.choice(self.worker.keys), self.chance.random() < SHARES
-        terms = self._terms()
-        if self.store.supports_sharing and shares:
+        key, terms = self.chance.choice(self.worker.keys), self._terms()
+        shares = SHARES[self.worker.keys.index(key) % len(SHARES)]
+        if self.store.supports_sharing and self.chance.random() < shares:
             permits = self.worker.permits(key)
             terms |= {"shared": True} if permits == MAX_PERMITS else {"permits": permits}
+        elif self.chance.random() < STEALS:
+            terms["steal_if_dead"] = True
         return distlock(key, backend=self.worker.alias, **{**terms, **more})
 
     def _terms(self) -> dict[str, Any]:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.__main__ import STORES
+from tests.chaos.mutants import EXPRESSED, chosen
+from tests.chaos.summary import FAULTS as BESIDE
 from tests.mutants import MUTANTS, ROOT, Mutant, Slot, catches
 from tests.simulation.mutants import FAULTS
 
@@ -29,6 +32,12 @@ def test_faults_have_their_places() -> None:
 def test_faults_of_the_simulation_are_found_by_the_contract() -> None:
     """Whatever histories find: each fault is found by two of the three."""
     assert [each for each in FAULTS if not each.test.startswith("tests/contract/")] == []
+
+
+def test_faults_of_the_histories_have_their_stores() -> None:
+    """Each runs on a store of the histories, beside what goes wrong there."""
+    assert {store for _fault, store, _beside in chosen()} <= STORES.keys()
+    assert EXPRESSED.keys() - {""} <= BESIDE.keys()
 
 
 @pytest.mark.servers
