@@ -25,12 +25,11 @@ EXPRESSED = {
     "|postgres: the key is released before|a fence refuses the second write of its own"
     "|the fence counter is deleted|are on several servers|(memory|sqlite): the row is not"
     "|memory: the minimum holding time ends with",
-    "pauses": "(postgres.*|mariadb.*): the row is not|does not check again|the token is not"
-    "|extend does not lock|does not compare the fence|the time of the transaction is used"
-    "|overlooks an extend in flight|a stopped process is taken for dead",
+    "pauses": "(postgres|mariadb): (the row is not|extend does not lock)|does not check again"
+    "|the token is not|does not compare the fence|overlooks an extend in flight",
     "kills": "the minimum holding time of a dead",
     "wires": "(extend|acquire) without an answer|a renewal that was cut|a command is sent twice"
-    "|asks the store after the lease",
+    "|asks the store after the lease|_orm: (the row is not|extend does not lock)",
     "signals": "two connections are mixed|its block was interrupted|that a signal interrupted"
     "|a closed block is|a session lock is missed",
     "losses": "redis: fences forget their floor",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import json
+import math
 import os
 import random
 import select
@@ -378,13 +379,20 @@ class Hand:
 
     def guarded(self) -> None:
         """Guard a transaction, which may go on behind the end of the lease."""
+        # Models are there behind Django's setup.
+        from tests.shop.models import Row
+
         claim, lock = Claim(self.worker, "guarded"), self._lock(shared=False, permits=1)
         lease = lock.acquire()
         try:
             with claim.of(lease), lease.atomic(self.worker.rows):
-                begin = monotonic()
-                late = self.chance.random() < LATE
-                time.sleep(lease.remaining() + 0.5 if late else self.chance.uniform(0, 0.2))
+                begin, naps = monotonic(), self._naps(lease)
+                if self.chance.random() < LATE:
+                    # Past the grace of the store, and never silent for as long as a ttl.
+                    naps = [0.2] * math.ceil((lease.remaining() + 2) / 0.2)
+                for seconds in naps:
+                    time.sleep(seconds)
+                    Row.objects.using(self.worker.rows).exists()
                 ends = monotonic()
             self.worker.keeps("guarded", lock.key, begin, ends, **claim.facts)
         finally:
