@@ -107,6 +107,11 @@ class Held:
             if min(end, line["until"]) > line["t"]:
                 yield Claim(line["t"], min(end, line["until"]), self)
 
+    def is_among(self, taken: set[tuple[str, float]]) -> bool:
+        """Whether an operator took its key, who never can while a transaction guards it."""
+        is_guard = self.lines[0]["event"] == "kept" and self.lines[0]["form"] == "guarded"
+        return not is_guard and (self.key, self.fence) in taken
+
     def shared_amid(self, order: Line) -> bool:
         """Whether it shared a key that an operator asked for then."""
         until = max(each["until"] if "until" in each else each["t"] for each in self.lines)
@@ -312,7 +317,7 @@ def _find_overlaps(
             (each.held.fence, each.held.token)
             for each in open_claims
             if each.held.permits and each.held.fence < math.inf
-            and not each.held.is_same(claim.held) and (each.held.key, each.held.fence) not in taken
+            and not each.held.is_same(claim.held) and not each.held.is_among(taken)
             and not losses.excuse(each.held, claim.begin, min(each.end, claim.end))
         }  # fmt: skip
         for other in open_claims:
@@ -324,11 +329,11 @@ def _find_overlaps(
             older = min(other.held, claim.held, key=lambda held: held.fence)
             end = min(other.end, claim.end)
             # A later stretch of the same two may have no excuse.
-            if losses.excuse(older, claim.begin, end) and (older.key, older.fence) not in taken:
+            if losses.excuse(older, claim.begin, end) and not older.is_among(taken):
                 excused.add(pair)
                 continue
             seen.add(pair)
-            if (older.key, older.fence) in taken:
+            if older.is_among(taken):
                 found.counted["overlap with what an operator took"] += 1
                 continue
             seconds = end - claim.begin

@@ -26,7 +26,7 @@ EXPRESSED = {
     "|the fence counter is deleted|are on several servers|(memory|sqlite): the row is not"
     "|memory: the minimum holding time ends with",
     "pauses": "(postgres|mariadb): (the row is not|extend does not lock)|does not check again"
-    "|the token is not|does not compare the fence|overlooks an extend in flight",
+    "|the token is not|overlooks an extend in flight",
     "kills": "the minimum holding time of a dead",
     "wires": "(extend|acquire) without an answer|a renewal that was cut|a command is sent twice"
     "|asks the store after the lease|_orm: (the row is not|extend does not lock)",
@@ -34,7 +34,7 @@ EXPRESSED = {
     "|a closed block is|a session lock is missed",
     "losses": "redis: fences forget their floor",
     "expire_soon": "a shortened lease is free before",
-    "operators": "a force-release applies|ends the session of the next",
+    "operators": "a force-release applies|does not compare the fence|ends the session of the next",
 }
 
 

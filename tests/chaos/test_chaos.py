@@ -97,7 +97,11 @@ def test_lease_beside_a_transaction_is_found() -> None:
     assert broken(kept(10, 11, permits=9), kept(10.5, 11.5, permits=9)) == []
     guard = kept(10.5, 14, form="guarded", fence=1, token="1", asked=10)
     assert broken(*lease, guard) == []
-    assert broken(*lease, guard, grant(2, 13.9, 2, 15), line(2, "end", 14)) == ["overlap"]
+    beside = [*lease, guard, grant(2, 13.9, 3, 15), line(2, "end", 14)]
+    assert broken(*beside) == ["overlap"]
+    # No operator can have taken it meanwhile.
+    order = {"event": "operator", "t": 10.2, "who": "chaos", "form": "force_release", "key": "key"}
+    assert broken(*beside, {**order, "before": 1, "after": 2}) == ["overlap"]
 
 
 def test_order_and_refusal_for_somebody_else_are_found() -> None:

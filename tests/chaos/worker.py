@@ -24,6 +24,7 @@ import django
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from django_distlock import (
+    BackendUnavailable,
     FenceRejected,
     Lease,
     Lock,
@@ -196,7 +197,7 @@ class Claim:
 
     @contextmanager
     def extending(self, ttl: float) -> Iterator[None]:
-        """Note an extend. The lease may end sooner from before the request on."""
+        """Note an extend, with an answer or without. The lease may end sooner from before it on."""
         assert self._lease is not None
         self._note("extending", min(self._lease.deadline, monotonic() + ttl))
         yield
@@ -480,7 +481,7 @@ class Hand:
                 claim.check()
                 if self.chance.random() < extends:
                     ttl = self.chance.choice(TTLS)
-                    with claim.extending(ttl):
+                    with claim.extending(ttl), suppress(BackendUnavailable):
                         lease.extend(ttl)
 
     async def _await_work(self, claim: Claim, lease: Lease) -> None:
@@ -490,7 +491,7 @@ class Hand:
                 claim.check()
                 if self.chance.random() < 0.1:
                     ttl = self.chance.choice(TTLS)
-                    with claim.extending(ttl):
+                    with claim.extending(ttl), suppress(BackendUnavailable):
                         await lease.aextend(ttl)
 
     def _naps(self, lease: Lease) -> list[float]:
