@@ -368,7 +368,7 @@ class Chaos:
             if record is not None and self._chance.random() < SEEN:
                 seen = {"fence": record.fence}
                 # By then, somebody else may hold it.
-                time.sleep(self._chance.uniform(0, 0.3))
+                time.sleep(self._chance.uniform(0, 0.8))
             outcome = operation(key, *arguments, backend=self._alias, **seen, **ACTOR)
             held = outcome.held.fence if outcome.held else outcome.fence_before
             self._write(

@@ -386,15 +386,18 @@ class Hand:
         claim, lock = Claim(self.worker, "guarded"), self._lock(shared=False, permits=1)
         lease = lock.acquire()
         try:
-            with claim.of(lease), lease.atomic(self.worker.rows):
-                begin, naps = monotonic(), self._naps(lease)
-                if self.chance.random() < LATE:
-                    # Past the grace of the store, and never silent for as long as a ttl.
-                    naps = [0.2] * math.ceil((lease.remaining() + 2) / 0.2)
-                for seconds in naps:
-                    time.sleep(seconds)
-                    Row.objects.using(self.worker.rows).exists()
-                ends = monotonic()
+            with claim.of(lease):
+                # Meanwhile, an operator may take the key.
+                time.sleep(self.chance.uniform(0, 0.4))
+                with lease.atomic(self.worker.rows):
+                    begin, naps = monotonic(), self._naps(lease)
+                    if self.chance.random() < LATE:
+                        # Past the grace of the store, and never silent for as long as a ttl.
+                        naps = [0.2] * math.ceil((lease.remaining() + 2) / 0.2)
+                    for seconds in naps:
+                        time.sleep(seconds)
+                        Row.objects.using(self.worker.rows).exists()
+                    ends = monotonic()
             self.worker.keeps("guarded", lock.key, begin, ends, **claim.facts)
         finally:
             lease.release()
