@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections, transaction
@@ -185,11 +186,15 @@ class CompactLockManager(HeldLockManager):
 
     @contextmanager
     def _asking(self) -> Iterator[Run]:
-        """Give what asks the driver. Its errors become Django's."""
+        """Give what asks the driver. Its errors become Django's.
+
+        A connection of the caller's is asked through Django, which may count, log or refuse.
+        """
         connection = connections[self.db]
         # Django refuses a cursor in the thread of an event loop.
-        with connection.cursor(), connection.wrap_database_errors:
-            yield connection.connection.execute
+        with connection.cursor() as cursor, connection.wrap_database_errors:
+            own = is_own(connection)
+            yield connection.connection.execute if own else partial(_through, cursor)
 
     def _writing(self) -> AbstractContextManager[None]:
         """Open a transaction. In one of the caller's, as that of a `TestCase`, a savepoint."""
@@ -255,6 +260,11 @@ class CompactLockManager(HeldLockManager):
             renewed_until=_instant(until),
         )
         return record if record.is_owned(grant.token, now) else None, now
+
+
+def _through(cursor: Any, statement: str, values: list[Any]) -> Any:
+    cursor.execute(statement.replace("%", "%%").replace("?", "%s"), values)
+    return cursor
 
 
 def _instant(value: Any) -> datetime | None:

@@ -16,6 +16,7 @@ from django.conf import settings
 from django.db import connections, transaction
 from django.test import TestCase, TransactionTestCase
 from django.test.runner import DiscoverRunner
+from django.test.utils import CaptureQueriesContext
 
 from django_distlock import Lock, LockUsageError, Retry, current_lease, distlock
 from tests.backends import BACKENDS
@@ -82,6 +83,13 @@ class InTestCase(TestCase):
         assert not lock.locked()
         with lock:
             pass
+
+    def test_statements_are_seen(self) -> None:
+        """Who counts or logs what a test asks its database finds the lock's statements, too."""
+        with CaptureQueriesContext(connections["sqlite"]) as seen, lock_for(self.alias, "seen"):
+            pass
+        is_seen = any("fencecounter" in each["sql"] for each in seen.captured_queries)
+        assert is_seen is (BACKENDS[self.alias].using == "sqlite")
 
     def test_lock_is_rolled_back_with_the_test(self) -> None:
         """Whatever a test leaves held is gone in the next one: see the twin of this test."""
@@ -164,4 +172,4 @@ def run_test_cases() -> dict[str, Any]:
 def test_locks_work_in_django_test_cases() -> None:
     """`TestCase` and `TransactionTestCase` run as in a project, and drop their databases."""
     with spawn("tests.contract.test_transaction_test_cases:run_test_cases") as run:
-        assert run.result(PATIENCE) == {"ran": 10 * len(HERE), "fine": True}
+        assert run.result(PATIENCE) == {"ran": 11 * len(HERE), "fine": True}
