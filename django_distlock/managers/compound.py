@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from zlib import crc32
 
 from django.db import OperationalError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from ..core.durations import GRACE
 from ..core.fences import FENCE_MAX
@@ -27,6 +29,8 @@ from .lock import HeldLockManager
 
 #: The session has prepared no statement of this name; the server takes no more of them.
 _NOT_PREPARED, _TOO_MANY = 1243, 1461
+#: The attribute of a connection that says what has been prepared, in which session.
+_PREPARED = "_django_distlock_prepared"
 
 
 class _Block(NamedTuple):
@@ -124,13 +128,20 @@ class CompoundLockManager(HeldLockManager):
         name = f"distlock_{crc32(text.encode()):x}"
         using = ", ".join(["%s"] * len(block.values))
         given = [values[each] for each in block.values]
-        with connections[self.db].cursor() as cursor:
+        connection = connections[self.db]
+        with connection.cursor() as cursor:
+            known = prepared_by(connection)
             try:
-                if not _went(cursor, _NOT_PREPARED, f"EXECUTE {name} USING {using}", given):
-                    if _went(cursor, _TOO_MANY, f"PREPARE {name} FROM %s", [text]):
-                        cursor.execute(f"EXECUTE {name} USING {using}", given)
-                    else:
-                        cursor.execute(f"EXECUTE IMMEDIATE %s USING {using}", [text, *given])
+                if name not in known and _went(
+                    cursor, f"PREPARE {name} FROM %s", [text], unless=_TOO_MANY
+                ):
+                    known.add(name)
+                if name not in known or not _went(
+                    cursor, f"EXECUTE {name} USING {using}", given, unless=_NOT_PREPARED
+                ):
+                    # A proxy has given the session to somebody else, and us a new one.
+                    known.discard(name)
+                    cursor.execute(f"EXECUTE IMMEDIATE %s USING {using}", [text, *given])
             except OperationalError as error:
                 if error.args[0] == MAX_STATEMENT_TIME:
                     # The block may have committed: the outcome is unknown, and not busy.
@@ -140,7 +151,17 @@ class CompoundLockManager(HeldLockManager):
             return cursor.fetchone()
 
 
-def _went(cursor: Any, unless: int, statement: str, values: list[Any]) -> bool:
+def prepared_by(connection: BaseDatabaseWrapper) -> set[str]:
+    """Return the names of the statements that a session has prepared; more may be added."""
+    raw = connection.connection
+    session, names = vars(connection).get(_PREPARED, (None, set()))
+    if session is None or session() is not raw:
+        names = set()
+        vars(connection)[_PREPARED] = (weakref.ref(raw), names)
+    return cast("set[str]", names)
+
+
+def _went(cursor: Any, statement: str, values: list[Any], *, unless: int) -> bool:
     """Run a statement; return whether the server did not refuse it for this reason."""
     try:
         cursor.execute(statement, values)
