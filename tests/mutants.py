@@ -240,7 +240,12 @@ MUTANTS = (
         case="{backend}-missing",
     ),
     Mutant(
-        "the row is not locked", "sqlite", CONNECTIONS,
+        "the row is not locked", "sqlite", COMPACT,
+        old="BEGIN IMMEDIATE", new="BEGIN",
+        test=f"{RACES}::test_extend_and_acquire_have_one_winner",
+    ),
+    Mutant(
+        "the row is not locked", "sqlite_orm", CONNECTIONS,
         old=r'"IMMEDIATE"', new='"DEFERRED"',
         test=f"{RACES}::test_extend_and_acquire_have_one_winner",
     ),
