@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import threading
@@ -65,6 +66,16 @@ async def _take(lock: Any) -> None:
     await lock.aacquire()
 
 
+def wait_for_line() -> None:
+    """Wait for a line, or for a signal that raises.
+
+    A signal that comes just before a read begins does not end that, and its handler never runs.
+    """
+    while not select.select([sys.stdin], [], [], 0.1)[0]:
+        pass
+    input()
+
+
 def hold_until_told(alias: str, key: str, ttl: float, how: str) -> bool:
     """Take a lock, and wait for a signal, or for a line."""
     if how == "turned into an exit":
@@ -74,10 +85,10 @@ def hold_until_told(alias: str, key: str, ttl: float, how: str) -> bool:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         with lock:
             print("held")
-            input()
+            wait_for_line()
     lease = lock.acquire()
     print("held")
-    input()
+    wait_for_line()
     return lease.release()
 
 
