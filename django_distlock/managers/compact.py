@@ -91,8 +91,11 @@ class _Statements(NamedTuple):
     delete: str = _DELETE
 
 
-class _Transaction:
-    """One writer's. Who is interrupted in it leaves it open, which ends a connection of ours."""
+class OwnTransaction:
+    """A transaction of the one writer, on a connection of our own.
+
+    A signal that raises in it may leave it open. The connection is closed then: see `borrowing`.
+    """
 
     def __init__(self, connection: Connection):
         self._connection = connection
@@ -101,10 +104,15 @@ class _Transaction:
         self._connection.execute("BEGIN IMMEDIATE")
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._connection.commit()
-        else:
+        if kind is not None:
             self._connection.rollback()
+            return
+        try:
+            self._connection.commit()
+        except self._connection.Error:
+            # Without WAL, readers may be in the way of it. Nobody else could write meanwhile.
+            self._connection.rollback()
+            raise
 
 
 class CompactLockManager(HeldLockManager):
@@ -200,7 +208,7 @@ class CompactLockManager(HeldLockManager):
         """Open a transaction. In one of the caller's, as that of a `TestCase`, a savepoint."""
         connection = connections[self.db]
         if is_own(connection):
-            return _Transaction(connection.connection)
+            return OwnTransaction(connection.connection)
         return transaction.atomic(self.db)
 
     def _in_the_way(
