@@ -195,6 +195,26 @@ def test_asynchronous_block_that_goes_on_with_a_lease_may_be_in_a_circle(key: st
     assert len(refused) == 1, refused
 
 
+def test_who_waits_for_one_of_several_permits_is_in_no_circle(key: str) -> None:
+    """Somebody else has a permit, too, and its end lets both go on."""
+    some = distlock(f"{key}:some", backend="memory", wait=60, permits=2)
+    one = distlock(f"{key}:one", backend="memory", wait=60)
+    barrier = threading.Barrier(2)
+
+    def work(outer: Lock, inner: Lock) -> None:
+        with outer:
+            barrier.wait(SOON)
+            with inner:
+                pass
+
+    other = some.acquire()
+    running = [Later(work, some, one), Later(work, one, some)]
+    assert eventually(lambda: has_waiters(some) and has_waiters(one))
+    assert other.release()
+    for each in running:
+        each.result()
+
+
 @pytest.mark.parametrize("wait", [60, 10], ids=["patient_first", "hasty_first"])
 def test_who_gives_up_first_is_refused(key: str, wait: float) -> None:
     """Nobody who would be granted the key in time is refused, whoever came last."""
