@@ -1148,6 +1148,12 @@ MUTANTS = (
         test=f"{SHARING}::test_lease_that_was_extended_keeps_its_place",
     ),
     Mutant(
+        "a lease that was renewed is no longer listed", "redis",
+        "django_distlock/backends/lua/extend.lua",
+        old=r"list\(listing, lock, free_at\)", new="",
+        test="tests/redis/test_listing.py::test_what_is_over_leaves_with_the_next_grants", case="",
+    ),
+    Mutant(
         "some of several keys are kept although one is contended", "postgres",
         "django_distlock/database/sql/postgresql/acquire_many.sql",
         old=r"RAISE EXCEPTION 'not all' USING ERRCODE = 'DLOCK';\n( +)END IF;\n( +)v_answers",

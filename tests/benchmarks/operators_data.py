@@ -28,6 +28,8 @@ OLD_SECONDS = 86_400.0
 #: One in so many is waited for.
 WANTED = 30
 BATCH = 1000
+#: Keys of others on the server of Redis, beside each lock.
+FOREIGN = 20
 
 
 def _model(name: str) -> Any:
@@ -188,6 +190,9 @@ class Keys:
         for number in (each for each in new if each % WANTED == 0):
             self._store.waiters.note(key_of(number), holder_of(number), 3600)
         self._store.release(grant)
+        others = range(FOREIGN * self._filled, FOREIGN * locks)
+        for batch in parts((f"cache:page:{each}" for each in others), BATCH):
+            self._client.mset(dict.fromkeys(batch, "a page"))
         self._filled = locks
 
     def leave(self, locks: int) -> None:

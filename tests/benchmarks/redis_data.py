@@ -32,13 +32,13 @@ SAMPLE = 1000
 LISTED = 100
 
 #: Copies of what the package wrote, but for what tells keys apart. KEYS: the template's record and
-#: counter, and of each lock the record, the counter and the token's. ARGV: of each, key, token and
-#: holder; "": the template's.
+#: counter, and what lists records, and of each lock the record, the counter and the token's. ARGV:
+#: of each, key, token and holder; "": the template's.
 COPY = """
-local template, fence = KEYS[1], KEYS[2]
+local template, fence, listing = unpack(KEYS, 1, 3)
 local left = redis.call('PTTL', template)
 for each = 1, #ARGV / 3 do
-    local lock, counter, index = KEYS[3 * each], KEYS[3 * each + 1], KEYS[3 * each + 2]
+    local lock, counter, index = unpack(KEYS, 3 * each + 1, 3 * each + 3)
     local holder = ARGV[3 * each]
     redis.call('COPY', template, lock)
     redis.call('HSET', lock, 'key', ARGV[3 * each - 2], 'token', ARGV[3 * each - 1])
@@ -47,6 +47,7 @@ for each = 1, #ARGV / 3 do
     end
     redis.call('COPY', fence, counter)
     redis.call('SET', index, lock, 'PX', left)
+    redis.call('ZADD', listing, redis.call('ZSCORE', listing, template), lock)
 end
 """
 
@@ -65,7 +66,7 @@ def copy(
 ) -> None:
     """Hold the live keys with these numbers, like the one that was granted."""
     run = client.register_script(COPY)
-    template = _names(backend, grant.key, grant.token)[:2]
+    template = [*_names(backend, grant.key, grant.token)[:2], backend._listing]
     for batch in parts(numbers, BATCH):
         names, told = [*template], []
         for number in batch:
@@ -117,9 +118,11 @@ def sizes(options: Options) -> Result:
         figures = {
             "lock/record": _mean(made, "distlock:lock:*"),
             "lock/token": _mean(made, "distlock:token:*"),
+            "lock/listing": _mean(made, "distlock:listing:*") / options.rows,
             "counter/total": _mean(made, "distlock:fence:*"),
         }
-        figures["lock/total"] = figures["lock/record"] + figures["lock/token"]
+        parts_of_it = ("record", "token", "listing")
+        figures["lock/total"] = sum(figures[f"lock/{each}"] for each in parts_of_it)
         # With the server's tables, which grow by doubling.
         figures["lock and counter/in all"] = (filled - empty) / options.rows
         lock = KINDS["redis-py"](made.client).make(f"{LIVE}:1", EXPIRE)

@@ -1,10 +1,10 @@
 -- Grant a key if it is free.
 --
--- KEYS: record, fence, pause, who shares it; where tokens are indexed, that of the token, and of the
--- one replaced.
+-- KEYS: record, fence, pause, who shares it; where there are those, the listing, and the indexes of
+-- the token and of the one replaced.
 -- Answers: granted fence now expires_at | contended now [record] | paused now [record] | duplicate
 -- | overflow | shared (ask `share`) | free (only asked whether it would be granted)
-local lock, fence, pause, shared, index, replaced = unpack(KEYS)
+local lock, fence, pause, shared, listing, index, replaced = unpack(KEYS)
 local token, ttl, grace, maximum, key, holder, wanted, replace, channel, _, _, look = unpack(ARGV)
 
 local held = redis.call('HMGET', lock, 'token', 'free_at', 'wanted', 'expires_at')
@@ -45,7 +45,7 @@ end
 if replaced and held[1] == replace then
     redis.call('DEL', replaced)
 end
-local expires_at = put_record(lock, index, key, token, granted, ttl, grace, holder)
+local expires_at = put_record(lock, listing, index, key, token, granted, ttl, grace, holder)
 pass_on(lock, asked)
 if live and held[3] then
     -- They have to mark this grant.

@@ -1,11 +1,12 @@
 -- Grant several keys, or none of them: first all are looked at, then all are granted.
 --
--- KEYS: for each key what `share` has, but for a token that is replaced. ARGV: ttl, grace, maximum,
+-- KEYS: for each key what `share` has, but for the listing, which comes last, and for a token that is
+-- replaced. ARGV: ttl, grace, maximum,
 -- holder, channel, permits, door; then for each key its token and the key.
 -- Answers, as JSON: place, answer. Place 0: the answers of all keys. Else: that of the key at this
 -- place, which is not granted; then nothing was written.
 local ttl, grace, maximum, holder, channel, permits, door = unpack(ARGV, 1, 7)
-local each, number = 6, #KEYS / 6
+local each, number, listing = 6, (#KEYS - 1) / 6, KEYS[#KEYS]
 
 local function ask(place, look)
     local record, lock, fence, pause, shared, index = unpack(KEYS, (place - 1) * each + 1, place * each)
@@ -15,10 +16,10 @@ local function ask(place, look)
     }
     local answer = 'shared'
     if permits == '1' then
-        answer = acquire({lock, fence, pause, shared, index}, words)
+        answer = acquire({lock, fence, pause, shared, listing, index}, words)
     end
     if answer == 'shared' then
-        answer = share({record, lock, fence, pause, shared, index}, words)
+        answer = share({record, lock, fence, pause, shared, listing, index}, words)
     end
     return answer
 end

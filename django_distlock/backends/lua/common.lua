@@ -35,9 +35,33 @@ local function remove_at(key, time)
     end
 end
 
--- Write the record of a grant, and the index of its token where there is one; return when it ends,
--- and from when on its key is free.
-local function put_record(lock, index, key, token, fence, ttl, grace, holder)
+-- Remove from a sorted set what is over, a bounded number at a time.
+local function forget_over(set)
+    local over = redis.pcall('ZRANGE', set, '-inf', text(now), 'BYSCORE', 'LIMIT', 0, 100)
+    if over[1] then
+        redis.call('ZREM', set, unpack(over))
+    end
+end
+
+-- List a record, or who waits, until a time at least. Listings are for people: one that somebody
+-- has spoiled stops nothing.
+local function list(listing, name, time)
+    if listing then
+        redis.pcall('ZADD', listing, time == '' and 'inf' or time, name)
+    end
+end
+
+-- Remove a record, or who waits.
+local function remove(lock, listing)
+    redis.call('DEL', lock)
+    if listing then
+        redis.pcall('ZREM', listing, lock)
+    end
+end
+
+-- Write the record of a grant, list it, and write the index of its token, where there are those;
+-- return when it ends, and from when on its key is free.
+local function put_record(lock, listing, index, key, token, fence, ttl, grace, holder)
     local expires_at, free_at = lease_ends(ttl, grace)
     redis.call(
         'HSET', lock, 'key', key, 'token', token, 'fence', text(fence), 'ttl', ttl,
@@ -48,6 +72,10 @@ local function put_record(lock, index, key, token, fence, ttl, grace, holder)
     if index then
         redis.call('SET', index, lock)
         remove_at(index, free_at)
+    end
+    if listing then
+        forget_over(listing)
+        list(listing, lock, free_at)
     end
     return expires_at, free_at
 end

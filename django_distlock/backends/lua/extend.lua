@@ -1,10 +1,11 @@
 -- Let a lease end `ttl` seconds from now.
 --
--- KEYS: record; of one that shares its key, who does; where tokens are indexed, that of the token.
+-- KEYS: record; of one that shares its key, who does; where there are those, the listing, and the
+-- index of the token.
 -- Answers: extended fence acquired_at stop_requested(0 or 1) expires_at | why not
 local lock = KEYS[1]
 local shared = whole(lock) ~= lock and KEYS[2]
-local index = KEYS[shared and 3 or 2]
+local listing, index = unpack(KEYS, shared and 3 or 2)
 local token, ttl, grace, channel = unpack(ARGV)
 
 local why_not, before, wanted = refused(lock, token)
@@ -27,6 +28,7 @@ if index then
     redis.call('SET', index, lock)
     remove_at(index, free_at)
 end
+list(listing, lock, free_at)
 if wanted and is_sooner(free_at, before) then
     wake(channel, lock)
 end

@@ -1,7 +1,7 @@
 -- Force-release a key: its holder's fence is passed in the same step.
 --
--- KEYS: record, fence, and who shares the key. Answers: held now record | overflow | free
-local lock, fence, shared = unpack(KEYS)
+-- KEYS: record, fence, who shares the key, and the listing where there is one. Answers: held now record | overflow | free
+local lock, fence, shared, listing = unpack(KEYS)
 local maximum, channel, seen = unpack(ARGV)
 
 local free_at, wanted = unpack(redis.call('HMGET', lock, 'free_at', 'wanted'))
@@ -14,7 +14,7 @@ if moved > tonumber(maximum) then
 end
 local record = described(lock)
 -- First: a server without memory lets a script go on that began with a write that takes none.
-redis.call('DEL', lock)
+remove(lock, listing)
 redis.call('SET', fence, text(moved))
 if whole(lock) ~= lock then
     drop_place(shared, lock)

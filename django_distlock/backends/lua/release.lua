@@ -1,10 +1,11 @@
 -- Give a key back, or keep it taken for so many seconds since its grant, without grace.
 --
--- KEYS: record; of one that shares its key, who does; where tokens are indexed, that of the token.
+-- KEYS: record; of one that shares its key, who does; where there are those, the listing, and the
+-- index of the token.
 -- Answers: released | wanted (released, and somebody waited for it) | why not
 local lock = KEYS[1]
 local shared = whole(lock) ~= lock and KEYS[2]
-local index = KEYS[shared and 3 or 2]
+local listing, index = unpack(KEYS, shared and 3 or 2)
 local token, channel, seconds = unpack(ARGV)
 
 local why_not, _, wanted = refused(lock, token)
@@ -19,11 +20,12 @@ if ends and now < ends then
     begin(lock)
     redis.call('HSET', lock, 'expires_at', text(ends), 'free_at', text(ends))
     remove_at(lock, text(ends))
+    list(listing, lock, text(ends))
     if shared then
         keep_place(shared, lock, text(ends))
     end
 else
-    redis.call('DEL', lock)
+    remove(lock, listing)
     if shared then
         drop_place(shared, lock)
     end

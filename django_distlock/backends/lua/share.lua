@@ -1,10 +1,10 @@
 -- Grant a key that several share, or that somebody wants alone whom those may be in the way of: the
 -- rule is `in_the_way` in core/sharing.py.
 --
--- KEYS: the new record, record of who is alone, fence, pause, who shares it; where tokens are indexed,
--- that of the token, and of the one replaced.
+-- KEYS: the new record, record of who is alone, fence, pause, who shares it; where there are those, the
+-- listing, and the indexes of the token and of the one replaced.
 -- Answers: as `acquire`.
-local place, lock, fence, pause, shared, index, replaced = unpack(KEYS)
+local place, lock, fence, pause, shared, listing, index, replaced = unpack(KEYS)
 local token, ttl, grace, maximum, key, holder, wanted, replace, channel, permits, door, look = unpack(ARGV)
 local alone = permits == '1'
 
@@ -85,13 +85,13 @@ for _, each in ipairs(own) do
 end
 for _, each in ipairs(over) do
     called = redis.call('HGET', each, 'wanted') or called
-    redis.call('DEL', each)
+    remove(each, listing)
     redis.call('HDEL', shared, each)
 end
 if replaced and own[1] then
     redis.call('DEL', replaced)
 end
-local expires_at, free_at = put_record(place, index, key, token, granted, ttl, grace, holder)
+local expires_at, free_at = put_record(place, listing, index, key, token, granted, ttl, grace, holder)
 pass_on(place, asked)
 if alone then
     redis.call('DEL', shared)

@@ -103,6 +103,8 @@ class RedisBackend(RedisWaiters):
         self.store = RedisStore(self.alias, source, config.lock_connections)
         self._prefix = f"{self.key_prefix}:" if self.key_prefix else ""
         self._channel = f"{self._prefix}wake"
+        #: A sorted set of what `SCAN` would find among all keys of the server. A cluster has none.
+        self._listing = self._at("listing", self._name("listing"))
         self._listener = Listener(
             f"distlock-{self.alias}-wakeups",
             partial(self.store.subscribed, self._channel),
@@ -122,21 +124,22 @@ class RedisBackend(RedisWaiters):
     def _acquire(self, attempt: Attempt) -> Grant | Contended:
         keys = [self._at(kind, attempt.name) for kind in ("lock", "fence", "pause", "shared")]
         concerned = (attempt.token, attempt.replace)
-        tokens = [self._token(each) for each in concerned if each is not None]
+        tokens = (self._token(each) for each in concerned if each is not None)
+        indexes = [self._listing, *tokens]
         arguments = (
             attempt.token, _seconds(attempt.ttl), _GRACE, _FENCE_MAX, attempt.key,
             json.dumps(attempt.holder.as_json()), "1" if attempt.wanted else "",
             attempt.replace or "", self._channel,
         )  # fmt: skip
         if not attempt.shared:
-            question = Call(script("acquire"), keys, arguments, tokens)
+            question = Call(script("acquire"), keys, arguments, indexes)
             answer = self._run(question, partial(_granted_alone, attempt), attempt.key)
             if answer is not None:
                 return answer
         permits = "" if attempt.permits is None else str(attempt.permits)
         more = permits, repr(DOOR_SECONDS)
         places = [self._at("lock", attempt.place), *keys]
-        question = Call(script("share"), places, (*arguments, *more), tokens)
+        question = Call(script("share"), places, (*arguments, *more), indexes)
         return self._run(question, partial(granted, attempt), attempt.key)
 
     def _acquire_many(self, attempts: Sequence[Attempt]) -> Sequence[Grant] | InTheWay:
@@ -153,7 +156,7 @@ class RedisBackend(RedisWaiters):
             *(self._channel, "" if first.permits is None else str(first.permits)),
             *(repr(DOOR_SECONDS), *named),
         )
-        question = Call(script("acquire_many"), keys, arguments)
+        question = Call(script("acquire_many"), keys, arguments, [self._listing])
         return self._run(question, partial(granted_many, attempts))
 
     def _extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
@@ -178,8 +181,8 @@ class RedisBackend(RedisWaiters):
 
     def _extension(self, name: str, grant: Grant, ttl: float | None) -> Call:
         arguments = (grant.token, _seconds(ttl), _GRACE, self._channel)
-        tokens = [self._token(grant.token)]
-        return Call(script("extend"), self._kept_at(name), arguments, tokens)
+        indexes = [self._listing, self._token(grant.token)]
+        return Call(script("extend"), self._kept_at(name), arguments, indexes)
 
     def _release(self, name: str, grant: Grant, held: float | None, *, bound: float) -> bool:
         def read(answer: str) -> bool:
@@ -192,8 +195,8 @@ class RedisBackend(RedisWaiters):
             return True
 
         arguments = (grant.token, self._channel, *([] if held is None else [repr(held)]))
-        tokens = [self._token(grant.token)]
-        question = Call(script("release"), self._kept_at(name), arguments, tokens)
+        indexes = [self._listing, self._token(grant.token)]
+        question = Call(script("release"), self._kept_at(name), arguments, indexes)
         return self._run(question, read, grant.key)
 
     def _read(self, name: str) -> Record | None:
@@ -226,7 +229,9 @@ class RedisBackend(RedisWaiters):
         last = None
         pattern = _ANY_TAG + escaped(prefix) + "*"
         seen: set[str] = set()
-        for line, walked in self.store.walk_lines(self._at("lock", ""), pattern, cursor, limit):
+        for line, walked in self.store.walk_lines(
+            self._at("lock", ""), pattern, cursor, limit, self._listing
+        ):
             # A server that makes its table of keys smaller meanwhile may name some again.
             chunk = [each for each in dict(walked).items() if each[0] not in seen]
             seen.update(name for name, _place in chunk)
@@ -272,7 +277,8 @@ class RedisBackend(RedisWaiters):
         whole = whole_name(name)
         keys = [self._at("lock", name), self._at("fence", whole), self._at("shared", whole)]
         arguments = (_FENCE_MAX, self._channel, _fence(fence))
-        record = self._run(Call(script("force_release"), keys, arguments), read, key)
+        question = Call(script("force_release"), keys, arguments, [self._listing])
+        record = self._run(question, read, key)
         if record is not None:
             self._forget_token(record)
         return record

@@ -44,7 +44,7 @@ class ClusterLines:
 
     def ask(self, call: Call) -> Any:
         """See `ThreadLines.ask`."""
-        call = call._replace(tokens=())
+        call = call._replace(indexes=())
         return self._followed(call.keys[0], lambda server, asking: server.ask(call, asking=asking))
 
     def _followed(self, key: str, question: Callable[[ThreadLines, bool], Any]) -> Any:
@@ -89,7 +89,7 @@ class ClusterLines:
             places.setdefault(node.name, []).append(place)
 
         def ask(name: str) -> list[Any]:
-            part = [calls[place]._replace(tokens=()) for place in places[name]]
+            part = [calls[place]._replace(indexes=()) for place in places[name]]
             try:
                 return self.server(nodes[name]).ask_all(part)
             except ERRORS as error:

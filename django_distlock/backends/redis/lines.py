@@ -34,23 +34,22 @@ class Call(NamedTuple):
     """A script with its arguments.
 
     Attributes:
-        tokens: Keys of the index of tokens, which come last and are left out on a cluster: there
-            they lie on other servers.
+        indexes: The listing and keys of the index of tokens, which come last and are left out on a
+            cluster: there they lie on other servers.
     """
 
     script: Script
     keys: Sequence[str]
     arguments: Sequence[str]
-    tokens: Sequence[str] = ()
+    indexes: Sequence[str] = ()
 
-    def command(self, *, on_cluster: bool = False, whole: bool = False) -> tuple[str, ...]:
+    def command(self, *, whole: bool = False) -> tuple[str, ...]:
         """Return the command that calls the script.
 
         Args:
-            on_cluster: Whether tokens are not indexed.
             whole: Bring the script along, for a server that does not know it.
         """
-        keys = self.keys if on_cluster else (*self.keys, *self.tokens)
+        keys = (*self.keys, *self.indexes)
         what = ("EVAL", self.script.text) if whole else ("EVALSHA", self.script.digest)
         return (*what, str(len(keys)), *keys, *self.arguments)
 

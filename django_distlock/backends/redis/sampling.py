@@ -1,4 +1,4 @@
-"""In which states the locks in Redis are, by a sample of the server's keys."""
+"""In which states the locks in Redis are; on a cluster, by a sample of its keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..counts import Count, States, Strain, overdue, tally
 if TYPE_CHECKING:
     from . import RedisBackend
 
-#: Keys of the servers that are looked at: all, where there are no more.
+#: What is looked at, of a listing or of a cluster's keys: all, where there is no more.
 LOOKED_AT: Final = 10_000
 
 _OURS = re.compile(r"(lock|waiters):(\{.{22}\}:.*)", re.DOTALL)
@@ -30,7 +30,7 @@ def sampled_states(store: RedisBackend, soon: float) -> tuple[States, Strain]:
     is_whole = True
     late: list[float | None] = []
     waited: list[tuple[str, int]] = []
-    for line, names, each_for in store.store.sample(LOOKED_AT):
+    for line, names, each_for in store.store.sample(LOOKED_AT, store._listing):
         ours: dict[str, list[str]] = {"lock": [], "waiters": []}
         for name in names:
             if name.startswith(prefix) and (match := _OURS.fullmatch(name, len(prefix))):

@@ -152,23 +152,38 @@ class RedisStore:
             "" if each is None or isinstance(each, Exception) else text(each) for each in answers
         ]
 
-    def sample(self, number: int) -> Iterator[tuple[ThreadLines, list[str], float]]:
+    def sample(self, number: int, listing: str) -> Iterator[tuple[ThreadLines, list[str], float]]:
         """Give about so many names of keys, by server, and for how many keys each of them stands.
 
-        `SCAN` goes through a table of hashes, so what comes first is as good as any other part.
+        A scan goes through a table of hashes, so what comes first is as good as any other part.
+
+        Args:
+            listing: See `walk_lines`.
         """
         with self._asking() as lines:
             servers = lines.servers()
+            size = ("DBSIZE",) if self.is_cluster else ("ZCARD", listing)
             for line in servers:
                 names: dict[str, None] = {}
                 cursor = 0
                 while len(names) * len(servers) < number:
-                    cursor, found = line.command("SCAN", str(int(cursor)), "COUNT", str(STEP))
-                    names.update(dict.fromkeys(map(text, found)))
-                    if int(cursor) == 0:
+                    cursor, found = self._step(line, cursor, "*", listing)
+                    names.update(dict.fromkeys(found))
+                    if cursor == 0:
                         break
-                whole = int(line.command("DBSIZE")) if int(cursor) else len(names)
+                whole = int(line.command(*size)) if cursor else len(names)
                 yield line, list(names), max(1.0, whole / max(1, len(names)))
+
+    def _step(
+        self, line: ThreadLines, cursor: int, pattern: str, listing: str | None
+    ) -> tuple[int, list[str]]:
+        """Take a step of a scan; return the cursor of the next one, and names; see `walk_lines`."""
+        how = (str(cursor), "MATCH", pattern, "COUNT", str(STEP))
+        if listing is None or self.is_cluster:
+            following, found = line.command("SCAN", *how)
+            return int(following), [text(each) for each in found]
+        following, found = line.command("ZSCAN", listing, *how)
+        return int(following), [text(each) for each in found[::2]]
 
     def subscribed(self, channel: str) -> Subscription:
         """Subscribe to a channel, on a connection for that alone; see `wakeups.subscribed`."""
@@ -196,9 +211,14 @@ class RedisStore:
             yield found
 
     def walk_lines(
-        self, start: str, pattern: str, place: str | None, size: int
+        self, start: str, pattern: str, place: str | None, size: int, listing: str | None = None
     ) -> Iterator[tuple[ThreadLines, list[tuple[str, str]]]]:
-        """See `walk`; also give the connections to the server that has the keys."""
+        """See `walk`; also give the connections to the server that has the keys.
+
+        Args:
+            listing: The sorted set with the names, to go through where there is one: of a server,
+                and not of a cluster. It may name keys that are gone.
+        """
         pattern = escaped(start) + pattern
         begin = Place() if place is None else Place.parsed(place)
         with self._asking() as lines:
@@ -211,15 +231,12 @@ class RedisStore:
             step = begin if line.name == begin.server else Place(line.name)
             while True:
                 with self._asking():
-                    following, found = line.command(
-                        "SCAN", str(step.scan), "MATCH", pattern, "COUNT", str(STEP)
-                    )
-                following = int(following)
+                    following, found = self._step(line, step.scan, pattern, listing)
                 # A step that is asked for again goes as far as it did, unless keys have come or
                 # gone meanwhile: then what it gives may be new, also where its name is not.
                 last = step.last if following == step.following else ""
                 step = step._replace(following=following)
-                ends = (text(name)[len(start) :] for name in found)
+                ends = (name[len(start) :] for name in found)
                 names = sorted(name for name in ends if name > last)
                 place = str(step._replace(last=""))
                 placed = [(name, place + name) for name in names]

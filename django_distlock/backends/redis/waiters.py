@@ -29,6 +29,7 @@ class RedisWaiters(BaseLockBackend):
 
     store: RedisStore
     _prefix: str
+    _listing: str
     _listener: Listener
 
     @property
@@ -50,10 +51,11 @@ class RedisWaiters(BaseLockBackend):
         # Two waiters of one holder are two.
         who = f"{int(self.is_listening)} {secrets.token_hex(8)} {json.dumps(holder.as_json())}"
         arguments = (note or "", repr(seconds), who)
-        return self.store.ask(Call(script("note_waiter"), [self._waiting(name)], arguments))
+        question = Call(script("note_waiter"), [self._waiting(name)], arguments, [self._listing])
+        return self.store.ask(question)
 
     def _drop_waiter(self, name: str, note: str) -> None:
-        self.store.command("ZREM", self._waiting(name), note)
+        self.store.ask(Call(script("drop_waiter"), [self._waiting(name)], (note,), [self._listing]))
 
     def _waiters(self, name: str) -> Sequence[Waiting]:
         return _read(self.store.ask(self._question(name)))
