@@ -1,6 +1,7 @@
 -- Force-release a key: its holder's fence is passed in the same step.
 --
--- KEYS: record, fence, who shares the key, and the listing where there is one. Answers: held now record | overflow | free
+-- KEYS: record, fence, who shares the key, and the listing where there is one.
+-- Answers: held now record | overflow | free
 local lock, fence, shared, listing = unpack(KEYS)
 local maximum, channel, seen = unpack(ARGV)
 

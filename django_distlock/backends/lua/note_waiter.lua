@@ -1,6 +1,7 @@
 -- Let people see for so many seconds who waits.
 --
--- KEYS: waiters, and the listing where there is one. Answers: what the waiter is noted as, by which it is noted again, or no more
+-- KEYS: waiters, and the listing where there is one.
+-- Answers: what the waiter is noted as, by which it is noted again, or no more
 local waiters, listing = unpack(KEYS)
 local noted, seconds, who = unpack(ARGV)
 
