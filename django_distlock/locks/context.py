@@ -200,13 +200,8 @@ def _successor(
         if not isinstance(answer, Grant):
             return None
         deadline = sent_at + kept.counted(answer.ttl)
-        # What this one has promised, its successor keeps.
-        terms = replace(
-            terms,
-            hold=max(terms.hold, kept.terms.hold),
-            holder=kept.terms.holder,
-            permits=kept.terms.permits,
-        )
+        # What this one has promised, its successor keeps. It has no window: see `adopt`.
+        terms = replace(terms, holder=kept.terms.holder, permits=kept.terms.permits)
         lease = Lease(store, Granted(answer, deadline, kept.unheard), terms, block)
         lease._holding.go_on(kept)
         return lease

@@ -149,8 +149,8 @@ class Opening:
     def complete(self) -> None:
         """Keep the keys taken behind their leases as their locks say: all of them are granted."""
         for each in self._taken:
-            terms = each._holding.terms
-            terms.hold = max(terms.hold, self._holds.get(each.key, 0.0))
+            if each.key in self._holds:
+                each._holding.keep_window(self._holds[each.key])
 
     def forget(self) -> None:
         """Give no answer any more."""

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
@@ -91,6 +91,8 @@ class Holding:
     tells = True
     #: Whether it continues a lease that a transaction has kept.
     goes_on = False
+    #: For how many seconds that had been held by then.
+    held_before = 0.0
 
     def __init__(self, store: BaseLockBackend, granted: Granted, terms: Terms):
         self.key = granted.grant.key
@@ -274,11 +276,21 @@ class Holding:
     def go_on(self, kept: Holding) -> None:
         """Continue a lease that a transaction has kept, and renew it for as long as that was."""
         self.goes_on, is_renewed = True, kept.is_renewed
+        expires_at, ttl, first = self.grant.expires_at, self.grant.ttl, self.grant.acquired_at
+        if expires_at is None or ttl is None:
+            self.held_before = kept.held_before + self.granted_at - kept.granted_at
+        else:
+            self.held_before = (expires_at - timedelta(seconds=ttl) - first).total_seconds()
+        self.keep_window(self.terms.hold)
         kept.end_keeping()
         if is_renewed:
             self.renewing.ends_at = max(self.renewing.ends_at, kept.renewing.ends_at)
             self.terms.basic = False
             self.keep()
+
+    def keep_window(self, hold: float) -> None:
+        """Keep the key taken behind a release: for so many seconds since it was asked for last."""
+        self.terms.hold = hold and self.held_before + hold
 
     def begin_renewal(self) -> Grant | None:
         """Return the grant with the ttl to extend it by; None: not now."""

@@ -23,6 +23,7 @@ from django_distlock import (
     LockUsageError,
     Retry,
     distlock,
+    distlock_all,
     signals,
 )
 from django_distlock.handler import lock_backends
@@ -231,6 +232,25 @@ def test_window_is_not_entered_again_in_its_transaction(
                 assert refused.once["cause"] is caught.value
     assert eventually(lambda: Later(held, lock_backends[registered.alias], key).result().is_settled)
     assert settled(registered, key) == timedelta(seconds=20)
+
+
+@HOLDS
+@pytest.mark.parametrize("describe", [distlock, distlock_all])
+@pytest.mark.parametrize(
+    "how",
+    [{"hold": True, "ttl": 20}, {"min_hold": 20}, {"min_hold": 20, "basic": True}],
+    ids=["hold", "min_hold", "without_end"],
+)
+def test_window_counts_from_the_block_that_asks_for_it(
+    registered: Registered, key: str, how: dict[str, Any], describe: Callable[..., Any]
+) -> None:
+    """One that goes on with a lease of its transaction keeps the key as long as any other."""
+    with transaction.atomic():
+        with lock_of(registered, key):
+            time.sleep(PAST)
+        with describe(key, backend=registered.alias, **how):
+            pass
+    assert settled(registered, key) >= timedelta(seconds=20 + PAST)
 
 
 @HOLDS
