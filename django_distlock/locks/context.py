@@ -22,7 +22,7 @@ from .attempts import Granted, Request
 from .blocks import Block
 from .extending import ask_to_extend
 from .lease import Lease
-from .state import Holding, Terms
+from .state import GONE, Holding, Terms
 
 #: The blocks around the code that runs, the innermost last. A tuple, because a context that was
 #: copied for a task or a thread must not see what its original changes.
@@ -148,10 +148,12 @@ def adopt(store: BaseLockBackend, request: Request, terms: Terms, block: Block) 
         waiting.give_back()
         block.adopting = None
         raise
-    if adopted is None:
-        waiting.give_back()
-    else:
+    if adopted is not None:
         waiting.settle()
+    elif waiting.owner.lost_by == GONE:
+        waiting.end()
+    else:
+        waiting.give_back()
     block.adopting = None
     return adopted
 
@@ -197,6 +199,8 @@ def _successor(
 
         end = time.monotonic() + (math.inf if wait is None else wait) + budgets.PATIENCE
         answer = budgets.spend(end, insist, store, question, until, terms.retry)
+        if answer is None:
+            kept.lost_by = GONE
         if not isinstance(answer, Grant):
             return None
         deadline = sent_at + kept.counted(answer.ttl)

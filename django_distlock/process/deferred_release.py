@@ -235,6 +235,12 @@ class Deferred:
         if self.is_over:
             _worker.put(self.release_if_over)
 
+    def end(self) -> None:
+        """Undo a claim of what the store no longer has, and wait for no transaction any more."""
+        self._transactions, self._ends = 0, []
+        self.unclaim()
+        self.release_if_over()
+
     def settle(self) -> None:
         """Say that the claimed release is needed no more."""
         _waiting.remove(self._name, self)

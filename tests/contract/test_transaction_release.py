@@ -26,6 +26,7 @@ from django_distlock import (
 from django_distlock.core.records import UNKNOWN
 from django_distlock.process.deferred_release import waiting_release
 from tests.backends import Registered
+from tests.conftest import DECLARED
 from tests.shop.models import Row
 
 from .helpers import Later, prompt
@@ -37,6 +38,7 @@ from .locking import (
     in_a_call,
     lock_of,
     rolled_back,
+    take_away,
     taken,
 )
 
@@ -313,6 +315,27 @@ def test_lease_that_a_transaction_keeps_is_renewed_whoever_goes_on_with_it(
         lease = lock.acquire()
         assert lease._holding.lasts
         assert lease.release()
+
+
+@pytest.mark.parametrize("permits", [1, 2])
+def test_blocks_behind_a_lease_that_was_taken_away_go_on_with_the_next_one(
+    registered: Registered, key: str, permits: int
+) -> None:
+    """What the transaction keeps no more is not in the way of what it keeps since."""
+    if permits > 1 and not lock_backends[registered.alias].supports_sharing:
+        pytest.skip(f"{DECLARED}{registered.alias}: supports_sharing is False")
+    lock = lock_of(registered, key, wait=20, permits=permits)
+    with transaction.atomic():
+        with lock as lease:
+            pass
+        take_away(lease)
+        with Heard(signals.lock_lost, key) as lost, lock as second:
+            pass
+        assert lost.once["fence"] == lease.fence
+        for _ in range(permits + 1):
+            with prompt(), lock as again:
+                assert (again.token, again.fence) == (second.token, second.fence)
+    assert eventually(lambda: grantable(lock))
 
 
 def test_loop_that_locks_one_key_again_and_again(registered: Registered, key: str) -> None:
