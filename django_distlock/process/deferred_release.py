@@ -353,11 +353,13 @@ def defer_for(
 def waiting_release(name: tuple[str, str], thread: int | None = None) -> Deferred | None:
     """Return the release of this name that waits for a transaction of this thread: see `home`.
 
+    Of several, one that another block goes on with, if there is any.
+
     Args:
         name: Backend and key.
         thread: Another one.
     """
-    return next(iter(waiting_releases(name, thread)), None)
+    return min(waiting_releases(name, thread), key=lambda each: each.has_window, default=None)
 
 
 def waiting_releases(name: tuple[str, str], thread: int | None = None) -> list[Deferred]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -386,6 +387,19 @@ def test_each_block_of_a_rate_takes_a_permit(registered: Registered, key: str) -
             lock_of(registered, key, permits=5, wait=None).acquire()
     sharing = lock_backends[registered.alias].records.sharing
     assert eventually(lambda: [each.is_settled for each in sharing(key)] == [True, True])
+
+
+@pytest.mark.requires("supports_sharing", "supports_ttl")
+def test_block_goes_on_with_the_permit_that_has_no_window(registered: Registered, key: str) -> None:
+    """Whichever its transaction has kept first."""
+    lock = lock_of(registered, key, permits=2, wait=20)
+    with transaction.atomic():
+        with replace(lock, ttl=20.0, hold=True):
+            pass
+        with lock as lease:
+            pass
+        with prompt(), lock as again:
+            assert again.token == lease.token
 
 
 @pytest.mark.requires("supports_sharing", "supports_ttl", "distributed")
