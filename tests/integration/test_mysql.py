@@ -529,6 +529,18 @@ def test_session_keeps_every_variable(shared: str, key: str, operation: str) -> 
         assert_unchanged()
 
 
+def test_limited_selects_hide_no_holder(shared: str, key: str) -> None:
+    """Where sessions select few rows, there are still no more holders than permits."""
+    name = connections[shared].settings_dict["NAME"]
+    options = {"init_command": "SET SESSION sql_select_limit = 1"}
+    with alias_like(shared, NAME=name, OPTIONS=options) as alias, locks_on(alias) as locks:
+        lock = distlock(key, permits=3, wait=0, backend=locks)
+        leases = [lock.acquire() for _ in range(3)]
+        assert lock.try_acquire() is None
+        assert all(each.release() for each in leases)
+        assert ask(alias, "SELECT @@sql_select_limit") == [(1,)]
+
+
 def test_clock_is_the_same_in_every_time_zone(shared: str, key: str) -> None:
     """A session with a time zone of its own sees and sets the same times as all others."""
     with session_of_its_own(shared) as alias, store_on(alias, key) as store:
