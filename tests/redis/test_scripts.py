@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +33,24 @@ def test_forgotten_scripts_are_sent_again(backend: Any, client: Any, key: str) -
     interrupted = Interrupted(backend, lambda: flushed.append(client.script_flush()))
     tell_story(interrupted, key)
     assert len(flushed) > 30
+
+
+def test_forgotten_script_keeps_nothing_of_its_caller(backend: Any, client: Any, key: str) -> None:
+    """The error is gone with the answer: a lease that is dropped waits for no garbage collector."""
+
+    class Argument(str):
+        __slots__ = ("__weakref__",)
+
+    gc.disable()
+    try:
+        client.script_flush()
+        argument = Argument(key)
+        gone = weakref.ref(argument)
+        assert backend.read(argument) is None
+        del argument
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_forgotten_scripts_are_sent_again_to_a_cluster(

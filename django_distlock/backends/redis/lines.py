@@ -243,4 +243,5 @@ def _answer(connection: Any) -> Any:
         return connection.read_response()
     except exceptions.ResponseError as error:
         word, _, said = str(error).partition(" ")
-        return _CLUSTER[word](said) if word in _CLUSTER else error
+        # Without its frames, which would live until the garbage collector finds the circle.
+        return _CLUSTER[word](said) if word in _CLUSTER else error.with_traceback(None)
