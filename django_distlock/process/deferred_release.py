@@ -246,8 +246,8 @@ class Deferred:
         _waiting.remove(self._name, self)
         # Interrupted before, it is carried out once more. Others still have it in their hands.
         self._is_settled = True
-        # Nobody has to be told of their ends any more.
-        self._ends = []
+        # Nobody has to be told of their ends. They keep this, and need not keep who claimed it.
+        self._ends, self._claimed_by = [], True
         self.done.ring()
 
     def release_if_over(self, claim: object = True) -> None:

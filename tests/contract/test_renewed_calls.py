@@ -212,6 +212,21 @@ def test_dropped_lease_warns_and_expires(
     assert eventually(lambda: grantable(lock), timeout=PATIENCE)
 
 
+@HAS_TTL
+def test_dropped_lease_goes_on_with_none_of_its_transaction(
+    registered: Registered, key: str, take: Take
+) -> None:
+    """What keeps a lease until the end of a transaction keeps no other one that continues it."""
+    lock = lock_of(registered, key, ttl=TTL, wait=0)
+    with transaction.atomic(), warned_of(key) as caught:
+        assert lock.acquire().release()
+        lease = take(lock)
+        assert lease is not None
+        del lease
+        gc.collect()
+        assert eventually(lambda: bool(caught()), timeout=PATIENCE)
+
+
 @pytest.mark.stores("session", why="leases of others expire")
 def test_dropped_lease_of_a_session_stays_with_the_process(
     registered: Registered, key: str
