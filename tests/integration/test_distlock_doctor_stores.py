@@ -354,6 +354,20 @@ def test_finding_of_several_backends(postgresql: str) -> None:
     assert tables == {"locks": Mark.WARNING, "more": Mark.WARNING}
 
 
+def test_note_is_marked_as_one(sqlite: str) -> None:
+    """W101 is no warning under `DEBUG`, neither among the findings nor in the list above them."""
+    migrate(sqlite)
+    with (
+        override_settings(DEBUG=True, DATABASE_ROUTERS=[Router(sqlite, sqlite)]),
+        database(sqlite),
+    ):
+        found = diagnose()
+        ran = run("distlock_doctor", "--fail-level=WARNING")
+    assert of(found)["W101"]["level"] == "info"
+    assert [each.mark for each in found.looked_at if each.what == "database"] == [Mark.INFO]
+    assert "  info     database                distlock.W101\n" in ran.out
+
+
 def of_w103(found: diagnosis.Diagnosis) -> list[str | None]:
     """Return what W103 is about."""
     every = found.as_json()["findings"]

@@ -159,8 +159,8 @@ def _note(notes: Notes, what: str, messages: Sequence[checks.CheckMessage]) -> N
     loud = [each for each in messages if not each.is_silenced()]
     if loud:
         worst = max(loud, key=lambda each: each.level)
-        mark = Mark.ERROR if level_of(worst) == "error" else Mark.WARNING
-        notes.look(what, ", ".join(sorted({str(each.id) for each in loud})), mark)
+        ids = ", ".join(sorted({str(each.id) for each in loud}))
+        notes.look(what, ids, Mark(level_of(worst)))
     else:
         notes.look(what, ", ".join(f"{each.id} is silenced" for each in messages))
 

@@ -38,6 +38,7 @@ class Mark(enum.StrEnum):
     """What came of looking at something."""
 
     OK = "ok"
+    INFO = "info"
     WARNING = "warning"
     ERROR = "error"
     SKIPPED = "skipped"

@@ -17,7 +17,7 @@ from ..operating import OperatorCommand, add_backends
 from ..reading import up_to
 from ..statuses import UNAVAILABLE, USAGE
 
-_MARKS = {Mark.OK: "ok", Mark.WARNING: "warning", Mark.ERROR: "ERROR", Mark.SKIPPED: "-"}
+_MARKS = {Mark.ERROR: "ERROR", Mark.SKIPPED: "-"}
 
 
 class Command(OperatorCommand):
@@ -111,7 +111,7 @@ class Command(OperatorCommand):
             Mark.WARNING: self.style.WARNING,
             Mark.ERROR: self.style.ERROR,
         }
-        word = colours.get(look.mark, str)(f"{_MARKS[look.mark]:<7}")
+        word = colours.get(look.mark, str)(f"{_MARKS.get(look.mark, look.mark):<7}")
         return f"  {word}  {printable(look.what):<22}  {printable(look.text)}".rstrip()
 
     def _print_finding(self, finding: dict[str, Any]) -> None:
