@@ -54,17 +54,16 @@ def check_fence(key: str, fence: int) -> None:
         logger.warning("The fence of %r is %d; %d is the last.", key, fence, FENCE_MAX, extra=extra)
 
 
-def validate_fence(value: object, *, least: int = 1) -> int:
+def validate_fence(value: object, *, least: int = 1, most: int = FENCE_MAX) -> int:
     """Return a fence that a counter may be raised to, or have.
 
     Args:
         least: 0 where that of a key that was never granted will do.
+        most: Less where the key is to have some left.
 
     Raises:
-        InvalidArgument: It is no int from the least to the maximum.
+        InvalidArgument: It is no int from the least to the most.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= FENCE_MAX:
-        raise InvalidArgument(
-            f"A fence must be an int from {least} to {FENCE_MAX}, not {shown(value)}."
-        )
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise InvalidArgument(f"A fence must be an int from {least} to {most}, not {shown(value)}.")
     return value

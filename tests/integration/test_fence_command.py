@@ -9,7 +9,7 @@ from django.core.management import CommandError, call_command
 from django.test import override_settings
 
 from django_distlock import distlock
-from django_distlock.core.fences import FENCE_MAX
+from django_distlock.core.fences import FENCE_MAX, FENCE_WARNING
 from django_distlock.fencing.rejecting import Fence
 from django_distlock.fencing.seen import see
 from tests.contract.aliases import locks_on
@@ -69,7 +69,9 @@ def test_raises_all_of_a_backend(empty: str) -> None:
         (["key"], "one of the arguments --to --clock is required"),
         (["key", "--all", "--clock"], "not allowed with argument"),
         (["key", "--to", "5", "--clock"], "not allowed with argument"),
-        (["key", "--to", "0"], f"an int from 1 to {FENCE_MAX}, not 0"),
+        (["key", "--to", "0"], f"an int from 1 to {FENCE_WARNING}, not 0"),
+        (["key", "--to", str(FENCE_MAX)], f"to {FENCE_WARNING}, not {FENCE_MAX}"),
+        (["--all", "--to", str(FENCE_WARNING + 1)], f"not {FENCE_WARNING + 1}"),
         (["key", "--to", "-5"], "not '-5'"),
         (["key", "--to", "many"], "not 'many'"),
         (["key\0", "--to", "5"], "NUL"),

@@ -11,7 +11,7 @@ from django.core.management.base import CommandError, CommandParser
 from django.db import DatabaseError, InterfaceError, connections
 
 from ...core.errors import InvalidArgument, LockError, LockUsageError
-from ...core.fences import validate_fence
+from ...core.fences import FENCE_MAX, FENCE_WARNING, validate_fence
 from ...core.keys import stored_key
 from ...core.logs import log_fields
 from ...core.wording import counted, printable
@@ -75,7 +75,7 @@ class Command(OperatorCommand):
         )
         far = up.add_mutually_exclusive_group(required=True)
         far.add_argument(
-            "--to", type=_fence, metavar="N", help="the next grant has a fence above N"
+            "--to", type=_counter, metavar="N", help="the next grant has a fence above N"
         )
         far.add_argument(
             "--clock",
@@ -151,8 +151,13 @@ class Command(OperatorCommand):
             )
 
 
-def _fence(text: str) -> int:
+def _counter(text: str) -> int:
+    """Return what a counter may be raised to: no command lowers it, and grants need some above."""
+    return _fence(text, FENCE_WARNING)
+
+
+def _fence(text: str, most: int = FENCE_MAX) -> int:
     try:
-        return validate_fence(int(text) if text.isdecimal() else text)
+        return validate_fence(int(text) if text.isdecimal() else text, most=most)
     except InvalidArgument as error:
         raise argparse.ArgumentTypeError(str(error)) from None
