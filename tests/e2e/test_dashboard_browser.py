@@ -14,6 +14,14 @@ from .browsers import Browser
 from .dashboards import PASSWORD, TOKEN, Dashboard, held, leashed, pause, row, show
 
 HOSTILE = "<script>document.title = 'taken'</script>"
+#: Where a letter of an element is seen.
+WHERE = """(() => {
+    const range = document.createRange(), text = document.querySelector(arguments[0]).firstChild;
+    range.setStart(text, arguments[1]);
+    range.setEnd(text, arguments[1] + 1);
+    return range.getBoundingClientRect().left;
+}).apply(null, arguments)
+"""
 
 
 def refreshes(browser: Browser) -> int:
@@ -207,6 +215,35 @@ def test_phone_shows_all_of_it(shop: Dashboard, browser: Browser) -> None:
         # A lock has two lines, however long its key is.
         line = float(browser.ask("getComputedStyle(document.body).fontSize").removesuffix("px")) * 2
         assert browser.one(row("k" * 512)).size["height"] < 3 * line
+
+
+def test_long_words_stay_in_their_cards(shop: Dashboard, browser: Browser) -> None:
+    """On a phone, as in German."""
+    with browser.phone():
+        show(browser)
+        pause(browser)
+        browser.driver.execute_script(
+            "for (const each of document.querySelectorAll('.distlock-cards span'))"
+            " each.textContent = 'Schreibzugriffsverweigerungen'"
+        )
+        cards = "[...document.querySelectorAll('.distlock-cards a')]"
+        leaves = "each => each.scrollWidth > each.clientWidth"
+        assert browser.ask(f"{cards}.some({leaves})") is False
+
+
+def test_times_are_read_from_left_to_right(shop: Dashboard, browser: Browser) -> None:
+    """Also on a page in Arabic or Hebrew, where "59 min 22 s" was shown as "min 22 s 59"."""
+    with held(shop, "read", ttl=3600):
+        show(browser, "read")
+        pause(browser)
+        browser.driver.execute_script("document.documentElement.dir = 'rtl'")
+        for place in (".left .text", ".age time"):
+            browser.driver.execute_script(
+                "document.querySelector(arguments[0]).textContent = '59 min 22 s'",
+                f"{row('read')} {place}",
+            )
+            first, last = (browser.ask(WHERE, f"{row('read')} {place}", at) for at in (0, 10))
+            assert first < last
 
 
 def test_programs_ask_with_a_token(shop: Dashboard, window: Browser) -> None:
