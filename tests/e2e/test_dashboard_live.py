@@ -98,6 +98,20 @@ def test_all_of_a_page_are_chosen_at_once(shop: Dashboard, browser: Browser) -> 
             assert browser.one(f"{row(key)} input").is_selected()
 
 
+def test_way_back_chooses_no_other_lock(shop: Dashboard, browser: Browser) -> None:
+    """Browsers restore boxes by their place, and another lock may have come before it."""
+    with held(shop, "way:2"):
+        show(browser, "way:2")
+        browser.one(f"{row('way:2')} input").click()
+        browser.one(f"{row('way:2')} a").click()
+        browser.one(".distlock-facts")
+        with held(shop, "way:1"):
+            browser.driver.back()
+            browser.one(row("way:1"))
+            browser.until(lambda: browser.ask("document.readyState") == "complete")
+            assert browser.every("input[name=target]:checked") == []
+
+
 def test_key_page_does_not_cry_wolf(shop: Dashboard, browser: Browser) -> None:
     """It is not fed: at the end of a lease that is renewed, it says that it does not know."""
     with held(shop, "renewed", ttl=10):
