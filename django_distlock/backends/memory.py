@@ -97,11 +97,7 @@ class MemoryBackend(BaseLockBackend):
                 return None
             self._shelf.put(name, extended)
             self._wake_if_sooner(record, name)
-            return changed(
-                grant, fence=record.fence, ttl=ttl, acquired_at=record.acquired_at,
-                expires_at=lease_ends(now, ttl)[0],
-                stop_requested=record.stop_requested_at is not None,
-            )  # fmt: skip
+            return record.renewal(grant, ttl, now)
 
     def _extend_many(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
         with self._mutex:

@@ -78,6 +78,18 @@ class Grant:
         if type(self.token) is not Token:
             object.__setattr__(self, "token", Token(self.token))
 
+    def renewed(
+        self,
+        ttl: float | None,
+        fence: int,
+        acquired_at: datetime,
+        expires_at: datetime | None,
+        stop_requested: bool,
+    ) -> Grant:
+        """Return the answer to an extend."""
+        facts = self.key, self.token, fence, ttl, acquired_at, expires_at, stop_requested
+        return Grant(*facts, self.shared)
+
 
 @dataclass(slots=True)
 class Attempt:
@@ -379,6 +391,11 @@ class Record:
                 return None
             expires_at = min(self.renewed_until, expires_at or self.renewed_until)
         return replace(self, ttl=ttl, renewed_at=now, expires_at=expires_at, free_at=free_at)
+
+    def renewal(self, grant: Grant, ttl: float | None, now: datetime) -> Grant:
+        """Return the answer to an extend of its lease."""
+        expires_at, stops = lease_ends(now, ttl)[0], self.stop_requested_at is not None
+        return grant.renewed(ttl, self.fence, self.acquired_at, expires_at, stops)
 
     def contended(self, now: datetime, *, busy: bool = False, paused: bool = False) -> Contended:
         """Return what a caller who is not granted the key gets to know."""

@@ -32,6 +32,11 @@ def to_microseconds(instant: datetime) -> int:
     return (instant - _EPOCH) // _MICROSECOND
 
 
+def instant(value: int | None) -> datetime | None:
+    """Return what `from_microseconds` does; None: there is none."""
+    return None if value is None else from_microseconds(value)
+
+
 def from_microseconds(value: int) -> datetime:
     """Return microseconds since 1970 as an aware datetime in UTC.
 

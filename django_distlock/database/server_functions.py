@@ -32,7 +32,7 @@ from ..core.records import (
 from ..core.sharing import DOOR_SECONDS
 from . import vendors
 from .connections import is_own
-from .fields import from_microseconds
+from .fields import from_microseconds, instant
 from .sql import function_name
 from .vendors.postgresql import milliseconds, sqlstate
 
@@ -132,7 +132,7 @@ class ServerFunctions:
     ) -> Grant | Unknown | None:
         """Replace the ttl of a lease."""
         arguments = [name, grant.token, ttl, _bound(bound)]
-        return _extended(grant, ttl, *_parts(self._call("extend", arguments), 5))
+        return _extended(grant, ttl, json.loads(self._call("extend", arguments)))
 
     def extend_many(self, named: Sequence[tuple[str, Grant]]) -> list[Grant | Unknown | None]:
         """Extend each lease by its own ttl; a row that somebody holds is skipped as unknown."""
@@ -144,7 +144,7 @@ class ServerFunctions:
         ]
         answers = json.loads(self._call("extend_many", arguments))
         return [
-            _extended(grant, grant.ttl, *_padded(answer, 5))
+            _extended(grant, grant.ttl, answer)
             for (_name, grant), answer in zip(named, answers, strict=True)
         ]
 
@@ -226,7 +226,7 @@ def acquired(
     """
     if outcome == "granted":
         check_fence(attempt.key, fence)
-        return attempt.grant(fence, from_microseconds(acquired_at), _instant(expires_at))
+        return attempt.grant(fence, from_microseconds(acquired_at), instant(expires_at))
     if outcome == "overflow":
         key = attempt.key
         raise LockError(f"The key {key!r} has used all its fences ({FENCE_MAX}).", key=key)
@@ -247,10 +247,10 @@ def contended(
     return Contended(
         holder=None if told is None else known_holder(told),
         fence=fence,
-        acquired_at=_instant(acquired_at),
-        expires_at=_instant(expires_at),
-        free_at=_instant(free_at),
-        observed_at=_instant(now),
+        acquired_at=instant(acquired_at),
+        expires_at=instant(expires_at),
+        free_at=instant(free_at),
+        observed_at=instant(now),
         busy=outcome == "busy",
         paused=outcome == "paused",
     )
@@ -278,29 +278,9 @@ def _padded(parts: list[Any], length: int) -> list[Any]:
     return parts + [None] * (length - len(parts))
 
 
-def _extended(
-    grant: Grant,
-    ttl: float | None,
-    outcome: str,
-    fence: int,
-    acquired_at: int,
-    expires_at: int | None,
-    stop_requested: bool,
-) -> Grant | Unknown | None:
+def _extended(grant: Grant, ttl: float | None, answer: list[Any]) -> Grant | Unknown | None:
+    outcome, fence, acquired_at, expires_at, stop_requested = _padded(answer, 5)
     if outcome != "extended":
         return UNKNOWN if outcome == "busy" else None
     granted_at = from_microseconds(acquired_at)
-    return Grant(
-        grant.key,
-        grant.token,
-        fence,
-        ttl,
-        granted_at,
-        _instant(expires_at),
-        stop_requested,
-        grant.shared,
-    )
-
-
-def _instant(value: int | None) -> Any:
-    return None if value is None else from_microseconds(value)
+    return grant.renewed(ttl, fence, granted_at, instant(expires_at), stop_requested)

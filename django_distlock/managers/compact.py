@@ -18,9 +18,10 @@ from django.db import connections, transaction
 
 from ..core.fences import next_fence
 from ..core.holders import Holder
-from ..core.records import Attempt, Contended, Freed, Grant, Record, known_holder, lease_ends
+from ..core.records import Attempt, Contended, Freed, Grant, Record, lease_ends
 from ..database.connections import is_own
-from ..database.fields import from_microseconds, to_microseconds
+from ..database.fields import from_microseconds, instant, to_microseconds
+from ..database.server_functions import contended
 from .lock import HeldLockManager
 
 if TYPE_CHECKING:
@@ -141,17 +142,17 @@ class CompactLockManager(HeldLockManager):
         name, key, holder = attempt.name, attempt.key, attempt.holder
         with self._asking() as run:
             # Read first: whoever loses takes no lock and writes nothing.
-            contended, _, _, unmarked, is_shared = self._in_the_way(run, attempt)
-            if contended is not None:
+            kept, _, _, unmarked, is_shared = self._in_the_way(run, attempt)
+            if kept is not None:
                 if attempt.wanted and unmarked:
-                    run(self._statements.mark, [name, contended.fence])
-                return contended
+                    run(self._statements.mark, [name, kept.fence])
+                return kept
             if is_shared:
                 return None
             with self._writing():
-                contended, last, now, _, is_shared = self._in_the_way(run, attempt)
-                if contended is not None or is_shared:
-                    return contended
+                kept, last, now, _, is_shared = self._in_the_way(run, attempt)
+                if kept is not None or is_shared:
+                    return kept
                 fence = next_fence(key, last, self._floor(now))
                 expires_at, free_at = lease_ends(now, attempt.ttl)
                 at, told = to_microseconds(now), json.dumps(holder.as_json())
@@ -172,12 +173,7 @@ class CompactLockManager(HeldLockManager):
                 return None
             ends = _stored(extended.expires_at), _stored(extended.free_at)
             run(self._statements.extend, [ttl, to_microseconds(now), *ends, name])
-        stop_requested = record.stop_requested_at is not None
-        expires_at = lease_ends(now, ttl)[0]
-        return Grant(
-            grant.key, record.token, record.fence, ttl, record.acquired_at, expires_at,
-            stop_requested, grant.shared,
-        )  # fmt: skip
+        return record.renewal(grant, ttl, now)
 
     def release(self, name: str, grant: Grant, *, held: float | None = None, bound: float) -> Freed:
         """Give the key back, or keep it taken for `held` seconds since the grant."""
@@ -226,25 +222,19 @@ class CompactLockManager(HeldLockManager):
         at = to_microseconds(now)
         paused = paused_until is not None and at < paused_until
         if token is None or (free_at is not None and free_at <= at):
-            contended = Contended(observed_at=now, paused=True) if paused else None
+            kept = Contended(observed_at=now, paused=True) if paused else None
         elif (
             token == attempt.replace
             and not paused
             and (token != attempt.token or free_at is None or free_at != expires_at)
         ):
-            contended = None
+            kept = None
         else:
-            contended = Contended(
-                holder=known_holder(json.loads(told)),
-                fence=fence,
-                acquired_at=_instant(acquired_at),
-                expires_at=_instant(expires_at),
-                free_at=_instant(free_at),
-                observed_at=now,
-                paused=paused,
-            )
-        is_held = contended is not None and contended.fence is not None
-        return contended, last or 0, now, is_held and not wanted, bool(is_shared)
+            outcome = "paused" if paused else "contended"
+            facts = fence, acquired_at, expires_at, free_at
+            kept = contended(outcome, at, *facts, told=json.loads(told))
+        is_held = kept is not None and kept.fence is not None
+        return kept, last or 0, now, is_held and not wanted, bool(is_shared)
 
     def _owned_record(self, run: Run, name: str, grant: Grant) -> tuple[Record | None, datetime]:
         """Return the record of a grant, without who holds it, and the time; None: it is gone."""
@@ -260,12 +250,12 @@ class CompactLockManager(HeldLockManager):
             ttl=ttl,
             acquired_at=from_microseconds(acquired_at),
             renewed_at=from_microseconds(renewed_at),
-            expires_at=_instant(expires_at),
-            free_at=_instant(free_at),
+            expires_at=instant(expires_at),
+            free_at=instant(free_at),
             holder=_NOBODY,
             wanted=bool(wanted),
-            stop_requested_at=_instant(stop),
-            renewed_until=_instant(until),
+            stop_requested_at=instant(stop),
+            renewed_until=instant(until),
         )
         return record if record.is_owned(grant.token, now) else None, now
 
@@ -275,9 +265,5 @@ def _through(cursor: Any, statement: str, values: list[Any]) -> Any:
     return cursor
 
 
-def _instant(value: Any) -> datetime | None:
-    return None if value is None else from_microseconds(value)
-
-
-def _stored(instant: datetime | None) -> int | None:
-    return None if instant is None else to_microseconds(instant)
+def _stored(when: datetime | None) -> int | None:
+    return None if when is None else to_microseconds(when)

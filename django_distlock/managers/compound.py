@@ -22,7 +22,7 @@ from ..core.durations import GRACE
 from ..core.fences import FENCE_MAX
 from ..core.records import Attempt, Contended, Freed, Grant
 from ..database import sql
-from ..database.fields import from_microseconds
+from ..database.fields import from_microseconds, instant
 from ..database.server_functions import acquired
 from ..database.vendors.mysql import INTERRUPTED, MAX_STATEMENT_TIME, MySQL
 from .lock import HeldLockManager
@@ -98,16 +98,7 @@ class CompoundLockManager(HeldLockManager):
         if outcome == "gone":
             return None
         granted_at = from_microseconds(acquired_at)
-        return Grant(
-            grant.key,
-            grant.token,
-            fence,
-            ttl,
-            granted_at,
-            _instant(expires_at),
-            bool(stop),
-            grant.shared,
-        )
+        return grant.renewed(ttl, fence, granted_at, instant(expires_at), bool(stop))
 
     def release(self, name: str, grant: Grant, *, held: float | None = None, bound: float) -> Freed:
         """Give the key back, or keep it taken for `held` seconds since the grant."""
@@ -190,7 +181,3 @@ def _text(name: str) -> str:
 
 def _microseconds(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * 1_000_000)
-
-
-def _instant(value: int | None) -> Any:
-    return None if value is None else from_microseconds(value)

@@ -476,25 +476,15 @@ class HeldLockManager(models.Manager["HeldLock"]):
     def _extend(
         self, row: HeldLock, grant: Grant, ttl: float | None, now: datetime
     ) -> Grant | None:
-        record = row.as_record().extended(now, ttl)
+        before = row.as_record()
+        record = before.extended(now, ttl)
         if record is None:
             return None
         self._store.make_durable()
         self.filter(pk=row.pk).update(
             ttl=ttl, renewed_at=now, expires_at=record.expires_at, free_at=record.free_at
         )
-        stop_requested = row.stop_requested_at is not None
-        expires_at = lease_ends(now, ttl)[0]
-        return Grant(
-            grant.key,
-            row.token,
-            row.fence,
-            ttl,
-            row.acquired_at,
-            expires_at,
-            stop_requested,
-            grant.shared,
-        )
+        return before.renewal(grant, ttl, now)
 
     # Several who hold a key at the same time. Whoever makes a place has the key's counter locked.
 

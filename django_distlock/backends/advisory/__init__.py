@@ -115,8 +115,8 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
         if stop_requested_at is not None:
             facts["stop_requested_at"] = stop_requested_at
         record = self._holdings.change(holding, **facts)
-        stop = record.stop_requested_at is not None
-        return Grant(grant.key, grant.token, record.fence, ttl, record.acquired_at, None, stop)
+        stops = record.stop_requested_at is not None
+        return grant.renewed(ttl, record.fence, record.acquired_at, None, stops)
 
     def _release(self, name: str, grant: Grant, held: float | None, *, bound: float) -> bool:
         holding = self._holdings.of_token(grant.token, name)

@@ -55,16 +55,7 @@ def extended(grant: Grant, ttl: float | None, answer: str) -> Grant | None:
         return None
     fence, acquired_at, stop, expires_at = rest
     granted_at = from_microseconds(int(acquired_at))
-    return Grant(
-        grant.key,
-        grant.token,
-        int(fence),
-        ttl,
-        granted_at,
-        _instant(expires_at),
-        stop == "1",
-        grant.shared,
-    )
+    return grant.renewed(ttl, int(fence), granted_at, _instant(expires_at), stop == "1")
 
 
 def _contended(key: str, outcome: str, rest: str) -> Contended:
