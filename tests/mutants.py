@@ -898,7 +898,7 @@ MUTANTS = (
         case="{backend}-force_release",
     ),
     Mutant(
-        "one spoiled record hides the others", "redis", "django_distlock/backends/redis/bulk.py",
+        "one spoiled record hides the others", "redis", "django_distlock/backends/redis/store.py",
         old=r"except \(LockError, \*SPOILED\) as error:", new="except ZeroDivisionError as error:",
         test="tests/integration/test_spoiled_records.py::test_dashboard_shows_it", case="no fence",
     ),

@@ -40,12 +40,19 @@ from ...exceptions import InvalidLockBackend
 from ..counts import Counts, States, Strain
 from ..listening import Listener
 from ..lua import script
-from .answers import counted, extended, granted, granted_many, held, overflow, sharing
-from .bulk import key_of
+from .answers import (
+    counted,
+    extended,
+    granted,
+    granted_many,
+    held,
+    overflow,
+    sharing,
+    unreadable,
+)
 from .clients import client_source
-from .counting import count_keys
+from .counting import count_keys, sampled_states
 from .lines import Call, ThreadLines
-from .sampling import sampled_states
 from .store import RedisStore, escaped, text
 from .waiters import RedisWaiters
 
@@ -229,9 +236,8 @@ class RedisBackend(RedisWaiters):
         last = None
         pattern = _ANY_TAG + escaped(prefix) + "*"
         seen: set[str] = set()
-        for line, walked in self.store.walk_lines(
-            self._at("lock", ""), pattern, cursor, limit, self._listing
-        ):
+        start = self._at("lock", "")
+        for line, walked in self.store.walk(start, pattern, cursor, limit, self._listing):
             # A server that makes its table of keys smaller meanwhile may name some again.
             chunk = [each for each in dict(walked).items() if each[0] not in seen]
             seen.update(name for name, _place in chunk)
@@ -391,7 +397,7 @@ class RedisBackend(RedisWaiters):
             return self._raised(to, [name], is_page=False)
         left: list[str] = []
         raised, last, todo = 0, None, limit
-        for chunk in self.store.walk(self._at("fence", ""), _ANY_TAG + "*", cursor, limit):
+        for _line, chunk in self.store.walk(self._at("fence", ""), _ANY_TAG + "*", cursor, limit):
             part = chunk[:todo]
             if part:
                 done = self._raised(to, [name for name, _place in part])
@@ -470,7 +476,7 @@ def _read(read: Callable[[str], T], answer: str, question: Call) -> T:
     except LockError:
         raise
     except SPOILED as error:
-        raise Unreadable.of(key_of(question.keys[0]), error).error from error
+        raise unreadable(question.keys[0], error).error from error
 
 
 def _or_raise(answer: str | LockError) -> str:

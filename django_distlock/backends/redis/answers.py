@@ -6,11 +6,12 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from ...core.errors import InvalidArgument, LockError
 from ...core.fences import FENCE_MAX, check_fence
 from ...core.holders import Holder
+from ...core.keys import whole_name
 from ...core.logs import log_fields
 from ...core.records import (
     SPOILED,
@@ -20,10 +21,17 @@ from ...core.records import (
     Grant,
     InTheWay,
     Record,
+    Unreadable,
     all_or_none,
     known_holder,
 )
 from ...database.fields import from_microseconds
+
+#: Of a record, what is read without a script. `free_at` is there as long as the record is.
+FIELDS: Final = (
+    "free_at", "key", "token", "fence", "ttl", "acquired_at", "renewed_at", "expires_at", "holder",
+    "wanted", "stop_requested_at", "shared", "renewed_until",
+)  # fmt: skip
 
 logger = logging.getLogger("django_distlock")
 
@@ -107,11 +115,35 @@ def _recorded(fields: Mapping[str, str]) -> Record:
         told = json.loads(fields["holder"])
     except SPOILED:
         told = None
-    return recorded(fields, known_holder(told))
+    return _record_of(fields, known_holder(told))
 
 
-def recorded(fields: Mapping[str, str], holder: Holder) -> Record:
-    """Return the record of a holder that these are the other fields of."""
+def live_record(values: Sequence[str | bytes | None], now: int) -> Record | None:
+    """Read the values of `FIELDS`, at a time of the server's; None: nobody holds the key."""
+    free_at, *_others = values
+    # "" is without expiry. A client of the project's own making may decode.
+    if free_at is None or (free_at and int(free_at) <= now):
+        return None
+    fields = {
+        field: value if isinstance(value, str) else str(value, "utf-8")
+        for field, value in zip(FIELDS, values, strict=True)
+        if value is not None
+    }
+    # A list names a holder that cannot be read.
+    return _record_of(fields, Holder.from_json(json.loads(fields["holder"])))
+
+
+def unreadable(name: str, error: Exception) -> Unreadable:
+    """Return what there is to say of a record, by its name in the store, that cannot be read."""
+    return Unreadable.of(key_of(name), error)
+
+
+def key_of(name: str) -> str:
+    """Return the key that a record's name in the store is about."""
+    return whole_name(name).partition("}:")[2]
+
+
+def _record_of(fields: Mapping[str, str], holder: Holder) -> Record:
     stop, until = fields.get("stop_requested_at"), fields.get("renewed_until")
     return Record(
         key=fields["key"],

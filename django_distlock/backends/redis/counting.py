@@ -1,14 +1,17 @@
-"""How much Redis keeps of locks: counted in one walk through its keys, a page at a time."""
+"""How much Redis keeps of locks: counted in one walk through its keys, or told by a sample."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from ...core.errors import LockError
-from ..counts import Count, Counts
+from ...core.records import Record, Unreadable
+from ..counts import Count, Counts, States, Strain, overdue, tally
+from .answers import key_of
 from .lines import ThreadLines
 from .store import text
 
@@ -17,8 +20,10 @@ if TYPE_CHECKING:
 
 #: Keys that are asked about at once.
 _PAGE: Final = 1000
+#: What a sample has, of a listing or of a cluster's keys: all, where there is no more.
+LOOKED_AT: Final = 10_000
 
-_OURS = re.compile(r"(lock|fence|waiters):(\{.{22}\}:)", re.DOTALL)
+_OURS = re.compile(r"(lock|fence|waiters):(\{.{22}\}:.*)", re.DOTALL)
 
 
 def count_keys(store: RedisBackend) -> Counts:
@@ -29,17 +34,13 @@ def count_keys(store: RedisBackend) -> Counts:
     """
     found: Counter[str] = Counter()
     highest = waiters = 0
-    prefix = f"{store.key_prefix}:" if store.key_prefix else ""
-    for line, page in store.store.walk_lines(prefix, "*", None, _PAGE):
-        names: dict[str, list[str]] = {"lock": [], "fence": [], "waiters": []}
-        for name, _place in page:
-            if match := _OURS.match(name):
-                names[match[1]].append(name.removeprefix(f"{match[1]}:"))
+    for line, page in store.store.walk(store._prefix, "*", None, _PAGE):
+        names = _by_role(name for name, _place in page)
         found.update({role: len(each) for role, each in names.items()})
-        highest = max([highest, *_fences(store, line, prefix, names["fence"])])
-        waiters += sum(
-            store.store.waiting(line, [f"{prefix}waiters:{each}" for each in names["waiters"]])
-        )
+        told = store.store.values(line, [store._at("fence", each) for each in names["fence"]])
+        # What somebody has spoiled is counted, and hides nothing of the rest.
+        highest = max([highest, *(int(each) for each in told if each.isdecimal())])
+        waiters += sum(_waiting(store, line, names["waiters"]))
     return Counts(
         held=Count(found["lock"], is_exact=False),
         # The server removes them by itself.
@@ -49,6 +50,48 @@ def count_keys(store: RedisBackend) -> Counts:
         highest=Count(highest, is_exact=False) if highest else None,
         memory=_used_memory(store),
     )
+
+
+def sampled_states(store: RedisBackend, soon: float) -> tuple[States, Strain]:
+    """Count what is held by its state, in a sample, and say what that is of the whole.
+
+    Args:
+        soon: Seconds within which a lease ends soon.
+    """
+    now = store.clock()
+    found: Counter[str] = Counter()
+    is_whole = True
+    late: list[float | None] = []
+    waited: list[tuple[str, int]] = []
+    for line, names, each_for in store.store.sample(LOOKED_AT, store._listing):
+        ours = _by_role(names, store._prefix)
+        found_here = store.records_on(line, ours["lock"])
+        records = [each for each in found_here if isinstance(each, Record)]
+        part = Counter(state for each in records for state in tally(each, now, soon))
+        part["held"] += sum(isinstance(each, Unreadable) for each in found_here)
+        late += [overdue(each, now) for each in records]
+        numbers = store.store.waiting(
+            line, [store._at("waiters", each) for each in ours["waiters"]]
+        )
+        part["waiting"] = sum(numbers)
+        waited += zip(map(key_of, ours["waiters"]), numbers, strict=True)
+        found.update({state: round(number * each_for) for state, number in part.items()})
+        is_whole = is_whole and each_for == 1
+    states = {name: Count(found[name], is_whole) for name in States.__dataclass_fields__}
+    return States(**states), Strain.of(late, waited)
+
+
+def _by_role(names: Iterable[str], prefix: str = "") -> dict[str, list[str]]:
+    """Return the names of this backend's keys, without their roles, by these."""
+    found: dict[str, list[str]] = {"lock": [], "fence": [], "waiters": []}
+    for name in names:
+        if name.startswith(prefix) and (match := _OURS.fullmatch(name, len(prefix))):
+            found[match[1]].append(match[2])
+    return found
+
+
+def _waiting(store: RedisBackend, line: ThreadLines, names: list[str]) -> list[int]:
+    return store.store.waiting(line, [store._at("waiters", each) for each in names])
 
 
 def _used_memory(store: RedisBackend) -> int | None:
@@ -62,9 +105,3 @@ def _used_memory(store: RedisBackend) -> int | None:
 def _used(told: Any) -> int:
     found = re.search(r"^used_memory:(\d+)", text(told), re.MULTILINE)
     return int(found[1]) if found else 0
-
-
-def _fences(store: RedisBackend, line: ThreadLines, prefix: str, names: list[str]) -> list[int]:
-    told = store.store.values(line, [f"{prefix}fence:{name}" for name in names])
-    # What somebody has spoiled is counted, and hides nothing of the rest.
-    return [int(each) for each in told if each.isdecimal()]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import json
 import re
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,10 +13,12 @@ from urllib.parse import quote, unquote
 import redis
 
 from ...core import budgets
-from ...core.errors import InvalidArgument, LockError
-from ...core.records import Record, Unreadable
+from ...core.errors import BackendUnavailable, InvalidArgument, LockError
+from ...core.holders import Holder
+from ...core.records import SPOILED, Record, Unreadable
+from ...database.connections import keep_inherited
 from ...exceptions import InvalidLockBackend
-from .bulk import held_by, live_records, waiting
+from .answers import FIELDS, live_record, unreadable
 from .clients import ERRORS, own_client, translated
 from .cluster import ClusterLines
 from .lines import Call, ThreadLines
@@ -32,10 +33,6 @@ _IN_JSON = "replace"
 #: A cursor of `SCAN` has 64 bits.
 _MOST = 2**64 - 1
 _PLACE = re.compile(r"([^/]+)/(\d+)\.(\d+)\.(.*)", re.DOTALL)
-
-_every: weakref.WeakSet[RedisStore] = weakref.WeakSet()
-#: What a fork copied. Kept, so that no destructor speaks on the parent's sockets.
-_inherited: list[Any] = []
 
 
 class Place(NamedTuple):
@@ -74,7 +71,6 @@ class RedisStore:
         self._client: Any = None
         self._lines: ThreadLines | ClusterLines | None
         self._begin()
-        _every.add(self)
 
     @property
     def client(self) -> Any:
@@ -128,21 +124,48 @@ class RedisStore:
     def live_records(
         self, line: ThreadLines, names: Sequence[str], again: Callable[[str], Record | None]
     ) -> list[Record | Unreadable | None]:
-        """See `bulk.live_records`."""
+        """Return what one server has of these records, in their order; None: nobody holds the key.
+
+        By plain commands: a script for each takes far longer.
+
+        Args:
+            again: Reads one by itself that the server had no answer for: it has moved, or is
+                spoiled.
+        """
         with self._asking():
-            return list(live_records(line, names, again))
+            questions = [("TIME",), *(("HMGET", name, *FIELDS) for name in names)]
+            time, *answers = line.commands(questions)
+            if isinstance(time, Exception):
+                raise time
+            now = _microseconds(time)
+
+            def read(name: str, answer: Any) -> Record | Unreadable | None:
+                try:
+                    failed = isinstance(answer, Exception)
+                    return again(name) if failed else live_record(answer, now)
+                except BackendUnavailable:
+                    raise
+                except (LockError, *SPOILED) as error:
+                    return unreadable(name, error)
+
+            return list(map(read, names, answers))
 
     def held_by(
         self, line: ThreadLines, names: Sequence[str], host: str | None, task_id: str | None
     ) -> list[bool]:
-        """See `bulk.held_by`."""
+        """Say of each of these records whether it may be this holder's; None: any."""
         with self._asking():
-            return held_by(line, names, host, task_id)
+            answers = line.commands([("HGET", name, "holder") for name in names])
+        return [_is_of(answer, host, task_id) for answer in answers]
 
     def waiting(self, line: ThreadLines, names: Sequence[str]) -> list[int]:
-        """See `bulk.waiting`."""
+        """Return how many wait by each of these notes; 0: also where somebody has spoiled them."""
+        if not names:
+            return []
         with self._asking():
-            return waiting(line, names)
+            after = f"({_microseconds(line.command('TIME'))}"
+            answers = line.commands([("ZCOUNT", name, after, "+inf") for name in names])
+        return [each if isinstance(each, int) else 0 for each in answers]
 
     def values(self, line: ThreadLines, names: Sequence[str]) -> list[str]:
         """Return the values that one server has under these names; "": none, or no text."""
@@ -158,7 +181,7 @@ class RedisStore:
         A scan goes through a table of hashes, so what comes first is as good as any other part.
 
         Args:
-            listing: See `walk_lines`.
+            listing: See `walk`.
         """
         with self._asking() as lines:
             servers = lines.servers()
@@ -177,7 +200,7 @@ class RedisStore:
     def _step(
         self, line: ThreadLines, cursor: int, pattern: str, listing: str | None
     ) -> tuple[int, list[str]]:
-        """Take a step of a scan; return the cursor of the next one, and names; see `walk_lines`."""
+        """Take a step of a scan; return the cursor of the next one, and names; see `walk`."""
         how = (str(cursor), "MATCH", pattern, "COUNT", str(STEP))
         if listing is None or self.is_cluster:
             following, found = line.command("SCAN", *how)
@@ -191,8 +214,8 @@ class RedisStore:
             return subscribed(lines, channel)
 
     def walk(
-        self, start: str, pattern: str, place: str | None, size: int
-    ) -> Iterator[list[tuple[str, str]]]:
+        self, start: str, pattern: str, place: str | None, size: int, listing: str | None = None
+    ) -> Iterator[tuple[ThreadLines, list[tuple[str, str]]]]:
         """Go through the keys that match a pattern, without keeping the server from its work.
 
         A key that is there all the time comes at least once; one that is made or removed
@@ -203,21 +226,12 @@ class RedisStore:
             pattern: What comes behind it, as `SCAN` takes it.
             place: Behind which key to go on; None: from the start.
             size: How many keys at most to give at once.
-
-        Yields:
-            What comes behind the start, each with its place.
-        """
-        for _line, found in self.walk_lines(start, pattern, place, size):
-            yield found
-
-    def walk_lines(
-        self, start: str, pattern: str, place: str | None, size: int, listing: str | None = None
-    ) -> Iterator[tuple[ThreadLines, list[tuple[str, str]]]]:
-        """See `walk`; also give the connections to the server that has the keys.
-
-        Args:
             listing: The sorted set with the names, to go through where there is one: of a server,
                 and not of a cluster. It may name keys that are gone.
+
+        Yields:
+            The connections to the server that has the keys, and what comes behind the start, each
+            with its place.
         """
         pattern = escaped(start) + pattern
         begin = Place() if place is None else Place.parsed(place)
@@ -298,7 +312,7 @@ class RedisStore:
 
     def begin_in_child(self) -> None:
         """Let go of what a fork copied. The pool of a single server sees to itself."""
-        _inherited.append((self._lines, self._client))
+        keep_inherited((self._lines, self._client))
         if isinstance(self._client, redis.RedisCluster):
             # A thread of the parent may have the mutex of the client's map of servers.
             self._client = None
@@ -316,10 +330,17 @@ def text(answer: Any, errors: str = "backslashreplace") -> str:
     return answer if isinstance(answer, str) else str(answer, "utf-8", errors)
 
 
-def _begin_in_child() -> None:
-    for store in list(_every):
-        store.begin_in_child()
+def _microseconds(time: Sequence[Any]) -> int:
+    return int(time[0]) * 1_000_000 + int(time[1])
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_in_child)
+def _is_of(answer: object, host: str | None, task_id: str | None) -> bool:
+    if answer is None:
+        return False
+    if not isinstance(answer, str | bytes):
+        return True  # An error: let it be read by itself.
+    try:
+        holder = Holder.from_json(json.loads(answer))
+    except SPOILED:
+        return True  # The same.
+    return host in (None, holder.host) and task_id in (None, holder.task_id)

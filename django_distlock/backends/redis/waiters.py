@@ -44,6 +44,7 @@ class RedisWaiters(BaseLockBackend):
     def _begin_in_child(self) -> None:
         super()._begin_in_child()
         self._listener.forget()
+        self.store.begin_in_child()
 
     def _note_waiter(
         self, name: str, holder: Holder, seconds: float, note: str | None
