@@ -49,63 +49,39 @@ class _FenceOperation(FieldOperation):
             return [operation] if type(operation) is type(self) else []
         return super().reduce(operation, app_label)
 
-    def _enforce(self, app_label: str, state: ProjectState) -> None:
-        """Note the trigger in the state."""
-        key = app_label, self.model_name_lower
-        model = state.models[key]
-        triggers = getattr(model, "triggers", {})
-        if self.name in triggers:
-            return
-        column = column_of(self.name, self._fence(app_label, model))
-        table = model.options.get("db_table") or "_".join(key)
-        taken = {
-            trigger.name
-            for other in state.models.values()
-            for trigger in getattr(other, "triggers", {}).values()
-        }
-        trigger = FenceTrigger(
-            name=trigger_name(table, self.name, taken), field=self.name, column=column
-        )
-        state.models[key] = EnforcedState.of(model, {**triggers, self.name: trigger})
-        state.reload_model(*key, delay=True)
-
-    def _relax(self, app_label: str, state: ProjectState) -> None:
-        """Forget the trigger in the state."""
-        key = app_label, self.model_name_lower
-        model = state.models[key]
-        triggers = dict(getattr(model, "triggers", {}))
-        if triggers.pop(self.name, None) is not None:
-            state.models[key] = EnforcedState.of(model, triggers)
-            state.reload_model(*key, delay=True)
-
-    def _install(
-        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, state: ProjectState
+    def database_forwards(
+        self,
+        app_label: str,
+        schema_editor: BaseDatabaseSchemaEditor,
+        from_state: ProjectState,
+        to_state: ProjectState,
     ) -> None:
-        """Make the trigger that a state has."""
-        for model, trigger in self._concerned(app_label, schema_editor, state):
-            with _advice(schema_editor):
-                trigger.install(model, schema_editor)
-
-    def _uninstall(
-        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, state: ProjectState
-    ) -> None:
-        """Drop the trigger that a state has."""
-        for model, trigger in self._concerned(app_label, schema_editor, state):
-            trigger.uninstall(model, schema_editor)
-
-    def _concerned(
-        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, state: ProjectState
-    ) -> Iterator[tuple[type[models.Model], FenceTrigger]]:
-        """Give the model and its trigger, where this database has the model."""
+        """Make the trigger that the state to come has, or drop that of the one before."""
+        after = self._triggers(app_label, to_state).get(self.name)
+        trigger = after or self._triggers(app_label, from_state).get(self.name)
+        state = from_state if after is None else to_state
         model = state.apps.get_model(app_label, self.model_name)
-        triggers = self._triggers(app_label, state)
-        allowed = self.allow_migrate_model(schema_editor.connection.alias, model)
-        if allowed and self.name in triggers:
-            yield model, triggers[self.name]
+        if trigger is None or not self.allow_migrate_model(schema_editor.connection.alias, model):
+            return
+        if after is None:
+            trigger.uninstall(model, schema_editor)
+            return
+        with _advice(schema_editor):
+            trigger.install(model, schema_editor)
+
+    # The same on the way back.
+    database_backwards = database_forwards
 
     def _triggers(self, app_label: str, state: ProjectState) -> Mapping[str, FenceTrigger]:
         """Return those of the model, by the names of their fields."""
         return getattr(state.models[app_label, self.model_name_lower], "triggers", {})
+
+    def _set_triggers(
+        self, app_label: str, state: ProjectState, triggers: Mapping[str, FenceTrigger]
+    ) -> None:
+        key = app_label, self.model_name_lower
+        state.models[key] = EnforcedState.of(state.models[key], triggers)
+        state.reload_model(*key, delay=True)
 
     def _fence(self, app_label: str, model: ModelState) -> models.Field[Any, Any]:
         """Return the field.
@@ -149,28 +125,21 @@ class EnforceFence(_FenceOperation):
 
     def state_forwards(self, app_label: str, state: ProjectState) -> None:
         """Note the trigger, so that it comes along where Django makes the table anew."""
-        self._enforce(app_label, state)
-
-    def database_forwards(
-        self,
-        app_label: str,
-        schema_editor: BaseDatabaseSchemaEditor,
-        from_state: ProjectState,
-        to_state: ProjectState,
-    ) -> None:
-        """Make the trigger."""
-        self._install(app_label, schema_editor, to_state)
-
-    def database_backwards(
-        self,
-        app_label: str,
-        schema_editor: BaseDatabaseSchemaEditor,
-        from_state: ProjectState,
-        to_state: ProjectState,
-    ) -> None:
-        """Drop the trigger, unless it was there before."""
-        if self.name not in self._triggers(app_label, to_state):
-            self._uninstall(app_label, schema_editor, from_state)
+        triggers = self._triggers(app_label, state)
+        if self.name in triggers:
+            return
+        key = app_label, self.model_name_lower
+        model = state.models[key]
+        column = column_of(self.name, self._fence(app_label, model))
+        table = model.options.get("db_table") or "_".join(key)
+        taken = {
+            trigger.name
+            for other in state.models.values()
+            for trigger in getattr(other, "triggers", {}).values()
+        }
+        name = trigger_name(table, self.name, taken)
+        trigger = FenceTrigger(name=name, field=self.name, column=column)
+        self._set_triggers(app_label, state, {**triggers, self.name: trigger})
 
     def describe(self) -> str:
         """Return what `migrate --plan` prints."""
@@ -194,27 +163,9 @@ class RelaxFence(_FenceOperation):
 
     def state_forwards(self, app_label: str, state: ProjectState) -> None:
         """Forget the trigger."""
-        self._relax(app_label, state)
-
-    def database_forwards(
-        self,
-        app_label: str,
-        schema_editor: BaseDatabaseSchemaEditor,
-        from_state: ProjectState,
-        to_state: ProjectState,
-    ) -> None:
-        """Drop the trigger."""
-        self._uninstall(app_label, schema_editor, from_state)
-
-    def database_backwards(
-        self,
-        app_label: str,
-        schema_editor: BaseDatabaseSchemaEditor,
-        from_state: ProjectState,
-        to_state: ProjectState,
-    ) -> None:
-        """Make the trigger again."""
-        self._install(app_label, schema_editor, to_state)
+        triggers = dict(self._triggers(app_label, state))
+        if triggers.pop(self.name, None) is not None:
+            self._set_triggers(app_label, state, triggers)
 
     def describe(self) -> str:
         """Return what `migrate --plan` prints."""
