@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -15,6 +15,7 @@ from ..conf import DEFAULT_TABLES, table
 from ..core.durations import MAX_BOUND
 from ..core.keys import prefix_end
 from ..database import vendors
+from ..database.connections import rows_of
 from ..database.fields import to_microseconds
 from ..models import FenceCounter, HeldLock, Waiter
 from .counts import MOST, Count, Counts, Sizes, States, Strain, TableSize
@@ -177,7 +178,7 @@ def _highest(
         fence = counters.aggregate(highest=Max("fence"))["highest"]
     else:
         fences = store._connections.name("fences")
-        fence = next(_rows(using, _HIGHEST, fences), (None,))[0]
+        fence = next(iter(rows_of(using, _HIGHEST, fences)), (None,))[0]
     return None if fence is None else Count(int(fence), exact)
 
 
@@ -186,29 +187,23 @@ def _sizes(using: str, store: FenceTable) -> Sizes:
     names = {what: table(what) for what in DEFAULT_TABLES}
     vendor = connections[using].vendor
     if vendor == "postgresql":
-        since = next(_rows(using, _SINCE), (None,))[0]
+        since = next(iter(rows_of(using, _SINCE)), (None,))[0]
         found = [
             TableSize(name=name, bytes=size, rows=rows, dead=dead, vacuumed_at=at, made=made)
             for what, name in names.items()
-            for size, rows, dead, at, made in _rows(using, _TABLE, ours.name(what))
+            for size, rows, dead, at, made in rows_of(using, _TABLE, ours.name(what))
         ]
         return Sizes(database=database, tables=tuple(found), made_since=since)
     if vendor == "mysql":
         found = [
             TableSize(name=name, bytes=None if size is None else int(size), rows=rows)
             for name in names.values()
-            for size, rows in _rows(using, _MYSQL_TABLE, ours.schema, name)
+            for size, rows in rows_of(using, _MYSQL_TABLE, ours.schema, name)
         ]
         return Sizes(database=database, tables=tuple(found))
     if vendor == "sqlite":
-        ((pages,), (size,)) = (
-            next(_rows(using, f"PRAGMA {what}")) for what in ("page_count", "page_size")
+        ((pages,),), ((size,),) = (
+            rows_of(using, f"PRAGMA {what}") for what in ("page_count", "page_size")
         )
         return Sizes(database=database, tables=(), bytes=pages * size)
     return Sizes(database=database, tables=())
-
-
-def _rows(using: str, statement: str, *arguments: str | None) -> Iterator[Any]:
-    with connections[using].cursor() as cursor:
-        cursor.execute(statement, arguments or None)
-        yield from cursor.fetchall()

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from django.db import DatabaseError, connections, transaction
+from django.db import DatabaseError, transaction
 
 from ..conf import table
 from ..core.durations import MAX_BOUND
 from ..core.holders import Session
 from ..core.records import KeptKey
 from ..database import vendors
+from ..database.connections import rows_of
 from ..database.sql import mark, number
 
 #: Fence counters at most whose keys are told by name.
@@ -98,7 +99,7 @@ def postgresql_kept_keys(
     """
     escaped = {what: name.replace("%", "%%") for what, name in tables.items()}
     with vendors.of(using).short_transaction(MAX_BOUND, writes=False):
-        rows = _rows(using, _KEPT_KEYS.format(**escaped), namespace, limit)
+        rows = rows_of(using, _KEPT_KEYS.format(**escaped), namespace, limit)
     return tuple(
         KeptKey(key, number, shared, waits, since, _session(*session))
         for key, number, shared, waits, since, *session in rows
@@ -113,7 +114,8 @@ def postgresql_keepers(using: str, salt: str, name: str) -> tuple[Session, ...]:
         name: The storage key.
     """
     with vendors.of(using).short_transaction(MAX_BOUND, writes=False):
-        return _sessions(_rows(using, _KEEPERS.format(salt=salt.replace("%", "%%")), name))
+        rows = rows_of(using, _KEEPERS.format(salt=salt.replace("%", "%%")), name)
+    return tuple(_session(*row) for row in rows)
 
 
 def postgresql_guards(using: str, fences: str, name: str) -> tuple[Session, ...]:
@@ -126,16 +128,12 @@ def postgresql_guards(using: str, fences: str, name: str) -> tuple[Session, ...]
         name: The storage key.
     """
     with vendors.of(using).short_transaction(MAX_BOUND, writes=False):
-        lockers = [xmax for (xmax,) in _rows(using, _LOCKERS % table("fences"), name)]
+        lockers = [xmax for (xmax,) in rows_of(using, _LOCKERS % table("fences"), name)]
         for number in [*lockers]:
             # It is none of a list, or of one that is long gone.
             with suppress(DatabaseError), transaction.atomic(using=using):
-                lockers += [xid for (xid,) in _rows(using, _MEMBERS, number)]
-        rows = _rows(using, _SESSIONS, lockers, fences) if lockers else []
-    return _sessions(rows)
-
-
-def _sessions(rows: list[Any]) -> tuple[Session, ...]:
+                lockers += [xid for (xid,) in rows_of(using, _MEMBERS, number)]
+        rows = rows_of(using, _SESSIONS, lockers, fences) if lockers else []
     return tuple(_session(*row) for row in rows)
 
 
@@ -143,9 +141,3 @@ def _session(
     pid: int, application: str | None, user: str | None, client: str | None, since: Any
 ) -> Session:
     return Session(pid, application or "", user or "", client or "", since)
-
-
-def _rows(using: str, statement: str, *arguments: Any) -> list[Any]:
-    with connections[using].cursor() as cursor:
-        cursor.execute(statement, arguments)
-        return list(cursor.fetchall())

@@ -16,7 +16,7 @@ from ..core.errors import LockUsageError
 from ..core.keys import OWN_MARKER, whole_name
 from ..core.records import Contended, InTheWay, KeptKey, KeysAsked
 from ..database import vendors
-from ..database.connections import has_the_file, older_snapshot, require_transaction
+from ..database.connections import has_the_file, older_snapshot, require_transaction, rows_of
 from ..database.fields import from_microseconds, to_microseconds
 from ..database.server_functions import ServerFunctions, contended
 from ..managers.lock import HeldLockManager
@@ -244,9 +244,7 @@ class TransactionLocks(FenceTable):
     def _rows(self, on: str, statement: str, names: Sequence[str], now: int) -> list[Any]:
         tables = {what: self._connections.name(what).replace("%", "%%") for what in _TABLES}
         places = ", ".join(["%s"] * len(names))
-        with connections[on].cursor() as cursor:
-            cursor.execute(statement.format(names=places, **tables), [*names, now])
-            return list(cursor.fetchall())
+        return rows_of(on, statement.format(names=places, **tables), *names, now)
 
 
 def _now(on: str) -> int:

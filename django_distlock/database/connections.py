@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy
 from pathlib import Path
@@ -101,6 +101,13 @@ def close_here() -> None:
     """Close the connections of this thread: see `opened_here`."""
     for each in opened_here():
         each.close()
+
+
+def rows_of(using: str, statement: str, *arguments: Any, **named: Any) -> list[Any]:
+    """Run a statement on the connection of an alias; return its rows."""
+    with connections[using].cursor() as cursor:
+        cursor.execute(statement, named or arguments)
+        return list(cursor.fetchall()) if cursor.description else []
 
 
 def in_test_case(connection: BaseDatabaseWrapper) -> bool:
@@ -281,9 +288,6 @@ class IdleConnections(Generic[C]):
         self._idle: deque[tuple[C, float]] = deque()
         self._reaper: threading.Timer | None = None
 
-    def __iter__(self) -> Iterator[C]:
-        return iter([connection for connection, _since in self._idle])
-
     def keep(self, connection: C) -> None:
         """Take a connection that is not needed any more."""
         self._idle.append((connection, time.monotonic()))
@@ -296,15 +300,6 @@ class IdleConnections(Generic[C]):
             return self._idle.pop()[0]
         except IndexError:
             return None
-
-    def close_all(self) -> None:
-        """Close them."""
-        while self._idle:
-            try:
-                connection, _since = self._idle.popleft()
-            except IndexError:
-                return
-            self._close(connection)
 
     def _start_reaper(self) -> None:
         self._reaper = threading.Timer(IDLE_SECONDS, self._reap)

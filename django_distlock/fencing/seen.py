@@ -19,6 +19,7 @@ from ..core.keys import stored_key
 from ..core.logs import log_fields
 from ..database import vendors
 from ..database.borrowing import NoConnectionFree
+from ..database.connections import rows_of
 from ..database.schemas import TableConnections
 from ..models import SeenFence
 from .rejecting import Fenced, require_fence
@@ -201,10 +202,8 @@ def _routed() -> str:
 def _mark(ours: TableConnections, on: str, key: str) -> int | None:
     # Not by the model, which names no schema: the caller's connection may look in another one.
     table, column = ours.name("seen").replace("%", "%%"), connections[on].ops.quote_name("key")
-    with connections[on].cursor() as cursor:
-        cursor.execute(f"SELECT fence FROM {table} WHERE {column} = %s", [key])  # noqa: S608
-        found = cursor.fetchone()
-    return None if found is None else int(found[0])
+    found = rows_of(on, f"SELECT fence FROM {table} WHERE {column} = %s", key)  # noqa: S608
+    return int(found[0][0]) if found else None
 
 
 def _raise(using: str, key: str, fence: int) -> bool:

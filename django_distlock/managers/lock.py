@@ -35,6 +35,7 @@ from ..core.records import (
 from ..core.secrets import Token
 from ..core.sharing import DOOR_SECONDS, in_the_way, last_to_end, paused
 from ..database import vendors
+from ..database.connections import rows_of
 from ..database.fields import to_microseconds
 from .fence import FenceCounterManager
 from .fence import refuse_lower_fence as refuse_lower_fence
@@ -334,9 +335,8 @@ class HeldLockManager(models.Manager["HeldLock"]):
 
     def _clean_behind(self, after: str, before: datetime, limit: int) -> tuple[int, str | None]:
         rows = self.model._meta.db_table
-        with connections[self.db].cursor() as cursor:
-            cursor.execute(_CLEAN % (rows, rows), [to_microseconds(before), after, limit])
-            gone, last = cursor.fetchone()
+        found = rows_of(self.db, _CLEAN % (rows, rows), to_microseconds(before), after, limit)
+        gone, last = found[0]
         return gone, last
 
     def _next(

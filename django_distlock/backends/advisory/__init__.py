@@ -8,12 +8,13 @@ from datetime import datetime
 from functools import partial
 from typing import Any, ClassVar
 
-from django.db import Error, connections
+from django.db import Error
 
 from ...conf import BackendConfig
 from ...core import budgets
 from ...core.durations import MAX_BOUND
 from ...core.records import UNKNOWN, Attempt, Contended, Grant, Unknown
+from ...database.connections import rows_of
 from ...database.schemas import TableConnections
 from ...exceptions import InvalidLockBackend
 from ..base import BaseLockBackend
@@ -24,7 +25,7 @@ from .holdings import Holding, Holdings, Pong, ping, ping_many
 from .session import NoAnswer
 from .sessions import Sessions
 from .sql import Statements
-from .views import rows_of, table_names
+from .views import table_names
 
 
 class AdvisoryBackend(SessionAttempts, BaseLockBackend):
@@ -168,15 +169,11 @@ class AdvisoryBackend(SessionAttempts, BaseLockBackend):
         session = self._taken(None)
         if session is not None:
             self._sessions.put_back(session)
-        return self._ask(self._most_sessions)
-
-    def _most_sessions(self, on: str) -> int:
-        with connections[on].cursor() as cursor:
-            cursor.execute(
-                "SELECT current_setting('max_connections')::int"
-                " - current_setting('superuser_reserved_connections')::int"
-            )
-            return int(cursor.fetchone()[0])
+        most = (
+            "SELECT current_setting('max_connections')::int"
+            " - current_setting('superuser_reserved_connections')::int"
+        )
+        return int(self._ask(lambda on: rows_of(on, most))[0][0])
 
     def _cleanup(self, before: datetime, limit: int) -> int:
         # No record outlives its lock: beside notes, what goes is what ended sessions have left.

@@ -8,13 +8,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from django.db import DatabaseError, Error, InterfaceError, connections
+from django.db import DatabaseError, Error, InterfaceError
 
 from ...core.durations import MAX_BOUND
 from ...core.errors import BackendUnavailable
 from ...core.records import Contended, Page, Record
 from ...database import vendors
 from ...database.borrowing import NoConnectionFree
+from ...database.connections import rows_of
 from ...database.fields import to_microseconds
 from ...database.schemas import TableConnections
 from ...database.sql import side_table
@@ -208,10 +209,3 @@ def table_names(tables: TableConnections) -> tuple[str, str, str]:
     """
     session, salt = (tables.named(side_table(each)) for each in ("session", "salt"))
     return tables.name("fences"), session, salt
-
-
-def rows_of(on: str, statement: str, *arguments: Any, **named: Any) -> list[Any]:
-    """Run a statement; return its rows."""
-    with connections[on].cursor() as cursor:
-        cursor.execute(statement, named or arguments)
-        return list(cursor.fetchall()) if cursor.description else []
