@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from functools import cache
 from importlib.resources import files
@@ -147,9 +146,7 @@ class FencedValue:
 
 @cache
 def _script() -> Script:
-    text = (files(__package__) / "value.lua").read_text(encoding="utf-8")
-    # Not a signature: it is what EVALSHA takes.
-    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+    return Script.of((files(__package__) / "value.lua").read_text(encoding="utf-8"))
 
 
 def _milliseconds(ttl: Duration) -> int:

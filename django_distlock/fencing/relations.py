@@ -83,33 +83,30 @@ def _removing(method: Callable[..., None]) -> Callable[..., None]:
     return remove
 
 
-class ParentLink(ForwardOneToOneDescriptor):  # type: ignore[type-arg]
+class _Link:
+    """What is before a descriptor of Django's among the bases."""
+
+    def __get__(self, instance: Any, cls: Any = None) -> Any:
+        other: Any = super().__get__(instance, cls)  # type: ignore[misc]
+        if instance is not None and getattr(other, "_fenced_by", None) is None:
+            other._fenced_by = instance._fenced_by
+        return other
+
+    def get_queryset(self, **hints: Any) -> Any:
+        """Return the rows as the database for writing has them, if they go on under a lease."""
+        rows: Any = super().get_queryset(**hints)  # type: ignore[misc]
+        instance = hints.get("instance")
+        if getattr(instance, "_fenced_by", None) is None:
+            return rows
+        return rows.using(router.db_for_write(rows.model, instance=instance))
+
+
+class ParentLink(_Link, ForwardOneToOneDescriptor):  # type: ignore[type-arg]
     """Gives a row's parent, which Django makes of what the row has in memory."""
 
-    def __get__(self, instance: Any, cls: Any = None) -> Any:
-        return _same_row(instance, super().__get__(instance, cls))
 
-    def get_queryset(self, **hints: Any) -> Any:
-        """See Django's."""
-        return _written(super().get_queryset(**hints), **hints)
-
-
-class ChildLink(ReverseOneToOneDescriptor):  # type: ignore[type-arg]
+class ChildLink(_Link, ReverseOneToOneDescriptor):  # type: ignore[type-arg]
     """Gives a row's child, whose `save()` writes the columns of the parent as well."""
-
-    def __get__(self, instance: Any, cls: Any = None) -> Any:
-        return _same_row(instance, super().__get__(instance, cls))
-
-    def get_queryset(self, **hints: Any) -> Any:
-        """See Django's."""
-        return _written(super().get_queryset(**hints), **hints)
-
-
-def _written(rows: Any, instance: Any = None) -> Any:
-    """Return the rows as the database for writing has them, if they go on under a lease."""
-    if getattr(instance, "_fenced_by", None) is None:
-        return rows
-    return rows.using(router.db_for_write(rows.model, instance=instance))
 
 
 def link(model: type[models.Model], field: Any) -> None:
@@ -121,9 +118,3 @@ def link(model: type[models.Model], field: Any) -> None:
     setattr(model, field.name, ParentLink(field))
     # Django adds the parent's descriptor later, when the model is known.
     field.related_accessor_class = ChildLink
-
-
-def _same_row(instance: Any, other: Any) -> Any:
-    if instance is not None and getattr(other, "_fenced_by", None) is None:
-        other._fenced_by = instance._fenced_by
-    return other

@@ -74,7 +74,10 @@ def see(by: Fenced, using: str | None = None) -> int:
         # Whoever is overtaken looks again, at a mark that has grown: this ends.
         while mark is None or mark < fence:
             with ours.use() as on:
-                done = _raise(on, key, fence) if mark is not None else _make(on, key, fence)
+                if mark is None:
+                    done = _make(on, key, fence)
+                else:
+                    done = _write(on, key, fence, fence__lt=fence)
                 mark = fence if done else _mark(ours, on, key)
     return mark
 
@@ -206,12 +209,8 @@ def _mark(ours: TableConnections, on: str, key: str) -> int | None:
     return int(found[0][0]) if found else None
 
 
-def _raise(using: str, key: str, fence: int) -> bool:
-    """Raise the mark, if it is lower; compared in the statement that writes."""
-    return _write(using, key, fence, fence__lt=fence)
-
-
 def _write(using: str, key: str, new: int, **which: int) -> bool:
+    """Set the mark, if it is such a one; compared in the statement that writes."""
     store = vendors.of(using)
     with store.short_transaction(MAX_BOUND):
         store.make_durable()

@@ -18,6 +18,12 @@ class Script(NamedTuple):
     text: str
     digest: str
 
+    @classmethod
+    def of(cls, text: str) -> Script:
+        """Return a script with its digest."""
+        # Not a signature: it is what EVALSHA takes.
+        return cls(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
 
 #: The scripts that a script calls, as functions of keys and arguments.
 _CALLS = {"acquire_many": ("acquire", "share")}
@@ -29,9 +35,7 @@ def script(name: str) -> Script:
     called = "".join(
         f"local function {each}(KEYS, ARGV)\n{_source(each)}end\n" for each in _CALLS.get(name, ())
     )
-    text = f"{_source('common')}\n{called}{_source(name)}"
-    # Not a signature: it is what EVALSHA takes.
-    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+    return Script.of(f"{_source('common')}\n{called}{_source(name)}")
 
 
 def _source(name: str) -> str:
