@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import selectors
 import socket
 import threading
 import time
@@ -15,6 +14,7 @@ import psycopg
 from django.db import connections
 from psycopg import sql
 
+from ..database.borrowing import is_readable
 from ..database.connections import CONNECT_SECONDS, KEEPALIVES, own_connection
 from ..database.sql import channel, word
 from ..database.vendors.postgresql import no_secret
@@ -26,11 +26,6 @@ ANSWER_SECONDS = 5.0
 
 #: What the session is called, where the project does not name its sessions.
 _SHOWN = "distlock wake-ups"
-
-#: Needs no descriptor of its own, and takes any, where the system has it.
-_Selector: type[selectors.BaseSelector] = getattr(
-    selectors, "PollSelector", selectors.SelectSelector
-)
 
 
 class NotifyLine:
@@ -111,9 +106,7 @@ class NotifyLine:
             result = self._pgconn.get_result()
 
     def _readable(self, seconds: float) -> bool:
-        with _Selector() as selector:
-            selector.register(self._pgconn.socket, selectors.EVENT_READ)
-            return bool(selector.select(max(0.0, seconds)))
+        return is_readable(self._pgconn.socket, seconds)
 
 
 def _called(word: str, name: str) -> str:

@@ -778,20 +778,24 @@ def _wire(connection: BaseDatabaseWrapper) -> Any:
     return getattr(connection.connection, "_sock", connection.connection)
 
 
-def is_readable(number: int) -> bool:
+def is_readable(number: int, seconds: float = 0.0, *, or_writable: bool = False) -> bool:
     """Whether a socket has something to read, or its other end is closed.
 
     Args:
         number: Its descriptor.
+        seconds: How long to wait for that.
+        or_writable: Whether it will do that it takes something to write.
 
     Raises:
         OSError, ValueError: It is none, or closed.
     """
+    seconds = max(0.0, seconds)
     if not hasattr(select, "poll"):
-        return bool(select.select([number], [], [], 0)[0])  # Windows.
+        written = [number] if or_writable else []
+        return any(select.select([number], written, [], seconds))  # Windows.
     poll = select.poll()
-    poll.register(number, select.POLLIN)
-    return bool(poll.poll(0))
+    poll.register(number, select.POLLIN | (select.POLLOUT if or_writable else 0))
+    return bool(poll.poll(math.ceil(seconds * 1000)))
 
 
 def _close(connection: BaseDatabaseWrapper) -> None:

@@ -7,7 +7,6 @@ sessions can be asked side by side, and what the server says unasked is seen wit
 from __future__ import annotations
 
 import os
-import selectors
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg.pq import ConnStatus, ExecStatus
 
 from ...core import budgets
-from ...database.borrowing import Opening, cut
+from ...database.borrowing import Opening, cut, is_readable
 from ...database.connections import (
     CONNECT_SECONDS,
     KEEPALIVES,
@@ -35,12 +34,6 @@ ANSWER_SECONDS = 5.0
 #: Milliseconds that a statement waits for somebody else's lock. A guard may hold a fence for as
 #: long as a transaction, so all that is waited for is what others change in passing.
 _LOCK_TIMEOUT = 20
-
-_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-#: Needs no descriptor of its own, and takes any, where the system has it.
-_Selector: type[selectors.BaseSelector] = getattr(
-    selectors, "PollSelector", selectors.SelectSelector
-)
 
 Row = Sequence[str | None]
 
@@ -146,7 +139,7 @@ class Session:
     def look(self) -> bool:
         """Return whether the server has ended the session. Nothing is sent or waited for."""
         with suppress(psycopg.Error):
-            while not self.closed and _ready(self._pgconn.socket, _READ, 0):
+            while not self.closed and is_readable(self._pgconn.socket):
                 self._pgconn.consume_input()
             return self.closed
         self.close()
@@ -171,7 +164,7 @@ class Session:
 
     def _preparation(self, prepared: str) -> str:
         options = {**KEEPALIVES, **self._wrapper.settings_dict["OPTIONS"]}
-        settings = {
+        values = {
             "application_name": "distlock",
             "default_transaction_isolation": "read committed",
             "lock_timeout": _LOCK_TIMEOUT,
@@ -181,14 +174,10 @@ class Session:
             "plan_cache_mode": "force_generic_plan",
             # What is asked names its table with the schema; nobody else may create here.
             "search_path": "pg_catalog, pg_temp",
-            "tcp_keepalives_idle": options["keepalives_idle"],
-            "tcp_keepalives_interval": options["keepalives_interval"],
-            "tcp_keepalives_count": options["keepalives_count"],
-            "tcp_user_timeout": options["tcp_user_timeout"],
-        }
-        values = {
-            name: int(value) if name.startswith("tcp") else value
-            for name, value in settings.items()
+            "tcp_keepalives_idle": int(options["keepalives_idle"]),
+            "tcp_keepalives_interval": int(options["keepalives_interval"]),
+            "tcp_keepalives_count": int(options["keepalives_count"]),
+            "tcp_user_timeout": int(options["tcp_user_timeout"]),
         }
         sets = ", ".join(
             f"pg_catalog.set_config('{name}', '{value}', false)" for name, value in values.items()
@@ -225,27 +214,20 @@ class Session:
 
     def _result(self, until: float) -> Any:
         while self._pgconn.is_busy():
-            if not _ready(self._pgconn.socket, _READ, until - time.monotonic()):
+            if not is_readable(self._pgconn.socket, until - time.monotonic()):
                 raise NoAnswer
             self._pgconn.consume_input()
         return self._pgconn.get_result()
 
     def _flush(self, until: float) -> None:
         while self._pgconn.flush():
-            ready = _ready(self._pgconn.socket, _READ | _WRITE, until - time.monotonic())
-            if not ready:
+            if not is_readable(self._pgconn.socket, until - time.monotonic(), or_writable=True):
                 raise NoAnswer
-            if ready & _READ:
+            # The server may wait for us to read before it reads more.
+            if is_readable(self._pgconn.socket):
                 self._pgconn.consume_input()
 
 
 def _first_row(result: Any) -> Row:
     values = (result.get_value(0, column) for column in range(result.nfields))
     return [None if each is None else each.decode() for each in values]
-
-
-def _ready(socket: int, events: int, seconds: float) -> int:
-    with _Selector() as selector:
-        selector.register(socket, events)
-        found = selector.select(max(0.0, seconds))
-        return found[0][1] if found else 0
