@@ -129,12 +129,7 @@ class MySQL(Vendor):
         idle: float | None = None,
     ) -> bool:
         guard = _GUARD.format(fences=fences.replace("%", "%%"), clock=_CLOCK)
-        if self.connection.mysql_is_mariadb:  # type: ignore[attr-defined]
-            # Nothing is set on the caller's connection, which a signal could leave behind.
-            found = self._ask(_with_bound(bound) + guard, [name])
-        else:
-            with self._session_bound(bound):
-                found = self._ask(guard, [name])
+        found = self._ask_within(bound, guard, name)
         # With a snapshot from before the grant, what is read behind this would be older than it.
         if found is None or found[:2] != (fence, fence):
             return False
@@ -144,11 +139,7 @@ class MySQL(Vendor):
         how = "LOCK IN SHARE MODE" if shared else "FOR UPDATE"
         table = table.replace("%", "%%")
         statement = f"SELECT fence FROM {table} WHERE storage_key = %s {how}"  # noqa: S608
-        bound = min(bound, _LONGEST)
-        if self.connection.mysql_is_mariadb:  # type: ignore[attr-defined]
-            return self._ask(_with_bound(bound) + statement, [name]) is not None
-        with self._session_bound(bound):
-            return self._ask(statement, [name]) is not None
+        return self._ask_within(min(bound, _LONGEST), statement, name) is not None
 
     @contextmanager
     def looking(self, name: str) -> Iterator[bool]:
@@ -179,6 +170,13 @@ class MySQL(Vendor):
 
     def is_overtaken(self, error: BaseException) -> bool:
         return _number(error) == 1020  # with innodb_snapshot_isolation
+
+    def _ask_within(self, bound: float, statement: str, name: str) -> Any:
+        if self.connection.mysql_is_mariadb:  # type: ignore[attr-defined]
+            # Nothing is set on the caller's connection, which a signal could leave behind.
+            return self._ask(_with_bound(bound) + statement, [name])
+        with self._session_bound(bound):
+            return self._ask(statement, [name])
 
     def _bounded(self, bound: float) -> AbstractContextManager[None]:
         if self.connection.mysql_is_mariadb:  # type: ignore[attr-defined]
