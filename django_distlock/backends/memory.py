@@ -148,22 +148,10 @@ class MemoryBackend(BaseLockBackend):
     def _list(
         self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
     ) -> Page:
-        def is_wanted(name: str) -> bool:
-            record = self._shelf.records[name]
-            return (
-                (cursor is None or name > cursor)
-                and record.is_live(now)
-                and record.key.startswith(prefix)
-                and host in (None, record.holder.host)
-                and task_id in (None, record.holder.task_id)
-            )
-
         with self._mutex:
             now = self._now()
-            names = sorted(filter(is_wanted, self._shelf.records))
-            shown = names[:limit]
-            records = tuple(self._shelf.records[name] for name in shown)
-            return Page(records, shown[-1] if len(names) > limit else None)
+            live = {name: each for name, each in self._shelf.records.items() if each.is_live(now)}
+        return Page.of(live, prefix, cursor, host=host, task_id=task_id, limit=limit)
 
     def _expired(self, name: str | None, limit: int) -> Sequence[Record]:
         with self._mutex:

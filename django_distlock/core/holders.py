@@ -57,6 +57,10 @@ class Holder:
                     f" and surrogates, not {shown(value)}."
                 )
 
+    def is_one(self, host: str | None, task_id: str | None) -> bool:
+        """Whether it has this host and this task; None: any."""
+        return host in (None, self.host) and task_id in (None, self.task_id)
+
     @property
     def is_queued(self) -> bool:
         """Whether a task holds the key, or waits for it, from its queue: no process has to live."""

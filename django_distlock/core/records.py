@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, Final, Literal
 
 from .durations import GRACE
@@ -503,6 +504,26 @@ class Page:
     records: tuple[Record, ...]
     cursor: str | None
     unreadable: tuple[Unreadable, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        found: Mapping[str, Record],
+        prefix: str,
+        cursor: str | None,
+        *,
+        host: str | None,
+        task_id: str | None,
+        limit: int,
+    ) -> Page:
+        """Return a page of these, which are all: see `BaseLockBackend.list`."""
+        shown = [
+            name for name, each in sorted(found.items(), key=itemgetter(0))
+            if (cursor is None or name > cursor)
+            and each.key.startswith(prefix) and each.holder.is_one(host, task_id)
+        ]  # fmt: skip
+        page = shown[:limit]
+        return cls(tuple(map(found.__getitem__, page)), page[-1] if len(shown) > limit else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,18 +47,7 @@ class SessionViews(FenceTable):
         self, prefix: str, cursor: str | None, *, host: str | None, task_id: str | None, limit: int
     ) -> Page:
         found = self._ask(self._find_all, writes=False, long=True)
-        records = [
-            (name, record)
-            for name, record in sorted(found.items())
-            if (cursor is None or name > cursor)
-            and record.key.startswith(prefix)
-            and host in (None, record.holder.host)
-            and task_id in (None, record.holder.task_id)
-        ]
-        page = records[:limit]
-        return Page(
-            tuple(record for _name, record in page), page[-1][0] if len(records) > limit else None
-        )
+        return Page.of(found, prefix, cursor, host=host, task_id=task_id, limit=limit)
 
     def _force_release(
         self, name: str, key: str, fence: int | None, *, bound: float
