@@ -52,7 +52,7 @@ from .answers import (
 )
 from .clients import client_source
 from .counting import count_keys, sampled_states
-from .lines import Call, ThreadLines
+from .lines import Call, ThreadLines, answered
 from .store import RedisStore, escaped, text
 from .waiters import RedisWaiters
 
@@ -134,7 +134,7 @@ class RedisBackend(RedisWaiters):
         tokens = (self._token(each) for each in concerned if each is not None)
         indexes = [self._listing, *tokens]
         arguments = (
-            attempt.token, _seconds(attempt.ttl), _GRACE, _FENCE_MAX, attempt.key,
+            attempt.token, _number(attempt.ttl), _GRACE, _FENCE_MAX, attempt.key,
             json.dumps(attempt.holder.as_json()), "1" if attempt.wanted else "",
             attempt.replace or "", self._channel,
         )  # fmt: skip
@@ -143,8 +143,7 @@ class RedisBackend(RedisWaiters):
             answer = self._run(question, partial(_granted_alone, attempt), attempt.key)
             if answer is not None:
                 return answer
-        permits = "" if attempt.permits is None else str(attempt.permits)
-        more = permits, repr(DOOR_SECONDS)
+        more = _number(attempt.permits), repr(DOOR_SECONDS)
         places = [self._at("lock", attempt.place), *keys]
         question = Call(script("share"), places, (*arguments, *more), indexes)
         return self._run(question, partial(granted, attempt), attempt.key)
@@ -159,9 +158,8 @@ class RedisBackend(RedisWaiters):
             keys.append(self._token(each.token))
             named += [each.token, each.key]
         arguments = (
-            *(_seconds(first.ttl), _GRACE, _FENCE_MAX, json.dumps(first.holder.as_json())),
-            *(self._channel, "" if first.permits is None else str(first.permits)),
-            *(repr(DOOR_SECONDS), *named),
+            *(_number(first.ttl), _GRACE, _FENCE_MAX, json.dumps(first.holder.as_json())),
+            *(self._channel, _number(first.permits), repr(DOOR_SECONDS), *named),
         )
         question = Call(script("acquire_many"), keys, arguments, [self._listing])
         return self._run(question, partial(granted_many, attempts))
@@ -181,13 +179,13 @@ class RedisBackend(RedisWaiters):
             # One server of a cluster, or one record that somebody has spoiled, is no reason to
             # count the other leases as unknown.
             with suppress(LockError):
-                found.append(_read(partial(extended, grant, grant.ttl), _or_raise(answer), call))
+                found.append(_read(partial(extended, grant, grant.ttl), answered(answer), call))
                 continue
             found.append(UNKNOWN)
         return found
 
     def _extension(self, name: str, grant: Grant, ttl: float | None) -> Call:
-        arguments = (grant.token, _seconds(ttl), _GRACE, self._channel)
+        arguments = (grant.token, _number(ttl), _GRACE, self._channel)
         indexes = [self._listing, self._token(grant.token)]
         return Call(script("extend"), self._kept_at(name), arguments, indexes)
 
@@ -215,7 +213,7 @@ class RedisBackend(RedisWaiters):
     def _read_many(self, names: Sequence[str]) -> Sequence[Record | None]:
         calls = [self._reading(self._at("lock", name), self._at("shared", name)) for name in names]
         answers = zip(self.store.ask_all(calls), calls, strict=True)
-        return [_read(held, _or_raise(answer), call) for answer, call in answers]
+        return [_read(held, answered(answer), call) for answer, call in answers]
 
     def _read_token(self, token: str) -> Record | None:
         lock = self.store.command("GET", self._token(token))
@@ -251,11 +249,7 @@ class RedisBackend(RedisWaiters):
                     spoiled.append(record)
                     last = place
                     continue
-                if (
-                    record is None
-                    or host not in (None, record.holder.host)
-                    or task_id not in (None, record.holder.task_id)
-                ):
+                if record is None or not record.holder.is_one(host, task_id):
                     continue
                 if len(found) == limit:
                     return Page(tuple(found), last, tuple(spoiled))
@@ -282,7 +276,7 @@ class RedisBackend(RedisWaiters):
 
         whole = whole_name(name)
         keys = [self._at("lock", name), self._at("fence", whole), self._at("shared", whole)]
-        arguments = (_FENCE_MAX, self._channel, _fence(fence))
+        arguments = (_FENCE_MAX, self._channel, _number(fence))
         question = Call(script("force_release"), keys, arguments, [self._listing])
         record = self._run(question, read, key)
         if record is not None:
@@ -305,7 +299,7 @@ class RedisBackend(RedisWaiters):
         bound: float,
     ) -> Record | None:
         keys = [self._at("lock", name), *([] if token is None else [self._token(token)])]
-        arguments = (_seconds(within), token or "", self._channel, _fence(fence))
+        arguments = (_number(within), token or "", self._channel, _number(fence))
         return self._run(Call(script("request_stop"), keys[:1], arguments, keys[1:]), held)
 
     def _pause(self, name: str, key: str, until: datetime, by: str | None, *, bound: float) -> None:
@@ -329,15 +323,13 @@ class RedisBackend(RedisWaiters):
         }
 
     def _counter(self, name: str) -> Counter | None:
-        keys = [self._at("fence", name), self._at("pause", name)]
-        return self._run(Call(script("counter"), keys, ()), counted)
+        return self._run(self._counting(name), counted)
+
+    def _counting(self, name: str) -> Call:
+        return Call(script("counter"), [self._at("fence", name), self._at("pause", name)], ())
 
     def _fences_of(self, names: Sequence[str]) -> Sequence[int | None]:
-        calls = [
-            Call(script("counter"), [self._at("fence", name), self._at("pause", name)], ())
-            for name in names
-        ]
-        return [_counted_fence(each) for each in (self.store.ask_all(calls) if calls else [])]
+        return list(map(_counted_fence, self.store.ask_all(list(map(self._counting, names)))))
 
     def _note(self, name: str, fence: int, seconds: float) -> None:
         milliseconds = str(max(1, math.ceil(seconds * 1000)))
@@ -410,16 +402,13 @@ class RedisBackend(RedisWaiters):
         return Raised(raised, tuple(left))
 
     def _raised(self, to: int | None, names: Sequence[str], *, is_page: bool = True) -> Raised:
-        arguments = ("" if to is None else str(to),)
-        questions = [
-            Call(
-                script("raise_fence"),
-                [self._at(role, name) for role in ("lock", "fence", "shared")],
-                arguments,
-            )
-            for name in names
-        ]
-        outcomes = self.store.ask_all(questions)
+        roles, arguments = ("lock", "fence", "shared"), (_number(to),)
+        outcomes = self.store.ask_all(
+            [
+                Call(script("raise_fence"), [self._at(role, name) for role in roles], arguments)
+                for name in names
+            ]
+        )
         # Of a page, a counter that somebody has spoiled is left, and those behind it are raised.
         fails = BackendUnavailable if is_page else LockError
         for outcome in outcomes:
@@ -479,12 +468,6 @@ def _read(read: Callable[[str], T], answer: str, question: Call) -> T:
         raise unreadable(question.keys[0], error).error from error
 
 
-def _or_raise(answer: str | LockError) -> str:
-    if isinstance(answer, LockError):
-        raise answer
-    return answer
-
-
 def _counted_fence(answer: str | LockError) -> int | None:
     if isinstance(answer, LockError):
         return None
@@ -492,9 +475,5 @@ def _counted_fence(answer: str | LockError) -> int | None:
     return 0 if found is None else found.fence
 
 
-def _fence(fence: int | None) -> str:
-    return "" if fence is None else str(fence)
-
-
-def _seconds(ttl: float | None) -> str:
-    return "" if ttl is None else repr(ttl)
+def _number(value: float | None) -> str:
+    return "" if value is None else str(value)

@@ -54,6 +54,13 @@ class Call(NamedTuple):
         return (*what, str(len(keys)), *keys, *self.arguments)
 
 
+def answered(answer: Any) -> Any:
+    """Return an answer, or raise the error that it is."""
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
 def packed(words: Sequence[str]) -> bytes:
     """Return a command as it is sent: an array of texts, each with its length in bytes."""
     parts = [b"*%d\r\n" % len(words)]
@@ -89,9 +96,7 @@ class ThreadLines:
         answer = self._exchange([*first, call.command()])[-1]
         if isinstance(answer, exceptions.NoScriptError):
             answer = self._exchange([*first, call.command(whole=True)])[-1]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return answered(answer)
 
     def ask_all(self, calls: Sequence[Call]) -> list[Any]:
         """Call scripts in one round trip; give answers, and errors in their places."""
@@ -109,10 +114,7 @@ class ThreadLines:
 
     def command(self, *words: str, asking: bool = False) -> Any:
         """Run a command, and raise its error; see `ask`."""
-        answer = self._exchange([*([("ASKING",)] if asking else []), words])[-1]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        return answered(self._exchange([*([("ASKING",)] if asking else []), words])[-1])
 
     def commands(self, commands: Sequence[Sequence[str]]) -> list[Any]:
         """Run commands in one round trip; give answers, and errors in their places."""

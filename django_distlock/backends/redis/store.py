@@ -21,7 +21,7 @@ from ...exceptions import InvalidLockBackend
 from .answers import FIELDS, live_record, unreadable
 from .clients import ERRORS, own_client, translated
 from .cluster import ClusterLines
-from .lines import Call, ThreadLines
+from .lines import Call, ThreadLines, answered
 from .wakeups import Subscription, subscribed
 
 #: How many keys of the database a step of a walk looks at: well below a millisecond of the server.
@@ -102,6 +102,8 @@ class RedisStore:
         Raises:
             BackendUnavailable: No server answered.
         """
+        if not calls:
+            return []
         with self._asking() as lines:
             answers = lines.ask_all(calls)
         return [
@@ -135,9 +137,7 @@ class RedisStore:
         with self._asking():
             questions = [("TIME",), *(("HMGET", name, *FIELDS) for name in names)]
             time, *answers = line.commands(questions)
-            if isinstance(time, Exception):
-                raise time
-            now = _microseconds(time)
+            now = _microseconds(answered(time))
 
             def read(name: str, answer: Any) -> Record | Unreadable | None:
                 try:
@@ -343,4 +343,4 @@ def _is_of(answer: object, host: str | None, task_id: str | None) -> bool:
         holder = Holder.from_json(json.loads(answer))
     except SPOILED:
         return True  # The same.
-    return host in (None, holder.host) and task_id in (None, holder.task_id)
+    return holder.is_one(host, task_id)

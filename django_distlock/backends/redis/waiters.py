@@ -8,14 +8,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import ClassVar
 
-from ...core.errors import LockError
 from ...core.holders import Holder
 from ...core.records import SPOILED, Waiting, Waits
 from ...database.fields import from_microseconds
 from ..base import BaseLockBackend
 from ..listening import Listener
 from ..lua import script
-from .lines import Call
+from .lines import Call, answered
 from .store import RedisStore
 
 #: How many waiters of a key are shown.
@@ -62,20 +61,14 @@ class RedisWaiters(BaseLockBackend):
         return _read(self.store.ask(self._question(name)))
 
     def _count_waiters(self, names: Sequence[str]) -> Sequence[Waits]:
-        calls = [self._question(name) for name in names]
-        return [_counted(answer) for answer in (self.store.ask_all(calls) if calls else [])]
+        answers = self.store.ask_all([self._question(name) for name in names])
+        return [Waits.of(_read(answered(answer))) for answer in answers]
 
     def _question(self, name: str) -> Call:
         return Call(script("waiters"), [self._waiting(name)], (str(MANY),))
 
     def _waiting(self, name: str) -> str:
         return f"{self._prefix}waiters:{name}"
-
-
-def _counted(answer: str | LockError) -> Waits:
-    if isinstance(answer, LockError):
-        raise answer
-    return Waits.of(_read(answer))
 
 
 def _read(answer: str) -> list[Waiting]:

@@ -9,26 +9,17 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from redis import exceptions
 
 from ..listening import NoWakeUps
 from .clients import ERRORS
+from .cluster import ClusterLines
 from .lines import ThreadLines, packed, shut
 
 #: Seconds that a server gets to answer whether it is still there.
 PONG_SECONDS = 5.0
-
-
-class Lines(Protocol):
-    """The connections to a store, of which a subscription gets one of its own."""
-
-    def servers(self) -> list[ThreadLines]:
-        """See `ThreadLines`."""
-
-    def serves(self, connection: Any) -> bool:
-        """See `ThreadLines`."""
 
 
 class Subscription:
@@ -82,7 +73,7 @@ class Subscription:
         return [str(said, "utf-8", "replace")] if kind == b"message" else []
 
 
-def subscribed(lines: Lines, channel: str) -> Subscription:
+def subscribed(lines: ThreadLines | ClusterLines, channel: str) -> Subscription:
     """Subscribe to a channel, on whichever server answers.
 
     Raises:
