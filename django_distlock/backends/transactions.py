@@ -81,12 +81,12 @@ class TransactionLocks(FenceTable):
     def _call_function(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
         functions = self._hot.db_manager(asked.using)
         assert isinstance(functions, ServerFunctions)  # noqa: S101 - or it is not supported
-        outcome, key, (*facts, told) = functions.transaction_lock([*names], asked)
+        outcome, key, facts = functions.transaction_lock([*names], asked)
         if outcome == "snapshot":
             raise older_snapshot(asked.using)
         if outcome == "locked" or key is None:
             return None
-        return InTheWay(key, contended(outcome, *facts, told=told), deadlock=outcome == "deadlock")
+        return InTheWay(key, contended(outcome, *facts), deadlock=outcome == "deadlock")
 
     def _lock_rows(self, names: Mapping[str, str], asked: KeysAsked) -> InTheWay | None:
         """Share the fence of each key, so that no lease is granted, and lock its door.
@@ -230,15 +230,16 @@ class TransactionLocks(FenceTable):
             others = [each for each in leases if each[1] not in asked.tokens]
             if others:
                 name, _token, *facts, holder = others[0]
-                told = json.loads(holder)
-                return InTheWay(names[name], contended("contended", now, *facts, told=told))
+                facts.append(json.loads(holder))
+                return InTheWay(names[name], contended("contended", now, *facts))
             for row in self._locks_on(on).places_of(_alone(some, names, asked)):
                 if row.is_live(from_microseconds(now)) and row.token not in asked.tokens:
                     kept = row.as_record().contended(from_microseconds(now))
                     return InTheWay(names[whole_name(row.pk)], kept)
             for (name,) in self._rows(on, _PAUSES, some, now):
-                nothing = [None] * 4
-                return InTheWay(names[name], contended("paused", now, *nothing, told=None))
+                return InTheWay(
+                    names[name], Contended(observed_at=from_microseconds(now), paused=True)
+                )
         return None
 
     def _rows(self, on: str, statement: str, names: Sequence[str], now: int) -> list[Any]:

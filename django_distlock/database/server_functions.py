@@ -87,14 +87,13 @@ class ServerFunctions:
 
     def acquire(self, attempt: Attempt) -> Grant | Contended | None:
         """Grant the key if it is free; None: it is shared, or was: see `share`."""
-        *facts, told = _parts(self._call("acquire", self._asked(attempt)), 7)
-        return None if facts[0] == "shared" else acquired(attempt, *facts, told=told)
+        outcome, *facts = _parts(self._call("acquire", self._asked(attempt)), 7)
+        return None if outcome == "shared" else acquired(attempt, outcome, *facts)
 
     def share(self, attempt: Attempt) -> Grant | Contended:
         """Grant a key that several share, or that somebody wants alone: see `in_the_way`."""
         arguments = [*self._asked(attempt), attempt.place, attempt.permits]
-        *facts, told = _parts(self._call("share", arguments), 7)
-        return acquired(attempt, *facts, told=told)
+        return acquired(attempt, *_parts(self._call("share", arguments), 7))
 
     def acquire_many(self, attempts: Sequence[Attempt]) -> list[Grant] | InTheWay:
         """Grant several keys, or none of them; they differ in key and token alone."""
@@ -113,11 +112,8 @@ class ServerFunctions:
         place, answers = json.loads(self._call("acquire_many", arguments))
         if place:
             attempts, answers = attempts[place - 1 : place], [answers]
-        facts = [_padded(each, 7) for each in answers]
-        found = [
-            acquired(attempt, *each, told=told)
-            for attempt, (*each, told) in zip(attempts, facts, strict=True)
-        ]
+        told = zip(attempts, answers, strict=True)
+        found = [acquired(attempt, *_padded(answer, 7)) for attempt, answer in told]
         return all_or_none(found, attempts)
 
     def _asked(self, attempt: Attempt) -> list[Any]:
@@ -205,32 +201,23 @@ class ServerFunctions:
         return f"SELECT {function}({_PLACEHOLDERS[operation]})"
 
 
-def acquired(
-    attempt: Attempt,
-    outcome: str,
-    now: int,
-    fence: int,
-    acquired_at: int,
-    expires_at: int | None,
-    free_at: int | None,
-    *,
-    told: Any,
-) -> Grant | Contended:
+def acquired(attempt: Attempt, outcome: str, *facts: Any) -> Grant | Contended:
     """Return what a server says of an attempt: see `sql/postgresql/acquire.sql`.
 
     Args:
-        told: Who holds the key, as JSON that was read; None: nobody.
+        facts: See `contended`.
 
     Raises:
         LockError: The key has used up its fences.
     """
     if outcome == "granted":
+        _now, fence, acquired_at, expires_at, *_ = facts
         check_fence(attempt.key, fence)
         return attempt.grant(fence, from_microseconds(acquired_at), instant(expires_at))
     if outcome == "overflow":
         key = attempt.key
         raise LockError(f"The key {key!r} has used all its fences ({FENCE_MAX}).", key=key)
-    return contended(outcome, now, fence, acquired_at, expires_at, free_at, told=told)
+    return contended(outcome, *facts)
 
 
 def contended(
@@ -240,10 +227,13 @@ def contended(
     acquired_at: int | None,
     expires_at: int | None,
     free_at: int | None,
-    *,
     told: Any,
 ) -> Contended:
-    """Return what a server says of a key that it did not grant: see `acquired`."""
+    """Return what a server says of a key that it did not grant: see `acquired`.
+
+    Args:
+        told: Who holds the key, as JSON that was read; None: nobody.
+    """
     return Contended(
         holder=None if told is None else known_holder(told),
         fence=fence,

@@ -231,8 +231,8 @@ class CompactLockManager(HeldLockManager):
             kept = None
         else:
             outcome = "paused" if paused else "contended"
-            facts = fence, acquired_at, expires_at, free_at
-            kept = contended(outcome, at, *facts, told=json.loads(told))
+            facts = fence, acquired_at, expires_at, free_at, json.loads(told)
+            kept = contended(outcome, at, *facts)
         is_held = kept is not None and kept.fence is not None
         return kept, last or 0, now, is_held and not wanted, bool(is_shared)
 

@@ -82,12 +82,12 @@ class CompoundLockManager(HeldLockManager):
             "floor": self.follows_clock, "holder": json.dumps(holder.as_json()),
             "host": holder.host, "task": holder.task_id,
         }  # fmt: skip
-        facts: list[Any] = ["again"]
-        while facts[0] == "again":
-            *facts, told = self._run(self._acquire, values, attempt.bound)
-        if facts[0] == "shared":
+        outcome = "again"
+        while outcome == "again":
+            outcome, *facts, told = self._run(self._acquire, values, attempt.bound)
+        if outcome == "shared":
             return None
-        return acquired(attempt, *facts, told=None if told is None else json.loads(told))
+        return acquired(attempt, outcome, *facts, None if told is None else json.loads(told))
 
     def extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
         """Replace the ttl of a lease; None: it is gone."""
