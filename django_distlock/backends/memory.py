@@ -32,7 +32,7 @@ from ..core.records import (
     Unknown,
     lease_ends,
 )
-from ..core.sharing import DOOR_SECONDS, in_the_way, last_to_end, paused
+from ..core.sharing import DOOR_SECONDS, in_the_way, last_to_end
 from ..database.connections import OpenTransaction
 from .base import BaseLockBackend
 from .shelf import Shelf
@@ -298,9 +298,9 @@ class MemoryBackend(BaseLockBackend):
     def _in_the_way(self, attempt: Attempt, now: datetime) -> Contended | None:
         """Return why the key cannot be had, and mark who has it; see `HeldLockManager.share`."""
         holders = self._shelf.holders(attempt.name, now)
-        kept = in_the_way(attempt, holders, self._shelf.doors.get(attempt.name), now)
-        if attempt.name in self._pauses and self._pause_of(attempt.name, now):
-            kept = paused(holders, now)
+        closed_until = self._shelf.doors.get(attempt.name)
+        paused_until, _by = self._pauses.get(attempt.name, (None, None))
+        kept = in_the_way(attempt, holders, closed_until, paused_until, now)
         if kept is not None and attempt.wanted:
             self._shelf.mark(attempt.name, holders)
             if not attempt.shared and holders and holders[0].shared:

@@ -40,17 +40,14 @@ def last_to_end(records: Sequence[Record]) -> Record:
     return max(records, key=_free_at)
 
 
-def paused(holders: Sequence[Record], now: datetime) -> Contended:
-    """Return that a key is paused, and of those who hold it which one is free last."""
-    if not holders:
-        return Contended(observed_at=now, paused=True)
-    return last_to_end(holders).contended(now, paused=True)
-
-
 def in_the_way(
-    attempt: Attempt, holders: Sequence[Record], closed_until: datetime | None, now: datetime
+    attempt: Attempt,
+    holders: Sequence[Record],
+    closed_until: datetime | None,
+    paused_until: datetime | None,
+    now: datetime,
 ) -> Contended | None:
-    """Return why those who hold a key are in the way of an attempt; None: they are not.
+    """Return why a pause or the holders of a key are in the way of an attempt; None: they are not.
 
     An attempt to share a key in the place of another lease is refused where that is gone: others
     may have been there in between.
@@ -58,7 +55,12 @@ def in_the_way(
     Args:
         holders: The records of all who hold the key now: of one alone, or of those who share it.
         closed_until: Until when nobody joins those who share it; None: they are joined.
+        paused_until: Until when nobody is granted it; None: it is not paused.
     """
+    if paused_until is not None and now < paused_until:
+        if not holders:
+            return Contended(observed_at=now, paused=True)
+        return last_to_end(holders).contended(now, paused=True)
     others = [each for each in holders if not attempt.may_replace(each)]
     if not attempt.shared:
         return last_to_end(others).contended(now) if others else None

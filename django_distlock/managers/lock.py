@@ -33,7 +33,7 @@ from ..core.records import (
     lease_ends,
 )
 from ..core.secrets import Token
-from ..core.sharing import DOOR_SECONDS, in_the_way, last_to_end, paused
+from ..core.sharing import DOOR_SECONDS, in_the_way, last_to_end
 from ..database import vendors
 from ..database.connections import rows_of
 from ..database.fields import to_microseconds
@@ -377,13 +377,10 @@ class HeldLockManager(models.Manager["HeldLock"]):
         row = self.filter(pk=attempt.name).first()
         paused_until = self._counters.paused_until(attempt.name)
         now = self._store.now()
-        paused = paused_until is not None and now < paused_until
-        record = None if row is None else _live(row, now)
-        if record is None:
-            return Contended(observed_at=now, paused=True) if paused else None, None
-        if attempt.may_replace(record) and not paused:
-            return None, None
-        return record.contended(now, paused=paused), row
+        live = None if row is None else _live(row, now)
+        holders = [] if live is None else [live]
+        kept = in_the_way(attempt, holders, None, paused_until, now)
+        return kept, row if holders else None
 
     def _lock_free(
         self, attempt: Attempt
@@ -500,10 +497,8 @@ class HeldLockManager(models.Manager["HeldLock"]):
         live = [row for row in rows if row.is_live(now)]
         records = [row.as_record() for row in live]
         closed_until = None if counter is None else counter.closed_until
-        contended = in_the_way(attempt, records, closed_until, now)
         paused_until = None if counter is None else counter.paused_until
-        if paused_until is not None and now < paused_until:
-            contended = paused(records, now)
+        contended = in_the_way(attempt, records, closed_until, paused_until, now)
         return _Seen(counter, rows, live, now, contended)
 
     def _stays(self, attempt: Attempt, row: HeldLock, now: datetime) -> bool:
