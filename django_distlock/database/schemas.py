@@ -89,8 +89,13 @@ class TableConnections(LockConnections):
         # One thread asks for all. Nobody relies on it: a signal may leave it locked.
         mine = self._asking.acquire(timeout=budgets.left(MAX_BOUND))
         try:
-            decided = self._known()
-            return self._ask() if decided is None else decided[1]
+            if (decided := self._known()) is not None:
+                return decided[1]
+            template = connections[self.alias]
+            schema, is_there = _asked(template, table(self._looked_for))
+            if is_there:
+                self._decided = template.settings_dict["NAME"], schema
+            return schema
         finally:
             if mine:
                 self._asking.release()
@@ -99,13 +104,6 @@ class TableConnections(LockConnections):
         # A test run renames its databases under the same alias.
         database, decided = connections[self.alias].settings_dict["NAME"], self._decided
         return decided if decided is not None and decided[0] == database else None
-
-    def _ask(self) -> str | None:
-        template = connections[self.alias]
-        schema, is_there = _asked(template, table(self._looked_for))
-        if is_there:
-            self._decided = template.settings_dict["NAME"], schema
-        return schema
 
 
 def _asked(template: BaseDatabaseWrapper, looked_for: str) -> tuple[str | None, bool]:
@@ -130,12 +128,8 @@ def _asked(template: BaseDatabaseWrapper, looked_for: str) -> tuple[str | None, 
 
 
 def _quoted(connection: BaseDatabaseWrapper, schema: str) -> str:
-    quote = _quote(connection)
+    quote = str(connection.ops.quote_name("x")[0])
     return quote + schema.replace(quote, quote * 2) + quote
-
-
-def _quote(connection: BaseDatabaseWrapper) -> str:
-    return str(connection.ops.quote_name("x")[0])
 
 
 @cache

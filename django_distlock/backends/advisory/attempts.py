@@ -107,10 +107,7 @@ class SessionAttempts(SessionViews):
             return contended
 
     def _ask_for(self, session: Session, statement: str, attempt: Attempt) -> Row:
-        try:
-            row = session.ask(statement, attempt.name, attempt.key, session.durable)
-        except NoAnswer as error:
-            raise self._no_answer(attempt.key) from error
+        row = session.ask(statement, attempt.name, attempt.key, session.durable)
         if row[4] is None:
             raise self._translated(no_secret(side_table("salt")), attempt.key)
         return row

@@ -53,9 +53,8 @@ class SessionViews(FenceTable):
         self, name: str, key: str, fence: int | None, *, bound: float
     ) -> Record | Contended | None:
         force = partial(self._force, name, key, fence, bound)
-        busy = partial(self._busy, name)
         done, record = self._ask(force, bound=bound, busy=lambda: (False, None), key=key)
-        return record if done else busy()
+        return record if done else self._busy(name)
 
     def _request_stop(
         self,

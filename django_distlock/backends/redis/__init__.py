@@ -372,10 +372,6 @@ class RedisBackend(RedisWaiters):
     def _data_mark_at(self) -> str:
         return self._at("data-mark", self._name("data-mark"))
 
-    def _cleanup(self, before: datetime, limit: int) -> int:
-        # Redis removes records by itself when their time has come.
-        return 0
-
     def _counts(self) -> Counts:
         return count_keys(self)
 
