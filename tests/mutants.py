@@ -294,7 +294,7 @@ MUTANTS = (
     ),
     Mutant(
         "the time of the transaction is used as the current time", "postgres", ACQUIRE,
-        old=r"clock_timestamp\(\)", new="now()",
+        old=r"\{now\}", new="(date_part('epoch', now()) * 1000000)::bigint",
         test=f"{RACES}::test_waiter_gets_its_full_ttl",
         case="{backend}-expired",
     ),
@@ -332,7 +332,7 @@ MUTANTS = (
     ),
     Mutant(
         "release judges by the time before it waited", "postgres", DROP,
-        old=r"clock_timestamp\(\)", new="now()",
+        old=r"\{now\}", new="(date_part('epoch', now()) * 1000000)::bigint",
         test=f"{RACES}::test_lease_that_ends_while_waiting_is_gone", case="{backend}-release",
     ),
     Mutant(

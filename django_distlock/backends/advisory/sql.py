@@ -10,9 +10,8 @@ from typing import Any
 from ...core.holders import Holder
 from ...core.records import Record
 from ...database.fields import from_microseconds, to_microseconds
-from ...database.sql import number
+from ...database.sql import NOW, number
 
-_NOW = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint"
 #: The locks of this database: `l`.
 _LOCKS = """
     pg_locks l WHERE l.locktype = 'advisory' AND l.objsubid = 1 AND l.granted
@@ -95,9 +94,7 @@ class Statements:
         ]
         own = _OWN.format(number="$1")
         # Asked by who has lost. In the statement above, it would double the price of winning.
-        lost = (
-            f"SELECT {_NOW}, who.* FROM (SELECT 1) one LEFT JOIN ({self._held('$1')}) who ON true"
-        )
+        lost = f"SELECT {NOW}, who.* FROM (SELECT 1) one LEFT JOIN ({self._held('$1')}) who ON true"
         asked = (
             f"SELECT x.stop_requested_at FROM {self.sessions} x"
             " WHERE x.pid = pg_backend_pid() AND x.fence = $2"
@@ -106,8 +103,8 @@ class Statements:
             "distlock_lost (text)": f"{lost} LIMIT 1",
             "distlock_release (bigint)": "SELECT pg_advisory_unlock($1)",
             "distlock_undo (text)": f"SELECT pg_advisory_unlock({self._number('$1')})",
-            "distlock_ping (bigint)": f"SELECT {_NOW}, {own}, NULL",
-            "distlock_look (bigint, bigint)": f"SELECT {_NOW}, {own}, ({asked})",
+            "distlock_ping (bigint)": f"SELECT {NOW}, {own}, NULL",
+            "distlock_look (bigint, bigint)": f"SELECT {NOW}, {own}, ({asked})",
         }
         return "; ".join(
             [*acquires, *(f"PREPARE {name} AS {each}" for name, each in others.items())]
@@ -115,12 +112,12 @@ class Statements:
 
     def who_holds(self) -> str:
         """Return the query for the clock and the holder of a key, by its storage key."""
-        return f"SELECT {_NOW}, who.* FROM ({self._held('%(name)s')}) who"
+        return f"SELECT {NOW}, who.* FROM ({self._held('%(name)s')}) who"
 
     def everybody(self) -> str:
         """Return the same query for all keys whose storage keys begin with a text."""
         held = self._named(_HELD, number=self._number("x.storage_key"))
-        return f"SELECT {_NOW}, who.* FROM ({held}) who WHERE starts_with(who.storage_key, %s)"
+        return f"SELECT {NOW}, who.* FROM ({held}) who WHERE starts_with(who.storage_key, %s)"
 
     def taken(self) -> str:
         """Return the query for which of these storage keys have a number that somebody locks."""
@@ -170,7 +167,7 @@ class Statements:
 
     def _named(self, statement: str, **more: str) -> str:
         return statement.format(
-            fences=self.fences, sessions=self.sessions, salt=self.salt, now=_NOW, **more
+            fences=self.fences, sessions=self.sessions, salt=self.salt, now=NOW, **more
         )
 
 

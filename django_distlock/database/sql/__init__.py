@@ -50,6 +50,30 @@ _IDENTIFIER, _HERE = re.compile(rf'"(?:{_NAMES.pattern})\w*"'), "\x1f"
 _VERSIONS = ("v1", "v2", "v3")
 
 
+#: The time in microseconds since 1970, whenever it is asked for.
+NOW = "(pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint"
+#: What is in several scripts, by what stands there for it.
+_PIECES = {
+    "{now}": NOW,
+    "{of_key}": (
+        "(l.storage_key = p_storage_key OR l.storage_key >= v_from AND l.storage_key < v_to)"
+    ),
+    # An older snapshot would not show what was committed while a function waited.
+    "{require_isolation}": (
+        "IF pg_catalog.current_setting('transaction_isolation') <> 'read committed' THEN"
+        " RAISE EXCEPTION 'distlock needs READ COMMITTED' USING ERRCODE = '25001'; END IF;"
+    ),
+    "{require_salt}": (
+        "IF NOT FOUND THEN RAISE EXCEPTION 'the table django_distlock_heldlock_salt is empty'"
+        " USING ERRCODE = '58000', HINT = 'Run manage.py migrate.'; END IF;"
+    ),
+    # A SET clause of a function ends before the commit. A stronger setting stays.
+    "{durable}": (
+        "IF pg_catalog.current_setting('synchronous_commit') <> 'remote_apply' THEN"
+        " v_ignored := pg_catalog.set_config('synchronous_commit', 'on', true); END IF;"
+    ),
+}
+
 # The table's own number as well: a copy of the schema has the same seed.
 _SEED = "pg_catalog.textcat(s.seed, s.tableoid::text)"
 
@@ -112,7 +136,7 @@ def script(name: str, schema: str) -> str:
             by whatever path the caller has.
     """
     text = (files(__package__) / "postgresql" / f"{name}.sql").read_text(encoding="utf-8")
-    salted = {
+    put_in = _PIECES | {
         "{turn}": number("turn", "p_storage_key"),
         "{turn_of_seed}": number("turn", "p_storage_keys[v_at]", "v_seed"),
         "{turn_of_row}": number("turn", "k.storage_key", "v_seed"),
@@ -124,7 +148,7 @@ def script(name: str, schema: str) -> str:
         "{called}": called("p_storage_key"),
         "{called_whole}": called(f"pg_catalog.split_part(p_storage_key, '{PLACE_MARKER}', 1)"),
     }
-    for stands_for, expression in salted.items():
+    for stands_for, expression in put_in.items():
         text = text.replace(stands_for, expression)
     configured = {default: table(what) for what, default in DEFAULT_TABLES.items()}
     # Two steps, because the schema may be called like a table.

@@ -11,7 +11,7 @@ from django.db.utils import OperationalError
 
 from ...core.durations import MAX_STANDSTILL
 from ..fields import from_microseconds
-from ..sql import SCHEMA_OF, called, channel, number, quoted, side_table
+from ..sql import NOW, SCHEMA_OF, called, channel, number, quoted, side_table
 from .base import Vendor
 
 _BUSY = {"55P03", "40P01"}  # lock_not_available, deadlock_detected
@@ -74,9 +74,7 @@ class PostgreSQL(Vendor):
     """Settings are made for one transaction, so that none reaches a pooler's next client."""
 
     schema_of: ClassVar[str | None] = SCHEMA_OF
-    clock: ClassVar[str | None] = (
-        "(pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint"
-    )
+    clock: ClassVar[str | None] = NOW
     supports_guard: ClassVar[bool] = True
 
     def now(self) -> datetime:

@@ -56,16 +56,13 @@ DECLARE
     -- Assigned and not PERFORMed: an expression costs a fifth of a statement.
     v_ignored text := pg_catalog.set_config('lock_timeout', p_bound, true);
 BEGIN
-    IF pg_catalog.current_setting('transaction_isolation') <> 'read committed' THEN
-        -- An older snapshot would not show what was committed while this waited.
-        RAISE EXCEPTION 'distlock needs READ COMMITTED' USING ERRCODE = '25001';
-    END IF;
+    {require_isolation}
     BEGIN
         LOOP
             -- Read first: whoever loses takes no lock and writes nothing.
             SELECT
                 l.token, l.fence, l.acquired_at, l.expires_at, l.free_at, l.wanted, l.holder,
-                (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint
+                {now}
                 INTO h_token, h_fence, h_acquired_at, h_expires_at, h_free_at, h_wanted, h_holder,
                     h_now
                 FROM "django_distlock_heldlock" l
@@ -79,10 +76,7 @@ BEGIN
             ELSE
                 IF v_turn IS NULL THEN
                     SELECT {turn} INTO v_turn FROM "django_distlock_heldlock_salt" s;
-                    IF NOT FOUND THEN
-                        RAISE EXCEPTION 'the table django_distlock_heldlock_salt is empty'
-                            USING ERRCODE = '58000', HINT = 'Run manage.py migrate.';
-                    END IF;
+                    {require_salt}
                 END IF;
                 IF NOT pg_catalog.pg_try_advisory_xact_lock(v_turn) THEN
                     -- One acquirer per key. Those who queued behind the winner look again and lose
@@ -93,16 +87,11 @@ BEGIN
                 -- A guard's FOR SHARE may stand for as long as a transaction: answer now.
                 SELECT c.fence, c.closed_until IS NOT NULL INTO v_last, v_shared FROM "django_distlock_fencecounter" c
                     WHERE c.storage_key = p_storage_key AND (
-                        c.paused_until IS NULL OR
-                        c.paused_until <= (
-                            pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000
-                        )::bigint
+                        c.paused_until IS NULL OR c.paused_until <= {now}
                     ) FOR NO KEY UPDATE NOWAIT;
             END IF;
             IF v_last IS NULL THEN
-                SELECT c.paused_until > (
-                    pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000
-                )::bigint
+                SELECT c.paused_until > {now}
                     INTO v_paused
                     FROM "django_distlock_fencecounter" c WHERE c.storage_key = p_storage_key;
                 IF v_paused THEN
@@ -136,7 +125,7 @@ BEGIN
             SELECT l.wanted INTO h_wanted FROM "django_distlock_heldlock" l
                 WHERE l.storage_key = p_storage_key FOR UPDATE;
             -- The clock after every wait, or a lease would come back with a part of it gone.
-            t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
+            t := {now};
             v_expires := t + pg_catalog.round(p_ttl * 1000000)::bigint;
             -- What the clock counts in 10 µs is the least, where a counter may be lost or stale.
             v_fence := greatest(v_last + 1, CASE WHEN p_floor THEN t / 10 ELSE 1 END);
@@ -191,11 +180,8 @@ BEGIN
                 UPDATE "django_distlock_fencecounter" c SET fence = v_fence
                     WHERE c.storage_key = p_storage_key;
             END IF;
-            -- A grant that a crash of the server undoes would be given twice. In the body, because
-            -- a SET clause of the function ends before the commit. A stronger setting stays.
-            IF pg_catalog.current_setting('synchronous_commit') <> 'remote_apply' THEN
-                v_ignored := pg_catalog.set_config('synchronous_commit', 'on', true);
-            END IF;
+            -- A grant that a crash of the server undoes would be given twice.
+            {durable}
             v_outcome := 'granted';
             EXIT;
         END LOOP;
@@ -214,7 +200,5 @@ BEGIN
             v_outcome, h_now, h_fence, h_acquired_at, h_expires_at, h_free_at, h_holder
         );
     END IF;
-    RETURN pg_catalog.json_build_array(
-        v_outcome, (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint
-    );
+    RETURN pg_catalog.json_build_array(v_outcome, {now});
 END $body$;

@@ -28,12 +28,10 @@ DECLARE
     v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
     v_ignored text := pg_catalog.set_config('lock_timeout', v_bound, true);
 BEGIN
-    IF pg_catalog.current_setting('transaction_isolation') <> 'read committed' THEN
-        RAISE EXCEPTION 'distlock needs READ COMMITTED' USING ERRCODE = '25001';
-    END IF;
+    {require_isolation}
     BEGIN
         -- Look first: whoever loses takes no lock and writes nothing.
-        t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
+        t := {now};
         SELECT pg_catalog.array_position(p_storage_keys, (l.storage_key COLLATE "C")::text),
             pg_catalog.json_build_array(
                 CASE WHEN EXISTS (
@@ -50,10 +48,7 @@ BEGIN
             RAISE EXCEPTION 'not all' USING ERRCODE = 'DLOCK';
         END IF;
         SELECT {seed} INTO v_seed FROM "django_distlock_heldlock_salt" s;
-        IF NOT FOUND THEN
-            RAISE EXCEPTION 'the table django_distlock_heldlock_salt is empty'
-                USING ERRCODE = '58000', HINT = 'Run manage.py migrate.';
-        END IF;
+        {require_salt}
         WHILE v_at < pg_catalog.cardinality(p_storage_keys) LOOP
             v_at := v_at + 1;
             v_turn := {turn_of_seed};

@@ -22,14 +22,12 @@ DECLARE
     v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
     v_ignored text;
 BEGIN
-    IF pg_catalog.current_setting('transaction_isolation') <> 'read committed' THEN
-        RAISE EXCEPTION 'distlock needs READ COMMITTED' USING ERRCODE = '25001';
-    END IF;
+    {require_isolation}
     v_ignored := pg_catalog.set_config('lock_timeout', p_bound, true);
     BEGIN
         SELECT * INTO r FROM "django_distlock_heldlock" l
             WHERE l.storage_key = p_storage_key FOR UPDATE;
-        t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
+        t := {now};
         IF r.storage_key IS NULL OR r.token <> p_token OR t >= r.free_at
                 OR r.free_at = r.expires_at OR t >= r.renewed_until THEN
             v_answer := '["gone"]';
@@ -44,9 +42,7 @@ BEGIN
                 PERFORM pg_catalog.pg_notify({channel}, {called_whole})
                     FROM "django_distlock_heldlock_salt" s;
             END IF;
-            IF pg_catalog.current_setting('synchronous_commit') <> 'remote_apply' THEN
-                v_ignored := pg_catalog.set_config('synchronous_commit', 'on', true);
-            END IF;
+            {durable}
             v_answer := pg_catalog.json_build_array(
                 'extended', r.fence, r.acquired_at, v_expires, r.stop_requested_at IS NOT NULL
             );

@@ -19,9 +19,7 @@ DECLARE
     v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
     v_ignored text;
 BEGIN
-    IF pg_catalog.current_setting('transaction_isolation') <> 'read committed' THEN
-        RAISE EXCEPTION 'distlock needs READ COMMITTED' USING ERRCODE = '25001';
-    END IF;
+    {require_isolation}
     -- Rows are skipped, but somebody may hold the table.
     v_ignored := pg_catalog.set_config('lock_timeout', p_bound, true);
     BEGIN
@@ -30,7 +28,7 @@ BEGIN
                 WHERE l.storage_key = ANY (p_storage_keys)
                 ORDER BY l.storage_key FOR UPDATE SKIP LOCKED
         ) x;
-        t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
+        t := {now};
         WITH extended AS (
             UPDATE "django_distlock_heldlock" l SET
                 ttl = g.ttl, renewed_at = t,
@@ -66,9 +64,7 @@ BEGIN
             pg_catalog.unnest(p_storage_keys), pg_catalog.unnest(p_tokens)
         ) WITH ORDINALITY g(storage_key, token, place)
         LEFT JOIN extended e ON e.storage_key = g.storage_key AND e.token = g.token;
-        IF pg_catalog.current_setting('synchronous_commit') <> 'remote_apply' THEN
-            v_ignored := pg_catalog.set_config('synchronous_commit', 'on', true);
-        END IF;
+        {durable}
     EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
         SELECT pg_catalog.json_agg('["busy"]'::json) INTO v_answer FROM pg_catalog.unnest(p_tokens);
     END;

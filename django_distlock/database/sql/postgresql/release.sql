@@ -19,9 +19,7 @@ DECLARE
     v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
     v_ignored text := pg_catalog.set_config('lock_timeout', p_bound, true);
 BEGIN
-    IF pg_catalog.current_setting('transaction_isolation') <> 'read committed' THEN
-        RAISE EXCEPTION 'distlock needs READ COMMITTED' USING ERRCODE = '25001';
-    END IF;
+    {require_isolation}
     BEGIN
         IF p_held IS NULL THEN
             -- Judged by the clock after the wait: with the clock in its condition, it would judge
@@ -31,9 +29,7 @@ BEGIN
                     AND (l.free_at IS NULL OR l.free_at <> l.expires_at)
                 RETURNING l.free_at, l.wanted INTO r;
             IF FOUND AND (r.free_at IS NULL
-                    OR r.free_at > (
-                        pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000
-                    )::bigint) THEN
+                    OR r.free_at > {now}) THEN
                 v_outcome := 'released';
             END IF;
             -- Losing it in a crash costs the rest of the ttl.
@@ -41,7 +37,7 @@ BEGIN
         ELSE
             SELECT * INTO r FROM "django_distlock_heldlock" l
                 WHERE l.storage_key = p_storage_key AND l.token = p_token FOR UPDATE;
-            t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
+            t := {now};
             v_until := r.acquired_at + pg_catalog.round(p_held * 1000000)::bigint;
             IF r.storage_key IS NOT NULL
                     AND (r.free_at IS NULL OR (t < r.free_at AND r.free_at <> r.expires_at)) THEN

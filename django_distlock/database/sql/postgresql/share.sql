@@ -45,18 +45,15 @@ DECLARE
     v_lock_timeout text := pg_catalog.current_setting('lock_timeout');
     v_ignored text := pg_catalog.set_config('lock_timeout', p_bound, true);
 BEGIN
-    IF pg_catalog.current_setting('transaction_isolation') <> 'read committed' THEN
-        RAISE EXCEPTION 'distlock needs READ COMMITTED' USING ERRCODE = '25001';
-    END IF;
+    {require_isolation}
     BEGIN
         LOOP
-            t := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
+            t := {now};
             IF v_has_turn THEN
                 -- Waits for an extend in flight of what is over by now, or replaced. What is over
                 -- since counts as held.
                 PERFORM FROM "django_distlock_heldlock" l
-                    WHERE (l.storage_key = p_storage_key
-                            OR l.storage_key >= v_from AND l.storage_key < v_to)
+                    WHERE {of_key}
                         AND (
                             l.free_at <= t OR l.token = p_replace
                             OR NOT v_alone AND l.token = p_token
@@ -83,8 +80,7 @@ BEGIN
                             AND l.free_at = l.expires_at
                         ) AS own
                     FROM "django_distlock_heldlock" l
-                    WHERE (l.storage_key = p_storage_key
-                            OR l.storage_key >= v_from AND l.storage_key < v_to)
+                    WHERE {of_key}
                         AND (l.free_at IS NULL OR l.free_at > t)
                 ) x;
             v_outcome := NULL;
@@ -117,10 +113,7 @@ BEGIN
             END IF;
             IF NOT v_has_turn THEN
                 SELECT {turn} INTO v_turn FROM "django_distlock_heldlock_salt" s;
-                IF NOT FOUND THEN
-                    RAISE EXCEPTION 'the table django_distlock_heldlock_salt is empty'
-                        USING ERRCODE = '58000', HINT = 'Run manage.py migrate.';
-                END IF;
+                {require_salt}
                 IF v_alone THEN
                     PERFORM pg_catalog.pg_advisory_xact_lock(v_turn);
                 ELSE
@@ -139,8 +132,7 @@ BEGIN
             IF v_outcome IS NOT NULL THEN
                 WITH marked AS (
                     UPDATE "django_distlock_heldlock" l SET wanted = true
-                        WHERE (l.storage_key = p_storage_key
-                                OR l.storage_key >= v_from AND l.storage_key < v_to)
+                        WHERE {of_key}
                             AND (l.free_at IS NULL OR l.free_at > t)
                         RETURNING 1
                 ) SELECT count(*) INTO v_marked FROM marked;
@@ -156,13 +148,12 @@ BEGIN
                 EXIT;
             END IF;
             -- The clock after every wait, or a lease would come back with a part of it gone.
-            v_now := (pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint;
+            v_now := {now};
             v_expires := v_now + pg_catalog.round(p_ttl * 1000000)::bigint;
             v_fence := greatest(v_last + 1, CASE WHEN p_floor THEN v_now / 10 ELSE 1 END);
             WITH gone AS (
                 DELETE FROM "django_distlock_heldlock" l
-                    WHERE (l.storage_key = p_storage_key
-                            OR l.storage_key >= v_from AND l.storage_key < v_to)
+                    WHERE {of_key}
                         AND (
                             l.free_at <= t OR p_replace IS NOT NULL
                             AND (l.token = p_replace OR NOT v_alone AND l.token = p_token)
@@ -194,9 +185,7 @@ BEGIN
                 PERFORM pg_catalog.pg_notify({channel}, {called})
                     FROM "django_distlock_heldlock_salt" s;
             END IF;
-            IF pg_catalog.current_setting('synchronous_commit') <> 'remote_apply' THEN
-                v_ignored := pg_catalog.set_config('synchronous_commit', 'on', true);
-            END IF;
+            {durable}
             v_outcome := 'granted';
             EXIT;
         END LOOP;
@@ -213,8 +202,7 @@ BEGIN
     IF v_outcome <> 'overflow' THEN
         SELECT l.fence, l.acquired_at, l.expires_at, l.free_at, l.holder INTO h
             FROM "django_distlock_heldlock" l
-            WHERE (l.storage_key = p_storage_key
-                    OR l.storage_key >= v_from AND l.storage_key < v_to)
+            WHERE {of_key}
                 AND (l.free_at IS NULL OR l.free_at > t)
                 AND (p_replace IS NULL OR l.token <> p_replace OR v_outcome = 'paused')
             ORDER BY CASE WHEN v_last_one THEN -1 ELSE 1 END
