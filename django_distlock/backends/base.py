@@ -18,13 +18,7 @@ from ..core.durations import MAX_BOUND, Duration
 from ..core.errors import BackendUnavailable, InvalidArgument, LockUsageError, shown
 from ..core.fences import validate_fence
 from ..core.holders import Holder, Session, is_plain_text
-from ..core.keys import (
-    normalize_prefix,
-    place_name,
-    storage_key,
-    stored_key,
-    validate_token,
-)
+from ..core.keys import normalize_prefix, place_name, storage_key, stored_key, validate_token
 from ..core.records import (
     UNKNOWN,
     Attempt,
@@ -414,9 +408,7 @@ class BaseLockBackend:
         if within is not None:
             self._require("supports_ttl", "shorten a lease: its leases do not expire")
         return self._of_each_holder(
-            key,
-            token,
-            lambda place: self._request_stop(place, within, token, fence, bound=seconds),
+            key, token, lambda place: self._request_stop(place, within, token, fence, bound=seconds)
         )
 
     def pause(
@@ -600,13 +592,7 @@ class BaseLockBackend:
         raise self._cannot("force-release a key")
 
     def _request_stop(
-        self,
-        name: str,
-        within: float | None,
-        token: str | None,
-        fence: int | None,
-        *,
-        bound: float,
+        self, name: str, within: float | None, token: str | None, fence: int | None, *, bound: float
     ) -> Record | Contended | None:
         raise self._cannot("request a stop")
 

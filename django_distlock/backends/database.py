@@ -241,13 +241,7 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
         return self._ask(force, bound=bound, busy=partial(self._busy, name), key=key)
 
     def _request_stop(
-        self,
-        name: str,
-        within: float | None,
-        token: str | None,
-        fence: int | None,
-        *,
-        bound: float,
+        self, name: str, within: float | None, token: str | None, fence: int | None, *, bound: float
     ) -> Record | Contended | None:
         def request(on: str) -> Record | Contended | None:
             return self._locks_on(on).request_stop(name, within, token, fence, bound=bound)

@@ -52,11 +52,7 @@ class MemoryBackend(BaseLockBackend):
     storage_key_limit: ClassVar[int] = 10_000
 
     def __init__(
-        self,
-        config: BackendConfig,
-        *,
-        clock: Callable[[], float] = monotonic,
-        **unknown: Any,
+        self, config: BackendConfig, *, clock: Callable[[], float] = monotonic, **unknown: Any
     ):
         super().__init__(config, **unknown)
         self.monotonic = clock
@@ -179,13 +175,7 @@ class MemoryBackend(BaseLockBackend):
             return record
 
     def _request_stop(
-        self,
-        name: str,
-        within: float | None,
-        token: str | None,
-        fence: int | None,
-        *,
-        bound: float,
+        self, name: str, within: float | None, token: str | None, fence: int | None, *, bound: float
     ) -> Record | None:
         with self._mutex:
             now = self._now()

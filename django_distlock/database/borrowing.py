@@ -118,13 +118,7 @@ class Use:
     sweeper: _Sweeper
 
     def __init__(
-        self,
-        pool: LockConnections,
-        *,
-        bound: float,
-        writes: bool,
-        single: bool,
-        patience: float,
+        self, pool: LockConnections, *, bound: float, writes: bool, single: bool, patience: float
     ):
         self.silent_for = 0.0
         self.was_cut = False

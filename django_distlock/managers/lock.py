@@ -259,13 +259,7 @@ class HeldLockManager(models.Manager["HeldLock"]):
             return [row.as_record() for row in rows.order_by("-expires_at")[:limit]]
 
     def request_stop(
-        self,
-        name: str,
-        within: float | None,
-        token: str | None,
-        fence: int | None,
-        *,
-        bound: float,
+        self, name: str, within: float | None, token: str | None, fence: int | None, *, bound: float
     ) -> Record | None:
         """Mark the record for its holder to see, and let it be renewed for `within` at the most."""
         with self._store.short_transaction(bound):

@@ -57,13 +57,7 @@ class SessionViews(FenceTable):
         return record if done else self._busy(name)
 
     def _request_stop(
-        self,
-        name: str,
-        within: float | None,
-        token: str | None,
-        fence: int | None,
-        *,
-        bound: float,
+        self, name: str, within: float | None, token: str | None, fence: int | None, *, bound: float
     ) -> Record | Contended | None:
         request = partial(self._send_stop, name, fence, bound)
         return self._ask(request, bound=bound, busy=partial(self._busy, name))

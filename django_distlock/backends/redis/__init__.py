@@ -40,16 +40,7 @@ from ...exceptions import InvalidLockBackend
 from ..counts import Counts, States, Strain
 from ..listening import Listener
 from ..lua import script
-from .answers import (
-    counted,
-    extended,
-    granted,
-    granted_many,
-    held,
-    overflow,
-    sharing,
-    unreadable,
-)
+from .answers import counted, extended, granted, granted_many, held, overflow, sharing, unreadable
 from .clients import client_source
 from .counting import count_keys, sampled_states
 from .lines import Call, ThreadLines, answered
@@ -290,13 +281,7 @@ class RedisBackend(RedisWaiters):
             self.store.command("DEL", self._token(record.token))
 
     def _request_stop(
-        self,
-        name: str,
-        within: float | None,
-        token: str | None,
-        fence: int | None,
-        *,
-        bound: float,
+        self, name: str, within: float | None, token: str | None, fence: int | None, *, bound: float
     ) -> Record | None:
         keys = [self._at("lock", name), *([] if token is None else [self._token(token)])]
         arguments = (_number(within), token or "", self._channel, _number(fence))

@@ -12,16 +12,7 @@ from django.db.migrations.operations.base import Operation
 from django.db.migrations.state import ProjectState
 
 from ...conf import table
-from . import (
-    SCHEMA_OF,
-    SCRIPTS,
-    SIDE_TABLES,
-    quoted,
-    removal,
-    script,
-    settings_in,
-    side_table,
-)
+from . import SCHEMA_OF, SCRIPTS, SIDE_TABLES, quoted, removal, script, settings_in, side_table
 
 _BODY = re.compile(r"FUNCTION\s[^(]*\"(\w+)\"\s*\(.*?\$body\$(.*?)\$body\$", re.DOTALL)
 

@@ -12,11 +12,7 @@ from .postgresql import PostgreSQL
 from .sqlite import SQLite
 
 #: By Django's names.
-VENDORS: Mapping[str, type[Vendor]] = {
-    "mysql": MySQL,
-    "postgresql": PostgreSQL,
-    "sqlite": SQLite,
-}
+VENDORS: Mapping[str, type[Vendor]] = {"mysql": MySQL, "postgresql": PostgreSQL, "sqlite": SQLite}
 
 
 def of(using: str) -> Vendor:
