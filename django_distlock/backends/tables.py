@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import DEFAULT_DB_ALIAS, connections, router, transaction
@@ -19,7 +20,7 @@ from ..core.durations import GRACE, MAX_BOUND
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError, shown
 from ..core.holders import Session
 from ..core.interruptions import pass_on
-from ..core.keys import namespace
+from ..core.keys import HASH_MARKER, namespace, storage_key
 from ..core.records import Contended, Counter, Grant, Raised
 from ..core.secrets import forget_frames
 from ..database import vendors
@@ -31,12 +32,15 @@ from ..database.sql import side_table
 from ..database.vendors import VENDORS
 from ..exceptions import InvalidLockBackend
 from ..managers.fence import FenceCounterManager
-from ..models import MAX_STORAGE_KEY, FenceCounter, HeldLock
+from ..managers.rows import remove
+from ..models import MAX_STORAGE_KEY, FenceCounter, HeldLock, RunNote
 from .guards import postgresql_guards, postgresql_keepers
-from .notes import NoteTable
 
 T = TypeVar("T")
 
+#: One in so many notes removes what is over, and how much of it.
+_SWEEP: Final = 200
+_SWEPT: Final = 1000
 
 #: Options that may locate a database instead of `HOST`, `PORT` and `NAME`.
 _TELLING_OPTIONS = (
@@ -53,8 +57,8 @@ def _address(connection: BaseDatabaseWrapper) -> tuple[object, ...]:
     return connection.vendor, *told, *map(settings["OPTIONS"].get, _TELLING_OPTIONS)
 
 
-class FenceTable(NoteTable):
-    """The operations on fence counters, and how a database is asked.
+class FenceTable:
+    """The operations on fence counters and notes, and how a database is asked.
 
     A mixin of `BaseLockBackend`, in front of it.
     """
@@ -211,6 +215,45 @@ class FenceTable(NoteTable):
         return self._ask(
             lambda on: self._counters_on(on).raise_page(to, prefix, cursor, limit), long=True
         )
+
+    # Notes
+
+    def _note(self, name: str, fence: int, seconds: float) -> None:
+        def write(on: str) -> None:
+            vendor, notes = vendors.of(on), RunNote.objects.db_manager(on)
+            with vendor.short_transaction(MAX_BOUND):
+                values = {"fence": fence, "until": vendor.now() + timedelta(seconds=seconds)}
+                if not notes.filter(pk=pk).update(**values):
+                    notes.create(pk=pk, **values)
+
+        pk = self._noted_as(name)
+        self._ask(write)
+        if random.randrange(_SWEEP) == 0:  # noqa: S311 - to spread load
+            self._remove_notes(datetime.max.replace(tzinfo=UTC), _SWEPT)
+
+    def _noted(self, name: str) -> int | None:
+        def read(on: str) -> int | None:
+            vendor, notes = vendors.of(on), RunNote.objects.db_manager(on)
+            with vendor.short_transaction(MAX_BOUND, writes=False):
+                live = notes.filter(pk=self._noted_as(name), until__gt=vendor.now())
+                return live.values_list("fence", flat=True).first()
+
+        return self._ask(read, writes=False)
+
+    def _remove_notes(self, before: datetime, limit: int) -> int:
+        """Remove notes, of every backend in the table, that were over before `before`."""
+
+        def clean(on: str) -> int:
+            vendor, notes = vendors.of(on), RunNote.objects.db_manager(on)
+            with vendor.short_transaction(MAX_BOUND):
+                over = notes.filter(until__lte=min(before, vendor.now()))
+                return remove(over.order_by("until"), limit)
+
+        return self._ask(clean, busy=lambda: 0, long=True)
+
+    def _noted_as(self, name: str) -> str:
+        # No key in NFC has the marker.
+        return storage_key(f"{self.key_prefix}{HASH_MARKER}note", name, MAX_STORAGE_KEY)
 
     # Guarding
 

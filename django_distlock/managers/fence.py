@@ -17,9 +17,8 @@ from ..core.errors import LockUsageError
 from ..core.fences import clock_fence, next_fence
 from ..core.keys import whole_name
 from ..core.records import Counter, Raised
-from ..database import vendors
 from ..database.vendors.base import LOOK_SECONDS
-from .rows import between, by_key, only
+from .rows import StoreManager, between, by_key, only
 
 if TYPE_CHECKING:
     from ..models import FenceCounter
@@ -53,15 +52,11 @@ class FenceCounterQuerySet(models.QuerySet["FenceCounter"]):
         return super().bulk_create(objs, batch_size, ignore_conflicts, *args, **kwargs)
 
 
-class FenceCounterManager(models.Manager.from_queryset(FenceCounterQuerySet)):  # type: ignore[misc]
+class FenceCounterManager(StoreManager.from_queryset(FenceCounterQuerySet)):  # type: ignore[misc]
     """Operations on fence counters, inside the transaction of a lock's operation."""
 
     #: Tells, on an alias, which of these storage keys are held; None: those with a live record.
     who_is_held: Callable[[str, Sequence[str]], Collection[str]] | None = None
-
-    @property
-    def _store(self) -> vendors.Vendor:
-        return vendors.of(self.db)
 
     @contextmanager
     def turn(self, name: str, key: str, bound: float, *, shared: bool = False) -> Iterator[bool]:
@@ -183,10 +178,9 @@ class FenceCounterManager(models.Manager.from_queryset(FenceCounterQuerySet)):  
         until: datetime | None = rows.first()
         return until
 
-    def shared_among(self, names: Sequence[str]) -> list[str]:
-        """Return those of these keys that are shared, or were when they were last granted."""
-        rows = self.filter(pk__in=names, closed_until__isnull=False)
-        return list(rows.values_list("pk", flat=True))
+    def is_shared(self, name: str) -> bool:
+        """Whether a key is shared, or was when it was last granted."""
+        return bool(self.filter(pk=name, closed_until__isnull=False).exists())
 
     def look(self, name: str) -> Counter | None:
         """Return the fence and the pause of a key; None: it has neither."""

@@ -34,12 +34,11 @@ from ..core.records import (
 )
 from ..core.secrets import Token
 from ..core.sharing import DOOR_SECONDS, in_the_way, last_to_end
-from ..database import vendors
 from ..database.connections import rows_of
 from ..database.fields import to_microseconds
 from .fence import FenceCounterManager
 from .fence import refuse_lower_fence as refuse_lower_fence
-from .rows import between, only
+from .rows import StoreManager, between, only
 
 if TYPE_CHECKING:
     from ..models import FenceCounter, HeldLock
@@ -65,7 +64,7 @@ SELECT count(*), max(storage_key) FROM gone
 """
 
 
-class HeldLockManager(models.Manager["HeldLock"]):
+class HeldLockManager(StoreManager["HeldLock"]):
     """Operations on held locks. Each runs in a transaction of its own.
 
     The database errors of a busy store pass through: `Vendor.is_busy` tells them.
@@ -89,7 +88,7 @@ class HeldLockManager(models.Manager["HeldLock"]):
             with store.short_transaction(bound, writes=False):
                 contended, row = self._look(attempt)
             if contended is None:
-                if counters.shared_among([name]):
+                if counters.is_shared(name):
                     return None
                 with counters.turn(name, key, bound) as waited:
                     if waited:
@@ -358,10 +357,6 @@ class HeldLockManager(models.Manager["HeldLock"]):
             "django_distlock", "FenceCounter"
         ).objects.db_manager(self.db)
         return counters
-
-    @property
-    def _store(self) -> vendors.Vendor:
-        return vendors.of(self.db)
 
     def _floor(self, now: datetime) -> datetime | None:
         return now if self.follows_clock else None

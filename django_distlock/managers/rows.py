@@ -13,6 +13,14 @@ from ..database import vendors
 M = TypeVar("M", bound=models.Model)
 
 
+class StoreManager(models.Manager[M]):
+    """A manager that knows its database."""
+
+    @property
+    def _store(self) -> vendors.Vendor:
+        return vendors.of(self.db)
+
+
 def only(rows: models.QuerySet[M]) -> M | None:
     """Return the one row, if it is there.
 

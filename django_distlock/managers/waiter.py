@@ -11,8 +11,7 @@ from django.db import models
 from ..core.durations import MAX_BOUND
 from ..core.holders import Holder
 from ..core.records import Waiting, Waits
-from ..database import vendors
-from .rows import remove
+from .rows import StoreManager, remove
 
 if TYPE_CHECKING:
     from ..models import Waiter
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 _QUEUED = models.Q(holder__pid=0) & ~models.Q(holder__task_id=None)
 
 
-class WaiterManager(models.Manager["Waiter"]):
+class WaiterManager(StoreManager["Waiter"]):
     """Notes about who waits, for people to see. Each operation is a transaction of its own."""
 
     def note(
@@ -70,7 +69,3 @@ class WaiterManager(models.Manager["Waiter"]):
         """Remove up to `limit` notes that are over, skipping locked ones: their waiters died."""
         with self._store.short_transaction(MAX_BOUND):
             remove(self.filter(until__lte=self._store.now()).order_by("pk"), limit)
-
-    @property
-    def _store(self) -> vendors.Vendor:
-        return vendors.of(self.db)
