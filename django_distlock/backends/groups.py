@@ -18,14 +18,21 @@ if TYPE_CHECKING:
     from .base import BaseLockBackend
 
 
-class _InTransactions:
+class _Group:
+    """What a backend does with one kind of thing."""
+
+    def __init__(self, backend: BaseLockBackend):
+        self._backend = backend
+
+    def _name(self, key: str) -> str:
+        return self._backend._name(stored_key(key))
+
+
+class _InTransactions(_Group):
     """What lasts until a transaction of the caller's ends."""
 
     _capability: ClassVar[str]
     _otherwise: ClassVar[str]
-
-    def __init__(self, backend: BaseLockBackend):
-        self._backend = backend
 
     def alias(self, using: str | None = None) -> str:
         """Return the alias whose transactions are meant.
@@ -72,7 +79,7 @@ class Guards(_InTransactions):
                 key=grant.key,
                 code="unsupported",
             )
-        name = self._backend._name(stored_key(grant.key))
+        name = self._name(grant.key)
         seconds = durations.seconds(bound, "bound", maximum=MAX_BOUND)
         return self._backend._guard(name, grant, using, bound=seconds)
 
@@ -84,7 +91,7 @@ class Guards(_InTransactions):
         Returns:
             The sessions, the longest one first; None: the store cannot tell.
         """
-        name = self._backend._name(stored_key(key))
+        name = self._name(key)
         return self._backend._guards_of(name) if self._backend.supports_guard else ()
 
 
@@ -107,7 +114,7 @@ class Transactions(_InTransactions):
         found = self._backend._lock_for_transaction(asked)
         if found is None or not found.answer.is_unclear:
             return found
-        guarded = self._backend._is_guarded(self._backend._name(stored_key(found.key)))
+        guarded = self._backend._is_guarded(self._name(found.key))
         return replace(found, answer=replace(found.answer, guarded=guarded))
 
     def kept(self, limit: int = 1000) -> Sequence[KeptKey] | None:
@@ -124,23 +131,20 @@ class Transactions(_InTransactions):
         return self._backend._kept_by_transactions(limit)
 
 
-class Records:
+class Records(_Group):
     """Many keys at once. Without a hook of its own, a backend is asked for each."""
-
-    def __init__(self, backend: BaseLockBackend):
-        self._backend = backend
 
     def of(self, keys: Sequence[str]) -> Sequence[Record | None]:
         """Return the record of each key, in their order, in one query; None: it is free.
 
         Of several that share a key, that which is free last.
         """
-        names = [self._backend._name(stored_key(key)) for key in keys]
+        names = [self._name(key) for key in keys]
         return self._backend._read_many(names) if names else []
 
     def sharing(self, key: str) -> Sequence[Record]:
         """Return the records of all who share a key now; () where one holds it alone, or nobody."""
-        return self._backend._sharing(self._backend._name(stored_key(key)))
+        return self._backend._sharing(self._name(key))
 
     def acquire(
         self,
@@ -189,11 +193,8 @@ class Records:
         return [grants[each.token] for each in attempts]
 
 
-class Waiters:
+class Waiters(_Group):
     """Who waits for a key, for people to see. Without hooks of its own, a backend shows nobody."""
-
-    def __init__(self, backend: BaseLockBackend):
-        self._backend = backend
 
     def note(self, key: str, holder: Holder, seconds: float, note: str | None = None) -> str | None:
         """Let people see who waits for a key, for `seconds` at most.
@@ -218,18 +219,12 @@ class Waiters:
         """Return how many wait for each of these keys, in their order, in one round trip."""
         return self._backend._count_waiters([self._name(key) for key in keys])
 
-    def _name(self, key: str) -> str:
-        return self._backend._name(stored_key(key))
 
-
-class Notes:
+class Notes(_Group):
     """Fences that are kept under a name beside the locks, for a time: that something is done.
 
     No key reaches one, no listing shows it, and nothing of it stays.
     """
-
-    def __init__(self, backend: BaseLockBackend):
-        self._backend = backend
 
     def put(self, name: str, fence: int, seconds: Duration) -> None:
         """Note a fence, in the place of what was noted. Where a store keeps none, nothing happens.
