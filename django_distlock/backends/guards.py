@@ -14,7 +14,7 @@ from ..core.holders import Session
 from ..core.records import KeptKey
 from ..database import vendors
 from ..database.connections import rows_of
-from ..database.sql import mark, number
+from ..database.sql import HELD_LOCKS, LOCK_NUMBER, mark, number
 
 #: Fence counters at most whose keys are told by name.
 MOST_NAMES = 10_000
@@ -39,13 +39,6 @@ WHERE l.locktype = 'transactionid' AND l.mode = 'ExclusiveLock' AND l.granted
 ORDER BY a.xact_start, a.pid
 """
 
-
-# The locks of this database: `l`.
-_LOCKS = """
-    pg_locks {l} WHERE {l}.locktype = 'advisory' AND {l}.objsubid = 1 AND {l}.granted
-        AND {l}.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-        AND (({l}.classid::bigint << 32) | {l}.objid::bigint)
-"""
 # An acquire that is under way has the number of its key as well, but not the mark.
 _KEEPERS = f"""
 WITH numbers AS MATERIALIZED (
@@ -53,8 +46,8 @@ WITH numbers AS MATERIALIZED (
 )
 SELECT a.pid, a.application_name, a.usename, host(a.client_addr), a.xact_start
 FROM pg_stat_activity a
-WHERE a.pid IN (SELECT l.pid FROM {_LOCKS.format(l="l")} = (SELECT turn FROM numbers))
-    AND a.pid IN (SELECT m.pid FROM {_LOCKS.format(l="m")} = (SELECT mark FROM numbers))
+WHERE a.pid IN (SELECT l.pid FROM {HELD_LOCKS} AND {LOCK_NUMBER} = (SELECT turn FROM numbers))
+    AND a.pid IN (SELECT l.pid FROM {HELD_LOCKS} AND {LOCK_NUMBER} = (SELECT mark FROM numbers))
     AND a.pid <> pg_backend_pid()
 ORDER BY a.xact_start, a.pid
 """  # noqa: S608 - of expressions of our own
@@ -65,7 +58,7 @@ _KEPT_KEYS = f"""
 WITH secret AS MATERIALIZED (
     SELECT {mark()} AS mark FROM {{salt}} s
 ), held AS MATERIALIZED (
-    SELECT l.pid, ((l.classid::bigint << 32) | l.objid::bigint) AS number, l.mode, l.granted,
+    SELECT l.pid, {LOCK_NUMBER} AS number, l.mode, l.granted,
         l.waitstart
     FROM pg_locks l
     WHERE l.locktype = 'advisory' AND l.objsubid = 1

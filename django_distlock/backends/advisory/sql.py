@@ -10,14 +10,7 @@ from typing import Any
 from ...core.holders import Holder
 from ...core.records import Record
 from ...database.fields import from_microseconds, to_microseconds
-from ...database.sql import NOW, number
-
-#: The locks of this database: `l`.
-_LOCKS = """
-    pg_locks l WHERE l.locktype = 'advisory' AND l.objsubid = 1 AND l.granted
-        AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-"""
-_NUMBER = "((l.classid::bigint << 32) | l.objid::bigint)"
+from ...database.sql import HELD_LOCKS, LOCK_NUMBER, NOW, number
 
 # The steps depend on each other, and so have an order: whoever loses has written nothing, and the
 # fence is counted by who has the lock. An error behind the lock does not undo it.
@@ -51,7 +44,9 @@ FROM (
 ) done
 """
 
-_OWN = f"EXISTS (SELECT FROM {_LOCKS} AND l.pid = pg_backend_pid() AND {_NUMBER} = {{number}})"
+_OWN = (
+    f"EXISTS (SELECT FROM {HELD_LOCKS} AND l.pid = pg_backend_pid() AND {LOCK_NUMBER} = {{number}})"
+)
 
 # What was granted to a session, and is still held by it. A stranger that has taken the number of
 # a key has no row, and a session that went on to another key has one of that key.
@@ -61,7 +56,7 @@ SELECT l.pid, host(a.client_addr) AS host,
     (date_part('epoch', a.state_change) * 1000000)::bigint AS changed,
     x.fence, x.stop_requested_at, x.storage_key
 FROM {{sessions}} x
-    JOIN (SELECT l.pid, {_NUMBER} AS number FROM {_LOCKS}) l
+    JOIN (SELECT l.pid, {LOCK_NUMBER} AS number FROM {HELD_LOCKS}) l
         ON l.pid = x.pid AND l.number = {{number}}
     LEFT JOIN pg_stat_activity a ON a.pid = l.pid
 """
@@ -123,7 +118,7 @@ class Statements:
         """Return the query for which of these storage keys have a number that somebody locks."""
         return (
             "SELECT n.name FROM unnest(%s::text[]) n(name)"
-            f" WHERE {self._number('n.name')} IN (SELECT {_NUMBER} FROM {_LOCKS})"
+            f" WHERE {self._number('n.name')} IN (SELECT {LOCK_NUMBER} FROM {HELD_LOCKS})"
         )
 
     def call(self, function: str, use: str) -> str:

@@ -52,6 +52,12 @@ _VERSIONS = ("v1", "v2", "v3")
 
 #: The time in microseconds since 1970, whenever it is asked for.
 NOW = "(pg_catalog.date_part('epoch', pg_catalog.clock_timestamp()) * 1000000)::bigint"
+#: The advisory locks of this database that are held, as `l`, and what tells the number of one.
+HELD_LOCKS = """
+    pg_locks l WHERE l.locktype = 'advisory' AND l.objsubid = 1 AND l.granted
+        AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+"""
+LOCK_NUMBER = "((l.classid::bigint << 32) | l.objid::bigint)"
 #: What is in several scripts, by what stands there for it.
 _PIECES = {
     "{now}": NOW,
