@@ -142,12 +142,10 @@ class EnforceFence(_FenceOperation):
         self._set_triggers(app_label, state, {**triggers, self.name: trigger})
 
     def describe(self) -> str:
-        """Return what `migrate --plan` prints."""
         return f"Refuse to lower {self.name} on {self.model_name}"
 
     @property
     def migration_name_fragment(self) -> str:
-        """Return what `makemigrations` would call a migration of this alone."""
         return f"enforce_{self.model_name_lower}_{self.name_lower}"
 
 
@@ -168,12 +166,10 @@ class RelaxFence(_FenceOperation):
             self._set_triggers(app_label, state, triggers)
 
     def describe(self) -> str:
-        """Return what `migrate --plan` prints."""
         return f"No longer refuse to lower {self.name} on {self.model_name}"
 
     @property
     def migration_name_fragment(self) -> str:
-        """Return what `makemigrations` would call a migration of this alone."""
         return f"relax_{self.model_name_lower}_{self.name_lower}"
 
 

@@ -129,16 +129,11 @@ class CompactLockManager(HeldLockManager):
     def of(cls, locks: HeldLockManager) -> CompactLockManager:
         """Return one in the place of another manager of the same rows."""
         compact = locks.replaced_by(cls)
-        quote = connections[locks.db].ops.quote_name
-        tables = {
-            "locks": quote(locks.model._meta.db_table),
-            "fences": quote(locks._counters.model._meta.db_table),
-        }
+        tables = dict(zip(("locks", "fences"), locks._tables, strict=True))
         compact._statements = _Statements(*(each.format(**tables) for each in _Statements()))
         return compact
 
     def acquire(self, attempt: Attempt) -> Grant | Contended | None:
-        """Grant the key if it is free; None: it is shared, or was: see `share`."""
         name, key, holder = attempt.name, attempt.key, attempt.holder
         with self._asking() as run:
             # Read first: whoever loses takes no lock and writes nothing.
@@ -165,7 +160,6 @@ class CompactLockManager(HeldLockManager):
         return attempt.grant(fence, now, expires_at)
 
     def extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
-        """Replace the ttl of a lease; None: it is gone."""
         with self._asking() as run, self._writing():
             record, now = self._owned_record(run, name, grant)
             extended = None if record is None else record.extended(now, ttl)
@@ -176,7 +170,6 @@ class CompactLockManager(HeldLockManager):
         return record.renewal(grant, ttl, now)
 
     def release(self, name: str, grant: Grant, *, held: float | None = None, bound: float) -> Freed:
-        """Give the key back, or keep it taken for `held` seconds since the grant."""
         with self._asking() as run, self._writing():
             record, now = self._owned_record(run, name, grant)
             if record is None:

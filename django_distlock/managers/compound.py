@@ -50,12 +50,12 @@ class CompoundLockManager(HeldLockManager):
     def of(cls, locks: HeldLockManager) -> CompoundLockManager:
         """Return one in the place of another manager of the same rows."""
         compound = locks.replaced_by(cls)
-        quote = connections[locks.db].ops.quote_name
+        table, fences = locks._tables
         put_in = {
             "{begin}": _text("begin"),
             "{owned}": _text("owned"),
-            "{locks}": quote(locks.model._meta.db_table),
-            "{fences}": quote(locks._counters.model._meta.db_table),
+            "{locks}": table,
+            "{fences}": fences,
             # Each statement reads the clock anew. One that waits has read it before.
             "{now}": str(MySQL.clock),
             "{grace}": str(_microseconds(GRACE)),
@@ -71,7 +71,6 @@ class CompoundLockManager(HeldLockManager):
     _release: _Block
 
     def acquire(self, attempt: Attempt) -> Grant | Contended | None:
-        """Grant the key if it is free; None: it is shared, or was: see `share`."""
         if not self._can:
             return super().acquire(attempt)
         holder = attempt.holder
@@ -90,7 +89,6 @@ class CompoundLockManager(HeldLockManager):
         return acquired(attempt, outcome, *facts, None if told is None else json.loads(told))
 
     def extend(self, name: str, grant: Grant, ttl: float | None, *, bound: float) -> Grant | None:
-        """Replace the ttl of a lease; None: it is gone."""
         if not self._can:
             return super().extend(name, grant, ttl, bound=bound)
         values = {"name": name, "token": grant.token, "ttl": ttl, "lasts": _microseconds(ttl)}
@@ -101,7 +99,6 @@ class CompoundLockManager(HeldLockManager):
         return grant.renewed(ttl, fence, granted_at, instant(expires_at), bool(stop))
 
     def release(self, name: str, grant: Grant, *, held: float | None = None, bound: float) -> Freed:
-        """Give the key back, or keep it taken for `held` seconds since the grant."""
         if not self._can:
             return super().release(name, grant, held=held, bound=bound)
         values = {"name": name, "token": grant.token, "held": _microseconds(held)}

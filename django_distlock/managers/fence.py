@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from django.apps import apps
 from django.db import DatabaseError, IntegrityError, connections, models
-from django.db.models import Q
 
 from ..core.durations import MAX_BOUND
 from ..core.errors import LockUsageError
@@ -167,10 +166,8 @@ class FenceCounterManager(StoreManager.from_queryset(FenceCounterQuerySet)):  # 
 
     def _with_live_record(self, names: Sequence[str]) -> Collection[str]:
         locks = apps.get_model("django_distlock", "HeldLock").objects.db_manager(self.db)
-        now = self._store.now()
-        live = locks.filter(Q(free_at__isnull=True) | Q(free_at__gt=now), pk__in=names)
-        shared = [whole_name(row.pk) for row in locks.places_of(names) if row.is_live(now)]
-        return [*live.values_list("pk", flat=True), *shared]
+        live = map(self._store.live, (locks.filter(pk__in=names), locks.places_of(names)))
+        return [whole_name(pk) for rows in live for pk in rows.values_list("pk", flat=True)]
 
     def paused_until(self, name: str) -> datetime | None:
         """Return until when a key is paused, if it ever was."""

@@ -211,9 +211,7 @@ class HeldLockManager(StoreManager["HeldLock"]):
         """Return the rows of all who share one of these keys, also of those that are over."""
         if not names:
             return self.none()
-        ops = connections[self.db].ops
-        fences = ops.quote_name(self._counters.model._meta.db_table)
-        locks = ops.quote_name(self.model._meta.db_table)
+        locks, fences = self._tables
         start, end = (
             f"CONCAT({fences}.storage_key, '{mark}')"
             if connections[self.db].vendor == "mysql"
@@ -350,6 +348,12 @@ class HeldLockManager(StoreManager["HeldLock"]):
             found = self.select_for_update(skip_locked=True).filter(**lookup)
             row = only(found.filter(free_at__lte=self._store.now()))
             return 0 if row is None else self.filter(pk=row.pk).delete()[0]
+
+    @property
+    def _tables(self) -> tuple[str, str]:
+        """The quoted names of the tables of locks and of fence counters."""
+        quote, counters = connections[self.db].ops.quote_name, self._counters.model
+        return quote(self.model._meta.db_table), quote(counters._meta.db_table)
 
     @property
     def _counters(self) -> FenceCounterManager:

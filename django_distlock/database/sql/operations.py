@@ -58,12 +58,10 @@ class InstallScripts(Operation):
                 schema_editor.execute(statement, params=None)
 
     def describe(self) -> str:
-        """Return what `migrate --plan` prints."""
         return "Install the functions, the trigger and the storage parameters (PostgreSQL)"
 
     @property
     def migration_name_fragment(self) -> str:
-        """Return what `makemigrations` would call a migration of this alone."""
         return "install_scripts"
 
 
@@ -104,7 +102,6 @@ class CreateInnoDBTables(Operation):
         """Nothing is created on the way back."""
 
     def describe(self) -> str:
-        """Return what `migrate --plan` prints."""
         return "Create InnoDB tables" if self.begin else "Create tables of the default engine again"
 
 
