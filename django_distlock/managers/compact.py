@@ -32,7 +32,15 @@ Run = Callable[..., Any]
 
 _NOBODY = Holder()
 
-_LOOK = """
+# See `Attempt.record`.
+_IS_PASSED_ON = """
+(free_at IS NULL OR free_at > excluded.acquired_at)
+AND (expires_at = free_at OR holder = excluded.holder)
+"""
+
+
+class _Statements(NamedTuple):
+    look: str = """
 SELECT
     c.fence, c.paused_until, c.closed_until IS NOT NULL,
     l.token, l.fence, l.acquired_at, l.expires_at, l.free_at, l.wanted, l.holder
@@ -40,16 +48,11 @@ FROM (SELECT ? AS storage_key) asked
 LEFT JOIN {fences} c ON c.storage_key = asked.storage_key
 LEFT JOIN {locks} l ON l.storage_key = asked.storage_key
 """
-_ADVANCE = """
+    advance: str = """
 INSERT INTO {fences} (storage_key, "key", fence) VALUES (?, ?, ?)
 ON CONFLICT (storage_key) DO UPDATE SET fence = excluded.fence
 """
-# See `Attempt.record`.
-_IS_PASSED_ON = """
-(free_at IS NULL OR free_at > excluded.acquired_at)
-AND (expires_at = free_at OR holder = excluded.holder)
-"""
-_GRANT = f"""
+    grant: str = f"""
 INSERT INTO {{locks}} (
     storage_key, "key", token, fence, ttl, acquired_at, renewed_at, expires_at, free_at, wanted,
     holder, holder_host, task_id, stop_requested_at
@@ -66,30 +69,19 @@ ON CONFLICT (storage_key) DO UPDATE SET
     stop_requested_at = CASE WHEN {_IS_PASSED_ON} THEN stop_requested_at END,
     renewed_until = CASE WHEN {_IS_PASSED_ON} THEN renewed_until END
 """  # noqa: S608 - a text of our own
-_LEASE = """
+    lease: str = """
 SELECT
     token, fence, ttl, acquired_at, renewed_at, expires_at, free_at, stop_requested_at, wanted,
     renewed_until
 FROM {locks} WHERE storage_key = ?
 """
-_EXTEND = """
+    extend: str = """
 UPDATE {locks} SET ttl = ?, renewed_at = ?, expires_at = ?, free_at = ? WHERE storage_key = ?
 """
-_SETTLE = "UPDATE {locks} SET expires_at = ?, free_at = ? WHERE storage_key = ?"
-# Whoever ends it leaves the key to others for a moment.
-_MARK = "UPDATE {locks} SET wanted = 1 WHERE storage_key = ? AND fence = ? AND NOT wanted"
-_DELETE = "DELETE FROM {locks} WHERE storage_key = ?"
-
-
-class _Statements(NamedTuple):
-    look: str = _LOOK
-    advance: str = _ADVANCE
-    grant: str = _GRANT
-    lease: str = _LEASE
-    extend: str = _EXTEND
-    settle: str = _SETTLE
-    mark: str = _MARK
-    delete: str = _DELETE
+    settle: str = "UPDATE {locks} SET expires_at = ?, free_at = ? WHERE storage_key = ?"
+    # Whoever ends it leaves the key to others for a moment.
+    mark: str = "UPDATE {locks} SET wanted = 1 WHERE storage_key = ? AND fence = ? AND NOT wanted"
+    delete: str = "DELETE FROM {locks} WHERE storage_key = ?"
 
 
 class OwnTransaction:
