@@ -315,8 +315,9 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
                         f"DISTLOCK[{self.alias!r}]: listen_using: {using!r} is a {kind} database."
                         " Only PostgreSQL has wake-ups."
                     )
+        driver = connections[self.using].Database  # type: ignore[attr-defined]
         # psycopg2 hears, too, but only while it is asked something.
-        if vendor != "postgresql" or not _has_psycopg3(self.using):
+        if vendor != "postgresql" or driver.__name__ != "psycopg":
             return None
         from .postgresql import NotifyLine
 
@@ -345,8 +346,3 @@ class DatabaseBackend(TransactionLocks, BaseLockBackend):
 
 def _unknown() -> Unknown:
     return UNKNOWN
-
-
-def _has_psycopg3(using: str) -> bool:
-    driver = connections[using].Database  # type: ignore[attr-defined]
-    return bool(driver.__name__ == "psycopg")

@@ -281,19 +281,18 @@ class RedisStore:
 
     def _make_client(self) -> None:
         with self._making:
-            if self._client is None:
-                self._client = own_client(self._made_client())
-
-    def _made_client(self) -> Any:
-        try:
-            return self._make()
-        except OSError as error:
-            trouble = redis.exceptions.ConnectionError(str(error))
-            raise translated(trouble, self._alias, None) from error
-        except (LookupError, TypeError, ValueError) as error:
-            raise InvalidLockBackend(
-                f"DISTLOCK[{self._alias!r}]: its client cannot be made: {type(error).__name__}."
-            ) from error
+            if self._client is not None:
+                return
+            try:
+                made = self._make()
+            except OSError as error:
+                trouble = redis.exceptions.ConnectionError(str(error))
+                raise translated(trouble, self._alias, None) from error
+            except (LookupError, TypeError, ValueError) as error:
+                raise InvalidLockBackend(
+                    f"DISTLOCK[{self._alias!r}]: its client cannot be made: {type(error).__name__}."
+                ) from error
+            self._client = own_client(made)
 
     def keep_none(self) -> None:
         """Close each connection from now on when it is not in use."""
