@@ -37,6 +37,10 @@ from ..core.records import Contended, Grant, Record
 from ..handler import lock_backends
 
 T = TypeVar("T")
+#: What the fixtures of the same names give.
+Elapse = Callable[[float], None]
+Clock = Callable[[], datetime]
+IsNext = Callable[..., bool]
 
 #: The mark of a test by what it needs of a backend: names of attributes.
 NEEDS = "distlock_needs"
@@ -122,17 +126,17 @@ class BackendContract:
         return f"t{secrets.token_hex(6)}"
 
     @pytest.fixture
-    def elapse(self) -> Callable[[float], None]:
+    def elapse(self) -> Elapse:
         """Give what lets seconds pass for the leases of a test: override it, to wait for none."""
         return time.sleep
 
     @pytest.fixture
-    def now(self, backend: BaseLockBackend) -> Callable[[], datetime]:
+    def now(self, backend: BaseLockBackend) -> Clock:
         """Give the clock by which leases end."""
         return backend.clock
 
     @pytest.fixture
-    def is_next(self) -> Callable[..., bool]:
+    def is_next(self) -> IsNext:
         """Give what says whether a fence may be that of the grant after another one."""
         return lambda fence, before=0: fence > before
 
@@ -145,9 +149,7 @@ class BackendContract:
 
     # Grants
 
-    def test_free_key_is_granted(
-        self, backend: BaseLockBackend, now: Callable[[], datetime], key: str
-    ) -> None:
+    def test_free_key_is_granted(self, backend: BaseLockBackend, now: Clock, key: str) -> None:
         """A grant names key, token, fence and ttl, and lasts from the store's now to now + ttl."""
         token = new_token()
         before = now()
@@ -186,9 +188,7 @@ class BackendContract:
             assert when.utcoffset() is not None
 
     @_has_ttl
-    def test_held_key_is_contended(
-        self, backend: BaseLockBackend, now: Callable[[], datetime], key: str
-    ) -> None:
+    def test_held_key_is_contended(self, backend: BaseLockBackend, now: Clock, key: str) -> None:
         """A second acquire gets to know the holder, its fence, since when and until when."""
         holder = Holder(host="app-1", pid=4711, task_id="job-7")
         grant = take(backend, key, 20, holder=holder)
@@ -238,9 +238,7 @@ class BackendContract:
         assert contend(backend, key).holder == holder
 
     @pytest.mark.distlock_needs("supports_token_lookup")
-    def test_token_holds_one_key(
-        self, backend: BaseLockBackend, is_next: Callable[..., bool], key: str
-    ) -> None:
+    def test_token_holds_one_key(self, backend: BaseLockBackend, is_next: IsNext, key: str) -> None:
         """A token that holds a key is refused for another one, which stays free."""
         grant = take(backend, key)
         with pytest.raises(InvalidArgument) as caught:
@@ -264,7 +262,7 @@ class BackendContract:
         assert backend.release(new) is True
 
     def test_replace_spares_every_other_token(
-        self, backend: BaseLockBackend, is_next: Callable[..., bool], key: str
+        self, backend: BaseLockBackend, is_next: IsNext, key: str
     ) -> None:
         """A holder with another token than the named one keeps the key; a free one is granted."""
         first = take(backend, key, replace=new_token())
@@ -372,11 +370,7 @@ class BackendContract:
 
     @_has_ttl
     def test_extend_moves_the_end(
-        self,
-        backend: BaseLockBackend,
-        now: Callable[[], datetime],
-        elapse: Callable[[float], None],
-        key: str,
+        self, backend: BaseLockBackend, now: Clock, elapse: Elapse, key: str
     ) -> None:
         """The new end is the store's now + ttl; fence, grant and holder stay."""
         grant = take(backend, key, 5)
@@ -409,7 +403,7 @@ class BackendContract:
 
     @_has_ttl
     def test_holder_is_honoured_in_the_grace(
-        self, backend: BaseLockBackend, elapse: Callable[[float], None], key: str
+        self, backend: BaseLockBackend, elapse: Elapse, key: str
     ) -> None:
         """In the second behind `expires_at` it may extend and release, and nobody is granted."""
         grant = take(backend, key, 0.5)
@@ -425,7 +419,7 @@ class BackendContract:
     @_has_ttl
     @pytest.mark.parametrize("followed", [False, True])
     def test_lease_is_gone_behind_the_grace(
-        self, backend: BaseLockBackend, elapse: Callable[[float], None], key: str, followed: bool
+        self, backend: BaseLockBackend, elapse: Elapse, key: str, followed: bool
     ) -> None:
         """Past `free_at` it is never resurrected: the key is free, or its successor's."""
         old = take(backend, key, 0.2)
@@ -447,9 +441,7 @@ class BackendContract:
         assert backend.read(key) == before
         assert followed or take(backend, key).fence > old.fence
 
-    def test_lock_without_expiry(
-        self, backend: BaseLockBackend, elapse: Callable[[float], None], key: str
-    ) -> None:
+    def test_lock_without_expiry(self, backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
         """With ttl None a lock has no end, is shown so, and lives until it is released."""
         grant = take(backend, key, None)
         assert (grant.ttl, grant.expires_at) == (None, None)
@@ -468,7 +460,7 @@ class BackendContract:
     @_has_ttl
     @pytest.mark.parametrize("ttl", [5, 30, None])
     def test_settle_keeps_the_key_until_the_time_is_over(
-        self, backend: BaseLockBackend, elapse: Callable[[float], None], key: str, ttl: float | None
+        self, backend: BaseLockBackend, elapse: Elapse, key: str, ttl: float | None
     ) -> None:
         """Settled, a key stays taken until acquired_at + seconds, exactly and without grace."""
         grant = take(backend, key, ttl)
@@ -482,7 +474,7 @@ class BackendContract:
 
     @_has_ttl
     def test_settle_counts_from_the_grant(
-        self, backend: BaseLockBackend, elapse: Callable[[float], None], key: str
+        self, backend: BaseLockBackend, elapse: Elapse, key: str
     ) -> None:
         """However often it was extended, a lease is settled from its grant on."""
         grant = take(backend, key, 30)
@@ -507,7 +499,7 @@ class BackendContract:
 
     @_has_ttl
     def test_answers_are_in_the_order_of_the_grants(
-        self, backend: BaseLockBackend, now: Callable[[], datetime], key: str
+        self, backend: BaseLockBackend, now: Clock, key: str
     ) -> None:
         """Each lease gets its own ttl, and each answer stands where its grant stood."""
         ttls = {"c": 20, "a": 5.5, "e": 300, "b": 0.5, "d": None}
@@ -527,9 +519,7 @@ class BackendContract:
                 assert before <= renewed_at <= after
 
     @_has_ttl
-    def test_some_are_gone(
-        self, backend: BaseLockBackend, elapse: Callable[[float], None], key: str
-    ) -> None:
+    def test_some_are_gone(self, backend: BaseLockBackend, elapse: Elapse, key: str) -> None:
         """Expired, released, foreign and unknown leases answer None beside the live ones."""
         expired = take(backend, f"{key}-expired", 0.2)
         elapse(1.4)
@@ -567,7 +557,7 @@ class BackendContract:
 
     @_has_ttl
     def test_fences_grow_over_other_ends(
-        self, backend: BaseLockBackend, elapse: Callable[[float], None], key: str
+        self, backend: BaseLockBackend, elapse: Elapse, key: str
     ) -> None:
         """An expired and a settled lease leave the counter behind, and so does their removal."""
         fences = [take(backend, key, 0.1).fence]
@@ -597,7 +587,7 @@ class BackendContract:
 
     @pytest.mark.parametrize("how", ["new", "release", "takeover"])
     def test_one_of_many_is_granted(
-        self, backend: BaseLockBackend, is_next: Callable[..., bool], key: str, how: str
+        self, backend: BaseLockBackend, is_next: IsNext, key: str, how: str
     ) -> None:
         """Of threads that acquire a free key, or replace one holder, one gets the next fence."""
         old = None if how == "new" else take(backend, key)
@@ -661,7 +651,7 @@ class BackendContract:
 
     @pytest.mark.parametrize("bad", ["5", True, -1, 0, 0.09, 604_801, float("nan")])
     def test_bad_ttls_are_refused(
-        self, backend: BaseLockBackend, is_next: Callable[..., bool], key: str, bad: Any
+        self, backend: BaseLockBackend, is_next: IsNext, key: str, bad: Any
     ) -> None:
         """A refused call leaves no trace: the key is free, and has its first fence."""
         with pytest.raises(InvalidArgument):
@@ -725,7 +715,7 @@ class BackendContract:
 
     @pytest.mark.distlock_needs("supports_operators", "supports_ttl")
     def test_shortened_lease_is_renewed_until_its_end(
-        self, backend: BaseLockBackend, elapse: Callable[[float], None], key: str
+        self, backend: BaseLockBackend, elapse: Elapse, key: str
     ) -> None:
         """Also where its ttl is shorter than what it was given, and no longer."""
         grant = take(backend, key, 1)
