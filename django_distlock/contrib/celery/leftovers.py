@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from ...core.clock import monotonic
 from ...core.errors import BackendUnavailable, LockError
 from ...core.logs import log_fields
 from ...core.retry import Retry
-from ...core.threads import start_thread
+from ...core.threads import TimerThread
 from ...database.connections import close_here, use_own_connections
 
 logger = logging.getLogger("django_distlock")
@@ -51,90 +52,75 @@ def free(release: Callable[[], object], backend: str, key: str, words: Words = _
     Args:
         release: Gives it back, or finds that this is over. It may be called again, elsewhere.
     """
-    leftover = (backend, key, release, words)
-    if not _is_done(leftover):
+    leftover = _Leftover(backend, key, release, words)
+    if not leftover.is_done():
         _leftovers.put(leftover)
 
 
-_Leftover = tuple[str, str, Callable[[], object], Words]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Leftover:
+    """Something that is left to do."""
+
+    alias: str
+    key: str
+    release: Callable[[], object]
+    words: Words
+
+    def is_done(self) -> bool:
+        """Try once. What fails for another reason than a store that is away is over."""
+        try:
+            self.release()
+        except BackendUnavailable as error:
+            self.log(logging.WARNING, self.words.later, error)
+            return False
+        except LockError as error:
+            self.log(logging.WARNING, self.words.never, error)
+        return True
+
+    def log(self, level: int, text: str, error: LockError) -> None:
+        """Tell why it is not done."""
+        extra = log_fields(self.words.event, backend=self.alias, key=self.key, error=error)
+        logger.log(level, text, self.key, error, extra=extra)
 
 
-def _is_done(leftover: _Leftover) -> bool:
-    """Try once. What fails for another reason than a store that is away is told, and is over."""
-    alias, key, release, words = leftover
-    try:
-        release()
-    except BackendUnavailable as error:
-        extra = log_fields(words.event, backend=alias, key=key, error=error)
-        logger.warning(words.later, key, error, extra=extra)
-        return False
-    except LockError as error:
-        extra = log_fields(words.event, backend=alias, key=key, error=error)
-        logger.warning(words.never, key, error, extra=extra)
-    return True
+class _Leftovers(TimerThread[_Leftover]):
+    """Tries again what is left, all of it at one time, until it is done."""
 
-
-class _Leftovers:
-    """What is left to give back, and a thread that does so while there is any."""
+    linger = 0.0
+    _again_at = 0.0
+    _pauses: Iterator[float]
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Have nothing to do. In a forked child too: the parent does its own."""
-        self._pid = os.getpid()
-        self._mutex = threading.Lock()
-        self._left: list[_Leftover] = []
-        self._is_running = False
+        super().__init__("distlock-leftovers", lambda _each: self._again_at, monotonic)
 
     def put(self, leftover: _Leftover) -> None:
         """Try again until it is done."""
-        if self._pid != os.getpid():
-            self.forget()  # Not everybody who forks tells Python of it.
-        with self._mutex:
-            is_full = len(self._left) >= MOST
-            if not is_full:
-                self._left.append(leftover)
-                self._start()
-        if is_full:
-            alias, key, _release, words = leftover
-            why = f"{MOST} others wait for it"
-            logger.error(
-                words.never, key, why, extra=log_fields(words.event, backend=alias, key=key)
-            )
-
-    def _start(self) -> None:
-        if self._is_running:
+        if len(self._leases) >= MOST:
+            full = LockError(f"{MOST} others wait for it")
+            leftover.log(logging.ERROR, leftover.words.never, full)
             return
-        try:
-            start_thread(threading.Thread(target=self._run, name="distlock-leftovers", daemon=True))
-        except RuntimeError:
-            return  # No thread now, or ever: the next one may get it.
-        self._is_running = True
+        with suppress(RuntimeError):  # No thread now, or ever: the next one may get it.
+            self.add(leftover)
 
-    def _run(self) -> None:
+    def _begin(self) -> None:
         use_own_connections(keeps_leases=True)
-        for pause in PAUSES.pauses():
-            time.sleep(pause)
-            try:
-                self._try_all()
-            finally:
-                close_here()
-            with self._mutex:
-                if not self._left:
-                    self._is_running = False
-                    return
+        self._pauses = PAUSES.pauses()
+        self._again_at = monotonic() + next(self._pauses)
 
-    def _try_all(self) -> None:
-        with self._mutex:
-            todo, self._left = self._left, []
+    def _look(self, now: float, due: float) -> None:
+        if monotonic() < due:
+            return
         silent: set[str] = set()
-        for leftover in todo:
-            # One question for each round to a store that is away: others wait for their answers.
-            if leftover[0] in silent or not _is_done(leftover):
-                silent.add(leftover[0])
-                with self._mutex:
-                    self._left.append(leftover)
+        try:
+            for each in self.all():
+                # One question in each round to a store that is away: others wait for an answer.
+                if each.alias not in silent and each.is_done():
+                    self.discard(each)
+                else:
+                    silent.add(each.alias)
+        finally:
+            close_here()
+            self._again_at = monotonic() + next(self._pauses)
 
 
 _leftovers = _Leftovers()
