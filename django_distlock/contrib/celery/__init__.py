@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from celery import signals
+
 from ...core.declarations import finders
-from . import checks, declaring, endings, runs
+from . import checks, declaring, endings, queueing, runs
 from .tasks import LockedTask, locked_task
 
 __all__ = ["LockedTask", "locked_task"]
 
-runs.connect()
-endings.connect()
-checks.connect()
+for signal, receive in (
+    (signals.before_task_publish, checks.tell_sent),
+    (signals.before_task_publish, queueing.hand_down),
+    (signals.task_postrun, runs.ended),
+    (signals.task_revoked, endings.revoked),
+    (signals.worker_init, checks.tell_all),
+    (signals.worker_init, endings.watch),
+):
+    signal.connect(receive, dispatch_uid=f"{receive.__module__}.{receive.__name__}", weak=False)
 finders["celery"] = declaring.find

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from typing import Any, Final
 
-from celery import signals
 from django.core import checks
 
 from ...core.errors import LockUsageError
@@ -19,18 +18,11 @@ from .terms import Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
 
-_UID: Final = "django_distlock.contrib.celery.checks"
 _DOCS: Final = f"See {page('howto/lock-celery-tasks')}."
 #: Brokers that deliver a message again which nobody has acknowledged for a time, and that time.
 _VISIBILITY: Final = {"redis": 3600.0, "rediss": 3600.0, "sentinel": 3600.0, "sqs": 1800.0}
 #: Unique tasks without their base of which this process has told.
 _told: set[str] = set()
-
-
-def connect() -> None:
-    """Say which unique task has not its base when a worker starts, and when the task is sent."""
-    signals.worker_init.connect(_worker_starts, dispatch_uid=_UID, weak=False)
-    signals.before_task_publish.connect(_is_sent, dispatch_uid=_UID, weak=False)
 
 
 @checks.register("distlock")
@@ -161,12 +153,14 @@ def _check_template(task: Any, terms: Terms) -> Iterator[checks.CheckMessage]:
         )
 
 
-def _worker_starts(sender: Any = None, **_: Any) -> None:
+def tell_all(sender: Any = None, **_: Any) -> None:
+    """Say which unique tasks have not their base: a receiver of `worker_init`."""
     for task in list(sender.app.tasks.values()):
         _tell(task)
 
 
-def _is_sent(sender: Any = None, **_: Any) -> None:
+def tell_sent(sender: Any = None, **_: Any) -> None:
+    """Say it of a task that is sent: a receiver of `before_task_publish`."""
     app = app_of_project()
     # What is sent by name, by an app that knows no tasks yet, is not to finalize it.
     if app is not None and app.finalized:

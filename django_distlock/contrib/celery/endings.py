@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, Final
 
 from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
-from celery import signals
 from celery.utils.imports import symbol_by_name
 
 from ...backends.base import BaseLockBackend
@@ -36,17 +35,10 @@ from .terms import Terms, terms_of
 
 logger = logging.getLogger("django_distlock")
 
-_UID: Final = "django_distlock.contrib.celery.endings"
 #: Seconds that the worker waits for a store before it goes on.
 _PATIENCE: Final = 2.0
 #: A dead child is gone for the kernel a moment after its parent was told.
 _REAPED: Final = 0.5
-
-
-def connect() -> None:
-    """Hear of a worker that starts, and of tasks that will not be started."""
-    signals.worker_init.connect(_watch, dispatch_uid=_UID, weak=False)
-    signals.task_revoked.connect(_revoked, dispatch_uid=_UID, weak=False)
 
 
 class EndsTheDead:
@@ -104,7 +96,7 @@ def end(request: Any, *, at_once: bool) -> None:
     _do(store, partial(_end_all, store, terms, request, at_once=at_once))
 
 
-def _watch(sender: Any = None, **_: Any) -> None:
+def watch(sender: Any = None, **_: Any) -> None:
     """Let the requests of locked tasks end what the dead hold."""
     for task in sender.app.tasks.values():
         if terms_of(task) is None:
@@ -114,7 +106,7 @@ def _watch(sender: Any = None, **_: Any) -> None:
             task.Request = type(base.__name__, (EndsTheDead, base), {})
 
 
-def _revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:
+def revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:
     """Let a task be queued again that was revoked before it was started."""
     if not terminated and request is not None:
         _free_claims_soon(sender, request)

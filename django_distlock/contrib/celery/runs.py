@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from celery import Task, signals, states
+from celery import Task, states
 from celery.exceptions import Ignore
 
 from ...core.clock import monotonic
@@ -42,15 +42,8 @@ logger = logging.getLogger("django_distlock")
 
 #: Seconds that the note of a run may come behind the release of its lock.
 _SETTLING: Final = 2.0
-_UID: Final = "django_distlock.contrib.celery.runs"
 #: What no message of a task comes behind.
 _OVER: Final = (states.SUCCESS, states.FAILURE, states.IGNORED)
-
-
-def connect() -> None:
-    """Hear of the ends of runs, and of what they send."""
-    signals.task_postrun.connect(_ended, dispatch_uid=_UID, weak=False)
-    signals.before_task_publish.connect(queueing.hand_down, dispatch_uid=_UID, weak=False)
 
 
 def run(
@@ -471,7 +464,8 @@ def _may_be_stolen(lock: Lock, error: LockNotAcquired) -> bool:
     return not kept and error.holder is not None and is_gone(error.holder)
 
 
-def _ended(task: Any = None, state: str | None = None, retval: Any = None, **_: Any) -> None:
+def ended(task: Any = None, state: str | None = None, retval: Any = None, **_: Any) -> None:
+    """End what lasts until the result of a task is stored: a receiver of `task_postrun`."""
     request: Any = getattr(task, "request", None)
     made = run_of(request)
     if isinstance(made, Run):
