@@ -255,7 +255,12 @@ def limits_of(
 
 
 def queued_again(error: Refusal, key: str, task_id: str, pause: float) -> Marker:
-    """Return the result of a job in whose place another one is in the queue, and say so."""
+    """Return the result of a job in whose place another one is in the queue, and say so.
+
+    Args:
+        key: The job's first, should the error not know which one was refused.
+    """
+    key = error.key or key
     logger.info(
         "The job of %r is queued again as %s, in %.1f s: %s",
         key,

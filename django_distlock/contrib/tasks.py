@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from importlib import import_module
@@ -132,20 +131,6 @@ class _Run(NamedTuple):
     queued: Queued
     kwargs: dict[str, Any]
 
-    def key_of(self, error: Refusal) -> str:
-        """Return the key that was refused."""
-        return error.key or self.locks[0].key
-
-
-@dataclass(frozen=True, slots=True)
-class _Later:
-    """A task to queue in the place of another one."""
-
-    task: Any
-    args: list[Any]
-    kwargs: dict[str, Any]
-    pause: float
-
 
 class _Locked:
     """The function of a task, and its rules."""
@@ -184,9 +169,9 @@ class _Locked:
                 run = self._run(args, kwargs)
 
                 async def again(error: Refusal) -> Marker:
-                    later = self._later(run, error)
-                    result = await later.task.aenqueue(*later.args, **later.kwargs)
-                    return queued_again(error, run.key_of(error), str(result.id), later.pause)
+                    task, pause, named = self._later(run, error)
+                    result = await task.aenqueue(*run.result.args, **named)
+                    return queued_again(error, run.locks[0].key, str(result.id), pause)
 
                 return await self._rules.arun(
                     run.locks, lambda: self._function(*args, **run.kwargs), again
@@ -199,9 +184,9 @@ class _Locked:
             run = self._run(args, kwargs)
 
             def again(error: Refusal) -> Marker:
-                later = self._later(run, error)
-                result = later.task.enqueue(*later.args, **later.kwargs)
-                return queued_again(error, run.key_of(error), str(result.id), later.pause)
+                task, pause, named = self._later(run, error)
+                result = task.enqueue(*run.result.args, **named)
+                return queued_again(error, run.locks[0].key, str(result.id), pause)
 
             return self._rules.run(run.locks, lambda: self._function(*args, **run.kwargs), again)
 
@@ -233,8 +218,12 @@ class _Locked:
             return result
         return None
 
-    def _later(self, run: _Run, error: Refusal) -> _Later:
-        """Return what to queue; or raise the error, where nothing can be or is to be."""
+    def _later(self, run: _Run, error: Refusal) -> tuple[Any, float, dict[str, Any]]:
+        """Return the task to queue, in how many seconds it runs, and its arguments by name.
+
+        Raises:
+            Refusal: Nothing can be queued, or is to be.
+        """
         if run.result is None:
             error.add_note(
                 "Nothing was queued again. The function was called directly, or its backend does"
@@ -249,13 +238,9 @@ class _Locked:
             since = time.time() - run.queued.since
             error.add_note(f"Queued again {run.queued.times} times, in {since:.0f} s.")
             raise error
-        return _Later(
-            # With the queue and the priority that this one has.
-            run.result.task.using(run_after=timezone.now() + timedelta(seconds=pause)),
-            run.result.args,
-            {**run.kwargs, TRAVELS: run.queued.again()},
-            pause,
-        )
+        # With the queue and the priority that this one has.
+        task = run.result.task.using(run_after=timezone.now() + timedelta(seconds=pause))
+        return task, pause, {**run.kwargs, TRAVELS: run.queued.again()}
 
     def _refuse_backend(self, result: Any) -> NoReturn:
         backend = result.task.get_backend()
