@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from ..backends.counts import Count, Counts, Sizes, States, counted
+from ..backends.counts import Counts, Sizes, States, counted
 from ..core.documents import by_name
 from ..core.durations import Duration, seconds
 from ..handler import lock_backends
@@ -18,7 +18,7 @@ MANY_COUNTERS = 10_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class Summary(States):
     """How many keys of a backend are in which state.
 
     Attributes:
@@ -40,13 +40,6 @@ class Summary:
     """
 
     backend: str
-    held: Count
-    waiting: Count | None
-    ending_soon: Count
-    past_expiry: Count
-    settled: Count
-    no_expiry: Count
-    stop_requested: Count
     overdue: float | None
     most_waited: tuple[tuple[str, int], ...]
     soon: float
