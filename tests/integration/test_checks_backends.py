@@ -9,7 +9,7 @@ from django.core import checks
 from django.test import override_settings
 
 from django_distlock import RunScope, distlock
-from django_distlock.checks.declared import check_templates
+from django_distlock.checks.settings import check_templates
 from django_distlock.scheduling import scheduled
 from tests.backends import MEMORY, REDIS
 from tests.contract.aliases import DATABASE, alias_like
