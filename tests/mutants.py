@@ -1004,7 +1004,7 @@ MUTANTS = (
     ),
     Mutant(
         "a leader counts as the longest holder",
-        "redis", "django_distlock/contrib/metrics/stores.py",
+        "redis", "django_distlock/contrib/metrics/gauges.py",
         old=r" or holder.leads", new="",
         test="tests/integration/test_metrics_prometheus.py::test_oldest_holding_has_its_age_by_prefix",
     ),

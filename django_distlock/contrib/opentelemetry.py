@@ -18,11 +18,10 @@ from opentelemetry.trace import Status, StatusCode, TracerProvider
 
 from ..core.durations import Duration, seconds
 from ..signals import lock_acquired, lock_lost, lock_not_acquired, lock_released
+from .metrics.gauges import process_numbers, store_numbers
 from .metrics.instruments import INSTRUMENTS, PROCESS_GAUGES, STORE_GAUGES, Instrument
 from .metrics.prefixes import MOST, Prefixes
-from .metrics.processes import process_numbers
 from .metrics.recording import Hearer, Recorder, cause_of, outcome_of
-from .metrics.stores import store_numbers
 
 __all__ = ["install", "uninstall"]
 

@@ -22,13 +22,13 @@ from opentelemetry.trace import StatusCode
 
 from django_distlock import LockLost, LockNotAcquired, distlock, lock_backends
 from django_distlock.contrib import opentelemetry
+from django_distlock.contrib.metrics.gauges import PATIENCE
 from django_distlock.contrib.metrics.instruments import (
     INSTRUMENTS,
     PROCESS_GAUGES,
     STORE_GAUGES,
     STORE_UP,
 )
-from django_distlock.contrib.metrics.stores import PATIENCE
 from django_distlock.core.declarations import declared
 from django_distlock.core.keys import own_key
 from django_distlock.scheduling import scheduled

@@ -22,7 +22,7 @@ from ...core.errors import LockError
 from ...handler import lock_backends
 from ...inspection import Operation, Statistics, may, statistics
 from ..metrics.asking import ask_each
-from ..metrics.stores import health
+from ..metrics.gauges import health
 
 View = Callable[[HttpRequest], HttpResponseBase]
 

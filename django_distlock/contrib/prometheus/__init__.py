@@ -18,11 +18,10 @@ from prometheus_client.registry import Collector
 
 from ...core.threads import start_thread
 from ...locks import attempts
+from ..metrics.gauges import process_numbers, store_numbers
 from ..metrics.instruments import INSTRUMENTS, LAG, PROCESS_GAUGES, STORE_GAUGES, Instrument
 from ..metrics.prefixes import MOST, Prefixes
-from ..metrics.processes import process_numbers
 from ..metrics.recording import Recorder
-from ..metrics.stores import store_numbers
 
 __all__ = ["install", "scrape_registry", "uninstall"]
 

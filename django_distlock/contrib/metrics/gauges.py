@@ -1,9 +1,10 @@
-"""What only the stores know: whether they answer, and how much they have."""
+"""What is only known when it is asked for: of this process at once, and of the stores in time."""
 
 from __future__ import annotations
 
 import heapq
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,11 +23,27 @@ from ...core.keys import OWN_MARKER
 from ...core.records import SPOILED, Record
 from ...database import vendors
 from ...handler import lock_backends
+from ...locks import blocks
+from ...locks.release import Release
 from ...managers.rows import between
 from ...models import HeldLock
+from ...process.at_exit import held_here
+from ...process.heartbeat import heartbeat_of
 from ...scheduling import overdue
 from .asking import ask_each, begin_each
-from .instruments import HELD_PAST_EXPIRY, LOCKS_HELD, OLDEST, OVERDUE_TICK, STORE_UP, Instrument
+from .instruments import (
+    ACTIVE,
+    HELD_PAST_EXPIRY,
+    LAG,
+    LOCKS_HELD,
+    OLDEST,
+    OVERDUE,
+    OVERDUE_TICK,
+    PROCESS_GAUGES,
+    STORE_UP,
+    WAITING,
+    Instrument,
+)
 
 #: Seconds that a question may take before it counts as without an answer.
 PATIENCE: Final = 2.0
@@ -90,6 +107,26 @@ def health(*, max_age: float = MAX_AGE, patience: float = PATIENCE) -> dict[str,
     """
     answers = ask_each(_look, max_age=max_age, patience=patience)
     return {alias: each or Health("timeout") for alias, each in answers.items()}
+
+
+def process_numbers() -> Mapping[Instrument, Mapping[tuple[str, ...], float]]:
+    """Return the values of each gauge of this process, by labels. It asks no store."""
+    leases = [each.holding for each in held_here.all() if isinstance(each, Release)]
+    active = Counter(each.backend for each in leases if each.held)
+    # What the blocks hold that were entered in this process, and not left.
+    entered = [each.lease for each in list(blocks.every) if not each.inner and each.is_open]
+    overdue = Counter(each.backend for each in entered if each is not None and each.is_lost)
+    found: dict[Instrument, dict[tuple[str, ...], float]] = {each: {} for each in PROCESS_GAUGES}
+    for alias in lock_backends:
+        try:
+            store = lock_backends[alias]
+        except ImproperlyConfigured:
+            continue  # `check` says why.
+        found[ACTIVE][alias,] = active[alias]
+        found[OVERDUE][alias,] = overdue[alias]
+        found[WAITING][alias,] = len(store.queues.all())
+        found[LAG][alias,] = heartbeat_of(store).lag
+    return found
 
 
 def store_numbers(prefix_of: Callable[[str], str]) -> Mapping[Instrument, Values]:
