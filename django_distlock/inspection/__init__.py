@@ -7,6 +7,7 @@ asks `may()` before.
 
 from ..core.keys import own_key
 from .held import HeldKey, State
+from .journal import Operation, may
 from .listing import Failure, LockPage, list_locks
 from .lookups import LockInfo, aowns, get_by_key, get_by_token, held_keys, owns
 from .operations import (
@@ -19,7 +20,6 @@ from .operations import (
     request_stop,
     resume,
 )
-from .permissions import Operation, may
 from .pruning import Pruned, prune_events, prune_responses
 from .showing import KeyView, show
 from .summary import Statistics, Summary, statistics, summary

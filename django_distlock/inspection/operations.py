@@ -18,8 +18,7 @@ from ..core.keys import stored_key
 from ..core.records import Contended, Record
 from ..handler import lock_backends
 from .held import HeldKey
-from .journal import Order
-from .permissions import Operation
+from .journal import Operation, Order
 
 #: The longest time that is given in seconds: ten years.
 MAX_SPAN = 10 * 366 * 24 * 3600.0

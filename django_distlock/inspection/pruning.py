@@ -15,9 +15,8 @@ from ..core.documents import Document
 from ..core.durations import MAX_BOUND, Duration, seconds
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError, shown
 from ..database import vendors
-from .journal import Order
+from .journal import Operation, Order
 from .operations import MAX_SPAN
-from .permissions import Operation
 
 if TYPE_CHECKING:
     from ..models import LockEvent
