@@ -18,13 +18,14 @@ from ..core.documents import plain
 from ..core.durations import seconds
 from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
 from ..core.holders import Session
+from ..core.wording import instant, span
 from ..handler import lock_backends
 from ..inspection import Failure, HeldKey, State
 from ..process import event_log
 from ..process.host import current_holder
 from .reading import ReadingCommand, number_of
 from .statuses import UNAVAILABLE, USAGE
-from .tables import Cell, aligned, instant, span
+from .tables import Cell, aligned
 
 T = TypeVar("T")
 

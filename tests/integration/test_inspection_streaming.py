@@ -17,7 +17,7 @@ from django.test import override_settings
 from django_distlock import lock_backends
 from django_distlock.core.holders import Holder
 from django_distlock.inspection import HeldKey, list_locks
-from django_distlock.management import streaming
+from django_distlock.management import tables
 from django_distlock.models import HeldLock
 from tests.contract.helpers import take
 from tests.redis_servers import private_redis
@@ -47,7 +47,7 @@ def alias(request: pytest.FixtureRequest, key: str) -> Iterator[str]:
 
 def test_all_pages_are_one_listing(alias: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table with its headings once; a document that one page would be, without a cursor."""
-    monkeypatch.setattr(streaming, "PAGE", 4)
+    monkeypatch.setattr(tables, "PAGE", 4)
     asked = ("distlock_list", f"--backend={alias}", "--prefix", key)
     ran = run(*asked, "--all")
     assert (ran.status, ran.err) == (0, "")
@@ -111,7 +111,7 @@ def _peak(lock: HeldKey, pages: int) -> int:
 
     tracemalloc.start()
     try:
-        streaming.stream_json(_Nowhere(), read(), ())
+        tables.stream_json(_Nowhere(), read(), ())
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

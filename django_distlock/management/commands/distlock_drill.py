@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from django.core.management.base import CommandError, CommandParser
 
 from ...core.errors import InvalidArgument, LockUsageError
+from ...core.wording import printable
 from ...handler import lock_backends
 from .. import endurance
 from ..drill import Drill, Step, refuse_impossible
@@ -21,7 +22,6 @@ from ..late import Stuck, be_late
 from ..operating import OperatorCommand, refuse_memory
 from ..reading import add_backend, between
 from ..statuses import UNAVAILABLE, USAGE
-from ..tables import printable
 
 #: Minutes of a long drill. All that is reported is kept until its end.
 SHORTEST, LONGEST = 0.1, 480

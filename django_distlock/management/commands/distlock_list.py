@@ -11,6 +11,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError, CommandParser
 
 from ...core.errors import InvalidArgument
+from ...core.wording import span
 from ...handler import lock_backends
 from ...inspection import Failure, LockPage, list_locks, list_transactions
 from ...inspection.declared import DeclaredKey, list_declared
@@ -23,8 +24,7 @@ from ..operating import (
     named,
     raise_failed,
 )
-from ..streaming import every_page, stream_json, stream_table
-from ..tables import Cell, span
+from ..tables import Cell, every_page, stream_json, stream_table
 
 _DECLARED: Final = ("KEY", "KIND", "MODE", "TTL", "WAIT", "ON CONFLICT", "BACKEND", "PLACE")
 _TRANSACTIONS: Final = ("BACKEND", "KEY", "MODE", "STATE", "FOR", "SESSION")

@@ -10,12 +10,12 @@ from django.core.management.base import CommandError, CommandParser
 from ...backends.base import BaseLockBackend
 from ...core.errors import BackendUnavailable, LockError
 from ...core.records import Record
+from ...core.wording import printable
 from ...inspection import Failure, HeldKey, Operation
 from ...inspection.journal import Order
 from ..celery import app_and
 from ..operating import OperatorCommand, add_backends, add_reason, ask_each, duration, raise_failed
 from ..statuses import USAGE
-from ..tables import printable
 
 Found = list[tuple[BaseLockBackend, Record]]
 

@@ -10,12 +10,12 @@ from django.core.management.base import CommandError, CommandParser
 
 from ...core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError
 from ...core.keys import stored_key
+from ...core.wording import printable
 from ...inspection import Failure, HeldKey, Outcome, force_release, show
 from ..operating import OperatorCommand, add_reason, named, refuse_memory
 from ..reading import add_backend
 from ..statuses import BUSY, UNAVAILABLE, USAGE
-from ..streaming import every_page
-from ..tables import printable
+from ..tables import every_page
 
 
 class Command(OperatorCommand):

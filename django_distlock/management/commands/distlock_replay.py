@@ -9,11 +9,11 @@ from django.core.management.base import CommandError, CommandParser
 
 from ...core.documents import by_name
 from ...core.errors import BackendUnavailable, LockError
+from ...core.wording import instant
 from ...models import FailedTask
 from ..celery import app_and
 from ..operating import OperatorCommand
 from ..statuses import UNAVAILABLE, USAGE
-from ..tables import instant
 
 #: Stands for all that are listed.
 ALL = "all"

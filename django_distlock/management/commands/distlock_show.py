@@ -9,11 +9,12 @@ from typing import Any
 from django.core.management.base import CommandParser
 
 from ...core.records import Waiting
+from ...core.wording import instant, printable, span
 from ...inspection import HeldKey, KeyView, show
 from ...models import LockEvent
 from ..operating import OperatorCommand, named, refuse_memory
 from ..reading import add_backend
-from ..tables import Cell, instant, printable, span
+from ..tables import Cell
 
 
 class Command(OperatorCommand):

@@ -8,9 +8,10 @@ from django.core.management.base import CommandParser
 from django.template.defaultfilters import filesizeformat
 
 from ...backends.counts import Count, Sizes
+from ...core.wording import instant
 from ...inspection import Failure, Statistics, statistics
 from ..operating import OperatorCommand, add_backends, ask_each, raise_failed
-from ..tables import Cell, instant
+from ..tables import Cell
 
 
 class Command(OperatorCommand):
