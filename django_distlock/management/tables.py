@@ -64,7 +64,7 @@ def every_page(cursor: str | None, **asked: Any) -> Iterator[LockPage]:
 def stream_json(
     out: _Output, pages: Iterable[LockPage], failures: Iterable[Failure]
 ) -> tuple[Failure, ...]:
-    """Print the document that one page would be, of many.
+    """Print the document that one page would be, of one or many.
 
     Args:
         failures: Those that are known before.
@@ -79,12 +79,13 @@ def stream_json(
     out.write('{\n  "locks": [', ending="")
     for page in chain((first,), coming):
         failed += page.failures
+        cursor = page.cursor
         if page.locks:
             text = ",\n".join(f"    {json.dumps(each.as_json())}" for each in page.locks)
             out.write(before + text, ending="")
             before = ",\n"
-    told = json.dumps(plain(failed))
-    out.write(f'\n  ],\n  "cursor": null,\n  "failures": {told}\n}}')
+    rest = {"cursor": cursor, "failures": plain(failed)}
+    out.write("\n  ],\n" + json.dumps(rest, indent=2).removeprefix("{\n"))
     return tuple(failed)
 
 
@@ -94,20 +95,22 @@ def stream_table(
     pages: Iterable[LockPage],
     row: Callable[[HeldKey], Sequence[Cell]],
     style: Callable[[str], str],
-) -> tuple[int, tuple[Failure, ...]]:
-    """Print one table of many pages; columns grow where a page has something wider.
+) -> tuple[int, str | None, tuple[Failure, ...]]:
+    """Print one table of pages; columns grow where a page has something wider.
 
     Returns:
-        How many locks there were, and what could not be asked.
+        How many locks there were, where a further page starts, and what could not be asked.
     """
     widths = [0] * len(headings)
     number = 0
     failed: list[Failure] = []
+    cursor = None
     for page in pages:
         failed += page.failures
+        cursor = page.cursor
         if page.locks:
             lines = aligned(headings, map(row, page.locks), style, widths)
             # The headings stand above the first page alone.
             out.write("\n".join(lines if not number else list(lines)[1:]))
             number += len(page.locks)
-    return number, tuple(failed)
+    return number, cursor, tuple(failed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -118,14 +117,10 @@ class Command(OperatorCommand):
         is_filtered = any(options[name] not in ("", None) for name in _FILTERS)
         none = "No lock matches." if is_filtered else "No locks are held."
         before = tuple(map(in_memory, apart)) if cursor is None else ()
-        if options["all"]:
-            failures = self._stream(every_page(cursor, **asked), before, none=none, json=json)
-        else:
-            page = list_locks(cursor=cursor, limit=options["limit"], **asked)
-            page = replace(page, failures=(*before, *page.failures))
-            self._show(page, none=none, json=json)
-            failures = page.failures
-        raise_failed(failures, backend)
+        pages = every_page(cursor, **asked)
+        if not options["all"]:
+            pages = iter([list_locks(cursor=cursor, limit=options["limit"], **asked)])
+        raise_failed(self._stream(pages, before, none=none, json=json), backend)
 
     def _require_plain(self, what: str, given: dict[str, Any]) -> None:
         """Refuse arguments about held keys.
@@ -166,36 +161,23 @@ class Command(OperatorCommand):
             self.print_failures(found.failures)
         raise_failed(found.failures, backends)
 
-    def _show(self, page: LockPage, *, none: str, json: bool) -> None:
-        if json:
-            self.print_json(page)
-            return
-        if page.locks:
-            self.print_locks(page.locks)
-        elif not page.failures:
-            self._print_none(none)
-        if page.cursor is not None:
-            self.stdout.write(f"More: --cursor {page.cursor}")
-        self.print_failures(page.failures)
-
     def _stream(
         self, pages: Iterator[LockPage], before: tuple[Failure, ...], *, none: str, json: bool
     ) -> tuple[Failure, ...]:
         """Print every page as it comes; return what could not be asked."""
         if json:
             return stream_json(self.stdout, pages, before)
-        number, failed = stream_table(
+        number, cursor, failed = stream_table(
             self.stdout, HEADINGS, pages, self.row, self.style.MIGRATE_HEADING
         )
         failures = (*before, *failed)
         if not number and not failures:
-            self._print_none(none)
+            configured = any(True for _ in lock_backends)
+            self.stdout.write(none if configured else "No lock backend is configured.")
+        if cursor is not None:
+            self.stdout.write(f"More: --cursor {cursor}")
         self.print_failures(failures)
         return failures
-
-    def _print_none(self, none: str) -> None:
-        configured = any(True for _ in lock_backends)
-        self.stdout.write(none if configured else "No lock backend is configured.")
 
     def _show_declared(self, backends: list[str] | None, prefix: str, *, json: bool) -> None:
         """Print every key that is declared; name on standard error what could not be imported."""
