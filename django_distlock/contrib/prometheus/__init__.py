@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -16,7 +16,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 from prometheus_client.registry import Collector
 
-from ...core.threads import start_thread
+from ...core.clock import monotonic
+from ...core.threads import TimerThread
 from ...locks import attempts
 from ..metrics.gauges import process_numbers, store_numbers
 from ..metrics.instruments import INSTRUMENTS, LAG, PROCESS_GAUGES, STORE_GAUGES, Instrument
@@ -188,14 +189,18 @@ def _is_multiprocess() -> bool:
     return bool(values.ValueClass._multiprocess)
 
 
-class _Sampler:
+class _Sampler(TimerThread[None]):
     """Writes the gauges of a process to the files of `PROMETHEUS_MULTIPROC_DIR`.
 
     In a thread that begins with the first lock of the process, and never in a process that only
     forks others.
     """
 
+    linger = 0.0
+    _woken_at = _looks_next_at = 0.0
+
     def __init__(self, registry: CollectorRegistry):
+        super().__init__("distlock-gauges", lambda _: self._looks_next_at, monotonic)
         self._gauges = {
             each: Gauge(
                 each.prometheus_name, each.help, each.labels, registry=registry,
@@ -203,7 +208,6 @@ class _Sampler:
             )
             for each in PROCESS_GAUGES
         }  # fmt: skip
-        self._forget()
         attempts.when_waiting.append(self.wake)
         _every.add(self)
 
@@ -214,35 +218,15 @@ class _Sampler:
         for each in self._gauges.values():
             registry.unregister(each)
 
-    def _forget(self) -> None:
-        self._pid = os.getpid()
-        # Reentrant, because a signal's handler may interrupt its holder, and take a lock.
-        self._mutex = threading.RLock()
-        self._woken_at = 0.0
-        self._runs = False
-
     def wake(self) -> None:
         """Look from now on: there may be something to see."""
-        if self._pid != os.getpid():
-            self._forget()  # Not everybody who forks tells Python of it: uWSGI does not.
-        with self._mutex:
-            self._woken_at = time.monotonic()
-            if self._runs:
-                return
-            try:
-                start_thread(
-                    threading.Thread(target=self._run, name="distlock-gauges", daemon=True)
-                )
-            except RuntimeError:
-                return  # No more threads now, or ever: the interpreter ends.
-            self._runs = True
+        self._woken_at = monotonic()
+        with suppress(RuntimeError):  # No more threads now, or ever: the interpreter ends.
+            self.add(None)
 
-    def _run(self) -> None:
-        while self._look():
-            time.sleep(INTERVAL)
-
-    def _look(self) -> bool:
-        """Write the gauges down; return whether to look again."""
+    def _look(self, now: float, due: float) -> None:
+        if monotonic() < due:
+            return
         # Not while somebody forks: the child would find the library's mutex taken, for ever.
         with self._mutex:
             is_idle = True
@@ -250,9 +234,12 @@ class _Sampler:
                 for labels, value in numbers.items():
                     self._gauges[instrument].labels(*labels).set(value)
                     is_idle = is_idle and not value
-            if is_idle and time.monotonic() - self._woken_at > LINGER_SECONDS:
-                self._runs = False
-            return self._runs
+            if is_idle:
+                self.discard(None)
+                # Asked behind that: whoever wakes it meanwhile is not missed.
+                if monotonic() - self._woken_at <= LINGER_SECONDS:
+                    self.add(None)
+            self._looks_next_at = monotonic() + INTERVAL
 
 
 _every: weakref.WeakSet[_Sampler] = weakref.WeakSet()
@@ -270,7 +257,7 @@ def _in_parent() -> None:
 
 def _in_child() -> None:
     for each in list(_every):
-        each._forget()
+        each.forget()
 
 
 if hasattr(os, "register_at_fork"):
