@@ -98,7 +98,6 @@ class Leadership:
         self._lock = lock
         self._who, self._does, self._word = who, does, word
         self._lease: Lease | None = None
-        self._block = ExitStack()
         self._state = ""
 
     @property
@@ -106,21 +105,15 @@ class Leadership:
         """Whether this process leads: a look at the lease, which asks nobody."""
         return self._lease is not None and self._lease.held
 
-    @property
-    def is_in_trouble(self) -> bool:
-        """Whether the store did not answer, when it was asked last."""
-        return self._state == "trouble"
-
-    def gain(self, patience: float, block: ExitStack | None = None) -> Lease | None:
+    def gain(self, patience: float, block: ExitStack) -> Lease | None:
         """Lead from here on, unless somebody else does for all of `patience` seconds.
 
         Args:
-            block: What holds the key, for whoever may be interrupted; None: this object.
+            block: What holds the key: whoever may be interrupted has one for each attempt.
         """
         self.give_up(block)
         try:
-            held = self._block if block is None else block
-            self._lease = held.enter_context(replace(self._lock, wait=patience))
+            self._lease = block.enter_context(replace(self._lock, wait=patience))
         except LockNotAcquired as error:
             why = f"{error.holder.who} leads" if error.holder else error
             self._say("follows", logging.INFO, "%s stands by: %s", self._who, why)
@@ -131,13 +124,13 @@ class Leadership:
         self.succeeded()
         return self._lease
 
-    def give_up(self, block: ExitStack | None = None) -> None:
+    def give_up(self, block: ExitStack) -> None:
         """Let the next one lead at once, if this process does; see `gain`."""
         was_lost = self._lease is not None and self._lease.is_lost
         self._lease = None
         # A lease that was lost says so here too; who lost it has heard.
         with suppress(LockError):
-            (self._block if block is None else block).close()
+            block.close()
         if was_lost:
             self._say(
                 "lost", logging.ERROR, "%s no longer leads, and %s nothing", self._who, self._does

@@ -383,7 +383,7 @@ def test_store_that_is_away_is_waited_for(
     caplog.set_level(logging.INFO, "django_distlock")
     with lose_connection(registered.alias):
         waiting = Later(candidate.run, lambda _: None)
-        assert eventually(lambda: candidate._leadership.is_in_trouble)
+        assert eventually(lambda: candidate._leadership._state == "trouble")
         with pytest.raises(BackendUnavailable):
             leader_of(key, backend=registered.alias)
         time.sleep(0.3)

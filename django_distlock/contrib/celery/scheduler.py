@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -61,6 +61,7 @@ class OneLeader:
         _when: Any
 
     _leadership: Leadership
+    _block: ExitStack
     _marks: Marks
     _heap: list[Any] | None
     #: Celery makes schedulers only to look at them, too.
@@ -86,6 +87,7 @@ class OneLeader:
         ttl = conf.get("beat_distlock_ttl")
         lock = distlock(key, ttl=ttl, backend=alias, metadata=dict(LEADER))
         mark_key(lock.key, "x" * 1000)  # Refuses a key that leaves no room for names.
+        self._block = ExitStack()
         self._leadership = Leadership(lock, "Beat", does="schedules", word="beat")
         self._marks = Marks(store, lock.key)
         self._can_lead = True
@@ -156,7 +158,7 @@ class OneLeader:
             super().close()  # type: ignore[misc]
         finally:
             if self._can_lead:
-                self._leadership.give_up()
+                self._leadership.give_up(self._block)
 
     def _do_sync(self) -> None:
         with self._busy():
@@ -173,7 +175,7 @@ class OneLeader:
     def _leads(self) -> bool:
         if self._leadership.held:
             return True
-        if self._leadership.gain(min(PATIENCE, self.max_interval)):
+        if self._leadership.gain(min(PATIENCE, self.max_interval), self._block):
             self._begin_to_lead()
             return True
         return False
