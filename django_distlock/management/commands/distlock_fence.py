@@ -10,14 +10,14 @@ from typing import Any
 from django.core.management.base import CommandError, CommandParser
 from django.db import DatabaseError, InterfaceError, connections
 
-from ...core.errors import InvalidArgument, LockError, LockUsageError
+from ...core.errors import InvalidArgument, LockError
 from ...core.fences import FENCE_MAX, FENCE_WARNING, validate_fence
 from ...core.keys import stored_key
 from ...core.logs import log_fields
 from ...core.wording import counted, printable
 from ...fencing.seen import mark_of, set_mark
 from ...handler import lock_backends
-from ..operating import OperatorCommand
+from ..operating import OperatorCommand, refuse_memory
 from ..reading import add_backend
 
 logger = logging.getLogger("django_distlock")
@@ -128,12 +128,8 @@ class Command(OperatorCommand):
         self, *, key: str | None, to: int | None, backend: str, json: bool, **options: Any
     ) -> None:
         """Raise, page by page, and say what was left."""
+        refuse_memory(backend)
         store = lock_backends[backend]
-        if not store.distributed:
-            raise LockUsageError(
-                f"The lock backend {backend!r} keeps its fences in process memory. No other"
-                " process can raise them."
-            )
         page = store.raise_fences(to, key=key)
         raised, left = page.raised, [*page.left]
         while page.cursor is not None:
