@@ -9,11 +9,11 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
-from django.db import DatabaseError, InterfaceError, connections, models, router, transaction
+from django.db import DatabaseError, connections, models, router, transaction
 
 from ..core.documents import Document
 from ..core.durations import MAX_BOUND, Duration, seconds
-from ..core.errors import BackendUnavailable, InvalidArgument, LockError, LockUsageError, shown
+from ..core.errors import InvalidArgument, LockUsageError, shown
 from ..database import vendors
 from .journal import Operation, Order
 from .operations import MAX_SPAN
@@ -183,14 +183,11 @@ def _tell(using: str, order: Order, pruned: Pruned) -> None:
 
 @contextmanager
 def _translated(using: str) -> Iterator[None]:
-    try:
-        yield
-    except (DatabaseError, InterfaceError) as error:
-        vendor, about = vendors.of(using), f"The database {using!r}"
-        if vendor.is_missing(error):
-            message = f"{about} lacks a table: {error}"
+    with vendors.translated(using):
+        try:
+            yield
+        except DatabaseError as error:
+            if not vendors.of(using).is_missing(error):
+                raise
+            message = f"The database {using!r} lacks a table: {error}"
             raise LockUsageError(message, code="unsupported") from error
-        code = vendor.unavailable_code(error)
-        if code is None:
-            raise LockError(f"{about} failed: {error}") from error
-        raise BackendUnavailable.of(about, error, code) from error

@@ -7,11 +7,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from django.db import connections, router, transaction
-from django.db.utils import DatabaseError, InterfaceError
 
 from ..backends.base import BaseLockBackend
 from ..checks.configured import is_redis
-from ..core.errors import BackendUnavailable, LockError
+from ..core.errors import LockError
 from ..database import vendors
 from ..fencing.rejecting import Fenced, reject
 from ..fencing.seen import mark_of, see
@@ -36,37 +35,26 @@ class TableTarget:
             FenceRejected: Somebody with a higher fence has written.
             LockError: It cannot be written.
         """
-        with self._translated():
+        with vendors.translated(self._using):
             mark = see(by, self._using)
         if mark > by.fence:
             reject(by, f"The row of {self._key!r} in {SeenFence._meta.db_table}", mark)
 
     def fence(self) -> int | None:
         """Return the fence of the write that stands; None: nobody has written."""
-        with self._translated():
+        with vendors.translated(self._using):
             return mark_of(self._key, self._using)
 
     def server(self) -> str:
         """Return which server it is on, with its version."""
-        with self._translated():
+        with vendors.translated(self._using):
             connection = connections[self._using]
             return f"{connection.vendor} {'.'.join(map(str, connection.get_database_version()))}"
 
     def remove(self) -> None:
         """Leave nothing of it."""
-        with self._translated(), transaction.atomic(using=self._using):
+        with vendors.translated(self._using), transaction.atomic(using=self._using):
             SeenFence.objects.using(self._using).filter(pk=self._key).delete()
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except (DatabaseError, InterfaceError) as error:
-            code = vendors.of(self._using).unavailable_code(error)
-            message = f"The database {self._using!r} cannot be written: {error}"
-            if code is None:
-                raise LockError(message, key=self._key) from error
-            raise BackendUnavailable(message, key=self._key, code=code) from error
 
 
 class RedisTarget:

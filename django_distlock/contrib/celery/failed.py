@@ -7,20 +7,19 @@ reads the table raises `BackendUnavailable` where the database does not answer.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from celery.result import EagerResult
 from django.apps import apps
-from django.db import DatabaseError, InterfaceError, connections, router
+from django.db import connections, router
 from kombu.exceptions import EncodeError, OperationalError
 from kombu.serialization import dumps, loads, prepare_accept_content
 
 from ...core.durations import MAX_BOUND
-from ...core.errors import BackendUnavailable, LockError, LockNotAcquired, LockUsageError
+from ...core.errors import BackendUnavailable, LockNotAcquired, LockUsageError
 from ...database import vendors
 from ...database.borrowing import NoConnectionFree
 from ...database.schemas import TableConnections
@@ -75,7 +74,7 @@ def failed(*, sent: bool) -> list[FailedTask]:
     """
     using = router.db_for_write(_model())
     rows = _model().objects.using(using).order_by("failed_at", "pk")
-    with _translated(using):
+    with vendors.translated(using):
         return list(rows if sent else rows.filter(sent_at=None))
 
 
@@ -96,7 +95,7 @@ def send(app: Any, row: FailedTask) -> str | None:
     args, kwargs = _unpacked(app, row)
     using = row._state.db or router.db_for_write(_model())
     unsent = _model().objects.using(using).filter(pk=row.pk, sent_at=None)
-    with _translated(using):
+    with vendors.translated(using):
         if not unsent.update(sent_at=datetime.now(UTC)):
             return None
     marked = _model().objects.using(using).filter(pk=row.pk)
@@ -110,12 +109,12 @@ def send(app: Any, row: FailedTask) -> str | None:
                 f"The task was not queued: {marker['why']}.", key=marker["key"], code=marker["why"]
             )
     except Exception as error:
-        with _translated(using):
+        with vendors.translated(using):
             marked.update(sent_at=None)
         if isinstance(error, OperationalError | OSError):
             raise BackendUnavailable(f"The broker did not answer: {error}") from error
         raise
-    with _translated(using):
+    with vendors.translated(using):
         marked.update(sent_as=str(result.id))
     return str(result.id)
 
@@ -123,7 +122,7 @@ def send(app: Any, row: FailedTask) -> str | None:
 def drop(row: FailedTask) -> None:
     """Forget a task."""
     using = row._state.db or router.db_for_write(_model())
-    with _translated(using):
+    with vendors.translated(using):
         _model().objects.using(using).filter(pk=row.pk).delete()
 
 
@@ -174,27 +173,18 @@ def _unpacked(app: Any, row: FailedTask) -> tuple[list[Any], dict[str, Any]]:
 
 def _write(using: str, row: FailedTask) -> None:
     # As locks do: a server that falls silent must not keep the worker for longer than seconds.
-    with _translated(using), _connections(using).use() as on:
-        store = vendors.of(on)
-        with store.short_transaction(MAX_BOUND):
+    try:
+        with (
+            vendors.translated(using),
+            _connections(using).use() as on,
+            vendors.of(on).short_transaction(MAX_BOUND),
+        ):
             # Tried again, or delivered again, it is one.
             _model().objects.using(on).bulk_create([row], ignore_conflicts=True)
+    except NoConnectionFree as error:
+        raise BackendUnavailable(str(error), code="network_timeout") from error
 
 
 @cache
 def _connections(using: str) -> TableConnections:
     return TableConnections(using, 2, looked_for="failed")
-
-
-@contextmanager
-def _translated(using: str) -> Iterator[None]:
-    try:
-        yield
-    except NoConnectionFree as error:
-        raise BackendUnavailable(str(error), code="network_timeout") from error
-    except (DatabaseError, InterfaceError) as error:
-        about = f"The database of failed tasks, {using!r},"
-        code = vendors.of(using).unavailable_code(error)
-        if code is None:
-            raise LockError(f"{about} refused: {error}") from error
-        raise BackendUnavailable.of(about, error, code) from error

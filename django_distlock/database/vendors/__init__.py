@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-from django.db import connections
+from django.db import DatabaseError, InterfaceError, connections
 
+from ...core.errors import BackendUnavailable, LockError
 from .base import Vendor as Vendor
 from .mysql import MySQL
 from .postgresql import PostgreSQL
@@ -19,3 +21,15 @@ def of(using: str) -> Vendor:
     """Return what there is to know about the present connection of an alias."""
     connection = connections[using]
     return VENDORS[connection.vendor](connection, using)
+
+
+@contextmanager
+def translated(using: str) -> Iterator[None]:
+    """Raise what a database of the project says of itself as errors of this package."""
+    try:
+        yield
+    except (DatabaseError, InterfaceError) as error:
+        about, code = f"The database {using!r}", of(using).unavailable_code(error)
+        if code is None:
+            raise LockError(f"{about} failed: {error}") from error
+        raise BackendUnavailable.of(about, error, code) from error
