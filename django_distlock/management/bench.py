@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, Self
 
 from django.db import connections
 
 from ..backends.base import BaseLockBackend
+from ..core.documents import Document
 from ..locks.lock import Lock, distlock
 
 PARTS = ("pair", "handoff")
@@ -77,8 +77,8 @@ class Times:
     p95: float | None
     p99: float | None
 
-    @classmethod
-    def of(cls, taken: Sequence[int]) -> Self:
+    @staticmethod
+    def of(taken: Sequence[int]) -> Times:
         """Return the figures of single operations.
 
         Args:
@@ -86,7 +86,7 @@ class Times:
         """
         seconds = [each / 1e9 for each in taken]
         cuts = statistics.quantiles(seconds, n=100, method="inclusive") if len(taken) > 1 else []
-        return cls(
+        return Times(
             count=len(seconds),
             median=statistics.median(seconds),
             p95=cuts[94] if len(seconds) >= _FOR_P95 else None,
@@ -95,42 +95,28 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class Pair(Times):
     """A block that nobody else wants, and its two parts."""
 
-    both: Times
     acquire: Times
     release: Times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class Measured(Document):
     """What was found about a backend.
 
     Attributes:
         backend: Its alias.
         woken: Whether the store wakes who waits.
         pair: None: that was not asked for.
-        hand_off: The same.
+        handoff: The same.
     """
 
     backend: str
     woken: bool
     pair: Pair | None = None
-    hand_off: Times | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what JSON can carry. Durations are seconds."""
-        pair = None
-        if self.pair is not None:
-            parts = asdict(self.pair)
-            pair = {**parts.pop("both"), **parts}
-        return {
-            "backend": self.backend,
-            "woken": self.woken,
-            "pair": pair,
-            "handoff": None if self.hand_off is None else asdict(self.hand_off),
-        }
+    handoff: Times | None = None
 
 
 class Bench:
@@ -152,7 +138,7 @@ class Bench:
                 backend=self._store.alias,
                 woken=self._store.supports_wakeups,
                 pair=self._pair() if "pair" in self._plan.parts else None,
-                hand_off=self._hand_off() if "handoff" in self._plan.parts else None,
+                handoff=self._hand_off() if "handoff" in self._plan.parts else None,
             )
 
     def _lock(self, key: str, wait: float = _PATIENCE) -> Lock:
@@ -165,7 +151,7 @@ class Bench:
             _timed(lock)
         taken = [_timed(lock) for _ in self._plan.within(self._plan.seconds)]
         return Pair(
-            both=Times.of([sum(each) for each in taken]),
+            **asdict(Times.of([sum(each) for each in taken])),
             acquire=Times.of([acquire for acquire, _ in taken]),
             release=Times.of([release for _, release in taken]),
         )

@@ -124,11 +124,11 @@ def _about(plan: Plan) -> dict[str, Any]:
 def _rows(each: Measured) -> list[list[Cell]]:
     rows: list[list[Cell]] = []
     if each.pair is not None:
-        rows.append([each.backend, "pair", *_line(each.pair.both)])
+        rows.append([each.backend, "pair", *_line(each.pair)])
         rows.append(["", "  acquire", *_line(each.pair.acquire)])
         rows.append(["", "  release", *_line(each.pair.release)])
-    if each.hand_off is not None:
-        rows.append([each.backend, "hand-off", *_line(each.hand_off)])
+    if each.handoff is not None:
+        rows.append([each.backend, "hand-off", *_line(each.handoff)])
     return rows
 
 
