@@ -23,7 +23,7 @@ from django.http import HttpResponse, HttpResponseBase, JsonResponse
 from django.http.request import RawPostDataException
 from django.utils.translation import gettext
 
-from .core.bodies import is_being_defined, whole
+from .core.bodies import refuse_function, whole
 from .core.durations import Duration, seconds
 from .core.errors import InvalidArgument, LockUsageError, shown
 from .core.keys import IllegalKey, KeyTemplate
@@ -94,11 +94,7 @@ def idempotent(
             has no request, or one that was read as a stream before; or the response is streaming,
             or longer than `max_body`: then what was written is rolled back.
     """
-    if is_being_defined(key):
-        raise InvalidArgument(
-            f"idempotent has got {key.__qualname__} for a key. Is it written without parentheses?"
-            " Write @idempotent()."
-        )
+    refuse_function(key, "idempotent", "")
     if not (key is None or callable(key) or (isinstance(key, str) and key)):
         raise InvalidArgument(f"key must be a template or a function, not {shown(key)}.")
     kept_for = timedelta(seconds=seconds(keep, "keep", minimum=1.0, maximum=LONGEST))

@@ -26,7 +26,7 @@ from django.template import Context, Engine, TemplateDoesNotExist, loader
 from django.utils.decorators import method_decorator
 from django.utils.translation import get_language, gettext, ngettext
 
-from .core.bodies import is_being_defined, whole
+from .core.bodies import refuse_function, whole
 from .core.declarations import Declaration, Kind, declared
 from .core.durations import GRACE, Duration, seconds
 from .core.errors import InvalidArgument, LockNotAcquired, LockUsageError, shown
@@ -104,11 +104,7 @@ def locked_view(
             `method_decorator` has it decorated. The call raises it where only what that returns
             tells, and where it has no request.
     """
-    if is_being_defined(key):
-        raise InvalidArgument(
-            f"locked_view has got {key.__qualname__} for a key. Is it written without parentheses?"
-            ' Write @locked_view("…").'
-        )
+    refuse_function(key, "locked_view")
     locked = _Locked(
         on_conflict=on_conflict,
         on_unavailable=on_unavailable,

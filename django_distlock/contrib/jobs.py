@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Final, Literal, Self, TypeAlias, TypeVar, cast
 
 from ..backends.base import BaseLockBackend
-from ..core.bodies import is_being_defined
 from ..core.durations import Duration, seconds
 from ..core.errors import InvalidArgument, shown
 from ..core.keys import KeyTemplate
@@ -42,7 +41,6 @@ MAX_WAIT: Final = 3600.0
 WAIT: Final = 5.0
 #: The pauses of a job that is queued again.
 RETRY: Final = Retry(delay=1.0, factor=2.0, cap=60.0)
-_PARENTHESES: Final = "Is it written without parentheses? Write @locked_task(…)."
 
 logger = logging.getLogger("django_distlock")
 
@@ -297,18 +295,6 @@ def key_maker(
     return KeyTemplate.for_function(key, visible).of
 
 
-def refuse_function(key: object) -> None:
-    """Refuse the function of a task where a key is expected, if the two can be told apart.
-
-    Where they cannot, `only_function` says so when the task runs.
-
-    Raises:
-        InvalidArgument: It is no key.
-    """
-    if is_being_defined(key):
-        raise InvalidArgument(f"locked_task has got {key.__qualname__} for a key. {_PARENTHESES}")
-
-
 def only_function(key: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what a decorator is called with, unless a task is being run.
 
@@ -318,5 +304,6 @@ def only_function(key: object, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if len(args) == 1 and not kwargs and (callable(args[0]) or not callable(key)):
         return args[0]
     raise InvalidArgument(
-        f"locked_task wraps a function, not the arguments of a call. {_PARENTHESES}"
+        "locked_task wraps a function, not the arguments of a call. Is it written without"
+        " parentheses? Write @locked_task(…)."
     )

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, NoReturn, cast
 
 from django.utils import timezone
 
-from ..core.bodies import whole
+from ..core.bodies import refuse_function, whole
 from ..core.declarations import Declaration, Kind, declared
 from ..core.durations import Duration
 from ..core.errors import InvalidArgument, LockUsageError, shown
@@ -34,7 +34,6 @@ from .jobs import (
     limits_of,
     only_function,
     queued_again,
-    refuse_function,
 )
 
 #: The same framework twice. Neither is imported here: whoever has a task has imported its package.
@@ -82,7 +81,7 @@ def locked_task(
         LockUsageError: It stands above `@task`, or on a function whose body would run when its
             call is over, such as a generator.
     """
-    refuse_function(key)
+    refuse_function(key, "locked_task")
     limits = limits_of(key, locks, options)
     if key is None and locks is None:
         raise InvalidArgument("locked_task takes a key, or several as locks=[…].")

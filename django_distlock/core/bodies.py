@@ -7,8 +7,7 @@ import functools
 import inspect
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
-from types import FunctionType
-from typing import Any, Final, NoReturn, ParamSpec, TypeGuard, TypeVar, cast
+from typing import Any, Final, NoReturn, ParamSpec, TypeVar, cast
 
 from asgiref.sync import iscoroutinefunction
 
@@ -27,15 +26,27 @@ _LATER: Final = {
 }
 
 
-def is_being_defined(function: object) -> TypeGuard[FunctionType]:
-    """Whether this is a function of a module that has not got its name yet: it is decorated now.
+def refuse_function(key: object, decorator: str, arguments: str = "…") -> None:
+    """Refuse a function where a decorator takes a key: it is written without parentheses.
 
-    Of functions inside of others, and of classes, nobody knows.
+    That is one of a module that has not got its name yet. Of functions inside of others, and of
+    classes, nobody knows.
+
+    Args:
+        decorator: What it is called.
+        arguments: What its parentheses have in them.
+
+    Raises:
+        InvalidArgument: It is no key.
     """
-    if not inspect.isfunction(function) or not function.__qualname__.isidentifier():
-        return False
-    module = sys.modules.get(function.__module__)
-    return module is not None and function.__qualname__ not in vars(module)
+    if not inspect.isfunction(key) or not key.__qualname__.isidentifier():
+        return
+    module = sys.modules.get(key.__module__)
+    if module is not None and key.__qualname__ not in vars(module):
+        raise InvalidArgument(
+            f"{decorator} has got {key.__qualname__} for a key. Is it written without parentheses?"
+            f" Write @{decorator}({arguments})."
+        )
 
 
 def require_function(function: object, decorator: str) -> None:

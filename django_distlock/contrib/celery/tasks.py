@@ -11,10 +11,10 @@ from celery import Task
 from celery.contrib.django.task import DjangoTask
 from celery.local import Proxy
 
-from ...core.bodies import whole
+from ...core.bodies import refuse_function, whole
 from ...core.durations import Duration
 from ...core.errors import InvalidArgument
-from ..jobs import MAX_WAIT, Limit, OnConflict, only_function, refuse_function
+from ..jobs import MAX_WAIT, Limit, OnConflict, only_function
 from . import declaring, queueing
 from .deliveries import SERIALIZER, own_headers
 from .runs import run
@@ -89,7 +89,7 @@ def locked_task(  # noqa: PLR0913 - each says one thing, by name
         InvalidArgument: An argument breaks a rule, or the function is a task already.
         LockUsageError: Its body would run when its call is over, as a coroutine function's.
     """
-    refuse_function(lock)
+    refuse_function(lock, "locked_task")
     given = {
         "lock": lock, "locks": locks, "unique": unique, "unique_until": unique_until,
         "debounce": debounce, "max_queued": max_queued, "on_full": on_full,
