@@ -50,7 +50,7 @@ def words(module: Path) -> set[str]:
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "id", None) or getattr(node.func, "attr", None)
-            is_event = name in ("log_fields", "_fields", "Words")
+            is_event = name in ("log_fields", "_fields", "_warn", "Words")
             if is_event and isinstance(node.args[0], ast.Constant):
                 found.add(str(node.args[0].value))
     return found

@@ -151,8 +151,10 @@ def _end_all(store: BaseLockBackend, terms: Terms, request: Any, *, at_once: boo
     for record in _held(store, terms, request.task, request):
         holder = record.holder
         if holder.is_queued:
-            if at_once and _is_over(request) and record.fence_token in _claims_of(request):
-                _free_claim(store, record, request)
+            is_ours = at_once and _is_over(request) and record.fence_token in _claims_of(request)
+            if is_ours and store.release(record.grant) is True:
+                text = "%r is released: its task %s had not started before its process died"
+                _warn("given_back", text, store, record, request)
             continue
         if (holder.host, holder.boot_id) != (ours.host, ours.boot_id) or record.is_settled:
             continue
@@ -178,12 +180,8 @@ def _watch_over(
             # Whatever has become of the key by now: only this token's lease is released.
             _do(store, partial(_release, store, terms, record, request))
             continue
-        logger.warning(
-            "%r stays held: the process of its task %s was terminated but still runs",
-            record.key,
-            request.id,
-            extra=_fields("lives_on", store, record, request),
-        )
+        text = "%r stays held: the process of its task %s was terminated but still runs"
+        _warn("lives_on", text, store, record, request)
 
 
 def _held(store: BaseLockBackend, terms: Terms, task: Any, request: Any) -> Iterator[Record]:
@@ -245,13 +243,8 @@ def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any)
         released = store.release(grant)
     if released is False:
         return  # The process has done so itself, or somebody else has the key.
-    logger.warning(
-        "%r is released: process %d, which ran its task %s, has died",
-        record.key,
-        record.holder.pid,
-        request.id,
-        extra=_fields("given_back", store, record, request),
-    )
+    text = f"%r is released: process {record.holder.pid}, which ran its task %s, has died"
+    _warn("given_back", text, store, record, request)
     began = request.time_start
     tell(
         lock_released,
@@ -267,19 +260,9 @@ def _release(store: BaseLockBackend, terms: Terms, record: Record, request: Any)
     )
 
 
-def _free_claim(store: BaseLockBackend, record: Record, request: Any) -> None:
-    if store.release(record.grant) is True:
-        logger.warning(
-            "%r is released: its task %s had not started before its process died",
-            record.key,
-            request.id,
-            extra=_fields("given_back", store, record, request),
-        )
-
-
-def _fields(event: str, store: BaseLockBackend, record: Record, request: Any) -> dict[str, Any]:
-    """Return the `extra` of a log record about what a task holds."""
-    return log_fields(
+def _warn(event: str, text: str, store: BaseLockBackend, record: Record, request: Any) -> None:
+    """Log what becomes of a key; the text takes it, and the id of its task."""
+    extra = log_fields(
         event,
         backend=store.alias,
         key=record.key,
@@ -287,6 +270,7 @@ def _fields(event: str, store: BaseLockBackend, record: Record, request: Any) ->
         holder=record.holder,
         task=request.id,
     )
+    logger.warning(text, record.key, request.id, extra=extra)
 
 
 def _do(store: BaseLockBackend, operation: Callable[[], None]) -> None:
