@@ -74,7 +74,9 @@ def reserve(
             # The transaction has kept the lease of a run that has ended, and names that as holder.
             ended, lease = lease, replace_one(lock, lease._holding.grant)
             ended._let_go()
-        return detached(lease)
+        grant = lease._holding.grant
+        lease._let_go()
+        return grant
     except LockError:
         lease.release()
         raise
@@ -131,17 +133,6 @@ def replace_one(lock: JobLock, record: Record | Grant) -> Lease:
         waited=store.monotonic() - sent_at,
     )
     return lease_of(store, answer, sent_at, kept)
-
-
-def detached(lease: Lease) -> Grant:
-    """Let go of a lease without ending it, and return what it takes to do so.
-
-    Raises:
-        LockError: It is over, or its backend cannot do that.
-    """
-    grant = lease._holding.grant
-    lease._let_go()
-    return grant
 
 
 def with_claim(

@@ -267,7 +267,8 @@ def keep(lease: Lease, terms: Terms, when: object) -> None:
     """
     store = lock_backends[lease.backend]
     try:
-        grant = claims.detached(lease)
+        grant = lease._holding.grant
+        lease._let_go()
         store.extend(
             grant, claims.queue_ttl(terms, store.config.max_ttl, claims.seconds_until(when))
         )
