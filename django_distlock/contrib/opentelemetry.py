@@ -52,11 +52,7 @@ def install(
     Args:
         meter_provider: Where the instruments are made; None: the global one.
         tracer_provider: Where the spans go; None: the global one.
-        prefixes: How many prefixes of keys are told apart, those that come first; further ones are
-            "other".
-        prefix_of: Gives the prefix of a key, "" where it has none; None: what stands before the
-            first colon. A key whose prefix is neither declared nor named is "other".
-        named: Prefixes that no template of a decorator begins with, such as those of blocks.
+        prefixes: As `prefix_of` and `named`: see `install` of `contrib.prometheus`.
         stores: Whether to ask the stores as well, whenever metrics are collected.
         keys: Whether spans carry the key itself: it may name a person.
         shortest_wait: Seconds (or a `timedelta`) below which an acquire that was granted has no
