@@ -161,7 +161,8 @@ class LockedViewMixin:
             raise ImproperlyConfigured(
                 f"{cls.__qualname__}.lock_key must be a template, not {shown(key)}."
             )
-        locked = _Locked(**options).answering_for(cls)
+        locked = _Locked(**options)
+        locked.problems = hasattr(cls, "initialize_request")
         locked.key = cls._lock_template(KeyTemplate.for_keywords(key))
         view: View = super().as_view(*args, _locked=locked, **initkwargs)  # type: ignore[misc]
         if not iscoroutinefunction(view):
@@ -255,8 +256,8 @@ class _Locked:
     key: Callable[..., str]
     #: Where a view's call has its request: behind the object, if it is a method.
     _place = 0
-    #: Whether refusals are problem JSON, whatever the request is.
-    _problems = False
+    #: Whether refusals are problem JSON, whatever the request is: of classes of REST framework's.
+    problems = False
 
     def __init__(
         self,
@@ -282,8 +283,9 @@ class _Locked:
     def around(self, view: View, key: Callable[..., str]) -> View:
         """Return what is called in the place of a view."""
         # A decorator may be used more than once.
+        locked = copy(self)
         # What Django REST framework makes of a function or a class knows the class.
-        locked = copy(self).answering_for(getattr(view, "cls", None))
+        locked.problems = hasattr(getattr(view, "cls", None), "initialize_request")
         locked.key, locked._not_atomic = key, set()
         if next(iter(inspect.signature(view).parameters), "") == "self":
             # The transaction of its request has begun before.
@@ -303,12 +305,6 @@ class _Locked:
         if not locked._place:
             locked.begin_transactions_of(synchronous)
         return synchronous
-
-    def answering_for(self, cls: Any) -> _Locked:
-        """Answer with problems if this is a class of Django REST framework; None: no class."""
-        if hasattr(cls, "initialize_request"):
-            self._problems = True
-        return self
 
     def begin_transactions_of(self, view: Any) -> None:
         """Begin the transactions of a request inside of the lock: Django's would be around it."""
@@ -346,7 +342,7 @@ class _Locked:
             status = self._status or (429 if getattr(error.lock, "permits", 1) != 1 else 409)
         if self._make is not None:
             made = self._make(request, error)
-        elif self._problems or hasattr(request, "parser_context"):
+        elif self.problems or hasattr(request, "parser_context"):
             made = problem(error, again, status)
         else:
             made = refuse(request, error, again)
