@@ -24,7 +24,7 @@ from ..core.durations import MAX_BOUND
 from ..core.errors import LockError
 from ..database import workers
 from ..process import deferred_release
-from ..process.at_exit import EXIT_PATIENCE, Ending, held_here
+from ..process.at_exit import EXIT_PATIENCE, held_here
 
 
 class Trying(Protocol):
@@ -34,13 +34,6 @@ class Trying(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """Leave nothing held, and tell."""
-
-
-class Held(Ending, Protocol):
-    """What the release of a lease has to have to be begun here."""
-
-    def end_left_block(self, thread: int) -> None:
-        """Release behind a block of a thread that was left without its end."""
 
 
 class Block:
