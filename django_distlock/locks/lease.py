@@ -346,9 +346,4 @@ class Lease:
             LockNotAcquired: The key is paused. May be called again while the lease lives.
             BackendUnavailable: The store did not answer.
         """
-        loaded = transfer.load(text)
-        terms = Terms(
-            ttl=loaded.ttl, holder=loaded.holder, retry=loaded.store.config.retry,
-            hold=loaded.hold, permits=loaded.permits,
-        )  # fmt: skip
-        return cls(loaded.store, loaded.granted, terms)
+        return cls(*transfer.load(text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from types import NoneType
@@ -22,7 +22,6 @@ from ..core.errors import (
     LockNotAcquired,
     LockUsageError,
 )
-from ..core.holders import Holder
 from ..core.insisting import Answer
 from ..core.keys import new_token
 from ..core.records import Contended, Grant
@@ -48,24 +47,6 @@ _FIELDS: Final[Mapping[str, tuple[type, ...]]] = {
     "permits": (int, NoneType),
 }
 _OTHER_VERSION: Final = "The dumped lease is from another version of django-distlock:"
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A lease that was taken over.
-
-    Attributes:
-        hold: Seconds from the new grant for which the key stays taken behind a release.
-        ttl: Seconds of an extend that does not say; None: no expiry.
-        permits: How many may hold the key at the same time; None: any number.
-    """
-
-    store: BaseLockBackend
-    granted: Granted
-    holder: Holder
-    hold: float
-    ttl: float | None
-    permits: int | None
 
 
 def dump(holding: Holding) -> str:
@@ -110,7 +91,7 @@ def _signed(store: BaseLockBackend, grant: Grant, terms: Terms) -> str:
     )
 
 
-def load(text: str) -> Loaded:
+def load(text: str) -> tuple[BaseLockBackend, Granted, Terms]:
     """Take over what `dump` describes.
 
     The lease gets a new token and a higher fence, so that whoever gave it away cannot write any
@@ -134,7 +115,11 @@ def load(text: str) -> Loaded:
     taking = _Taking(store, grant, permits)
     granted = taking.take()
     hold = hold_from(granted.grant.acquired_at, given["hold"], acquired_at)
-    return Loaded(store, granted, taking.holder, hold, given["extend_by"], permits)
+    terms = Terms(
+        ttl=given["extend_by"], holder=taking.holder, retry=store.config.retry,
+        hold=hold, permits=permits,
+    )  # fmt: skip
+    return store, granted, terms
 
 
 class _Taking:
