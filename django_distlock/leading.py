@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from .core.clock import monotonic
 from .core.durations import Duration, seconds
@@ -312,12 +312,7 @@ class Leader:
             entered.block = term, stack.pop_all()
         return term
 
-    if TYPE_CHECKING:
-
-        def __exit__(self, *end: object) -> None: ...
-
-    else:
-        __exit__ = Keeping(_leave)
+    __exit__ = Keeping.by(_leave)
 
     def _elected(self, block: ExitStack) -> Term | None:
         """Campaign until this process leads; None: it was stopped first."""

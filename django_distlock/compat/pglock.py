@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
 from django.db import DEFAULT_DB_ALIAS, OperationalError, connections, transaction
 
@@ -196,12 +196,7 @@ class advisory:  # noqa: N801 - its name in django-pglock
                 entered.block = opened.pop_all()
         return acquired
 
-    if TYPE_CHECKING:
-
-        def __exit__(self, *end: object) -> None: ...
-
-    else:
-        __exit__ = Keeping(_leave)
+    __exit__ = Keeping.by(_leave)
 
     def _effect(self) -> type:
         """Return the side effect; see `acquire` for errors."""

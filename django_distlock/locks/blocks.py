@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from ..backends.base import BaseLockBackend
 from ..core.durations import MAX_BOUND
@@ -25,6 +25,10 @@ from ..core.errors import LockError
 from ..database import workers
 from ..process import deferred_release
 from ..process.at_exit import EXIT_PATIENCE, held_here
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
 
 
 class Trying(Protocol):
@@ -147,7 +151,17 @@ _giving_up: dict[Block, list[Trying]] = {}
 _opening = threading.local()
 
 
-class Leaving:
+class _Exit:
+    def __init__(self, leave: Callable[..., Any]):
+        self._leave = leave
+
+    @classmethod
+    def by(cls, leave: Callable[Concatenate[Any, S, P], R]) -> Callable[Concatenate[S, P], R]:
+        """Return one that is a method for who checks types."""
+        return cast("Callable[Concatenate[S, P], R]", cls(leave))
+
+
+class Leaving(_Exit):
     """Is `__exit__` or `__aexit__`: the statement `with` gets one of its own each time.
 
     The interpreter asks for it before it calls `__enter__`, and keeps what it gets on its stack for
@@ -156,9 +170,6 @@ class Leaving:
     Args:
         leave: Is called with the block, whose it is, and what `with` says of its end.
     """
-
-    def __init__(self, leave: Callable[..., Any]):
-        self._leave = leave
 
     def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:
         block = _opening.block = Block(owner)
@@ -202,7 +213,7 @@ class Entered:
         return block
 
 
-class Keeping:
+class Keeping(_Exit):
     """Is `__exit__` or `__aexit__` of what enters locks: see `Leaving`.
 
     The statement `with` alone has what it returns, and with it all that the block holds: where a
@@ -211,9 +222,6 @@ class Keeping:
     Args:
         leave: Is called with what was entered, whose it is, and what `with` says of its end.
     """
-
-    def __init__(self, leave: Callable[..., Any]):
-        self._leave = leave
 
     def __get__(self, owner: object, kind: type | None = None) -> Callable[..., Any]:
         entered = Entered()

@@ -9,8 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, cast
 
 from ..backends.base import BaseLockBackend
 from ..core.bodies import whole
@@ -213,25 +212,8 @@ class Lock:
     __enter__ = taking.enter
     __aenter__ = taking.aenter
 
-    if TYPE_CHECKING:
-
-        def __exit__(
-            self,
-            exc_type: type[BaseException] | None,
-            exc: BaseException | None,
-            traceback: TracebackType | None,
-        ) -> None: ...
-
-        async def __aexit__(
-            self,
-            exc_type: type[BaseException] | None,
-            exc: BaseException | None,
-            traceback: TracebackType | None,
-        ) -> None: ...
-
-    else:
-        __exit__ = Leaving(taking.leave)
-        __aexit__ = Leaving(taking.aleave)
+    __exit__ = Leaving.by(taking.leave)
+    __aexit__ = Leaving.by(taking.aleave)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """Hold the lock around each call of `function`, or around each await of it.

@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from ..core.bodies import whole
 from ..core.declarations import Declaration, Kind, declared
@@ -104,12 +103,12 @@ class Leases(Mapping[str, Lease]):
         return all(released)
 
 
-def _leave(entered: Entered, locks: LockSet, *end: Any) -> Any:
+def _leave(entered: Entered, locks: LockSet, *end: Any) -> bool | None:
     block = entered.left() or (locks._by_hand or entered).left()
     return None if block is None else block.__exit__(*end)
 
 
-async def _aleave(entered: Entered, locks: LockSet, *end: Any) -> Any:
+async def _aleave(entered: Entered, locks: LockSet, *end: Any) -> bool | None:
     block = entered.left() or (locks._by_hand or entered).left()
     return None if block is None else await block.__aexit__(*end)
 
@@ -174,25 +173,8 @@ class LockSet:
             self._by_hand = entered
         return leases
 
-    if TYPE_CHECKING:
-
-        def __exit__(
-            self,
-            exc_type: type[BaseException] | None,
-            exc: BaseException | None,
-            traceback: TracebackType | None,
-        ) -> bool | None: ...
-
-        async def __aexit__(
-            self,
-            exc_type: type[BaseException] | None,
-            exc: BaseException | None,
-            traceback: TracebackType | None,
-        ) -> bool | None: ...
-
-    else:
-        __exit__ = Keeping(_leave)
-        __aexit__ = Keeping(_aleave)
+    __exit__ = Keeping.by(_leave)
+    __aexit__ = Keeping.by(_aleave)
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """Hold the locks around each call of `function`, or around each await of it."""

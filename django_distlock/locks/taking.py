@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Coroutine
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -169,8 +168,8 @@ def aleave(
     exc_type: type[BaseException] | None,
     exc: BaseException | None,
     traceback: TracebackType | None,
-) -> Coroutine[Any, Any, None]:
-    """See `leave`."""
+) -> Any:
+    """See `leave`, and await what this returns."""
     left, foreign = context.unbind(lock, block)
     ending = _end_awaited(left, foreign, exc, raises=lock.on_lost == "raise")
     if left is not None:
