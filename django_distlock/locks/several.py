@@ -138,16 +138,11 @@ class LockSet:
             if taken:
                 Leases(taken).release()
 
-        with ExitStack() as stack, self._opening(taken) as opening:
+        with ExitStack() as stack:
             stack.callback(give_back)
-            if opening.asks:
-                opening.ask()
-            for lock in self._in_turn(opening):
-                taken.append(lock.acquire(heartbeat=heartbeat))
-                _require_all(taken)
-            opening.complete()
+            leases = self._granted(taken, lambda lock: lock.acquire(heartbeat=heartbeat))
             stack.pop_all()
-        return Leases(taken)
+        return leases
 
     def __enter__(self) -> Leases:
         opened = entered_by(self)
@@ -209,15 +204,18 @@ class LockSet:
     @contextmanager
     def _entered(self) -> Iterator[Leases]:
         with ExitStack() as stack:
-            taken: list[Lease] = []
-            with self._opening(taken) as opening:
-                if opening.asks:
-                    opening.ask()
-                for lock in self._in_turn(opening):
-                    taken.append(stack.enter_context(lock))
-                    _require_all(taken)
-                opening.complete()
-            yield Leases(taken)
+            yield self._granted([], stack.enter_context)
+
+    def _granted(self, taken: list[Lease], take: Callable[[Lock], Lease]) -> Leases:
+        """Take all of the locks, into a list."""
+        with self._opening(taken) as opening:
+            if opening.asks:
+                opening.ask()
+            for lock in self._in_turn(opening):
+                taken.append(take(lock))
+                _require_all(taken)
+            opening.complete()
+        return Leases(taken)
 
     @asynccontextmanager
     async def _aentered(self) -> AsyncIterator[Leases]:
