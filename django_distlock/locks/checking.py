@@ -115,26 +115,6 @@ def terms_of(lock: Lock, store: BaseLockBackend) -> Terms:
     )
 
 
-def renews(lock: Lock, heartbeat: object) -> bool:
-    """Return whether a lease that is acquired by a call is renewed.
-
-    Args:
-        heartbeat: What the call says.
-
-    Raises:
-        InvalidArgument: It is no bool; or the lock has no heartbeat.
-    """
-    if not isinstance(heartbeat, bool):
-        raise InvalidArgument(f"heartbeat must be True or False, not {shown(heartbeat)}.")
-    if heartbeat and lock.basic:
-        raise InvalidArgument(
-            f"acquire(heartbeat=True) renews the lease on {lock.key!r}, and a lock with basic=True"
-            " has no heartbeat: leave one of them out.",
-            key=lock.key,
-        )
-    return heartbeat
-
-
 def template(lock: Lock) -> str:
     """Return the template of a decorator's keys.
 

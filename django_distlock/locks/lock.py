@@ -175,24 +175,22 @@ class Lock:
             BackendUnavailable: The store did not answer until then, or too slowly.
             LockUsageError: The lock cannot be taken from here; the message says what to do.
         """
-        return taking.by_call(self, self.wait, heartbeat=checking.renews(self, heartbeat))
+        return taking.by_call(self, self.wait, heartbeat=heartbeat)
 
     async def aacquire(self, *, heartbeat: bool = False) -> Lease:
         """See `acquire`."""
-        heartbeat = checking.renews(self, heartbeat)
         return await taking.aby_call(self, self.wait, heartbeat=heartbeat)
 
     def try_acquire(self, *, heartbeat: bool = False) -> Lease | None:
         """Try once, and return a lease or None; see `acquire`."""
         try:
-            return taking.by_call(self, 0.0, heartbeat=checking.renews(self, heartbeat))
+            return taking.by_call(self, 0.0, heartbeat=heartbeat)
         except LockNotAcquired:
             return None
 
     async def atry_acquire(self, *, heartbeat: bool = False) -> Lease | None:
         """See `try_acquire`."""
         try:
-            heartbeat = checking.renews(self, heartbeat)
             return await taking.aby_call(self, 0.0, heartbeat=heartbeat)
         except LockNotAcquired:
             return None

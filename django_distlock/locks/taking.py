@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from ..backends.base import BaseLockBackend
-from ..core.errors import LockError, LockNotAcquired, LockUsageError
+from ..core.errors import InvalidArgument, LockError, LockNotAcquired, LockUsageError, shown
 from ..handler import lock_backends
 from ..process import deferred_release
 from ..process.transaction_locks import keeps
@@ -54,6 +54,7 @@ def by_call(lock: Lock, wait: float | Unset | None, *, heartbeat: bool) -> Lease
         wait: Seconds to keep trying.
         heartbeat: Renew it for as long as its owner keeps it.
     """
+    _check_heartbeat(lock, heartbeat)
     block = Block(lock)
     # What is watched over lies on the stack alone, where no traceback keeps it alive.
     return (block.watched(), _by_call(lock, wait, block, heartbeat=heartbeat))[1]
@@ -61,8 +62,20 @@ def by_call(lock: Lock, wait: float | Unset | None, *, heartbeat: bool) -> Lease
 
 async def aby_call(lock: Lock, wait: float | Unset | None, *, heartbeat: bool) -> Lease:
     """See `by_call`."""
+    _check_heartbeat(lock, heartbeat)
     block = Block(lock)
     return (block.watched(), await _aby_call(lock, wait, block, heartbeat=heartbeat))[1]
+
+
+def _check_heartbeat(lock: Lock, heartbeat: object) -> None:
+    if not isinstance(heartbeat, bool):
+        raise InvalidArgument(f"heartbeat must be True or False, not {shown(heartbeat)}.")
+    if heartbeat and lock.basic:
+        raise InvalidArgument(
+            f"acquire(heartbeat=True) renews the lease on {lock.key!r}, and a lock with basic=True"
+            " has no heartbeat: leave one of them out.",
+            key=lock.key,
+        )
 
 
 def _by_call(lock: Lock, wait: float | Unset | None, block: Block, *, heartbeat: bool) -> Lease:
