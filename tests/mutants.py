@@ -505,7 +505,7 @@ MUTANTS = (
     ),
     Mutant(
         "a loss is reported twice", "memory", "django_distlock/locks/callbacks.py",
-        old=r"first, self._told = not self._told, True", new="first, self._told = True, True",
+        old=r"first, self.told = not self.told, True", new="first, self.told = True, True",
         test="tests/contract/test_lost_leases.py::test_loss_is_told_once", case="{backend}-timer",
     ),
     Mutant(

@@ -38,7 +38,8 @@ class Losses:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._told = False
+        #: Whether it was told, or is being told, that the lease is lost.
+        self.told = False
         kept = Callbacks()
         self._callbacks: Callable[[], Callbacks | None] = lambda: kept
         #: The deadline before which a warning has been given, by its number of seconds.
@@ -49,15 +50,10 @@ class Losses:
         self._cancelled = False
         self._cancelling = 0
 
-    @property
-    def told(self) -> bool:
-        """Whether it was told, or is being told, that the lease is lost."""
-        return self._told
-
     def claim(self) -> bool:
         """Return True once: to the one who has to tell that the lease is lost."""
         with self._mutex:
-            first, self._told = not self._told, True
+            first, self.told = not self.told, True
             return first
 
     def on_lost(self, callback: Callback, lease: Any) -> None:
@@ -65,7 +61,7 @@ class Losses:
         _validate(callback)
         with self._mutex:
             callbacks = self._callbacks()
-            if not self._told and callbacks is not None:
+            if not self.told and callbacks is not None:
                 callbacks.lost.append((callback, lease))
                 return
         _call(callback, lease)

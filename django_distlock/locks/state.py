@@ -126,7 +126,8 @@ class Holding:
             if terms.max_lifetime is None
             else self.deadline - (self.grant.ttl or 0.0) + terms.max_lifetime,
         )
-        self._is_renewed = self._is_watched = False
+        #: Whether the heartbeat renews it, and whether somebody has to be told of its end.
+        self.is_renewed = self.is_watched = False
         # Seconds of the renewal that is on its way.
         self._asked_for = math.inf
         self._heartbeat: Heartbeat | None = None
@@ -157,19 +158,9 @@ class Holding:
         return self.state == "lost"
 
     @property
-    def is_watched(self) -> bool:
-        """Whether somebody has to be told of its end."""
-        return self._is_watched
-
-    @property
-    def is_renewed(self) -> bool:
-        """Whether the heartbeat renews it."""
-        return self._is_renewed
-
-    @property
     def lasts(self) -> bool:
         """Whether it does not end by itself for as long as this process lives."""
-        is_renewed = self._is_renewed and self.renewing.ends_at == math.inf
+        is_renewed = self.is_renewed and self.renewing.ends_at == math.inf
         return is_renewed or self.deadline == math.inf
 
     def is_entered_by(self, task: asyncio.Task[object] | None) -> bool:
@@ -265,10 +256,10 @@ class Holding:
 
     def keep(self) -> None:
         """Let the heartbeat renew the lease until it ends."""
-        if self.grant.ttl is None or self.terms.basic or self._is_renewed:
+        if self.grant.ttl is None or self.terms.basic or self.is_renewed:
             return
         if self.store.can_renew:
-            self._is_renewed = True
+            self.is_renewed = True
             self.renewing.renewed(self.deadline - self.grant.ttl, self.grant.ttl)
             self._heartbeat = heartbeat_of(self.store)
             self._heartbeat.add(self)
@@ -365,7 +356,7 @@ class Holding:
     def watch(self) -> None:
         """Let the timer say when the lease is over, or about to be."""
         # Also without an end: an extend may give it one.
-        self._is_watched = True
+        self.is_watched = True
         if self.deadline < math.inf:
             alarms.add(self)
 
@@ -422,16 +413,16 @@ class Holding:
 
     def keep_on(self) -> None:
         """Tell the timers that the lease may end sooner, or at all."""
-        if self._is_renewed and self._heartbeat is not None:
+        if self.is_renewed and self._heartbeat is not None:
             self._heartbeat.add(self)
-        if self._is_watched and self.deadline < math.inf:
+        if self.is_watched and self.deadline < math.inf:
             alarms.add(self)
         if self._ended():
             self.end_keeping()  # It crossed with an end.
 
     def end_keeping(self) -> None:
         """Neither renew nor watch the lease any more."""
-        self._is_renewed = self._is_watched = False
+        self.is_renewed = self.is_watched = False
         if self._heartbeat is not None:
             self._heartbeat.discard(self)
         alarms.discard(self)
