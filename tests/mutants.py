@@ -94,7 +94,7 @@ RUN_NOTES = "tests/integration/test_run_notes.py"
 
 CALLED = "tests/integration/test_wakeups_postgresql.py"
 LATE = "tests/contract/test_late_questions.py"
-EXTENDING = "django_distlock/locks/extending.py"
+CHANGING = "django_distlock/locks/changing.py"
 INTERRUPTED = "tests/integration/test_interrupted_connections.py"
 SILENCE = "tests/redis/test_silence.py"
 
@@ -674,7 +674,7 @@ MUTANTS = (
     ),
     Mutant(
         "a busy key is taken for a lease that is lost", "sqlite",
-        "django_distlock/locks/downgrading.py",
+        CHANGING,
         old=r"if answer.busy else None", new="if answer.is_unclear else None",
         test="tests/contract/test_shared_locks.py::test_downgrade_waits_for_a_transaction",
         case="{backend}-queue",
@@ -1015,7 +1015,7 @@ MUTANTS = (
         test="tests/unit/test_queues.py::test_silence_counts_from_the_front", case="",
     ),
     Mutant(
-        "an extend without an answer is forgotten", "memory", EXTENDING,
+        "an extend without an answer is forgotten", "memory", CHANGING,
         old="if not answered:", new="if False:",
         test="tests/contract/test_lock_leases.py::"
         "test_extend_that_is_heard_late_ends_no_lease_before_its_deadline",
@@ -1054,7 +1054,7 @@ MUTANTS = (
         test=f"{LATE}::test_key_that_a_late_acquire_takes_is_given_back", case="called",
     ),
     Mutant(
-        "an extend asks the store after the lease is lost", "memory", EXTENDING,
+        "an extend asks the store after the lease is lost", "memory", CHANGING,
         old="if holding.is_lost:", new="if False:",
         test=f"{LATE}::test_extend_does_not_ask_behind_the_loss", case="",
     ),

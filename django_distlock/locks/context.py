@@ -20,7 +20,7 @@ from . import blocks
 from .acquire import insist
 from .attempts import Granted, Request
 from .blocks import Block
-from .extending import ask_to_extend
+from .changing import ask_to_extend
 from .lease import Lease
 from .state import GONE, Holding, Terms
 

@@ -23,8 +23,7 @@ from . import transfer
 from .attempts import Granted
 from .blocks import Block
 from .callbacks import Callback, Callbacks, before_end
-from .downgrading import downgrade
-from .extending import extend
+from .changing import downgrade, extend
 from .release import Release
 from .state import GONE, Holding, Terms
 

@@ -1,4 +1,7 @@
-"""How a lease that holds its key alone shares it from now on, without a moment in between."""
+"""How a lease is extended, or shared, by its holder: the store is asked until it knows.
+
+What the heartbeat does by itself is in `state`.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,80 @@ from dataclasses import replace
 from functools import partial
 
 from ..core import budgets
-from ..core.errors import LockNotAcquired
+from ..core.durations import Duration, ttl_seconds
+from ..core.errors import LockError, LockNotAcquired
 from ..core.keys import new_token
 from ..core.records import UNKNOWN, Grant, Unknown
 from ..process.at_exit import held_here
+from ..signals import lock_extended
 from .acquire import insist
 from .attempts import release_unanswered
 from .state import GONE, Holding, hold_from
 
 
+def extend(holding: Holding, ttl: Duration | None) -> None:
+    """Make a lease end so many seconds from now: see `Lease.extend`."""
+    answer, slack = holding.alone(partial(_extend, holding, ttl))
+    holding.keep_on()
+    holding.tell(lock_extended, ttl=answer.ttl, slack=slack, cause=None)
+
+
+def _extend(holding: Holding, ttl: Duration | None) -> tuple[Grant, float | None]:
+    """Return the answer, and the seconds that were left when it came."""
+    holding.check(tells=False)
+    longest = holding.store.config.max_ttl
+    new = holding.terms.ttl if ttl is None else ttl_seconds(ttl, maximum=longest)
+    before, sent_at, deadline = holding.deadline, 0.0, holding.deadline
+
+    def question(bound: float) -> Grant | Unknown | None:
+        nonlocal sent_at, deadline
+        sent_at = holding.monotonic()
+        deadline = sent_at + holding.counted(new)
+        holding.shorten(deadline)
+        if holding.is_lost:
+            # While an earlier question had no answer, or just now: it is told, and stays so.
+            holding.lose(holding.why_over(), tells=False)
+        return ask_to_extend(holding, new, bound)
+
+    try:
+        answer = insist(holding.store, question, before, holding.terms.retry)
+    except LockError as error:
+        holding.renew_soon()
+        holding.tell(lock_extended, ttl=new, slack=_left(holding, before), cause=error)
+        raise
+    slack = _left(holding, before)
+    if isinstance(answer, Grant):
+        holding.grant = answer
+    # Seen as lost by anybody, it stays lost, whatever the store says now.
+    is_late = holding.monotonic() >= deadline
+    if not isinstance(answer, Grant) or holding.state == "lost" or is_late:
+        why = GONE if answer is None else "no answer came before its deadline"
+        holding.lose(why, tells=False)
+    holding.deadline = deadline
+    holding.renewing.renewed(sent_at, holding.counted(answer.ttl))
+    return answer, slack
+
+
+def ask_to_extend(holding: Holding, ttl: float | None, bound: float) -> Grant | Unknown | None:
+    """Ask the store once, and remember where it does not answer."""
+    answered = False
+    try:
+        # With a ttl in the grant: an argument of None would mean that of the last extend.
+        answer = holding.store.extend(replace(holding.grant, ttl=ttl), bound=bound)
+        answered = True
+        return answer
+    finally:
+        if not answered:
+            holding.unheard = holding.counted(ttl)
+
+
+def _left(holding: Holding, deadline: float) -> float | None:
+    """Return the seconds until a deadline; None: there is none."""
+    return None if deadline == math.inf else max(0.0, deadline - holding.monotonic())
+
+
 def downgrade(holding: Holding) -> None:
-    """Share the key of a lease: see `Lease.downgrade`."""
+    """Share the key, without a moment in between: see `Lease.downgrade`."""
     holding.alone(partial(_downgrade, holding))
     holding.keep_on()
 
