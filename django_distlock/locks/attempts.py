@@ -391,7 +391,8 @@ class Attempts:
         elif isinstance(outcome, LockError):
             error = outcome
         elif outcome.is_unclear:
-            error = self._in_the_way_of_all()
+            took = self.backend.monotonic() - self._started
+            error = unclear(self.backend, request.key, took)
         else:
             error = refusal(request.key, request.wait, outcome, self._took)
         holder = getattr(error, "holder", None)
@@ -444,15 +445,6 @@ class Attempts:
             settled=True,
         )
 
-    def _in_the_way_of_all(self) -> BackendUnavailable:
-        key, took = self.request.key, self.backend.monotonic() - self._started
-        return BackendUnavailable(
-            f"The lock store {self.backend.alias!r} could not say within {took:.1f} s whether"
-            f" {key!r} is free. A transaction blocks it, for example by a table lock.",
-            key=key,
-            code="network_timeout",
-        )
-
     def _too_slow(self, cause: BackendUnavailable) -> BackendUnavailable:
         key, took = self.request.key, self.backend.monotonic() - self._started
         error = BackendUnavailable(
@@ -486,22 +478,19 @@ class Attempts:
         release_unanswered(self.backend, grant)
 
     def _tell_takeover(self, grant: Grant, previous: Holder) -> None:
-        who = f"{previous.process or 'a process'} (pid {previous.pid}) on {previous.host}"
-        alias, fence = self.backend.alias, grant.fence
+        key, alias, fence = grant.key, self.backend.alias, grant.fence
         logger.warning(
             "%r was taken over from %s, whose process has ended",
-            grant.key,
-            who,
-            extra=log_fields(
-                "taken_over", backend=alias, key=grant.key, fence=fence, holder=previous
-            ),
+            key,
+            previous.who,
+            extra=log_fields("taken_over", backend=alias, key=key, fence=fence, holder=previous),
         )
         tell(
             lock_taken_over,
             type(self.backend),
-            alias=self.backend.alias,
-            key=grant.key,
-            fence=grant.fence,
+            alias=alias,
+            key=key,
+            fence=fence,
             holder=self.request.holder,
             previous=previous,
             cause="its holder has died",
@@ -557,6 +546,16 @@ def endless(key: str, kept: str) -> LockUsageError:
         " outside atomic().",
         key=key,
         code="unsupported",
+    )
+
+
+def unclear(backend: BaseLockBackend, key: str, took: float) -> BackendUnavailable:
+    """Return what a caller is told where the store could not say in time who has a key."""
+    return BackendUnavailable(
+        f"The lock store {backend.alias!r} could not say within {took:.1f} s whether {key!r} is"
+        " free. A transaction blocks it, for example by a table lock.",
+        key=key,
+        code="network_timeout",
     )
 
 

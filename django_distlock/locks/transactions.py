@@ -37,7 +37,7 @@ from ..handler import lock_backends
 from ..process import deferred_release
 from ..process.transaction_locks import Kept, keep, kept_by
 from . import context
-from .attempts import BUSY_SECONDS, endless, refusal
+from .attempts import BUSY_SECONDS, endless, refusal, unclear
 from .owning import callers_level, callers_place
 from .taking import UNSET, Unset
 
@@ -277,12 +277,7 @@ def _error(
             f"The key {found.key!r} was not locked: {why}.", key=found.key, code="deadlock"
         )
     if found.answer.is_unclear:
-        return BackendUnavailable(
-            f"The lock store {store.alias!r} could not say within {took:.1f} s whether"
-            f" {found.key!r} is free. A transaction blocks it, for example by a table lock.",
-            key=found.key,
-            code="network_timeout",
-        )
+        return unclear(store, found.key, took)
     return refusal(found.key, 0 if found.deadlock else wait, found.answer)
 
 
