@@ -236,34 +236,26 @@ def _keeping(
 
     Not for long: operators and those who hand the lease over need the key as well.
     """
-    try:
-        with transaction.atomic(using=ask(bound=0.0).using):
-            while True:
-                left = max(0.0, until - monotonic())
-                found = store.transactions.lock(ask(bound=left, keep=True))
-                if found is None:
-                    return None
-                step = pacing.step()
-                if not _is_lease(found) or step is None or not left:
-                    raise _Given(found)
-                pacing.see(found.answer)
-                pause = pacing.pause(found.answer, step, listening=False)
-                time.sleep(min(pause, left))
-    except _Given as given:
-        return given.up
+    using = ask(bound=0.0).using
+    with transaction.atomic(using=using):
+        while True:
+            left = max(0.0, until - monotonic())
+            found = store.transactions.lock(ask(bound=left, keep=True))
+            if found is None:
+                return None
+            step = pacing.step()
+            if not _is_lease(found) or step is None or not left:
+                # What was locked is given up by the rollback to the savepoint.
+                transaction.set_rollback(True, using=using)
+                return found
+            pacing.see(found.answer)
+            pause = pacing.pause(found.answer, step, listening=False)
+            time.sleep(min(pause, left))
 
 
 def _is_lease(found: InTheWay) -> bool:
     """Whether it is a lease that can be waited for."""
     return found.answer.fence is not None and not found.deadlock
-
-
-class _Given(Exception):
-    """What was locked is given up by the rollback to a savepoint."""
-
-    def __init__(self, up: InTheWay):
-        super().__init__()
-        self.up = up
 
 
 def _error(
