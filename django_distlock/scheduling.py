@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, ParamSpec, Protocol, TypeVar, cast, overload
 
 from .backends.base import BaseLockBackend
@@ -108,7 +108,7 @@ class Schedule:
 
     def lock_of(self, key: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Lock:
         """Return the lock of one tick."""
-        return replace(for_call(self.lock, key, args, kwargs), backend=self.backend)
+        return for_call(self.lock, key, args, kwargs, backend=self.backend)
 
     @property
     def backend(self) -> str:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import replace
 from functools import partial, wraps
 from http import HTTPStatus
 from pathlib import Path
@@ -375,8 +374,7 @@ class _Locked:
         metadata = self.lock.metadata
         if self._room:
             metadata = {REQUEST: _line(request)[: self._room], **metadata}
-        lock = for_call(self.lock, key, values, named)
-        return replace(lock, metadata=metadata)
+        return for_call(self.lock, key, values, named, metadata=metadata)
 
     def _atomic(self, view: View, *args: Any, **kwargs: Any) -> Any:
         """Call a view in the transactions that Django would have begun around it."""

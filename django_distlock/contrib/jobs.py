@@ -159,7 +159,7 @@ class Rules:
         Args:
             args: What `permits` is called with, where that is a function.
         """
-        return replace(for_call(self.lock, key, args, kwargs), task_id=task_id)
+        return for_call(self.lock, key, args, kwargs, task_id=task_id)
 
     def pause(self, queued: Queued, now: float) -> float | None:
         """Return the seconds until the next attempt; None: there is none.

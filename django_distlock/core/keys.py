@@ -14,7 +14,7 @@ import re
 import string
 import unicodedata
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -407,7 +407,7 @@ class KeyTemplate:
         """Return the key of a call: see `render`."""
         return self.render(args, kwargs)
 
-    def render(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def render(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Return the key of one call.
 
         Raises:

@@ -5,17 +5,18 @@ They need no store; what depends on the settings is checked when a lock is taken
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, cast
 
 from ..core.durations import MIN_TTL, seconds, ttl_seconds, wait_seconds
 from ..core.errors import InvalidArgument, LockUsageError, shown
 from ..core.holders import validate_metadata
-from ..core.keys import normalize_key
+from ..core.keys import KeyTemplate, normalize_key
 from ..core.retry import Retry
 from ..core.sharing import validate_permits
 from ..process.host import current_holder
@@ -131,18 +132,47 @@ def template(lock: Lock) -> str:
     return lock.key
 
 
-def for_call(lock: L, key: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> L:
+def around(
+    function: Callable[P, T], block: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+) -> Callable[P, T]:
+    """Return a function like this one, each call or await of which is inside of a block.
+
+    Args:
+        block: Returns what is entered, for the arguments of a call.
+    """
+    if inspect.iscoroutinefunction(function):
+
+        async def awaited(*args: P.args, **kwargs: P.kwargs) -> Any:
+            async with block(args, kwargs):
+                return await function(*args, **kwargs)
+
+        return cast("Callable[P, T]", wraps(function)(awaited))
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        with block(args, kwargs):
+            return function(*args, **kwargs)
+
+    return called
+
+
+def for_call(
+    lock: L, key: str | KeyTemplate, args: Sequence[Any], kwargs: Mapping[str, Any], **more: Any
+) -> L:
     """Return the lock of one call of what it decorates.
 
     Args:
-        key: The key of that call.
+        key: The key of that call, or what makes it.
         args: The arguments, with which `permits` is called where it is a function.
         kwargs: The same, by name.
+        more: What else the lock of that call has.
     """
+    if isinstance(key, KeyTemplate):
+        key = key.render(args, kwargs)
     permits = lock.permits
     if callable(permits):
         permits = validate_permits(permits(*args, **kwargs))
-    return replace(lock, key=key, permits=permits, _filled=True)
+    return replace(lock, key=key, permits=permits, _filled=True, **more)
 
 
 def counted(lock: Lock) -> int:

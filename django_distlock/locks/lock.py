@@ -6,10 +6,9 @@ A `Lock` is a description without state; what one holding of it has is in a `Lea
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
 from ..backends.base import BaseLockBackend
 from ..core.bodies import whole
@@ -224,22 +223,9 @@ class Lock:
         function = whole(function)
         template = KeyTemplate.for_function(checking.template(self), function)
 
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
-                async with checking.for_call(self, template.render(args, kwargs), args, kwargs):
-                    return await function(*args, **kwargs)
-
-        else:
-
-            @functools.wraps(function)
-            def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
-                with checking.for_call(self, template.render(args, kwargs), args, kwargs):
-                    return function(*args, **kwargs)
-
+        wrapper = checking.around(function, functools.partial(checking.for_call, self, template))
         declared[wrapper] = (Declaration(Kind.FUNCTION, self.key, self, self.on_conflict),)
-        return cast("Callable[P, T]", wrapper)
+        return wrapper
 
     def _terms(self, store: BaseLockBackend) -> Terms:
         """Return what a lease is held for."""

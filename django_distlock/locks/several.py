@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-import inspect
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 from ..core.bodies import whole
 from ..core.declarations import Declaration, Kind, declared
@@ -19,7 +17,7 @@ from ..core.errors import InvalidArgument, LockNotAcquired, LockUsageError
 from ..core.keys import Key, KeyTemplate, normalize_key
 from ..handler import lock_backends
 from .blocks import Entered, Keeping, entered_by
-from .checking import for_call
+from .checking import around, for_call
 from .lease import Lease
 from .lock import Lock, distlock
 from .opening import Opening
@@ -177,29 +175,14 @@ class LockSet:
         templates = [KeyTemplate.for_function(each.key, function) for each in self._locks]
 
         def filled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> LockSet:
-            return LockSet(
-                for_call(lock, template.render(args, kwargs), args, kwargs)
-                for lock, template in zip(self._locks, templates, strict=True)
-            )
+            each = zip(self._locks, templates, strict=True)
+            return LockSet(for_call(lock, template, args, kwargs) for lock, template in each)
 
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
-                async with filled(args, kwargs):
-                    return await function(*args, **kwargs)
-
-        else:
-
-            @functools.wraps(function)
-            def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
-                with filled(args, kwargs):
-                    return function(*args, **kwargs)
-
+        wrapper = around(function, filled)
         declared[wrapper] = tuple(
             Declaration(Kind.FUNCTION, each.key, each, each.on_conflict) for each in self._locks
         )
-        return cast("Callable[P, T]", wrapper)
+        return wrapper
 
     @contextmanager
     def _entered(self) -> Iterator[Leases]:
