@@ -256,8 +256,6 @@ def _take(
     blocks.flush(name)
     deferred_release.flush(name)
     request = _request(lock, store, terms, wait, since, home)
-    if _is_upgrade(request):
-        raise _upgrade(lock.key)
     adopted = context.adopt(store, request, terms, block)
     if adopted is not None:
         return adopted
@@ -281,8 +279,6 @@ async def _atake(
     await blocks.aflush(store, name)
     await deferred_release.aflush(store, name)
     request = _request(lock, store, terms, wait, since, home)
-    if _is_upgrade(request):
-        raise _upgrade(lock.key)
     adopted = await context.aadopt(store, request, terms, block)
     if adopted is not None:
         return adopted
@@ -327,6 +323,9 @@ def _request(
     since: float,
     home: int,
 ) -> Request:
+    kept = deferred_release.waiting_release((lock.backend, lock.key), home)
+    if kept is not None and kept.owner.grant.shared and terms.permits == 1:
+        raise _upgrade(lock.key)
     return Request(
         key=lock.key,
         ttl=terms.ttl,
@@ -337,16 +336,10 @@ def _request(
         steal_if_dead=lock.steal_if_dead,
         home=home,
         inside=context.entered_here(),
-        passed=deferred_release.waiting_release((lock.backend, lock.key), home),
+        passed=kept,
         permits=terms.permits,
         answered=lock._answered,
     )
-
-
-def _is_upgrade(request: Request) -> bool:
-    """Whether a transaction of the caller's shares the key until it ends."""
-    kept = request.passed
-    return kept is not None and kept.owner.grant.shared and not request.shared
 
 
 def _upgrade(key: str) -> LockUsageError:
