@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..backends.base import BaseLockBackend
 from ..core import budgets
@@ -26,34 +25,19 @@ from .attempts import Answered, release_unanswered
 from .blocks import Block, Leaving
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-    from typing import Any
-
     from .lease import Lease
     from .lock import Lock
 
 
-def _leave(
-    block: Block,
-    opening: Opening,
-    exc_type: type[BaseException] | None,
-    exc: BaseException | None,
-    traceback: TracebackType | None,
-) -> None:
-    if exc is not None:
-        opening.fail(exc)
+def _leave(block: Block, opening: Opening, *end: Any) -> None:
+    if end[1] is not None:
+        opening.fail(end[1])
     opening.forget()
     block.close()
 
 
-def _aleave(
-    block: Block,
-    opening: Opening,
-    exc_type: type[BaseException] | None,
-    exc: BaseException | None,
-    traceback: TracebackType | None,
-) -> Coroutine[Any, Any, None]:
-    ending = _end_awaited(block, opening, exc)
+def _aleave(block: Block, opening: Opening, *end: Any) -> Any:
+    ending = _end_awaited(block, opening, end[1])
     block.watch(ending)
     return ending
 
@@ -113,8 +97,8 @@ class Opening:
         # Held by the question in flight, so that whoever gives up waits for it and undoes it.
         self._mutex = threading.Lock()
 
-    __exit__ = Leaving(_leave)
-    __aexit__ = Leaving(_aleave)
+    __exit__ = Leaving.by(_leave)
+    __aexit__ = Leaving.by(_aleave)
 
     def __enter__(self) -> Opening:
         blocks.opened(self).attempts = self
