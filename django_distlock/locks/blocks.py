@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from ..backends.base import BaseLockBackend
 from ..core.durations import MAX_BOUND
@@ -31,15 +31,6 @@ R = TypeVar("R")
 S = TypeVar("S")
 
 
-class Trying(Protocol):
-    """What an acquire has to have to be given up here."""
-
-    backend: BaseLockBackend
-
-    def fail(self, error: BaseException) -> None:
-        """Leave nothing held, and tell."""
-
-
 class Block:
     """A block of code, from before it asks for its key until it has given it back.
 
@@ -49,7 +40,7 @@ class Block:
         lease: What it holds, for the code inside.
         release: What ends that.
         inner: Whether a block around it holds the lease, and will release it.
-        attempts: What asks for the key.
+        attempts: What asks for the key, and leaves nothing held where it fails.
         adopting: The release behind a transaction whose lease it goes on with.
         home: The thread whose transactions it works in; 0: it was asked for by a call.
     """
@@ -58,7 +49,7 @@ class Block:
     lease: Any = None
     release: Any = None
     inner = False
-    attempts: Trying | None = None
+    attempts: Any = None
     adopting: deferred_release.Deferred | None = None
     home = 0
 
@@ -147,7 +138,7 @@ FEW = 32
 #: What is open, or gone and not ended yet.
 every: dict[Block, Callable[[], object]] = {}
 #: What asks for keys that nobody waits for any more.
-_giving_up: dict[Block, list[Trying]] = {}
+_giving_up: dict[Block, list[Any]] = {}
 _opening = threading.local()
 
 
