@@ -149,10 +149,6 @@ def heartbeat_of(backend: BaseLockBackend) -> Heartbeat:
     return every.get(backend) or every.setdefault(backend, Heartbeat(backend))
 
 
-def _begin_in_child() -> None:
-    # The leases are the parent's, and so is the thread.
-    every.clear()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_in_child)
+    # The leases are the parent's, and so are the threads.
+    os.register_at_fork(after_in_child=every.clear)
