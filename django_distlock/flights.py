@@ -11,7 +11,6 @@ import asyncio
 import functools
 import inspect
 import logging
-import os
 import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
@@ -49,7 +48,7 @@ from .core.errors import (
 )
 from .core.keys import OWN_MARKER, KeyTemplate, key_hash, own_key
 from .core.logs import log_fields
-from .core.threads import Bell
+from .core.threads import Bell, in_child
 from .handler import lock_backends
 from .locks.lease import Lease
 from .locks.lock import Lock, distlock
@@ -202,8 +201,7 @@ class _Flight:
 
 #: Those of this process, by backend, cache and the cache's name for the key.
 _flights: Final[dict[tuple[str, str, str], _Flight]] = {}
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_flights.clear)
+in_child(_flights.clear)
 
 #: The flights whose values this context computes.
 _computed_for: Final[ContextVar[tuple[ref[_Flight], ...]]] = ContextVar(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from typing import Any, Final, cast
@@ -12,6 +11,7 @@ from django.utils.module_loading import import_string
 
 from .backends.base import BaseLockBackend
 from .conf import BackendConfig, aliases, backend_config
+from .core.threads import in_child
 from .exceptions import InvalidLockBackend
 
 #: An alias that every project has, for what prefers other backends and can do without.
@@ -112,5 +112,4 @@ def _forget(*, setting: str, **_: Any) -> None:
 
 setting_changed.connect(_forget, dispatch_uid="django_distlock.handler")
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lock_backends._begin_in_child)
+in_child(lock_backends._begin_in_child)

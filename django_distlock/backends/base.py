@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -36,6 +35,7 @@ from ..core.records import (
     Waits,
 )
 from ..core.sharing import validate_permits
+from ..core.threads import in_child
 from ..core.wording import suggestion
 from ..exceptions import InvalidLockBackend
 from .counts import Count, Counts, States, Strain, every_record, listed_states
@@ -778,8 +778,7 @@ def _begin_in_child() -> None:
         backend._begin_in_child()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_in_child)
+in_child(_begin_in_child)
 
 
 def _options_of(backend_class: type[BaseLockBackend]) -> list[str]:

@@ -6,7 +6,6 @@ Settings make them, so that this imports no models.
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +18,7 @@ from django.db import DatabaseError, InterfaceError, connections
 
 from ..core.clock import monotonic
 from ..core.errors import BackendUnavailable, InvalidArgument, shown
-from ..core.threads import TimerThread
+from ..core.threads import TimerThread, in_child
 from ..database.connections import bound_opening, close_before_drop, own_connection
 
 N = TypeVar("N")
@@ -220,8 +219,7 @@ class OldAdvisoryLock(OldLock[Any]):
         self._using = using
         self._begin()
         close_before_drop(self)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._begin)
+        in_child(self._begin)
 
     def acquire(
         self, key: str, owner: str, seconds: float | None, instead_of: str | None = None

@@ -205,6 +205,12 @@ def start_thread(thread: threading.Thread) -> None:
         raise errors[0]
 
 
+def in_child(call: Callable[[], object]) -> None:
+    """Have a forked child call this first: the threads, and what they did, are its parent's."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=call)
+
+
 def begun(work: Callable[[], T], name: str) -> Future[T]:
     """Begin some work that may hang, in a thread that ends with the process at the latest.
 

@@ -6,12 +6,11 @@ It waits on the monotonic clock and asks no store, so that nothing which hangs c
 from __future__ import annotations
 
 import logging
-import os
 from typing import Protocol
 
 from ..core.clock import monotonic
 from ..core.logs import log_fields
-from ..core.threads import TimerThread
+from ..core.threads import TimerThread, in_child
 
 logger = logging.getLogger("django_distlock")
 
@@ -63,5 +62,4 @@ class Alarms(TimerThread[Watched]):
 
 alarms = Alarms()
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=alarms.forget)
+in_child(alarms.forget)

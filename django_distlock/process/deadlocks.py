@@ -6,11 +6,11 @@ that waits for its next key has those before: two that go on in opposite order n
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ..core.threads import in_child
 from . import deferred_release
 
 #: The alias of a backend, and a key.
@@ -106,5 +106,4 @@ class _Waits:
 
 waits = _Waits()
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=waits.forget)
+in_child(waits.forget)

@@ -8,7 +8,6 @@ registered; both end the wait.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
@@ -22,7 +21,7 @@ from ..backends.base import BaseLockBackend
 from ..core.durations import MAX_BOUND
 from ..core.errors import LockUsageError
 from ..core.interruptions import Underway
-from ..core.threads import Bell
+from ..core.threads import Bell, in_child
 from ..database import workers
 from ..database.connections import (
     before_drop,
@@ -449,5 +448,4 @@ def _forget_parent() -> None:
     teller.forget()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_parent)
+in_child(_forget_parent)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections.abc import Sequence
 from operator import attrgetter
@@ -14,7 +13,7 @@ from ..core.errors import LockError
 from ..core.logs import log_fields
 from ..core.records import Grant, Unknown
 from ..core.renewing import Renewing
-from ..core.threads import TimerThread
+from ..core.threads import TimerThread, in_child
 from . import deferred_release
 
 logger = logging.getLogger("django_distlock")
@@ -149,6 +148,5 @@ def heartbeat_of(backend: BaseLockBackend) -> Heartbeat:
     return every.get(backend) or every.setdefault(backend, Heartbeat(backend))
 
 
-if hasattr(os, "register_at_fork"):
-    # The leases are the parent's, and so are the threads.
-    os.register_at_fork(after_in_child=every.clear)
+# The leases are the parent's, and so are the threads.
+in_child(every.clear)

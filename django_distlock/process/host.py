@@ -17,6 +17,7 @@ from django.core.signals import setting_changed
 
 from ..conf import holder_config
 from ..core.holders import MAX_TEXT, Holder
+from ..core.threads import in_child
 
 
 def current_holder(metadata: Mapping[str, Any] | None = None) -> Holder:
@@ -81,9 +82,8 @@ def _forget(*, setting: str, **_: Any) -> None:
 
 
 setting_changed.connect(_forget, dispatch_uid="django_distlock.process.host")
-if hasattr(os, "register_at_fork"):
-    # A forked child is another process, also where it got the number of one that was here before.
-    os.register_at_fork(after_in_child=_this_thread.cache_clear)
+# A forked child is another process, also where it got the number of one that was here before.
+in_child(_this_thread.cache_clear)
 
 
 def _plain(text: str) -> str:

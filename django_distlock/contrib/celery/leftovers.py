@@ -16,7 +16,7 @@ from ...core.clock import monotonic
 from ...core.errors import BackendUnavailable, LockError
 from ...core.logs import log_fields
 from ...core.retry import Retry
-from ...core.threads import TimerThread
+from ...core.threads import TimerThread, in_child
 from ...database.connections import close_here, use_own_connections
 
 logger = logging.getLogger("django_distlock")
@@ -125,5 +125,4 @@ class _Leftovers(TimerThread[_Leftover]):
 
 _leftovers = _Leftovers()
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leftovers.forget)
+in_child(_leftovers.forget)

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from django.core.signals import setting_changed
 
 from ...core.interruptions import pass_on
-from ...core.threads import begun
+from ...core.threads import begun, in_child
 from ...database.connections import close_here
 from ...handler import lock_backends
 
@@ -111,6 +111,5 @@ def _forget(*, setting: str, **_: Any) -> None:
 
 
 setting_changed.connect(_forget, dispatch_uid="django_distlock.contrib.metrics")
-if hasattr(os, "register_at_fork"):
-    # The threads that ask are the parent's.
-    os.register_at_fork(after_in_child=_every.clear)
+# The threads that ask are the parent's.
+in_child(_every.clear)
