@@ -52,9 +52,6 @@ def refuse_function(key: object, decorator: str, arguments: str = "…") -> None
 def require_function(function: object, decorator: str) -> None:
     """Check that a decorator was given a function.
 
-    Args:
-        decorator: What it is called.
-
     Raises:
         InvalidArgument: It was given something else, such as what another decorator has made.
     """

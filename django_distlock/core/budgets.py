@@ -52,9 +52,6 @@ def spend(until: float, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwar
 def apart(work: Callable[[], T], name: str) -> T:
     """Do some work that knows no bound; leave it behind, in a thread, where the call ends before.
 
-    Args:
-        name: What the thread is called.
-
     Raises:
         Over: It has not ended in time.
     """

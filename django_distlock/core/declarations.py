@@ -57,10 +57,7 @@ class Declaration:
         """Return a declaration whose key is a template, or made by a function, or of all arguments.
 
         Args:
-            kind: See above.
             key: What the decorator got for it; True: all arguments.
-            lock: See above.
-            on_conflict: See above.
         """
         if isinstance(key, str):
             return cls(kind, key, lock, on_conflict)

@@ -262,11 +262,7 @@ def _hashed(prefix: str, full: str) -> str:
 
 
 def key_hash(storage_name: str) -> str:
-    """Return a short name for a storage key: 16 bytes of SHA-256 as 22 base64url characters.
-
-    Args:
-        storage_name: What a store calls the key, prefix included.
-    """
+    """Return a short name for a storage key: 16 bytes of SHA-256 as 22 base64url characters."""
     return _base64(hashlib.sha256(storage_name.encode()).digest()[:16])
 
 

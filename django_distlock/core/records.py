@@ -474,12 +474,7 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A record that somebody else has written to: its key may be taken, nobody knows by whom.
-
-    Attributes:
-        key: The key.
-        error: What came of reading it.
-    """
+    """A record that somebody else has written to: its key may be taken, nobody knows by whom."""
 
     key: str
     error: LockError

@@ -212,11 +212,7 @@ def in_child(call: Callable[[], object]) -> None:
 
 
 def begun(work: Callable[[], T], name: str) -> Future[T]:
-    """Begin some work that may hang, in a thread that ends with the process at the latest.
-
-    Args:
-        name: What the thread is called.
-    """
+    """Begin some work that may hang, in a thread that ends with the process at the latest."""
     done: Future[T] = Future()
 
     def run() -> None:

@@ -60,11 +60,7 @@ def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def check(lock: Lock) -> None:
-    """Refuse what breaks a rule.
-
-    Raises:
-        InvalidArgument: It does.
-    """
+    """Refuse what breaks a rule, by an `InvalidArgument`."""
     if normalize_key(lock.key) != lock.key:
         raise InvalidArgument("The key of a Lock must be in NFC. distlock() accepts any spelling.")
     if not isinstance(lock.backend, str):
@@ -165,7 +161,6 @@ def for_call(
         key: The key of that call, or what makes it.
         args: The arguments, with which `permits` is called where it is a function.
         kwargs: The same, by name.
-        more: What else the lock of that call has.
     """
     if isinstance(key, KeyTemplate):
         key = key.render(args, kwargs)

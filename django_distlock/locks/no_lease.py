@@ -16,23 +16,17 @@ from .lease import Lease
 
 
 def tell_bypassed(backend: str, key: str | None, waited: float, cause: LockError) -> None:
-    """Say that something runs without its lock.
-
-    Args:
-        backend: The alias of the lock backend.
-        waited: For how many seconds it was tried.
-        cause: Why it was not granted.
-    """
+    """Say that something runs without its lock, which was tried for so many seconds."""
     _tell(lock_bypassed, backend, key, cause, waited=waited)
 
 
 def tell_skipped(backend: str, key: str, cause: LockError) -> None:
-    """Say that something does not run, or is not queued, because of its lock; see above."""
+    """Say that something does not run, or is not queued, because of its lock."""
     _tell(work_skipped, backend, key, cause)
 
 
 def tell_requeued(backend: str, key: str, cause: LockError) -> None:
-    """Say that something went back to its queue because of its lock; see above."""
+    """Say that something went back to its queue because of its lock."""
     _tell(work_requeued, backend, key, cause)
 
 

@@ -169,7 +169,6 @@ def skip(
 
     Args:
         what: The work, as the log calls it.
-        backend: The alias of the lock backend.
         task: The id of a task.
     """
     level = logging.INFO if isinstance(refusal, LockNotAcquired) else logging.ERROR
@@ -183,7 +182,6 @@ def skipped(error: LockError, key: str | None = None) -> dict[str, Any]:
     """Return what stands in place of the result of skipped work: JSON.
 
     Args:
-        error: Why.
         key: The key, should the error not know it.
     """
     holder = getattr(error, "holder", None)

@@ -61,14 +61,10 @@ class Release:
         return answer or self._was_not_held(strict=strict, was_told=was_told)
 
     def _was_not_held(self, *, strict: bool, was_told: bool) -> bool:
-        """Return False, and say so if the lease was lost.
+        """Return False, and say so if the lease was lost: raise that, if `strict`.
 
         Args:
-            strict: Raise that.
             was_told: Whether the log has it from before.
-
-        Raises:
-            LockLost: It was lost, and it is to be raised.
         """
         holding = self.holding
         if holding.pid == os.getpid() and holding.is_lost:

@@ -191,11 +191,7 @@ class Holding:
         self.watch()
 
     def require_process(self) -> None:
-        """Refuse to be used by a fork of the process that took it.
-
-        Raises:
-            LockUsageError: It is.
-        """
+        """Refuse to be used by a fork of the process that took it, by a `LockUsageError`."""
         if self.pid != os.getpid():
             raise LockUsageError(
                 f"The lease on {self.key!r} belongs to process {self.pid}, not to this fork of it."

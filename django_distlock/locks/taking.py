@@ -48,12 +48,7 @@ UNSET: Final = Unset()
 
 
 def by_call(lock: Lock, wait: float | Unset | None, *, heartbeat: bool) -> Lease:
-    """Take the key for who asked by a call, and ends it by one.
-
-    Args:
-        wait: Seconds to keep trying.
-        heartbeat: Renew it for as long as its owner keeps it.
-    """
+    """Take the key for who asked by a call, and ends it by one; see `Lock.acquire`."""
     _check_heartbeat(lock, heartbeat)
     block = Block(lock)
     # What is watched over lies on the stack alone, where no traceback keeps it alive.

@@ -212,11 +212,7 @@ class Deferred:
             later(self._poll, MAX_BOUND)
 
     def claim(self, claim: object = True) -> bool:
-        """Take the release over; False: somebody did, or it has been carried out.
-
-        Args:
-            claim: Who takes it over.
-        """
+        """Take the release over; False: somebody did, or it has been carried out."""
         with self._mutex:
             if self._claimed_by is None:
                 self._claimed_by = claim

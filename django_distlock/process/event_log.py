@@ -85,11 +85,7 @@ def connect() -> None:
 
 
 def finish(seconds: float = MAX_BOUND) -> bool:
-    """Wait until what happened so far is written, or could not be; return whether that is so.
-
-    Args:
-        seconds: How long to wait at most.
-    """
+    """Wait until what happened so far is written, or could not be; return whether that is so."""
     return _writer.finish(seconds)
 
 

@@ -40,11 +40,7 @@ class Renewed(Protocol):
 
 
 class Heartbeat(TimerThread[Renewed]):
-    """Renews the leases of one backend in a thread of its own, while there are any.
-
-    Args:
-        backend: Whose leases.
-    """
+    """Renews the leases of one backend in a thread of its own, while there are any."""
 
     def __init__(self, backend: BaseLockBackend):
         # Not the backend itself, which is the key under which this object is kept.

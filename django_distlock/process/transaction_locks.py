@@ -16,8 +16,6 @@ class Kept:
     """Keys that a transaction has locked by one call. Django drops it where they are given up.
 
     Attributes:
-        backend: The alias of the lock backend.
-        keys: The keys.
         site: Where they were locked: "file:line".
     """
 

@@ -6,7 +6,6 @@ Unique keys are given back, and tasks that failed are listed.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
