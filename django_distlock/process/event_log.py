@@ -15,7 +15,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
@@ -323,7 +323,7 @@ class _Writer:
         """Write events to a database, and wait for locks of others so many seconds at most."""
         try:
             try:
-                with _bounded(using, bound):
+                with nullcontext() if bound is None else vendors.of(using).short_transaction(bound):
                     connections[using].ensure_connection()
                     # A test run that has ended gives the alias back to the project's database.
                     ours = [each.event for each in events if each.name == _name(using)]
@@ -355,10 +355,6 @@ def _refused(using: str, events: list[LockEvent]) -> Iterator[Exception]:
 def _name(using: str) -> object:
     """Return which database an alias stands for now."""
     return connections[using].settings_dict["NAME"]
-
-
-def _bounded(using: str, bound: float | None) -> AbstractContextManager[None]:
-    return nullcontext() if bound is None else vendors.of(using).short_transaction(bound)
 
 
 _writer = _Writer()
