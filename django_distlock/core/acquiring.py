@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from .durations import MAX_BOUND
 from .errors import BackendUnavailable, LockError
@@ -72,14 +72,14 @@ class Reply:
 
     Attributes:
         now: The caller's monotonic clock, in seconds, after the step.
-        outcome: What an `Attempt` led to; None after the other steps.
+        outcome: What an `Attempt` led to: an `Outcome`; None after the other steps.
         record: What a `Read` found; None: nothing, or no answer.
         listening: Whether wake-ups come.
         queued: Whether somebody was in front when a `LineUp` began.
     """
 
     now: float
-    outcome: Outcome | None = None
+    outcome: Any = None
     record: Record | None = None
     listening: bool = False
     queued: bool = False
@@ -185,14 +185,14 @@ def _trying(
     """Try, and once more in the place of a holder that is gone; return the outcome and the time."""
     sent_at = now
     reply = yield Attempt(bound, wanted=wanted)
-    outcome = _outcome(reply)
+    outcome = reply.outcome
     if is_gone is not None and _may_be_taken_over(outcome, is_gone):
         reply = yield Read()
         record = reply.record
         if record is not None and record.fence == outcome.fence and not record.is_settled:
             sent_at = reply.now
             reply = yield Attempt(bound, wanted=wanted, replace=record.token)
-            outcome = _outcome(reply)
+            outcome = reply.outcome
     if (
         isinstance(outcome, Grant)
         and outcome.ttl is not None
@@ -208,12 +208,6 @@ def _trying(
         reply = yield GiveBack(outcome)
         return late, reply.now
     return outcome, reply.now
-
-
-def _outcome(reply: Reply) -> Outcome:
-    if reply.outcome is None:
-        raise TypeError("An Attempt must be answered with its outcome.")
-    return reply.outcome
 
 
 def _may_be_taken_over(outcome: Outcome, is_gone: Callable[[Holder], bool]) -> TypeGuard[Contended]:
