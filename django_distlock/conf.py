@@ -396,11 +396,6 @@ def _connections(value: object) -> int:
     return value
 
 
-def _part(value: object) -> float:
-    # Above a half, one renewal that fails is one too many.
-    return number(value, "HEARTBEAT", minimum=0.01, maximum=0.5)
-
-
 def _retry(value: object) -> Retry:
     if not isinstance(value, Mapping):
         raise InvalidArgument(f"must be a dictionary, not {shown(value)}.")
@@ -437,7 +432,8 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "TTL": lambda value: seconds(value, "TTL", minimum=MIN_TTL),
     "WAIT": lambda value: None if value is None else seconds(value, "WAIT"),
     "MAX_TTL": lambda value: seconds(value, "MAX_TTL", minimum=MIN_TTL, maximum=LONGEST),
-    "HEARTBEAT": _part,
+    # Above a half, one renewal that fails is one too many.
+    "HEARTBEAT": lambda value: number(value, "HEARTBEAT", minimum=0.01, maximum=0.5),
     "LOCK_CONNECTIONS": _connections,
     "RETRY": _retry,
     "FENCE_FLOOR": _fence_floor,
