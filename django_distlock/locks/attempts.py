@@ -395,8 +395,7 @@ class Attempts:
             error = unclear(self.backend, request.key, took)
         else:
             error = refusal(request.key, request.wait, outcome, self._took)
-        holder = getattr(error, "holder", None)
-        self._tell_refusal(error, holder)
+        self._tell_refusal(error)
         raise error
 
     def fail(self, error: BaseException) -> None:
@@ -415,7 +414,7 @@ class Attempts:
             self._release_later()
         if not self.concluded:
             self.concluded = True
-            self._tell_refusal(error, None)
+            self._tell_refusal(error)
 
     def has_listeners(self) -> bool:
         """Whether somebody is told of the end."""
@@ -496,8 +495,8 @@ class Attempts:
             cause="its holder has died",
         )
 
-    def _tell_refusal(self, error: BaseException, holder: Holder | None) -> None:
-        wait = self.request.wait
+    def _tell_refusal(self, error: BaseException) -> None:
+        holder, wait = getattr(error, "holder", None), self.request.wait
         self._tell(lock_not_acquired, fence=None, holder=holder, cause=error, wait=wait)
 
     def _tell(self, signal: Signal, **facts: object) -> None:
