@@ -92,17 +92,11 @@ def _signed(store: BaseLockBackend, grant: Grant, terms: Terms) -> str:
 
 
 def load(text: str) -> tuple[BaseLockBackend, Granted, Terms]:
-    """Take over what `dump` describes.
+    """Take over what `dump` describes: see `Lease.load`.
 
     The lease gets a new token and a higher fence, so that whoever gave it away cannot write any
     more. A text works once, however often it is delivered: the old lease is settled first, which
     spends its token, and keeps the key from everybody else until the new one has taken its place.
-
-    Raises:
-        InvalidArgument: It is no such text, or was signed with another secret.
-        LockLost: The lease is over, or somebody has loaded it.
-        LockNotAcquired: The key is paused. The text stays good while the lease lives.
-        BackendUnavailable: The store did not answer.
     """
     given = _read(text)
     store = lock_backends[given["backend"]]
