@@ -17,6 +17,7 @@ from django.core.management import call_command
 from django.db import DatabaseError, connections
 from django.db.backends.utils import CursorWrapper
 from django.db.migrations.recorder import MigrationRecorder
+from django.db.models import Model
 
 from django_distlock import distlock
 from tests import services
@@ -148,6 +149,39 @@ def role(using: str, *granted: str) -> Iterator[str]:
         if not on_mysql:
             ask(using, f"DROP OWNED BY {name}")
         ask(using, f"DROP {'USER' if on_mysql else 'ROLE'} {name}")
+
+
+class Routed:
+    """A router that keeps models in one database.
+
+    Args:
+        using: Its alias; None: it says nothing.
+        of: The models, or labels of their apps; without any, all there are.
+        others: Where the other models are; None: wherever they are without it.
+        made: On which aliases `migrate` makes the tables; None: wherever it makes them without it.
+    """
+
+    def __init__(
+        self,
+        using: str | None,
+        *of: type[Model] | str,
+        others: str | None = None,
+        made: tuple[str, ...] | None = None,
+    ):
+        self._using, self._of, self._others, self._made = using, of, others, made
+
+    def db_for_write(self, model: type[Model], **_: Any) -> str | None:
+        """Name the alias of a model."""
+        is_meant = not self._of or model in self._of or model._meta.app_label in self._of
+        return self._using if is_meant else self._others
+
+    db_for_read = db_for_write
+
+    def allow_migrate(self, db: str, app_label: str, **_: Any) -> bool | None:
+        """Say where the tables are made."""
+        if self._made is None or (self._of and app_label not in self._of):
+            return None
+        return db in self._made
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from django_distlock.core.pages import page
 from tests.backends import DATABASE, MEMORY
 from tests.contract.aliases import alias_like, locks_on
 
-from .databases import APP
+from .databases import APP, Routed
 from .projects import Project
 
 #: The servers of the tests do not wait for their disks.
@@ -132,24 +132,13 @@ def test_mirror_is_an_error() -> None:
     assert messages[0].is_serious()
 
 
-class Router:
-    """Send the models of locks to one alias and all others to another one."""
-
-    def __init__(self, locks: str, others: str):
-        self.locks, self.others = locks, others
-
-    def db_for_write(self, model: Any, **_: Any) -> str:
-        """Name the alias of a model."""
-        return self.locks if model._meta.app_label == APP else self.others
-
-    db_for_read = db_for_write
-
-
 @contextmanager
 def routed(locks: str, others: str, **options: Any) -> Iterator[None]:
     """Keep locks and other models where a router says."""
     configured = {"x": {"BACKEND": DATABASE, "OPTIONS": {"using": locks, **options}}}
-    with override_settings(DATABASE_ROUTERS=[Router(locks, others)], DISTLOCK=configured):
+    with override_settings(
+        DATABASE_ROUTERS=[Routed(locks, APP, others=others)], DISTLOCK=configured
+    ):
         yield
 
 

@@ -14,7 +14,7 @@ from django_distlock.scheduling import scheduled
 from tests.backends import MEMORY, REDIS
 from tests.contract.aliases import DATABASE, alias_like
 
-from .databases import APP
+from .databases import APP, Routed
 
 EVERY = {
     DATABASE: {"using": "default"},
@@ -110,24 +110,7 @@ def test_long_prefix_is_a_warning(path: str) -> None:
 # Routers
 
 
-class Router:
-    """Send the models of locks to one alias, and let `migrate` make their tables on some."""
-
-    def __init__(self, written: str, made: tuple[str, ...]):
-        self.written, self.made = written, made
-
-    def db_for_write(self, model: Any, **_: Any) -> str | None:
-        """Name the alias of a model."""
-        return self.written if model._meta.app_label == APP else None
-
-    db_for_read = db_for_write
-
-    def allow_migrate(self, db: str, app_label: str, **_: Any) -> bool | None:
-        """Say where the tables are made."""
-        return db in self.made if app_label == APP else None
-
-
-def told_with(router: Router | None, *usings: str) -> list[str]:
+def told_with(router: Routed | None, *usings: str) -> list[str]:
     """Check database backends with a router; give the texts of W110."""
     configured = {
         f"locks{number}": {"BACKEND": DATABASE, "OPTIONS": {"using": using}}
@@ -144,24 +127,24 @@ def test_missing_or_wrong_router_is_a_warning(sqlite: str) -> None:
     (said,) = told_with(None, sqlite)
     assert repr(sqlite) in said
     assert "to 'default'" in said
-    (said,) = told_with(Router("default", (sqlite,)), sqlite)
+    (said,) = told_with(Routed("default", APP, made=(sqlite,)), sqlite)
     assert "to 'default'" in said
     # `migrate --database` would record its migrations, and make nothing.
-    (said,) = told_with(Router(sqlite, ("default",)), sqlite)
+    (said,) = told_with(Routed(sqlite, APP, made=("default",)), sqlite)
     assert repr(sqlite) in said
     assert "do not allow the migrations" in said
 
 
 def test_router_that_is_right_or_not_needed_is_quiet(sqlite: str) -> None:
     """It can name one database only; an alias around a pooler leads to the same; Redis to none."""
-    assert told_with(Router(sqlite, (sqlite,)), sqlite) == []
+    assert told_with(Routed(sqlite, APP, made=(sqlite,)), sqlite) == []
     assert told_with(None, "default") == []
     assert told_with(None) == []
     assert told_with(None, "default", sqlite) == []
     with alias_like("default", PORT="1") as direct:
         assert told_with(None, direct) == []
-        assert told_with(Router("default", ("default",)), direct) == []
-    with override_settings(DATABASE_ROUTERS=[Router("sqlite", ())]):
+        assert told_with(Routed("default", APP, made=("default",)), direct) == []
+    with override_settings(DATABASE_ROUTERS=[Routed("sqlite", APP, made=())]):
         assert found(backend(REDIS)) == {}
 
 

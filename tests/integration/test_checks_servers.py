@@ -17,7 +17,7 @@ from tests.services import server_user
 from tests.settings import database
 from tests.setups.servers import restartable_postgres
 
-from .databases import ask, here, migrate
+from .databases import Routed, ask, here, migrate
 
 
 def found(using: str) -> dict[str, checks.CheckMessage]:
@@ -120,17 +120,6 @@ def test_unlogged_table(postgresql: str) -> None:
     assert "table django_distlock_fencecounter of" in told
 
 
-class Rows:
-    """A router that writes the shop's models to one alias."""
-
-    def __init__(self, using: str):
-        self.using = using
-
-    def db_for_write(self, model: type, **_: object) -> str | None:
-        """Name the alias of a model."""
-        return self.using if model.__module__ == "tests.shop.models" else None
-
-
 @pytest.mark.parametrize("setting", ["on", "off"])
 def test_fenced_rows_that_a_crash_may_undo(postgresql: str, setting: str) -> None:
     """W108 where models refuse stale fences, and their commits do not wait; locks or not."""
@@ -138,7 +127,7 @@ def test_fenced_rows_that_a_crash_may_undo(postgresql: str, setting: str) -> Non
     name = connections[postgresql].settings_dict["NAME"]
     with (
         alias_like("default", NAME=name, OPTIONS=options) as using,
-        override_settings(DATABASE_ROUTERS=[Rows(using)], DISTLOCK={}),
+        override_settings(DATABASE_ROUTERS=[Routed(using, "shop")], DISTLOCK={}),
     ):
         messages = checks.run_checks(tags=[checks.Tags.database], databases=[using])
     told = [each.msg for each in messages if each.id == "distlock.W108"]

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from importlib import invalidate_caches
 from pathlib import Path
-from typing import Any
 
 import pytest
 from django.core import checks
@@ -17,9 +16,8 @@ from django.test import override_settings
 
 from tests.contract.aliases import alias_like
 
-from .databases import ask, role
+from .databases import Routed, ask, role
 from .enforcing import assert_enforced, triggers
-from .test_checks_servers import Rows
 
 FIRST = """
 from django.db import migrations, models
@@ -150,17 +148,9 @@ def test_account_that_may_not_see_triggers(shop: Path, mysql: str) -> None:
         assert len(found(limited)) == 1
 
 
-class Elsewhere:
-    """A router that lets nobody make the shop's tables."""
-
-    def allow_migrate(self, db: str, app_label: str, **_: Any) -> bool | None:
-        """Say so."""
-        return False if app_label == "shop" else None
-
-
 def test_table_that_is_not_made_there(shop: Path, sqlite: str) -> None:
     """Its migrations are recorded in every database, and its trigger is in its own alone."""
-    with override_settings(DATABASE_ROUTERS=[Elsewhere()]):
+    with override_settings(DATABASE_ROUTERS=[Routed(None, "shop", made=())]):
         migrate(sqlite)
         assert triggers(sqlite) == {}
         assert found(sqlite) == []
@@ -170,7 +160,7 @@ def test_other_database_that_is_down_is_left_to_django(shop: Path) -> None:
     """Only a database of locks is ours to say so of."""
     with (
         alias_like("default", HOST="127.0.0.1", PORT="1") as away,
-        override_settings(DATABASE_ROUTERS=[Rows(away)]),
+        override_settings(DATABASE_ROUTERS=[Routed(away, "shop")]),
     ):
         messages = checks.run_checks(tags=[checks.Tags.database], databases=[away])
     assert [each for each in messages if str(each.id).startswith("distlock.")] == []

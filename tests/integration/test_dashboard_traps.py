@@ -33,7 +33,7 @@ from tests.redis_servers import private_redis
 
 from .admin_settings import LOCKS
 from .admin_site import browser_of, user_who_may
-from .databases import here
+from .databases import APP, Routed, here
 from .operating import DEAD, PATIENCE, no_event_of
 from .test_dashboard import key_page, page, take
 from .test_dashboard_operations import OPERATE, confirmed, form
@@ -435,22 +435,11 @@ def test_times_are_local_without_time_zones_in_django(reader: Client, key: str) 
         assert told == f"{local:%m/%d/%Y %H:%M:%S}"
 
 
-class _ToDatabase:
-    """Routes the models to a database."""
-
-    def __init__(self, using: str):
-        self._using = using
-
-    def db_for_read(self, model: type[models.Model], **_: Any) -> str | None:
-        """Give the alias for a model."""
-        return self._using if model._meta.app_label == "django_distlock" else None
-
-
 def test_events_are_listed_without_tables_of_time_zones(reader: Client, key: str) -> None:
     """MariaDB has none unless somebody has loaded them."""
     here("mariadb")
     event = LockEvent.objects.using("mariadb").create(backend="mariadb", key=key, kind="lost")
-    with override_settings(DATABASE_ROUTERS=[_ToDatabase("mariadb")], TIME_ZONE="Europe/Berlin"):
+    with override_settings(DATABASE_ROUTERS=[Routed("mariadb", APP)], TIME_ZONE="Europe/Berlin"):
         query = {"q": key, "at__gte": f"{event.at - timedelta(hours=1):%Y-%m-%d %H:%M:%S}+00:00"}
         text = reader.get("/admin/django_distlock/lockevent/", query).content.decode()
     assert f"<bdi>{key}</bdi>" in text
@@ -462,7 +451,7 @@ def test_minutes_are_counted_without_tables_of_time_zones(key: str) -> None:
     here("mariadb")
     with alias_like("mariadb", TIME_ZONE="Asia/Kathmandu") as using:
         event = LockEvent.objects.using(using).create(backend="mariadb", key=key, kind="lost")
-        with override_settings(DATABASE_ROUTERS=[_ToDatabase(using)]):
+        with override_settings(DATABASE_ROUTERS=[Routed(using, APP)]):
             past = history()
         event.delete(using=using)
     assert past is not None

@@ -20,7 +20,7 @@ from django_distlock.models import LockEvent
 from django_distlock.process import event_log
 from tests.contract.aliases import DATABASE
 
-from .databases import migrate
+from .databases import Routed, migrate
 from .operating import run
 from .projects import Project
 
@@ -163,18 +163,6 @@ def test_every_database_forgets(empty: str) -> None:
     rows.bulk_create(LockEvent(at=at, backend="x", key="k", kind=Kind.LOST) for _ in range(5))
     rows.create(backend="x", key="k", kind=Kind.LOST)
     configured = {"x": {"BACKEND": DATABASE, "OPTIONS": {"using": empty}}}
-    routed = {"DATABASE_ROUTERS": [_To(empty)], "DISTLOCK": configured}
-    with override_settings(**routed):
+    with override_settings(DATABASE_ROUTERS=[Routed(empty)], DISTLOCK=configured):
         assert prune_events(batch=2, actor="Ada").events == 5
     assert rows.exclude(kind=Kind.CLEANED).count() == 1
-
-
-class _To:
-    """Sends everything to one database."""
-
-    def __init__(self, using: str):
-        self._using = using
-
-    def db_for_write(self, model: Any, **hints: Any) -> str:
-        """Name it."""
-        return self._using

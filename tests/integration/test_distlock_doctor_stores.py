@@ -39,9 +39,8 @@ from tests.poolers import pgbouncer
 from tests.redis_servers import private_redis
 from tests.settings import REDIS_BACKEND
 
-from .databases import ask, forget_migration, migrate, server
+from .databases import APP, Routed, ask, forget_migration, migrate, server
 from .operating import run
-from .test_checks import Router
 from .wires import wire
 
 pytestmark = pytest.mark.usefixtures("unknown_redis")
@@ -470,7 +469,7 @@ def test_redis_that_was_emptied_and_marked_anew_is_found(flushable: Any) -> None
 def test_loss_is_told_inside_of_a_transaction(flushable: Any, sqlite: str) -> None:
     """The dashboard asks in that of a request, which is SQLite's one writer."""
     migrate(sqlite)
-    with override_settings(DATABASE_ROUTERS=[Router(sqlite, sqlite)]):
+    with override_settings(DATABASE_ROUTERS=[Routed(sqlite)]):
         compared()
         flushable.flushall()
         with transaction.atomic(using=sqlite):
@@ -494,7 +493,7 @@ def test_project_without_databases_is_examined(flushable: Any, key: str) -> None
     """As without a table: what would be stored in one is left out, and a command says so."""
     with (
         alias_like("sqlite", ENGINE="django.db.backends.dummy") as nothing,
-        override_settings(DATABASE_ROUTERS=[Router(nothing, "default")]),
+        override_settings(DATABASE_ROUTERS=[Routed(nothing, APP, others="default")]),
     ):
         mark, text = look(compared(), "data")
         ran = run("distlock_fence", "seen", key)

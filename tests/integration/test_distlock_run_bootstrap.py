@@ -20,7 +20,7 @@ from django_distlock.management.bootstrap import _ALONE, ensure_tables
 from tests.contract.aliases import alias_like
 from tests.contract.helpers import Later, at_once, prompt
 
-from .databases import APP, all_tables, ask, lock_and_release, migrate, tables
+from .databases import APP, Routed, all_tables, ask, lock_and_release, migrate, tables
 from .projects import Project
 from .runs import Run
 
@@ -124,17 +124,9 @@ def test_other_apps_may_be_broken(postgresql: str) -> None:
     Project(postgresql, CACHES={}).manage("check", status=1)
 
 
-class Nowhere:
-    """A router that lets nobody migrate."""
-
-    def allow_migrate(self, db: str, app_label: str, **hints: object) -> bool:
-        """Return False."""
-        return False
-
-
 @pytest.mark.parametrize(
     "settings",
-    [{"DATABASE_ROUTERS": [f"{__name__}.Nowhere"]}, {"MIGRATION_MODULES": {APP: None}}],
+    [{"DATABASE_ROUTERS": [Routed(None, made=())]}, {"MIGRATION_MODULES": {APP: None}}],
     ids=["router", "module"],
 )
 def test_where_migrate_would_make_no_tables(sqlite: str, settings: dict[str, object]) -> None:

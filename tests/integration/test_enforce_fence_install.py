@@ -11,7 +11,7 @@ from django.test import override_settings
 from django_distlock.fencing.operations import EnforceFence
 from tests.conftest import DECLARED
 
-from .databases import ask, ask_mysql, role
+from .databases import Routed, ask, ask_mysql, role
 from .enforcing import FUNCTION, TABLE, Bank, payment, set_fence, triggers, vendor
 
 
@@ -135,17 +135,9 @@ def test_table_in_another_mysql_database(mysql: str) -> None:
         ask_mysql(f"DROP DATABASE {other}")
 
 
-class Elsewhere:
-    """A router that keeps all models of the bank away."""
-
-    def allow_migrate(self, db: str, app_label: str, **hints: Any) -> bool | None:
-        """Allow what is not the bank's."""
-        return False if app_label == "bank" else None
-
-
 def test_router_keeps_the_trigger_away(sqlite: str) -> None:
     """Where a model may not be migrated, or is not managed, no trigger is made, nor dropped."""
-    with override_settings(DATABASE_ROUTERS=[Elsewhere()]):
+    with override_settings(DATABASE_ROUTERS=[Routed(None, "bank", made=())]):
         bank = Bank(sqlite).migrate(payment()).migrate(EnforceFence("payment"))
         assert triggers(sqlite) == {}
         bank.undo(2)

@@ -36,7 +36,7 @@ from tests.contract.helpers import Later
 from tests.contract.locking import eventually, grantable, rolled_back, take_away
 from tests.processes import spawn
 
-from .databases import ask, migrate, server
+from .databases import Routed, ask, migrate, server
 
 PATIENCE = 60
 WHO = Holder(host="web-1", process="beat", pid=4242, started_at=12.5, metadata={"user": "Ada"})
@@ -79,21 +79,10 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-class Router:
-    """Keep events somewhere else."""
-
-    def __init__(self, using: str):
-        self.using = using
-
-    def db_for_write(self, model: Any, **_: Any) -> str | None:
-        """Name the alias of events alone."""
-        return self.using if model is LockEvent else None
-
-
 @contextmanager
 def kept_in(using: str) -> Iterator[None]:
     """Let the router send events to an alias."""
-    with override_settings(DATABASE_ROUTERS=[Router(using)]):
+    with override_settings(DATABASE_ROUTERS=[Routed(using, LockEvent)]):
         try:
             yield
         finally:

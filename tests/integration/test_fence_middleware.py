@@ -26,6 +26,7 @@ from tests.contract.helpers import Later
 from tests.contract.locking import eventually
 from tests.shop.models import Account
 
+from .databases import Routed
 from .histories import Attempt, attempted, rising, wrong
 
 MIDDLEWARE = "django_distlock.fencing.http.FenceMiddleware"
@@ -308,22 +309,12 @@ def test_rollback_of_the_request_leaves_the_mark(caller: Caller, key: str) -> No
         settings["ATOMIC_REQUESTS"] = False
 
 
-def test_database_that_does_not_answer_lets_nothing_pass(
-    caller: Caller, key: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_database_that_does_not_answer_lets_nothing_pass(caller: Caller, key: str) -> None:
     """Nobody knows whether the fence is the highest: 500, and nothing runs."""
-    with override_settings(DATABASE_ROUTERS=[_Nowhere()]):
+    with override_settings(DATABASE_ROUTERS=[Routed("nowhere", SeenFence)]):
         answer = caller.come("/told", key, 7)
     assert answer.status_code == 500
     assert RAN == []
-
-
-class _Nowhere:
-    """Routes to a database that is not there."""
-
-    def db_for_write(self, model: type, **_: Any) -> str | None:
-        """Answer with an alias that nobody configured."""
-        return "nowhere" if model is SeenFence else None
 
 
 # Many at once

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from django.db import connections, transaction
@@ -16,23 +15,14 @@ from django_distlock.signals import fence_rejected
 from tests.contract.locking import Heard, eventually, rolled_back
 from tests.shop.models import Account
 
+from .databases import Routed
 from .fenced_rows import NEW, account, accounts
-
-
-class EventsOnSQLite:
-    """Keeps the events in the file of the rows."""
-
-    def db_for_write(self, model: type, **hints: Any) -> str | None:
-        """Choose."""
-        return "sqlite" if model is LockEvent else None
-
-    db_for_read = db_for_write
 
 
 @pytest.fixture(params=["default", "sqlite"])
 def using(request: pytest.FixtureRequest, key: str) -> Iterator[str]:
     """Give the database of the rows and of the events."""
-    routers = [f"{__name__}.EventsOnSQLite"] if request.param == "sqlite" else []
+    routers = [Routed("sqlite", LockEvent)] if request.param == "sqlite" else []
     with override_settings(DATABASE_ROUTERS=routers):
         yield request.param
         event_log.finish()

@@ -6,7 +6,7 @@ import functools
 import json
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from importlib import import_module
@@ -51,7 +51,7 @@ from tests.contract.locking import eventually, rolled_back
 from tests.processes import spawn
 from tests.shop.models import Row
 
-from .databases import migrate
+from .databases import Routed, migrate
 from .operating import run
 
 ADA, BOB = (User(pk=pk, username=str(pk)) for pk in (1, 2))
@@ -459,14 +459,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[str]:
 @contextmanager
 def kept_in(using: str) -> Iterator[None]:
     """Keep responses, and rows of the shop, in the database of an alias."""
-
-    class Router:
-        def db_for_write(self, model: Any, **_: Any) -> str | None:
-            return using if model in (StoredResponse, Row) else None
-
-        db_for_read = db_for_write
-
-    with override_settings(DATABASE_ROUTERS=[Router()]):
+    with override_settings(DATABASE_ROUTERS=[Routed(using, StoredResponse, Row)]):
         StoredResponse.objects.all().delete()
         Row.objects.all().delete()
         yield
@@ -939,12 +932,7 @@ def test_wrong_views_are_refused() -> None:
 def test_alias_of_the_responses_is_the_routers(postgresql: str) -> None:
     """The view writes there, too, or elsewhere."""
     migrate(postgresql)
-
-    class Router:
-        def db_for_write(self, model: Callable[..., Any], **_: Any) -> str | None:
-            return postgresql if model is StoredResponse else None
-
-    with override_settings(DATABASE_ROUTERS=[Router()]):
+    with override_settings(DATABASE_ROUTERS=[Routed(postgresql, StoredResponse)]):
         view: Any = idempotent()(pay)
         assert [view(request()).content for _ in range(2)] == [b'{"number": 1}'] * 2
     assert StoredResponse.objects.using(postgresql).count() == 1

@@ -28,6 +28,7 @@ from django_distlock.inspection import (
 from django_distlock.models import HeldLock, LockEvent
 from tests.contract.locking import rolled_back
 
+from .databases import Routed
 from .operating import event_of
 
 
@@ -102,14 +103,6 @@ def test_log_that_cannot_be_written_undoes_nothing(
     assert event_of(held).kind == LockEvent.Kind.FORCED
 
 
-class _LogInFile:
-    """Routes the admin's log to SQLite."""
-
-    def db_for_write(self, model: type[Any], **_: Any) -> str | None:
-        """Give the alias for a model."""
-        return "sqlite" if model.__name__ == "LogEntry" else None
-
-
 def test_log_is_in_a_file_that_others_write_to(
     log: Any, held: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +122,7 @@ def test_log_is_in_a_file_that_others_write_to(
     with connection.schema_editor() as editor:
         editor.create_model(log)
     try:
-        with override_settings(DATABASE_ROUTERS=[_LogInFile()]):
+        with override_settings(DATABASE_ROUTERS=[Routed("sqlite", log)]):
             force_release(held, backend="postgres", actor=user, reason="it hangs")
         assert [each.object_repr for each in log.objects.using("sqlite")] == [held]
     finally:

@@ -44,6 +44,7 @@ from tests.contract.aliases import alias_like
 from tests.contract.helpers import take
 from tests.contract.locking import Heard, rolled_back
 
+from .databases import Routed
 from .operating import ALIASES, DEAD, WHO, event_of, no_event_of, run
 
 KEPT = [alias for alias in ALIASES if alias != "memory"]
@@ -341,7 +342,7 @@ def test_events_that_cannot_be_read_are_not_taken_for_none(
     key: str, sqlite: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a table of events the key is shown all the same."""
-    routed = override_settings(DATABASE_ROUTERS=[_Elsewhere(sqlite)])
+    routed = override_settings(DATABASE_ROUTERS=[Routed(sqlite, LockEvent)])
     with routed, caplog.at_level(logging.WARNING):
         assert show(key, "redis").events is None
     assert "events cannot be read" in caplog.text
@@ -353,23 +354,12 @@ def test_project_without_databases_has_no_events(
     """None can be kept there, so that nobody is warned of any."""
     with (
         alias_like("sqlite", ENGINE="django.db.backends.dummy") as nothing,
-        override_settings(DATABASE_ROUTERS=[_Elsewhere(nothing)]),
+        override_settings(DATABASE_ROUTERS=[Routed(nothing, LockEvent)]),
         caplog.at_level(logging.WARNING),
     ):
         assert show(key, "redis").events == ()
         assert run("distlock_show", key, "--backend=redis").err == ""
     assert caplog.text == ""
-
-
-class _Elsewhere:
-    """Looks for events in a database that has no table of them."""
-
-    def __init__(self, using: str):
-        self.using = using
-
-    def db_for_read(self, model: Any, **_: Any) -> str | None:
-        """Name the alias of events alone."""
-        return self.using if model is LockEvent else None
 
 
 # Permissions

@@ -24,7 +24,7 @@ from tests.contract.aliases import locks_on
 from tests.contract.helpers import take
 from tests.contract.test_failures import OPERATIONS
 
-from .databases import ask, lock_and_release, migrate, role
+from .databases import Routed, ask, lock_and_release, migrate, role
 from .projects import Project
 from .runs import Run
 from .test_advisory_sessions import advisory
@@ -45,19 +45,6 @@ FORBIDDEN = (
     "CREATE TABLE another (id integer)",
     "DROP TABLE django_distlock_waiter",
 )
-
-
-class To:
-    """A router that sends every model to one database."""
-
-    def __init__(self, using: str):
-        self._using = using
-
-    def db_for_read(self, model: Any, **_: Any) -> str:
-        """Return the database."""
-        return self._using
-
-    db_for_write = db_for_read
 
 
 def do_all(limited: str, **options: Any) -> None:
@@ -179,12 +166,12 @@ def test_operators(postgresql: str) -> None:
     with role(postgresql, APP) as limited:
         do_all(limited)
         with (
-            override_settings(DATABASE_ROUTERS=[To(limited)]),
+            override_settings(DATABASE_ROUTERS=[Routed(limited)]),
             pytest.raises(LockError, match="permission denied"),
         ):
             prune_events(actor="test")
     with (
         role(postgresql, APP, OPERATORS) as limited,
-        override_settings(DATABASE_ROUTERS=[To(limited)]),
+        override_settings(DATABASE_ROUTERS=[Routed(limited)]),
     ):
         assert prune_events(actor="test").events == 1
