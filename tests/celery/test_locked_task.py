@@ -9,9 +9,6 @@ import base64
 import functools
 import json
 import logging
-import os
-import subprocess
-import sys
 import textwrap
 import uuid
 from collections.abc import Callable, Iterator
@@ -53,13 +50,12 @@ from django_distlock.core.keys import own_key
 from django_distlock.models import FailedTask
 from django_distlock.signals import lock_bypassed, lock_not_acquired, work_skipped
 from django_distlock.testing import hold, lose_connection, memory_locks, simulate_pause
-from tests.contract.helpers import PATIENCE, Later
+from tests.contract.helpers import Later
 from tests.contract.locking import Heard
+from tests.integration.projects import run_python
 from tests.integration.test_metrics_opentelemetry import Told
 from tests.integration.test_metrics_prometheus import Scraped
 from tests.processes import spawn
-
-from .workers import ROOT
 
 #: Where processes find what they call of this file.
 HERE = "tests.celery.test_locked_task"
@@ -1007,7 +1003,7 @@ def test_failed_task_that_is_dropped_stays_listed(app: Celery) -> None:
     failed.drop(row)
 
 
-def test_import_before_the_apps_are_loaded(project: Path) -> None:
+def test_import_before_the_apps_are_loaded(project: Callable[..., str]) -> None:
     """A project's Celery app may import it, as it does all else that names tasks."""
     code = """
 from celery import Celery
@@ -1018,7 +1014,7 @@ app = Celery('project')
 def work(number): ...
 print(app.tasks['project.work'].name)
 """
-    assert run_python(project, "-c", code) == "project.work\n"
+    assert project("-c", code) == "project.work\n"
 
 
 # Checks
@@ -1151,39 +1147,18 @@ PROJECT = {
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """Give the folder of a project."""
+def project(tmp_path: Path) -> Callable[..., str]:
+    """Give what runs Python in the folder of a project."""
     for name, text in PROJECT.items():
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True)
         file.write_text(textwrap.dedent(text))
-    return tmp_path
+    return partial(run_python, tmp_path, DJANGO_SETTINGS_MODULE="shop.settings")
 
 
-def run_python(project: Path, *arguments: str, status: int = 0) -> str:
-    """Run Python in a project; return what it says."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=project,
-        env={
-            **os.environ,
-            "DJANGO_SETTINGS_MODULE": "shop.settings",
-            "PYTHONPATH": os.pathsep.join((str(project), str(ROOT))),
-            "PYTHONDEVMODE": "",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == status, done.stdout
-    return done.stdout
-
-
-def test_checks_find_the_tasks_that_a_worker_would(project: Path) -> None:
+def test_checks_find_the_tasks_that_a_worker_would(project: Callable[..., str]) -> None:
     """Nobody else has imported them; a module that fails is told of, and ends no command."""
-    said = run_python(project, "-m", "django", "check", status=1)
+    said = project("-m", "django", "check", status=1)
     assert "(distlock.E401) The task billing.tasks.once" in said
     assert "(distlock.E402) The task billing.tasks.long" in said
     assert "an import failed" in said
@@ -1192,7 +1167,7 @@ def test_checks_find_the_tasks_that_a_worker_would(project: Path) -> None:
     assert said.count("checks are run") == 1
 
 
-def test_checks_make_no_app(project: Path) -> None:
+def test_checks_make_no_app(project: Callable[..., str]) -> None:
     """One that Celery makes for want of another would be the default; it imports nothing either."""
     code = """
 from celery import _state
@@ -1205,14 +1180,16 @@ _state.get_current_app().conf.imports
 check_tasks(None)
 print(_state.default_app.conf.imports)
 """
-    assert run_python(project, "-c", code) == "None\n['loud']\n"
+    assert project("-c", code) == "None\n['loud']\n"
 
 
-def test_unique_task_without_its_base_is_told_of(project: Path) -> None:
+def test_unique_task_without_its_base_is_told_of(
+    project: Callable[..., str], tmp_path: Path
+) -> None:
     """Once where it is sent, and once where a worker starts."""
-    (project / "broken/tasks.py").write_text("")
+    (tmp_path / "broken/tasks.py").write_text("")
     begin = "import django; django.setup(); from shop import app\n"
     error = "The task billing.tasks.once is unique, but only LockedTask checks"
     send = "from billing.tasks import once\nfor _ in range(2): once.delay(7)\n"
-    assert run_python(project, "-c", begin + send).count(error) == 1
-    assert run_python(project, "-c", begin + "app.Worker(pool='solo')").count(error) == 1
+    assert project("-c", begin + send).count(error) == 1
+    assert project("-c", begin + "app.Worker(pool='solo')").count(error) == 1

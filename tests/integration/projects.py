@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,20 @@ class Project:
         assert ended == status, f"exit status {ended}:\n{said}"
         return said
 
+    def document(self, *arguments: str, status: int = 0) -> Any:
+        """Run a command by an interpreter of its own; return what it printed, which is JSON."""
+        done = subprocess.run(
+            [sys.executable, "-m", "django", *arguments, "--json"],
+            cwd=ROOT,
+            env={**os.environ, **self._environment()},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        assert done.returncode == status, done.stderr
+        return json.loads(done.stdout)
+
     def start(self, target: str, *arguments: Any) -> Process:
         """Start `module:function` in the project."""
         return spawn(target, *arguments, **self._environment())
@@ -52,6 +68,27 @@ class Project:
             # What commands leave open at their end is Django's.
             "PYTHONDEVMODE": "",
         }
+
+
+def run_python(folder: Path, *arguments: str, status: int = 0, **environment: str) -> str:
+    """Run Python in a folder, without the settings of the tests; return what it said."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={
+            **{name: each for name, each in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"},
+            "PYTHONPATH": f"{folder}:{ROOT}",
+            "PYTHONDEVMODE": "",
+            **environment,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout
+    return done.stdout
 
 
 def _plain(database: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -124,6 +125,24 @@ class Run:
             return False  # The other end of a terminal was closed.
         self.said += data.decode(errors="replace").replace("\r\n", "\n")
         return bool(data)
+
+
+@contextmanager
+def started(project: Project, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a command of a project, which hears signals; kill it if it has not ended by itself."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "django", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **project._environment()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=hear_signals,  # noqa: PLW1509 - it touches no lock
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def eventually(is_so: Callable[[], bool], what: str = "it is so") -> None:

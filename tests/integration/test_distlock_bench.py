@@ -7,7 +7,6 @@ import re
 import secrets
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,8 +27,8 @@ from tests.services import NO_MARIADB, private_redis
 from tests.settings import REDIS_BACKEND
 
 from .operating import DEAD, run
-from .projects import PATIENCE, ROOT, Project
-from .runs import hear_signals
+from .projects import PATIENCE, Project
+from .runs import started
 
 SMALL = ("--seconds=0.1", "--rounds=3")
 KEYS = {RUN, PAIR, HAND_OFF}
@@ -163,25 +162,14 @@ def benching(
     project: Project, *arguments: str, at_work: Callable[[], bool]
 ) -> Iterator[subprocess.Popen[str]]:
     """Run the command in a process of its own, for longer than any test; give it at work."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "django", "distlock_bench", "--seconds=300", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **project._environment()},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=hear_signals,  # noqa: PLW1509 - it touches no lock
-    ) as bench:
+    with started(project, "distlock_bench", "--seconds=300", *arguments) as bench:
 
         def is_at_work() -> bool:
             assert bench.poll() is None, bench.communicate()[0]
             return at_work()
 
-        try:
-            assert eventually(is_at_work, PATIENCE)
-            yield bench
-        finally:
-            bench.kill()
+        assert eventually(is_at_work, PATIENCE)
+        yield bench
 
 
 @pytest.mark.parametrize(("part", "key"), [("pair", PAIR), ("handoff", HAND_OFF)])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +20,8 @@ from tests.settings import REDIS_BACKEND
 
 from .databases import here
 from .operating import DEAD, run
-from .projects import PATIENCE, ROOT, Project
-from .runs import hear_signals, state_of
+from .projects import PATIENCE, Project, run_python
+from .runs import started, state_of
 
 PROMISES = 7
 
@@ -33,21 +30,6 @@ PROMISES = 7
 def using(request: pytest.FixtureRequest) -> str:
     """Give a database of each kind in turn."""
     return here(request.param)
-
-
-def drilled(project: Project) -> Any:
-    """Hold a drill in a project; give the document that it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", "django", "distlock_drill", "--json"],
-        cwd=ROOT,
-        env={**os.environ, **project._environment()},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def ran(document: Any) -> set[int]:
@@ -59,7 +41,7 @@ def ran(document: Any) -> set[int]:
 
 def test_late_write_is_refused_on_each_database(using: str) -> None:
     """Two processes, the higher fence writes, the lower one does not; nothing but fences stays."""
-    document = drilled(Project(using))
+    document = Project(using).document("distlock_drill")
     key = document["key"]
     assert document["passed"] is True
     assert [each["kept"] for each in document["promises"]] == [True] * PROMISES
@@ -91,7 +73,7 @@ def test_late_write_is_refused_on_each_database(using: str) -> None:
 def test_late_write_is_refused_on_redis() -> None:
     """By a value in the Redis of the locks, of which nothing stays."""
     redis = {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": single_url()}}
-    document = drilled(Project("default", DISTLOCK={"default": redis}))
+    document = Project("default", DISTLOCK={"default": redis}).document("distlock_drill")
     assert document["passed"] is True
     assert len(document["promises"]) == PROMISES
     assert len(ran(document)) == 2
@@ -143,7 +125,7 @@ def test_program_of_the_project_is_started_again(tmp_path: Path) -> None:
         "from django.core.management import execute_from_command_line\n"
         "execute_from_command_line(sys.argv)\n"
     )
-    said = started(tmp_path, str(manage), "distlock_drill")
+    said = run_python(tmp_path, str(manage), "distlock_drill")
     assert said.count("kept ") == PROMISES
     assert starts.read_text().splitlines() == ["started"] * 2
 
@@ -158,25 +140,8 @@ def test_path_of_the_project_is_passed_on(tmp_path: Path) -> None:
         "from tests.integration.project import *\n"
     )
     options = ("--pythonpath", str(apart), "--settings", "settings_apart")
-    said = started(tmp_path, "-m", "django", "distlock_drill", *options)
+    said = run_python(tmp_path, "-m", "django", "distlock_drill", *options)
     assert said.count("kept ") == PROMISES
-
-
-def started(folder: Path, *arguments: str) -> str:
-    """Run Python in a folder, without the settings of the tests; give what it said."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={k: v for k, v in os.environ.items() if k != "DJANGO_SETTINGS_MODULE"}
-        | {"PYTHONDEVMODE": "", "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 @pytest.mark.parametrize(
@@ -189,16 +154,7 @@ def started(folder: Path, *arguments: str) -> str:
 )
 def test_interrupted_drill_leaves_nothing(signum: int, step: str) -> None:
     """The other process is ended, stopped or not, and the key is free at once."""
-    drill = subprocess.Popen(
-        [sys.executable, "-m", "django", "distlock_drill"],
-        cwd=ROOT,
-        env={**os.environ, **Project("default")._environment()},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=hear_signals,  # noqa: PLW1509 - it touches no lock
-    )
-    with drill:
+    with started(Project("default"), "distlock_drill") as drill:
         assert drill.stdout
         lines = []
         for line in drill.stdout:

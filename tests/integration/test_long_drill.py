@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from redis import Redis
@@ -23,25 +19,10 @@ from tests.settings import REDIS_BACKEND
 
 from .databases import here
 from .operating import run
-from .projects import PATIENCE, ROOT, Project
-from .runs import hear_signals, state_of
+from .projects import PATIENCE, Project
+from .runs import started, state_of
 
 MINUTES = "0.4"
-
-
-def certified(project: Project, *arguments: str, status: int = 0) -> Any:
-    """Hold a long drill in a project; give its certificate."""
-    said = subprocess.run(
-        [sys.executable, "-m", "django", "distlock_drill", "--json", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **project._environment()},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert said.returncode == status, said.stderr
-    return json.loads(said.stdout)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +41,7 @@ def test_certificate_of_each_store(store: str) -> None:
         redis = {"BACKEND": REDIS_BACKEND, "OPTIONS": {"url": single_url()}}
         settings = {"DISTLOCK": {"default": redis}}
     using = here("default" if store == "redis" else store)
-    told = certified(Project(using, **settings), f"--minutes={MINUTES}", "--seed=7")
+    told = Project(using, **settings).document("distlock_drill", f"--minutes={MINUTES}", "--seed=7")
     assert (told["passed"], told["violations"], told["seed"]) == (True, [], 7)
     assert all(told["faults"].values())
     done = told["operations"]
@@ -87,7 +68,7 @@ def test_violation_is_told(key: str) -> None:
         "OPTIONS": {"using": "default"},
     }
     project = Project("default", DISTLOCK={"default": brittle})
-    told = certified(project, "--minutes=0.1", status=1)
+    told = project.document("distlock_drill", "--minutes=0.1", status=1)
     assert told["passed"] is False
     assert told["bound"] is None
     assert any("was granted twice" in each for each in told["violations"])
@@ -111,16 +92,7 @@ def test_killed_process_leaves_nothing_open(key: str, monkeypatch: pytest.Monkey
 
 def test_interrupted_long_drill_leaves_nothing() -> None:
     """The other processes are ended, and the keys are free at once."""
-    drill = subprocess.Popen(
-        [sys.executable, "-m", "django", "distlock_drill", "--minutes=5"],
-        cwd=ROOT,
-        env={**os.environ, **Project("default")._environment()},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=hear_signals,  # noqa: PLW1509 - it touches no lock
-    )
-    with drill:
+    with started(Project("default"), "distlock_drill", "--minutes=5") as drill:
         assert drill.stdout
         first = drill.stdout.readline()
         assert first.startswith(("Kills process", "Suspends process"))
