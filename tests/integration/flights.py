@@ -7,38 +7,28 @@ import time
 from typing import Any
 
 from django.core.cache import caches
-from django.db import connections, transaction
+from django.db import transaction
 
 from django_distlock import single_flight
+from tests.contract.helpers import Later
 from tests.shop.models import Row
 
 
 def ask(key: str, threads: int, backend: str) -> list[Any]:
     """Let many threads ask for a cold key at once; return what they got."""
     caches["shared"].get(key)
-    start, got = threading.Barrier(threads), []
+    start = threading.Barrier(threads)
 
     def compute() -> dict[str, int]:
         Row.objects.create(name=key)
         time.sleep(0.5)
         return {"rows": Row.objects.filter(name=key).count()}
 
-    def one() -> None:
-        try:
-            start.wait()
-            got.append(
-                single_flight(key, compute, timeout=60, cache="shared", backend=backend, wait=30)
-            )
-        finally:
-            connections.close_all()
+    def one() -> Any:
+        start.wait()
+        return single_flight(key, compute, timeout=60, cache="shared", backend=backend, wait=30)
 
-    those = [threading.Thread(target=one) for _ in range(threads)]
-    for each in those:
-        each.start()
-    print("ready")
-    for each in those:
-        each.join()
-    return got
+    return [each.result(60) for each in [Later(one) for _ in range(threads)]]
 
 
 def compute(key: str, backend: str, what: str, more: dict[str, Any]) -> Any:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from django.db import OperationalError, connections, transaction
+from django.db import OperationalError, transaction
 
 from django_distlock import LockNotAcquired, LockUsageError, distlock
 from django_distlock.compat import pglock
 from django_distlock.compat.pglock import advisory, advisory_lock, async_advisory_lock
+from tests.contract.helpers import Later, at_once
 from tests.contract.locking import eventually
 
 pytestmark = pytest.mark.servers("PostgreSQL")
@@ -25,21 +27,17 @@ def elsewhere(work: Callable[[], Any]) -> Iterator[None]:
     held, done = threading.Event(), threading.Event()
 
     def run() -> None:
-        try:
-            with work():
-                held.set()
-                done.wait(60)
-        finally:
-            connections.close_all()
+        with work():
+            held.set()
+            done.wait(60)
 
-    thread = threading.Thread(target=run)
-    thread.start()
+    holding = Later(run)
     assert held.wait(60)
     try:
         yield
     finally:
         done.set()
-        thread.join()
+        holding.result()
 
 
 @pytest.fixture
@@ -77,14 +75,12 @@ def test_without_timeout_it_waits(key: str, form: Any) -> None:
         with form(key) as acquired:
             assert acquired is True
             order.append("waiter")
-        connections.close_all()
 
     with elsewhere(lambda: advisory(key)):
-        waiter = threading.Thread(target=wait)
-        waiter.start()
-        waiter.join(0.05)
+        waiter = Later(wait)
+        time.sleep(0.05)
         order.append("holder")
-    waiter.join()
+    waiter.result()
     assert order == ["holder", "waiter"]
 
 
@@ -145,13 +141,8 @@ def test_decorated_function_is_called_by_many_threads(key: str) -> None:
     def run() -> None:
         for _ in range(5):
             work()
-        connections.close_all()
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    at_once([run] * 4)
     assert most == [1]
     assert not distlock(key).locked()
 

@@ -12,7 +12,7 @@ import pytest
 import redis.lock
 from django.core.cache import caches
 from django.core.cache.backends.locmem import LocMemCache
-from django.db import connections, transaction
+from django.db import transaction
 from django.test import override_settings
 from django_redis.client import DefaultClient
 from redis.exceptions import LockError, LockNotOwnedError
@@ -21,6 +21,7 @@ from django_distlock import BackendUnavailable, InvalidArgument, LockUsageError,
 from django_distlock.compat.redis import Lock, LockMixin
 from django_distlock.inspection import force_release
 from django_distlock.testing import lose_connection
+from tests.contract.helpers import Later
 from tests.contract.locking import eventually
 
 pytestmark = pytest.mark.servers("PostgreSQL", "Redis", "Redis Cluster")
@@ -56,20 +57,10 @@ def made(backend: str, key: str) -> Iterator[Any]:
 
 def in_a_thread(work: Any) -> Any:
     """Return what a call gives, or raises, in another thread."""
-    said: list[Any] = []
-
-    def run() -> None:
-        try:
-            said.append(work())
-        except LockError as error:
-            said.append(error)
-        finally:
-            connections.close_all()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return said[0]
+    try:
+        return Later(work).result()
+    except LockError as error:
+        return error
 
 
 def test_signatures_are_those_of_redis_py() -> None:
