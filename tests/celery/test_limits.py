@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,9 +19,7 @@ from django_distlock.core.keys import own_key
 from tests.contract.helpers import Later
 from tests.contract.locking import held_elsewhere
 
-from .brokers import Broker
 from .crews import Crew
-from .workers import working
 
 
 def places(crew: Crew) -> list[Any]:
@@ -154,21 +148,6 @@ def test_call_that_cannot_be_sent_keeps_no_place(prefork: Crew) -> None:
         assert len(places(prefork)) == 1
         result.revoke()
         no_place_is_left(prefork)
-
-
-def test_killed_call_that_waited_keeps_no_place(
-    home: Path, broker: Broker, crew_of: Callable[..., Crew]
-) -> None:
-    """Killed before it began, and acknowledged."""
-    with working(home, broker) as worker:
-        crew = crew_of(worker)
-        with held_elsewhere(distlock(crew.key, backend=crew.store, ttl=60)):
-            result = crew.send("bounded_wait")
-            crew.until(lambda: result.state == "STARTED", "it waits in its worker")
-            assert len(places(crew)) == 1
-            os.kill(worker.children()[0], signal.SIGKILL)
-            assert crew.outcome(result) == "FAILURE"
-            no_place_is_left(crew)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,8 +19,10 @@ from tests.contract.helpers import Later
 from tests.contract.locking import held_elsewhere, rolled_back
 from tests.services import free_port
 
+from .brokers import Broker
 from .crews import Crew
 from .project import create
+from .workers import working
 
 
 def unique_key(crew: Crew) -> str:
@@ -60,7 +65,8 @@ def test_unique_task_retries_itself(prefork: Crew) -> None:
     """Its own retry is no duplicate of it, and it stays unique in between."""
     result = prefork.send("unique", "retry 1")
     assert prefork.outcome(result) == "SUCCESS"
-    assert [each["retries"] for each in prefork.stage.told("began")] == [0, 1]
+    runs = [(each["retries"], each["lease"]) for each in prefork.stage.told("began")]
+    assert runs == [(0, unique_key(prefork)), (1, unique_key(prefork))]
     prefork.becomes_free(unique_key(prefork))
     # Long before this one comes again.
     result = prefork.send("unique", "retry 300")
@@ -94,10 +100,11 @@ def test_unique_key_stays_between_automatic_retries(prefork: Crew) -> None:
     assert prefork.send("again").id == result.id
 
 
-@pytest.mark.parametrize(
-    ("name", "prefix"),
-    [("unique_and_locked_wait", UNIQUE_PREFIX), ("bounded_wait", BACKLOG_PREFIX)],
-)
+#: Tasks that wait in their worker, and what the key of each one's claim begins with.
+WAITING = [("unique_and_locked_wait", UNIQUE_PREFIX), ("bounded_wait", BACKLOG_PREFIX)]
+
+
+@pytest.mark.parametrize(("name", "prefix"), WAITING)
 def test_task_killed_while_it_waits_frees_its_claim(prefork: Crew, name: str, prefix: str) -> None:
     """At its hard time limit its claim is that of a queued task, which has no process."""
     claim = own_key(prefix + prefork.key)
@@ -105,8 +112,31 @@ def test_task_killed_while_it_waits_frees_its_claim(prefork: Crew, name: str, pr
         result = prefork.send(name, time_limit=1)
         assert prefork.record(claim).holder.task_id == result.id
         assert prefork.outcome(result) == "FAILURE"
-        store = lock_backends[prefork.store]
-        prefork.until(lambda: Later(store.read, claim).result() is None, "the claim is released")
+        claim_ends(prefork, claim)
+
+
+def claim_ends(crew: Crew, claim: str) -> None:
+    """Wait until nothing is kept of a claim."""
+    store = lock_backends[crew.store]
+    crew.until(lambda: Later(store.read, claim).result() is None, "the claim is released")
+
+
+def test_killed_child_that_waits_frees_its_claim(
+    home: Path, broker: Broker, crew_of: Callable[..., Crew]
+) -> None:
+    """Killed before the body began, and acknowledged: in a child for each of the tasks."""
+    with working(home, broker, slots=len(WAITING)) as worker:
+        crew = crew_of(worker)
+        claims = [own_key(prefix + crew.key) for _, prefix in WAITING]
+        with held_elsewhere(distlock(crew.key, backend=crew.store, ttl=60)):
+            results = [crew.send(name) for name, _ in WAITING]
+            crew.until(lambda: {each.state for each in results} == {"STARTED"}, "both wait")
+            assert all(map(crew.record, claims))
+            for child in worker.children():
+                os.kill(child, signal.SIGKILL)
+            assert [crew.outcome(each) for each in results] == ["FAILURE"] * len(WAITING)
+            for claim in claims:
+                claim_ends(crew, claim)
 
 
 @pytest.mark.skipif(

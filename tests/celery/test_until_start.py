@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +13,7 @@ from django_distlock.core.errors import InvalidArgument
 from django_distlock.core.keys import own_key
 from tests.contract.locking import held_elsewhere
 
-from .brokers import Broker
 from .crews import Crew
-from .workers import working
 
 KINDS = ["started", "started_late", "started_and_locked"]
 
@@ -106,20 +101,6 @@ def test_killed_task_that_comes_no_more_leaves_no_claim(prefork: Crew) -> None:
     assert "had not started before its process died" in prefork.worker.said()
     assert prefork.outcome(prefork.send("started")) == "SUCCESS"
     ended(prefork, 1)
-
-
-def test_killed_task_that_waited_in_its_worker_leaves_no_claim(
-    home: Path, broker: Broker, crew_of: Any, store: str
-) -> None:
-    """The same where the key is kept until the task is done, and its lock is another one."""
-    with working(home, broker) as worker:
-        crew = crew_of(worker)
-        with held_elsewhere(distlock(crew.key, backend=store, ttl=60)):
-            result = crew.send("unique_and_locked_wait")
-            crew.until(lambda: result.state == "STARTED", "it waits")
-            os.kill(worker.children()[0], signal.SIGKILL)
-            assert crew.outcome(result) == "FAILURE"
-            crew.becomes_free(claim(crew))
 
 
 def test_runs_side_by_side_if_asked_to(prefork: Crew) -> None:
