@@ -51,7 +51,7 @@ from django_distlock.signals import lock_bypassed, lock_not_acquired, work_skipp
 from django_distlock.testing import hold, lose_connection, memory_locks, simulate_pause
 from tests.contract.helpers import Later
 from tests.contract.locking import Heard
-from tests.integration.projects import run_python
+from tests.integration.projects import importable, run_python
 from tests.integration.test_metrics_opentelemetry import Told
 from tests.integration.test_metrics_prometheus import Scraped
 from tests.processes import spawn
@@ -283,12 +283,9 @@ def test_lease_is_not_handed_down_before_the_commit(
 
 
 @pytest.mark.parametrize("decorator", ["shared_task", "app.task", "app.task(bind=True)"])
-def test_missing_parentheses_are_told_at_import(
-    decorator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_parentheses_are_told_at_import(decorator: str, tmp_path: Path) -> None:
     """The function of a task is no key, and its module says so when it is imported."""
-    name = f"bare_{uuid.uuid4().hex}"
-    (tmp_path / f"{name}.py").write_text(
+    text = (
         "from celery import Celery, shared_task\n"
         "from django_distlock.contrib.celery import locked_task\n"
         "app = Celery('bare', set_as_current=False)\n"
@@ -296,9 +293,9 @@ def test_missing_parentheses_are_told_at_import(
         "@locked_task\n"
         "def capture(number): ...\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(InvalidArgument, match=r"capture for a key\..*Write @locked_task\("):
-        import_module(name)
+    rule = r"capture for a key\..*Write @locked_task\("
+    with importable(tmp_path, {"bare": text}), pytest.raises(InvalidArgument, match=rule):
+        import_module("bare")
 
 
 def test_missing_parentheses_are_told_at_the_first_run(app: Celery) -> None:

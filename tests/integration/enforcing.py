@@ -10,6 +10,7 @@ from django.db.migrations import Migration
 from django.db.migrations.operations import CreateModel
 from django.db.migrations.operations.base import Operation
 from django.db.migrations.state import ProjectState
+from django.db.migrations.writer import MigrationWriter
 
 from tests.integration.databases import ask
 
@@ -69,11 +70,18 @@ class Bank:
         return self.model(name).objects.using(self.using).create(fence=fence, **values).pk
 
 
-def migration_of(*operations: Operation) -> Migration:
+def migration_of(*operations: Operation, **more: Any) -> Migration:
     """Return a migration of the bank."""
-    kind = type("Migration", (Migration,), {"operations": list(operations)})
+    kind = type("Migration", (Migration,), {"operations": list(operations), **more})
     migration: Migration = kind("0001", BANK)
     return migration
+
+
+def written(*operations: Operation, after: tuple[str, str] | None = None) -> str:
+    """Return what stands in the file of a migration of any app."""
+    behind = [] if after is None else [after]
+    migration = migration_of(*operations, initial=after is None, dependencies=behind)
+    return MigrationWriter(migration, include_header=False).as_string()
 
 
 def payment(name: str = "Payment", **options: Any) -> CreateModel:

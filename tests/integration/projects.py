@@ -6,9 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import invalidate_caches
 from pathlib import Path
 from typing import Any
 
+import pytest
 from django.db import connections
 
 from tests.processes import Process, manage, spawn
@@ -89,6 +93,26 @@ def run_python(folder: Path, *arguments: str, status: int = 0, **environment: st
     )
     assert done.returncode == status, done.stdout
     return done.stdout
+
+
+@contextmanager
+def importable(folder: Path, files: dict[str, str]) -> Iterator[None]:
+    """Write modules that can be imported in the block, and are forgotten behind it.
+
+    Args:
+        files: What stands in each, by its path without `.py`.
+    """
+    for name, text in files.items():
+        file = folder / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(folder)
+        invalidate_caches()
+        yield
+    tops = {name.split("/")[0] for name in files}
+    for module in [each for each in sys.modules if each.split(".")[0] in tops]:
+        del sys.modules[module]
 
 
 def _plain(database: dict[str, Any]) -> dict[str, Any]:

@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-import secrets
-import sys
 from collections.abc import Iterator
 from importlib import invalidate_caches
 from pathlib import Path
+from typing import Any
 
 import pytest
 from django.core import checks
 from django.core.management import call_command
-from django.db import OperationalError, connections
+from django.db import OperationalError, connections, models
+from django.db.migrations.operations import CreateModel
 from django.test import override_settings
 
+from django_distlock.fencing.operations import EnforceFence
 from tests.contract.aliases import alias_like
 
 from .databases import Routed, ask, role
-from .enforcing import assert_enforced, triggers
+from .enforcing import assert_enforced, triggers, written
+from .projects import importable
 
-FIRST = """
-from django.db import migrations, models
-
-class Migration(migrations.Migration):
-    initial = True
-    operations = [
-        migrations.CreateModel("Payment", [
-            ("id", models.BigAutoField(primary_key=True)),
-            ("fence", models.PositiveBigIntegerField(default=0)),
-        ], {OPTIONS}),
-    ]
-"""
-SECOND = """
-from django.db import migrations
-from django_distlock.fencing import EnforceFence
-
-class Migration(migrations.Migration):
-    dependencies = [("shop", "0001_initial")]
-    operations = [EnforceFence("payment")]
-"""
-THIRD = SECOND.replace("0001_initial", "0002_enforce")
 TABLE = "shop_payment"
 
 
@@ -50,21 +31,25 @@ def table() -> str:
 
 
 @pytest.fixture
-def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str) -> Iterator[Path]:
+def shop(tmp_path: Path, table: str) -> Iterator[Path]:
     """Give the folder of the shop's migrations; its payments keep their fences."""
-    name = f"migrations_{secrets.token_hex(4)}"
-    home = tmp_path / name
-    home.mkdir()
-    (home / "__init__.py").write_text("")
     options = {} if table == TABLE else {"db_table": table}
-    (home / "0001_initial.py").write_text(FIRST.replace("{OPTIONS}", repr(options)))
-    (home / "0002_enforce.py").write_text(SECOND)
-    monkeypatch.syspath_prepend(tmp_path)
-    invalidate_caches()
-    with override_settings(MIGRATION_MODULES={"shop": name}):
-        yield home
-    for module in [each for each in sys.modules if each.split(".")[0] == name]:
-        del sys.modules[module]
+    fields: list[tuple[str, models.Field[Any, Any]]] = [
+        ("id", models.BigAutoField(primary_key=True)),
+        ("fence", models.PositiveBigIntegerField(default=0)),
+    ]
+    files = {
+        "till/__init__": "",
+        "till/0001_initial": written(CreateModel("Payment", fields, options)),
+        "till/0002_enforce": enforced_behind("0001_initial"),
+    }
+    with importable(tmp_path, files), override_settings(MIGRATION_MODULES={"shop": "till"}):
+        yield tmp_path / "till"
+
+
+def enforced_behind(name: str) -> str:
+    """Return a migration that lets the payments keep their fences."""
+    return written(EnforceFence("payment"), after=("shop", name))
 
 
 def migrate(using: str, *target: str) -> None:
@@ -107,7 +92,7 @@ def test_missing_trigger(shop: Path, empty: str) -> None:
     assert f"table {TABLE} of {empty!r}" in message.msg
     assert "'fence' of shop.Payment" in message.msg
     assert "EnforceFence('payment', field='fence')" in str(message.hint)
-    (shop / "0003_again.py").write_text(THIRD)
+    (shop / "0003_again.py").write_text(enforced_behind("0002_enforce"))
     invalidate_caches()
     ask(empty, f"DELETE FROM {TABLE}")
     migrate(empty)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import shutil
 import subprocess
-import sys
 import unittest
 from collections.abc import Iterator
 from importlib import invalidate_caches
@@ -16,14 +15,17 @@ import pytest
 from django.apps import apps
 from django.conf import settings
 from django.core.management import call_command
-from django.db import IntegrityError, connections
+from django.db import IntegrityError, connections, models
+from django.db.migrations.operations import AlterField, CreateModel
 from django.test import TestCase, TransactionTestCase, override_settings
 
+from django_distlock.fencing.operations import EnforceFence
 from tests.conftest import DECLARED
 from tests.integration.projects import ROOT
 
 from .databases import ask
-from .enforcing import set_fence, triggers
+from .enforcing import set_fence, triggers, written
+from .projects import importable
 
 MODELS = """
 from django.db import models
@@ -32,62 +34,33 @@ class Payment(models.Model):
     note = models.CharField(max_length=20, default="")
     fence = models.PositiveBigIntegerField(default=0, editable=False)
 """
-FIRST = """
-from django.db import migrations, models
-
-class Migration(migrations.Migration):
-    initial = True
-    operations = [
-        migrations.CreateModel("Payment", [
-            ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False,
-                                       verbose_name="ID")),
-            ("note", models.CharField(max_length=9, default="")),
-            ("fence", models.PositiveBigIntegerField(default=0, editable=False)),
-        ]),
-    ]
-"""
-SECOND = """
-from django.db import migrations
-from django_distlock.fencing.operations import EnforceFence
-
-class Migration(migrations.Migration):
-    dependencies = [("till", "0001_initial")]
-    operations = [EnforceFence("payment")]
-"""
-THIRD = """
-from django.db import migrations, models
-
-class Migration(migrations.Migration):
-    dependencies = [("till", "0002_enforce")]
-    operations = [
-        migrations.AlterField("payment", "note", models.CharField(max_length=20, default="")),
-    ]
-"""
 TABLE = "till_payment"
 
 
 @pytest.fixture
-def till(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def till(tmp_path: Path) -> Iterator[Path]:
     """Give the folder of an app that is installed; its payments keep their fences."""
-    home = tmp_path / "till"
-    (home / "migrations").mkdir(parents=True)
-    for name, content in {
-        "__init__": "",
-        "models": MODELS,
-        "migrations/__init__": "",
-        "migrations/0001_initial": FIRST,
-        "migrations/0002_enforce": SECOND,
-        "migrations/0003_alter": THIRD,
-    }.items():
-        (home / f"{name}.py").write_text(content)
-    monkeypatch.syspath_prepend(tmp_path)
-    invalidate_caches()
-    with override_settings(INSTALLED_APPS=[*settings.INSTALLED_APPS, "till"]):
-        yield home
-    apps.all_models.pop("till")
+    fields: list[tuple[str, models.Field[Any, Any]]] = [
+        ("id", models.BigAutoField("ID", primary_key=True, auto_created=True, serialize=False)),
+        ("note", models.CharField(max_length=9, default="")),
+        ("fence", models.PositiveBigIntegerField(default=0, editable=False)),
+    ]
+    longer = AlterField("payment", "note", models.CharField(max_length=20, default=""))
+    files = {
+        "till/__init__": "",
+        "till/models": MODELS,
+        "till/migrations/__init__": "",
+        "till/migrations/0001_initial": written(CreateModel("Payment", fields)),
+        "till/migrations/0002_enforce": written(
+            EnforceFence("payment"), after=("till", "0001_initial")
+        ),
+        "till/migrations/0003_alter": written(longer, after=("till", "0002_enforce")),
+    }
+    installed = [*settings.INSTALLED_APPS, "till"]
+    with importable(tmp_path, files), override_settings(INSTALLED_APPS=installed):
+        yield tmp_path / "till"
+        apps.all_models.pop("till")
     apps.clear_cache()
-    for module in [name for name in sys.modules if name.split(".")[0] == "till"]:
-        del sys.modules[module]
 
 
 def command(name: str, *arguments: Any, **options: Any) -> str:

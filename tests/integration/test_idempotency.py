@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import threading
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
@@ -53,6 +52,7 @@ from tests.shop.models import Row
 
 from .databases import Routed, migrate
 from .operating import run
+from .projects import importable
 
 ADA, BOB = (User(pk=pk, username=str(pk)) for pk in (1, 2))
 
@@ -880,17 +880,16 @@ def test_wrong_arguments_are_refused(how: dict[str, Any], named: str) -> None:
         idempotent(**how)
 
 
-def test_missing_parentheses_are_told_at_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_parentheses_are_told_at_import(tmp_path: Path) -> None:
     """A view is no key, and its module says so; of a method it is known when it is called."""
-    name = f"bare_{uuid.uuid4().hex}"
-    (tmp_path / f"{name}.py").write_text(
+    text = (
         "from django_distlock.idempotency import idempotent\n@idempotent\ndef pay(request): ...\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(InvalidArgument, match=r"pay for a key\..*Write @idempotent\(\)"):
-        import_module(name)
+    with (
+        importable(tmp_path, {"bare": text}),
+        pytest.raises(InvalidArgument, match=r"pay for a key\..*Write @idempotent\(\)"),
+    ):
+        import_module("bare")
     bare: Any = idempotent(lambda request: "")
     with pytest.raises(InvalidArgument, match="without parentheses"):
         bare(request())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable, Iterator
 from functools import wraps
 from importlib import import_module
@@ -44,6 +43,8 @@ from django_distlock.views import LockedViewMixin, locked_view
 from tests.contract.helpers import Later, held
 from tests.contract.locking import Heard, eventually
 from tests.shop.models import Row
+
+from .projects import importable
 
 TEMPLATES = [{"BACKEND": "django.template.backends.django.DjangoTemplates", "APP_DIRS": True}]
 
@@ -601,17 +602,14 @@ def test_view_that_answers_later(key: str) -> None:
     assert not distlock(key).locked()
 
 
-def test_missing_parentheses_are_told_at_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_parentheses_are_told_at_import(tmp_path: Path) -> None:
     """A view is no key, and its module says so; of a method it is known when it is called."""
-    name = f"bare_{uuid.uuid4().hex}"
-    (tmp_path / f"{name}.py").write_text(
-        "from django_distlock.views import locked_view\n@locked_view\ndef pay(request): ...\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(InvalidArgument, match=r"pay for a key\..*Write @locked_view\("):
-        import_module(name)
+    text = "from django_distlock.views import locked_view\n@locked_view\ndef pay(request): ...\n"
+    with (
+        importable(tmp_path, {"bare": text}),
+        pytest.raises(InvalidArgument, match=r"pay for a key\..*Write @locked_view\("),
+    ):
+        import_module("bare")
 
 
 def test_what_is_no_view(key: str) -> None:
